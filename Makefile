@@ -1,0 +1,95 @@
+# Every target does its own set-up in $(VENV); the second run is quick. Needs python3 >= 3.10 with venv, gcc and make.
+#   make test ARGS="-k linear_logprob"     ARGS goes to pytest, or to rlkernel.bench
+#   make bench TORCH=torch==2.12.0         another torch; without TORCH, one that is already installed is used as it is
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+ARGS ?=
+
+PY := $(VENV)/bin/python
+DONE := $(VENV)/done
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(DONE)/torch -c requirements/constraints.txt
+# torch stays what it is; a torch without Triton (the CPU wheel) gets the Triton that CI runs.
+PINS := import importlib.metadata as m, torch; print("torch==" + torch.__version__); \
+        any("triton" in r for r in m.requires("torch")) or print("triton==3.7.1")
+SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
+
+.PHONY: help build test bench lint format docs check-codegen readme-tables info clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## build, run every test, count what ran and what was skipped and why
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests.xml $(ARGS); status=$$?; \
+	$(PY) tests/summary.py build/tests.xml && exit $$status
+
+bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
+	@$(PY) -m rlkernel.bench $(ARGS)
+	@$(PY) examples/grpo_arithmetic.py --short
+
+lint: $(DONE)/build $(DONE)/lint  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+format: $(DONE)/lint  ## what ruff can repair by itself
+	@$(PY) -m ruff check --fix .
+
+docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
+	@$(PY) -m mkdocs build --quiet --strict --site-dir build/site
+
+check-codegen: $(DONE)/build $(DONE)/bench  ## compile the device code for every GPU architecture; a register spill is an error
+	@$(PY) tests/codegen/check.py $(ARGS)
+
+readme-tables: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## measure again and rewrite the tables of the README
+	@$(PY) -m rlkernel.bench readme $(ARGS)
+
+info: $(DONE)/build  ## what this machine can run
+	@$(PY) -m rlkernel.info
+
+build: $(DONE)/build  ## the compiled extension, for the backends whose compiler is found
+
+clean:  ## remove everything that was built; the packages in $(VENV) stay
+	rm -rf build dist *.egg-info $(DONE)/build rlkernel/_C*.so
+
+# A torch of the system is used through --system-site-packages: on a GPU machine it is the one that fits the driver.
+$(DONE)/venv:
+	@echo "make: creating $(VENV)"
+	@test -x $(PY) || $(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/torch: $(DONE)/venv
+ifdef TORCH
+	@echo "make: installing $(TORCH)"
+	@$(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
+else
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "make: installing torch"; \
+	$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0; }
+endif
+	@$(PY) -c '$(PINS)' > $@
+
+$(DONE)/build: $(DONE)/torch $(SOURCES)
+	@echo "make: building the extension"
+	@$(INSTALL) -r requirements/build.txt
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(DONE)/test $(DONE)/bench $(DONE)/docs: $(DONE)/%: pyproject.toml requirements/constraints.txt | $(DONE)/build
+	@echo "make: installing rlkernel[$*]"
+	@$(INSTALL) "rlkernel[$*]"
+	@touch $@
+
+$(DONE)/lint: requirements/lint.txt requirements/constraints.txt | $(DONE)/torch
+	@echo "make: installing ruff and mypy"
+	@$(INSTALL) -r requirements/lint.txt
+	@touch $@
+
+$(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constraints.txt | $(DONE)/torch
+	@echo "make: installing the frameworks to compare with"
+	@$(INSTALL) -r requirements/frameworks.txt
+	@$(INSTALL) --no-deps -r requirements/frameworks-no-deps.txt
+	@touch $@

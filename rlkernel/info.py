@@ -1,0 +1,189 @@
+"""What this machine can run: ``python -m rlkernel.info [--json] [--require PART ...]``.
+
+Versions, devices, the parts of the compiled extension, optional packages, and for every op the backend that would run on
+each device, with the reasons why the others would not. It needs torch alone, and paste it into a bug report.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import dispatch
+
+# module: distribution. Asked of the installed metadata, never imported: an import can take seconds or claim a GPU.
+OPTIONAL = {
+    "numpy": "numpy",
+    "triton": "triton",
+    "flashinfer": "flashinfer-python",
+    "aiter": "amd-aiter",
+    "transformers": "transformers",
+    "trl": "trl",
+    "vllm": "vllm",
+    "deepspeed": "deepspeed",
+    "liger_kernel": "liger-kernel",
+    "verl": "verl",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+}
+
+# What decides which vector path of the CPU kernels runs.
+ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def collect() -> dict[str, Any]:
+    """Everything that ``python -m rlkernel.info`` shows, as plain values that JSON can hold."""
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "cpu": _cpu(),
+        "extension": _extension(),
+        "optional": {module: _version(name, module) for module, name in OPTIONAL.items()},
+        "ops": {op: {device: _choice(op, device) for device in _devices()} for op in dispatch.ops()},
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "rlkernel": _version("rlkernel"),
+        "commit": _commit(Path(__file__).parent.parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "platform": platform.platform(),
+    }
+
+
+def _version(distribution: str, module: str | None = None) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        # a package that was put on the path without being installed still counts, without a version
+        return "unknown" if module and importlib.util.find_spec(module) else None
+
+
+def _commit(root: Path) -> str | None:
+    """The commit of the checkout at ``root``, with ``+changes`` when tracked files differ; None outside a checkout."""
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout that belongs to another user
+        return None
+
+
+def _devices() -> dict[str, str]:
+    devices = {"cpu": f"{_cpu_model()}, {torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            arch = p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}"
+            devices[f"cuda:{i}"] = f"{p.name}, {arch}, {p.total_memory / 2**30:.0f} GiB"
+    return devices
+
+
+def _cpuinfo(*fields: str) -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return ""
+    rows = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in rows if name.strip() in fields), "")
+
+
+def _cpu_model() -> str:
+    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
+
+
+def _cpu() -> dict[str, Any]:
+    flags = _cpuinfo("flags", "Features").split()
+    return {
+        "architecture": platform.machine(),
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+    }
+
+
+def _extension() -> dict[str, Any]:
+    """``parts`` maps each part that was compiled in (cpu, cuda, hip) to the architectures that it was compiled for."""
+    try:
+        built = importlib.import_module("rlkernel._C").built()
+    except ImportError as error:
+        return {"parts": {}, "missing": str(error)}
+    return {"parts": {part: list(archs) for part, archs in built.items()}, "missing": None}
+
+
+def _choice(op: str, device: str) -> dict[str, Any]:
+    """The backend that would run ``op`` on small inputs on ``device``, and the reasons of those that would not."""
+    tensors = [x for x in _inputs(op, device).values() if isinstance(x, Tensor)]
+    reasons = dispatch.explain(op, *tensors)
+    able = [name for name in dispatch.order(op) if not reasons[name]]
+    return {"backend": able[0] if able else None, "also": able[1:], "reasons": {k: v for k, v in reasons.items() if v}}
+
+
+def _inputs(op: str, device: str) -> dict[str, Any]:
+    make_inputs = importlib.import_module(f"rlkernel.reference.{op}").make_inputs
+    sizes: list[int] = []
+    for p in inspect.signature(make_inputs).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            sizes += [4, 8]
+        elif p.kind is not p.KEYWORD_ONLY and p.default is p.empty:
+            sizes.append(8)
+    return make_inputs(*sizes, device=device)
+
+
+def render(info: dict[str, Any]) -> str:
+    """``collect()``'s result as the text that ``python -m rlkernel.info`` prints."""
+    lines = [f"{name:<14}{value}" for name, value in info["versions"].items() if value]
+    lines += [f"{name:<14}{value}" for name, value in info["devices"].items()]
+    cpu = info["cpu"]
+    lines.append(f"{'cpu isa':<14}{cpu['architecture']}, torch uses {cpu['torch_capability']}: {' '.join(cpu['isa'])}")
+    extension = info["extension"]
+    for part, archs in extension["parts"].items():
+        lines.append(f"{'built ' + part:<14}{' '.join(archs) or 'yes'}")
+    if extension["missing"]:
+        lines.append(f"{'extension':<14}not built: {extension['missing']}")
+    lines.append("")
+    lines += [f"{module:<14}{version or 'not installed'}" for module, version in info["optional"].items()]
+    for op, choices in info["ops"].items():
+        for device, choice in choices.items():
+            also = f" (also able: {', '.join(choice['also'])})" if choice["also"] else ""
+            lines += ["", f"{op} on {device} runs on {choice['backend'] or 'no backend'}{also}"]
+            lines += [f"  not {name}: {'; '.join(why)}" for name, why in choice["reasons"].items()]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rlkernel.info", description="What this machine can run.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--require", nargs="+", default=[], metavar="PART", help="exit with 1 unless the extension has these parts"
+    )
+    options = parser.parse_args(arguments)
+    info = collect()
+    print(json.dumps(info, indent=2) if options.json else render(info))
+    absent = [part for part in options.require if part not in info["extension"]["parts"]]
+    if absent:
+        print(f"the extension must have {', '.join(absent)}, got {info['extension']}", file=sys.stderr)
+    return 1 if absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
