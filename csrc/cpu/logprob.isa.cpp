@@ -1,0 +1,301 @@
+// Log-probability, entropy and log-sum-exp of rows of logits, and their gradient. A row belongs to one thread and its sums
+// run in an order that follows from the position in the row alone: its bits depend neither on the other rows nor on the
+// threads nor on the alignment.
+#include <cmath>
+#include <limits>
+
+#include "rlkernel/logprob.h"
+#include "simd.h"
+
+namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
+
+constexpr int64_t kBlock = 2048;          // elements whose maximum is taken before their exp: they stay in the L1 cache
+constexpr int kChains = 4;                // independent accumulators
+constexpr int64_t kParallel = 1 << 15;    // elements from which waking the other threads pays
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// One row of a tile as fp32: y = softcap * tanh(u / softcap), u = (x + bias) * logit_scale. Not kMapped: y = x.
+template <class T, bool kMapped>
+struct Row {
+  struct Value {
+    Floats y, slope;  // slope = dy / du
+  };
+
+  const T* x;
+  const float* bias;
+  float logit_scale, softcap;
+
+  Row(const LogprobTile& tile, int64_t r)
+      : x(static_cast<const T*>(tile.logits) + r / tile.inner * tile.outer_stride + r % tile.inner * tile.inner_stride),
+        bias(tile.bias), logit_scale(tile.logit_scale), softcap(tile.softcap) {}
+
+  Value map(Floats v, const float* b, int count) const {
+    if constexpr (kMapped) {
+      if (bias != nullptr) v += count == kWidth ? load(b) : load_part(b, count);
+      v *= broadcast(logit_scale);
+      if (softcap != 0) {
+        const Tanh tanh(v / broadcast(softcap));
+        return {broadcast(softcap) * tanh.value, tanh.slope};
+      }
+    }
+    return {v, broadcast(1.0f)};
+  }
+
+  Value at(int64_t i) const { return map(load(x + i), bias + i, kWidth); }
+  Value part(int64_t i, int count) const { return map(load_part(x + i, count), bias + i, count); }
+  float y(int64_t i) const { return part(i, 1).y[0]; }
+};
+
+// Calls body(i, chain) for the whole vectors of [0, count) and returns where they end.
+template <class Body>
+inline int64_t each_vector(int64_t count, Body body) {
+  int64_t i = 0;
+  for (; i + kChains * kWidth <= count; i += kChains * kWidth)
+    for (int chain = 0; chain < kChains; ++chain) body(i + chain * kWidth, chain);
+  for (; i + kWidth <= count; i += kWidth) body(i, 0);
+  return i;
+}
+
+// The running softmax of a row: max y, sum e, sum e * (y - max) / T with e = exp((y - max) / T).
+struct Softmax {
+  float max = -kInf;
+  double sum = 0, weighted = 0;
+
+  // Not inlined: forward with and without entropy must round alike, and a compiler may contract each copy differently.
+  __attribute__((noinline)) void raise(float to, double inverse_temperature) {
+    if (max != -kInf) {  // else sum is 0, or NaN
+      const double shift = (static_cast<double>(max) - to) * inverse_temperature;
+      const double factor = std::exp(shift);
+      weighted = factor == 0 ? 0 : (weighted + sum * shift) * factor;
+      sum *= factor;
+    }
+    max = to;
+  }
+};
+
+template <class T, bool kMapped, bool kEntropy>
+void accumulate(const Row<T, kMapped>& row, int64_t vocab, double inverse_temperature, const ScaledExp& exp, Softmax& state) {
+  alignas(64) float mapped[kMapped ? kBlock : 1];
+  for (int64_t start = 0; start < vocab; start += kBlock) {
+    const int64_t count = vocab - start < kBlock ? vocab - start : kBlock;
+
+    // max(y, peak) is peak where y is NaN: the sum reports those
+    Floats peaks[kChains] = {broadcast(-kInf), broadcast(-kInf), broadcast(-kInf), broadcast(-kInf)};
+    const int64_t whole = each_vector(count, [&](int64_t i, int chain) {
+      const Floats y = row.at(start + i).y;
+      if constexpr (kMapped) store(mapped + i, y);
+      peaks[chain] = max(y, peaks[chain]);
+    });
+    const int rest = static_cast<int>(count - whole);
+    const Floats tail = rest ? fill_tail(row.part(start + whole, rest).y, rest, -kInf) : broadcast(-kInf);
+    peaks[0] = max(tail, max(max(peaks[0], peaks[1]), max(peaks[2], peaks[3])));
+    const float peak = largest(peaks[0]);
+
+    const auto y_at = [&](int64_t i) {
+      if constexpr (kMapped) return load(mapped + i);
+      return row.at(start + i).y;
+    };
+    if (peak == -kInf) {  // contributes 0, unless it hides a NaN
+      Bits nan = (Bits)(tail != tail);
+      each_vector(count, [&](int64_t i, int) { nan |= (Bits)(y_at(i) != y_at(i)); });
+      if (any(nan)) state.sum = kNan;
+      continue;
+    }
+    if (peak > state.max) state.raise(peak, inverse_temperature);
+
+    const Floats max_y = broadcast(state.max);
+    Floats sums[kChains] = {}, weighted[kChains] = {};
+    const auto add = [&](Floats y, int chain) {
+      const Floats d = exp.cut(y - max_y);
+      const Floats e = exp(d);
+      sums[chain] += e;
+      if constexpr (kEntropy) weighted[chain] = fma(e, d, weighted[chain]);
+    };
+    each_vector(count, [&](int64_t i, int chain) {
+      prefetch(row.x + start + kBlock + i);  // the next block streams in while this one is computed
+      add(y_at(i), chain);
+    });
+    if (rest) add(tail, kChains - 1);
+    state.sum += total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    if constexpr (kEntropy)
+      state.weighted += total((weighted[0] + weighted[1]) + (weighted[2] + weighted[3])) * inverse_temperature;
+  }
+}
+
+template <class T, bool kMapped>
+void forward_row(const LogprobForward& f, int64_t r) {
+  const LogprobTile& tile = f.tile;
+  const int64_t target = tile.target_ids[r];
+  if (target == tile.ignore_index) {
+    if (f.last) {
+      f.logprobs[r] = f.lse[r] = f.row_max[r] = f.log_sum[r] = 0;
+      if (f.entropy != nullptr) f.entropy[r] = 0;
+    }
+    return;
+  }
+  const double temperature = tile.temperatures != nullptr ? tile.temperatures[r] : tile.temperature;
+  const Row<T, kMapped> row(tile, r);
+  const ScaledExp exp(temperature);
+  Softmax state;
+  float at_target = kNan;
+  if (!f.first) {
+    state.max = f.state_max[r];
+    state.sum = f.state_sum[r];
+    if (f.entropy != nullptr) state.weighted = f.state_weighted[r];
+    at_target = f.state_target[r];
+  }
+  if (f.entropy != nullptr)
+    accumulate<T, kMapped, true>(row, tile.vocab, 1 / temperature, exp, state);
+  else
+    accumulate<T, kMapped, false>(row, tile.vocab, 1 / temperature, exp, state);
+  const int64_t inside = target - tile.vocab_start;
+  if (inside >= 0 && inside < tile.vocab) at_target = row.y(inside);
+
+  if (f.last) {
+    const double log_sum = std::log(state.sum);
+    f.logprobs[r] = static_cast<float>((static_cast<double>(at_target) - state.max) / temperature - log_sum);
+    f.lse[r] = static_cast<float>(state.max / temperature + log_sum);
+    f.row_max[r] = state.max;
+    f.log_sum[r] = at_target != at_target ? kNan : static_cast<float>(log_sum);
+    if (f.entropy != nullptr) f.entropy[r] = static_cast<float>(log_sum - state.weighted / state.sum);
+  } else {
+    f.state_max[r] = state.max;
+    f.state_sum[r] = static_cast<float>(state.sum);
+    if (f.entropy != nullptr) f.state_weighted[r] = static_cast<float>(state.weighted);
+    f.state_target[r] = at_target;
+  }
+}
+
+template <class Out>
+void fill(Out* out, int64_t count, float value) {
+  const Floats x = broadcast(value);
+  for (int64_t i = each_vector(count, [&](int64_t k, int) { store(out + k, x); }); i < count; ++i) store_part(out + i, x, 1);
+}
+
+// out_i = exp(d / T) * (constant + linear * d) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at `target`,
+// a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
+template <class In, class Out, bool kMapped>
+void weigh(const Row<In, kMapped>& row, Out* out, int64_t vocab, float row_max, double temperature, double constant,
+           double linear, int64_t target, double at_target) {
+  const ScaledExp exp(temperature);
+  const Floats max_y = broadcast(row_max);
+  const Floats c0 = broadcast(static_cast<float>(constant)), c1 = broadcast(static_cast<float>(linear));
+  if constexpr (kMapped)  // now: out may be the logits
+    if (target >= 0) at_target *= row.part(target, 1).slope[0];
+  const auto value = [&](const typename Row<In, kMapped>::Value& v) {
+    const Floats d = exp.cut(v.y - max_y);
+    const Floats result = exp(d) * fma(d, c1, c0);
+    if constexpr (kMapped) return result * v.slope;
+    return result;
+  };
+  const int64_t whole = each_vector(vocab, [&](int64_t i, int) { store(out + i, value(row.at(i))); });
+  const int rest = static_cast<int>(vocab - whole);
+  if (rest) store_part(out + whole, value(row.part(whole, rest)), rest);
+  if (target >= 0) store_part(out + target, broadcast(static_cast<float>(at_target)), 1);
+}
+
+template <class In, class Out, bool kMapped>
+void backward_row(const LogprobBackward& b, int64_t r) {
+  const LogprobTile& tile = b.tile;
+  Out* out = static_cast<Out*>(b.out) + r / tile.inner * b.out_outer_stride + r % tile.inner * b.out_inner_stride;
+  const double grad_logprob = b.grad_logprobs != nullptr ? b.grad_logprobs[r] : 0;
+  const double grad_entropy = b.grad_entropy != nullptr ? b.grad_entropy[r] : 0;
+  const double grad_lse = b.grad_lse != nullptr ? b.grad_lse[r] : 0;
+  if (tile.target_ids[r] == tile.ignore_index || (grad_logprob == 0 && grad_entropy == 0 && grad_lse == 0))
+    return fill(out, tile.vocab, 0);
+  const double log_sum = b.log_sum[r];
+  const float row_max = b.row_max[r];
+  if (!(log_sum < kInf) || !(std::fabs(row_max) < kInf)) return fill(out, tile.vocab, kNan);
+
+  const Row<In, kMapped> row(tile, r);
+  const double temperature = tile.temperatures != nullptr ? tile.temperatures[r] : tile.temperature;
+  const double scale = (kMapped ? tile.logit_scale : 1) / temperature;
+  const double entropy = grad_entropy != 0 ? b.entropy[r] : 0;
+  // p * (g_lse - g_logprob - g_entropy * (log p + H)) / T, with log p = d / T - log_sum and p = exp(d / T) / exp(log_sum)
+  const double inverse_sum = std::exp(-log_sum) * scale;
+  const double constant = (grad_lse - grad_logprob - grad_entropy * (entropy - log_sum)) * inverse_sum;
+  const double linear = -grad_entropy / temperature * inverse_sum;
+  int64_t target = tile.target_ids[r] - tile.vocab_start;
+  double at_target = 0;
+  if (target >= 0 && target < tile.vocab) {
+    const double logprob = (static_cast<double>(row.y(target)) - row_max) / temperature - log_sum;
+    const double p = std::exp(logprob);
+    at_target = -grad_logprob * std::expm1(logprob) + grad_lse * p;  // 1 - p loses all digits as p -> 1
+    if (p != 0) at_target -= grad_entropy * p * (logprob + entropy);
+    at_target *= scale;
+  } else {
+    target = -1;
+  }
+  weigh<In, Out, kMapped>(row, out, tile.vocab, row_max, temperature, constant, linear, target, at_target);
+}
+
+template <class In, class Out, bool kMapped>
+void exp_row(const LogprobExp& e, int64_t r) {
+  const LogprobTile& tile = e.tile;
+  Out* out = static_cast<Out*>(e.out) + r / tile.inner * e.out_outer_stride + r % tile.inner * e.out_inner_stride;
+  if (tile.target_ids[r] == tile.ignore_index) return fill(out, tile.vocab, 0);
+  const float row_max = e.row_max[r];
+  if (!(std::fabs(row_max) < kInf)) return fill(out, tile.vocab, kNan);
+  const double temperature = tile.temperatures != nullptr ? tile.temperatures[r] : tile.temperature;
+  const double scale = (kMapped ? tile.logit_scale : 1) / temperature;
+  const int64_t target = tile.target_ids[r] - tile.vocab_start;
+  weigh<In, Out, kMapped>(Row<In, kMapped>(tile, r), out, tile.vocab, row_max, temperature, scale, 0,
+                          target >= 0 && target < tile.vocab ? target : -1, 0);
+}
+
+template <class Arguments>
+void each_row(const LogprobTile& tile, void (*body)(const Arguments&, int64_t), const Arguments& arguments) {
+#pragma omp parallel if (tile.rows > 1 && tile.rows * tile.vocab >= kParallel)
+  {
+    const FlushDenormals scope;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < tile.rows; ++r) body(arguments, r);
+  }
+}
+
+template <class Body>
+void with_type(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::f32: return body(float{});
+    case Dtype::f16: return body(fp16{});
+    case Dtype::bf16: return body(bf16{});
+  }
+}
+
+bool is_mapped(const LogprobTile& tile) { return tile.bias != nullptr || tile.logit_scale != 1 || tile.softcap != 0; }
+
+}  // namespace
+
+int logprob_forward(const LogprobForward& f) {
+  with_type(f.tile.dtype, [&](auto in) {
+    using In = decltype(in);
+    each_row(f.tile, is_mapped(f.tile) ? forward_row<In, true> : forward_row<In, false>, f);
+  });
+  return 0;
+}
+
+int logprob_backward(const LogprobBackward& b) {
+  with_type(b.tile.dtype, [&](auto in) {
+    with_type(b.out_dtype, [&](auto out) {
+      using In = decltype(in);
+      using Out = decltype(out);
+      each_row(b.tile, is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>, b);
+    });
+  });
+  return 0;
+}
+
+int logprob_exp(const LogprobExp& e) {
+  with_type(e.tile.dtype, [&](auto in) {
+    with_type(e.out_dtype, [&](auto out) {
+      using In = decltype(in);
+      using Out = decltype(out);
+      each_row(e.tile, is_mapped(e.tile) ? exp_row<In, Out, true> : exp_row<In, Out, false>, e);
+    });
+  });
+  return 0;
+}
+
+}  // namespace rlkernel::cpu::RLKERNEL_ISA
