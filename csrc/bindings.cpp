@@ -1,0 +1,43 @@
+// Table of contents of rlkernel._C: one line per function and part, grouped by op.
+#include "rlkernel/bind_logprob.h"
+#include "rlkernel/errors.h"
+
+namespace py = pybind11;
+using namespace rlkernel;
+
+namespace {
+
+// The build names the parts it compiles and their architectures in RLKERNEL_BUILT_<PART>.
+py::dict built() {
+  py::dict parts;
+  const auto archs = [](const char* names) { return py::str(names).attr("split")(); };
+  parts["cpu"] = archs(RLKERNEL_BUILT_CPU);
+#ifdef RLKERNEL_BUILT_CUDA
+  parts["cuda"] = archs(RLKERNEL_BUILT_CUDA);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  parts["hip"] = archs(RLKERNEL_BUILT_HIP);
+#endif
+  return parts;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("built", &built);
+
+  // logprob
+  bind::logprob_forward(m, "logprob_forward_cpu", cpu::logprob_forward, cpu::error_string);
+  bind::logprob_backward(m, "logprob_backward_cpu", cpu::logprob_backward, cpu::error_string);
+  bind::logprob_exp(m, "logprob_exp_cpu", cpu::logprob_exp, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::logprob_forward(m, "logprob_forward_cuda", cuda::logprob_forward, cuda::error_string);
+  bind::logprob_backward(m, "logprob_backward_cuda", cuda::logprob_backward, cuda::error_string);
+  bind::logprob_exp(m, "logprob_exp_cuda", cuda::logprob_exp, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::logprob_forward(m, "logprob_forward_hip", hip::logprob_forward, hip::error_string);
+  bind::logprob_backward(m, "logprob_backward_hip", hip::logprob_backward, hip::error_string);
+  bind::logprob_exp(m, "logprob_exp_hip", hip::logprob_exp, hip::error_string);
+#endif
+}

@@ -1,0 +1,212 @@
+"""Builds `rlkernel._C` with ninja: the CPU kernels always, CUDA and HIP where their compilers are.
+
+    RLKERNEL_BACKENDS     auto (default), or a list such as cpu,cuda; a part asked for by name must build
+    RLKERNEL_CUDA_ARCHS   default 80;90a;100, those that this nvcc knows, and PTX of the newest for later ones
+    RLKERNEL_HIP_ARCHS    default gfx90a;gfx942
+    MAX_JOBS              compilers at a time
+
+Objects stay in build/native-*, with depfiles: what did not change is not compiled again, whoever asks.
+No torch is needed: kernels see pointers, and one binary serves every torch version.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CXX = os.environ.get("CXX", "g++")
+INCLUDE = f"-I{ROOT / 'csrc/include'}"
+COMMON = "-O3 -std=c++17 -fPIC -fvisibility=hidden"
+# No contraction behind the source's back: a fused multiply-add stands where the code says fma, so that a tail
+# loop has the bits of the main loop. errno and traps are given up because they only block vectorisation.
+CPU_FLAGS = f"{COMMON} -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra {INCLUDE}"
+X86_ISAS = {"baseline": "", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
+ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
+PARTS = ("cpu", "cuda", "hip")
+
+
+@dataclass
+class Part:
+    """What one part adds to the ninja file."""
+
+    rules: dict[str, str] = field(default_factory=dict)
+    sources: list[tuple[str, Path, str, str]] = field(default_factory=list)  # rule, source, suffix, flags
+    archs: list[str] = field(default_factory=list)
+    linker: str = ""
+    libraries: str = ""
+
+
+class Unavailable(Exception):
+    """Why a part cannot be built here, in one line."""
+
+
+def arch_list(variable: str, default: list[str]) -> list[str]:
+    value = os.environ.get(variable, "")
+    return [arch for arch in re.split(r"[;, ]+", value) if arch] or default
+
+
+def find_tool(names: list[str], homes: list[str], folders: list[str]) -> str | None:
+    """The first of `names` under a home named by the environment, on PATH, or in a usual folder."""
+    under_homes = [str(Path(os.environ[home]) / "bin") for home in homes if os.environ.get(home)]
+    path = os.pathsep.join([*under_homes, os.environ.get("PATH", os.defpath), *folders])
+    return next((tool for name in names if (tool := shutil.which(name, path=path))), None)
+
+
+def probe(build_dir: Path, suffix: str, compiling: str, linking: str, libraries: str = "") -> None:
+    """Compile and link an empty kernel, once per compiler and flags: the verdict is kept on disk."""
+    source = build_dir / f"probe{suffix}"
+    source.write_text("__global__ void empty() {}\nint launch() { empty<<<1, 1>>>(); return 0; }\n")
+    compiler = shlex.split(compiling)[0]
+    key = f"{compiling}\n{linking}\n{libraries}\n{Path(compiler).stat().st_mtime_ns}"
+    verdict = build_dir / f"probe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
+    if not verdict.exists():
+        output = ""
+        compile_command = f"{compiling} -c {source} -o {source}.o"
+        for command in (compile_command, f"{linking} {source}.o {libraries} -o {source}.so"):
+            run = subprocess.run(shlex.split(command), capture_output=True, text=True)
+            if run.returncode:
+                lines = (run.stderr or run.stdout).strip().splitlines() or ["no message"]
+                output = next((line for line in lines if "error" in line), lines[-1])
+                break
+        verdict.write_text(output)
+    if text := verdict.read_text():
+        raise Unavailable(f"{compiler} cannot build for these architectures: {text}")
+
+
+def cpu_part(build_dir: Path) -> Part:
+    part = Part({"cxx": f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"}, archs=list(ISAS))
+    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+        if source.name.endswith(".isa.cpp"):
+            for isa, flags in ISAS.items():
+                part.sources.append(("cxx", source, f".{isa}", f"-DRLKERNEL_ISA={isa} {flags}"))
+        else:
+            part.sources.append(("cxx", source, "", ""))
+    return part
+
+
+def cuda_part(build_dir: Path) -> Part:
+    nvcc = find_tool(["nvcc"], ["CUDA_HOME", "CUDA_PATH"], ["/usr/local/cuda/bin"])
+    if nvcc is None:
+        raise Unavailable("nvcc was not found (PATH, CUDA_HOME)")
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    known = [arch for arch in ("80", "90a", "100") if f"compute_{arch.rstrip('a')}" in listed]
+    archs = arch_list("RLKERNEL_CUDA_ARCHS", known)
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    if plain := [arch for arch in archs if arch.isdecimal()]:
+        newest = max(plain, key=int)
+        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+        archs.append(f"{newest}+PTX")
+    compiler = (
+        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
+        f"--threads {len(codes)} {' '.join(codes)} {INCLUDE}"
+    )
+    linker = f"{nvcc} -ccbin {CXX} -shared -cudart static"
+    probe(build_dir, ".cu", compiler, linker)
+    sources = [("nvcc", source, "", "") for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    if not sources:
+        raise Unavailable("csrc/cuda has no sources")
+    return Part({"nvcc": f"{compiler} -MD -MF $out.d -c $in -o $out"}, sources, archs, linker)
+
+
+def hip_part(build_dir: Path) -> Part:
+    clangs = ["clang++", *(f"clang++-{version}" for version in range(24, 16, -1))]
+    hip = find_tool(["hipcc", *clangs], ["ROCM_PATH", "ROCM_HOME", "HIP_PATH"], ["/opt/rocm/bin"])
+    if hip is None:
+        raise Unavailable("neither hipcc nor clang++ was found (PATH, ROCM_PATH)")
+    archs = arch_list("RLKERNEL_HIP_ARCHS", ["gfx90a", "gfx942"])
+    offload = " ".join(f"--offload-arch={arch}" for arch in archs)
+    language = "" if Path(hip).name == "hipcc" else "-x hip "
+    compiler = f"{hip} {language}{COMMON} -ffp-contract=off {offload} {INCLUDE}"
+    library_folder = Path(hip).resolve().parent.parent / "lib"
+    libraries = f"-L{library_folder} -lamdhip64"
+    probe(build_dir, ".hip", compiler, f"{CXX} -shared -Wl,--no-undefined", libraries)
+    sources = [("hip", source, "", "") for source in sorted((ROOT / "csrc/hip").glob("*.hip"))]
+    return Part({"hip": f"{compiler} -MMD -MF $out.d -c $in -o $out"}, sources, archs, libraries=libraries)
+
+
+def chosen_parts(build_dir: Path) -> dict[str, Part]:
+    """The parts to build: those asked for by name, or with auto those whose compilers are here."""
+    names = [name.strip() for name in os.environ.get("RLKERNEL_BACKENDS", "auto").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in (*PARTS, "auto")]:
+        raise SystemExit(f"RLKERNEL_BACKENDS must list cpu, cuda and hip, or be auto, got {unknown[0]!r}")
+    parts = {"cpu": cpu_part(build_dir)}
+    for name, make in (("cuda", cuda_part), ("hip", hip_part)):
+        if name not in names and "auto" not in names:
+            continue
+        try:
+            parts[name] = make(build_dir)
+        except Unavailable as reason:
+            if name in names:
+                raise SystemExit(f"rlkernel: RLKERNEL_BACKENDS asks for {name}, but {reason}") from None
+            print(f"rlkernel: {name} is not built: {reason}", flush=True)
+    return parts
+
+
+def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
+    # pip's build isolation puts pybind11 under a new path each time; a copy keeps the commands the same.
+    headers = build_dir / f"pybind11-{pybind11.__version__}"
+    if not headers.exists():
+        shutil.copytree(pybind11.get_include(), headers, ignore=shutil.ignore_patterns("CMake*"))
+    built = [f"-DRLKERNEL_BUILT_{name.upper()}='\"{' '.join(part.archs)}\"'" for name, part in parts.items()]
+    includes = f"{INCLUDE} -isystem {headers} -isystem {sysconfig.get_path('include')}"
+    flags = " ".join([COMMON, "-Wall -Wextra", includes, *built])
+    rules = {"bindings": f"{CXX} {flags} -MMD -MF $out.d -c $in -o $out"}
+    builds, objects = [], []
+
+    def add(rule: str, source: Path, suffix: str = "", extra: str = "") -> None:
+        name = source.relative_to(ROOT / "csrc").as_posix().replace("/", "-")
+        objects.append(f"{build_dir}/{name}{suffix}.o")
+        builds.extend([f"build {objects[-1]}: {rule} {source}", f"  extra = {extra}"])
+
+    add("bindings", ROOT / "csrc/bindings.cpp")
+    for part in parts.values():
+        rules.update(part.rules)
+        for source in part.sources:
+            add(*source)
+    linker = parts["cuda"].linker if "cuda" in parts else f"{CXX} -shared"
+    libraries = " ".join(part.libraries for part in parts.values())
+    # -fopenmp is not given to the linker: rlkernel/native/__init__.py binds torch's OpenMP runtime; a second one
+    # in the process would bring its own threads and its own idea of how many there are.
+    lines = [f"builddir = {build_dir}"]
+    for rule, command in rules.items():
+        lines.extend([f"rule {rule}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"])
+    lines.extend(["rule link", f"  command = {linker} $in {libraries} -o $out"])
+    lines.extend([*builds, f"build {build_dir}/_C.so: link {' '.join(objects)}"])
+    ninja_file = build_dir / "build.ninja"
+    ninja_file.write_text("\n".join(lines) + "\n")
+    return ninja_file
+
+
+class NinjaBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}-{platform.machine()}"
+        build_dir.mkdir(parents=True, exist_ok=True)
+        with open(build_dir / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one tree take turns
+            parts = chosen_parts(build_dir)
+            jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+            ninja_file = write_ninja(build_dir, parts)
+            subprocess.run([sys.executable, "-m", "ninja", "-f", str(ninja_file), *jobs], check=True)
+            target = Path(self.get_ext_fullpath(ext.name)).resolve()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # A new file beside it, then a rename: a process that has the old one mapped keeps it whole.
+            shutil.copy2(build_dir / "_C.so", target.with_suffix(".tmp"))
+            os.replace(target.with_suffix(".tmp"), target)
+        built = "; ".join(f"{name} for {' '.join(part.archs)}" for name, part in parts.items())
+        print(f"rlkernel: built {built}", flush=True)
+
+
+setup(ext_modules=[Extension("rlkernel._C", sources=[])], cmdclass={"build_ext": NinjaBuild})
