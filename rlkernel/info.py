@@ -1,7 +1,7 @@
 """What this machine can run: ``python -m rlkernel.info [--json] [--require PART ...]``.
 
-Versions, devices, the parts of the compiled extension, optional packages, and for every op the backend that would run on
-each device, with the reasons why the others would not. It needs torch alone, and paste it into a bug report.
+Versions, devices, the parts of the compiled extension, optional packages, and for every op the backend that
+would run on each device, with the reasons why the others would not. Needs torch alone.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
+from rlkernel import dispatch, native
 
-# module: distribution. Asked of the installed metadata, never imported: an import can take seconds or claim a GPU.
+# module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
     "numpy": "numpy",
     "triton": "triton",
@@ -38,7 +38,18 @@ OPTIONAL = {
 }
 
 # What decides which vector path of the CPU kernels runs.
-ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+    "sve",
+)
 
 
 def collect() -> dict[str, Any]:
@@ -74,7 +85,7 @@ def _version(distribution: str, module: str | None = None) -> str | None:
 
 
 def _commit(root: Path) -> str | None:
-    """The commit of the checkout at ``root``, with ``+changes`` when tracked files differ; None outside a checkout."""
+    """The checkout's commit, with ``+changes`` when tracked files differ from it; None outside a checkout."""
     if not (root / ".git").exists():
         return None
 
@@ -122,20 +133,24 @@ def _cpu() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    """``parts`` maps each part that was compiled in (cpu, cuda, hip) to the architectures that it was compiled for."""
+    """``parts`` maps each part that was compiled in (cpu, cuda, hip) to its architectures."""
     try:
-        built = importlib.import_module("rlkernel._C").built()
+        built = native.extension().built()
     except ImportError as error:
         return {"parts": {}, "missing": str(error)}
     return {"parts": {part: list(archs) for part, archs in built.items()}, "missing": None}
 
 
 def _choice(op: str, device: str) -> dict[str, Any]:
-    """The backend that would run ``op`` on small inputs on ``device``, and the reasons of those that would not."""
+    """The backend that would run ``op`` on small inputs on ``device``, and why the others would not."""
     tensors = [x for x in _inputs(op, device).values() if isinstance(x, Tensor)]
     reasons = dispatch.explain(op, *tensors)
     able = [name for name in dispatch.order(op) if not reasons[name]]
-    return {"backend": able[0] if able else None, "also": able[1:], "reasons": {k: v for k, v in reasons.items() if v}}
+    return {
+        "backend": able[0] if able else None,
+        "also": able[1:],
+        "reasons": {k: v for k, v in reasons.items() if v},
+    }
 
 
 def _inputs(op: str, device: str) -> dict[str, Any]:
@@ -154,7 +169,9 @@ def render(info: dict[str, Any]) -> str:
     lines = [f"{name:<14}{value}" for name, value in info["versions"].items() if value]
     lines += [f"{name:<14}{value}" for name, value in info["devices"].items()]
     cpu = info["cpu"]
-    lines.append(f"{'cpu isa':<14}{cpu['architecture']}, torch uses {cpu['torch_capability']}: {' '.join(cpu['isa'])}")
+    lines.append(
+        f"{'cpu isa':<14}{cpu['architecture']}, torch uses {cpu['torch_capability']}: {' '.join(cpu['isa'])}"
+    )
     extension = info["extension"]
     for part, archs in extension["parts"].items():
         lines.append(f"{'built ' + part:<14}{' '.join(archs) or 'yes'}")
@@ -174,7 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlkernel.info", description="What this machine can run.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--require", nargs="+", default=[], metavar="PART", help="exit with 1 unless the extension has these parts"
+        "--require",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="exit with 1 unless the extension has these parts",
     )
     options = parser.parse_args(arguments)
     info = collect()

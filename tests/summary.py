@@ -1,4 +1,4 @@
-"""Count the tests that ran and those that were skipped, by reason: ``python tests/summary.py build/tests.xml``."""
+"""Count the tests that ran and those that were skipped: ``python tests/summary.py build/tests.xml``."""
 
 import collections
 import re
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 
 def summarise(path: str) -> str:
-    """The counts of a JUnit report, one line per outcome and one per reason of a skip, most frequent first."""
+    """The counts of a JUnit report: a line per outcome, one per reason of a skip, most frequent first."""
     outcomes: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     for case in ET.parse(path).getroot().iter("testcase"):

@@ -1,0 +1,269 @@
+"""The rules of the house as functions ``check(root) -> [problem, ...]``.
+
+They read files and import nothing: test_layout.py also runs each of them on a tree that breaks its rule.
+"""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+LINKS = ("triton_ops", "integrations", "benchmarks")
+
+# Everything that an op must have, under its own name.
+OP_FILES = (
+    "rlkernel/reference/{op}.py",
+    "tests/test_{op}.py",
+    "benchmarks/{op}.py",
+    "docs/ops/{op}.md",
+)
+
+
+def ops(root: Path) -> list[str]:
+    return _stems(root / "rlkernel/ops", "*.py")
+
+
+def op_files(root: Path) -> list[str]:
+    return [
+        f"{op} has no {pattern.format(op=op)}"
+        for op in ops(root)
+        for pattern in OP_FILES
+        if not (root / pattern.format(op=op)).is_file()
+    ]
+
+
+def op_exports(root: Path) -> list[str]:
+    """Every op has a public function that ``rlkernel`` imports from it and lists in ``__all__``."""
+    tree = _parse(root / "rlkernel/__init__.py")
+    public = set(_literal(tree, "__all__") or [])
+    problems = []
+    for op in ops(root):
+        imports = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom))
+        names = {alias.name for n in imports if n.module == f"rlkernel.ops.{op}" for alias in n.names}
+        if not names & public:
+            problems.append(f"rlkernel.__all__ has no name of rlkernel.ops.{op}")
+    return problems
+
+
+def orphans(root: Path, backends: dict[str, str]) -> list[str]:
+    """Files that belong to no op: a kernel that nobody calls, a page about nothing."""
+    known = ops(root)
+    headers = {p.stem for p in (root / "csrc").rglob("*.h")}
+    folders = [(_folder(root, module), "*.py") for module in backends.values()]
+    folders += [(root / "csrc" / part, "*.*") for part in ("cpu", "cuda", "hip")]
+    folders += [(root / "benchmarks", "*.py"), (root / "docs/ops", "*.md")]
+    problems = []
+    for folder, pattern in folders:
+        for stem in _stems(folder, pattern):
+            # logprob_sm90.cu specialises logprob; isa.cpp is the body of isa.h, which has a rule of its own
+            belongs = any(stem == op or stem.startswith(f"{op}_") for op in known)
+            if not belongs and not (folder.parent.name == "csrc" and stem in headers - set(known)):
+                problems.append(f"{folder.relative_to(root)}/{stem}.* belongs to no op")
+    return problems
+
+
+def orphan_headers(root: Path) -> list[str]:
+    sources = [p for p in (root / "csrc").rglob("*") if p.is_file()] + list((root / "tests").rglob("*.c*"))
+    pattern = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
+    included = {Path(name).name for p in sources for name in pattern.findall(_text(p))}
+    headers = [p for p in sources if p.suffix in (".h", ".cuh")]
+    return [f"nothing includes {p.relative_to(root)}" for p in headers if p.name not in included]
+
+
+def torch_headers(root: Path) -> list[str]:
+    pattern = re.compile(r'#include\s*[<"](torch|ATen|c10|caffe2)/')
+    sources = (p for p in (root / "csrc").rglob("*") if p.is_file())
+    return [f"{p.relative_to(root)} includes a torch header" for p in sources if pattern.search(_text(p))]
+
+
+def signatures(root: Path, backends: dict[str, str]) -> list[str]:
+    """Every backend's module of an op has ``unsupported`` and the reference's functions, parameters alike."""
+    problems = []
+    for op in ops(root):
+        reference = _functions(root / f"rlkernel/reference/{op}.py")
+        reference.pop("make_inputs", None)
+        for backend, module in backends.items():
+            path = _folder(root, module) / f"{op}.py"
+            if not path.is_file():
+                continue
+            functions = _functions(path)
+            if "unsupported" not in functions:
+                problems.append(f"{backend}'s {op} has no unsupported()")
+            for name, parameters in reference.items():
+                if name == "unsupported":
+                    continue
+                if name not in functions:
+                    problems.append(f"{backend}'s {op} has no {name}()")
+                elif functions[name] != parameters:
+                    problems.append(
+                        f"{backend}'s {op}.{name} must take ({parameters}), got ({functions[name]})"
+                    )
+    return problems
+
+
+def backend_folders(root: Path, backends: dict[str, str]) -> list[str]:
+    """A backend that is named has at least one op."""
+    return [
+        f"backend {name} has no module in {module}"
+        for name, module in backends.items()
+        if not _stems(_folder(root, module), "*.py")
+    ]
+
+
+def backend_imports(root: Path, backends: dict[str, str]) -> list[str]:
+    """A backend imports neither another backend nor the reference."""
+    problems = []
+    for backend, module in backends.items():
+        others = [other for other in backends.values() if other != module]
+        for path in sorted(_folder(root, module).glob("**/*.py")):
+            for imported in _imports(path, module):
+                if any(f"{imported}.".startswith(f"{other}.") for other in others):
+                    problems.append(f"{backend}'s {path.name} imports {imported}")
+    return problems
+
+
+def links(root: Path) -> list[str]:
+    problems = []
+    for name in LINKS:
+        link = root / "rlkernel" / name
+        if not link.is_symlink() or str(link.readlink()) != f"../{name}":
+            problems.append(f"rlkernel/{name} must be a link to ../{name}")
+        elif not (link / "__init__.py").is_file():
+            problems.append(f"rlkernel/{name} does not resolve to a package")
+    return problems
+
+
+def integration_files(root: Path) -> list[str]:
+    patterns = ("tests/integrations/test_{}.py", "docs/integrations/{}.md")
+    names = _stems(root / "integrations", "*.py")
+    wanted = [(name, pattern.format(name)) for name in names for pattern in patterns]
+    return [f"{name} has no {path}" for name, path in wanted if not (root / path).is_file()]
+
+
+def commands(root: Path) -> list[str]:
+    """``make`` targets, modules and scripts that a page tells the reader to run, and that do not exist."""
+    targets = set(re.findall(r"^([a-z-]+):", _text(root / "Makefile"), re.M))
+    problems = []
+    for page in _pages(root):
+        # only code, in a line or in a block: prose may say "make sure"
+        text = _text(page)
+        code = "\n".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"```.*?\n(.*?)```", text, re.S))
+        where = page.relative_to(root)
+        for line in re.findall(r"^\s*(?:\$ )?make((?: [a-z-]+)+)", code, re.M):
+            problems += [f"{where}: make has no target {t}" for t in line.split() if t not in targets]
+        for module in re.findall(r"python -m (rlkernel[\w.]*)", code):
+            path = root / module.replace(".", "/")
+            if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+                problems.append(f"{where}: there is no module {module}")
+        for script in re.findall(r"(?:python|bash) ([\w./]+/[\w.]+)", code):
+            if not (root / script).is_file():
+                problems.append(f"{where}: there is no {script}")
+    return problems
+
+
+def orphan_pages(root: Path) -> list[str]:
+    """Pages of the documentation that no other page links to."""
+    linked = {
+        (page.parent / target).resolve()
+        for page in _pages(root)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", _text(page))
+        if "://" not in target
+    }
+    pages = [p for p in (root / "docs").rglob("*.md") if p.name != "index.md"]
+    return [f"no page links to {p.relative_to(root)}" for p in sorted(pages) if p.resolve() not in linked]
+
+
+def environment(root: Path) -> list[str]:
+    """Environment variables that the code reads and no page mentions, or the other way round."""
+    pattern = re.compile(r"\bRLKERNEL_[A-Z][A-Z_]*[A-Z]\b")
+    # what code reads is a string or a macro argument of getenv; a bare word is a C++ macro
+    read = re.compile(r"""["'](RLKERNEL_[A-Z][A-Z_]*[A-Z])["']""")
+    sources = [root / "setup.py", *(p for p in (root / "csrc").rglob("*") if p.is_file())]
+    sources += [p for folder in ("rlkernel", *LINKS) for p in (root / folder).rglob("*.py")]
+    used = {name for p in sources if p.is_file() for name in read.findall(_text(p))}
+    told = {name for p in _pages(root) for name in pattern.findall(_text(p))}
+    problems = [f"{name} is not documented" for name in sorted(used - told)]
+    return problems + [f"{name} is documented, but nothing reads it" for name in sorted(told - used)]
+
+
+def stubs(root: Path) -> list[str]:
+    """``_C.pyi`` and ``bindings.cpp`` name the same functions."""
+    bound = set(re.findall(r'(?:\bdef\(|\(m,)\s*"(\w+)"', _text(root / "csrc/bindings.cpp")))
+    typed = set(_functions(root / "rlkernel/_C.pyi"))
+    return [f"{n} is in only one of csrc/bindings.cpp and rlkernel/_C.pyi" for n in sorted(bound ^ typed)]
+
+
+def tracked_files(root: Path) -> list[Path]:
+    """The files of the checkout, as git sees them: committed or about to be."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [root / n for n in names if (root / n).is_file()]
+
+
+def forbidden_text(root: Path, files: list[Path]) -> list[str]:
+    """Paths of the machine that a file was written on, package indexes, and notes to oneself."""
+    rules = {
+        "a path of somebody's machine": r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+|opt/pypi\w*|tmp/\w+)/",
+        "a package index": r"--(?:extra-)?index-url|file:///\w",
+        "a note to oneself": r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b",
+    }
+    problems = []
+    for path in files:
+        for number, line in enumerate(_text(path).splitlines(), 1):
+            where = f"{path.relative_to(root)}:{number}"
+            problems += [f"{where} has {what}" for what, rule in rules.items() if re.search(rule, line)]
+    return problems
+
+
+def _stems(folder: Path, pattern: str) -> list[str]:
+    names = (p.name for p in folder.glob(pattern) if p.is_file())
+    return sorted({name.partition(".")[0] for name in names if not name.startswith(("_", "."))})
+
+
+def _folder(root: Path, module: str) -> Path:
+    return root / module.replace(".", "/")
+
+
+def _pages(root: Path) -> list[Path]:
+    pages = (root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md")))
+    return [p for p in pages if p.is_file()]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="ignore") if path.is_file() else ""
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(_text(path), str(path))
+
+
+def _literal(tree: ast.Module, name: str) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    return None
+
+
+def _functions(path: Path) -> dict[str, str]:
+    """The public top-level functions of a file and the text of their parameters, without annotations."""
+    functions = {}
+    for node in _parse(path).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = node.args
+            for argument in ast.walk(arguments):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+            functions[node.name] = ast.unparse(arguments)
+    return functions
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """The absolute names of the modules that a file of ``package`` imports, anywhere in it."""
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)

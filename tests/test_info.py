@@ -1,0 +1,76 @@
+"""``python -m rlkernel.info``: what it shows is what dispatch does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlkernel
+from rlkernel import dispatch, info, native
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_json_is_what_collect_returns():
+    command = [sys.executable, "-m", "rlkernel.info", "--json"]
+    shown = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert shown.keys() == info.collect().keys()
+    assert shown["versions"]["torch"] == torch.__version__
+    assert list(shown["ops"]) == dispatch.ops()
+
+
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_the_named_backend_is_the_one_that_runs(op):
+    choice = info.collect()["ops"][op]["cpu"]
+    getattr(rlkernel, op)(**info._inputs(op, "cpu"))
+    assert rlkernel.last_backend(op) == choice["backend"]
+    assert {choice["backend"], *choice["also"]}.isdisjoint(choice["reasons"])
+    assert {choice["backend"], *choice["also"], *choice["reasons"]} == set(dispatch.BACKENDS)
+
+
+def test_text_names_every_op_and_every_reason(monkeypatch):
+    shown = info.collect()
+    text = info.render(shown)
+    for op, choices in shown["ops"].items():
+        assert f"{op} on cpu runs on {choices['cpu']['backend']}" in text
+        for name, why in choices["cpu"]["reasons"].items():
+            assert f"  not {name}: {'; '.join(why)}" in text
+
+
+def test_it_works_without_the_extension_and_says_so(monkeypatch, capsys):
+    def absent():
+        raise ImportError("rlkernel._C cannot be loaded: no such file")
+
+    monkeypatch.setattr(native, "extension", absent)
+    assert info.main(["--require", "cpu"]) == 1
+    output = capsys.readouterr()
+    assert "not built: rlkernel._C cannot be loaded: no such file" in output.out
+    assert "the extension must have cpu" in output.err
+
+
+def test_require_accepts_what_was_built(monkeypatch, capsys):
+    monkeypatch.setattr(
+        info, "_extension", lambda: {"parts": {"cpu": ["avx2"], "cuda": ["90a"]}, "missing": None}
+    )
+    assert info.main(["--require", "cpu", "cuda"]) == 0
+    assert "built cuda    90a" in capsys.readouterr().out
+
+
+def test_a_missing_package_and_a_version_are_told_apart():
+    assert info._version("torch", "torch") == torch.__version__
+    assert info._version("no-such-distribution", "no_such_module") is None
+
+
+def test_the_commit_is_told_only_in_a_checkout(tmp_path):
+    assert info._commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("one")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    clean = info._commit(tmp_path)
+    assert clean is not None and len(clean) == 12
+    (tmp_path / "file").write_text("two")
+    assert info._commit(tmp_path) == clean + "+changes"

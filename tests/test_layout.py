@@ -1,0 +1,212 @@
+"""An op has one name, and that name is its address: every rule, here and on a tree that breaks it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import layout
+import pytest
+
+from rlkernel import dispatch
+
+ROOT = Path(__file__).parent.parent
+BACKENDS = {"native": "rlkernel.native", "triton": "rlkernel.triton_ops", "reference": "rlkernel.reference"}
+
+FUNCTIONS = "def unsupported(*t): ...\ndef forward(x, factor=1.0): ...\n"
+
+# A house with one op that keeps every rule; each planted fault changes one file of it.
+GOOD = {
+    "rlkernel/__init__.py": "from rlkernel.ops.scale import scale\n__all__ = ['scale']\n",
+    "rlkernel/ops/scale.py": "def scale(x): ...\n",
+    "rlkernel/reference/scale.py": FUNCTIONS + "def make_inputs(n): ...\n",
+    "rlkernel/native/scale.py": FUNCTIONS + "from rlkernel import workspace\n",
+    "rlkernel/_C.pyi": "def scale_cpu(x: int) -> None: ...\n",
+    "triton_ops/__init__.py": "",
+    "triton_ops/scale.py": "def unsupported(*t): ...\ndef forward(x, factor: float = 1.0): ...\n",
+    "integrations/__init__.py": "",
+    "integrations/trl.py": "",
+    "benchmarks/__init__.py": "",
+    "benchmarks/scale.py": "",
+    "csrc/bindings.cpp": '#include <rlkernel/scale.h>\nm.def("scale_cpu", &scale);\n',
+    "csrc/include/rlkernel/scale.h": 'const char* v = std::getenv("RLKERNEL_THREADS");\n',
+    "csrc/cpu/scale.cpp": '#include "rlkernel/scale.h"\n',
+    "csrc/cuda/scale_sm90.cu": "",
+    "tests/test_scale.py": "",
+    "tests/integrations/test_trl.py": "",
+    "docs/index.md": "[scale](ops/scale.md) [trl](integrations/trl.md)\n",
+    "docs/ops/scale.md": "RLKERNEL_THREADS\n",
+    "docs/integrations/trl.md": "",
+    "README.md": "Run `make test`.\n```bash\nmake test bench\npython -m rlkernel.ops.scale\n```\n",
+    "Makefile": "test: build\nbench:\n",
+}
+
+
+@pytest.fixture
+def house(tmp_path):
+    def build(**changes):
+        for name, text in {**GOOD, **changes}.items():
+            path = tmp_path / name
+            if text is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+        for name in layout.LINKS:
+            (tmp_path / "rlkernel" / name).symlink_to(f"../{name}")
+        return tmp_path
+
+    return build
+
+
+def plant(file, text):
+    return {file: text}
+
+
+RULES = {
+    "op_files": (layout.op_files, (), plant("docs/ops/scale.md", None), "scale has no docs/ops/scale.md"),
+    "op_exports": (
+        layout.op_exports,
+        (),
+        plant("rlkernel/__init__.py", "__all__ = []"),
+        "no name of rlkernel.ops.scale",
+    ),
+    "orphans": (
+        layout.orphans,
+        (BACKENDS,),
+        plant("csrc/cuda/rotate.cu", ""),
+        "csrc/cuda/rotate.* belongs to no op",
+    ),
+    "orphan_headers": (
+        layout.orphan_headers,
+        (),
+        plant("csrc/include/rlkernel/old.h", ""),
+        "nothing includes",
+    ),
+    "torch_headers": (
+        layout.torch_headers,
+        (),
+        plant("csrc/cpu/scale.cpp", "#include <torch/all.h>"),
+        "torch header",
+    ),
+    "signatures": (
+        layout.signatures,
+        (BACKENDS,),
+        plant("triton_ops/scale.py", "def unsupported(*t): ...\ndef forward(x, factor=2.0): ..."),
+        "triton's scale.forward must take (x, factor=1.0), got (x, factor=2.0)",
+    ),
+    "backend_folders": (
+        layout.backend_folders,
+        (BACKENDS,),
+        plant("triton_ops/scale.py", None),
+        "backend triton has no",
+    ),
+    "backend_imports": (
+        layout.backend_imports,
+        (BACKENDS,),
+        plant("triton_ops/scale.py", "def forward():\n    from ..reference import scale"),
+        "triton's scale.py imports rlkernel.reference.scale",
+    ),
+    "links": (
+        layout.links,
+        (),
+        plant("integrations/__init__.py", None),
+        "rlkernel/integrations does not resolve",
+    ),
+    "integration_files": (
+        layout.integration_files,
+        (),
+        plant("docs/integrations/trl.md", None),
+        "trl has no docs/integrations/trl.md",
+    ),
+    "commands": (layout.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
+    "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),
+    "environment": (layout.environment, (), plant("docs/lost.md", "RLKERNEL_SPEED"), "nothing reads it"),
+    "stubs": (layout.stubs, (), plant("rlkernel/_C.pyi", ""), "scale_cpu is in only one"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_this_repository_keeps(rule):
+    check, arguments, _, _ = RULES[rule]
+    assert check(ROOT, *((dispatch.BACKENDS,) if arguments else ())) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_check_can_fail(rule, house):
+    check, arguments, fault, message = RULES[rule]
+    problems = check(house(**fault), *arguments)
+    assert len(problems) == 1 and message in problems[0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_check_accepts_a_good_tree(rule, house):
+    check, arguments, _, _ = RULES[rule]
+    assert check(house(), *arguments) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("import rlkernel.triton_ops.scale", "imports rlkernel.triton_ops.scale"),
+        ("from rlkernel import reference", "imports rlkernel.reference"),
+        ("def f():\n    from rlkernel.reference import scale", "imports rlkernel.reference.scale"),
+    ],
+)
+def test_every_way_of_importing_is_seen(script, problem, house):
+    assert problem in layout.backend_imports(house(**plant("rlkernel/native/scale.py", script)), BACKENDS)[0]
+
+
+def test_there_are_ops_and_backends():
+    assert layout.ops(ROOT) == dispatch.ops()
+    assert len(layout.ops(ROOT)) >= 2
+
+
+def test_a_missing_function_or_unsupported_is_seen(house):
+    problems = layout.signatures(house(**plant("rlkernel/native/scale.py", "")), BACKENDS)
+    assert problems == ["native's scale has no unsupported()", "native's scale has no forward()"]
+
+
+def test_no_file_holds_a_machine_path_an_index_or_a_note_to_oneself():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: the list of tracked files is git's")
+    assert layout.forbidden_text(ROOT, layout.tracked_files(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["cd /ro" + "ot/x", "pip --index" + "-url u", "# TO" + "DO: later", "cp /ho" + "me/me/a b"]
+)
+def test_forbidden_text_is_found(line, tmp_path):
+    (tmp_path / "a.py").write_text(f"ok\n{line}\n")
+    problems = layout.forbidden_text(tmp_path, [tmp_path / "a.py"])
+    assert len(problems) == 1 and problems[0].startswith("a.py:2 has")
+
+
+@pytest.mark.parametrize("package", layout.LINKS)
+def test_a_linked_package_refuses_its_top_level_name(package):
+    command = [sys.executable, "-c", f"import {package}"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and f"ImportError: import rlkernel.{package}, not {package}" in run.stderr
+
+
+def test_extras_and_build_requirements_have_one_home():
+    """pyproject.toml names what the build and the extras need; requirements/ what `make` adds to that."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build = {_name(r) for r in project["build-system"]["requires"]}
+    assert {_name(r) for r in _requirements("build.txt")} == build
+    extras = {_name(r) for extra in project["project"]["optional-dependencies"].values() for r in extra}
+    assert extras.isdisjoint(_name(r) for f in ("frameworks.txt", "lint.txt") for r in _requirements(f))
+
+
+def test_every_requirement_is_pinned_for_ci():
+    pinned = {_name(r) for r in _requirements("constraints.txt")}
+    wanted = [r for f in ("frameworks.txt", "frameworks-no-deps.txt", "lint.txt") for r in _requirements(f)]
+    assert [r for r in wanted if _name(r) not in pinned] == []
+
+
+def _requirements(file):
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _name(requirement):
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
