@@ -1,0 +1,33 @@
+"""GPU kernels for the operators of LLM reinforcement learning."""
+
+from typing import Any
+
+from rlkernel import debug, workspace
+from rlkernel._version import __version__
+from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
+from rlkernel.types import LogprobOutput
+
+__all__ = [
+    "LogprobOutput",
+    "__version__",
+    "debug",
+    "entropy_from_logits",
+    "explain",
+    "last_backend",
+    "linear_logprob",
+    "logprob",
+    "logprobs_from_logits",
+    "patch_trl",
+    "selective_log_softmax",
+    "use_backend",
+    "workspace",
+]
+
+
+def patch_trl(**options: Any) -> Any:
+    """Replace TRL's log-probability operators by rlkernel's; see ``rlkernel.integrations.trl.patch``."""
+    from rlkernel.integrations import trl  # needs TRL, which rlkernel itself does not
+
+    return trl.patch(**options)

@@ -1,0 +1,32 @@
+"""Checks that cost a GPU synchronisation: target ids in range, temperatures positive, rows without NaN."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from torch import Tensor
+
+_enabled: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
+
+
+def enabled() -> bool:
+    """Whether debug checks are on: inside ``checks()``, else by the environment variable
+    ``RLKERNEL_DEBUG=1``."""
+    forced = _enabled.get()
+    return os.environ.get("RLKERNEL_DEBUG", "0") not in ("", "0") if forced is None else forced
+
+
+@contextlib.contextmanager
+def checks(on: bool = True) -> Iterator[None]:
+    """Turn the debug checks on (or off) inside the block."""
+    token = _enabled.set(on)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether values of ``tensor`` may be looked at: free on a CPU, a synchronisation elsewhere."""
+    return tensor.device.type == "cpu" or (enabled() and tensor.device.type != "meta")

@@ -1,0 +1,125 @@
+"""Choose which backend runs an op.
+
+A backend is a package with one module per op, named like the op.  A module defines
+``unsupported(*tensors, **options) -> list[str]`` (why these inputs cannot run here; empty when they can) and
+the functions of the reference.  A backend without the op's module simply does not have the op.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Auto mode tries these in order, unless the op's public module has an ORDER of its own.  Adding a backend is
+# adding a line.
+BACKENDS = {
+    "native": "rlkernel.native",  # csrc/: CPU, CUDA or HIP, by the tensor's device
+    "flashinfer": "rlkernel.flashinfer",
+    "aiter": "rlkernel.aiter",
+    "triton": "rlkernel.triton_ops",
+    "reference": "rlkernel.reference",
+}
+
+_log = logging.getLogger("rlkernel")
+_forced: ContextVar[str] = ContextVar("rlkernel_backend", default="auto")
+_last: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run every op inside the block on backend ``name``, or raise with its reasons: it never falls back.
+
+    ``"auto"`` inside the block of another backend restores the free choice.  Blocks nest; each restores what
+    it found, also after an exception, and counts only for the thread or task that entered it.
+
+    Raises:
+        ValueError: ``name`` is not a backend.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def explain(op: str, *tensors: Tensor, **options: Any) -> dict[str, list[str]]:
+    """Every backend's reasons for not running ``op`` on ``tensors``; an empty list means that it can."""
+    _check_op(op)
+    return {name: _load(name, op, tensors, options)[1] for name in BACKENDS}
+
+
+def last_backend(op: str) -> str | None:
+    """The backend that ran ``op`` most recently in this process, or None when it has not run."""
+    _check_op(op)
+    return _last.get(op)
+
+
+def ops() -> list[str]:
+    """The names of all ops: the public modules of ``rlkernel.ops``."""
+    import pkgutil
+
+    import rlkernel.ops
+
+    return sorted(m.name for m in pkgutil.iter_modules(rlkernel.ops.__path__) if not m.name.startswith("_"))
+
+
+@torch.compiler.disable  # choosing by device and installed packages is not traceable
+def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
+    """The module that will run ``op``: the forced backend, else the first that supports the inputs.
+
+    Raises:
+        NotImplementedError: no allowed backend can run these inputs; lists every backend's reasons.
+    """
+    forced = _forced.get()
+    rejected = {}
+    for name in order(op) if forced == "auto" else (forced,):
+        module, reasons = _load(name, op, tensors, options)
+        if module is not None and not reasons:
+            if _last.get(op) != name:
+                _last[op] = name
+                _log.debug("%s runs on %s", op, name)
+            return module
+        rejected[name] = reasons
+    shapes = ", ".join(
+        f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors
+    )
+    tried = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in rejected.items())
+    raise NotImplementedError(f"no backend can run {op} on {shapes}\n{tried}")
+
+
+def order(op: str) -> tuple[str, ...]:
+    """The order in which auto mode tries the backends for ``op``."""
+    return getattr(importlib.import_module(f"rlkernel.ops.{op}"), "ORDER", tuple(BACKENDS))
+
+
+def _check_op(op: str) -> None:
+    if op not in ops():
+        raise ValueError(f"op must be one of {', '.join(map(repr, ops()))}, got {op!r}")
+
+
+def _load(
+    name: str, op: str, tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[ModuleType | None, list[str]]:
+    module, why_not = _import(name, op)
+    return module, [why_not] if module is None else module.unsupported(*tensors, **options)
+
+
+@functools.cache
+def _import(name: str, op: str) -> tuple[ModuleType | None, str]:
+    path = f"{BACKENDS[name]}.{op}"
+    try:
+        if importlib.util.find_spec(BACKENDS[name]) is None or importlib.util.find_spec(path) is None:
+            return None, f"has no {op}"
+        return importlib.import_module(path), ""
+    except ImportError as error:  # the backend's own dependency is missing: Triton, FlashInfer, the extension
+        return None, str(error)

@@ -1,0 +1,285 @@
+"""Log-probability of given tokens, entropy and log-sum-exp, from hidden states and the lm_head, without the
+logits."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import dispatch
+from rlkernel.ops import _validate
+from rlkernel.ops.logprob import row_gradient
+from rlkernel.types import LogprobOutput
+
+ALGORITHMS = ("auto", "tiled", "fused")
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    algorithm: str = "auto",
+) -> LogprobOutput:
+    """Log-probability of each target token under the lm_head, without ever holding the ``[N, V]`` logits.
+
+    Equal to ``logprob(z, target_ids, temperature=T)`` of ``z = softcap * tanh(u / softcap)`` (``z = u``
+    without a softcap) with ``u = (hidden @ weight.T + bias) * logit_scale``.
+
+    The logits exist one tile at a time in a workspace whose size is a setting
+    (``rlkernel.workspace.set_limit``) and does not depend on N.  Backward recomputes them: four GEMMs of ``2
+    N H V`` operations in all.  Rows that are ignored cost nothing, rows whose upstream gradient is exactly 0
+    nothing in backward, and with a frozen head (neither weight nor bias requires a gradient) forward already
+    computes the direction of the hidden gradient: two GEMMs in all.  The weight's gradient accumulates in
+    fp32, one slice of the vocabulary at a time.
+
+    The same call gives the same bits (run-to-run), with and without gradients, so that old and new logprobs
+    agree exactly on-policy.
+
+    Args:
+        hidden: [..., H] fp16, bf16, fp32 or fp64.
+        weight: [V, H]; under autocast both are used in autocast's dtype, else in the wider of the two dtypes.
+        target_ids: [...] integers in [0, V), or ``ignore_index``.
+        bias: [V] or None.
+        temperature: one number > 0, or one value per row [...]; not differentiable.
+        logit_scale: factor of the logits before the softcap (Cohere, Granite).
+        softcap: bound of the logits > 0 (Gemma's ``final_logit_softcapping``), or None.
+        ignore_index: rows with this target give 0 in every output and a gradient of exactly 0.
+        return_entropy: also compute the entropy.
+        logits_dtype: the dtype to which the product is rounded before the softmax; fp32 rounds nothing.
+        algorithm: "tiled": a library GEMM per tile and one fused kernel over it; "fused": one Triton kernel
+            for the forward pass; "auto": the one that was measured faster on this device.  The choice never
+            depends on whether gradients are needed.
+
+    Returns:
+        LogprobOutput of [...] tensors in nats, fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: as ``logprob``.
+
+    Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
+    frozen-head trick.
+    """
+    _validate.floating("hidden", hidden)
+    _validate.floating("weight", weight)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight must be [V, {hidden.shape[-1]}] with V >= 1, got {tuple(weight.shape)}")
+    _validate.same_device("weight", weight, "hidden", hidden.device)
+    if bias is not None:
+        _validate.floating("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+        _validate.same_device("bias", bias, "hidden", hidden.device)
+    rows = hidden.shape[:-1]
+    target_ids = _validate.target_ids(target_ids, rows, "the rows of hidden", hidden.device)
+    compute_dtype = _compute_dtype(hidden, weight)
+    temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
+    if logits_dtype not in _validate.FLOATS[:3]:
+        raise ValueError(f"logits_dtype must be float16, bfloat16 or float32, got {logits_dtype}")
+    if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
+        want = f"float32 or the {_validate.name(compute_dtype)} of the inputs"
+        raise ValueError(f"logits_dtype must be {want}, got {_validate.name(logits_dtype)}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
+    args = (
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_ids.reshape(-1),
+        temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
+        float(logit_scale), softcap, ignore_index, return_entropy, logits_dtype, compute_dtype, algorithm,
+        need_direction,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        t = args[4]
+        scalar, tensor = (1.0, t) if isinstance(t, Tensor) else (t, None)
+        logprobs, entropy, lse, *_ = _op(*args[:4], tensor, scalar, *args[5:])
+    else:
+        logprobs, entropy, lse = _LinearLogprob.apply(*args)
+    entropy = entropy.view(rows) if return_entropy else None
+    return LogprobOutput(logprobs.view(rows), entropy, lse.view(rows))
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    widest = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(kind) and widest != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return widest
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
+        return_entropy,
+        logits_dtype, compute_dtype, algorithm, need_direction,
+    ):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        logprobs, entropy, lse, row_max, log_sum, direction = _forward(
+            hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
+            logits_dtype, compute_dtype, algorithm, need_direction,
+        )  # fmt: skip
+        per_row = temperature if isinstance(temperature, Tensor) else None
+        ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
+        ctx.scalars = (
+            None if per_row is not None else temperature, logit_scale, softcap, ignore_index, logits_dtype,
+            compute_dtype, algorithm
+        )  # fmt: skip
+        return logprobs, entropy, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None):  # type: ignore[no-untyped-def]
+        needs = ctx.needs_input_grad[:3]
+        if all(g is None for g in grads):
+            return (None,) * 13
+        hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
+        temperature, *scalars = ctx.scalars
+        t = per_row if per_row is not None else temperature
+        result = _backward(
+            grads, hidden, weight, bias, target_ids, t, *scalars, entropy, row_max, log_sum, direction, needs
+        )
+        return *result, *(None,) * 10
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: float | Tensor,
+    logit_scale: float, softcap: float | None, ignore_index: int, return_entropy: bool,
+    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
+) -> Any:  # fmt: skip
+    _validate.values(target_ids, weight.shape[0], temperature, ignore_index)
+    impl = dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
+    with torch.autocast(hidden.device.type, enabled=False):
+        stats = impl.forward(
+            hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
+            logits_dtype, compute_dtype, algorithm, need_direction,
+        )  # fmt: skip
+    _validate.healthy("hidden", stats[2])
+    return stats
+
+
+def _backward(
+    grads: tuple[Tensor | None, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor,
+    temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index: int,
+    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str,
+    entropy: Tensor | None, row_max: Tensor, log_sum: Tensor, direction: Tensor | None, needs: tuple[bool,
+    bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    impl = dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return impl.backward(
+            *(row_gradient(g, row_max) for g in grads), hidden, weight, bias, target_ids, temperature,
+            logit_scale,
+            softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction, needs,
+        )  # fmt: skip
+
+
+# The op under torch.compile; absent tensors are empty, because a custom op's outputs are tensors.
+
+
+@torch.library.custom_op("rlkernel::linear_logprob", mutates_args=())
+def _op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperatures: Tensor | None,
+    temperature: float, logit_scale: float, softcap: float | None, ignore_index: int, return_entropy: bool,
+    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    t = temperature if temperatures is None else temperatures
+    logprobs, entropy, lse, row_max, log_sum, direction = _forward(
+        hidden, weight, bias, target_ids, t, logit_scale, softcap, ignore_index, return_entropy,
+        logits_dtype, compute_dtype, algorithm, need_direction,
+    )  # fmt: skip
+    entropy = logprobs.new_empty(0) if entropy is None else entropy
+    direction = logprobs.new_empty(0) if direction is None else direction
+    return logprobs, entropy, lse, row_max, log_sum, direction
+
+
+@_op.register_fake
+def _op_fake(  # type: ignore[no-untyped-def]
+    hidden, weight, bias, target_ids, temperatures, temperature, logit_scale, softcap, ignore_index,
+    return_entropy, logits_dtype, compute_dtype, algorithm, need_direction,
+):  # fmt: skip
+    dtype = torch.promote_types(compute_dtype, torch.float32)
+    rows = [torch.empty(hidden.shape[:1], dtype=dtype, device=hidden.device) for _ in range(5)]
+    if not return_entropy:
+        rows[1] = rows[0].new_empty(0)
+    direction = torch.empty_like(hidden) if need_direction else rows[0].new_empty(0)
+    return *rows, direction
+
+
+@torch.library.custom_op("rlkernel::linear_logprob_backward", mutates_args=())
+def _op_backward(
+    grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperatures: Tensor | None,
+    temperature: float, logit_scale: float, softcap: float | None, ignore_index: int,
+    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str,
+    entropy: Tensor | None, row_max: Tensor, log_sum: Tensor, direction: Tensor | None,
+    need_hidden: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    t = temperature if temperatures is None else temperatures
+    grads = _backward(
+        (grad_logprobs, grad_entropy, grad_lse), hidden, weight, bias, target_ids, t, logit_scale, softcap,
+        ignore_index,
+        logits_dtype, compute_dtype, algorithm, entropy, row_max, log_sum, direction,
+        (need_hidden, need_weight, need_bias),
+    )  # fmt: skip
+    return tuple(row_max.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+@_op_backward.register_fake
+def _op_backward_fake(  # type: ignore[no-untyped-def]
+    grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperatures, temperature,
+    logit_scale,
+    softcap, ignore_index, logits_dtype, compute_dtype, algorithm, entropy, row_max, log_sum, direction,
+    need_hidden, need_weight, need_bias,
+):  # fmt: skip
+    absent = row_max.new_empty
+    return (
+        torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else absent(0),
+        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else absent(0),
+        torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        if need_bias and bias is not None
+        else absent(0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, target_ids, temperatures, *scalars = inputs
+    _, entropy, _, row_max, log_sum, direction = output
+    ctx.save_for_backward(
+        hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction
+    )
+    *ctx.scalars, ctx.need_direction = scalars
+    ctx.return_entropy = ctx.scalars.pop(4)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
+    hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction = ctx.saved_tensors
+    if not ctx.return_entropy:
+        grad_entropy = None
+    needs = ctx.needs_input_grad[:3]
+    grads = _op_backward(
+        grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperatures, *ctx.scalars,
+        entropy if grad_entropy is not None else None, row_max, log_sum, direction if ctx.need_direction else
+        None, *needs,
+    )  # fmt: skip
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 11
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
