@@ -129,6 +129,7 @@ void forward_row(const LogprobForward& f, int64_t r) {
   const LogprobTile& tile = f.tile;
   const int64_t target = tile.target_ids[r];
   if (target == tile.ignore_index) {
+    if (f.state_max != nullptr) f.state_max[r] = f.state_sum[r] = f.state_weighted[r] = f.state_target[r] = 0;
     if (f.last) {
       f.logprobs[r] = f.lse[r] = f.row_max[r] = f.log_sum[r] = 0;
       if (f.entropy != nullptr) f.entropy[r] = 0;
@@ -160,10 +161,11 @@ void forward_row(const LogprobForward& f, int64_t r) {
     f.row_max[r] = state.max;
     f.log_sum[r] = at_target != at_target ? kNan : static_cast<float>(log_sum);
     if (f.entropy != nullptr) f.entropy[r] = static_cast<float>(log_sum - state.weighted / state.sum);
-  } else {
+  }
+  if (f.state_max != nullptr) {  // also with the last tile: the frozen-head direction reads it
     f.state_max[r] = state.max;
     f.state_sum[r] = static_cast<float>(state.sum);
-    if (f.entropy != nullptr) f.state_weighted[r] = static_cast<float>(state.weighted);
+    f.state_weighted[r] = static_cast<float>(state.weighted);
     f.state_target[r] = at_target;
   }
 }

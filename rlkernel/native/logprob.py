@@ -1,0 +1,219 @@
+"""``logprob`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device; and the tile kernels of
+``linear_logprob``, which are the same kernels on a slice of the vocabulary."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.native import Kernels, kernels_for
+
+Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    logits = tensors[0]
+    reasons = unsupported_tensor("logits", logits)
+    if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
+    return reasons
+
+
+def unsupported_tensor(name: str, tensor: Tensor) -> list[str]:
+    """The reasons that dtype and device give."""
+    reasons = []
+    if tensor.dtype not in DTYPES:
+        reasons.append(f"{name} must be fp16, bf16 or fp32, got {str(tensor.dtype).removeprefix('torch.')}")
+    kernels = kernels_for(tensor.device)
+    if isinstance(kernels, str):
+        reasons.append(kernels)
+    return reasons
+
+
+def forward(
+    logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
+) -> Stats:
+    rows = logits.shape[:-1]
+    logprobs, lse, row_max, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
+    entropy = torch.empty_like(logprobs) if return_entropy else None
+    target_ids = target_ids.contiguous()
+    for part in _layout(logits):
+        tile = _tile(logits, part, 0, target_ids, temperature, ignore_index)
+        outputs = (_row(x, part) for x in (logprobs, entropy, lse, row_max, log_sum))
+        _launch("logprob_forward", logits.device, *tile, 0, 0, 0, 0, True, True, *outputs)
+    return logprobs, entropy, lse, row_max, log_sum
+
+
+def backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    inplace: bool,
+) -> Tensor:
+    out = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    target_ids = target_ids.contiguous()
+    for part in _layout(logits):
+        tile = _tile(logits, part, 0, target_ids, temperature, ignore_index)
+        rows = (_row(x, part) for x in (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
+        if inplace:
+            address, outer, inner = tile[0], part.outer_stride, part.inner_stride
+        else:
+            inner = logits.shape[-1]
+            address, outer = out.data_ptr() + part.first_row * inner * out.itemsize, part.inner * inner
+        _launch("logprob_backward", logits.device, *tile, *rows, address, DTYPES[out.dtype], outer, inner)
+    return out
+
+
+def tile_forward(
+    tile: Tensor,
+    vocab_start: int,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    state: Tensor,
+    first: bool,
+    last: bool,
+    outputs: Stats,
+) -> None:
+    """Take the logits ``tile`` [R, Vt] of the entries from ``vocab_start`` on into ``state`` [4, R]: row maximum, sum,
+    weighted sum and target's value so far.  The first tile sets the state; the last one also writes ``outputs``."""
+    arguments = _tile(
+        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
+    )
+    start, step = state.data_ptr(), state.stride(0) * state.itemsize
+    states = range(start, start + 4 * step, step) if step else (start,) * 4
+    _launch("logprob_forward", tile.device, *arguments, *states, first, last, *map(_address, outputs))
+
+
+def tile_backward(
+    tile: Tensor,
+    vocab_start: int,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the GEMM's result to ``out`` [R, Vt], which may be ``tile`` itself."""
+    arguments = _tile(
+        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
+    )
+    rows = map(_address, (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
+    _launch("logprob_backward", tile.device, *arguments, *rows, out.data_ptr(), DTYPES[out.dtype], 0, out.stride(0))
+
+
+def tile_exp(
+    tile: Tensor,
+    vocab_start: int,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    row_max: Tensor,
+    out: Tensor,
+) -> None:
+    """Write ``exp((y - row_max) / T) * dy/dx / T`` to ``out`` [R, Vt], with 0 at the target and on ignored rows."""
+    arguments = _tile(
+        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
+    )
+    _launch(
+        "logprob_exp", tile.device, *arguments, _address(row_max), out.data_ptr(), DTYPES[out.dtype], 0, out.stride(0)
+    )
+
+
+class _Layout(NamedTuple):
+    """Rows that one launch can address: row r is at offset + r // inner * outer_stride + r % inner * inner_stride."""
+
+    rows: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    offset: int = 0  # of the first row, in elements
+    first_row: int = 0  # among all rows of the tensor
+
+
+def _whole(tile: Tensor) -> _Layout:
+    return _Layout(tile.shape[0], max(tile.shape[0], 1), 0, tile.stride(0))
+
+
+def _layout(x: Tensor) -> Iterator[_Layout]:
+    """The rows of ``x`` [..., V], neither copied nor reshaped: dimensions that continue each other are one, two of the
+    rest are the launch's, and any further ones are a loop of launches."""
+    if x.numel() == 0:
+        return
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        elif size > 1:
+            dims.append((size, stride))
+    dims = [(1, 0), (1, 0), *dims] if len(dims) < 2 else dims
+    *loops, (outer, outer_stride), (inner, inner_stride) = dims
+    rows = outer * inner
+    for k, index in enumerate(itertools.product(*(range(size) for size, _ in loops))):
+        offset = sum(i * stride for i, (_, stride) in zip(index, loops, strict=True))
+        yield _Layout(rows, inner, outer_stride, inner_stride, offset, k * rows)
+
+
+def _tile(
+    logits: Tensor,
+    layout: _Layout,
+    vocab_start: int,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Any, ...]:
+    """The fields of LogprobTile, in order."""
+    per_row = temperature if isinstance(temperature, Tensor) else None
+    return (
+        logits.data_ptr() + layout.offset * logits.itemsize, DTYPES[logits.dtype], layout.rows, layout.inner,
+        layout.outer_stride, layout.inner_stride, logits.shape[-1], vocab_start, _row(target_ids, layout), ignore_index,
+        _row(per_row, layout), 1.0 if per_row is not None else temperature, _address(bias), logit_scale, softcap or 0.0,
+    )  # fmt: skip
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _row(x: Tensor | None, layout: _Layout) -> int:
+    return 0 if x is None else x.data_ptr() + layout.first_row * x.itemsize
+
+
+def _launch(name: str, device: torch.device, *arguments: Any) -> None:
+    kernels = kernels_for(device)
+    if not isinstance(kernels, Kernels):
+        raise NotImplementedError(kernels)
+    kernel: Callable[..., None] = getattr(kernels, name)
+    if device.type == "cpu":
+        kernel(*arguments, 0)
+    else:
+        with torch.cuda.device(device):
+            kernel(*arguments, torch.cuda.current_stream(device).cuda_stream)
