@@ -73,7 +73,6 @@ def ops() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(rlkernel.ops.__path__) if not m.name.startswith("_"))
 
 
-@torch.compiler.disable  # choosing by device and installed packages is not traceable
 def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
     """The module that will run ``op``: the forced backend, else the first that supports the inputs.
 
