@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 DONE := $(VENV)/done
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(DONE)/torch -c requirements/constraints.txt
 # torch stays what it is; a torch without Triton (the CPU wheel) gets the Triton that CI runs.
-PINS := import importlib.metadata as m, torch; print("torch==" + torch.__version__); \
+PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
         any("triton" in r for r in m.requires("torch")) or print("triton==3.7.1")
 SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 
@@ -45,7 +45,7 @@ docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an
 check-codegen: $(DONE)/build $(DONE)/bench  ## compile the device code for every GPU architecture; a register spill is an error
 	@$(PY) tests/codegen/check.py $(ARGS)
 
-readme-tables: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## measure again and rewrite the tables of the README
+readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of the README from the newest reports in benchmarks/results
 	@$(PY) -m rlkernel.bench readme $(ARGS)
 
 info: $(DONE)/build  ## what this machine can run
@@ -67,7 +67,7 @@ ifdef TORCH
 	@echo "make: installing $(TORCH)"
 	@$(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
 else
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "make: installing torch"; \
+	@$(PY) -m pip show -q torch 2>/dev/null || { echo "make: installing torch"; \
 	$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0; }
 endif
 	@$(PY) -c '$(PINS)' > $@
