@@ -1,0 +1,155 @@
+"""Corrections of Triton's interpreter, which is wrong for bf16 (upstream closes that as unsupported).
+
+The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardware rounds to nearest even, multiplies the
+raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install`` makes each of them compute in
+fp32 and round once.  It also looks the language up once a launch, not once a call of a device function (ten times
+faster), and silences NumPy's warnings for what a GPU computes without comment: inf - inf, 0 / 0.
+
+``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
+"""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+_installed = False
+
+
+def install() -> None:
+    """Correct the interpreter of this process; nothing happens without ``TRITON_INTERPRET=1``."""
+    global _installed
+    if _installed or os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    _correct_casts(interpreter)
+    _correct_arithmetic(interpreter)
+    _correct_reductions(interpreter)
+    _patch_the_language_once(interpreter)
+    _installed = True
+
+
+def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fp32_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even; a NaN becomes the canonical one, whose payload cannot carry into the exponent."""
+    bits = np.array(x, dtype=np.float32, order="C").view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def _is_bf16(handle: Any) -> bool:
+    return getattr(handle.dtype, "scalar", None) is not None and handle.dtype.scalar.name == "bf16"
+
+
+def _correct_casts(interpreter: Any) -> None:
+    import triton.language as tl
+
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain, rounding = builder.cast_impl, builder.create_fp_to_fp
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if _is_bf16(src):
+            wide = handle_of(bf16_to_fp32(src.data), tl.float32)
+            return wide if dst_type.scalar == tl.float32 else cast_impl(self, wide, dst_type)
+        if dst_type.scalar == tl.bfloat16:
+            return handle_of(fp32_to_bf16(src.data), tl.bfloat16)
+        return plain(self, src, dst_type)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        truncate = rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ
+        if not truncate and tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+            return cast_impl(self, src, dst_type)
+        return rounding(self, src, dst_type, rounding_mode)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return handle_of(fp32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    builder.cast_impl, builder.create_fp_to_fp, builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
+
+
+def _correct_arithmetic(interpreter: Any) -> None:
+    import triton.language as tl
+
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def widened(handle: Any) -> Any:
+        return handle_of(bf16_to_fp32(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+    def through_fp32(name: str) -> None:
+        plain = getattr(builder, name)
+
+        def op(self: Any, *args: Any) -> Any:
+            operands = [a for a in args if isinstance(a, handle_of)]
+            if not any(map(_is_bf16, operands)):
+                return plain(self, *args)
+            result = plain(self, *(widened(a) if isinstance(a, handle_of) else a for a in args))
+            if result.data.dtype == np.bool_:  # a comparison
+                return handle_of(result.data, tl.int1)
+            return handle_of(fp32_to_bf16(result.data), tl.bfloat16) if _is_bf16(operands[-1]) else result
+
+        setattr(builder, name, op)
+
+    # ternary_op is also tl.where, whose last operand has the type of the result; widening and rounding change nothing there
+    for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_dot"):
+        through_fp32(name)
+
+
+def _correct_reductions(interpreter: Any) -> None:
+    import triton.language as tl
+
+    handle_of = interpreter.TensorHandle
+
+    def converted(tensor: Any, bf16: bool) -> Any:
+        data = fp32_to_bf16(tensor.handle.data) if bf16 else bf16_to_fp32(tensor.handle.data)
+        dtype = tl.bfloat16 if bf16 else tl.float32
+        shaped = tl.block_type(dtype, list(tensor.shape)) if tensor.type.is_block() else dtype
+        return tl.tensor(handle_of(data, dtype), shaped)
+
+    def through_fp32(kind: Any) -> None:
+        plain = kind.apply_impl
+
+        def apply_impl(self: Any, tensors: Any) -> Any:
+            low = [t.dtype == tl.bfloat16 for t in tensors]
+            result = plain(self, tuple(converted(t, False) if b else t for t, b in zip(tensors, low, strict=True)))
+            if not isinstance(result, (tuple, list)):
+                return converted(result, True) if low[0] else result
+            return tuple(converted(r, True) if b else r for r, b in zip(result, low, strict=False))
+
+        kind.apply_impl = apply_impl
+
+    through_fp32(interpreter.ReduceOps)
+    through_fp32(interpreter.ScanOps)
+
+    min_max = interpreter.ReduceOps.min_max
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # nanmax warns of rows that are NaN throughout
+
+    def quiet_min_max(self: Any, tensors: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        return min_max(self, tensors, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+    interpreter.ReduceOps.min_max = quiet_min_max
+
+
+def _patch_the_language_once(interpreter: Any) -> None:
+    import triton.language as tl
+
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    launch = interpreter.GridExecutor.__call__
+
+    def call_grid(self: Any, *args: Any, **kwargs: Any) -> None:
+        scope = interpreter._patch_lang(everything)
+        try:
+            with np.errstate(all="ignore"):
+                launch(self, *args, **kwargs)
+        finally:
+            scope.restore()
+
+    def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = call_grid
+    interpreter.InterpretedFunction.__call__ = call_device_function
