@@ -40,7 +40,7 @@ format: $(DONE)/lint  ## what ruff can repair by itself
 	@$(PY) -m ruff check --fix .
 
 docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
-	@$(PY) -m mkdocs build --quiet --strict --site-dir build/site
+	@$(PY) -m mkdocs build --strict --site-dir build/site
 
 check-codegen: $(DONE)/build $(DONE)/bench  ## compile the device code for every GPU architecture; a register spill is an error
 	@$(PY) tests/codegen/check.py $(ARGS)
