@@ -1,0 +1,45 @@
+"""The counts at the end of ``make test`` are those of the report, and every skip has its reason there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import summary
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("n", range(3))
+def test_runs(n): pass
+
+@pytest.mark.parametrize("n", range(4))
+def test_needs_a_gpu(n): pytest.skip(f"case {n} needs a GPU")
+
+@pytest.mark.skip
+def test_says_nothing(): pass
+
+@pytest.mark.xfail(reason="known fault", strict=True)
+def test_known(): assert False
+
+def test_fails(): assert False
+"""
+
+
+def test_counts_and_reasons(tmp_path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=tests.xml"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
+    script = [sys.executable, str(Path(summary.__file__)), str(tmp_path / "tests.xml")]
+    lines = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [
+        "10 tests: 5 ran, 5 were skipped",
+        "     5 skipped",
+        "     3 passed",
+        "     1 expected failure",
+        "     1 failure",
+        "skipped or expected to fail, because",
+        "     4 x case # needs a GPU",
+        "     1 x unconditional skip",
+        "     1 x known fault",
+    ]
