@@ -1,0 +1,93 @@
+// The thread model of a GPU on one CPU thread: every device thread of a block is a fiber that runs until it waits for
+// others. Which fiber goes on is drawn by `seed`, so that a missing barrier shows under some order; shared memory starts
+// with NaN in every word; a barrier that some threads never reach is an error, not a hang.
+//
+// Not modelled: lockstep of a warp, the memory model, several blocks at once.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#ifndef RLKERNEL_WARP
+#define RLKERNEL_WARP 32  // 64 as on AMD
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+
+#define RLKERNEL_SHARED(type, name)                                    \
+  type& name = *static_cast<type*>([]() -> void* {                     \
+    static const char site = 0;                                        \
+    return ::rlkernel::emulation::shared_memory(&site, sizeof(type));  \
+  }())
+
+namespace rlkernel::emulation {
+
+struct Index {
+  unsigned x = 0;
+};
+
+struct Settings {
+  uint64_t seed = 0;             // 0: threads and blocks in order
+  unsigned max_blocks = 1 << 20; // of a grid, to drive the kernels' loops over the grid
+};
+
+Settings& settings();
+
+// The indices of the running fiber.
+const Index& thread_index();
+const Index& block_index();
+const Index& block_size();
+const Index& grid_size();
+
+// Where a thread waits. Threads that meet must stand at the same place.
+struct Site {
+  const char* file;
+  int line;
+};
+
+void barrier(Site site);
+
+// Memory of the block, the same for each of its threads that names the same site.
+void* shared_memory(const void* site, size_t bytes);
+
+// All `width` lanes that `lane` belongs to must call them.
+uint64_t exchange(uint64_t value, int source_lane, int width, Site site);
+uint64_t vote(bool value, Site site);
+
+// Throws std::runtime_error where threads wait for others that never come.
+void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
+
+inline int lane() { return static_cast<int>(thread_index().x % RLKERNEL_WARP); }
+
+template <class T>
+T shuffle_xor(T value, int mask, int width, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a lane exchanges at most 8 bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = exchange(bits, lane() ^ mask, width, site);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline uint64_t ballot(bool value, Site site = {__builtin_FILE(), __builtin_LINE()}) { return vote(value, site); }
+
+// Fibers of one CPU thread take turns, so a plain update is atomic.
+template <class T>
+T atomic_add(T* address, T value) {
+  const T before = *address;
+  *address = before + value;
+  return before;
+}
+
+}  // namespace rlkernel::emulation
+
+#define threadIdx (::rlkernel::emulation::thread_index())
+#define blockIdx (::rlkernel::emulation::block_index())
+#define blockDim (::rlkernel::emulation::block_size())
+#define gridDim (::rlkernel::emulation::grid_size())
+#define __syncthreads() ::rlkernel::emulation::barrier({__FILE__, __LINE__})

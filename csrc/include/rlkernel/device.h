@@ -1,0 +1,64 @@
+// One spelling of the thread model for CUDA, HIP and the host emulation of csrc/emulation. Kernels that include this file
+// are compiled by all three, each in the namespace RLKERNEL_DEVICE.
+//
+// Lanes are used in groups of 32 everywhere: half a wavefront of AMD's 64. Reductions so have the same tree on both
+// vendors, and half-wavefront steps cost a wavefront the same as full ones.
+#pragma once
+
+#include <cstdint>
+
+#if defined(RLKERNEL_EMULATION)
+#include "emulation.h"
+#define RLKERNEL_DEVICE emulated
+#define RLKERNEL_LAUNCH_BOUNDS(threads, blocks)
+#define RLKERNEL_LAUNCH(kernel, grid, block, stream, ...) \
+  (static_cast<void>(stream), ::rlkernel::emulation::launch(grid, block, [=] { kernel(__VA_ARGS__); }))
+
+#elif defined(__HIP__)
+#include <hip/hip_runtime.h>
+#define RLKERNEL_DEVICE hip
+// HIP's second bound counts wavefronts per SIMD, of which a compute unit has four.
+#define RLKERNEL_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, (threads) / 64 * (blocks) / 4)
+#define RLKERNEL_LAUNCH(kernel, grid, block, stream, ...) \
+  kernel<<<dim3(grid), dim3(block), 0, static_cast<hipStream_t>(stream)>>>(__VA_ARGS__)
+
+#else
+#include <cuda_runtime.h>
+#define RLKERNEL_DEVICE cuda
+#define RLKERNEL_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define RLKERNEL_LAUNCH(kernel, grid, block, stream, ...) \
+  kernel<<<dim3(grid), dim3(block), 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#endif
+
+#if !defined(RLKERNEL_EMULATION)
+#define RLKERNEL_SHARED(type, name) __shared__ type name
+#endif
+
+namespace rlkernel::RLKERNEL_DEVICE {
+
+constexpr int kLanes = 32;  // of a group that shuffles among itself
+constexpr int kInvalidArguments = 1;  // cudaErrorInvalidValue, hipErrorInvalidValue
+
+// Every lane of the group of 32 must call it.
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
+#if defined(RLKERNEL_EMULATION)
+  return emulation::shuffle_xor(value, lane_mask, kLanes);
+#elif defined(__HIP__)
+  return __shfl_xor(value, lane_mask, kLanes);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask, kLanes);
+#endif
+}
+
+inline int launch_error() {
+#if defined(RLKERNEL_EMULATION)
+  return 0;
+#elif defined(__HIP__)
+  return static_cast<int>(hipGetLastError());
+#else
+  return static_cast<int>(cudaGetLastError());
+#endif
+}
+
+}  // namespace rlkernel::RLKERNEL_DEVICE
