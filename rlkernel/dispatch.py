@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # Auto mode tries these in order, unless the op's public module has an ORDER of its own.  Adding a backend is

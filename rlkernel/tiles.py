@@ -190,7 +190,7 @@ def tile_plan(head: Head, hidden_dtype: torch.dtype, device: torch.device) -> Ti
     operand = _operand(head.compute_dtype, device)
     in_place = head.logits_dtype == operand
     cell = head.logits_dtype.itemsize + (0 if in_place else operand.itemsize)
-    converted = operand.itemsize if head.weight.dtype != operand else 0
+    converted = 0 if head.weight.dtype == operand == head.compute_dtype else operand.itemsize
     per_entry = size * (converted + (4 if head.weight.dtype != torch.float32 else 0))
     per_token = size * (operand.itemsize + 4)
     most_tokens, most_vocab = CPU_TILE if device.type == "cpu" else GPU_TILE
@@ -219,8 +219,11 @@ class _Scratch:
         self.head, self.source, self.plan, self.n, self.gathered = head, hidden, plan, n, gathered
         self.product = _product(head.compute_dtype, hidden.device)
         self.operand = _operand(head.compute_dtype, hidden.device)
-        self.convert_weight = head.weight.dtype != self.operand or head.weight.stride(-1) != 1
-        self.convert_hidden = hidden.dtype != self.operand or gathered or hidden.stride(-1) != 1
+        rounded = (
+            self.operand != head.compute_dtype
+        )  # values of compute_dtype in fp32: autocast of fp32 inputs
+        self.convert_weight = head.weight.dtype != self.operand or rounded or head.weight.stride(-1) != 1
+        self.convert_hidden = hidden.dtype != self.operand or rounded or gathered or hidden.stride(-1) != 1
         self.gradients, self.need_hidden, self.need_weight = backward or direction, need_hidden, need_weight
         tokens = min(n, plan.tokens)
         sizes = Carver()
@@ -252,8 +255,8 @@ class _Scratch:
         weight = self.head.weight
         for v0 in range(0, weight.shape[0], self.plan.vocab):
             v1 = min(v0 + self.plan.vocab, weight.shape[0])
-            w = weight[v0:v1] if self._w is None else self._w[: v1 - v0].copy_(weight[v0:v1])
-            yield v0, v1, w
+            w = weight[v0:v1]
+            yield v0, v1, w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         return ((a, min(a + self.plan.tokens, self.n)) for a in range(0, self.n, self.plan.tokens))
@@ -262,10 +265,10 @@ class _Scratch:
         if self._h is None:
             return self.source[a:b]
         if rows is None:
-            return self._h[: b - a].copy_(self.source[a:b])
-        if self.source.dtype == self.operand:
+            return self._h[: b - a].copy_(self.source[a:b].to(self.head.compute_dtype))
+        if self.source.dtype == self.operand == self.head.compute_dtype:
             return torch.index_select(self.source, 0, rows[a:b], out=self._h[: b - a])
-        return self._h[: b - a].copy_(self.source[rows[a:b]])
+        return self._h[: b - a].copy_(self.source[rows[a:b]].to(self.head.compute_dtype))
 
     def logits(self, h: Tensor, w: Tensor) -> Tensor:
         # narrowing a contiguous part keeps rows dense only when all columns are used: take a fresh view of

@@ -90,6 +90,9 @@ def take(size: int, device: torch.device) -> Tensor:
     return buffer[:size]
 
 
+_COUNTED = torch.empty(0)
+
+
 class Carver:
     """Cuts tensors from one workspace buffer, in order.
 
@@ -106,7 +109,7 @@ class Carver:
             count *= extent
         self.size += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if self.buffer is None:
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return _COUNTED
         return self.buffer[start : start + count * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -45,7 +45,7 @@ def temperature(
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"temperature must be a number or a tensor, got {type(value).__name__}")
-        if not (value > 0 and math.isfinite(value)):
+        if not 0 < value < math.inf:  # traceable, unlike math.isfinite
             raise ValueError(f"temperature must be > 0 and finite, got {value}")
         return float(value)
     if value.dim() and value.shape != shape:

@@ -85,9 +85,9 @@ def linear_logprob(
     target_ids = _validate.target_ids(target_ids, rows, "the rows of hidden", hidden.device)
     compute_dtype = _compute_dtype(hidden, weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
-    if not math.isfinite(logit_scale):
+    if not -math.inf < logit_scale < math.inf:
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
     if logits_dtype not in _validate.FLOATS[:3]:
         raise ValueError(f"logits_dtype must be float16, bfloat16 or float32, got {logits_dtype}")

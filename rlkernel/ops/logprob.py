@@ -81,7 +81,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
 
     ``index`` is [...] (one token a row) or [..., K] (K tokens a row); the result has its shape, in fp32.
     """
-    if index.dim() == logits.dim() - 1:
+    if index.shape == logits.shape[:-1]:
         return logprob(logits, index, temperature=temperature).logprobs
     if index.dim() != logits.dim() or index.shape[:-1] != logits.shape[:-1]:
         want = tuple(logits.shape[:-1])

@@ -1,0 +1,20 @@
+"""The error budget of every op: twice what PyTorch itself loses, plus one unit in the last place."""
+
+import torch
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest absolute difference; NaN and infinities must stand at the same places."""
+    got, truth = got.detach().double().cpu(), truth.detach().double().cpu()
+    assert got.shape == truth.shape, f"shape {tuple(got.shape)}, truth has {tuple(truth.shape)}"
+    special = ~truth.isfinite()
+    same = torch.equal(got[special].nan_to_num(7e77), truth[special].nan_to_num(7e77))
+    assert same and bool(got[~special].isfinite().all()), f"non-finite values differ: {got} against {truth}"
+    return (got - truth)[~special].abs().max().item() if bool((~special).any()) else 0.0
+
+
+def check(name: str, got: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor) -> None:
+    ours, theirs = error(got, truth), error(torchs, truth)
+    finite = truth[truth.isfinite()]
+    ulp = torch.finfo(got.dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
+    assert ours <= 2 * theirs + ulp, f"{name}: {ours:.3e} from fp64, PyTorch {theirs:.3e}, one ulp {ulp:.1e}"

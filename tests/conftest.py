@@ -1,0 +1,43 @@
+"""Without a GPU, Triton kernels run in Triton's interpreter and device code is emulated: the same tests."""
+
+import os
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # spinning threads of parallel test processes slow each other down
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must stand before Triton's first import
+
+import contextlib
+
+import pytest
+import triton_interpreter
+
+from rlkernel import workspace
+from rlkernel.bench.amx import avoid_broken_amx
+
+avoid_broken_amx()
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+triton_interpreter.install()
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory holds NaN and the workspace is overwritten before each use: what was not written shows."""
+    take = workspace.take
+    monkeypatch.setattr(workspace, "take", lambda size, device: take(size, device).fill_(255))
+    with _nan_filled_memory():
+        yield
+
+
+@contextlib.contextmanager
+def _nan_filled_memory():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # with it, torch.empty fills floats with NaN
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

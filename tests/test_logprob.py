@@ -1,0 +1,595 @@
+"""logprob: one body of tests for every backend, against fp64."""
+
+import pytest
+import torch
+from accuracy import check
+from backends import DEVICES, is_slow, of, running, skip_unless_able
+from bitwise import assert_batch_invariant, assert_equal, probe
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rlkernel
+from rlkernel.reference.logprob import make_inputs
+
+ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def run(backend, logits, target_ids, upstream=None, **options):
+    """Outputs and the gradient of the logits, on one backend."""
+    logits = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    with running(backend):
+        out = rlkernel.logprob(logits, target_ids, **options)
+        if upstream is None:
+            return out, None
+        used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
+        loss = sum((o * g.to(o.dtype)).sum() for o, g in used)
+        (grad,) = torch.autograd.grad(loss, logits)
+    return out, grad
+
+
+def upstream_like(target_ids, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(target_ids.shape, generator=g).to(target_ids.device) for _ in range(3)]
+
+
+def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
+    """Outputs and gradient within the budget; PyTorch's own error is the reference's in fp32."""
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    truth, true_grad = run("reference", logits.double(), target_ids, upstream, **wide)
+    torchs, torch_grad = run("reference", logits, target_ids, upstream, **options)
+    ours, grad = run(backend, logits, target_ids, upstream, **options)
+    for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
+        if a is not None:
+            assert a.dtype == torch.float32
+            check(name, a, b, c)
+    if grad is not None:
+        assert grad.dtype == logits.dtype
+        check("grad", grad, torch_grad, true_grad)
+
+
+# one element; a tail shorter than any block; leading dims; past a power of two; several blocks and a tail
+@pytest.mark.parametrize("shape", [(1, 1), (3, 127), (2, 3, 1000), (4, 1025), (2, 5003)], ids=str)
+@DTYPES
+@ON_EVERY_BACKEND
+def test_matches_fp64(backend, device, dtype, shape):
+    inputs = make_inputs(*shape, dtype=dtype, device=device, ignored=0.2)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    upstream = upstream_like(inputs["target_ids"])
+    check_against_fp64(backend, **inputs, upstream=upstream, temperature=0.7, return_entropy=True)
+
+
+@ON_EVERY_BACKEND
+def test_options_do_not_depend_on_each_other(backend, device):
+    inputs = make_inputs(5, 300, device=device)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    g = upstream_like(inputs["target_ids"])
+    per_row = torch.tensor([0.3, 1.0, 2.5, 1e-2, 50.0], device=device)
+    for temperature in (1.0, per_row):
+        for entropy in (False, True):
+            for mask in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)):
+                upstream = [x if keep else None for x, keep in zip(g, mask, strict=True)]
+                if upstream[1] is not None and not entropy:
+                    continue
+                check_against_fp64(
+                    backend, **inputs, upstream=upstream, temperature=temperature, return_entropy=entropy
+                )
+
+
+@pytest.mark.parametrize("shape", [(64, 151936), (2, 128257)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@ON_EVERY_BACKEND
+def test_huge_vocabulary(backend, device, dtype, shape):
+    rows = 2 if is_slow(backend, device) else shape[0]
+    inputs = make_inputs(rows, shape[1], dtype=dtype, device=device)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    check_against_fp64(backend, **inputs, upstream=upstream_like(inputs["target_ids"]), return_entropy=True)
+
+
+@pytest.mark.parametrize("offset", [-1000.0, 1000.0, -1e30])
+@ON_EVERY_BACKEND
+def test_a_common_offset_costs_no_digits(backend, device, offset):
+    """A peer's running maximum starts at 0: all-negative logits gave it +inf."""
+    inputs = make_inputs(3, 700, device=device, scale=6)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    inputs["logits"] = inputs["logits"] + offset
+    check_against_fp64(
+        backend, **inputs, upstream=upstream_like(inputs["target_ids"]), return_entropy=True, temperature=1.3
+    )
+
+
+SPECIAL = {
+    "starts with -inf": lambda x: x[:, :300].fill_(-torch.inf),
+    "ends with -inf": lambda x: x[:, 300:].fill_(-torch.inf),
+    "one finite": lambda x: x.copy_(
+        torch.where(torch.arange(x.shape[1], device=x.device) == 77, 3.0, -torch.inf)
+    ),
+    "all -inf": lambda x: x.fill_(-torch.inf),
+    "a NaN": lambda x: x[:, 5].fill_(torch.nan),
+    "a NaN in the tail": lambda x: x[:, -1].fill_(torch.nan),
+    "only NaN": lambda x: x.fill_(torch.nan),
+    "a +inf": lambda x: x[:, 400].fill_(torch.inf),
+    "NaN and -inf": lambda x: x[:, 1:].fill_(-torch.inf)[:, 8].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+@ON_EVERY_BACKEND
+def test_special_values_give_what_log_softmax_gives(backend, device, case):
+    logits = make_inputs(3, 613, device=device)["logits"]
+    target_ids = torch.tensor([77, 299, 612], device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    SPECIAL[case](logits[1:2])
+    if case == "one finite":
+        target_ids[1] = 77
+    upstream = upstream_like(target_ids)
+    check_against_fp64(backend, logits, target_ids, upstream, return_entropy=True)
+    truth = logits.double().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
+    out, _ = run(backend, logits, target_ids)
+    assert torch.equal(out.logprobs.isnan(), truth.isnan()) and torch.equal(
+        out.logprobs.isinf(), truth.isinf()
+    )
+
+
+@DTYPES
+@ON_EVERY_BACKEND
+def test_gradient_as_the_target_becomes_certain(backend, device, dtype):
+    """1 - p in the logits' dtype is off by 20% at p = 0.99 in one peer, and 100% at 0.999."""
+    logits = torch.zeros(6, 50, dtype=dtype, device=device)
+    logits[:, 7] = torch.tensor([4.0, 8.0, 12.0, 16.0, 24.0, 60.0])
+    target_ids = torch.full((6,), 7, device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    grad = run(backend, logits, target_ids, [torch.ones(6, device=device), None, None])[1][:, 7].double()
+    p = logits.double().softmax(-1)
+    want = p[:, torch.arange(50, device=device) != 7].sum(-1)
+    budget = 2 * torch.finfo(dtype).eps * want + 4 * torch.finfo(torch.float32).eps
+    assert ((grad - want).abs() <= budget).all(), f"{grad} is not {want}"
+
+
+@ON_EVERY_BACKEND
+def test_ignored_rows_are_zero_whatever_they_hold(backend, device):
+    logits = torch.randn(4, 130, device=device)
+    logits[1], logits[2, 3] = torch.nan, torch.inf
+    target_ids = torch.tensor([5, -100, -100, 129], device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    upstream = upstream_like(target_ids)
+    upstream[0][1] = torch.nan  # what a masked loss may send back
+    check_against_fp64(backend, logits, target_ids, upstream, return_entropy=True)
+    out, grad = run(backend, logits, target_ids, upstream, return_entropy=True)
+    for x in (*out, grad):
+        assert (x[1:3] == 0).all()
+    out, grad = run(backend, logits, torch.full_like(target_ids, -100), upstream, return_entropy=True)
+    assert all((x == 0).all() for x in (*out, grad)), "a fully ignored batch"
+    out, _ = run(backend, logits[:1], target_ids[1:2] * 0 + 9, ignore_index=9)
+    assert out.logprobs.item() == 0, "another ignore_index, inside the vocabulary"
+
+
+@ON_EVERY_BACKEND
+def test_empty_batch_stays_connected(backend, device):
+    logits = torch.empty(0, 7, device=device, requires_grad=True)
+    target_ids = torch.empty(0, dtype=torch.int64, device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    with running(backend):
+        out = rlkernel.logprob(logits, target_ids, return_entropy=True)
+    loss = out.logprobs.sum() + out.entropy.sum()
+    loss.backward()
+    assert loss.item() == 0 and logits.grad.shape == (0, 7)
+
+
+def _views(device):
+    base = torch.randn(3, 6, 40, device=device)
+    wide = torch.randn(3, 4, 100, device=device)
+    return {
+        "shifted [B, L+1, V]": base[:, :-1],
+        "sliced vocabulary": wide[:, :, 3:40],
+        "transposed": base.transpose(0, 1),
+        "expanded": base[:1].expand(4, 6, 40),
+        "expanded rows": base[:, :1].expand(3, 5, 40),
+        "three strides": torch.randn(3, 3, 5, 40, device=device)[:, :2, :-1],
+        "every other row": base[::2, 1::2],
+        "vocabulary not last": torch.randn(40, 5, device=device).T,
+        "one row": base[1, 2],
+    }
+
+
+@pytest.mark.parametrize("view", _views("cpu"))
+@ON_EVERY_BACKEND
+def test_any_strides(backend, device, view):
+    logits = _views(device)[view]
+    target_ids = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=device)
+    skip_unless_able(backend, "logprob", logits.contiguous(), target_ids)
+    upstream = upstream_like(target_ids)
+    with running(backend):
+        leaf = logits.detach().requires_grad_()
+        out = rlkernel.logprob(leaf, target_ids, return_entropy=True)
+        grad = torch.autograd.grad(sum((o * g).sum() for o, g in zip(out, upstream, strict=True)), leaf)[0]
+    want, want_grad = run(backend, logits.contiguous(), target_ids, upstream, return_entropy=True)
+    for name, a, b in zip(out._fields, out, want, strict=True):
+        assert_equal(name, a, b)
+    assert_equal("grad", grad.contiguous(), want_grad)
+
+
+@ON_EVERY_BACKEND
+def test_strided_logits_are_not_copied(backend, device):
+    if backend == "reference":
+        pytest.skip("the reference says what the op means, not how to spend memory")
+    if backend == "triton" and device == "cpu":
+        pytest.skip("Triton's interpreter copies every argument")
+    logits = torch.randn(2, 5, 4096, device=device)[:, :-1]
+    target_ids = torch.randint(0, 4096, (2, 4), device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    with running(backend), _Allocations() as allocations, torch.no_grad():
+        rlkernel.logprob(logits, target_ids, return_entropy=True, temperature=0.9)
+    assert allocations.largest < 4096, f"allocated a tensor of {allocations.largest} elements"
+
+
+class _Allocations(TorchDispatchMode):
+    """The largest tensor that any torch call has returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and not x._is_view():
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+@ON_EVERY_BACKEND
+def test_offsets_beyond_32_bits(backend, device):
+    if backend == "reference":
+        pytest.skip("torch's own indexing")
+    torch.use_deterministic_algorithms(False)  # or torch.empty would touch all of the 4 GiB
+    storage = torch.empty(2**31 + 3000, dtype=torch.bfloat16, device=device)
+    logits = storage.as_strided((3, 1000), (2**30 + 7, 1))
+    logits.copy_(torch.randn(3, 1000))
+    target_ids = torch.tensor([0, 500, 999], device=device)
+    skip_unless_able(backend, "logprob", logits, target_ids)
+    with running(backend):
+        got = rlkernel.logprob(logits, target_ids)
+        want = rlkernel.logprob(logits.contiguous(), target_ids)
+        leaf = logits.detach().requires_grad_()
+        rlkernel.logprob(leaf * 1.0, target_ids, inplace_backward=True).logprobs.sum().backward()
+    assert_equal("logprobs", got.logprobs, want.logprobs)
+    assert_equal(
+        "grad", leaf.grad, run(backend, logits.contiguous(), target_ids, [torch.ones(3), None, None])[1]
+    )
+
+
+@ON_EVERY_BACKEND
+def test_more_rows_than_a_grid_dimension_holds(backend, device):
+    if is_slow(backend, device):
+        pytest.skip(f"{backend} on a CPU takes milliseconds a row")
+    inputs = make_inputs(70_001, 9, device=device)
+    check_against_fp64(backend, **inputs, upstream=upstream_like(inputs["target_ids"]), return_entropy=True)
+
+
+@DTYPES
+@ON_EVERY_BACKEND
+def test_batch_invariant(backend, device, dtype):
+    if backend == "reference":
+        pytest.skip("the reference promises no bits")
+    for vocab in (37, 1999):
+        logits = probe(7, vocab, dtype, device)
+        target_ids = torch.randint(0, vocab, (7,), device=device)
+        skip_unless_able(backend, "logprob", logits, target_ids)
+        upstream = torch.stack(upstream_like(target_ids), -1)
+        temperature = torch.rand(7, device=device) + 0.5
+
+        def outputs(x, ids, up, t):
+            out, grad = run(backend, x, ids, up.unbind(-1), temperature=t, return_entropy=True)
+            return *out, grad
+
+        assert_batch_invariant(outputs, logits, target_ids, upstream, temperature)
+
+
+def test_batch_invariance_test_finds_a_library_gemm():
+    """The same check on a softmax sum taken by torch.mm, whose bits depend on the number of rows."""
+
+    def by_gemm(x):
+        return (torch.log(x.float().exp() @ torch.ones(x.shape[1], 3))[:, 0],)
+
+    with pytest.raises(AssertionError, match="differ"):
+        assert_batch_invariant(by_gemm, probe(512, 1999, torch.float32, "cpu"))
+
+
+@ON_EVERY_BACKEND
+def test_same_bits_every_time_and_with_any_options(backend, device):
+    inputs = make_inputs(4, 3001, device=device)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    upstream = upstream_like(inputs["target_ids"])
+    first, grad = run(backend, **inputs, upstream=upstream, return_entropy=True)
+    for _ in range(2 if is_slow(backend, device) else 20):
+        again, grad_again = run(backend, **inputs, upstream=upstream, return_entropy=True)
+        assert_equal("entropy", again.entropy, first.entropy)
+        assert_equal("grad", grad_again, grad)
+    if backend != "reference":
+        plain, _ = run(backend, **inputs)
+        assert_equal("logprobs without entropy", plain.logprobs, first.logprobs)
+        assert_equal("lse without entropy", plain.lse, first.lse)
+        one_t = torch.full(inputs["target_ids"].shape, 1.0, device=device)
+        assert_equal(
+            "logprobs, T per row", run(backend, **inputs, temperature=one_t)[0].logprobs, first.logprobs
+        )
+
+
+def test_same_bits_on_any_number_of_threads():
+    inputs = make_inputs(33, 4001)
+    skip_unless_able("native", "logprob", *inputs.values())
+    upstream, results = upstream_like(inputs["target_ids"]), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run("native", **inputs, upstream=upstream, return_entropy=True))
+    finally:
+        torch.set_num_threads(before)
+    for out, grad in results[1:]:
+        assert_equal("logprobs", out.logprobs, results[0][0].logprobs)
+        assert_equal("entropy", out.entropy, results[0][0].entropy)
+        assert_equal("grad", grad, results[0][1])
+
+
+@ON_EVERY_BACKEND
+def test_backward_in_place(backend, device):
+    inputs = make_inputs(4, 600, dtype=torch.bfloat16, device=device)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    upstream = upstream_like(inputs["target_ids"])
+    _, want = run(backend, **inputs, upstream=upstream, return_entropy=True)
+    leaf = inputs["logits"].clone().requires_grad_()
+    logits = leaf * 1
+    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    seen, address = [], logits.data_ptr()
+    with running(backend):
+        out = rlkernel.logprob(logits, inputs["target_ids"], return_entropy=True, inplace_backward=True)
+        loss = sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
+        loss.backward(retain_graph=True)
+        assert seen == [address], "the gradient must lie where the logits were"
+        assert_equal("grad", leaf.grad, want)
+        with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
+            loss.backward()
+
+
+def test_backward_in_place_is_seen_by_other_users_of_the_logits():
+    logits = torch.randn(2, 5, requires_grad=True) * 1
+    other = (logits**2).sum()
+    rlkernel.logprob(logits, torch.tensor([1, 2]), inplace_backward=True).logprobs.sum().backward(
+        retain_graph=True
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@ON_EVERY_BACKEND
+def test_double_use_and_retained_graph(backend, device):
+    inputs = make_inputs(3, 50, device=device)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    leaf = inputs["logits"].clone().requires_grad_()
+    with running(backend):
+        out = rlkernel.logprob(leaf, inputs["target_ids"], return_entropy=True)
+        (out.logprobs.sum() + out.logprobs.pow(2).sum()).backward(retain_graph=True)
+        first = leaf.grad.clone()
+        (out.logprobs.sum() + out.logprobs.pow(2).sum()).backward()
+    assert_equal("twice the gradient", leaf.grad, 2 * first)
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9]).double()], ids=["scalar", "rows"]
+)
+def test_gradcheck(temperature):
+    inputs = make_inputs(4, 9, dtype=torch.float64, ignored=0.3)
+    with rlkernel.use_backend("reference"):
+        assert torch.autograd.gradcheck(
+            lambda x: tuple(
+                rlkernel.logprob(x, inputs["target_ids"], temperature=temperature, return_entropy=True)
+            ),
+            inputs["logits"].requires_grad_(),
+        )
+
+
+def test_fp64_stays_fp64():
+    inputs = make_inputs(4, 999, dtype=torch.float64)
+    out = rlkernel.logprob(**inputs)
+    kept = inputs["target_ids"] != -100
+    want = inputs["logits"].log_softmax(-1).gather(1, inputs["target_ids"].clamp(min=0)[:, None])[:, 0]
+    assert out.logprobs.dtype == torch.float64
+    assert (out.logprobs - want)[kept].abs().max() < 1e-13
+
+
+MUTANTS = {
+    "forgets 1/T in the gradient": lambda ref: {"backward": lambda *a: ref.backward(*a[:5], 1.0, *a[6:])},
+    "forgets the entropy's gradient": lambda ref: {"backward": lambda a, b, *r: ref.backward(a, None, *r)},
+    "forgets lse's gradient": lambda ref: {"backward": lambda a, b, c, *r: ref.backward(a, b, None, *r)},
+    "one target off": lambda ref: {"forward": lambda x, ids, *r: ref.forward(x, (ids + 1) % x.shape[-1], *r)},
+    "drops the last vocabulary entry": lambda ref: {
+        "forward": lambda x, ids, *r: ref.forward(
+            x.index_fill(-1, torch.tensor([x.shape[-1] - 1]), -99.0), ids, *r
+        )
+    },
+    "ignores nothing": lambda ref: {
+        "forward": lambda x, ids, t, i, e: ref.forward(x, ids.clamp(min=0), t, i, e)
+    },
+    "half precision inside": lambda ref: {
+        "forward": lambda x, *r: tuple(
+            None if o is None else o.float() for o in ref.forward(x.bfloat16(), *r)
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_body_fails_on(mutant, monkeypatch):
+    import types
+
+    from rlkernel import dispatch
+    from rlkernel.reference import logprob as reference
+
+    wrong = types.SimpleNamespace(
+        **{"forward": reference.forward, "backward": reference.backward, "unsupported": reference.unsupported}
+        | MUTANTS[mutant](reference)
+    )
+    load = dispatch._load
+    monkeypatch.setattr(
+        dispatch, "_load", lambda name, *rest: (wrong, []) if name == "native" else load(name, *rest)
+    )
+    inputs = make_inputs(40, 127, ignored=0.2)
+    upstream = upstream_like(inputs["target_ids"])
+    with pytest.raises(AssertionError):
+        check_against_fp64("native", **inputs, upstream=upstream, temperature=0.7, return_entropy=True)
+
+
+BAD = [
+    (dict(logits=torch.zeros(2, 3, dtype=torch.int32)), "logits must be float16, .* got int32"),
+    (dict(logits=torch.zeros(2, 0)), r"logits must be \[..., V\] with V >= 1, got \(2, 0\)"),
+    (
+        dict(target_ids=torch.zeros(3, dtype=torch.int64)),
+        r"target_ids must have the shape \(2,\) .* got \(3,\)",
+    ),
+    (dict(target_ids=torch.zeros(2)), "target_ids must be integers, got float32"),
+    (dict(target_ids=torch.tensor([0, 3])), r"target_ids\[1\] = 3 is outside \[0, 3\)"),
+    (dict(target_ids=torch.tensor([-1, 0])), r"target_ids\[0\] = -1 is outside \[0, 3\)"),
+    (dict(target_ids=[0, 1]), "target_ids must be a tensor, got list"),
+    (dict(temperature=-0.5), "temperature must be > 0 and finite, got -0.5"),
+    (dict(temperature=0), "temperature must be > 0 and finite, got 0"),
+    (dict(temperature=float("nan")), "temperature must be > 0 and finite, got nan"),
+    (dict(temperature=torch.ones(3)), r"temperature must be one value or have shape \(2,\), got \(3,\)"),
+    (dict(temperature=torch.tensor([1.0, 0.0])), r"temperature\[1\] must be > 0 and finite, got 0.0"),
+    (dict(temperature=torch.ones(2, requires_grad=True)), "temperature must not require a gradient"),
+    (dict(temperature="hot"), "temperature must be a number or a tensor, got str"),
+    (dict(logits=torch.zeros(1, 3).expand(2, 3), inplace_backward=True), "logits must not be expanded"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:30] for _, m in BAD])
+def test_bad_input_is_named(change, message):
+    good = dict(logits=torch.zeros(2, 3), target_ids=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=message):
+        rlkernel.logprob(**good | change)
+
+
+def test_debug_mode_reports_rows_without_a_distribution():
+    logits = torch.zeros(2, 2, 3)
+    ids = torch.zeros(2, 2, dtype=torch.int64)
+    logits[1, 0, 2] = torch.nan
+    with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"logits\[1, 0\] .* holds NaN or \+inf"):
+        rlkernel.logprob(logits, ids)
+    logits[1, 0] = -torch.inf
+    with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"logits\[1, 0\] .* -inf everywhere"):
+        rlkernel.logprob(logits, ids)
+    ids[1, 0] = -100
+    with rlkernel.debug.checks():
+        rlkernel.logprob(logits, ids)
+
+
+@pytest.mark.parametrize("backend", ["native", "emulated-warp32", "emulated-warp64", "triton", "reference"])
+def test_target_outside_the_vocabulary_is_nan_without_the_check(backend, monkeypatch):
+    """What a GPU does outside debug mode: no fault, and nothing that looks like a result."""
+    from rlkernel.ops import _validate
+
+    monkeypatch.setattr(_validate, "values", lambda *args: None)
+    logits, ids = torch.randn(4, 65), torch.tensor([3, 65, -7, 2**40])
+    skip_unless_able(backend, "logprob", logits, ids)
+    out, grad = run(backend, logits, ids, [torch.ones(4), None, None])
+    assert out.logprobs.isnan().tolist() == [False, True, True, True]
+    assert grad.isnan().all(1).tolist() == [False, True, True, True]
+    assert out.lse.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_names_that_users_know(device, temperature):
+    logits = torch.randn(3, 4, 50, device=device, requires_grad=True)
+    index = torch.randint(0, 50, (3, 4), device=device)
+    several = torch.randint(0, 50, (3, 4, 5), device=device)
+    logp = (logits / temperature).log_softmax(-1)
+    want = logp.gather(-1, index[..., None])[..., 0]
+    close = dict(rtol=0, atol=2e-6)
+    torch.testing.assert_close(rlkernel.selective_log_softmax(logits, index, temperature), want, **close)
+    torch.testing.assert_close(rlkernel.logprobs_from_logits(logits, index, temperature), want, **close)
+    got = rlkernel.selective_log_softmax(logits, several, temperature)
+    torch.testing.assert_close(got, logp.gather(-1, several), **close)
+    grad = torch.autograd.grad(got.pow(2).sum(), logits, retain_graph=True)[0]
+    want_grad = torch.autograd.grad(logp.gather(-1, several).pow(2).sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(grad, want_grad, rtol=0, atol=2e-5)
+    entropy = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(rlkernel.entropy_from_logits(logits, temperature), entropy, **close)
+    with pytest.raises(ValueError, match=r"index must have shape \(3, 4\)"):
+        rlkernel.selective_log_softmax(logits, index[:2])
+
+
+def test_against_the_real_trl():
+    utils = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
+    logits, ids = make_inputs(2, 6, 333, ignored=0).values()
+    for name, t in [("scalar", 0.8), ("one", 1.0)]:
+        a, b = (logits.clone().requires_grad_() for _ in range(2))
+        ours = rlkernel.logprob(a, ids, temperature=t, return_entropy=True)
+        theirs = utils.selective_log_softmax(b, ids, temperature=t)
+        torch.testing.assert_close(ours.logprobs, theirs, rtol=0, atol=5e-6, msg=name)
+        torch.testing.assert_close(ours.entropy, utils.entropy_from_logits(b / t), rtol=0, atol=5e-6)
+        ours.logprobs.pow(2).sum().backward()
+        theirs.pow(2).sum().backward()
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=2e-5)
+
+
+def test_against_the_real_verl():
+    functional = pytest.importorskip(
+        "verl.utils.torch_functional", reason="verl does not import here", exc_type=ImportError
+    )
+    logits, ids = make_inputs(2, 6, 333, ignored=0).values()
+    a, b = (logits.clone().requires_grad_() for _ in range(2))
+    ours = rlkernel.logprob(a, ids, return_entropy=True)
+    theirs = functional.logprobs_from_logits(b * 1, ids, inplace_backward=False)
+    torch.testing.assert_close(ours.logprobs, theirs.view_as(ours.logprobs), rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours.entropy, functional.entropy_from_logits(b), rtol=0, atol=5e-6)
+    ours.logprobs.pow(2).sum().backward()
+    theirs.pow(2).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_compiles_as_one_graph(backend):
+    inputs = make_inputs(4, 40)
+    skip_unless_able(backend, "logprob", *inputs.values())
+    upstream = upstream_like(inputs["target_ids"])
+
+    def loss(x, ids, t):
+        out = rlkernel.logprob(x * 2, ids, temperature=t, return_entropy=True)
+        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
+
+    for t in (0.7, torch.full(inputs["target_ids"].shape, 0.7)):
+        grads = []
+        for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            leaf = inputs["logits"].clone().requires_grad_()
+            with rlkernel.use_backend(backend):
+                fn(leaf, inputs["target_ids"], t).backward()
+            grads.append(leaf.grad)
+        assert_equal("grad", grads[1], grads[0])
+
+
+@pytest.mark.parametrize("temperatures", [None, torch.rand(4) + 0.5], ids=["scalar", "rows"])
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_opcheck(temperatures, return_entropy):
+    inputs = make_inputs(4, 40)
+    args = (inputs["logits"].requires_grad_(), inputs["target_ids"], temperatures, 0.7, -100, return_entropy)
+    torch.library.opcheck(torch.ops.rlkernel.logprob.default, args)
+
+
+def test_gradient_checkpointing_and_autocast():
+    inputs = make_inputs(4, 40)
+    leaf = inputs["logits"].clone().requires_grad_()
+    want = torch.autograd.grad(rlkernel.logprob(leaf * 2, inputs["target_ids"]).logprobs.sum(), leaf)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.utils.checkpoint.checkpoint(
+            lambda x: rlkernel.logprob(x * 2, inputs["target_ids"]).logprobs, leaf, use_reentrant=False
+        )
+    assert out.dtype == torch.float32
+    assert_equal("grad", torch.autograd.grad(out.sum(), leaf)[0], want)
+
+
+def test_forced_backend_never_falls_back():
+    logits, ids = make_inputs(2, 5, dtype=torch.float64).values()
+    with rlkernel.use_backend("native"), pytest.raises(NotImplementedError, match="native: .*float64"):
+        rlkernel.logprob(logits, ids)
