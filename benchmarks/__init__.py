@@ -1,4 +1,17 @@
-"""Each op against its peers: the cases that pytest-benchmark and rlkernel.bench run."""
+"""Each op against its peers: the cases that pytest-benchmark and rlkernel.bench run.
+
+``benchmarks/<op>.py`` is all that an op needs to be benchmarked. It defines
+
+    DIMS                     the letters of the sizes that ``reference/<op>.py``'s make_inputs takes, rows first
+    INPUTS, OPTIONS          keyword arguments: of make_inputs; of the public function where only sizes are given
+    SHARED, GRADIENTS        inputs without rows; inputs that get a gradient
+    OUTPUTS(case)            outputs that get an upstream gradient
+    row_elements(case)       elements of the largest temporary that a row needs in plain PyTorch
+    bytes_moved, flops       what a perfect implementation moves and computes, (case, backward) -> int
+    gemm(case)               (m, n, k) of the GEMM whose rate bounds it, or None
+    QUICK, PRESETS           cases of the default run; cases by name
+    PEERS                    rivals, plain PyTorch first: it is the yardstick of the errors
+"""
 
 if __name__ != "rlkernel.benchmarks":
     raise ImportError("import rlkernel.benchmarks, not benchmarks")

@@ -1,0 +1,76 @@
+"""What the benchmark files share: finding a peer that is installed, and running a case under pytest-benchmark."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlkernel.bench import parity
+from rlkernel.bench.cases import Case
+from rlkernel.bench.run import Contender
+
+
+def module(path: str) -> ModuleType:
+    """Import ``path`` of a peer.
+
+    Raises:
+        ImportError: it is not installed, or one of its own dependencies is not; says which.
+    """
+    package = path.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ImportError("not installed")
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise ImportError(f"{package} {_version(package)} does not import here: {error}") from error
+
+
+def file(package: str, path: str) -> ModuleType:
+    """One file of a peer by itself, for a package whose ``__init__`` needs more than the file does."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("not installed")
+    location = Path(spec.submodule_search_locations[0]) / path
+    name = f"rlkernel_bench_{package}_{location.stem}"
+    found = importlib.util.spec_from_file_location(name, location)
+    if found is None or found.loader is None or not location.exists():
+        raise ImportError(f"{package} {_version(package)} has no {path}")
+    loaded = importlib.util.module_from_spec(found)
+    found.loader.exec_module(loaded)
+    return loaded
+
+
+def _version(package: str) -> str:
+    names = importlib.metadata.packages_distributions().get(package, [package])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"
+
+
+def parametrize(metafunc: Any, cases: list[Case], names: tuple[str, ...]) -> None:
+    """The body of a benchmark file's ``pytest_generate_tests``: every case, both passes, every name."""
+    metafunc.parametrize("name", names)
+    metafunc.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+    metafunc.parametrize("case", cases, ids=[f"{case.name} {case.dtype}" for case in cases])
+
+
+def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: str) -> None:
+    """Time ``name`` ("rlkernel" or a peer) on ``case``; skipped with the reason where it cannot run."""
+    import pytest  # rlkernel.bench runs without it
+
+    own = importlib.import_module(f"rlkernel.benchmarks.{op}")
+    case = case.replace(op=op, gradients=case.gradients or own.GRADIENTS)
+    inputs = parity.make_inputs(own, case, "cpu")
+    grads = parity.upstream(own, case, inputs)
+    if name == "rlkernel":
+        contender = Contender(name, parity.ours(op, "auto"), is_peer=False)
+    else:
+        peer = next(p for p in own.PEERS if p.name == name)
+        try:
+            contender = Contender(name, peer.load(), is_peer=True)
+        except ImportError as error:
+            pytest.skip(str(error))
+    benchmark(contender.step(inputs, case, grads, backward))

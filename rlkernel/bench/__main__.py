@@ -1,0 +1,5 @@
+import sys
+
+from rlkernel.bench.cli import main
+
+sys.exit(main())

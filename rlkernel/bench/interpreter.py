@@ -1,0 +1,44 @@
+"""Parity of the Triton kernels where there is no GPU: in Triton's interpreter, on the smallest case, in fp32.
+
+The interpreter is chosen by an environment variable before Triton is imported, so it takes a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from types import ModuleType
+
+from rlkernel import dispatch
+from rlkernel.bench.run import Row, Settings
+
+BACKEND = "triton"
+PRESET = "tiny"
+_LIMIT = 60
+
+
+def wanted(options: Namespace, settings: Settings, benchmarks: Mapping[str, ModuleType]) -> bool:
+    """Whether this run is one that shows what the machine has, on a machine that can only interpret Triton."""
+    broad = not (options.backend or options.preset or options.shape) and "parity" in settings.suites
+    here = settings.device == "cpu" and "TRITON_INTERPRET" not in os.environ
+    return broad and here and importlib.util.find_spec("triton") is not None and bool(_ops(benchmarks))
+
+
+def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
+    package = dispatch.BACKENDS.get(BACKEND)
+    return [op for op in benchmarks if package and importlib.util.find_spec(f"{package}.{op}") is not None]
+
+
+def rows(ops: list[str]) -> list[Row]:
+    """The parity rows of every op that has a Triton kernel; says in the row why there are none."""
+    command = [sys.executable, "-m", "rlkernel.bench", "parity", "--op", ",".join(_ops(ops)), "--backend", BACKEND]
+    command += ["--preset", PRESET, "--peers", "none", "--json", "-"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
+    if done.returncode == 2 or not done.stdout.strip():
+        raise RuntimeError(f"parity in Triton's interpreter did not run:\n{done.stderr}")
+    found: list[Row] = json.loads(done.stdout)["rows"]
+    return [{**row, "backend": f"{BACKEND} (interpreter)", "preferred": False} for row in found]

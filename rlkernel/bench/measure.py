@@ -1,0 +1,98 @@
+"""Time of several calls side by side, and the two ceilings that a time is held against."""
+
+import contextlib
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+import torch
+
+_FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2
+_MAX_ROUNDS = 200
+
+
+def interleave(calls: Mapping[str, Callable[[], object]], device: str, seconds: float, rounds: int = 3) -> dict[str, list[float]]:
+    """Seconds of every call in each of at least ``rounds`` rounds, and more while all of them fit in ``seconds``.
+
+    The calls take turns, forwards and backwards (A B C, C B A, ...), so that whatever else the machine does falls on all
+    of them alike and their ratios hold even where their times do not.
+    """
+    watch = _gpu_seconds if device == "cuda" else _cpu_seconds
+    order = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for name in order:
+        calls[name]()  # compiles, allocates, fills caches
+    began = time.perf_counter()
+    for done in range(_MAX_ROUNDS):
+        spent = time.perf_counter() - began
+        if done >= rounds and spent * (done + 1) / done > seconds:
+            break
+        for name in order if done % 2 == 0 else reversed(order):
+            times[name].append(watch(calls[name]))
+    return times
+
+
+def median(times: list[float]) -> float:
+    return statistics.median(times)
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _gpu_seconds(call: Callable[[], object]) -> float:
+    _flush().zero_()  # what the previous call left in the L2 must not help this one
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+@cache
+def _flush() -> torch.Tensor:
+    return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+@cache
+def copy_bandwidth(size: int, device: str, threads: int) -> float:
+    """Bytes per second that a copy of ``size`` bytes reads plus writes."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = interleave({"copy": lambda: target.copy_(source)}, device, 0.2, rounds=5)
+    return 2 * size / median(times["copy"])
+
+
+@cache
+def gemm_rate(m: int, n: int, k: int, dtype: torch.dtype, device: str, threads: int) -> float:
+    """Operations per second of ``torch.mm`` on [m, k] x [k, n]."""
+    a = torch.randn(m, k, device=device).to(dtype)
+    b = torch.randn(n, k, device=device).to(dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    times = interleave({"mm": lambda: torch.mm(a, b.t(), out=out)}, device, 0.5, rounds=3)
+    return 2 * m * n * k / median(times["mm"])
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block takes longer. Only the main thread of a Unix process can be interrupted."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def expire(signum: int, frame: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,119 @@
+"""Peak extra memory of a call: what it holds at its worst, beyond what was there when it began.
+
+On a GPU the caching allocator's own statistics. On a CPU every allocation and release of PyTorch's CPU allocator, in
+order: exact to the byte, including scratch inside operators, but blind to memory that a library takes elsewhere.
+``peak_resident`` sees that too, from the kernel's high-water mark, to the page and only for large blocks.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernel import workspace
+
+METHOD = {
+    "cpu": "every allocation of PyTorch's CPU allocator during the call, tracked in order",
+    "cuda": "torch.cuda.max_memory_allocated during the call, minus what was allocated before it",
+}
+
+
+def peak_extra(call: Callable[[], object], device: str) -> int:
+    """Bytes that ``call`` holds at its peak beyond what was allocated before; the kept workspace counts as its own."""
+    workspace.release()
+    gc.collect()
+    return _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
+
+
+def _peak_cuda(call: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_cpu(call: Callable[[], object]) -> int:
+    live = peak = 0
+    for change in _allocations(call):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def _allocations(call: Callable[[], object]) -> list[int]:
+    """Bytes of each allocation (positive) and release (negative) of the CPU allocator during ``call``, in order.
+
+    The record-only profiler behind ``torch.autograd``: the Kineto one prints to stderr whenever it starts.
+    """
+    from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+
+    experimental: Any = torch._C._profiler._ExperimentalConfig()
+    shapes, memory, stack, flops, scopes = False, True, False, False, False
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, scopes, experimental))
+    try:
+        result = call()
+    finally:
+        threads = _disable_profiler_legacy()
+    del result
+    begin = threads[0][0]
+    # one list per thread; a CPU backward runs in the calling thread, so there is normally one
+    events = [(begin.cpu_elapsed_us(e), e.cpu_memory_usage()) for t in threads for e in t if e.kind() == "memory_alloc"]
+    if len(threads) > 1:
+        events.sort(key=lambda event: event[0])
+    return [change for _, change in events]
+
+
+def peak_resident(call: Callable[[], object]) -> int | None:
+    """Growth of the resident set at its highest during ``call``, in bytes; None where Linux does not tell."""
+    workspace.release()
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
+        before = _status("VmHWM")
+        call()
+        return _status("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status must have {field}")
+
+
+def available(device: str) -> int:
+    """Bytes that one more call may take on ``device`` without driving the machine out of memory."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    limits = [_meminfo_available()]
+    # a container may be allowed less than the machine has
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            root = Path("/sys/fs/cgroup")
+            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
+        except (OSError, ValueError):  # this kind of limit does not exist here, or is "max"
+            continue
+    return min(limits)
+
+
+def _meminfo_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux: assume a small machine
+        return 4 * 2**30
+
+
+def predict(measure: Callable[[int], int], size: int) -> int:
+    """Peak bytes at ``size`` rows, from two small measurements: a peak is a constant plus a share of the rows."""
+    small, twice = max(1, size // 16), max(2, size // 8)
+    first, second = measure(small), measure(twice)
+    slope = max(0.0, (second - first) / (twice - small))
+    return int(first + slope * (size - small))

@@ -1,0 +1,137 @@
+"""Errors against the reference in fp64, for our backends, for plain PyTorch in the same dtype, and for every peer."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlkernel
+from rlkernel.bench.cases import Case
+
+_CHUNK_ELEMENTS = 2**24  # of one fp64 temporary of the oracle: 128 MiB
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from the truth: its largest deviation, and the norm of all of it relative to the truth's."""
+
+    largest: float
+    relative: float
+    budget_unit: float  # one unit in the last place of the tensor's dtype at the truth's largest value
+
+    def within(self, torch_error: "Error") -> bool:
+        """At most twice PyTorch's own error in the same dtype, plus one unit in the last place."""
+        return self.largest <= 2 * torch_error.largest + self.budget_unit
+
+
+def make_inputs(module: ModuleType, case: Case, device: str) -> dict[str, Any]:
+    """The case's inputs, by the ``make_inputs`` that the tests use; gradients are not attached."""
+    reference = __import__(f"rlkernel.reference.{case.op}", fromlist=["make_inputs"])
+    return reference.make_inputs(*case.sizes.values(), dtype=case.torch_dtype, device=device, **module.INPUTS)
+
+
+def ours(op: str, backend: str) -> Callable[[dict[str, Any], Case], dict[str, Tensor]]:
+    """The public function of ``op`` on ``backend``, as a call that a benchmark can run beside its peers."""
+
+    def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        with rlkernel.use_backend(backend):
+            result = getattr(rlkernel, op)(**inputs, **case.options)
+        outputs = {"out": result} if isinstance(result, Tensor) else result._asdict()
+        return {name: value for name, value in outputs.items() if value is not None}
+
+    return call
+
+
+def upstream(module: ModuleType, case: Case, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A fixed gradient for every differentiated output: one value per row, none of them alike."""
+    device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+    generator = torch.Generator(device).manual_seed(1)
+    names = case.upstream or module.OUTPUTS(case)
+    rows = next(iter(case.sizes.values()))
+    return {name: torch.randn(rows, generator=generator, device=device) for name in names}
+
+
+def outcome(
+    call: Callable[[dict[str, Any], Case], dict[str, Tensor]],
+    inputs: Mapping[str, Any],
+    case: Case,
+    grads: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Outputs and gradients (``grad_<input>``) of one call; outputs that the call does not have get no gradient."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in case.gradients}
+    outputs = call({**inputs, **leaves}, case)
+    names = [name for name in grads if name in outputs]
+    if names:
+        torch.autograd.backward([outputs[n] for n in names], [grads[n].to(outputs[n].dtype) for n in names])
+    gradients = {f"grad_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {name: value.detach() for name, value in {**outputs, **gradients}.items()}
+
+
+class Truth:
+    """The reference in fp64 on the same inputs, a slice of rows at a time, so that no large case needs much memory."""
+
+    def __init__(self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]) -> None:
+        self.case, self.grads = case, grads
+        self.rows = next(iter(case.sizes.values()))
+        self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
+        self.inputs = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+        self.shared = [k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0]
+        self._cache: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+    def of(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
+        """Outputs, and gradients of a loss that reaches the ``differentiated`` outputs only."""
+        if differentiated not in self._cache:
+            self._cache[differentiated] = self._compute(differentiated)
+        return self._cache[differentiated]
+
+    def _compute(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        sums: dict[str, Tensor] = {}
+        for start in range(0, self.rows, self.step):
+            rows = slice(start, start + self.step)
+            inputs = {k: v if k in self.shared else v[rows] for k, v in self.inputs.items()}
+            grads = {name: self.grads[name][rows] for name in differentiated}
+            for name, value in outcome(ours(self.case.op, "reference"), inputs, self.case, grads).items():
+                if name.removeprefix("grad_") in self.shared:
+                    sums[name] = sums[name].add_(value) if name in sums else value
+                else:
+                    parts.setdefault(name, []).append(value)
+        return {name: torch.cat(values) for name, values in parts.items()} | sums
+
+    def errors(self, got: Mapping[str, Tensor]) -> dict[str, Error]:
+        """The error of every output and gradient in ``got``."""
+        exact = self.of(tuple(name for name in self.grads if name in got))
+        return {name: compare(value, exact[name]) for name, value in got.items() if name in exact}
+
+
+def compare(got: Tensor, exact: Tensor) -> Error:
+    difference = got.double().sub_(exact)
+    scale = exact.abs().max().item() if exact.numel() else 0.0
+    largest = difference.abs().max().item() if got.numel() else 0.0
+    norm = exact.norm().item()
+    relative = difference.norm().item() / norm if norm else largest
+    largest, relative = (math.inf if math.isnan(x) else x for x in (largest, relative))  # NaN never passes
+    return Error(largest, relative, torch.finfo(got.dtype).eps * scale)
+
+
+def failures(errors: Mapping[str, Error], torch_errors: Mapping[str, Error]) -> list[str]:
+    """What is further from fp64 than the rule allows, in words."""
+    return [
+        f"{name}: {error.largest:.2e} from fp64, PyTorch is {torch_errors[name].largest:.2e}"
+        for name, error in errors.items()
+        if not error.within(torch_errors[name])
+    ]
+
+
+def summary(errors: Mapping[str, Error], backward: bool) -> float | None:
+    """One number for a pass: the largest deviation of an output, or the largest relative error of a gradient."""
+    values = [
+        error.relative if backward else error.largest
+        for name, error in errors.items()
+        if name.startswith("grad_") == backward
+    ]
+    return max(values, default=None)

@@ -1,0 +1,35 @@
+"""``readme``: the tables of README.md, written from the committed reports between their markers.
+
+``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` takes the newest ``benchmarks/results/<date>-NAME.json``.
+"""
+
+import re
+from pathlib import Path
+
+from rlkernel.bench import render, report
+from rlkernel.bench.cases import UsageError
+
+_MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
+
+
+def newest(results: Path, name: str) -> Path:
+    """The newest report called ``name``; its date leads the file's name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = sorted(results.glob(f"????-??-??-{name}.json"))
+    if not found:
+        known = sorted({path.stem[11:] for path in results.glob("????-??-??-*.json")})
+        raise UsageError(f"bench:begin must name a report of {results} ({', '.join(known) or 'it has none'}), got {name}")
+    return found[-1]
+
+
+def fill(text: str, results: Path) -> str:
+    """``text`` with every marked table written anew."""
+
+    def table(match: re.Match[str]) -> str:
+        stored = report.load(newest(results, match["name"]))
+        return f"{match[1]}{render.markdown(stored['rows'], stored['header'])}{match[3]}"
+
+    return _MARKED.sub(table, text)

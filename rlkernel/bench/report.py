@@ -1,0 +1,89 @@
+"""The JSON of a run: a header that says where the numbers come from, and flat rows."""
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernel import info
+from rlkernel.bench import memory
+from rlkernel.bench.cases import UsageError
+from rlkernel.bench.run import Row
+
+PACKAGES = ("torch", "triton", "trl", "transformers", "liger-kernel", "verl")
+
+
+def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
+    """Machine, versions, commit and command of a run that happens now."""
+    facts = info.collect()
+    isa = f", oneDNN held to {limit}" if (limit := os.environ.get("ONEDNN_MAX_CPU_ISA")) else ""
+    cpu = f"{torch.get_num_threads()} threads, {_total_memory()}, {facts['cpu']['torch_capability']}{isa}"
+    return {
+        "command": shlex.join(["python", "-m", "rlkernel.bench", *arguments]),
+        "date": datetime.date.today().isoformat(),
+        "commit": facts["versions"]["commit"],
+        "machine": {name: text for name, text in facts["devices"].items()} | {"cpu details": cpu},
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "versions": {"rlkernel": facts["versions"]["rlkernel"], "python": facts["versions"]["python"]} | _packages(),
+        "memory_method": memory.METHOD[device],
+    }
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # a peer that is not installed has no version to state
+            continue
+    return found
+
+
+def _total_memory() -> str:
+    try:
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemTotal"))
+        return f"{int(line.split()[1]) / 2**20:.0f} GiB"
+    except (OSError, StopIteration):  # not Linux
+        return "unknown memory"
+
+
+def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
+    """Write the report; ``-`` is standard output."""
+    text = json.dumps(_finite({"header": head, "rows": rows}), indent=1, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a report.
+
+    Raises:
+        UsageError: the file is not there or is not a report.
+    """
+    try:
+        report = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} must be a report of rlkernel.bench, got {error}") from error
+    if not isinstance(report, dict) or not {"header", "rows"} <= set(report):
+        raise UsageError(f"{path} must be a report of rlkernel.bench with a header and rows")
+    return report
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: an error that is one (NaN somewhere) is null, and the row's failures say so."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,302 @@
+"""Runs cases: parity first, then memory, then speed of the backends that passed; makes one row per backend and pass."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import dispatch, workspace
+from rlkernel.bench import measure, memory, parity
+from rlkernel.bench.cases import Case, Peer
+from rlkernel.bench.progress import Progress
+
+Row = dict[str, Any]
+PASSES = ("forward", "forward+backward")
+_GIB = 2**30
+_START_LIMIT = 180.0  # seconds that a peer may take to start: torch.compile
+
+
+@dataclass
+class Settings:
+    """What a run measures and on what."""
+
+    suites: tuple[str, ...]
+    device: str = "cpu"
+    backends: tuple[str, ...] = ()  # () means all that this machine has
+    peers: tuple[str, ...] | None = None  # None means all but those that run on request
+    seconds: float = 1.0  # spent on the rounds of one pass of one case
+    thorough: bool = True  # memory: also the resident set, and series also forward and for the reference
+
+
+@dataclass
+class Contender:
+    """A backend or a peer on one case, with what was found out about it."""
+
+    name: str
+    call: Callable[[dict[str, Any], Case], dict[str, Tensor]] | None
+    is_peer: bool
+    bare: Callable[[dict[str, Any], Case, bool], Callable[[], None]] | None = None
+    skipped: str = ""
+    errors: dict[str, parity.Error] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    resident: dict[str, int | None] = field(default_factory=dict)
+
+    def step(self, inputs: dict[str, Any], case: Case, grads: Mapping[str, Tensor], backward: bool) -> Callable[[], Any]:
+        if self.bare is not None:
+            return self.bare(inputs, case, backward)
+        call = self.call
+        assert call is not None
+        if backward:
+            return lambda: parity.outcome(call, inputs, case, grads)
+
+        def forward() -> dict[str, Tensor]:
+            with torch.no_grad():
+                return call(inputs, case)
+
+        return forward
+
+
+def steps(cases: Iterable[Case], settings: Settings) -> int:
+    """How many progress steps ``run`` will make."""
+    return sum(1 + len(_suites(case, settings)) for case in cases)
+
+
+def run(cases: Iterable[Case], modules: Mapping[str, ModuleType], settings: Settings, progress: Progress) -> list[Row]:
+    """Measure every case on every backend and peer; a backend or peer that cannot run leaves its reason in the row."""
+    rows = []
+    for case in cases:
+        progress.step(f"{case.op} {case.name} {case.dtype}: inputs")
+        with workspace.limited(case.workspace or workspace.limit()):
+            rows += _Bench(case, modules[case.op], settings).rows(progress)
+        if settings.device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _suites(case: Case, settings: Settings) -> list[str]:
+    wanted = [suite for suite in settings.suites if suite in case.suites]
+    # nothing is timed that was not shown to be right
+    return ["parity", *wanted] if "speed" in wanted and "parity" not in wanted else wanted
+
+
+class _Bench:
+    def __init__(self, case: Case, module: ModuleType, settings: Settings) -> None:
+        self.case, self.module, self.settings = case, module, settings
+        self.inputs = parity.make_inputs(module, case, settings.device)
+        self.grads = parity.upstream(module, case, self.inputs)
+        self.backends = [Contender(n, parity.ours(case.op, n), is_peer=False) for n in _backends(settings, case)]
+        self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
+        self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings)]
+        # plain PyTorch is the yardstick of parity, also when it is not shown
+        self.torch = next((p for p in self.peers if p.name == "torch"), None) or _peer(module.PEERS[0], case)
+        self.floor: dict[str, float] = {}
+        self._cpu_notes = {peer.name: peer.cpu_note for peer in module.PEERS}
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """Everything that can still run this case."""
+        return [c for c in [*self.backends, *self.peers] if not c.skipped]
+
+    def rows(self, progress: Progress) -> list[Row]:
+        suites = _suites(self.case, self.settings)
+        self._probe()
+        for suite in suites:
+            progress.step(f"{self.case.op} {self.case.name} {self.case.dtype}: {suite}")
+            getattr(self, f"_{suite}")()
+        return [self._row(backend, p) for backend in self.backends for p in self.passes]
+
+    def _probe(self) -> None:
+        """Find out on a few rows what can run this case at all, and start what is slow to start."""
+        for contender in [c for c in [*self.backends, *self.peers] if c.bare is None]:
+            small = self.case.replace(sizes={**self.case.sizes, self.module.DIMS[0]: min(2, self._tokens)})
+            inputs, grads = self._first_rows(small.sizes[self.module.DIMS[0]])
+            if not contender.skipped:
+                self._attempt(contender, lambda c=contender, i=inputs, s=small, g=grads: c.step(i, s, g, True)())
+        if self._needs() > memory.available(self.settings.device) // 4:
+            for contender in [c for c in self.contenders if c.bare is None]:
+                self._guard(contender)
+
+    @property
+    def _tokens(self) -> int:
+        return self.case.sizes[self.module.DIMS[0]]
+
+    def _needs(self) -> int:
+        """Bytes of a few fp32 tensors of the size that a naive implementation makes."""
+        return 16 * self.module.row_elements(self.case) * self._tokens
+
+    def _first_rows(self, count: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        shared = self.module.SHARED
+        inputs = {
+            k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count] for k, v in self.inputs.items()
+        }
+        return inputs, {name: grad[:count] for name, grad in self.grads.items()}
+
+    def _guard(self, contender: Contender) -> None:
+        """Skip what would run the machine out of memory, as foreseen from two small calls."""
+
+        def peak(count: int) -> int:
+            inputs, grads = self._first_rows(count)
+            return memory.peak_extra(contender.step(inputs, self.case, grads, True), self.settings.device)
+
+        need, free = memory.predict(peak, self._tokens), memory.available(self.settings.device)
+        if need > 0.9 * free:
+            contender.skipped = f"out of memory: needs {need / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are available"
+            contender.peak["foreseen"] = need
+
+    def _attempt(self, contender: Contender, action: Callable[[], Any]) -> None:
+        """Run ``action``; a peer that fails is reported, not raised: it is not ours. A backend may only decline."""
+        try:
+            with measure.time_limit(_START_LIMIT):
+                action()
+        except NotImplementedError as error:
+            contender.skipped = _reason(str(error), contender.name)
+        except torch.OutOfMemoryError:
+            contender.skipped = "out of memory"
+        except Exception as error:
+            if not contender.is_peer:
+                raise
+            contender.skipped = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _parity(self) -> None:
+        truth = parity.Truth(self.module, self.case, self.inputs, self.grads)
+
+        def judge(contender: Contender) -> None:
+            assert contender.call is not None
+            got = parity.outcome(contender.call, self.inputs, self.case, self.grads)
+            contender.errors = truth.errors(got)
+
+        for contender in {id(c): c for c in [self.torch, *self.contenders]}.values():
+            if contender.bare is None:
+                self._attempt(contender, lambda c=contender: judge(c))
+        if self.torch.errors:
+            for backend in self.backends:
+                backend.failures = parity.failures(backend.errors, self.torch.errors)
+
+    def _memory(self) -> None:
+        for contender in [c for c in self.contenders if c.bare is None]:
+            for p in self.passes:
+                step = contender.step(self.inputs, self.case, self.grads, p != "forward")
+
+                def weigh(c: Contender = contender, p: str = p, step: Callable[[], Any] = step) -> None:
+                    c.peak[p] = memory.peak_extra(step, self.settings.device)
+                    if not c.is_peer and self.settings.device == "cpu" and self.settings.thorough:
+                        c.resident[p] = memory.peak_resident(step)
+
+                self._attempt(contender, weigh)
+
+    def _speed(self) -> None:
+        racers = [c for c in self.contenders if not c.failures]
+        if all(c.is_peer for c in racers):
+            return
+        for p in PASSES:
+            calls = {c.name: c.step(self.inputs, self.case, self.grads, p != "forward") for c in racers}
+            times = measure.interleave(calls, self.settings.device, self.settings.seconds)
+            for contender in racers:
+                contender.seconds[p] = times[contender.name]
+            self.floor[p] = self._floor(p != "forward")
+
+    def _floor(self, backward: bool) -> float:
+        """The least time that the copy bandwidth and the GEMM rate measured here allow for this pass."""
+        device, threads = self.settings.device, torch.get_num_threads()
+        largest = max(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
+        size = min(max(2 ** math.ceil(math.log2(largest)), 2**24), 2**29)
+        seconds = self.module.bytes_moved(self.case, backward) / measure.copy_bandwidth(size, device, threads)
+        if (shape := self.module.gemm(self.case)) is not None:
+            # without matrix units a CPU multiplies bf16 slower than fp32
+            dtypes = {self.case.torch_dtype, torch.float32} if device == "cpu" else {self.case.torch_dtype}
+            rate = max(measure.gemm_rate(*shape, dtype, device, threads) for dtype in dtypes)
+            seconds = max(seconds, self.module.flops(self.case, backward) / rate)
+        return seconds
+
+    def _row(self, backend: Contender, p: str) -> Row:
+        case, backward = self.case, p != "forward"
+        gradients = sum(self.inputs[name].nbytes for name in case.gradients) if backward else 0
+        seconds = _median(backend, p)
+        return {
+            "op": case.op,
+            "case": case.name,
+            "sizes": dict(case.sizes),
+            "dtype": case.dtype,
+            "device": self.settings.device,
+            "backend": backend.name,
+            "pass": p,
+            "skipped": backend.skipped,
+            "failures": [f for f in backend.failures if f.startswith("grad_") == backward],
+            "error": parity.summary(backend.errors, backward),
+            "torch_error": parity.summary(self.torch.errors, backward),
+            "errors": _errors(backend, backward),
+            "torch_errors": _errors(self.torch, backward),
+            "seconds": seconds,
+            "rounds": len(backend.seconds.get(p, ())),
+            "bytes": self.module.bytes_moved(case, backward),
+            "flops": self.module.flops(case, backward),
+            "floor_share": self.floor[p] / seconds if seconds and p in self.floor else None,
+            "peak_extra_bytes": backend.peak.get(p, backend.peak.get("foreseen")),
+            "peak_resident_bytes": backend.resident.get(p),
+            "gradient_bytes": gradients,
+            "workspace_bytes": case.workspace or workspace.limit(),
+            "scale": case.scale,
+            "axis": list(case.axis) if case.axis else None,
+            "preferred": backend is self._preferred,
+            "peers": {peer.name: self._peer_entry(peer, p) for peer in self.peers},
+        }
+
+    @property
+    def _preferred(self) -> Contender | None:
+        """The backend that a user gets: the first able one in the op's order."""
+        able = {c.name: c for c in self.backends if not c.skipped}
+        return next((able[name] for name in dispatch.order(self.case.op) if name in able), None)
+
+    def _peer_entry(self, peer: Contender, p: str) -> dict[str, Any]:
+        return {
+            "seconds": _median(peer, p),
+            "error": parity.summary(peer.errors, p != "forward"),
+            "errors": _errors(peer, p != "forward"),
+            "peak_extra_bytes": peer.peak.get(p, peer.peak.get("foreseen")),
+            "skipped": peer.skipped,
+            "bare": peer.bare is not None,
+            "note": self._cpu_notes.get(peer.name, "") if self.settings.device == "cpu" else "",
+        }
+
+
+def _backends(settings: Settings, case: Case) -> list[str]:
+    if settings.backends:
+        return list(settings.backends)
+    return [name for name in dispatch.BACKENDS if settings.thorough or not case.axis or name != "reference"]
+
+
+def _wanted(peers: Iterable[Peer], settings: Settings) -> list[Peer]:
+    if settings.peers is None:
+        return [peer for peer in peers if not peer.on_request]
+    return [peer for peer in peers if peer.name in settings.peers or "all" in settings.peers]
+
+
+def _peer(peer: Peer, case: Case) -> Contender:
+    try:
+        call = peer.load() if peer.bare is None else None
+    except ImportError as error:
+        return Contender(peer.name, None, True, peer.bare, skipped=str(error))
+    return Contender(peer.name, call, True, peer.bare)
+
+
+def _reason(message: str, name: str) -> str:
+    """Of the message that lists every backend's reasons, those of ``name``."""
+    for line in message.splitlines():
+        if line.strip().startswith(f"{name}: "):
+            return line.strip().removeprefix(f"{name}: ")
+    return message.splitlines()[0] if message else "not implemented"
+
+
+def _median(contender: Contender, p: str) -> float | None:
+    return measure.median(contender.seconds[p]) if p in contender.seconds else None
+
+
+def _errors(contender: Contender, backward: bool) -> dict[str, dict[str, float]]:
+    chosen = {n: e for n, e in contender.errors.items() if n.startswith("grad_") == backward}
+    return {name: {"largest": error.largest, "relative": error.relative} for name, error in chosen.items()}
