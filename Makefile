@@ -30,7 +30,8 @@ test: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## build, run every test, c
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 	@$(PY) -m rlkernel.bench $(ARGS)
-	@$(PY) examples/grpo_arithmetic.py --short
+	@if $(PY) -m pip show -q trl 2>/dev/null; then $(PY) examples/grpo_arithmetic.py --short; \
+	else echo "make: examples/grpo_arithmetic.py needs TRL, which needs Python 3.11 or newer"; fi
 
 lint: $(DONE)/build $(DONE)/lint  ## ruff and mypy
 	@$(PY) -m ruff check .
