@@ -10,6 +10,7 @@ VENV ?= .venv
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 ARGS ?=
 
+comma := ,
 PY := $(VENV)/bin/python
 DONE := $(VENV)/done
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(DONE)/torch -c requirements/constraints.txt
@@ -43,7 +44,7 @@ format: $(DONE)/lint  ## what ruff can repair by itself
 docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
 	@$(PY) -m mkdocs build --strict --site-dir build/site
 
-check-codegen: $(DONE)/build $(DONE)/bench  ## compile the device code for every GPU architecture; a register spill is an error
+check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a register spill is an error
 	@$(PY) tests/codegen/check.py $(ARGS)
 
 readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of the README from the newest reports in benchmarks/results
@@ -81,7 +82,7 @@ $(DONE)/build: $(DONE)/torch $(SOURCES)
 
 $(DONE)/test $(DONE)/bench $(DONE)/docs: $(DONE)/%: pyproject.toml requirements/constraints.txt | $(DONE)/build
 	@echo "make: installing rlkernel[$*]"
-	@$(INSTALL) "rlkernel[$*]"
+	@$(INSTALL) "rlkernel[$*$(if $(filter docs,$*),,$(comma)triton)]"
 	@touch $@
 
 $(DONE)/lint: requirements/lint.txt requirements/constraints.txt | $(DONE)/torch
