@@ -13,8 +13,12 @@ def error(got: torch.Tensor, truth: torch.Tensor) -> float:
     return (got - truth)[~special].abs().max().item() if bool((~special).any()) else 0.0
 
 
-def check(name: str, got: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor) -> None:
+def check(
+    name: str, got: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, magnitude: float = 0.0
+) -> None:
+    """``magnitude``: of the numbers whose difference the result is, where it may itself come out smaller."""
     ours, theirs = error(got, truth), error(torchs, truth)
     finite = truth[truth.isfinite()]
-    ulp = torch.finfo(got.dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    ulp = torch.finfo(got.dtype).eps * max(largest, magnitude)
     assert ours <= 2 * theirs + ulp, f"{name}: {ours:.3e} from fp64, PyTorch {theirs:.3e}, one ulp {ulp:.1e}"

@@ -2,6 +2,7 @@
 logits."""
 
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -123,6 +124,10 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return widest
 
 
+def _pick(hidden: Tensor, weight: Tensor, compute_dtype: torch.dtype, algorithm: str) -> ModuleType:
+    return dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
+
+
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -131,15 +136,18 @@ class _LinearLogprob(torch.autograd.Function):
         logits_dtype, compute_dtype, algorithm, need_direction,
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = _pick(hidden, weight, compute_dtype, algorithm)
         logprobs, entropy, lse, row_max, log_sum, direction = _forward(
-            hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
+            ctx.impl, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
+            return_entropy,
             logits_dtype, compute_dtype, algorithm, need_direction,
         )  # fmt: skip
         per_row = temperature if isinstance(temperature, Tensor) else None
         ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
         ctx.scalars = (
             None if per_row is not None else temperature, logit_scale, softcap, ignore_index, logits_dtype,
-            compute_dtype, algorithm
+            compute_dtype,
         )  # fmt: skip
         return logprobs, entropy, lse
 
@@ -153,18 +161,20 @@ class _LinearLogprob(torch.autograd.Function):
         temperature, *scalars = ctx.scalars
         t = per_row if per_row is not None else temperature
         result = _backward(
-            grads, hidden, weight, bias, target_ids, t, *scalars, entropy, row_max, log_sum, direction, needs
-        )
+            ctx.impl, grads, hidden, weight, bias, target_ids, t, *scalars, entropy, row_max, log_sum,
+            direction,
+            needs,
+        )  # fmt: skip
         return *result, *(None,) * 10
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: float | Tensor,
-    logit_scale: float, softcap: float | None, ignore_index: int, return_entropy: bool,
+    impl: ModuleType, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor,
+    temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index: int, return_entropy:
+    bool,
     logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
 ) -> Any:  # fmt: skip
     _validate.values(target_ids, weight.shape[0], temperature, ignore_index)
-    impl = dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
     with torch.autocast(hidden.device.type, enabled=False):
         stats = impl.forward(
             hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
@@ -175,18 +185,17 @@ def _forward(
 
 
 def _backward(
-    grads: tuple[Tensor | None, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor,
-    temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index: int,
-    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str,
-    entropy: Tensor | None, row_max: Tensor, log_sum: Tensor, direction: Tensor | None, needs: tuple[bool,
-    bool, bool],
+    impl: ModuleType, grads: tuple[Tensor | None, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    target_ids: Tensor, temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index:
+    int,
+    logits_dtype: torch.dtype, compute_dtype: torch.dtype, entropy: Tensor | None, row_max: Tensor,
+    log_sum: Tensor, direction: Tensor | None, needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    impl = dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
     with torch.autocast(hidden.device.type, enabled=False):
         return impl.backward(
             *(row_gradient(g, row_max) for g in grads), hidden, weight, bias, target_ids, temperature,
-            logit_scale,
-            softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction, needs,
+            logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum,
+            direction, needs,
         )  # fmt: skip
 
 
@@ -200,8 +209,9 @@ def _op(
     logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     t = temperature if temperatures is None else temperatures
+    impl = _pick(hidden, weight, compute_dtype, algorithm)
     logprobs, entropy, lse, row_max, log_sum, direction = _forward(
-        hidden, weight, bias, target_ids, t, logit_scale, softcap, ignore_index, return_entropy,
+        impl, hidden, weight, bias, target_ids, t, logit_scale, softcap, ignore_index, return_entropy,
         logits_dtype, compute_dtype, algorithm, need_direction,
     )  # fmt: skip
     entropy = logprobs.new_empty(0) if entropy is None else entropy
@@ -232,10 +242,11 @@ def _op_backward(
     need_hidden: bool, need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     t = temperature if temperatures is None else temperatures
+    impl = _pick(hidden, weight, compute_dtype, algorithm)
     grads = _backward(
-        (grad_logprobs, grad_entropy, grad_lse), hidden, weight, bias, target_ids, t, logit_scale, softcap,
-        ignore_index,
-        logits_dtype, compute_dtype, algorithm, entropy, row_max, log_sum, direction,
+        impl, (grad_logprobs, grad_entropy, grad_lse), hidden, weight, bias, target_ids, t, logit_scale,
+        softcap,
+        ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction,
         (need_hidden, need_weight, need_bias),
     )  # fmt: skip
     return tuple(row_max.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]

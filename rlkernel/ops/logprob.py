@@ -1,5 +1,6 @@
 """Log-probability of given tokens, entropy and log-sum-exp, from logits."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -116,8 +117,10 @@ class _Logprob(torch.autograd.Function):
         ctx: Any, logits, target_ids, temperature, ignore_index, return_entropy, inplace
     ):
         ctx.set_materialize_grads(False)
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = dispatch.pick("logprob", logits, target_ids)
         logprobs, entropy, lse, row_max, log_sum = _forward(
-            logits, target_ids, temperature, ignore_index, return_entropy
+            ctx.impl, logits, target_ids, temperature, ignore_index, return_entropy
         )
         per_row = temperature if isinstance(temperature, Tensor) else None
         ctx.save_for_backward(logits, target_ids, per_row, entropy, row_max, log_sum)
@@ -142,22 +145,28 @@ class _Logprob(torch.autograd.Function):
             # other users of the logits in this graph then raise instead of computing nonsense
             torch.autograd.graph.increment_version(logits)
         grad = _backward(
-            grads, logits, target_ids, temperature, ctx.ignore_index, entropy, row_max, log_sum, ctx.inplace
-        )
+            ctx.impl, grads, logits, target_ids, temperature, ctx.ignore_index, entropy, row_max, log_sum,
+            ctx.inplace,
+        )  # fmt: skip
         return grad, None, None, None, None, None
 
 
 def _forward(
-    logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
+    impl: ModuleType,
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    return_entropy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     _validate.values(target_ids, logits.shape[-1], temperature, ignore_index)
-    impl = dispatch.pick("logprob", logits, target_ids)
     stats = impl.forward(logits, target_ids, temperature, ignore_index, return_entropy)
     _validate.healthy("logits", stats[2])
     return stats
 
 
 def _backward(
+    impl: ModuleType,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     logits: Tensor,
     target_ids: Tensor,
@@ -168,7 +177,6 @@ def _backward(
     log_sum: Tensor,
     inplace: bool,
 ) -> Tensor:
-    impl = dispatch.pick("logprob", logits, target_ids)
     grad_logprobs, grad_entropy, grad_lse = (row_gradient(g, row_max) for g in grads)
     return impl.backward(
         grad_logprobs, grad_entropy, grad_lse, logits, target_ids, temperature, ignore_index, entropy,
@@ -190,8 +198,10 @@ def _op(
     return_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     t = temperature if temperatures is None else temperatures
-    logprobs, entropy, *rest = _forward(logits, target_ids, t, ignore_index, return_entropy)
-    return logprobs, logprobs.new_empty(0) if entropy is None else entropy, *rest
+    impl = dispatch.pick("logprob", logits, target_ids)
+    stats = _forward(impl, logits, target_ids, t, ignore_index, return_entropy)
+    logprobs, entropy, lse, row_max, log_sum = stats
+    return logprobs, logprobs.new_empty(0) if entropy is None else entropy, lse, row_max, log_sum
 
 
 @_op.register_fake
@@ -221,7 +231,8 @@ def _op_backward(
 ) -> Tensor:
     t = temperature if temperatures is None else temperatures
     grads = (grad_logprobs, grad_entropy, grad_lse)
-    return _backward(grads, logits, target_ids, t, ignore_index, entropy, row_max, log_sum, False)
+    impl = dispatch.pick("logprob", logits, target_ids)
+    return _backward(impl, grads, logits, target_ids, t, ignore_index, entropy, row_max, log_sum, False)
 
 
 @_op_backward.register_fake
