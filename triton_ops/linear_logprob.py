@@ -1,0 +1,277 @@
+"""``linear_logprob`` over Triton: library GEMMs with the kernels of ``logprob``, or one fused kernel for the forward pass.
+
+``algorithm="auto"`` is "tiled": no result file shows yet that the fused kernel is faster on some device.
+
+The fused kernel multiplies a block of tokens with one part of the vocabulary, block by block, and keeps only each row's
+running maximum and sums, so the logits never reach memory.  The parts depend on V alone and are merged in their order by a
+second kernel: a row's bits do not depend on the number of tokens.  Its FLOPs are those of one GEMM, ``2 N H V``.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel import tiles, workspace
+from rlkernel.triton_ops import logprob as kernels
+from rlkernel.triton_ops.logprob import (
+    DTYPES, LOG2E, finish, finite_or_zero, load_temperature, merge, shift_from, transform,
+)  # fmt: skip
+
+LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+PART = 4096  # vocabulary entries of one program: enough programs for a GPU, 16 bytes per token and part to merge
+MERGED_ROWS = 64
+
+
+def unsupported(
+    hidden: Tensor,
+    weight: Tensor,
+    *tensors: Tensor,
+    compute_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+    **options: object,
+) -> list[str]:
+    reasons = kernels.device_reasons(hidden)
+    compute_dtype = compute_dtype or torch.promote_types(hidden.dtype, weight.dtype)
+    if compute_dtype not in DTYPES:
+        reasons.append(f"the product must be in float32, float16 or bfloat16, got {compute_dtype}")
+    if weight.shape[0] > kernels.MAX_VOCAB:
+        reasons.append(f"the vocabulary must be at most {kernels.MAX_VOCAB}, got {weight.shape[0]}")
+    if algorithm == "fused" and compute_dtype == torch.float32:
+        reasons.append("algorithm 'fused' needs float16 or bfloat16: tensor cores would round float32 to TF32")
+    if algorithm == "fused" and weight.stride(-1) != 1 and weight.shape[1] > 1:
+        reasons.append(f"algorithm 'fused' needs rows of weight that are dense, got strides {weight.stride()}")
+    return reasons
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    return_entropy: bool,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    algorithm: str,
+    need_direction: bool,
+) -> LinearStats:
+    if algorithm != "fused":
+        return tiles.forward(
+            kernels, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
+            logits_dtype, compute_dtype, need_direction,
+        )  # fmt: skip
+    stats = _fused(
+        hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy, logits_dtype,
+        compute_dtype,
+    )  # fmt: skip
+    direction = None
+    if need_direction:  # d logprobs / d hidden is the backward pass of ones
+        direction, _, _ = backward(
+            torch.ones_like(stats[0]), None, None, hidden, weight, bias, target_ids, temperature, logit_scale, softcap,
+            ignore_index, logits_dtype, compute_dtype, stats[1], stats[3], stats[4], None, (True, False, False),
+        )  # fmt: skip
+    return *stats, direction
+
+
+def backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    direction: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> Grads:
+    return tiles.backward(
+        kernels, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature, logit_scale, softcap,
+        ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction, needs,
+    )  # fmt: skip
+
+
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    return_entropy: bool,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+) -> kernels.Stats:
+    n, size = hidden.shape
+    vocab = weight.shape[0]
+    stats = [torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(5)]
+    outputs = (stats[0], stats[1] if return_entropy else None, *stats[2:])
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    target_ids = target_ids.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    scale = None if logit_scale == 1.0 else logit_scale
+    block, warps, stages = _product_plan(size)
+    parts = triton.cdiv(vocab, PART)
+    chunk = max(1, workspace.limit() // (16 * parts * block["BM"])) * block["BM"]
+    for start in range(0, n, chunk):
+        rows = min(chunk, n - start)
+        part = workspace.take(16 * parts * rows, hidden.device).view(torch.float32)
+        ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(temperature)
+        t = None if t is None else t[start : start + rows]
+        with torch.cuda.device_of(hidden):
+            _product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
+                hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids, ignore_index,
+                t, scalar_t, bias, scale, softcap, part,
+                ENTROPY=return_entropy, COMPUTE=_tl(compute_dtype), LOGITS=_tl(logits_dtype), PART=PART,
+                WHOLE_K=size % block["BK"] == 0, **block,
+                num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+            )  # fmt: skip
+            _merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
+                part, rows, vocab, parts, ids, ignore_index, t, scalar_t,
+                *(None if x is None else x[start : start + rows] for x in outputs),
+                PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+            )  # fmt: skip
+    return outputs
+
+
+def _product_plan(size: int) -> tuple[dict[str, int], int, int]:
+    """Tile, warps and stages of the product; never from the number of tokens, or a row's bits would depend on it."""
+    if size % 16:  # rows that cannot be loaded 16 bytes at a time pass through registers
+        return {"BM": 64, "BN": 64, "BK": 32}, 4, 2
+    # 96 KiB of shared memory; AMD has 64 KiB, and its stages stay in registers but for one
+    return {"BM": 128, "BN": 128, "BK": 64}, 8, 3 if torch.version.hip is None else 2
+
+
+def _tl(dtype: torch.dtype) -> tl.dtype:
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+@triton.jit(do_not_specialize=["N", "V", "ignore_index"])
+def _product_kernel(
+    hidden, hidden_stride: tl.int64, weight, weight_stride: tl.int64, N, V, H, target_ids, ignore_index: tl.int64,
+    temperatures, temperature: tl.float64, bias, logit_scale, softcap, part,
+    ENTROPY: tl.constexpr, COMPUTE: tl.constexpr, LOGITS: tl.constexpr, PART: tl.constexpr, WHOLE_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # neighbours in the grid take the same part of the vocabulary, so that the weight is read from L2
+    blocks = tl.cdiv(N, BM)
+    index = tl.program_id(0) // blocks
+    rows = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)
+    inside = rows < N
+    row = tl.minimum(rows, N - 1).to(tl.int64)  # rows beyond the end repeat the last, and are not stored
+    targets = tl.load(target_ids + row)
+    if tl.max((targets != ignore_index).to(tl.int32), axis=0) == 0:
+        return
+    c = (1.0 / load_temperature(temperatures, temperature, row) * LOG2E).to(tl.float32)
+    c = tl.broadcast_to(c, (BM,))
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    s = tl.zeros((BM,), tl.float32)
+    w = tl.zeros((BM,), tl.float32)
+    y_target = tl.zeros((BM,), tl.float32)
+    k = tl.arange(0, BK)
+    a_ptr = hidden + row[:, None] * hidden_stride + k[None, :]
+    begin = index * PART
+    for start in range(begin, tl.minimum(begin + PART, V), BN):
+        columns = start + tl.arange(0, BN)
+        column = tl.minimum(columns, V - 1).to(tl.int64)
+        b_ptr = weight + column[None, :] * weight_stride + k[:, None]
+        y = tl.zeros((BM, BN), tl.float32)
+        for k0 in range(0, H, BK):
+            if WHOLE_K:
+                a = tl.load(a_ptr + k0)
+                b = tl.load(b_ptr + k0)
+            else:
+                a = tl.load(a_ptr + k0, mask=k[None, :] + k0 < H, other=0.0)
+                b = tl.load(b_ptr + k0, mask=k[:, None] + k0 < H, other=0.0)
+            y = tl.dot(a.to(COMPUTE), b.to(COMPUTE), y)
+        y = y.to(LOGITS)
+        y = transform(y, bias, columns[None, :], (columns < V)[None, :], logit_scale, softcap)[0]
+        y_target += tl.sum(tl.where(columns[None, :] == targets[:, None], y, 0.0), axis=1)
+        y = tl.where((columns < V)[None, :], y, float("-inf"))
+        top = tl.maximum(m, tl.max(y, axis=1))
+        safe = finite_or_zero(top)
+        shift = shift_from(m, safe, c)
+        a_row = tl.exp2(shift)
+        d = (y - safe[:, None]) * c[:, None]
+        e = tl.exp2(d)
+        if ENTROPY:
+            weighted = tl.sum(e * tl.maximum(d, -150.0), axis=1)  # 2**-150 is 0 in fp32, and 0 * -inf would be NaN
+            w = tl.fma(tl.fma(s, shift, w), a_row, weighted)
+        s = tl.fma(s, a_row, tl.sum(e, axis=1))
+        m = top
+    out = part + index.to(tl.int64) * N + rows
+    plane = tl.cdiv(V, PART).to(tl.int64) * N
+    tl.store(out, m, mask=inside)
+    tl.store(out + plane, s, mask=inside)
+    tl.store(out + 2 * plane, w, mask=inside)
+    tl.store(out + 3 * plane, y_target, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "V", "parts", "ignore_index"])
+def _merge_kernel(
+    part, N, V, parts, target_ids, ignore_index: tl.int64, temperatures, temperature: tl.float64,
+    logprobs, entropy, lse, row_max, log_sum,
+    PART: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    row = tl.minimum(rows, N - 1).to(tl.int64)
+    targets = tl.load(target_ids + row)
+    t = tl.broadcast_to(load_temperature(temperatures, temperature, row), (ROWS,))
+    c = (1.0 / t * LOG2E).to(tl.float32)
+    plane = parts.to(tl.int64) * N
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    s = tl.zeros((ROWS,), tl.float64)
+    w = tl.zeros((ROWS,), tl.float64)
+    for index in range(parts):
+        at = part + tl.cast(index, tl.int64) * N + row
+        s1, w1 = tl.load(at + plane).to(tl.float64), tl.load(at + 2 * plane).to(tl.float64)
+        m, s, w = merge(m, s, w, tl.load(at), s1, w1, c)
+    known = (targets >= 0) & (targets < V)
+    at = part + 3 * plane + tl.where(known, targets // PART, 0) * N + row
+    y_target = tl.load(at, mask=known, other=float("nan"))
+    row_logprob, row_entropy, row_lse, row_log_sum = finish(m, s, w, y_target, t)
+    kept = targets != ignore_index
+    tl.store(logprobs + rows, tl.where(kept, row_logprob, 0.0).to(tl.float32), mask=inside)
+    tl.store(lse + rows, tl.where(kept, row_lse, 0.0).to(tl.float32), mask=inside)
+    tl.store(row_max + rows, tl.where(kept, m, 0.0), mask=inside)
+    tl.store(log_sum + rows, tl.where(kept, row_log_sum, 0.0).to(tl.float32), mask=inside)
+    if entropy is not None:
+        tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0).to(tl.float32), mask=inside)
+
+
+def aot_cases() -> dict[str, Callable[[], object]]:
+    """As in ``logprob``; the tile kernels have their cases there."""
+
+    def run(dtype: torch.dtype, size: int, entropy: bool, head: bool, per_row: bool) -> None:
+        hidden, weight = torch.empty(2, size, dtype=dtype), torch.empty(50, size, dtype=dtype)
+        t = torch.ones(2) if per_row else 0.7
+        options = (torch.ones(50), torch.zeros(2, dtype=torch.int64), t, 0.5, 30.0) if head else (
+            None, torch.zeros(2, dtype=torch.int64), t, 1.0, None)  # fmt: skip
+        _fused(hidden, weight, *options, -100, entropy, torch.float32, dtype)
+
+    fp16, bf16 = torch.float16, torch.bfloat16
+    return {
+        "fused bf16": lambda: run(bf16, 4096, False, False, False),
+        "fused bf16 entropy": lambda: run(bf16, 4096, True, False, False),
+        "fused bf16 entropy head": lambda: run(bf16, 4096, True, True, True),
+        "fused fp16 entropy odd H": lambda: run(fp16, 4097, True, False, False),
+    }
