@@ -12,7 +12,9 @@ namespace {
 
 constexpr int64_t kBlock = 2048;          // elements whose maximum is taken before their exp: they stay in the L1 cache
 constexpr int kChains = 4;                // independent accumulators
+constexpr int64_t kAhead = 1024;          // elements between the one that is read and the one that is prefetched
 constexpr int64_t kParallel = 1 << 15;    // elements from which waking the other threads pays
+constexpr int64_t kStream = 16 << 20;     // bytes of a result that no cache would keep for its reader
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -178,24 +180,57 @@ void fill(Out* out, int64_t count, float value) {
 
 // out_i = exp(d / T) * (constant + linear * d) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at `target`,
 // a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
+struct Weights {
+  float row_max;
+  double temperature, constant, linear;
+  int64_t target;
+  double at_target;
+};
+
 template <class In, class Out, bool kMapped>
-void weigh(const Row<In, kMapped>& row, Out* out, int64_t vocab, float row_max, double temperature, double constant,
-           double linear, int64_t target, double at_target) {
-  const ScaledExp exp(temperature);
-  const Floats max_y = broadcast(row_max);
-  const Floats c0 = broadcast(static_cast<float>(constant)), c1 = broadcast(static_cast<float>(linear));
+void weigh(const Row<In, kMapped>& source, Out* out, int64_t vocab, Weights weights, bool streams) {
+  const Row<In, kMapped> row = source;  // the compiler cannot know that `out` does not alias the source
+  const ScaledExp exp(weights.temperature);
+  const Floats max_y = broadcast(weights.row_max);
+  const Floats c0 = broadcast(static_cast<float>(weights.constant)), c1 = broadcast(static_cast<float>(weights.linear));
+  const int64_t target = weights.target;
   if constexpr (kMapped)  // now: out may be the logits
-    if (target >= 0) at_target *= row.part(target, 1).slope[0];
+    if (target >= 0) weights.at_target *= row.part(target, 1).slope[0];
   const auto value = [&](const typename Row<In, kMapped>::Value& v) {
     const Floats d = exp.cut(v.y - max_y);
     const Floats result = exp(d) * fma(d, c1, c0);
     if constexpr (kMapped) return result * v.slope;
     return result;
   };
-  const int64_t whole = each_vector(vocab, [&](int64_t i, int) { store(out + i, value(row.at(i))); });
-  const int rest = static_cast<int>(vocab - whole);
-  if (rest) store_part(out + whole, value(row.part(whole, rest)), rest);
-  if (target >= 0) store_part(out + target, broadcast(static_cast<float>(at_target)), 1);
+  const auto some = [&](int64_t start, int64_t end) {
+    const int64_t rest = start + each_vector(end - start, [&](int64_t i, int) {
+      prefetch(row.x + start + i + kAhead);
+      store(out + start + i, value(row.at(start + i)));
+    });
+    const int count = static_cast<int>(end - rest);
+    if (count) store_part(out + rest, value(row.part(rest, count)), count);
+  };
+  if (streams) {
+    const int64_t lead = (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64 / sizeof(Out);
+    const int64_t end = lead + (vocab - lead) / kWidth * kWidth;
+    some(0, lead);
+    each_vector(end - lead, [&](int64_t i, int) {
+      prefetch(row.x + lead + i + kAhead);
+      stream(out + lead + i, value(row.at(lead + i)));
+    });
+    finish_streams();
+    some(end, vocab);
+  } else {
+    some(0, vocab);
+  }
+  if (target >= 0) store_part(out + target, broadcast(static_cast<float>(weights.at_target)), 1);
+}
+
+// Whether the rows of `out` are worth writing past the caches.
+template <class Out>
+bool streams(const LogprobTile& tile, const void* out) {
+  return out != tile.logits && tile.vocab * sizeof(Out) >= 4096 &&
+         tile.rows * tile.vocab * static_cast<int64_t>(sizeof(Out)) >= kStream;
 }
 
 template <class In, class Out, bool kMapped>
@@ -230,7 +265,7 @@ void backward_row(const LogprobBackward& b, int64_t r) {
   } else {
     target = -1;
   }
-  weigh<In, Out, kMapped>(row, out, tile.vocab, row_max, temperature, constant, linear, target, at_target);
+  weigh(row, out, tile.vocab, {row_max, temperature, constant, linear, target, at_target}, streams<Out>(tile, b.out));
 }
 
 template <class In, class Out, bool kMapped>
@@ -243,8 +278,8 @@ void exp_row(const LogprobExp& e, int64_t r) {
   const double temperature = tile.temperatures != nullptr ? tile.temperatures[r] : tile.temperature;
   const double scale = (kMapped ? tile.logit_scale : 1) / temperature;
   const int64_t target = tile.target_ids[r] - tile.vocab_start;
-  weigh<In, Out, kMapped>(Row<In, kMapped>(tile, r), out, tile.vocab, row_max, temperature, scale, 0,
-                          target >= 0 && target < tile.vocab ? target : -1, 0);
+  const int64_t inside = target >= 0 && target < tile.vocab ? target : -1;
+  weigh(Row<In, kMapped>(tile, r), out, tile.vocab, {row_max, temperature, scale, 0, inside, 0}, streams<Out>(tile, e.out));
 }
 
 template <class Arguments>

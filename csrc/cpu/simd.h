@@ -89,15 +89,34 @@ inline Halves load_halves(const void* p) {
   return h;
 }
 
-inline Floats widen(Floats x) { return x; }
-
 inline Floats load(const float* p) {
   Floats x;
   std::memcpy(&x, p, sizeof x);
   return x;
 }
 
-inline Floats load(const bf16* p) { return (Floats)(__builtin_convertvector(load_halves(p), Bits) << 16); }
+inline Bits widen(Halves h) {
+#if defined(__AVX512F__)
+  return (Bits)_mm512_maskz_cvtepu16_epi32(kAll, (__m256i)h);
+#elif defined(__AVX2__)
+  return (Bits)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, Bits);
+#endif
+}
+
+inline Halves low_halves(Bits b) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtepi32_epi16(kAll, (__m512i)b);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)(b & 0xffffu), _mm256_setzero_si256());
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(b, Halves);
+#endif
+}
+
+inline Floats load(const bf16* p) { return (Floats)(widen(load_halves(p)) << 16); }
 
 inline Floats load(const fp16* p) {
 #if defined(__AVX512F__)
@@ -105,7 +124,7 @@ inline Floats load(const fp16* p) {
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps((__m128i)load_halves(p));
 #else
-  const Bits h = __builtin_convertvector(load_halves(p), Bits);
+  const Bits h = widen(load_halves(p));
   const Bits magnitude = h & 0x7fffu;
   const Floats two_112 = broadcast(0x1p112f);  // moves the exponent bias from 15 to 127, denormals included
   const Bits scaled = (Bits)((Floats)(magnitude << 13) * two_112);
@@ -115,14 +134,14 @@ inline Floats load(const fp16* p) {
 }
 
 // Round to nearest even; NaN stays NaN.
-inline Halves round_to_bf16(Floats x) {
+inline Halves round_to(bf16, Floats x) {
   const Bits b = (Bits)x;
   const Bits rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
   const Bits quiet = (b >> 16) | 0x40u;
-  return __builtin_convertvector((Bits)(x != x ? (Ints)quiet : (Ints)rounded), Halves);
+  return low_halves((Bits)(x != x ? (Ints)quiet : (Ints)rounded));
 }
 
-inline Halves round_to_fp16(Floats x) {
+inline Halves round_to(fp16, Floats x) {
 #if defined(__AVX512F__)
   return (Halves)_mm512_maskz_cvtps_ph(kAll, x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
@@ -135,20 +154,46 @@ inline Halves round_to_fp16(Floats x) {
   const Bits special = ((Bits)(magnitude > 0x7f800000u) & 0x0200u) | 0x7c00u;
   const Bits small = (Bits)(magnitude < 0x38800000u), big = (Bits)(magnitude >= 0x47800000u);
   const Bits result = (small & denormal) | (big & special) | (~small & ~big & normal);
-  return __builtin_convertvector(result | ((b >> 16) & 0x8000u), Halves);
+  return low_halves(result | ((b >> 16) & 0x8000u));
 #endif
 }
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
-inline void store(bf16* p, Floats x) {
-  const Halves h = round_to_bf16(x);
+template <class T>
+inline void store(T* p, Floats x) {
+  const Halves h = round_to(T{}, x);
   std::memcpy(p, &h, sizeof h);
 }
 
-inline void store(fp16* p, Floats x) {
-  const Halves h = round_to_fp16(x);
-  std::memcpy(p, &h, sizeof h);
+// Past the caches, for results that are larger than these: a usual store reads the line first. `p` must be aligned to the
+// vector that is written; finish_streams() orders these stores before what follows.
+template <class T>
+inline void stream(T* p, Floats x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    _mm512_stream_ps(reinterpret_cast<float*>(p), x);
+  else
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)round_to(T{}, x));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4)
+    _mm256_stream_ps(reinterpret_cast<float*>(p), x);
+  else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)round_to(T{}, x));
+#elif defined(__SSE2__)
+  if constexpr (sizeof(T) == 4)
+    _mm_stream_ps(reinterpret_cast<float*>(p), x);
+  else
+    store(p, x);
+#else
+  store(p, x);
+#endif
+}
+
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 template <class T>
@@ -165,7 +210,7 @@ inline void store_part(T* p, Floats x, int count) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // to L2: L1 has too few outstanding misses
 
 // exp(d / T) for d <= 0 as 2^(d * log2(e) / T), without a division and without an intermediate rounding: log2(e) / T is
 // kept in two floats. About 1 ulp. Exactly 1 at 0, exactly 0 below 2^-126 and at -inf, NaN at NaN.

@@ -1,4 +1,4 @@
-"""``linear_logprob`` over the compiled extension: a library GEMM per tile, then the tile kernels of ``logprob``."""
+"""``linear_logprob`` over the compiled extension: a library GEMM and a kernel of ``logprob`` per tile."""
 
 from typing import Any
 
@@ -36,8 +36,8 @@ def forward(
     need_direction: bool,
 ) -> LinearStats:
     return tiles.forward(
-        logprob, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
-        logits_dtype, compute_dtype, need_direction,
+        logprob, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
+        return_entropy, logits_dtype, compute_dtype, need_direction,
     )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Grads:
     return tiles.backward(
-        logprob, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature, logit_scale,
-        softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction, needs,
+        logprob, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature,
+        logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum,
+        direction, needs,
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""``logprob`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device; and the tile kernels of
-``linear_logprob``, which are the same kernels on a slice of the vocabulary."""
+"""``logprob`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device.
+
+Also the tile kernels of ``linear_logprob``: the same kernels on a slice of the vocabulary."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,7 +39,9 @@ def forward(
     logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
 ) -> Stats:
     rows = logits.shape[:-1]
-    logprobs, lse, row_max, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
+    logprobs, lse, row_max, log_sum = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
     entropy = torch.empty_like(logprobs) if return_entropy else None
     target_ids = target_ids.contiguous()
     for part in _layout(logits):
@@ -89,8 +92,11 @@ def tile_forward(
     last: bool,
     outputs: Stats,
 ) -> None:
-    """Take the logits ``tile`` [R, Vt] of the entries from ``vocab_start`` on into ``state`` [4, R]: row maximum, sum,
-    weighted sum and target's value so far.  The first tile sets the state; the last one also writes ``outputs``."""
+    """Take the logits ``tile`` [R, Vt] of the entries from ``vocab_start`` on into ``state``.
+
+    That is [4, R]: maximum, sum, weighted sum and target's value of each row so far.  The first tile sets it, the
+    last one also writes ``outputs``.
+    """
     arguments = _tile(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
     )
@@ -121,7 +127,7 @@ def tile_backward(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
     )
     rows = map(_address, (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
-    _launch("logprob_backward", tile.device, *arguments, *rows, out.data_ptr(), DTYPES[out.dtype], 0, out.stride(0))
+    _launch("logprob_backward", tile.device, *arguments, *rows, *_out(out))
 
 
 def tile_exp(
@@ -136,17 +142,15 @@ def tile_exp(
     row_max: Tensor,
     out: Tensor,
 ) -> None:
-    """Write ``exp((y - row_max) / T) * dy/dx / T`` to ``out`` [R, Vt], with 0 at the target and on ignored rows."""
+    """Write ``exp((y - row_max) / T) * dy/dx / T`` to ``out`` [R, Vt]; 0 at targets and on ignored rows."""
     arguments = _tile(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
     )
-    _launch(
-        "logprob_exp", tile.device, *arguments, _address(row_max), out.data_ptr(), DTYPES[out.dtype], 0, out.stride(0)
-    )
+    _launch("logprob_exp", tile.device, *arguments, _address(row_max), *_out(out))
 
 
 class _Layout(NamedTuple):
-    """Rows that one launch can address: row r is at offset + r // inner * outer_stride + r % inner * inner_stride."""
+    """Rows of one launch: row r is at offset + r // inner * outer_stride + r % inner * inner_stride."""
 
     rows: int
     inner: int
@@ -161,8 +165,10 @@ def _whole(tile: Tensor) -> _Layout:
 
 
 def _layout(x: Tensor) -> Iterator[_Layout]:
-    """The rows of ``x`` [..., V], neither copied nor reshaped: dimensions that continue each other are one, two of the
-    rest are the launch's, and any further ones are a loop of launches."""
+    """The rows of ``x`` [..., V], neither copied nor reshaped.
+
+    Dimensions that continue each other are one; two of the rest are the launch's, further ones a loop of launches.
+    """
     if x.numel() == 0:
         return
     dims: list[tuple[int, int]] = []
@@ -194,9 +200,14 @@ def _tile(
     per_row = temperature if isinstance(temperature, Tensor) else None
     return (
         logits.data_ptr() + layout.offset * logits.itemsize, DTYPES[logits.dtype], layout.rows, layout.inner,
-        layout.outer_stride, layout.inner_stride, logits.shape[-1], vocab_start, _row(target_ids, layout), ignore_index,
-        _row(per_row, layout), 1.0 if per_row is not None else temperature, _address(bias), logit_scale, softcap or 0.0,
+        layout.outer_stride, layout.inner_stride, logits.shape[-1], vocab_start, _row(target_ids, layout),
+        ignore_index, _row(per_row, layout), 1.0 if per_row is not None else temperature, _address(bias),
+        logit_scale, softcap or 0.0,
     )  # fmt: skip
+
+
+def _out(out: Tensor) -> tuple[int, int, int, int]:
+    return out.data_ptr(), DTYPES[out.dtype], 0, out.stride(0)
 
 
 def _address(x: Tensor | None) -> int:
