@@ -21,8 +21,6 @@ from torch import Tensor
 # adding a line.
 BACKENDS = {
     "native": "rlkernel.native",  # csrc/: CPU, CUDA or HIP, by the tensor's device
-    "flashinfer": "rlkernel.flashinfer",
-    "aiter": "rlkernel.aiter",
     "triton": "rlkernel.triton_ops",
     "reference": "rlkernel.reference",
 }
