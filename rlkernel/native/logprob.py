@@ -94,8 +94,8 @@ def tile_forward(
 ) -> None:
     """Take the logits ``tile`` [R, Vt] of the entries from ``vocab_start`` on into ``state``.
 
-    That is [4, R]: maximum, sum, weighted sum and target's value of each row so far.  The first tile sets it, the
-    last one also writes ``outputs``.
+    That is [4, R]: maximum, sum, weighted sum and target's value of each row so far.  The first tile sets it,
+    the last one also writes ``outputs``.
     """
     arguments = _tile(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
@@ -167,7 +167,7 @@ def _whole(tile: Tensor) -> _Layout:
 def _layout(x: Tensor) -> Iterator[_Layout]:
     """The rows of ``x`` [..., V], neither copied nor reshaped.
 
-    Dimensions that continue each other are one; two of the rest are the launch's, further ones a loop of launches.
+    Dimensions that continue each other are one; two of the rest are the launch's, more are a loop of launches.
     """
     if x.numel() == 0:
         return
