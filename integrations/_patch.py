@@ -1,0 +1,179 @@
+"""Replace attributes of modules and classes, and put them back.
+
+A :class:`Patch` is a plan: which attribute of which owner holds which object now, and what takes its place.
+``apply()`` checks the whole plan before it touches anything; ``undo()`` checks the whole plan before it
+restores anything. So a patch is either all there or not there at all, and neither direction ever overwrites
+an object that it does not know.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+_ABSENT = object()
+
+
+class PatchError(RuntimeError):
+    """The attribute to replace, or to restore, does not hold what it must hold."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One attribute: what it must hold before the patch, and what it holds under it."""
+
+    owner: Any
+    name: str
+    expected: Any
+    new: Any
+
+    @property
+    def path(self) -> str:
+        return f"{_describe(self.owner)}.{self.name}"
+
+    def current(self) -> Any:
+        # The owner's own dictionary: getattr would call descriptors, and trigger the imports of lazy modules.
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def require(self, wanted: Any, action: str) -> None:
+        found = self.current()
+        if found is not wanted:
+            raise PatchError(
+                f"cannot {action} {self.path}: it must hold {_describe(wanted)}, got {_describe(found)} "
+                "(something else has replaced it since)"
+            )
+
+
+class Patch:
+    """A set of replacements that is applied and undone as one.
+
+    A ``with`` over it leaves the patch as it found it: off, except inside another ``with`` or where a further
+    caller was handed a patch that was on already (:meth:`share`).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._plan: list[Replacement] = []
+        self._everywhere: list[tuple[str, str, Any, Any]] = []
+        self._done: list[Replacement] = []
+        self._entered: list[bool] = []
+        self._unclaimed = False
+
+    # the plan
+
+    def replace(self, owner: Any, name: str, new: Any, *, expected: Any) -> None:
+        """Plan that ``owner.name``, which must be ``expected``, becomes ``new``."""
+        self._plan.append(Replacement(owner, name, expected, new))
+
+    def replace_everywhere(self, package: str, name: str, new: Any, *, expected: Any) -> None:
+        """Plan the same for every loaded module of ``package`` whose ``name`` is ``expected``.
+
+        For functions that their users import by name. A module that is imported later takes ``new`` from its
+        home, so ``undo()`` looks through the package again.
+        """
+        self._everywhere.append((package, name, expected, new))
+
+    # its life
+
+    @property
+    def active(self) -> bool:
+        return bool(self._done)
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """What stands in place of what: ``{"module.attribute": "its replacement"}``."""
+        return {entry.path: _describe(entry.new) for entry in self._done}
+
+    def apply(self) -> Patch:
+        """Put the replacements in place; without effect while they are."""
+        if self.active:
+            return self
+        plan = self._plan + [
+            Replacement(module, name, expected, new)
+            for package, name, expected, new in self._everywhere
+            for module in _holders(package, name, expected)
+        ]
+        for entry in plan:
+            entry.require(entry.expected, "patch")
+        done: list[Replacement] = []
+        try:
+            for entry in plan:
+                setattr(entry.owner, entry.name, entry.new)
+                done.append(entry)
+        except BaseException:
+            _restore(done)
+            raise
+        self._done = done
+        self._unclaimed = True
+        return self
+
+    def undo(self) -> None:
+        """Restore everything in reverse order; without effect while nothing is replaced.
+
+        Raises :class:`PatchError`, and restores nothing, when an attribute no longer holds what this patch
+        put there.
+        """
+        if not self.active:
+            return
+        late = [
+            Replacement(module, name, expected, new)
+            for package, name, expected, new in self._everywhere
+            for module in _holders(package, name, new)
+            if not any(entry.owner is module and entry.name == name for entry in self._done)
+        ]
+        for entry in self._done:
+            entry.require(entry.new, "undo")
+        _restore(self._done + late)
+        self._done = []
+        self._unclaimed = False
+
+    def share(self) -> Patch:
+        """The same patch for a further caller, whose ``with`` then does not undo it."""
+        self._unclaimed = False
+        return self
+
+    def __enter__(self) -> Patch:
+        self.apply()
+        self._entered.append(self._unclaimed)
+        self._unclaimed = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered.pop():
+            self.undo()
+
+    def __repr__(self) -> str:
+        if not self.active:
+            return f"<{self.name}: nothing replaced>"
+        lines = "".join(f"\n  {path} -> {new}" for path, new in self.replaced.items())
+        return f"<{self.name}:{lines}>"
+
+
+def _restore(entries: list[Replacement]) -> None:
+    for entry in reversed(entries):
+        setattr(entry.owner, entry.name, entry.expected)
+
+
+def _holders(package: str, name: str, value: Any) -> list[Any]:
+    """The loaded modules of ``package`` whose own ``name`` is ``value``."""
+    return [
+        module
+        for path, module in sorted(sys.modules.items())
+        if (path == package or path.startswith(package + "."))
+        and hasattr(module, "__dict__")
+        and vars(module).get(name) is value
+    ]
+
+
+def _describe(thing: Any) -> str:
+    if thing is _ABSENT:
+        return "nothing"
+    module = getattr(thing, "__module__", None)
+    name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
+    if name is None:
+        return repr(thing)
+    return f"{module}.{name}" if module else str(name)

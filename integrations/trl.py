@@ -1,0 +1,296 @@
+"""TRL: logprobs and entropies of every trainer through ``rlkernel.linear_logprob`` and ``rlkernel.logprob``.
+
+Since TRL 1.15 all trainers score tokens in one place: the fused head of ``trl.trainer.utils`` calls
+``_ChunkedLogProbFunction.apply``, a global that is looked up at every call. So the order of imports does not
+matter, nor whether a trainer exists already, and a patch may come and go between two steps. Three helpers
+that take logits remain for the experimental trainers, which import them by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.integrations._patch import Patch, PatchError
+from rlkernel.ops import logprob as ops
+from rlkernel.ops.linear_logprob import linear_logprob
+
+SUPPORTED = (
+    ">=1.15,<1.17"  # the versions that have been run; patch() compares the parameters below all the same
+)
+
+HEAD = "_ChunkedLogProbFunction"
+HEAD_PARAMETERS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
+    "final_logit_softcapping", "logit_scale", "outputs",
+)  # fmt: skip
+HELPER_PARAMETERS = {
+    "selective_log_softmax": ("logits", "index", "temperature", "row_mask"),
+    "entropy_from_logits": ("logits", "chunk_size"),
+    "selective_log_softmax_and_entropy": (
+        "logits", "index", "entropy_requires_grad", "temperature", "row_mask",
+    ),
+}  # fmt: skip
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SKIPPED = torch.iinfo(torch.int64).min  # not -100: a negative index stays the error that it is
+
+
+class TrlPatch(Patch):
+    """What :func:`patch` returns: undo it, or read what it replaced and which calls went where."""
+
+    def __init__(self) -> None:
+        super().__init__("rlkernel.patch_trl")
+        self.calls: Counter[str] = Counter()
+        """How often rlkernel ran in place of which TRL function."""
+        self.fallbacks: Counter[str] = Counter()
+        """How often TRL's own function ran after all, and why. Neither counts what torch.compile traces."""
+
+    def count(self, counter: Counter[str], key: str) -> None:
+        if not torch.compiler.is_compiling():  # it would guard on the number and compile anew every call
+            counter[key] += 1
+
+
+_active: TrlPatch | None = None
+
+
+def patch() -> TrlPatch:
+    """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
+
+    A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.
+
+    Raises:
+        ImportError: TRL is not installed. PatchError: the version of TRL is not supported, or what is to be
+        replaced is not what that version has.
+            Nothing is replaced then.
+    """
+    global _active
+    if _active is not None and _active.active:
+        _active.share()
+        return _active
+    utils = _supported_utils()
+    result = TrlPatch()
+    head = _checked(utils, HEAD, HEAD_PARAMETERS)
+    result.replace(utils, HEAD, _Head(head, result, utils.maybe_gather_lm_head_ctx), expected=head)
+    for name, make in _HELPERS.items():
+        original = _checked(utils, name, HELPER_PARAMETERS[name])
+        result.replace_everywhere("trl", name, make(original, result), expected=original)
+    result.apply()
+    _active = result
+    return result
+
+
+def _supported_utils() -> ModuleType:
+    try:
+        import trl
+    except ImportError as error:
+        raise ImportError(f"rlkernel.patch_trl() needs TRL: pip install 'trl{SUPPORTED}'") from error
+    from packaging.specifiers import SpecifierSet  # TRL depends on it
+
+    if not SpecifierSet(SUPPORTED).contains(trl.__version__, prereleases=True):
+        raise PatchError(f"the version of trl must be {SUPPORTED}, got {trl.__version__}")
+    import trl.trainer.utils as utils
+
+    if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
+        raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
+    return utils
+
+
+def _checked(utils: ModuleType, name: str, parameters: tuple[str, ...]) -> Any:
+    """TRL's function ``name``, which must take ``parameters``."""
+    original = vars(utils).get(name)
+    function = getattr(original, "forward", original)
+    if not callable(function):
+        raise PatchError(f"trl.trainer.utils.{name} must be callable, got {original!r}")
+    found = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "ctx")
+    if found != parameters:
+        raise PatchError(
+            f"trl.trainer.utils.{name} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
+            f"this TRL is not the one that rlkernel knows as {SUPPORTED}"
+        )
+    return original
+
+
+# The head: hidden states and lm_head to logprobs
+
+
+class _Head:
+    """Stands in for TRL's ``ChunkedLogProbFunction``, of which only ``apply`` is used."""
+
+    def __init__(self, original: Any, patch: TrlPatch, gather: Callable[..., Any]) -> None:
+        self.original, self.patch, self.gather = original, patch, gather
+
+    def __repr__(self) -> str:
+        return "rlkernel.linear_logprob"
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        """``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, None where not asked for."""
+        if reason := _head_unsupported(hidden, weight, outputs):
+            self.patch.count(self.patch.fallbacks, reason)
+            return self.original.apply(
+                hidden, weight, bias, targets, temperature, chunk_size,
+                final_logit_softcapping, logit_scale, outputs,
+            )  # fmt: skip
+        self.patch.count(self.patch.calls, HEAD)
+        with _hidden_dtype(hidden, weight), _gathered_again(self.gather, weight, bias):
+            scores = linear_logprob(
+                hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
+                softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
+            )  # fmt: skip
+        return scores.logprobs, scores.entropy, None, None, None
+
+
+def _head_unsupported(hidden: Tensor, weight: Tensor, outputs: tuple[str, ...]) -> str | None:
+    """Why this call is left to TRL, or None."""
+    missing = [name for name in outputs if name in OUTPUTS and name != "entropy"]
+    if missing:
+        return f"{HEAD}: linear_logprob does not compute {', '.join(missing)}"
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor.dtype not in FLOATS:
+            return f"{HEAD}: {name} is {tensor.dtype}"
+    return None
+
+
+def _hidden_dtype(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """TRL computes in autocast's dtype, else in hidden's; linear_logprob in the wider of both.
+
+    Naming the dtype through autocast spares a converted copy of the head and keeps the head's gradient in its
+    dtype.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) or hidden.dtype.itemsize >= weight.dtype.itemsize:
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype=hidden.dtype)
+
+
+@contextlib.contextmanager
+def _gathered_again(gather: Callable[..., Any], *head: Tensor | None) -> Iterator[None]:
+    """Under ZeRO-3, backward finds the head gathered as forward did.
+
+    TRL's fused head gathers the partitioned parameters around forward only, and their memory is gone when
+    backward runs. What the op saves of them is replaced by a request to gather them again.
+    """
+    partitioned = {p.data_ptr(): p for p in head if p is not None and hasattr(p, "ds_status")}
+    if not partitioned:
+        yield
+        return
+
+    def pack(saved: Tensor) -> Tensor | tuple[Tensor]:
+        parameter = partitioned.get(saved.data_ptr())
+        return saved if parameter is None or parameter.shape != saved.shape else (parameter,)
+
+    def unpack(packed: Tensor | tuple[Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with gather(packed[0]):
+            return packed[0].data  # keeps the memory for this backward when the parameter lets go of it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+# The helpers: logits to logprobs
+
+
+def _log_softmax_helper(original: Callable[..., Tensor], patch: TrlPatch) -> Callable[..., Tensor]:
+    def selective_log_softmax(
+        logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+    ) -> Tensor:
+        several = row_mask is None and index.ndim == logits.ndim  # several tokens a row
+        rows = index[..., 0] if several and index.shape[-1] else index
+        if reason := _logits_unsupported(logits, rows, row_mask):
+            patch.count(patch.fallbacks, f"selective_log_softmax: {reason}")
+            return original(logits, index, temperature=temperature, row_mask=row_mask)
+        patch.count(patch.calls, "selective_log_softmax")
+        if several:
+            return ops.selective_log_softmax(logits, index, temperature)
+        index = _masked(index, row_mask)
+        return ops.logprob(logits, index, temperature=temperature, ignore_index=SKIPPED).logprobs
+
+    return _named(selective_log_softmax)
+
+
+def _entropy_helper(original: Callable[..., Tensor], patch: TrlPatch) -> Callable[..., Tensor]:
+    def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+        if reason := _logits_unsupported(logits):
+            patch.count(patch.fallbacks, f"entropy_from_logits: {reason}")
+            return original(logits, chunk_size=chunk_size)
+        patch.count(patch.calls, "entropy_from_logits")
+        return ops.entropy_from_logits(logits)
+
+    return _named(entropy_from_logits)
+
+
+def _log_softmax_and_entropy_helper(
+    original: Callable[..., tuple[Tensor, Tensor]], patch: TrlPatch
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def selective_log_softmax_and_entropy(
+        logits: Tensor,
+        index: Tensor,
+        entropy_requires_grad: bool = True,
+        temperature: float = 1.0,
+        row_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if reason := _logits_unsupported(logits, index, row_mask):
+            patch.count(patch.fallbacks, f"selective_log_softmax_and_entropy: {reason}")
+            return original(logits, index, entropy_requires_grad, temperature=temperature, row_mask=row_mask)
+        patch.count(patch.calls, "selective_log_softmax_and_entropy")
+        index = _masked(index, row_mask)
+        scores = ops.logprob(
+            logits, index, temperature=temperature, ignore_index=SKIPPED, return_entropy=True
+        )
+        assert scores.entropy is not None
+        return scores.logprobs, scores.entropy if entropy_requires_grad else scores.entropy.detach()
+
+    return _named(selective_log_softmax_and_entropy)
+
+
+_HELPERS: dict[str, Callable[[Any, TrlPatch], Callable[..., Any]]] = {
+    "selective_log_softmax": _log_softmax_helper,
+    "entropy_from_logits": _entropy_helper,
+    "selective_log_softmax_and_entropy": _log_softmax_and_entropy_helper,
+}
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__qualname__ = function.__name__  # not "<locals>": the patch shows it
+    return function
+
+
+def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
+    return index if row_mask is None else index.long().masked_fill(row_mask == 0, SKIPPED)
+
+
+def _logits_unsupported(
+    logits: Tensor, index: Tensor | None = None, row_mask: Tensor | None = None
+) -> str | None:
+    if logits.dtype not in FLOATS:
+        return f"logits are {logits.dtype}"
+    if logits.ndim < 2 or logits.shape[-1] == 0:
+        return f"logits have shape {tuple(logits.shape)}"
+    if index is not None and index.shape != logits.shape[:-1]:
+        return "index has neither the rows of logits nor several entries for each"
+    if index is not None and index.dtype not in (torch.int32, torch.int64):
+        return f"index is {index.dtype}"
+    if row_mask is not None and row_mask.shape != logits.shape[:-1]:
+        return "row_mask does not have the rows of logits"
+    return None
