@@ -167,7 +167,7 @@ def _whole(tile: Tensor) -> _Layout:
 def _layout(x: Tensor) -> Iterator[_Layout]:
     """The rows of ``x`` [..., V], neither copied nor reshaped.
 
-    Dimensions that continue each other are one; two of the rest are the launch's, more are a loop of launches.
+    Dimensions that continue each other are one; two of the rest are the launch's, more are a loop.
     """
     if x.numel() == 0:
         return
