@@ -196,7 +196,9 @@ def stubs(root: Path) -> list[str]:
 
 def tracked_files(root: Path) -> list[Path]:
     """The files of the checkout, as git sees them: committed or about to be."""
-    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    # a container may run as another user than the one that cloned, which git refuses unless told
+    command = ["git", "-c", "safe.directory=*", "-C", str(root), "ls-files"]
+    command += ["--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [root / n for n in names if (root / n).is_file()]
 
