@@ -2,8 +2,8 @@
 
 ``benchmarks/<op>.py`` is all that an op needs to be benchmarked. It defines
 
-    DIMS                     the letters of the sizes that ``reference/<op>.py``'s make_inputs takes, rows first
-    INPUTS, OPTIONS          keyword arguments: of make_inputs; of the public function where only sizes are given
+    DIMS                     letters of the sizes that make_inputs of ``reference/<op>.py`` takes, rows first
+    INPUTS, OPTIONS          keyword arguments of make_inputs; of the function where only sizes are given
     SHARED, GRADIENTS        inputs without rows; inputs that get a gradient
     OUTPUTS(case)            outputs that get an upstream gradient
     row_elements(case)       elements of the largest temporary that a row needs in plain PyTorch

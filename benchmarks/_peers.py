@@ -1,8 +1,10 @@
-"""What the benchmark files share: finding a peer that is installed, and running a case under pytest-benchmark."""
+"""What the benchmark files share: finding an installed peer, and running a case under pytest-benchmark."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +42,18 @@ def file(package: str, path: str) -> ModuleType:
     loaded = importlib.util.module_from_spec(found)
     found.loader.exec_module(loaded)
     return loaded
+
+
+@contextlib.contextmanager
+def shrunk(path: str, name: str, scale: int) -> Iterator[None]:
+    """Divide the constant ``name`` of the module ``path`` by ``scale`` inside the block."""
+    owner = importlib.import_module(path)
+    full = getattr(owner, name)
+    setattr(owner, name, full // scale)
+    try:
+        yield
+    finally:
+        setattr(owner, name, full)
 
 
 def _version(package: str) -> str:

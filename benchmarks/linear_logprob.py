@@ -1,6 +1,7 @@
 """``rlkernel.linear_logprob`` from hidden states against PyTorch, TRL, Liger, verl and the bare GEMMs."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,13 +20,20 @@ SHARED = ("weight", "bias")
 GRADIENTS = ("hidden", "weight")
 
 
-def _group(size: int, scale: int, suites: tuple[str, ...] = ("memory",)) -> Case:
-    """One prompt's group of completions, 512 tokens each, on an 8B model's head; every length ``scale`` times smaller, so
-    everything that takes memory is ``scale**2`` times smaller, and so is the workspace."""
+def _group(size: int, scale: int) -> Case:
+    """One prompt's group of completions, 512 tokens each, on an 8B model's head; every length ``scale`` times
+    smaller, so everything that takes memory is ``scale**2`` times smaller, and so is the workspace."""
     sizes = {"N": size * 512 // scale, "H": 4096 // scale, "V": 128256 // scale}
     limit = workspace.DEFAULT_LIMIT // scale**2
     return Case(
-        sizes, "bfloat16", OPTIONS, f"group {size}", suites=suites, workspace=limit, scale=scale, axis=("group size", size)
+        sizes,
+        "bfloat16",
+        OPTIONS,
+        f"group {size}",
+        suites=("memory",),
+        workspace=limit,
+        scale=scale,
+        axis=("group size", size),
     )
 
 
@@ -45,7 +53,7 @@ GROUPS = (64, 128, 256)
 QUICK = [
     Case({"N": 256, "H": 512, "V": 16384}, "float32", ENTROPY),
     Case({"N": 256, "H": 512, "V": 16384}, "bfloat16", ENTROPY),
-    *(_group(size, scale=16) for size in GROUPS),
+    *(_group(size, scale=16).replace(peers=("torch", "trl")) for size in GROUPS),
 ]
 PRESETS = {
     "tiny": [Case({"N": 3, "H": 24, "V": 1030}, "float32", ENTROPY)],
@@ -116,13 +124,18 @@ def _trl() -> Call:
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         outputs = ("entropy",) if case.options.get("return_entropy") else ()
         temperature = case.options.get("temperature", 1.0)
-        full, chunk = function.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE
-        arguments = (inputs["hidden"], inputs["weight"], None, inputs["target_ids"], temperature, chunk // case.scale)
-        function.TOKEN_CHUNK_SIZE = full // case.scale  # its tile shrinks with the case, as our workspace does
-        try:
-            result = function.ChunkedLogProbFunction.apply(*arguments, None, 1.0, outputs)
-        finally:
-            function.TOKEN_CHUNK_SIZE = full
+        chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE // case.scale
+        result = function.ChunkedLogProbFunction.apply(
+            inputs["hidden"],
+            inputs["weight"],
+            None,
+            inputs["target_ids"],
+            temperature,
+            chunk,
+            None,
+            1.0,
+            outputs,
+        )
         return {"logprobs": result[0]} | ({"entropy": result[1]} if outputs else {})
 
     return call
@@ -150,8 +163,12 @@ def _verl() -> Call:
     function = _peers.file("verl", "utils/experimental/torch_functional.py").FusedLinearForPPOFunction
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        temperature, chunk = (
+            case.options.get("temperature", 1.0),
+            512 // case.scale,
+        )  # 512 is FusedLinearForPPO's default
         logprobs, entropy = function.apply(
-            inputs["hidden"], inputs["weight"], inputs["target_ids"], case.options.get("temperature", 1.0)
+            inputs["hidden"], inputs["weight"], inputs["target_ids"], temperature, chunk
         )
         return {"logprobs": logprobs} | ({"entropy": entropy} if case.options.get("return_entropy") else {})
 
@@ -167,7 +184,9 @@ def _linear_cross_entropy() -> Call:
         if case.options.get("return_entropy"):
             raise NotImplementedError("F.linear_cross_entropy has no entropy")
         hidden = inputs["hidden"] / case.options.get("temperature", 1.0)  # it has no temperature either
-        nll = F.linear_cross_entropy(hidden, inputs["weight"], inputs["target_ids"], reduction="none", options=chunked)
+        nll = F.linear_cross_entropy(
+            hidden, inputs["weight"], inputs["target_ids"], reduction="none", options=chunked
+        )
         return {"logprobs": -nll}
 
     return call
@@ -179,7 +198,7 @@ def _compiled() -> Call:
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         entropy, temperature = bool(case.options.get("return_entropy")), case.options.get("temperature", 1.0)
         logprobs, h = compiled(inputs["hidden"], inputs["weight"], inputs["target_ids"], temperature, entropy)
-        return {"logprobs": logprobs} | ({"entropy": h} if entropy else {})
+        return {"logprobs": logprobs} | ({} if h is None else {"entropy": h})
 
     return call
 
@@ -211,10 +230,21 @@ def _gemms(inputs: dict[str, Any], case: Case, backward: bool) -> Callable[[], N
     return forward_backward if backward else forward
 
 
+def _shrink_trl(scale: int) -> AbstractContextManager[None]:
+    return _peers.shrunk("trl.kernels.chunked_logprob", "TOKEN_CHUNK_SIZE", scale)
+
+
+def _shrink_liger(scale: int) -> AbstractContextManager[None]:
+    return _peers.shrunk("liger_kernel.ops.fused_linear_scaled_cross_entropy", "_FALLBACK_CHUNK_SIZE", scale)
+
+
+_TRL_NOTE = "its torch path, which takes several fp32 tiles; its Triton path, with one tile, needs a GPU"
+_LIGER_NOTE = "its torch fallback; its fused kernel needs a GPU"
+
 PEERS = (
     Peer("torch", _torch),
-    Peer("trl", _trl, cpu_note="its torch path, which takes several tiles; its Triton path, with one tile, needs a GPU"),
-    Peer("liger", _liger, cpu_note="its torch fallback; its fused kernel needs a GPU"),
+    Peer("trl", _trl, shrink=_shrink_trl, cpu_note=_TRL_NOTE),
+    Peer("liger", _liger, shrink=_shrink_liger, cpu_note=_LIGER_NOTE),
     Peer("verl", _verl),
     Peer("F.linear_ce", _linear_cross_entropy),
     Peer("torch.compile", _compiled, on_request=True),

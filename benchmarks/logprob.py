@@ -21,7 +21,7 @@ QUICK = [
 PRESETS = {
     # odd sizes: more than one vector and a tail, small enough for Triton's interpreter
     "tiny": [Case({"N": 3, "V": 1030}, "float32", OPTIONS)],
-    # against TRL's two functions; the target ids alone, as in a pass for old or reference logprobs, and with entropy
+    # against TRL's two functions with entropy; and logprobs alone, as for old or reference logprobs
     "logits-cpu": [
         Case({"N": 4096, "V": 32768}, dtype, {"temperature": 1.0, "return_entropy": entropy})
         for dtype in ("float32", "bfloat16")
@@ -60,7 +60,9 @@ def _torch() -> Call:
 
 def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
     # What one writes by hand: whole tensors, fp32 softmax.
-    z = inputs["logits"].to(torch.promote_types(case.torch_dtype, torch.float32)) / case.options.get("temperature", 1.0)
+    z = inputs["logits"].to(torch.promote_types(case.torch_dtype, torch.float32)) / case.options.get(
+        "temperature", 1.0
+    )
     logp = z.log_softmax(-1)
     result = {"logprobs": logp.gather(-1, inputs["target_ids"][:, None])[:, 0], "lse": z.logsumexp(-1)}
     if case.options.get("return_entropy"):
@@ -73,13 +75,17 @@ def _compiled() -> Call:
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         entropy = bool(case.options.get("return_entropy"))
-        logprobs, h = compiled(inputs["logits"], inputs["target_ids"], case.options.get("temperature", 1.0), entropy)
-        return {"logprobs": logprobs} | ({"entropy": h} if entropy else {})
+        logprobs, h = compiled(
+            inputs["logits"], inputs["target_ids"], case.options.get("temperature", 1.0), entropy
+        )
+        return {"logprobs": logprobs} | ({} if h is None else {"entropy": h})
 
     return call
 
 
-def _naive_tensors(logits: Tensor, target_ids: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _naive_tensors(
+    logits: Tensor, target_ids: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     logp = (logits.float() / temperature).log_softmax(-1)
     return logp.gather(-1, target_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1) if entropy else None
 
@@ -107,7 +113,9 @@ def _verl() -> Call:
         # verl divides in place in its actor; the gradient's input must survive, so out of place here
         temperature = case.options.get("temperature", 1.0)
         logits = inputs["logits"] / temperature if temperature != 1.0 else inputs["logits"]
-        result = {"logprobs": functional.logprobs_from_logits(logits, inputs["target_ids"], inplace_backward=False)}
+        result = {
+            "logprobs": functional.logprobs_from_logits(logits, inputs["target_ids"], inplace_backward=False)
+        }
         if case.options.get("return_entropy"):
             result["entropy"] = functional.entropy_from_logits(logits)
         return result
@@ -125,7 +133,9 @@ def _liger() -> Call:
             raise NotImplementedError("fused_selective_log_softmax has no gradient")
         # it takes [B, L + 1, V] and leaves the last position out
         logits = torch.cat([inputs["logits"], inputs["logits"][-1:]])[None]
-        logprobs = grpo.fused_selective_log_softmax(logits, inputs["target_ids"][None], case.options["temperature"])
+        logprobs = grpo.fused_selective_log_softmax(
+            logits, inputs["target_ids"][None], case.options["temperature"]
+        )
         return {"logprobs": logprobs[0]}
 
     return call

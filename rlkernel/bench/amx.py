@@ -1,7 +1,8 @@
 """Keep oneDNN off a matrix unit that is advertised and does not work.
 
 Some virtual machines show AMX in the processor's flags and kill the process at its first instruction, so that
-any bf16 product of torch dies.  rlkernel's own operators never take that path; its tests, benchmarks and peers do.
+any bf16 product of torch dies.  rlkernel's own operators never take that path; its tests, benchmarks and
+peers do.
 """
 
 import os

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -36,15 +37,18 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: the sizes that ``make_inputs`` takes in order, a dtype, and the public function's options."""
+    """One call of an op: the sizes that ``make_inputs`` takes, in order, a dtype, the function's options."""
 
     sizes: Mapping[str, int]
     dtype: str = "float32"
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""  # what sets this case apart, for its name
     gradients: tuple[str, ...] = ()  # inputs that get a gradient; () means the op's GRADIENTS
-    upstream: tuple[str, ...] = ()  # outputs that get one from above; () means every one of the op's OUTPUTS it returns
+    upstream: tuple[
+        str, ...
+    ] = ()  # outputs that get one from above; () means every one of the op's OUTPUTS it returns
     suites: tuple[str, ...] = SUITES
+    peers: tuple[str, ...] = ()  # () means all
     workspace: int | None = None  # bytes, instead of the default limit
     scale: int = 1  # lengths are this many times smaller than what the case stands for
     axis: tuple[str, int] | None = None  # where the case lies in a series, for --plot and the memory table
@@ -77,13 +81,17 @@ Call = Callable[[dict[str, Any], Case], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Peer:
-    """A rival. ``load`` imports it and returns its call; it raises ImportError when it is not there, and the call raises
-    NotImplementedError when it cannot do a case. Either reason is shown in the report."""
+    """A rival. ``load`` imports it and returns its call; it raises ImportError when it is not there, and the
+    call raises NotImplementedError when it cannot do a case. Either reason is shown in the report."""
 
     name: str
     load: Callable[[], Call]
     on_request: bool = False  # slow to start: runs only when --peers names it, or --peers all
-    bare: Callable[[dict[str, Any], Case, bool], Callable[[], None]] | None = None  # a ceiling, not a rival: only timed
+    bare: Callable[[dict[str, Any], Case, bool], Callable[[], None]] | None = (
+        None  # a ceiling, not a rival: only timed
+    )
+    # makes its fixed tiles so many times smaller inside the block, as a scaled case needs; None: it has none
+    shrink: Callable[[int], AbstractContextManager[None]] | None = None
     cpu_note: str = ""  # what a reader of CPU results must know: most peers have their best path on a GPU
 
 
@@ -136,7 +144,7 @@ def select(
         raise UsageError(f"--preset must be one of {', '.join(presets(benchmarks))}, got {preset}")
     if not chosen:
         letters = "; ".join(f"{op}: {','.join(module.DIMS)}" for op, module in benchmarks.items())
-        raise UsageError(f"no op takes these sizes ({letters}), got --shape {shape}")
+        raise UsageError(f"an op must take these sizes ({letters}), got --shape {shape} --preset {preset}")
     return chosen
 
 

@@ -3,8 +3,9 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -17,7 +18,7 @@ from rlkernel.bench.run import Row, Settings, run, steps
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = ("parity", "memory", "speed", "compare", "readme")
 QUICK_SECONDS, CAREFUL_SECONDS = 0.4, 5.0
-# what `memory` measures when it is not told: the field's table of group sizes, and that memory does not grow with N
+# what `memory` measures when it is not told: the field's table of group sizes, and memory over N
 MEMORY_PRESETS = {"cpu": ("group-8", "lengths"), "cuda": ("group-1", "lengths")}
 
 
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "readme":
             return _readme(options)
         if options.files:
-            raise UsageError(f"{options.command or 'rlkernel.bench'} must be given no files, got {' '.join(options.files)}")
+            raise UsageError(
+                f"{options.command or 'rlkernel.bench'} must be given no files, got {' '.join(options.files)}"
+            )
         return _bench(options, arguments)
     except UsageError as error:
         parser.print_usage(sys.stderr)
@@ -43,15 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rlkernel.bench",
-        description="Parity, memory and speed of every op on every backend that this machine has, beside its peers.",
+        description="Parity, memory and speed of every op on every backend here, beside its peers.",
     )
     add = parser.add_argument
-    add("command", nargs="?", choices=COMMANDS, help="one suite, `compare A.json B.json`, or `readme`; default: all suites")
+    add(
+        "command",
+        nargs="?",
+        choices=COMMANDS,
+        help="one suite, `compare A.json B.json`, or `readme`; default: all suites",
+    )
     add("files", nargs="*", help="the two reports of compare; the file of readme (README.md)")
     add("--op", type=_names, default=(), help="ops, separated by commas; default: all")
-    add("--backend", type=_names, default=(), help=f"of {', '.join(dispatch.BACKENDS)}; default: all that can run")
+    add(
+        "--backend",
+        type=_names,
+        default=(),
+        help=f"of {', '.join(dispatch.BACKENDS)}; default: all that can run",
+    )
     add("--dtype", type=_names, default=(), help=f"of {', '.join(cases.DTYPES)}")
-    add("--preset", type=_names, default=(), help="models (llama-3-8b, qwen3-8b, ...) or cases by name; a wrong one lists all")
+    add(
+        "--preset",
+        type=_names,
+        default=(),
+        help="models (llama-3-8b, qwen3-8b, ...) or cases by name; a wrong one lists all",
+    )
     add("--shape", help="sizes as N=512,V=32000 or 512x32000; with --preset, those that differ from it")
     add("--peers", type=_names, default=None, help="names, `all` (also those slow to start) or `none`")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -60,8 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the report; - is standard output, without tables")
     add("--markdown", metavar="FILE", help="write the tables; - is standard output")
     add("--plot", metavar="FILE.png", help="draw peak extra memory over the series of `memory`")
-    add("--gate", type=float, metavar="RATIO", help="exit with 1 unless every peer takes RATIO times as long as we do")
-    add("--check", action="store_true", help="readme: exit with 1 instead of writing when the tables are not up to date")
+    add(
+        "--gate",
+        type=float,
+        metavar="RATIO",
+        help="exit with 1 unless every peer takes RATIO times as long as we do",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="readme: exit with 1 instead of writing when the tables are not up to date",
+    )
     return parser
 
 
@@ -100,8 +127,12 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     chosen = [case for case in chosen if set(case.suites) & set(settings.suites)]
     if not chosen:
-        raise UsageError(f"--preset must have a case for {', '.join(settings.suites)}, got {', '.join(options.preset)}")
-    if options.gate is not None and not any("speed" in set(case.suites) & set(settings.suites) for case in chosen):
+        raise UsageError(
+            f"--preset must have a case for {', '.join(settings.suites)}, got {', '.join(options.preset)}"
+        )
+    if options.gate is not None and not any(
+        "speed" in set(case.suites) & set(settings.suites) for case in chosen
+    ):
         raise UsageError(f"--gate must have times to judge, got {options.command}: run `speed`")
     if options.plot and not any(case.axis and "memory" in settings.suites for case in chosen):
         raise UsageError("--plot must have a memory series to draw, got none: run `memory`")
@@ -119,23 +150,21 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     return _report(options, arguments, rows)
 
 
-def _cases(options: argparse.Namespace, benchmarks: dict) -> list[cases.Case]:  # type: ignore[type-arg]
-    presets: tuple[str | None, ...] = options.preset or (None,)
+def _cases(options: argparse.Namespace, benchmarks: dict[str, ModuleType]) -> list[cases.Case]:
+    def select(preset: str | None) -> list[cases.Case]:
+        return cases.select(benchmarks, preset, options.shape, options.dtype, options.device)
+
     if options.command == "memory" and not options.preset and not options.shape:
         own = cases.presets(benchmarks)
-        presets = (None, *(name for name in MEMORY_PRESETS[options.device] if name in own))
-    chosen: list[cases.Case] = []
-    for preset in presets:
-        chosen += cases.select(benchmarks, preset, options.shape, options.dtype, options.device)
-    if len(presets) > 1 and presets[0] is None:  # the small series of the default run is part of the large one
-        chosen = [case for case in chosen if case.axis is None or case.scale == 1 or case.scale == 8]
-    return chosen
+        larger = [case for name in MEMORY_PRESETS[options.device] if name in own for case in select(name)]
+        return [case for case in select(None) if case.axis is None or not larger] + larger
+    return [case for preset in options.preset or (None,) for case in select(preset)]
 
 
-def _known(option: str, names: Sequence[str], known: object) -> None:
+def _known(option: str, names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
-        if name not in known:  # type: ignore[operator]
-            raise UsageError(f"{option} must be of {', '.join(known)}, got {name}")  # type: ignore[arg-type]
+        if name not in known:
+            raise UsageError(f"{option} must be of {', '.join(known)}, got {name}")
 
 
 def _report(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
@@ -148,7 +177,9 @@ def _report(options: argparse.Namespace, arguments: list[str], rows: list[Row]) 
         plot.save(options.plot, rows)
     if "-" not in (options.json, options.markdown):
         render.show(rows, head, sys.stdout)
-    failures = [f"parity: {r['backend']} {r['op']} {r['case']} {r['dtype']}: {f}" for r in rows for f in r["failures"]]
+    failures = [
+        f"parity: {r['backend']} {r['op']} {r['case']} {r['dtype']}: {f}" for r in rows for f in r["failures"]
+    ]
     if options.gate is not None:
         failures += _gate(rows, options.gate)
     for failure in failures:
@@ -160,7 +191,8 @@ def _gate(rows: list[Row], gate: float) -> list[str]:
     """What a user would get, against every rival that ran."""
     timed = [row for row in rows if row["seconds"] and row["preferred"]]
     return [
-        f"gate: {row['op']} {row['case']} {row['dtype']} {row['pass']}: {name} takes {ratio:.2f}x our time, not {gate:g}x"
+        f"gate: {row['op']} {row['case']} {row['dtype']} {row['pass']}: "
+        f"{name} takes {ratio:.2f}x our time, not {gate:g}x"
         for row in timed
         for name, peer in row["peers"].items()
         if peer["seconds"] and not peer["bare"] and (ratio := peer["seconds"] / row["seconds"]) < gate
@@ -193,7 +225,10 @@ def _readme(options: argparse.Namespace) -> int:
     after = readme.fill(before, ROOT / "benchmarks" / "results")
     if options.check:
         if before != after:
-            print(f"rlkernel.bench: the tables of {path.name} are not up to date: run make readme-tables", file=sys.stderr)
+            print(
+                f"rlkernel.bench: the tables of {path.name} are not up to date: run make readme-tables",
+                file=sys.stderr,
+            )
         return int(before != after)
     path.write_text(after)
     return 0

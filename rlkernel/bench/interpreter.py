@@ -1,6 +1,6 @@
 """Parity of the Triton kernels where there is no GPU: in Triton's interpreter, on the smallest case, in fp32.
 
-The interpreter is chosen by an environment variable before Triton is imported, so it takes a process of its own.
+An environment variable chooses it before Triton is imported, so it takes a process of its own.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ _LIMIT = 60
 
 
 def wanted(options: Namespace, settings: Settings, benchmarks: Mapping[str, ModuleType]) -> bool:
-    """Whether this run is one that shows what the machine has, on a machine that can only interpret Triton."""
+    """Whether this run shows what the machine has, on a machine that can only interpret Triton."""
     broad = not (options.backend or options.preset or options.shape) and "parity" in settings.suites
     here = settings.device == "cpu" and "TRITON_INTERPRET" not in os.environ
     return broad and here and importlib.util.find_spec("triton") is not None and bool(_ops(benchmarks))
@@ -34,7 +34,16 @@ def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
 
 def rows(ops: list[str]) -> list[Row]:
     """The parity rows of every op that has a Triton kernel; says in the row why there are none."""
-    command = [sys.executable, "-m", "rlkernel.bench", "parity", "--op", ",".join(_ops(ops)), "--backend", BACKEND]
+    command = [
+        sys.executable,
+        "-m",
+        "rlkernel.bench",
+        "parity",
+        "--op",
+        ",".join(_ops(ops)),
+        "--backend",
+        BACKEND,
+    ]
     command += ["--preset", PRESET, "--peers", "none", "--json", "-"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)

@@ -14,11 +14,13 @@ _FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2
 _MAX_ROUNDS = 200
 
 
-def interleave(calls: Mapping[str, Callable[[], object]], device: str, seconds: float, rounds: int = 3) -> dict[str, list[float]]:
-    """Seconds of every call in each of at least ``rounds`` rounds, and more while all of them fit in ``seconds``.
+def interleave(
+    calls: Mapping[str, Callable[[], object]], device: str, seconds: float, rounds: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of every call in each of at least ``rounds`` rounds, and in more while they fit in ``seconds``.
 
-    The calls take turns, forwards and backwards (A B C, C B A, ...), so that whatever else the machine does falls on all
-    of them alike and their ratios hold even where their times do not.
+    The calls take turns, forwards and backwards (A B C, C B A, ...), so that whatever else the machine does
+    falls on all of them alike and their ratios hold even where their times do not.
     """
     watch = _gpu_seconds if device == "cuda" else _cpu_seconds
     order = list(calls)
@@ -81,7 +83,7 @@ def gemm_rate(m: int, n: int, k: int, dtype: torch.dtype, device: str, threads: 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError when the block takes longer. Only the main thread of a Unix process can be interrupted."""
+    """Raise TimeoutError when the block takes longer; in the main thread of a Unix process only."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return

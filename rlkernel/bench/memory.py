@@ -1,7 +1,7 @@
 """Peak extra memory of a call: what it holds at its worst, beyond what was there when it began.
 
-On a GPU the caching allocator's own statistics. On a CPU every allocation and release of PyTorch's CPU allocator, in
-order: exact to the byte, including scratch inside operators, but blind to memory that a library takes elsewhere.
+On a GPU the caching allocator's own statistics. On a CPU every allocation and release of PyTorch's CPU
+allocator, in order: exact to the byte, with scratch inside operators, but blind to what a library takes elsewhere.
 ``peak_resident`` sees that too, from the kernel's high-water mark, to the page and only for large blocks.
 """
 
@@ -21,7 +21,7 @@ METHOD = {
 
 
 def peak_extra(call: Callable[[], object], device: str) -> int:
-    """Bytes that ``call`` holds at its peak beyond what was allocated before; the kept workspace counts as its own."""
+    """Bytes that ``call`` holds at its peak beyond what there was before; the workspace counts as its own."""
     workspace.release()
     gc.collect()
     return _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
@@ -46,15 +46,22 @@ def _peak_cpu(call: Callable[[], object]) -> int:
 
 
 def _allocations(call: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation (positive) and release (negative) of the CPU allocator during ``call``, in order.
+    """Bytes of each allocation (positive) and release (negative) of the CPU allocator, in order.
 
     The record-only profiler behind ``torch.autograd``: the Kineto one prints to stderr whenever it starts.
     """
-    from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+    from torch.autograd import (
+        ProfilerConfig,
+        ProfilerState,
+        _disable_profiler_legacy,
+        _enable_profiler_legacy,
+    )
 
     experimental: Any = torch._C._profiler._ExperimentalConfig()
     shapes, memory, stack, flops, scopes = False, True, False, False, False
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, scopes, experimental))
+    _enable_profiler_legacy(
+        ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, scopes, experimental)
+    )
     try:
         result = call()
     finally:
@@ -62,7 +69,12 @@ def _allocations(call: Callable[[], object]) -> list[int]:
     del result
     begin = threads[0][0]
     # one list per thread; a CPU backward runs in the calling thread, so there is normally one
-    events = [(begin.cpu_elapsed_us(e), e.cpu_memory_usage()) for t in threads for e in t if e.kind() == "memory_alloc"]
+    events = [
+        (begin.cpu_elapsed_us(e), e.cpu_memory_usage())
+        for t in threads
+        for e in t
+        if e.kind() == "memory_alloc"
+    ]
     if len(threads) > 1:
         events.sort(key=lambda event: event[0])
     return [change for _, change in events]
@@ -94,7 +106,10 @@ def available(device: str) -> int:
         return torch.cuda.mem_get_info()[0]
     limits = [_meminfo_available()]
     # a container may be allowed less than the machine has
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             root = Path("/sys/fs/cgroup")
             limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
@@ -112,7 +127,7 @@ def _meminfo_available() -> int:
 
 
 def predict(measure: Callable[[int], int], size: int) -> int:
-    """Peak bytes at ``size`` rows, from two small measurements: a peak is a constant plus a share of the rows."""
+    """Peak bytes at ``size`` rows, from two small measurements: a constant plus a share of the rows."""
     small, twice = max(1, size // 16), max(2, size // 8)
     first, second = measure(small), measure(twice)
     slope = max(0.0, (second - first) / (twice - small))

@@ -1,4 +1,4 @@
-"""Errors against the reference in fp64, for our backends, for plain PyTorch in the same dtype, and for every peer."""
+"""Errors against the reference in fp64: of our backends, of PyTorch in the same dtype, of every peer."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 2**24  # of one fp64 temporary of the oracle: 128 MiB
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from the truth: its largest deviation, and the norm of all of it relative to the truth's."""
+    """How far a tensor is from the truth: its largest deviation, and the norm of all, relative to its own."""
 
     largest: float
     relative: float
@@ -61,7 +61,7 @@ def outcome(
     case: Case,
     grads: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Outputs and gradients (``grad_<input>``) of one call; outputs that the call does not have get no gradient."""
+    """Outputs and gradients (``grad_<input>``) of one call; outputs that it does not have get no gradient."""
     leaves = {name: inputs[name].detach().requires_grad_() for name in case.gradients}
     outputs = call({**inputs, **leaves}, case)
     names = [name for name in grads if name in outputs]
@@ -72,14 +72,20 @@ def outcome(
 
 
 class Truth:
-    """The reference in fp64 on the same inputs, a slice of rows at a time, so that no large case needs much memory."""
+    """The reference in fp64 on the same inputs, a slice of rows at a time to save memory."""
 
-    def __init__(self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]
+    ) -> None:
         self.case, self.grads = case, grads
         self.rows = next(iter(case.sizes.values()))
         self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
-        self.inputs = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-        self.shared = [k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0]
+        self.inputs = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()
+        }
+        self.shared = [
+            k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
+        ]
         self._cache: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
     def of(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
@@ -128,7 +134,7 @@ def failures(errors: Mapping[str, Error], torch_errors: Mapping[str, Error]) -> 
 
 
 def summary(errors: Mapping[str, Error], backward: bool) -> float | None:
-    """One number for a pass: the largest deviation of an output, or the largest relative error of a gradient."""
+    """One number for a pass: the largest deviation of an output, or relative error of a gradient."""
     values = [
         error.relative if backward else error.largest
         for name, error in errors.items()

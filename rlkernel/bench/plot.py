@@ -26,28 +26,28 @@ def save(path: str, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if row["axis"][0] == axis]
     lines = series(rows)
     largest = max(peak or 0 for values in lines.values() for peak, _ in values.values())
+    points = sorted({row["axis"][1] for row in rows})
     unit, label = (GIB, "GiB") if largest >= 4 * GIB else (MIB, "MiB")
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for name, values in lines.items():
-        points = sorted(point for point, (peak, _) in values.items() if peak)
-        drawn = axes.plot(
-            points, [(values[p][0] or 0) / unit for p in points], "o-" if name.startswith("rlkernel") else "s--", label=name
-        )
-        for point in (p for p in points if values[p][1]):
-            axes.annotate(
-                "out of memory",
-                (point, (values[point][0] or 0) / unit),
-                color=drawn[0].get_color(),
-                ha="right",
-                va="bottom",
-            )
+        peaks = {point: peak / unit for point, (peak, _) in sorted(values.items()) if peak}
+        style = "o-" if name.startswith("rlkernel") else "s--"
+        drawn = axes.plot(list(peaks), list(peaks.values()), style, label=name)
+        for point in (point for point in peaks if values[point][1]):  # foreseen, not run
+            colour = drawn[0].get_color()
+            axes.annotate("out of memory", (point, peaks[point]), color=colour, ha="right", va="bottom")
     scale = rows[0]["scale"]
+    if points[-1] > 16 * points[0]:
+        axes.set_xscale("log", base=2)
     axes.set_xlabel(axis)
-    axes.set_xticks(sorted({row["axis"][1] for row in rows}))
+    axes.set_xticks(points, [str(point) for point in points])
     axes.set_ylabel(f"peak extra memory, forward + backward ({label})")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log", base=2)  # the lines are orders of magnitude apart
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     title = f"{rows[0]['op']}, {rows[0]['dtype']}"
-    axes.set_title(title + (f", every length 1/{scale}: memory 1/{scale**2} of the full case" if scale > 1 else ""))
+    axes.set_title(
+        title + (f", every length 1/{scale}: memory 1/{scale**2} of the full case" if scale > 1 else "")
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Says what is being measured while it is: a bar where rich and a terminal are there, plain lines otherwise."""
+"""Says what is being measured: a bar where rich and a terminal are there, plain lines otherwise."""
 
 import sys
 from types import TracebackType

@@ -1,6 +1,7 @@
 """``readme``: the tables of README.md, written from the committed reports between their markers.
 
-``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` takes the newest ``benchmarks/results/<date>-NAME.json``.
+``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` holds the newest
+``benchmarks/results/<date>-NAME.json``.
 """
 
 import re
@@ -21,7 +22,9 @@ def newest(results: Path, name: str) -> Path:
     found = sorted(results.glob(f"????-??-??-{name}.json"))
     if not found:
         known = sorted({path.stem[11:] for path in results.glob("????-??-??-*.json")})
-        raise UsageError(f"bench:begin must name a report of {results} ({', '.join(known) or 'it has none'}), got {name}")
+        raise UsageError(
+            f"bench:begin must name a report of {results} ({', '.join(known) or 'it has none'}), got {name}"
+        )
     return found[-1]
 
 

@@ -1,6 +1,6 @@
 """Rows as tables: for a terminal, for Markdown. What is compared with what is written above each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -8,10 +8,11 @@ from rlkernel.bench.run import Row
 
 MIB, GIB = 2**20, 2**30
 LEGEND = (
-    "error: largest deviation of an output from fp64; for forward+backward, relative error of the worst gradient.",
-    "peer columns: the peer's time divided by ours (2.0x: we are twice as fast); 'floor': least possible time / time.",
+    "error: largest deviation of an output from fp64; forward+backward: relative error of the worst gradient",
+    "peer columns: the peer's time / ours (2.0x: we are twice as fast); floor: least possible time / ours",
 )
-MEMORY_LEGEND = "peak extra memory of one forward+backward, in MiB, gradients of {gradients:.0f}-{most:.0f} MiB included."
+CARD = 80 * GIB
+Peak = tuple[int | None, str]  # bytes, and why it did not run
 
 
 @dataclass
@@ -29,19 +30,42 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         own = [row for row in rows if row["op"] == op]
         if plain := [row for row in own if row["axis"] is None]:
             made.append(_op_table(op, plain))
-        series = [row for row in own if row["axis"] is not None]
-        for axis in dict.fromkeys(row["axis"][0] for row in series):
-            made.append(_memory_table(op, axis, [row for row in series if row["axis"][0] == axis]))
+        staged = [row for row in own if row["axis"] is not None]
+        for key in dict.fromkeys(map(_stage, staged)):
+            made += _memory_tables(op, key[0], [row for row in staged if _stage(row) == key])
     return made
 
 
 def _op_table(op: str, rows: list[Row]) -> Table:
     ran = [row for row in rows if not row["skipped"]]
-    peers = [p for p in _peers(rows) if any(row["seconds"] and row["peers"][p]["seconds"] for row in ran if p in row["peers"])]
-    head = ["case", "dtype", "backend", "pass", "error", "torch's", "ms", "rate", "floor", "extra MiB", *peers]
+    peers = [
+        p
+        for p in _peers(rows)
+        if any(row["seconds"] and row["peers"][p]["seconds"] for row in ran if p in row["peers"])
+    ]
+    head = [
+        "case",
+        "dtype",
+        "backend",
+        "pass",
+        "error",
+        "torch's",
+        "ms",
+        "rate",
+        "floor",
+        "extra MiB",
+        *peers,
+    ]
     body = []
     for row in ran:
-        cells = [row["case"], row["dtype"], row["backend"], row["pass"], _error(row), _scientific(row["torch_error"])]
+        cells = [
+            row["case"],
+            row["dtype"],
+            row["backend"],
+            row["pass"],
+            _error(row),
+            _scientific(row["torch_error"]),
+        ]
         cells += [_ms(row["seconds"]), rate(row), _percent(row["floor_share"]), _mib(row["peak_extra_bytes"])]
         body.append(cells + [_ratio(row, row["peers"].get(peer)) for peer in peers])
     shown = [i for i in range(len(head)) if i < 4 or any(cells[i] for cells in body)]
@@ -50,39 +74,55 @@ def _op_table(op: str, rows: list[Row]) -> Table:
     return table
 
 
-def _memory_table(op: str, axis: str, rows: list[Row]) -> Table:
-    """Peak extra memory of forward+backward along a series: one line per implementation, one column per point."""
+def _stage(row: Row) -> tuple[str, int, str]:
+    return row["axis"][0], row["scale"], row["dtype"]
+
+
+def _memory_tables(op: str, axis: str, rows: list[Row]) -> list[Table]:
+    """Peak extra memory of forward+backward along a series: a line per implementation, a column per point."""
     rows = [row for row in rows if row["pass"] == "forward+backward"]
-    points = sorted({row["axis"][1] for row in rows})
-    scale = rows[0]["scale"]
-    lines = series(rows)
+    gradients = {row["axis"][1]: row["gradient_bytes"] for row in rows}
+    lines, points, scale = series(rows), sorted(gradients), rows[0]["scale"]
     columns = ["implementation", *(f"{axis} {point}" for point in points)]
-    body = [[name, *(_point(values.get(point)) for point in points)] for name, values in lines.items()]
-    gradients = [row["gradient_bytes"] / MIB for row in rows]
-    table = Table(f"{op}: memory over {axis}", columns, body)
-    table.notes.append(MEMORY_LEGEND.format(gradients=min(gradients), most=max(gradients)))
-    table.notes.append(f"workspace limit {rows[0]['workspace_bytes'] / MIB:g} MiB, {rows[0]['dtype']}")
-    if scale > 1:
-        table.notes.append(
-            f"every length is 1/{scale} of the full case, so all memory is 1/{scale**2} of it; at full size, in GiB:"
-        )
-        for name, values in lines.items():
-            full = [f"{peak * scale**2 / GIB:.1f}" + _card(peak * scale**2) for p in points for peak, _ in [values[p]] if peak]
-            table.notes.append(f"  {name}: {', '.join(full)}")
-    table.notes += _notes(rows)
-    return table
+
+    def table(title: str, cell: Callable[[Peak, int], str]) -> Table:
+        body = [
+            [name, *(cell(values.get(p, (None, "")), gradients[p]) for p in points)]
+            for name, values in lines.items()
+        ]
+        return Table(f"{op}: {title} over {axis}", columns, body)
+
+    measured = table("peak extra MiB", _measured)
+    measured.notes.append("of one forward+backward; in brackets, what remains after the gradients")
+    measured.notes.append(f"{rows[0]['dtype']}, workspace limit {rows[0]['workspace_bytes'] / MIB:g} MiB")
+    measured.notes += _notes(rows)
+    if scale == 1:
+        return [measured]
+    measured.notes.insert(
+        0, f"every length is 1/{scale} of the full case, so all memory is 1/{scale**2} of it"
+    )
+    return [measured, table("GiB at full size", lambda peak, _: _full_size(peak, scale))]
 
 
-CARD = 80 * GIB
+def _measured(peak: Peak, gradients: int) -> str:
+    size, skipped = peak
+    if size is None:
+        return "out of memory" if skipped else ""
+    if skipped:
+        return f"out of memory ({size / MIB:.0f})"
+    return f"{_mib(size)} ({_mib(max(0, size - gradients))})"
 
 
-def _card(size: float) -> str:
-    return " (out of memory on an 80 GiB card)" if size > CARD else ""
+def _full_size(peak: Peak, scale: int) -> str:
+    size = (peak[0] or 0) * scale**2
+    if not size:
+        return ""
+    return f"{size / GIB:.1f}" + (f": out of memory on a {CARD // GIB} GiB card" if size > CARD else "")
 
 
-def series(rows: Iterable[Row]) -> dict[str, dict[int, tuple[int | None, str]]]:
+def series(rows: Iterable[Row]) -> dict[str, dict[int, Peak]]:
     """Per implementation, the peak and the reason why it did not run at every point of a memory series."""
-    lines: dict[str, dict[int, tuple[int | None, str]]] = {}
+    lines: dict[str, dict[int, Peak]] = {}
     for row in rows:
         point = row["axis"][1]
         ours = f"rlkernel ({row['backend']})"
@@ -92,15 +132,6 @@ def series(rows: Iterable[Row]) -> dict[str, dict[int, tuple[int | None, str]]]:
             if peer["peak_extra_bytes"] or "out of memory" in peer["skipped"]:
                 lines.setdefault(name, {})[point] = (peer["peak_extra_bytes"], peer["skipped"])
     return lines
-
-
-def _point(value: tuple[int | None, str] | None) -> str:
-    if value is None:
-        return ""
-    peak, skipped = value
-    if skipped:
-        return f"out of memory ({peak / MIB:.0f})" if peak else "out of memory"
-    return _mib(peak)
 
 
 def _peers(rows: Iterable[Row]) -> list[str]:
@@ -162,21 +193,34 @@ def _ratio(row: Row, peer: dict[str, Any] | None) -> str:
     return f"{peer['seconds'] / row['seconds']:.2f}x"
 
 
+def _legend(rows: Iterable[Row]) -> tuple[str, ...]:
+    return LEGEND if any(row["axis"] is None for row in rows) else ()
+
+
 def provenance(head: dict[str, Any]) -> list[str]:
     """The lines above every table: what was run, on what, with what."""
     machine = head["machine"].get("cuda:0") if head["device"] == "cuda" else head["machine"]["cpu"]
     details = "" if head["device"] == "cuda" else f" ({head['machine']['cpu details']})"
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-    return [f"{machine}{details}", f"{versions}; commit {head['commit']}, {head['date']}", f"$ {head['command']}"]
+    return [
+        f"{machine}{details}",
+        f"{versions}; commit {head['commit']}, {head['date']}",
+        f"$ {head['command']}",
+    ]
 
 
 def markdown(rows: Sequence[Row], head: dict[str, Any]) -> str:
     lines = ["  \n".join(f"`{line}`" for line in provenance(head)), ""]
     for table in tables(rows):
-        lines += [f"**{table.title}**", "", "| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+        lines += [
+            f"**{table.title}**",
+            "",
+            "| " + " | ".join(table.columns) + " |",
+            "|" + "---|" * len(table.columns),
+        ]
         lines += ["| " + " | ".join(cells) + " |" for cells in table.rows]
         lines += ["", *(f"- {note.strip()}" for note in table.notes), ""]
-    lines += list(LEGEND) if any(row["seconds"] for row in rows) else []
+    lines += [f"- {line}" for line in _legend(rows)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -184,13 +228,21 @@ def text(rows: Sequence[Row], head: dict[str, Any]) -> str:
     """Tables in plain text, aligned, for a pipe or a file."""
     lines = [*provenance(head), ""]
     for table in tables(rows):
-        lines += [table.title, *_aligned([table.columns, *table.rows]), *(f"  {note}" for note in table.notes), ""]
-    return "\n".join([*lines, *LEGEND]) + "\n"
+        lines += [
+            table.title,
+            *_aligned([table.columns, *table.rows]),
+            *(f"  {note}" for note in table.notes),
+            "",
+        ]
+    return "\n".join([*lines, *_legend(rows)]) + "\n"
 
 
 def _aligned(grid: list[list[str]]) -> list[str]:
     widths = [max(len(cells[i]) for cells in grid) for i in range(len(grid[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in grid]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in grid
+    ]
 
 
 def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
@@ -215,6 +267,8 @@ def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
             drawn.add_row(*cells, style="red" if any("FAILED" in cell for cell in cells) else "")
         console.print(drawn)
         for note in table.notes:
-            console.print(f"  {note}", style="red" if "FAILED" in note else "dim", markup=False, highlight=False)
-    for line in LEGEND:
+            console.print(
+                f"  {note}", style="red" if "FAILED" in note else "dim", markup=False, highlight=False
+            )
+    for line in _legend(rows):
         console.print(line, style="dim", markup=False, highlight=False)

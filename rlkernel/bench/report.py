@@ -33,7 +33,8 @@ def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
         "machine": {name: text for name, text in facts["devices"].items()} | {"cpu details": cpu},
         "device": device,
         "threads": torch.get_num_threads(),
-        "versions": {"rlkernel": facts["versions"]["rlkernel"], "python": facts["versions"]["python"]} | _packages(),
+        "versions": {"rlkernel": facts["versions"]["rlkernel"], "python": facts["versions"]["python"]}
+        | _packages(),
         "memory_method": memory.METHOD[device],
     }
 
@@ -43,7 +44,9 @@ def _packages() -> dict[str, str]:
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # a peer that is not installed has no version to state
+        except (
+            importlib.metadata.PackageNotFoundError
+        ):  # a peer that is not installed has no version to state
             continue
     return found
 

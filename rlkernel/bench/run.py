@@ -1,5 +1,7 @@
-"""Runs cases: parity first, then memory, then speed of the backends that passed; makes one row per backend and pass."""
+"""Runs cases: parity, then memory, then speed of what passed; one row per backend and pass."""
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ class Settings:
     backends: tuple[str, ...] = ()  # () means all that this machine has
     peers: tuple[str, ...] | None = None  # None means all but those that run on request
     seconds: float = 1.0  # spent on the rounds of one pass of one case
-    thorough: bool = True  # memory: also the resident set, and series also forward and for the reference
+    thorough: bool = True  # memory: also the resident set, and series also forward
 
 
 @dataclass
@@ -47,7 +49,10 @@ class Contender:
     peak: dict[str, int] = field(default_factory=dict)
     resident: dict[str, int | None] = field(default_factory=dict)
 
-    def step(self, inputs: dict[str, Any], case: Case, grads: Mapping[str, Tensor], backward: bool) -> Callable[[], Any]:
+    def step(
+        self, inputs: dict[str, Any], case: Case, grads: Mapping[str, Tensor], backward: bool
+    ) -> Callable[[], Any]:
+        """One pass as a call without arguments; with backward it returns outputs and gradients."""
         if self.bare is not None:
             return self.bare(inputs, case, backward)
         call = self.call
@@ -67,13 +72,21 @@ def steps(cases: Iterable[Case], settings: Settings) -> int:
     return sum(1 + len(_suites(case, settings)) for case in cases)
 
 
-def run(cases: Iterable[Case], modules: Mapping[str, ModuleType], settings: Settings, progress: Progress) -> list[Row]:
-    """Measure every case on every backend and peer; a backend or peer that cannot run leaves its reason in the row."""
+def run(
+    cases: Iterable[Case], modules: Mapping[str, ModuleType], settings: Settings, progress: Progress
+) -> list[Row]:
+    """Measure every case on every backend and peer; one that cannot run leaves its reason in the row."""
     rows = []
     for case in cases:
         progress.step(f"{case.op} {case.name} {case.dtype}: inputs")
-        with workspace.limited(case.workspace or workspace.limit()):
-            rows += _Bench(case, modules[case.op], settings).rows(progress)
+        with contextlib.ExitStack() as scaled:
+            scaled.enter_context(workspace.limited(case.workspace or workspace.limit()))
+            bench = _Bench(case, modules[case.op], settings)
+            there = {peer.name for peer in bench.peers if not peer.skipped}
+            for peer in modules[case.op].PEERS:
+                if case.scale > 1 and peer.shrink is not None and peer.name in there:
+                    scaled.enter_context(peer.shrink(case.scale))
+            rows += bench.rows(progress)
         if settings.device == "cuda":
             torch.cuda.empty_cache()
     return rows
@@ -90,9 +103,11 @@ class _Bench:
         self.case, self.module, self.settings = case, module, settings
         self.inputs = parity.make_inputs(module, case, settings.device)
         self.grads = parity.upstream(module, case, self.inputs)
-        self.backends = [Contender(n, parity.ours(case.op, n), is_peer=False) for n in _backends(settings, case)]
+        self.backends = [
+            Contender(n, parity.ours(case.op, n), is_peer=False) for n in _backends(settings, case)
+        ]
         self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
-        self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings)]
+        self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings, case)]
         # plain PyTorch is the yardstick of parity, also when it is not shown
         self.torch = next((p for p in self.peers if p.name == "torch"), None) or _peer(module.PEERS[0], case)
         self.floor: dict[str, float] = {}
@@ -117,7 +132,7 @@ class _Bench:
             small = self.case.replace(sizes={**self.case.sizes, self.module.DIMS[0]: min(2, self._tokens)})
             inputs, grads = self._first_rows(small.sizes[self.module.DIMS[0]])
             if not contender.skipped:
-                self._attempt(contender, lambda c=contender, i=inputs, s=small, g=grads: c.step(i, s, g, True)())
+                self._attempt(contender, contender.step(inputs, small, grads, backward=True))
         if self._needs() > memory.available(self.settings.device) // 4:
             for contender in [c for c in self.contenders if c.bare is None]:
                 self._guard(contender)
@@ -133,7 +148,8 @@ class _Bench:
     def _first_rows(self, count: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         shared = self.module.SHARED
         inputs = {
-            k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count] for k, v in self.inputs.items()
+            k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count]
+            for k, v in self.inputs.items()
         }
         return inputs, {name: grad[:count] for name, grad in self.grads.items()}
 
@@ -146,11 +162,13 @@ class _Bench:
 
         need, free = memory.predict(peak, self._tokens), memory.available(self.settings.device)
         if need > 0.9 * free:
-            contender.skipped = f"out of memory: needs {need / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are available"
+            contender.skipped = (
+                f"out of memory: needs {need / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are available"
+            )
             contender.peak["foreseen"] = need
 
     def _attempt(self, contender: Contender, action: Callable[[], Any]) -> None:
-        """Run ``action``; a peer that fails is reported, not raised: it is not ours. A backend may only decline."""
+        """Run ``action``; a peer that fails is reported, not raised. A backend may only decline."""
         try:
             with measure.time_limit(_START_LIMIT):
                 action()
@@ -167,13 +185,13 @@ class _Bench:
         truth = parity.Truth(self.module, self.case, self.inputs, self.grads)
 
         def judge(contender: Contender) -> None:
-            assert contender.call is not None
-            got = parity.outcome(contender.call, self.inputs, self.case, self.grads)
-            contender.errors = truth.errors(got)
+            contender.errors = truth.errors(
+                contender.step(self.inputs, self.case, self.grads, backward=True)()
+            )
 
         for contender in {id(c): c for c in [self.torch, *self.contenders]}.values():
             if contender.bare is None:
-                self._attempt(contender, lambda c=contender: judge(c))
+                self._attempt(contender, functools.partial(judge, contender))
         if self.torch.errors:
             for backend in self.backends:
                 backend.failures = parity.failures(backend.errors, self.torch.errors)
@@ -268,12 +286,13 @@ class _Bench:
 def _backends(settings: Settings, case: Case) -> list[str]:
     if settings.backends:
         return list(settings.backends)
-    return [name for name in dispatch.BACKENDS if settings.thorough or not case.axis or name != "reference"]
+    # a series is about what a user gets; the reference is the oracle
+    return [name for name in dispatch.BACKENDS if not case.axis or name != "reference"]
 
 
-def _wanted(peers: Iterable[Peer], settings: Settings) -> list[Peer]:
+def _wanted(peers: Iterable[Peer], settings: Settings, case: Case) -> list[Peer]:
     if settings.peers is None:
-        return [peer for peer in peers if not peer.on_request]
+        return [peer for peer in peers if (peer.name in case.peers if case.peers else not peer.on_request)]
     return [peer for peer in peers if peer.name in settings.peers or "all" in settings.peers]
 
 
