@@ -1,0 +1,6 @@
+"""Real frameworks, no network: models and tokenizers are made on the spot."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # must stand before huggingface_hub's first import
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,149 @@
+"""The machinery under every integration: all or nothing, in both directions."""
+
+import sys
+import types
+
+import pytest
+
+from rlkernel.integrations._patch import Patch, PatchError
+
+
+class Owner:
+    @staticmethod
+    def f():
+        return "original"
+
+    g = "original"
+
+
+def new_f():
+    return "new"
+
+
+@pytest.fixture
+def patch():
+    patch = Patch("test")
+    patch.replace(Owner, "f", staticmethod(new_f), expected=vars(Owner)["f"])
+    patch.replace(Owner, "g", "new", expected="original")
+    yield patch
+    patch.undo()
+
+
+def state():
+    return Owner.f(), Owner.g
+
+
+ORIGINAL, NEW = ("original", "original"), ("new", "new")
+
+
+def test_apply_and_undo_restore_the_very_objects(patch):
+    before = dict(vars(Owner))
+    patch.apply()
+    assert state() == NEW and patch.active
+    patch.undo()
+    assert {name: vars(Owner)[name] for name in before} == before and not patch.active
+
+
+def test_both_are_idempotent(patch):
+    assert patch.apply() is patch.apply()
+    patch.undo()
+    patch.undo()
+    assert state() == ORIGINAL
+
+
+def test_with_restores_after_an_exception(patch):
+    with pytest.raises(ZeroDivisionError), patch:
+        assert state() == NEW
+        raise ZeroDivisionError
+    assert state() == ORIGINAL
+
+
+def test_with_nests_and_can_be_entered_again(patch):
+    for _ in range(2):
+        with patch:
+            with patch:
+                assert state() == NEW
+            assert state() == NEW
+        assert state() == ORIGINAL
+
+
+def test_with_leaves_on_what_somebody_else_had_turned_on(patch):
+    patch.apply()
+    with patch.share():
+        pass
+    assert state() == NEW
+
+
+def test_undo_inside_with_is_enough(patch):
+    with patch:
+        patch.undo()
+        assert state() == ORIGINAL
+    assert state() == ORIGINAL
+
+
+def test_refuses_to_patch_what_is_not_there(patch):
+    patch.replace(Owner, "h", "new", expected="anything")
+    with pytest.raises(PatchError, match=r"cannot patch .*Owner\.h: it must hold 'anything', got nothing"):
+        patch.apply()
+    assert state() == ORIGINAL and not patch.active
+
+
+def test_refuses_to_patch_what_has_changed(patch, monkeypatch):
+    monkeypatch.setattr(Owner, "g", "somebody else's")
+    with pytest.raises(PatchError, match=r"Owner\.g: it must hold 'original', got \"somebody else's\""):
+        patch.apply()
+    assert Owner.f() == "original"
+
+
+def test_refuses_to_undo_what_was_patched_over(patch):
+    patch.apply()
+    Owner.g = "somebody else's"
+    with pytest.raises(
+        PatchError, match=r"cannot undo .*Owner\.g: it must hold 'new', got \"somebody else's\""
+    ):
+        patch.undo()
+    assert state() == ("new", "somebody else's") and patch.active
+    Owner.g = "new"
+    patch.undo()
+    assert state() == ORIGINAL
+
+
+def test_failure_half_way_leaves_nothing_behind(patch):
+    class ReadOnly:
+        """Its attribute is there, and cannot be set."""
+
+        __slots__ = ("__dict__",)
+
+        def __setattr__(self, name, value):
+            raise AttributeError(f"{name} is read-only")
+
+    owner = ReadOnly()
+    owner.__dict__["x"] = 1
+    patch.replace(owner, "x", 2, expected=1)
+    with pytest.raises(AttributeError, match="read-only"):
+        patch.apply()
+    assert state() == ORIGINAL and not patch.active
+
+
+def test_everywhere_finds_importers_before_and_after(monkeypatch):
+    original, new = Owner.f, new_f
+    home, early, late, other = (
+        types.ModuleType(name) for name in ("pkg.home", "pkg.early", "pkg.late", "pkgs")
+    )
+    for module in (home, early, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        module.f = original
+    patch = Patch("test")
+    patch.replace_everywhere("pkg", "f", new, expected=original)
+    with patch:
+        assert home.f is early.f is new and other.f is original
+        late.f = home.f  # from pkg.home import f
+        monkeypatch.setitem(sys.modules, "pkg.late", late)
+    assert home.f is early.f is late.f is original
+
+
+def test_says_what_it_replaced(patch):
+    assert repr(patch) == "<test: nothing replaced>"
+    with patch:
+        assert list(patch.replaced) == [f"{__name__}.Owner.f", f"{__name__}.Owner.g"]
+        assert f"{__name__}.Owner.g -> 'new'" in repr(patch)

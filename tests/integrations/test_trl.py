@@ -1,0 +1,566 @@
+"""rlkernel.patch_trl() under the real TRL: the same numbers, less memory, and no trace afterwards."""
+
+import contextlib
+import itertools
+import sys
+import types
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rlkernel
+from rlkernel.integrations import trl as integration
+from rlkernel.integrations._patch import PatchError
+
+trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
+utils = pytest.importorskip("trl.trainer.utils")
+
+HEAD = "_ChunkedLogProbFunction"
+PLACES = (HEAD, *integration.HELPER_PARAMETERS)
+UPSTREAM = {name: getattr(utils, name) for name in PLACES}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    left = [name for name in PLACES if getattr(utils, name) is not UPSTREAM[name]]
+    assert not left, f"a test left {left} patched"
+
+
+# The choke point
+
+
+def head_inputs(dtype=torch.float32, weight_dtype=None, n=37, h=24, v=211, bias=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, h, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(v, h, generator=g) / 2).to(weight_dtype or dtype).requires_grad_()
+    b = torch.randn(v, generator=g).to(weight_dtype or dtype).requires_grad_() if bias else None
+    return hidden, weight, b, torch.randint(0, v, (n,), generator=g)
+
+
+def score(inputs, temperature=1.0, softcap=None, scale=1.0, outputs=("log_probs", "entropy")):
+    """TRL's call with its default tile width, and the gradients of a loss of all differentiable outputs."""
+    hidden, weight, bias, targets = inputs
+    head = getattr(utils, HEAD)
+    results = head.apply(hidden, weight, bias, targets, temperature, 32768, softcap, scale, outputs)
+    row = torch.linspace(-1, 1, len(targets))
+    loss = (results[0] * row).sum() + (0 if results[1] is None else (results[1] * row.flip(0)).sum())
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    return results, torch.autograd.grad(loss, leaves)
+
+
+def truth(inputs, compute_dtype, **options):
+    """The same in fp64, from the inputs as they enter the product."""
+    leaves = [None if x is None else x.detach().double() for x in inputs[:3]]
+    rounded = [
+        None if x is None else x.detach().to(compute_dtype).double().requires_grad_() for x in inputs[:2]
+    ]
+    hidden, weight = rounded
+    bias = None if leaves[2] is None else leaves[2].requires_grad_()
+    temperature, softcap, scale = (
+        options.get(k, d) for k, d in (("temperature", 1.0), ("softcap", None), ("scale", 1.0))
+    )
+    z = hidden @ weight.T + (0 if bias is None else bias)
+    z = z * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    logp = (z / temperature).log_softmax(-1)
+    logprobs = logp.gather(-1, inputs[3][:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1) if "entropy" in options.get("outputs", ("entropy",)) else None
+    row = torch.linspace(-1, 1, len(inputs[3])).double()
+    loss = (logprobs * row).sum() + (0 if entropy is None else (entropy * row.flip(0)).sum())
+    return (logprobs, entropy), torch.autograd.grad(
+        loss, [x for x in (hidden, weight, bias) if x is not None]
+    )
+
+
+def errors(values, exact):
+    return [(a.double() - b).abs().max().item() for a, b in zip(values, exact, strict=True) if a is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")], ids=["logprobs", "entropy"])
+def test_head_is_as_exact_as_upstream(dtype, outputs):
+    for bias, softcap, scale, temperature in itertools.product(
+        (False, True), (None, 5.0), (1.0, 0.25), (1.0, 0.7)
+    ):
+        inputs = head_inputs(dtype, bias=bias)
+        options = {"temperature": temperature, "softcap": softcap, "scale": scale, "outputs": outputs}
+        (up, up_grads), (exact, exact_grads) = score(inputs, **options), truth(inputs, dtype, **options)
+        with rlkernel.patch_trl() as patch:
+            ours, grads = score(inputs, **options)
+        assert patch.calls == {HEAD: 1} and not patch.fallbacks
+        assert [None if x is None else (x.dtype, x.shape) for x in ours] == [
+            None if x is None else (x.dtype, x.shape) for x in up
+        ]
+        assert [(g.dtype, g.shape) for g in grads] == [(g.dtype, g.shape) for g in up_grads]
+        case = f"{options} bias={bias}"
+        for what, mine, theirs, right in (
+            ("values", ours[:2], up[:2], exact),
+            ("grads", grads, up_grads, exact_grads),
+        ):
+            for error, other in zip(errors(mine, right), errors(theirs, right), strict=True):
+                assert error <= 2 * other + 2e-6, f"{what} of {case}: error {error:.1e}, TRL's {other:.1e}"
+
+
+@pytest.mark.parametrize(
+    "hidden_dtype, weight_dtype, autocast",
+    [
+        (torch.float32, torch.bfloat16, None),  # cast_lm_head_to_fp32
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, torch.float32, torch.bfloat16),  # bf16=True over fp32 weights
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["fp32-head", "bf16-hidden", "autocast", "autocast-bf16"],
+)
+def test_head_computes_in_upstreams_dtype(hidden_dtype, weight_dtype, autocast):
+    inputs = head_inputs(hidden_dtype, weight_dtype)
+    exact, exact_grads = truth(inputs, autocast or hidden_dtype, outputs=("entropy",))
+    mode = torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext()
+    with mode:
+        up, up_grads = score(inputs)
+        with rlkernel.patch_trl() as patch:
+            ours, grads = score(inputs)
+    assert patch.calls == {HEAD: 1}
+    assert [x.dtype for x in ours[:2]] == [torch.float32] * 2
+    assert (
+        [g.dtype for g in grads] == [g.dtype for g in up_grads] == [hidden_dtype, weight_dtype, weight_dtype]
+    )
+    # the last digits of a product of the wider dtype would show here, and so would bf16 logits
+    assert max(errors(ours[:2], exact)) < 1e-5
+    for error, other in zip(errors(grads, exact_grads), errors(up_grads, exact_grads), strict=True):
+        assert error <= 2 * other + 2e-6
+
+
+@pytest.mark.parametrize("asked", ["log_sum_sq_probs", "mean_logits", "is_top1"])
+def test_what_rlkernel_lacks_comes_from_upstream(asked):
+    inputs, outputs = head_inputs(), ("log_probs", "entropy", asked)
+    up, up_grads = score(inputs, outputs=outputs)
+    with rlkernel.patch_trl() as patch:
+        ours, grads = score(inputs, outputs=outputs)
+        assert patch.fallbacks == {f"{HEAD}: linear_logprob does not compute {asked}": 1}
+    assert not patch.calls
+    for a, b in zip((*ours, *grads), (*up, *up_grads), strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def test_fp64_comes_from_upstream():
+    with rlkernel.patch_trl() as patch:
+        score(head_inputs(torch.float64))
+    assert patch.fallbacks == {f"{HEAD}: hidden is torch.float64": 1}
+
+
+def test_no_valid_row_keeps_the_head_connected():
+    inputs = head_inputs(n=0)
+    with rlkernel.patch_trl():
+        results, grads = score(inputs)
+    assert [x.shape for x in results[:2]] == [(0,), (0,)]
+    assert all(g is not None and not g.any() for g in grads)
+
+
+def test_unused_entropy_gets_no_gradient():
+    hidden, weight, bias, targets = head_inputs()
+    with rlkernel.patch_trl():
+        logprobs, entropy, *_ = getattr(utils, HEAD).apply(
+            hidden, weight, bias, targets, 1.0, 32768, None, 1.0, ("entropy",)
+        )
+        alone = getattr(utils, HEAD).apply(hidden, weight, bias, targets, 1.0, 32768, None, 1.0, ())[0]
+    assert entropy.requires_grad
+    for a, b in zip(
+        torch.autograd.grad(logprobs.sum(), [hidden, weight, bias]),
+        torch.autograd.grad(alone.sum(), [hidden, weight, bias]),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // 4)
+        return out
+
+
+def test_logits_never_exist():
+    n, h, v, limit = 700, 16, 5000, 2**20
+    inputs = head_inputs(n=n, h=h, v=v)
+    watched = Largest()
+    with watched:
+        score(inputs)
+    assert watched.elements >= n * v  # upstream's tile is 4096 x 32768: here it is the logits
+
+    watched = Largest()
+    with rlkernel.workspace.limited(limit), rlkernel.patch_trl(), watched:
+        score(inputs)
+    assert watched.elements <= max(limit // 4, v * h) < n * v / 10
+
+
+def test_partitioned_head_is_gathered_again_for_backward(monkeypatch):
+    """ZeRO-3 in small: a parameter whose memory is there only inside the gathering context."""
+    gathers = []
+
+    @contextlib.contextmanager
+    def gather(*parameters):
+        away = [p for p in parameters if p is not None and not p.numel()]
+        for p in away:
+            gathers.append(p)
+            p.data = p.full
+        yield
+        for p in away:
+            p.data = torch.empty(0)
+
+    monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gather)
+    inputs = head_inputs()
+    exact, exact_grads = score(inputs)
+    hidden, weight, bias, targets = inputs
+    for p in (weight, bias):
+        p.ds_status, p.full, p.data = "NOT_AVAILABLE", p.detach().clone(), torch.empty(0)
+    with rlkernel.patch_trl() as patch:
+        with gather(weight, bias):
+            logprobs, entropy, *_ = getattr(utils, HEAD).apply(
+                hidden, weight, bias, targets, 1.0, 32768, None, 1.0, ("entropy",)
+            )
+        assert patch.calls == {HEAD: 1} and not weight.numel() and len(gathers) == 2
+        row = torch.linspace(-1, 1, len(targets))
+        loss = (logprobs * row).sum() + (entropy * row.flip(0)).sum()
+        grads = torch.autograd.grad(loss, [hidden, weight, bias])
+    assert len(gathers) > 2 and not weight.numel() and not bias.numel()
+    torch.testing.assert_close((logprobs, entropy), exact[:2])
+    torch.testing.assert_close(grads, exact_grads)
+
+
+def test_traces_without_graph_breaks():
+    inputs = head_inputs()
+    with rlkernel.patch_trl() as patch:
+        eager, eager_grads = score(inputs)
+        compiled = torch.compile(
+            lambda *x: getattr(utils, HEAD).apply(*x), backend="aot_eager", fullgraph=True
+        )
+        traced = compiled(*inputs, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
+    assert patch.calls == {
+        HEAD: 1
+    }  # of the eager call: counting while tracing would compile anew at every call
+    torch.testing.assert_close(traced[:2], eager[:2])
+
+
+# Helpers that take logits
+
+
+def logits_and_index(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(3, 8, 101, generator=g)).to(dtype).requires_grad_()
+    return logits, torch.randint(0, 101, (3, 7), generator=g), torch.rand(3, 7, generator=g) > 0.3
+
+
+def both(call, leaf):
+    """Value and gradient of ``call``, by upstream and by rlkernel, and the patch that was on."""
+    results = []
+    for patched in (False, True):
+        with rlkernel.patch_trl() if patched else contextlib.nullcontext() as patch:
+            values = call()
+            values = values if isinstance(values, tuple) else (values,)
+            differentiable = [x for x in values if x.requires_grad]
+            grad = torch.autograd.grad(sum((x * x).sum() for x in differentiable), leaf)[0]
+        results.append((values, grad, [x.requires_grad for x in values]))
+    return *results, patch
+
+
+HELPERS = {
+    "selective": lambda x, i, m: utils.selective_log_softmax(x[:, :-1], i),
+    "temperature": lambda x, i, m: utils.selective_log_softmax(x[:, :-1], i, temperature=0.7),
+    "row_mask": lambda x, i, m: utils.selective_log_softmax(x[:, :-1], i, row_mask=m),
+    "several": lambda x, i, m: utils.selective_log_softmax(x[:, :-1], torch.stack([i, i.flip(0)], -1), 0.7),
+    "entropy": lambda x, i, m: utils.entropy_from_logits(x[:, :-1]),
+    "pair": lambda x, i, m: utils.selective_log_softmax_and_entropy(
+        x[:, :-1], i, temperature=0.7, row_mask=m
+    ),
+    "pair, entropy without gradient": lambda x, i, m: utils.selective_log_softmax_and_entropy(
+        x[:, :-1], i, False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_helpers_give_upstreams_values(name):
+    logits, index, mask = logits_and_index()
+    (up, up_grad, up_needs), (ours, grad, needs), patch = both(
+        lambda: HELPERS[name](logits, index, mask), logits
+    )
+    assert patch.calls.total() == 1 and not patch.fallbacks
+    assert needs == up_needs
+    torch.testing.assert_close(ours, up, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, up_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_helpers_leave_to_upstream_what_they_do_not_cover():
+    logits, index, mask = logits_and_index(torch.float64)
+    (up, up_grad, _), (ours, grad, _), patch = both(lambda: HELPERS["row_mask"](logits, index, mask), logits)
+    assert patch.fallbacks == {"selective_log_softmax: logits are torch.float64": 1}
+    torch.testing.assert_close((*ours, grad), (*up, up_grad), rtol=0, atol=0)
+
+
+def test_a_negative_index_stays_an_error():
+    logits, index, _ = logits_and_index()
+    index[1, 2] = -100
+    for patched in (False, True):
+        with (
+            rlkernel.patch_trl() if patched else contextlib.nullcontext(),
+            pytest.raises((RuntimeError, ValueError)),
+        ):
+            utils.selective_log_softmax(logits[:, :-1], index)
+
+
+def test_modules_that_imported_a_helper_by_name(monkeypatch):
+    from trl.experimental.cpo import cpo_trainer
+
+    late = types.ModuleType("trl._imported_under_the_patch")
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    with rlkernel.patch_trl() as patch:
+        late.selective_log_softmax = utils.selective_log_softmax
+        assert cpo_trainer.selective_log_softmax is utils.selective_log_softmax
+        assert "trl.experimental.cpo.cpo_trainer.selective_log_softmax" in patch.replaced
+    original = UPSTREAM["selective_log_softmax"]
+    assert cpo_trainer.selective_log_softmax is late.selective_log_softmax is original
+
+
+# On, off, and refusing
+
+
+def test_second_call_returns_the_active_patch():
+    with rlkernel.patch_trl() as patch:
+        with rlkernel.patch_trl() as inner:
+            assert inner is patch
+        assert patch.active and getattr(utils, HEAD) is not UPSTREAM[HEAD]
+    assert not patch.active
+    with rlkernel.patch_trl() as fresh:
+        assert fresh is not patch and not fresh.calls
+
+
+def test_with_under_a_standing_patch_leaves_it_on():
+    patch = rlkernel.patch_trl()
+    with rlkernel.patch_trl():
+        pass
+    assert patch.active
+    patch.undo()
+
+
+def test_exception_inside_with_restores():
+    with pytest.raises(ZeroDivisionError), rlkernel.patch_trl():
+        raise ZeroDivisionError
+
+
+def test_says_what_it_replaced():
+    with rlkernel.patch_trl() as patch:
+        assert patch.replaced[f"trl.trainer.utils.{HEAD}"] == "rlkernel.linear_logprob"
+        assert {f"trl.trainer.utils.{name}" for name in PLACES} <= patch.replaced.keys()
+        assert f"trl.trainer.utils.{HEAD} -> rlkernel.linear_logprob" in repr(patch)
+
+
+def test_refuses_to_undo_over_somebody_else(monkeypatch):
+    patch = rlkernel.patch_trl()
+    with monkeypatch.context() as other:
+        other.setattr(utils, HEAD, "somebody else's")
+        with pytest.raises(PatchError, match=f"cannot undo trl.trainer.utils.{HEAD}.*somebody else's"):
+            patch.undo()
+        assert patch.active and utils.entropy_from_logits is not UPSTREAM["entropy_from_logits"]
+    patch.undo()
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "1.14.2", "2.0.0"])
+def test_refuses_other_versions(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(PatchError, match=rf"version of trl must be >=1\.15,<1\.17, got {version}"):
+        rlkernel.patch_trl()
+
+
+def test_refuses_a_head_of_another_contract(monkeypatch):
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, targets):
+            return hidden
+
+    with monkeypatch.context() as upstream:
+        upstream.setattr(utils, HEAD, Other)
+        with pytest.raises(
+            PatchError, match=rf"{HEAD} must take \(hidden, .*\), got \(hidden, weight, targets\)"
+        ):
+            rlkernel.patch_trl()
+        assert getattr(utils, HEAD) is Other
+        upstream.setattr(utils, HEAD, None)
+        with pytest.raises(PatchError, match=f"{HEAD} must be callable, got None"):
+            rlkernel.patch_trl()
+
+
+def test_one_helper_of_another_contract_refuses_all(monkeypatch):
+    with monkeypatch.context() as upstream:
+        upstream.setattr(utils, "entropy_from_logits", lambda logits: logits)
+        with pytest.raises(
+            PatchError, match=r"entropy_from_logits must take \(logits, chunk_size\), got \(logits\)"
+        ):
+            rlkernel.patch_trl()
+        assert getattr(utils, HEAD) is UPSTREAM[HEAD]
+
+
+def test_missing_trl_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"needs TRL: pip install 'trl>=1\.15,<1\.17'"):
+        rlkernel.patch_trl()
+
+
+# Trainers
+
+STEPS = 5
+SCALARS = ("loss", "grad_norm", "reward", "kl", "entropy", "rewards/chosen", "logps/chosen")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """A path, because trainers load the reference model from where the policy came from."""
+    path = tmp_path_factory.mktemp("model")
+    tiny.make_model().save_pretrained(path)
+    tiny.make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def train(model_path, tmp_path):
+    from datasets import Dataset
+
+    numbers = range(32)
+    prompts = [f"what is {i} plus {i + 1}?" for i in numbers]
+    data = {
+        "prompt": {"prompt": prompts},
+        "preference": {
+            "prompt": prompts,
+            "chosen": [f" it is {2 * i + 1}." for i in numbers],
+            "rejected": [" no idea, sorry."] * 32,
+        },
+        "text": {"text": [f"what is {i}? it is {i}." for i in numbers]},
+        "label": {
+            "prompt": prompts,
+            "completion": [f" it is {i}." for i in numbers],
+            "label": [i % 2 == 0 for i in numbers],
+        },
+    }
+
+    def reward(completions, **_):
+        return [text.count("a") + 0.1 * len(set(text)) for text in completions]
+
+    def train(name="GRPO", steps=STEPS, dataset="prompt", callbacks=(), **options):
+        """Losses and metrics of every step, and the weights after the last."""
+        settings = {
+            "output_dir": str(tmp_path),
+            "per_device_train_batch_size": 8 if dataset == "prompt" else 4,
+            "max_steps": steps,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+            "bf16": False,
+            "seed": 0,
+            "disable_tqdm": True,
+            **options,
+        }
+        if dataset == "prompt":
+            settings = {"num_generations": 4, "max_completion_length": 16, "beta": 0.04, **settings}
+        trainer = getattr(trl, f"{name}Trainer")(
+            model=model_path,
+            args=getattr(trl, f"{name}Config")(**settings),
+            train_dataset=Dataset.from_dict(data[dataset]),
+            processing_class=tiny.make_tokenizer(),
+            **({"reward_funcs": reward} if dataset == "prompt" else {}),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        history = [
+            {k: float(x[k]) for k in SCALARS if k in x} for x in trainer.state.log_history if "loss" in x
+        ]
+        assert len(history) == steps
+        return history, {k: x.clone() for k, x in trainer.model.state_dict().items()}
+
+    return train
+
+
+def assert_same_training(ours, theirs, metric, weight):
+    for step, (mine, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert mine.keys() == other.keys()
+        for key, value in mine.items():
+            limit = metric * max(1, abs(other[key]))
+            assert abs(value - other[key]) <= limit, f"step {step}: {key} {value} instead of {other[key]}"
+    apart = max((ours[1][k] - x).abs().max().item() for k, x in theirs[1].items())
+    assert apart <= weight, f"weights differ by {apart:.1e}"
+
+
+def test_grpo_trains_the_same_and_undo_leaves_no_trace(train):
+    stock = train()
+    with rlkernel.patch_trl() as patch:
+        patched = train()
+    assert patch.calls == {HEAD: 2 * STEPS} and not patch.fallbacks  # policy and reference
+    assert_same_training(patched, stock, 1e-5, 1e-5)
+    again = train()
+    assert again[0] == stock[0] and all(torch.equal(again[1][k], x) for k, x in stock[1].items())
+
+
+@pytest.mark.parametrize(
+    "options, passes, metric, weight",
+    [
+        ({"num_iterations": 2}, None, 1e-5, 1e-5),  # old, reference and policy passes
+        ({"temperature": 0.7, "entropy_coef": 0.01, "beta": 0.0}, 1, 1e-5, 1e-5),  # entropy carries gradient
+        ({"gradient_checkpointing": True}, 2, 1e-5, 1e-5),
+        ({"bf16": True}, 2, 3e-2, 4e-3),  # rounding of bf16, which TRL's logits have and rlkernel's do not
+    ],
+    ids=["num_iterations", "temperature-entropy", "gradient_checkpointing", "bf16"],
+)
+def test_grpo_variants(train, options, passes, metric, weight):
+    stock = train(**options)
+    with rlkernel.patch_trl() as patch:
+        patched = train(**options)
+    assert patch.calls[HEAD] and not patch.fallbacks
+    assert passes is None or patch.calls == {HEAD: passes * STEPS}
+    assert_same_training(patched, stock, metric, weight)
+
+
+def test_patch_comes_and_goes_during_training(train):
+    from transformers import TrainerCallback
+
+    class OnlyThirdStep(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                self.patch = rlkernel.patch_trl()
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                self.patch.undo()
+
+    only_third = OnlyThirdStep()
+    mixed = train(callbacks=[only_third])
+    assert only_third.patch.calls == {HEAD: 2} and not only_third.patch.active
+    assert_same_training(mixed, train(), 1e-5, 1e-5)
+
+
+ALL_BUT = f"{HEAD}: linear_logprob does not compute "
+
+
+@pytest.mark.parametrize(
+    "name, dataset, steps, calls, fallbacks",
+    [
+        ("RLOO", "prompt", 3, {HEAD: 9}, {}),  # policy, old and reference
+        ("DPO", "preference", 3, {HEAD: 3}, {ALL_BUT + "mean_logits, is_top1": 3}),  # the reference is ours
+        ("KTO", "label", 3, {HEAD: 3}, {ALL_BUT + "mean_logits": 3}),
+        ("SFT", "text", 3, {}, {ALL_BUT + "is_top1": 3}),
+    ],
+)
+def test_other_trainers(train, name, dataset, steps, calls, fallbacks):
+    stock = train(name, steps, dataset)
+    with rlkernel.patch_trl() as patch:
+        patched = train(name, steps, dataset)
+    assert (patch.calls, patch.fallbacks) == (calls, fallbacks)
+    assert_same_training(patched, stock, 1e-5, 1e-5)
