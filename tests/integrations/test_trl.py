@@ -554,7 +554,7 @@ ALL_BUT = f"{HEAD}: linear_logprob does not compute "
     [
         ("RLOO", "prompt", 3, {HEAD: 9}, {}),  # policy, old and reference
         ("DPO", "preference", 3, {HEAD: 3}, {ALL_BUT + "mean_logits, is_top1": 3}),  # the reference is ours
-        ("KTO", "label", 3, {HEAD: 3}, {ALL_BUT + "mean_logits": 3}),
+        ("KTO", "label", 3, {HEAD: 6}, {ALL_BUT + "mean_logits": 6}),  # and the KL pairs
         ("SFT", "text", 3, {}, {ALL_BUT + "is_top1": 3}),
     ],
 )
