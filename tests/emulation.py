@@ -1,6 +1,6 @@
 """Builds csrc/emulation: the device kernels for the CPU, as a Python module or as a program under sanitizers.
 
-A build is kept in build/emulation under a name made of its sources and flags, so an unchanged one costs nothing.
+A build is kept in build/emulation under a name made of its sources and flags: an unchanged one costs nothing.
 """
 
 import hashlib
@@ -20,8 +20,10 @@ import pybind11
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX", "g++")
-FLAGS = "-std=c++17 -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas -DRLKERNEL_EMULATION".split()
-SANITIZERS = "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split()
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+FLAGS = ["-std=c++17", "-ffp-contract=off", *WARNINGS, "-DRLKERNEL_EMULATION"]
+SANITIZERS = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+Faults = Mapping[str, tuple[str, str]]  # header: (text that stands there once, replacement)
 
 
 @cache
@@ -30,18 +32,22 @@ def module(warp: int) -> types.ModuleType:
     return load(build_module(warp))
 
 
-def build_module(warp: int, faults: Mapping[str, tuple[str, str]] | None = None) -> Path:
-    """Compiles the module. `faults` maps a header to (text, replacement), to plant a bug in it."""
-    include = f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"
+def build_module(warp: int, faults: Faults | None = None) -> Path:
+    """Compiles the module, with `faults` planted in its headers."""
     name = f"emulated{warp}"
-    flags = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DRLKERNEL_MODULE={name}", *include]
+    if faults:  # a name of its own: Python takes two extensions of one name for the same
+        name += f"_{hashlib.sha256(repr(faults).encode()).hexdigest()[:8]}"
+    include = f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"
+    optimize = "-O0" if faults else "-O1"  # what costs least, to compile and to run
+    shared = [optimize, "-fPIC", "-shared", "-fvisibility=hidden", *include]
+    flags = [*shared, f"-DRLKERNEL_MODULE={name}", f"-DRLKERNEL_WARP={warp}"]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return _compile(["module.cpp", "emulation.cpp"], [*flags, f"-DRLKERNEL_WARP={warp}"], name + suffix, faults)
+    return _compile(["module.cpp", "emulation.cpp"], flags, f"{name}{suffix}", faults)
 
 
-def build_driver(warp: int, faults: Mapping[str, tuple[str, str]] | None = None) -> Path:
-    """Compiles the stand-alone program that runs the kernels under the address and undefined-behaviour sanitizers."""
-    flags = ["-O1", *SANITIZERS, f"-DRLKERNEL_WARP={warp}"]
+def build_driver(warp: int, faults: Faults | None = None) -> Path:
+    """Compiles the program that runs the kernels under the address and undefined-behaviour sanitizers."""
+    flags = ["-O0", *SANITIZERS, f"-DRLKERNEL_WARP={warp}"]
     return _compile(["driver.cpp", "emulation.cpp"], flags, f"driver{warp}", faults)
 
 
@@ -54,10 +60,9 @@ def load(path: Path) -> types.ModuleType:
     return loaded
 
 
-def _compile(
-    sources: list[str], flags: list[str], name: str, faults: Mapping[str, tuple[str, str]] | None
-) -> Path:
-    files = sorted(p for folder in ("include", "emulation") for p in (CSRC / folder).rglob("*") if p.is_file())
+def _compile(sources: list[str], flags: list[str], name: str, faults: Faults | None) -> Path:
+    folders = (CSRC / "include", CSRC / "emulation")
+    files = sorted(p for folder in folders for p in folder.rglob("*") if p.is_file())
     text = [sys.version, CXX, *FLAGS, *flags, *(f"{p}\n{p.read_text()}" for p in files), repr(faults)]
     folder = ROOT / "build/emulation" / hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
     target = folder / name

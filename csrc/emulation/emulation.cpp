@@ -16,6 +16,7 @@ namespace rlkernel::emulation {
 namespace {
 
 constexpr size_t kStack = 256 << 10;
+constexpr unsigned kGroup = 32;
 constexpr size_t kSharedMemory = 48 << 10;  // what every GPU gives a block without being asked
 
 enum class State { ready, at_barrier, exchanging, voting, done };
@@ -53,9 +54,15 @@ class Block {
       fibers_[t].context.prepare(stacks_.get() + t * kStack, kStack, &Block::enter);
       ready_[t] = static_cast<unsigned>(fibers_.size()) - 1 - t;  // taken from the end: in order where nothing is drawn
     }
+    rank_.clear();
+    if (random && (*random)() % 2) {
+      rank_.resize((fibers_.size() + kGroup - 1) / kGroup);
+      std::iota(rank_.begin(), rank_.end(), 0u);
+      std::shuffle(rank_.begin(), rank_.end(), *random);
+    }
     running_block = this;
     while (!ready_.empty()) {
-      if (random) std::swap(ready_[(*random)() % ready_.size()], ready_.back());
+      if (random) std::swap(ready_[draw(*random)], ready_.back());
       current_ = &fibers_[ready_.back()];
       ready_.pop_back();
       scheduler_.switch_to(current_->context);
@@ -89,6 +96,15 @@ class Block {
   static thread_local Block* running_block;
 
  private:
+  // Which ready thread goes on. Half of the blocks draw among all, which keeps them abreast; the others let the groups of
+  // 32 run in a drawn order of rank, so that some are a row ahead of others where no barrier holds them.
+  size_t draw(std::mt19937_64& random) const {
+    if (rank_.empty()) return random() % ready_.size();
+    const auto rank = [this](unsigned thread) { return rank_[thread / kGroup]; };
+    const auto first = std::min_element(ready_.begin(), ready_.end(), [&](unsigned a, unsigned b) { return rank(a) < rank(b); });
+    return first - ready_.begin();
+  }
+
   static void enter() {
     Block& block = *running_block;
     Context::entered(block.scheduler_);
@@ -145,7 +161,7 @@ class Block {
   const std::function<void()>& kernel_;
   std::vector<std::pair<const void*, size_t>> sites_;
   size_t used_ = 0;
-  std::vector<unsigned> ready_;
+  std::vector<unsigned> ready_, rank_;
   Context scheduler_;
   Fiber* current_ = nullptr;
   Index index_, size_, grid_;

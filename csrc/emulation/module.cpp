@@ -50,7 +50,7 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   m.def("ballots", &ballots);
   m.def("neighbours", &neighbours);
   m.def("histogram", &histogram);
-  m.def("log", [](float x) { return emulated::log_exact(x); });
+  m.def("log", [](double x) { return emulated::log_exact(x); });
   m.def("exp", [](float x) { return emulated::exp_exact(x); });
   m.def("expm1", [](float x) { return emulated::expm1_exact(x); });
   m.def("tanh", [](float x) { return std::pair(emulated::tanh_and_slope(x).value, emulated::tanh_and_slope(x).slope); });

@@ -135,21 +135,27 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kMaxThreads, 2) backward_kernel(LogprobBa
   for (int64_t r = blockIdx.x; r < b.tile.rows; r += gridDim.x) backward_row<In, Out, kMapped>(b, r);
 }
 
+template <class In, class Out>
+inline int launch_backward_as(const LogprobBackward& b, void* stream) {
+  // Nobody wants a bf16 gradient of fp16 logits, or the reverse.
+  if constexpr (sizeof(In) == 2 && sizeof(Out) == 2 && kIsBf16<In> != kIsBf16<Out>) {
+    return kInvalidArguments;
+  } else {
+    const unsigned blocks = blocks_for(b.tile.rows), threads = threads_for<In>(b.tile.vocab);
+    if (is_mapped(b.tile)) {
+      RLKERNEL_LAUNCH((backward_kernel<In, Out, true>), blocks, threads, stream, b);
+    } else {
+      RLKERNEL_LAUNCH((backward_kernel<In, Out, false>), blocks, threads, stream, b);
+    }
+    return launch_error();
+  }
+}
+
 inline int launch_backward(const LogprobBackward& b, void* stream) {
   if (b.tile.rows == 0 || b.tile.vocab == 0) return 0;
   if (!runs(b.tile)) return kInvalidArguments;
   return with_dtype(b.tile.dtype, [&](auto in) {
-    return with_dtype(b.out_dtype, [&](auto narrow) {
-      using In = decltype(in);
-      using Out = decltype(narrow);
-      const unsigned blocks = blocks_for(b.tile.rows), threads = threads_for<In>(b.tile.vocab);
-      if (is_mapped(b.tile)) {
-        RLKERNEL_LAUNCH((backward_kernel<In, Out, true>), blocks, threads, stream, b);
-      } else {
-        RLKERNEL_LAUNCH((backward_kernel<In, Out, false>), blocks, threads, stream, b);
-      }
-      return launch_error();
-    });
+    return with_dtype(b.out_dtype, [&](auto out) { return launch_backward_as<decltype(in), decltype(out)>(b, stream); });
   });
 }
 

@@ -32,16 +32,19 @@ __device__ __forceinline__ void add(Softmax& part, const Row<T, kMapped>& row, c
   const float max = part.max == -infinity() ? 0.0f : part.max;  // -inf - -inf would be NaN
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    float sum = 0.0f, weighted = 0.0f;
+    float e[kSize], weighted = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       float u = (y[k][i] - max) * scale;
       if constexpr (kEntropy) u = max_or_nan(u, kLowestExponent);  // 0 * -inf would be NaN
-      const float e = exp2_fast(u);
-      sum += e;
-      if constexpr (kEntropy) weighted = fmaf(e, u, weighted);
+      e[i] = exp2_fast(u);
+      if constexpr (kEntropy) weighted = fmaf(e[i], u, weighted);
     }
-    part.sum += sum;
+#pragma unroll
+    for (int half = kSize / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int i = 0; i < half; ++i) e[i] += e[i + half];
+    part.sum += static_cast<double>(e[0]);
     part.weighted += weighted;
   }
 }
@@ -78,19 +81,19 @@ __device__ __forceinline__ void finish_row(const LogprobForward& f, int64_t r, S
                                            float temperature, float scale) {
   if (!f.first) {
     const float weighted = f.entropy != nullptr ? f.state_weighted[r] * kLog2E : 0.0f;
-    seen = merge({f.state_max[r], f.state_sum[r], weighted}, seen, scale);
+    seen = merge({f.state_max[r], weighted, f.state_sum[r]}, seen, scale);
     if (at_target != at_target) at_target = f.state_target[r];
   }
   if (f.state_max != nullptr) {
     f.state_max[r] = seen.max;
-    f.state_sum[r] = seen.sum;
+    f.state_sum[r] = static_cast<float>(seen.sum);
     if (f.entropy != nullptr) f.state_weighted[r] = seen.weighted * kLn2;
     f.state_target[r] = at_target;
   }
   if (f.last) {
     const float log_sum = log_exact(seen.sum);
     f.logprobs[r] = (at_target - seen.max) / temperature - log_sum;
-    if (f.entropy != nullptr) f.entropy[r] = log_sum - seen.weighted / seen.sum * kLn2;
+    if (f.entropy != nullptr) f.entropy[r] = log_sum - seen.weighted / static_cast<float>(seen.sum) * kLn2;
     f.lse[r] = seen.max / temperature + log_sum;
     f.row_max[r] = seen.max;
     f.log_sum[r] = at_target != at_target ? nan() : log_sum;

@@ -87,6 +87,13 @@ __device__ __forceinline__ float log_exact(float x) {
   return fmaf(n, 0.693359375f, f + tail);
 }
 
+// log(x) for a double, to the digits of a float: as x -> 1 too.
+__device__ __forceinline__ float log_exact(double x) {
+  const float high = static_cast<float>(x);
+  const float log_high = log_exact(high);
+  return is_finite(log_high) ? log_high + static_cast<float>(x - high) / high : log_high;
+}
+
 struct Tanh {
   float value, slope;  // slope = 1 - value^2, from the form that keeps its digits where value -> 1
 };

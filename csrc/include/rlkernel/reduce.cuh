@@ -8,18 +8,21 @@
 namespace rlkernel::RLKERNEL_DEVICE {
 
 // max y, sum e and sum e * u, where u = (y - max) / T * log2(e) and e = 2^u. Nothing seen yet: {-inf, 0, 0}.
+// The sum is in double, where vectors meet: as p -> 1 it is 1 and a little, and the little is the result.
 struct Softmax {
-  float max, sum, weighted;
+  float max, weighted;
+  double sum;
 };
 
-__device__ __forceinline__ Softmax nothing_seen() { return {-infinity(), 0.0f, 0.0f}; }
+__device__ __forceinline__ Softmax nothing_seen() { return {-infinity(), 0.0f, 0.0}; }
 
 // The same sums relative to a larger maximum. `scale` is log2(e) / T. A part that saw only -inf has no exponent to
 // shift by: its sum is 0, or NaN where it saw a NaN.
 __device__ __forceinline__ Softmax raised(Softmax part, float to, float scale) {
   const float shift = part.max == -infinity() ? 0.0f : (part.max - to) * scale;
   const float factor = exp2_fast(shift);
-  return {to, part.sum * factor, factor == 0.0f ? 0.0f : fmaf(part.sum, shift, part.weighted) * factor};
+  const float weighted = fmaf(static_cast<float>(part.sum), shift, part.weighted) * factor;
+  return {to, factor == 0.0f ? 0.0f : weighted, part.sum * factor};
 }
 
 // `first` and what comes after it in the row.
@@ -27,7 +30,7 @@ __device__ __forceinline__ Softmax merge(Softmax first, Softmax second, float sc
   const float max = fmaxf(first.max, second.max);
   first = raised(first, max, scale);
   second = raised(second, max, scale);
-  return {max, first.sum + second.sum, first.weighted + second.weighted};
+  return {max, first.weighted + second.weighted, first.sum + second.sum};
 }
 
 // Over the 32 lanes of a group, by a butterfly: every lane gets the same bits.

@@ -151,25 +151,41 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
 #endif
 }
 
+// One write of 4 * kWords bytes, kWords being 2 or 4. nvcc splits an assigned uint4 into four writes, __stwb stays one.
 template <int kWords>
-struct alignas(kWords * 4 < 16 ? kWords * 4 : 16) Words {
-  uint32_t word[kWords];
-};
+__device__ __forceinline__ void write_words(void* p, const uint32_t* word) {
+#if defined(RLKERNEL_EMULATION)
+  for (int i = 0; i < kWords; ++i) static_cast<uint32_t*>(p)[i] = word[i];
+#elif defined(__HIP__)
+  typedef uint32_t Vector __attribute__((ext_vector_type(kWords)));
+  Vector v;
+  for (int i = 0; i < kWords; ++i) v[i] = word[i];
+  *static_cast<Vector*>(p) = v;
+#else
+#if defined(__CUDA_ARCH__)
+  if constexpr (kWords == 4) __stwb(static_cast<uint4*>(p), make_uint4(word[0], word[1], word[2], word[3]));
+  else __stwb(static_cast<uint2*>(p), make_uint2(word[0], word[1]));
+#endif
+#endif
+}
 
 // The alignment that `write_vector` wants.
 template <class T, int kCount>
-constexpr int kWriteAlign = alignof(Words<kCount * static_cast<int>(sizeof(T)) / 4>);
+constexpr int kWriteAlign = sizeof(T) * kCount < 16 ? 8 : 16;
 
-// kCount elements in the widest writes. Not streaming: the next kernel, often a GEMM, reads them.
+// kCount elements, 8 bytes or a multiple of 16. Not streaming: the next kernel, often a GEMM, reads them.
 template <class T, int kCount>
 __device__ __forceinline__ void write_vector(T* p, const float (&values)[kCount]) {
-  Words<kCount * static_cast<int>(sizeof(T)) / 4> words;
+  constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
+  uint32_t words[kWords];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if constexpr (sizeof(T) == 4) words.word[i] = to_bits(values[i]);
-    else if (i % 2) words.word[i / 2] = pack<T>(values[i - 1], values[i]);
+    if constexpr (sizeof(T) == 4) words[i] = to_bits(values[i]);
+    else if (i % 2) words[i / 2] = pack<T>(values[i - 1], values[i]);
   }
-  *reinterpret_cast<decltype(words)*>(p) = words;
+  constexpr int kStep = kWords < 4 ? kWords : 4;
+#pragma unroll
+  for (int i = 0; i < kWords; i += kStep) write_words<kStep>(reinterpret_cast<uint32_t*>(p) + i, words + i);
 }
 
 template <class Body>

@@ -1,0 +1,253 @@
+"""The sources that CUDA and HIP compile, run on the CPU: right, one set of bits, and planted bugs are found.
+
+The tests of an op run on these kernels too (tests/backends.py); here are the kernels and the emulation alone.
+"""
+
+import subprocess
+
+import emulation
+import numpy as np
+import pytest
+
+WARPS = (32, 64)
+IGNORED = -100
+
+
+@pytest.fixture(scope="module", params=WARPS)
+def kernels(request):
+    module = emulation.module(request.param)
+    yield module
+    module.configure()
+
+
+def address(array):
+    return 0 if array is None else array.ctypes.data
+
+
+def tile_arguments(logits, target_ids, temperature, vocab_start=0, bias=None, logit_scale=1.0, softcap=0.0):
+    """What every kernel's arguments start with, for float32 rows."""
+    rows, vocab = logits.shape
+    layout = (rows, rows, 0, logits.strides[0] // 4, vocab, vocab_start)
+    targets = (address(target_ids), IGNORED)
+    return address(logits), 0, *layout, *targets, 0, temperature, address(bias), logit_scale, softcap
+
+
+def forward(kernels, logits, target_ids, temperature=1.0, tiles=1, **mapping):
+    """logprobs, entropy, lse, row_max, log_sum, with the vocabulary in `tiles` parts."""
+    rows = len(logits)
+    outputs = [np.full(rows, np.nan, np.float32) for _ in range(5)]
+    state = np.full((4, rows), np.nan, np.float32)
+    parts = np.array_split(np.arange(logits.shape[1]), tiles)
+    for i, part in enumerate(parts):
+        tile = np.ascontiguousarray(logits[:, part]) if tiles > 1 else logits
+        pointers = [state[k].ctypes.data if tiles > 1 else 0 for k in range(4)]
+        arguments = tile_arguments(tile, target_ids, temperature, int(part[0]), **mapping)
+        kernels.logprob_forward(*arguments, *pointers, i == 0, i == tiles - 1, *map(address, outputs), 0)
+    return outputs
+
+
+def backward(kernels, logits, target_ids, temperature, results, grads):
+    out = np.full_like(logits, np.nan)
+    _, entropy, _, row_max, log_sum = results
+    pointers = map(address, (*grads, entropy, row_max, log_sum, out))
+    arguments = tile_arguments(logits, target_ids, temperature)
+    kernels.logprob_backward(*arguments, *pointers, 0, 0, logits.shape[1], 0)
+    return out
+
+
+def truth(logits, target_ids, temperature, grads=(1.0, 0.0, 0.0)):
+    """logprobs, entropy, lse and the gradient of their weighted sums, in float64."""
+    z = logits.astype(np.float64) / temperature
+    top = z.max(1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(1, keepdims=True))
+    log_p = z - lse
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(1, keepdims=True)
+    onehot = np.arange(z.shape[1]) == target_ids[:, None]
+    gradient = grads[0] * (onehot - p) - grads[1] * p * (log_p + entropy) + grads[2] * p
+    return (z * onehot).sum(1) - lse[:, 0], entropy[:, 0], lse[:, 0], gradient / temperature
+
+
+def rows_of(rows, vocab, seed=0):
+    random = np.random.default_rng(seed)
+    logits = (4 * random.standard_normal((rows, vocab))).astype(np.float32)
+    return logits, random.integers(0, vocab, rows)
+
+
+def test_primitives(kernels):
+    """Votes and shuffles are as wide as the warp; a shuffle of half a wavefront stays in its half."""
+    warp = kernels.warp_size
+    expected = [sum(1 << t % warp for t in range(warp * (i // warp), warp * (i // warp + 1)) if t % 3 == 0)
+                for i in range(128)]  # fmt: skip
+    assert kernels.ballots(128) == expected
+    assert kernels.neighbours(128, 5, 32) == [i ^ 5 for i in range(128)]
+    assert kernels.neighbours(128, warp // 2, warp) == [i ^ warp // 2 for i in range(128)]
+    assert kernels.histogram(3, 96, 7) == [3 * len(range(i, 96, 7)) for i in range(7)]
+
+
+def test_elementary_functions(kernels):
+    x = np.random.default_rng(0).uniform(0, 1, 4000)
+
+    def worst_ulp(function, exact, points):
+        points = points.astype(np.float32)
+        got = np.array([function(float(v)) for v in points], np.float32)
+        right = exact(points.astype(np.float64))
+        return np.max(np.abs(got - right) / np.spacing(np.abs(right).astype(np.float32)))
+
+    assert worst_ulp(kernels.log, np.log, 1 + 1e5 * x**8) <= 1
+    assert worst_ulp(kernels.exp, np.exp, -30 * x) <= 1
+    assert worst_ulp(kernels.expm1, np.expm1, -20 * x**4) <= 4
+    assert worst_ulp(lambda v: kernels.tanh(v)[0], np.tanh, 20 * x - 10) <= 2
+    assert worst_ulp(lambda v: kernels.tanh(v)[1], lambda v: 1 / np.cosh(v) ** 2, 20 * x - 10) <= 24
+    tiny = 1e-12 * x[1:]
+    assert np.allclose([kernels.log(1 + v) for v in tiny], np.log1p(tiny), rtol=1e-3)  # p -> 1
+
+
+def test_narrow_types(kernels):
+    """Round to nearest even, denormals and overflow of fp16 as numpy's; bf16 by its definition."""
+    random = np.random.default_rng(1)
+    x = (random.standard_normal(4000) * np.exp2(random.integers(-28, 18, 4000))).astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16).astype(np.float32)
+    assert np.array_equal([kernels.through_f16(float(v)) for v in x], expected)
+    bits = x.view(np.uint32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).view(np.float32)
+    assert np.array_equal([kernels.through_bf16(float(v)) for v in x], rounded)
+    assert np.isnan(kernels.through_bf16(float("nan"))) and np.isnan(kernels.through_f16(float("nan")))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 257, 4099, 50257])
+def test_matches_fp64(kernels, vocab):
+    logits, target_ids = rows_of(5, vocab)
+    grads = np.array([0.7, -0.4, 0.3], np.float32)
+    results = forward(kernels, logits, target_ids, 0.7)
+    gradient = backward(kernels, logits, target_ids, 0.7, results, [np.full(5, g, np.float32) for g in grads])
+    logprobs, entropy, lse, expected = truth(logits, target_ids, np.float32(0.7), grads)
+    assert np.allclose(results[0], logprobs, rtol=1e-6, atol=1e-6)
+    assert np.allclose(results[1], entropy, rtol=1e-6, atol=1e-6)
+    assert np.allclose(results[2], lse, rtol=1e-6, atol=1e-6)
+    assert np.allclose(gradient, expected, rtol=2e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("vocab", [257, 4099])
+def test_bits_do_not_depend_on_the_schedule(kernels, vocab):
+    """Whatever the order of threads and blocks, and whether blocks take one row each or many."""
+    logits, target_ids = rows_of(6, vocab)
+    kernels.configure()
+    expected = forward(kernels, logits, target_ids, 0.9)
+    for seed, max_blocks in ((1, 6), (2, 6), (3, 1), (4, 2)):
+        kernels.configure(seed, max_blocks)
+        got = forward(kernels, logits, target_ids, 0.9)
+        assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True)), (seed, max_blocks)
+    kernels.configure()
+
+
+def test_bits_do_not_depend_on_the_alignment(kernels):
+    """An odd stride gives rows of each alignment: reads get narrower, elements stay with their threads."""
+    logits, target_ids = rows_of(4, 4097)
+    shifted = np.empty((4, 4099), np.float32)[:, 1:4098]
+    shifted[:] = logits
+    expected, got = forward(kernels, logits, target_ids), forward(kernels, shifted, target_ids)
+    assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_both_warp_sizes_give_the_same_bits():
+    """Reductions step through groups of 32 lanes on both, so one tree serves warps and wavefronts.
+
+    What is left between the vendors is 2^x: each has its own instruction.
+    """
+    logits, target_ids = rows_of(3, 50257)
+    results = [forward(emulation.module(warp), logits, target_ids, 1.3) for warp in WARPS]
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_state_carries_over_tiles(kernels, tiles):
+    logits, target_ids = rows_of(4, 1000)
+    logits[0, :400] = -np.inf  # a tile of nothing, then values
+    target_ids[0] = 900
+    got, whole = forward(kernels, logits, target_ids, 0.8, tiles), forward(kernels, logits, target_ids, 0.8)
+    for a, b in zip(got, whole, strict=True):
+        assert np.allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_at_the_edge(kernels):
+    """Ignored rows give 0 whatever they hold; a target outside the vocabulary, NaN, +inf, only -inf: NaN."""
+    logits, target_ids = rows_of(6, 300)
+    logits[0], target_ids[0] = np.nan, IGNORED
+    target_ids[1] = 300
+    target_ids[2] = -1
+    logits[3, 7] = np.nan
+    logits[4, 7] = np.inf
+    logits[5] = -np.inf
+    logprobs, entropy, lse, row_max, log_sum = results = forward(kernels, logits, target_ids)
+    assert all(x[0] == 0 for x in results)
+    assert np.isnan(logprobs[1:]).all() and np.isnan(log_sum[1:5]).all()
+    assert np.isfinite(lse[1:3]).all() and np.isnan(lse[3:5]).all() and lse[5] == -np.inf
+    assert np.isnan(entropy[3:]).all()
+    ones = np.ones(6, np.float32)
+    gradient = backward(kernels, logits, target_ids, 1.0, results, (ones, ones, None))
+    assert (gradient[0] == 0).all() and np.isnan(gradient[1:]).all()
+
+
+def test_unknown_arguments_are_an_error(kernels):
+    logits, target_ids = rows_of(1, 8)
+    arguments = list(tile_arguments(logits, target_ids, 1.0))
+    arguments[1] = 7  # no such dtype
+    with pytest.raises(RuntimeError, match="logprob_forward: invalid arguments"):
+        kernels.logprob_forward(*arguments, 0, 0, 0, 0, True, True, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warp", WARPS)
+def test_sanitizers_find_nothing(warp):
+    run = subprocess.run([emulation.build_driver(warp)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_a_read_out_of_bounds_is_found():
+    """The vector at a row's end read whole."""
+    driver = emulation.build_driver(32, {"vec.cuh": ("if (i >= count) break;", "(void)count;")})
+    run = subprocess.run([driver], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "heap-buffer-overflow" in run.stderr and "read_part" in run.stderr
+
+
+def broken(name, original, replacement):
+    return emulation.load(emulation.build_module(32, {name: (original, replacement)}))
+
+
+def disagreements(kernels, logits, target_ids, max_blocks):
+    """How many of eight schedules give a wrong result."""
+    expected = truth(logits, target_ids, 1.0)[0]
+    wrong = 0
+    for seed in range(8):
+        kernels.configure(seed, max_blocks)
+        wrong += not np.allclose(forward(kernels, logits, target_ids)[0], expected, atol=1e-5)
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "barrier, max_blocks",
+    [
+        ("__syncthreads();  // the partials are written", 8),
+        ("__syncthreads();  // the partials are read", 1),  # shows where a block goes on to another row
+    ],
+)
+def test_a_missing_barrier_is_found(barrier, max_blocks):
+    logits, target_ids = rows_of(8, 5000)
+    assert disagreements(emulation.module(32), logits, target_ids, max_blocks) == 0
+    emulation.module(32).configure()
+    kernels = broken("reduce.cuh", barrier, "//")
+    assert disagreements(kernels, logits, target_ids, max_blocks) > 0
+
+
+@pytest.mark.slow
+def test_a_divergent_barrier_is_found():
+    barrier = "__syncthreads();  // the partials are written"
+    kernels = broken("reduce.cuh", barrier, f"if (lane == 0) {barrier}")
+    logits, target_ids = rows_of(2, 5000)
+    with pytest.raises(RuntimeError, match=r"divergent barrier in block 0: .*\d+ threads wait at reduce.cuh"):
+        forward(kernels, logits, target_ids)
