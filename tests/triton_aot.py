@@ -1,10 +1,12 @@
 """Compile the Triton kernels for GPUs that this machine does not have: ``python tests/triton_aot.py sm_90``.
 
-Every module of ``rlkernel.triton_ops`` has ``aot_cases()``: calls on CPU tensors.  They run here with a driver that only
-names the target, and with each launch replaced by Triton's own compile without launching; so what is compiled is what
-would be launched, specialised as it would be.  Prints one JSON object: case -> kernel -> registers, spills, shared memory.
+The modules of ``rlkernel.triton_ops`` have ``aot_cases()``: calls on CPU tensors.  They run here with a
+driver that only names the target, and with each launch replaced by Triton's own compile without launching;
+so what is compiled is what would be launched, specialised as it would be.  Prints one JSON object: case ->
+kernel -> registers, spills, shared memory.
 
-Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first import.
+Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first
+import.
 """
 
 import importlib
@@ -47,16 +49,15 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"{package.__name__}.{name}") for name in names]
 
 
-def kernels(module: ModuleType) -> dict[str, JITFunction]:
-    """The functions of ``module`` that are launched; a device function is one that another function calls."""
-    own = {
-        name: f for name, f in vars(module).items() if isinstance(f, JITFunction) and f.fn.__module__ == module.__name__
-    }
-    sources = {name: f.src for name, f in own.items()}
-    called = {
-        name for name in own for other, source in sources.items() if other != name and re.search(rf"\b{name}\(", source)
-    }
-    return {name: f for name, f in own.items() if name not in called}
+def kernels(modules: list[ModuleType]) -> list[str]:
+    """The functions that are launched: those that no other function calls."""
+    functions = {f.fn.__name__: f for m in modules for f in vars(m).values() if isinstance(f, JITFunction)}
+    sources = {name: f.src for name, f in functions.items()}
+    return sorted(
+        name
+        for name in functions
+        if not any(re.search(rf"\b{name}\(", text) for other, text in sources.items() if other != name)
+    )
 
 
 def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
@@ -83,7 +84,8 @@ def resources(binary: Any) -> dict[str, int]:
     if "hsaco" in binary.asm:
         text = binary.asm["amdgcn"]
         field = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
-        spilled = field["vgpr_spill_count"] + field["private_segment_fixed_size"]  # scalars spill into vector registers
+        # scalar registers spill into vector registers, which costs no memory
+        spilled = field["vgpr_spill_count"] + field["private_segment_fixed_size"]
         return {"registers": field["vgpr_count"], "spilled": spilled, "shared": binary.metadata.shared}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -117,10 +119,14 @@ def main(target: str) -> None:
     if TARGETS[target].backend == "hip":
         torch.version.hip = "7"  # what the launch plans ask
     found = modules()
-    cases = {f"{m.__name__.split('.')[-1]}: {name}": call for m in found for name, call in m.aot_cases().items()}
+    cases = {
+        f"{module.__name__.split('.')[-1]}: {name}": call
+        for module in found
+        for name, call in getattr(module, "aot_cases", dict)().items()
+    }
     report = {
         "cases": compile_cases(cases),
-        "kernels": sorted(name for m in found for name in kernels(m)),
+        "kernels": kernels(found),
         "planted": compile_cases({"planted": planted})["planted"]["spilling_kernel"],
     }
     json.dump(report, sys.stdout)

@@ -1,9 +1,10 @@
 """Corrections of Triton's interpreter, which is wrong for bf16 (upstream closes that as unsupported).
 
-The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardware rounds to nearest even, multiplies the
-raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install`` makes each of them compute in
-fp32 and round once.  It also looks the language up once a launch, not once a call of a device function (ten times
-faster), and silences NumPy's warnings for what a GPU computes without comment: inf - inf, 0 / 0.
+The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardware rounds to nearest even,
+multiplies the raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install``
+makes each of them compute in fp32 and round once.  It also looks the language up once a launch, not once a
+call of a device function (ten times faster), and silences NumPy's warnings for what a GPU computes without
+comment: inf - inf, 0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
@@ -36,7 +37,7 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
 
 
 def fp32_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even; a NaN becomes the canonical one, whose payload cannot carry into the exponent."""
+    """Round to nearest, ties to even; NaN becomes the canonical one, whose payload cannot carry over."""
     bits = np.array(x, dtype=np.float32, order="C").view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
@@ -94,7 +95,7 @@ def _correct_arithmetic(interpreter: Any) -> None:
 
         setattr(builder, name, op)
 
-    # ternary_op is also tl.where, whose last operand has the type of the result; widening and rounding change nothing there
+    # ternary_op is also tl.where, to which widening and rounding change nothing
     for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_dot"):
         through_fp32(name)
 
@@ -115,7 +116,9 @@ def _correct_reductions(interpreter: Any) -> None:
 
         def apply_impl(self: Any, tensors: Any) -> Any:
             low = [t.dtype == tl.bfloat16 for t in tensors]
-            result = plain(self, tuple(converted(t, False) if b else t for t, b in zip(tensors, low, strict=True)))
+            result = plain(
+                self, tuple(converted(t, False) if b else t for t, b in zip(tensors, low, strict=True))
+            )
             if not isinstance(result, (tuple, list)):
                 return converted(result, True) if low[0] else result
             return tuple(converted(r, True) if b else r for r, b in zip(result, low, strict=False))
@@ -126,7 +129,8 @@ def _correct_reductions(interpreter: Any) -> None:
     through_fp32(interpreter.ScanOps)
 
     min_max = interpreter.ReduceOps.min_max
-    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # nanmax warns of rows that are NaN throughout
+    # nanmax warns of rows that are NaN throughout
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
     def quiet_min_max(self: Any, tensors: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         return min_max(self, tensors, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)

@@ -1,13 +1,16 @@
-"""``linear_logprob`` over Triton: library GEMMs with the kernels of ``logprob``, or one fused kernel for the forward pass.
+"""``linear_logprob`` over Triton: library GEMMs with the kernels of ``logprob``, or one fused forward kernel.
 
 ``algorithm="auto"`` is "tiled": no result file shows yet that the fused kernel is faster on some device.
 
-The fused kernel multiplies a block of tokens with one part of the vocabulary, block by block, and keeps only each row's
-running maximum and sums, so the logits never reach memory.  The parts depend on V alone and are merged in their order by a
-second kernel: a row's bits do not depend on the number of tokens.  Its FLOPs are those of one GEMM, ``2 N H V``.
+The fused kernel multiplies a block of tokens with one part of the vocabulary, block by block, and keeps
+only each row's running maximum and sums, so the logits never reach memory.  The parts depend on V alone and
+are merged in their order by a second kernel: a row's bits do not depend on the number of tokens.  Its FLOPs
+are those of one GEMM, ``2 N H V``; its bytes those of the weight, once per block of tokens from L2, and 16
+per token and part.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -16,14 +19,21 @@ from torch import Tensor
 
 from rlkernel import tiles, workspace
 from rlkernel.triton_ops import logprob as kernels
-from rlkernel.triton_ops.logprob import (
-    DTYPES, LOG2E, finish, finite_or_zero, load_temperature, merge, shift_from, transform,
-)  # fmt: skip
+from rlkernel.triton_ops.logprob_kernels import (
+    LOG2E,
+    MAX_VOCAB,
+    finish,
+    finite_or_zero,
+    load_temperature,
+    merge,
+    shift_from,
+    transform,
+)
 
 LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-PART = 4096  # vocabulary entries of one program: enough programs for a GPU, 16 bytes per token and part to merge
+PART = 4096  # vocabulary entries of one program: many programs for a GPU, few sums to merge
 MERGED_ROWS = 64
 
 
@@ -37,14 +47,14 @@ def unsupported(
 ) -> list[str]:
     reasons = kernels.device_reasons(hidden)
     compute_dtype = compute_dtype or torch.promote_types(hidden.dtype, weight.dtype)
-    if compute_dtype not in DTYPES:
+    if compute_dtype not in kernels.DTYPES:
         reasons.append(f"the product must be in float32, float16 or bfloat16, got {compute_dtype}")
-    if weight.shape[0] > kernels.MAX_VOCAB:
-        reasons.append(f"the vocabulary must be at most {kernels.MAX_VOCAB}, got {weight.shape[0]}")
+    if weight.shape[0] > MAX_VOCAB:
+        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {weight.shape[0]}")
     if algorithm == "fused" and compute_dtype == torch.float32:
-        reasons.append("algorithm 'fused' needs float16 or bfloat16: tensor cores would round float32 to TF32")
+        reasons.append("algorithm 'fused' needs float16 or bfloat16: tensor cores round float32 to TF32")
     if algorithm == "fused" and weight.stride(-1) != 1 and weight.shape[1] > 1:
-        reasons.append(f"algorithm 'fused' needs rows of weight that are dense, got strides {weight.stride()}")
+        reasons.append(f"algorithm 'fused' needs dense rows of weight, got strides {weight.stride()}")
     return reasons
 
 
@@ -65,18 +75,19 @@ def forward(
 ) -> LinearStats:
     if algorithm != "fused":
         return tiles.forward(
-            kernels, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
-            logits_dtype, compute_dtype, need_direction,
+            kernels, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
+            return_entropy, logits_dtype, compute_dtype, need_direction,
         )  # fmt: skip
     stats = _fused(
-        hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy, logits_dtype,
-        compute_dtype,
+        hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
+        logits_dtype, compute_dtype,
     )  # fmt: skip
     direction = None
     if need_direction:  # d logprobs / d hidden is the backward pass of ones
         direction, _, _ = backward(
-            torch.ones_like(stats[0]), None, None, hidden, weight, bias, target_ids, temperature, logit_scale, softcap,
-            ignore_index, logits_dtype, compute_dtype, stats[1], stats[3], stats[4], None, (True, False, False),
+            torch.ones_like(stats[0]), None, None, hidden, weight, bias, target_ids, temperature, logit_scale,
+            softcap, ignore_index, logits_dtype, compute_dtype, stats[1], stats[3], stats[4], None,
+            (True, False, False),
         )  # fmt: skip
     return *stats, direction
 
@@ -102,8 +113,9 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Grads:
     return tiles.backward(
-        kernels, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature, logit_scale, softcap,
-        ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction, needs,
+        kernels, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature,
+        logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction,
+        needs,
     )  # fmt: skip
 
 
@@ -122,8 +134,7 @@ def _fused(
 ) -> kernels.Stats:
     n, size = hidden.shape
     vocab = weight.shape[0]
-    stats = [torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(5)]
-    outputs = (stats[0], stats[1] if return_entropy else None, *stats[2:])
+    outputs = kernels.empty_stats(target_ids.shape, hidden.device, return_entropy)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     target_ids = target_ids.contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -137,14 +148,14 @@ def _fused(
         ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(temperature)
         t = None if t is None else t[start : start + rows]
         with torch.cuda.device_of(hidden):
-            _product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
-                hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids, ignore_index,
-                t, scalar_t, bias, scale, softcap, part,
+            product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
+                hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids,
+                ignore_index, t, scalar_t, bias, scale, softcap, part,
                 ENTROPY=return_entropy, COMPUTE=_tl(compute_dtype), LOGITS=_tl(logits_dtype), PART=PART,
                 WHOLE_K=size % block["BK"] == 0, **block,
                 num_warps=warps, num_stages=stages, enable_fp_fusion=False,
             )  # fmt: skip
-            _merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
+            merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
                 part, rows, vocab, parts, ids, ignore_index, t, scalar_t,
                 *(None if x is None else x[start : start + rows] for x in outputs),
                 PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
@@ -153,7 +164,7 @@ def _fused(
 
 
 def _product_plan(size: int) -> tuple[dict[str, int], int, int]:
-    """Tile, warps and stages of the product; never from the number of tokens, or a row's bits would depend on it."""
+    """Tile, warps and stages of the product: never from N, or a row's bits would depend on it."""
     if size % 16:  # rows that cannot be loaded 16 bytes at a time pass through registers
         return {"BM": 64, "BN": 64, "BK": 32}, 4, 2
     # 96 KiB of shared memory; AMD has 64 KiB, and its stages stay in registers but for one
@@ -165,11 +176,12 @@ def _tl(dtype: torch.dtype) -> tl.dtype:
 
 
 @triton.jit(do_not_specialize=["N", "V", "ignore_index"])
-def _product_kernel(
-    hidden, hidden_stride: tl.int64, weight, weight_stride: tl.int64, N, V, H, target_ids, ignore_index: tl.int64,
+def product_kernel(
+    hidden, hidden_stride: tl.int64, weight, weight_stride: tl.int64, N, V, H,
+    target_ids, ignore_index: tl.int64,
     temperatures, temperature: tl.float64, bias, logit_scale, softcap, part,
-    ENTROPY: tl.constexpr, COMPUTE: tl.constexpr, LOGITS: tl.constexpr, PART: tl.constexpr, WHOLE_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ENTROPY: tl.constexpr, COMPUTE: tl.constexpr, LOGITS: tl.constexpr, PART: tl.constexpr,
+    WHOLE_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     # neighbours in the grid take the same part of the vocabulary, so that the weight is read from L2
     blocks = tl.cdiv(N, BM)
@@ -213,7 +225,7 @@ def _product_kernel(
         d = (y - safe[:, None]) * c[:, None]
         e = tl.exp2(d)
         if ENTROPY:
-            weighted = tl.sum(e * tl.maximum(d, -150.0), axis=1)  # 2**-150 is 0 in fp32, and 0 * -inf would be NaN
+            weighted = tl.sum(e * tl.maximum(d, -150.0), axis=1)  # as in logprob: 0 * -inf would be NaN
             w = tl.fma(tl.fma(s, shift, w), a_row, weighted)
         s = tl.fma(s, a_row, tl.sum(e, axis=1))
         m = top
@@ -226,7 +238,7 @@ def _product_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "V", "parts", "ignore_index"])
-def _merge_kernel(
+def merge_kernel(
     part, N, V, parts, target_ids, ignore_index: tl.int64, temperatures, temperature: tl.float64,
     logprobs, entropy, lse, row_max, log_sum,
     PART: tl.constexpr, ROWS: tl.constexpr,
@@ -264,8 +276,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def run(dtype: torch.dtype, size: int, entropy: bool, head: bool, per_row: bool) -> None:
         hidden, weight = torch.empty(2, size, dtype=dtype), torch.empty(50, size, dtype=dtype)
         t = torch.ones(2) if per_row else 0.7
-        options = (torch.ones(50), torch.zeros(2, dtype=torch.int64), t, 0.5, 30.0) if head else (
-            None, torch.zeros(2, dtype=torch.int64), t, 1.0, None)  # fmt: skip
+        ids = torch.zeros(2, dtype=torch.int64)
+        options: Any = (torch.ones(50), ids, t, 0.5, 30.0) if head else (None, ids, t, 1.0, None)
         _fused(hidden, weight, *options, -100, entropy, torch.float32, dtype)
 
     fp16, bf16 = torch.float16, torch.bfloat16

@@ -1,0 +1,123 @@
+"""The corrections of Triton's interpreter, on which every other test of a Triton kernel rests."""
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels run on a GPU here, not in the interpreter", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+# ties to both sides, overflow to infinity, subnormals, NaN with a payload that rounding would carry away
+BITS = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00000001, 0x00008001, 0x80018000, 0x7F800000, 0x7FFFFFFF]
+AWKWARD = torch.tensor(BITS, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+@triton.jit
+def cast_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def round_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i).to(tl.bfloat16, fp_downcast_rounding="rtne"))
+
+
+@triton.jit
+def dot_kernel(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    x, y = tl.load(a + m[:, None] * K + k[None, :]), tl.load(b + k[:, None] * N + n[None, :])
+    tl.store(c + m[:, None] * N + n[None, :], tl.dot(x, y))
+
+
+@triton.jit
+def arithmetic_kernel(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(out + i, a + b)
+    tl.store(out + N + i, a * b - 1.0)
+    tl.store(out + 2 * N + i, tl.where(a < b, a, b))
+    tl.store(out + 3 * N + i, tl.abs(a))
+    tl.store(out + 4 * N + i, tl.maximum(a, b))
+
+
+@triton.jit
+def reduce_kernel(x, out, N: tl.constexpr):
+    row = tl.load(x + tl.arange(0, N))
+    tl.store(out, tl.sum(row, axis=0))
+    tl.store(out + 1, tl.max(row, axis=0))
+    tl.store(out + 2, tl.min(row, axis=0))
+
+
+@triton.jit
+def largest(x, N: tl.constexpr):
+    return tl.max(tl.load(x + tl.arange(0, N)), axis=0)
+
+
+@triton.jit
+def calling_kernel(x, out, N: tl.constexpr):
+    tl.store(out, largest(x, N))
+
+
+def test_fp32_to_bf16_rounds_to_nearest_even():
+    x = torch.cat([torch.randn(1016) * 1e3, AWKWARD])
+    for kernel in (cast_kernel, round_kernel):
+        y = torch.empty(1024, dtype=torch.bfloat16)
+        kernel[(1,)](x, y, N=1024)
+        assert torch.equal(y.isnan(), x.isnan())
+        torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_bf16_to_other_dtypes(dtype):
+    x = torch.randn(256).bfloat16()
+    y = torch.empty(256, dtype=dtype)
+    cast_kernel[(1,)](x, y, N=256)
+    assert torch.equal(y, x.to(dtype))
+    back = torch.empty(256, dtype=torch.bfloat16)
+    cast_kernel[(1,)](y, back, N=256)
+    assert torch.equal(back, y.bfloat16())
+
+
+def test_bf16_dot_accumulates_in_fp32():
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
+    c = torch.empty(16, 16)
+    dot_kernel[(1,)](a, b, c, M=16, N=16, K=32)
+    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-6, atol=1e-5)
+
+
+def test_bf16_arithmetic_rounds_once():
+    x, y = torch.randn(128).bfloat16(), torch.randn(128).bfloat16()
+    out = torch.empty(5, 128, dtype=torch.bfloat16)
+    arithmetic_kernel[(1,)](x, y, out, N=128)
+    expected = torch.stack([x + y, x * y - 1.0, torch.minimum(x, y), x.abs(), torch.maximum(x, y)])
+    assert torch.equal(out, expected)
+
+
+def test_bf16_reductions():
+    x = torch.randn(64).bfloat16()
+    out = torch.empty(3)
+    reduce_kernel[(1,)](x, out, N=64)
+    assert out[0].item() == x.float().sum().bfloat16().item()
+    assert (out[1].item(), out[2].item()) == (x.max().item(), x.min().item())
+
+
+def test_rows_of_nan_warn_of_nothing(recwarn):
+    x, out = torch.full((8,), float("nan")), torch.empty(3)
+    reduce_kernel[(1,)](x, out, N=8)
+    assert out.isnan().all()
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+def test_device_functions_and_the_language_after_a_launch():
+    from triton.language.core import is_builtin
+
+    x, out = torch.randn(8), torch.empty(1)
+    calling_kernel[(1,)](x, out, N=8)
+    assert out.item() == x.max().item()
+    assert is_builtin(tl.load) and is_builtin(tl.core.load), "a launch must leave the language as it found it"
