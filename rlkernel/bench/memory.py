@@ -1,7 +1,7 @@
 """Peak extra memory of a call: what it holds at its worst, beyond what was there when it began.
 
 On a GPU the caching allocator's own statistics. On a CPU every allocation and release of PyTorch's CPU
-allocator, in order: exact to the byte, with scratch inside operators, but blind to what a library takes elsewhere.
+allocator, in order: exact to the byte, also inside operators, but blind to what a library takes elsewhere.
 ``peak_resident`` sees that too, from the kernel's high-water mark, to the page and only for large blocks.
 """
 
