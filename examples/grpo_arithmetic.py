@@ -1,10 +1,10 @@
 """Teach a small transformer to add, with TRL's GRPOTrainer: once as it is, once under rlkernel.patch_trl().
 
     python examples/grpo_arithmetic.py             # the whole curve, several minutes on two cores
-    python examples/grpo_arithmetic.py --short     # over a minute; `make bench` runs this
+    python examples/grpo_arithmetic.py --short     # its beginning, about a minute; `make bench` runs this
 
 Everything is made on the spot: a character tokenizer, a two-layer Qwen2 whose vocabulary is padded to 32,768
-rows, so that the head weighs as much as it does in a real model, and sums of two digits. A supervised warm-up
+rows, so that the head weighs as much as it does in a real model, and the sums up to 5+5. A supervised warm-up
 of a second or two teaches the format and some of the sums. Both runs then start from the same weights and the
 same seed, each in a process of its own, and GRPO has one reward: 1 if the completion is the sum, else 0.
 
@@ -332,10 +332,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="24 steps on the sums up to 5+5")
-    parser.add_argument("--steps", type=int, help="GRPO steps of each run (default 100, or 24)")
-    parser.add_argument("--largest", type=int, help="largest number to add, at most 9 (default 9, or 5)")
-    parser.add_argument("--batch", type=int, help="completions a step (default 256, or 128)")
+    parser.add_argument("--short", action="store_true", help="fewer and smaller steps")
+    parser.add_argument("--steps", type=int, help="GRPO steps of each run (default 64; 24 with --short)")
+    parser.add_argument("--largest", type=int, default=5, help="largest number to add, at most 9")
+    parser.add_argument("--batch", type=int, help="completions a step (default 256; 128 with --short)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, help="steps a line of the curve (default: an eighth)")
@@ -348,8 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.steps = args.steps or (24 if args.short else 100)
-    args.largest = args.largest or (5 if args.short else 9)
+    args.steps = args.steps or (24 if args.short else 64)
     args.batch = args.batch or (128 if args.short else 256)
     args.every = args.every or max(1, args.steps // 8)
     return args

@@ -79,7 +79,7 @@ def patch() -> TrlPatch:
     utils = _supported_utils()
     result = TrlPatch()
     head = _checked(utils, HEAD, HEAD_PARAMETERS)
-    result.replace(utils, HEAD, _Head(head, result, utils.maybe_gather_lm_head_ctx), expected=head)
+    result.replace(utils, HEAD, _Head(head, result, utils), expected=head)
     for name, make in _HELPERS.items():
         original = _checked(utils, name, HELPER_PARAMETERS[name])
         result.replace_everywhere("trl", name, make(original, result), expected=original)
@@ -125,8 +125,8 @@ def _checked(utils: ModuleType, name: str, parameters: tuple[str, ...]) -> Any:
 class _Head:
     """Stands in for TRL's ``ChunkedLogProbFunction``, of which only ``apply`` is used."""
 
-    def __init__(self, original: Any, patch: TrlPatch, gather: Callable[..., Any]) -> None:
-        self.original, self.patch, self.gather = original, patch, gather
+    def __init__(self, original: Any, patch: TrlPatch, utils: ModuleType) -> None:
+        self.original, self.patch, self.utils = original, patch, utils
 
     def __repr__(self) -> str:
         return "rlkernel.linear_logprob"
@@ -151,7 +151,7 @@ class _Head:
                 final_logit_softcapping, logit_scale, outputs,
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
-        with _hidden_dtype(hidden, weight), _gathered_again(self.gather, weight, bias):
+        with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
             scores = linear_logprob(
                 hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
                 softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
@@ -183,7 +183,7 @@ def _hidden_dtype(hidden: Tensor, weight: Tensor) -> contextlib.AbstractContextM
 
 
 @contextlib.contextmanager
-def _gathered_again(gather: Callable[..., Any], *head: Tensor | None) -> Iterator[None]:
+def _gathered_again(utils: ModuleType, *head: Tensor | None) -> Iterator[None]:
     """Under ZeRO-3, backward finds the head gathered as forward did.
 
     TRL's fused head gathers the partitioned parameters around forward only, and their memory is gone when
@@ -201,7 +201,7 @@ def _gathered_again(gather: Callable[..., Any], *head: Tensor | None) -> Iterato
     def unpack(packed: Tensor | tuple[Tensor]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        with gather(packed[0]):
+        with utils.maybe_gather_lm_head_ctx(packed[0]):
             return packed[0].data  # keeps the memory for this backward when the parameter lets go of it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
