@@ -36,10 +36,12 @@ bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and spe
 
 lint: $(DONE)/build $(DONE)/lint  ## ruff and mypy
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-format: $(DONE)/lint  ## what ruff can repair by itself
+format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
 
 docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
 	@$(PY) -m mkdocs build --strict --site-dir build/site

@@ -110,14 +110,12 @@ def cuda_part(build_dir: Path) -> Part:
         codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
         archs.append(f"{newest}+PTX")
     compiler = (
-        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
+        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo -Xfatbin=-compress-all "
         f"--threads {len(codes)} {' '.join(codes)} {INCLUDE}"
     )
     linker = f"{nvcc} -ccbin {CXX} -shared -cudart static"
     probe(build_dir, ".cu", compiler, linker)
     sources = [("nvcc", source, "", "") for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    if not sources:
-        raise Unavailable("csrc/cuda has no sources")
     return Part({"nvcc": f"{compiler} -MD -MF $out.d -c $in -o $out"}, sources, archs, linker)
 
 
@@ -178,8 +176,8 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
             add(*source)
     linker = parts["cuda"].linker if "cuda" in parts else f"{CXX} -shared"
     libraries = " ".join(part.libraries for part in parts.values())
-    # -fopenmp is not given to the linker: rlkernel/native/__init__.py binds torch's OpenMP runtime; a second one
-    # in the process would bring its own threads and its own idea of how many there are.
+    # -fopenmp is not given to the linker: rlkernel/native/__init__.py binds torch's OpenMP runtime; a second
+    # one in the process would bring its own threads and its own idea of how many there are.
     lines = [f"builddir = {build_dir}"]
     for rule, command in rules.items():
         lines.extend([f"rule {rule}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"])

@@ -1,6 +1,7 @@
-"""The compiled kernels. A pointer is an int, 0 for null; the arguments are the structs of csrc/include/rlkernel/logprob.h.
+"""The compiled kernels. A pointer is an int, 0 for null.
 
-The functions of CUDA and HIP exist where those parts were built; `rlkernel.native.kernels_for` picks by device.
+The arguments are the structs of csrc/include/rlkernel/logprob.h. The functions of CUDA and HIP exist where
+those parts were built; `rlkernel.native.kernels_for` picks by device.
 """
 
 def built() -> dict[str, list[str]]:

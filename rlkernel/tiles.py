@@ -93,7 +93,7 @@ def forward(
                     state[0, a:b],
                     exps,
                 )
-                if not first:
+                if before is not None and not first:
                     _rescale(direction[a:b], before, state[0, a:b], tt)
                 scratch.accumulate(direction[a:b], exps, w, first)
     if direction is not None and n:
@@ -171,7 +171,7 @@ def backward(
                 scratch.accumulate(dw, dz.T, h, a == 0)
             if dbias is not None:
                 dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
-        if dw_slice is not None and dw is not dw_slice:
+        if dw is not None and dw_slice is not None and dw is not dw_slice:
             dw_slice.copy_(dw)
     if dhidden is not None and dhidden.dtype != hidden.dtype:
         dhidden = _narrow(dhidden, hidden.dtype)
@@ -347,7 +347,7 @@ def _dense(part: Tensor, rows: int, columns: int) -> Tensor:
     return part.view(-1)[: rows * columns].view(rows, columns)
 
 
-def _rescale(direction: Tensor, before: Tensor | None, after: Tensor, t: float | Tensor) -> None:
+def _rescale(direction: Tensor, before: Tensor, after: Tensor, t: float | Tensor) -> None:
     same = before == after  # also where both are -inf, whose difference is NaN
     direction.mul_(torch.where(same, 1, ((before - after) / t).exp())[:, None])
 

@@ -1,4 +1,5 @@
 """Triton kernels: the portable GPU path, one module per op."""
 
-if __name__ != "rlkernel.triton_ops":  # a second copy of every kernel would be compiled and cached under another name
+# A second copy of every kernel would be compiled and cached under another name.
+if __name__ != "rlkernel.triton_ops":
     raise ImportError("import rlkernel.triton_ops, not triton_ops")

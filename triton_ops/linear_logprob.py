@@ -276,9 +276,13 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def run(dtype: torch.dtype, size: int, entropy: bool, head: bool, per_row: bool) -> None:
         hidden, weight = torch.empty(2, size, dtype=dtype), torch.empty(50, size, dtype=dtype)
         t = torch.ones(2) if per_row else 0.7
-        ids = torch.zeros(2, dtype=torch.int64)
-        options: Any = (torch.ones(50), ids, t, 0.5, 30.0) if head else (None, ids, t, 1.0, None)
-        _fused(hidden, weight, *options, -100, entropy, torch.float32, dtype)
+        options: dict[str, Any] = {"bias": None, "logit_scale": 1.0, "softcap": None}
+        if head:
+            options = {"bias": torch.ones(50), "logit_scale": 0.5, "softcap": 30.0}
+        _fused(
+            hidden, weight, target_ids=torch.zeros(2, dtype=torch.int64), temperature=t, ignore_index=-100,
+            return_entropy=entropy, logits_dtype=torch.float32, compute_dtype=dtype, **options,
+        )  # fmt: skip
 
     fp16, bf16 = torch.float16, torch.bfloat16
     return {

@@ -254,11 +254,12 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.ones(2)
 
-    def head_tile(vocab: int, dtype: torch.dtype, head: bool) -> tuple[Tensor, Any]:
+    def head_tile(vocab: int, dtype: torch.dtype, head: bool) -> dict[str, Any]:
         tile, ids, t = rows(vocab, dtype)
+        shared = {"tile": tile, "vocab_start": 4096, "target_ids": ids, "ignore_index": -100}
         if head:
-            return tile, (4096, ids, t, -100, torch.ones(vocab), 0.5, 30.0)
-        return tile, (4096, ids, 1.0, -100, None, 1.0, None)
+            return shared | {"temperature": t, "bias": torch.ones(vocab), "logit_scale": 0.5, "softcap": 30.0}
+        return shared | {"temperature": 1.0, "bias": None, "logit_scale": 1.0, "softcap": None}
 
     def run_forward(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool) -> None:
         tile, ids, t = rows(vocab, dtype)
@@ -272,16 +273,18 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         backward(g_logprobs, g_entropy, g_lse, tile, ids, t if per_row else 0.7, -100, t, t, t, True)
 
     def run_tile_forward(dtype: torch.dtype, head: bool, first: bool, last: bool) -> None:
-        tile, options = head_tile(8192, dtype, head)
-        tile_forward(tile, *options, torch.ones(4, 2), first, last, (torch.ones(2),) * 5)
+        state, outputs = torch.ones(4, 2), (torch.ones(2),) * 5
+        tile_forward(**head_tile(8192, dtype, head), state=state, first=first, last=last, outputs=outputs)
 
     def run_tile_backward(dtype: torch.dtype, out_dtype: torch.dtype, head: bool) -> None:
-        tile, options = head_tile(8192, dtype, head)
-        tile_backward(tile, *options, *(torch.ones(2),) * 6, torch.empty_like(tile, dtype=out_dtype))
+        arguments = head_tile(8192, dtype, head)
+        names = ("grad_logprobs", "grad_entropy", "grad_lse", "entropy", "row_max", "log_sum")
+        arguments |= dict.fromkeys(names, torch.ones(2))
+        tile_backward(**arguments, out=torch.empty(2, 8192, dtype=out_dtype))
 
     def run_tile_exp(out_dtype: torch.dtype, head: bool) -> None:
-        tile, options = head_tile(8192, torch.float32, head)
-        tile_exp(tile, *options, torch.ones(2), torch.empty_like(tile, dtype=out_dtype))
+        arguments = head_tile(8192, torch.float32, head)
+        tile_exp(**arguments, row_max=torch.ones(2), out=torch.empty(2, 8192, dtype=out_dtype))
 
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     everything = "logprobs entropy lse"

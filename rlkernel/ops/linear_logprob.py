@@ -160,7 +160,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
         temperature, *scalars = ctx.scalars
         t = per_row if per_row is not None else temperature
-        result = _backward(
+        result = _backward(  # type: ignore[call-arg]
             ctx.impl, grads, hidden, weight, bias, target_ids, t, *scalars, entropy, row_max, log_sum,
             direction,
             needs,
