@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 ARGS ?=
 
 comma := ,
