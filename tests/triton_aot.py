@@ -9,6 +9,7 @@ Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: T
 import.
 """
 
+import contextlib
 import importlib
 import json
 import pkgutil
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +62,9 @@ def kernels(modules: list[ModuleType]) -> list[str]:
     )
 
 
-def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+@contextlib.contextmanager
+def compiling_only() -> Iterator[list[tuple[str, Any]]]:
+    """Launches compile and do nothing else; the list gets a pair (kernel name, binary) of each."""
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -69,14 +73,43 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
     JITFunction.run = compile_only
     try:
-        report = {}
-        for name, call in cases.items():
-            compiled.clear()
-            call()
-            report[name] = {kernel: resources(binary) for kernel, binary in compiled}
-        return report
+        yield compiled
     finally:
         JITFunction.run = run
+
+
+def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    report = {}
+    for name, call in cases.items():
+        with compiling_only() as compiled:
+            call()
+        report[name] = {kernel: resources(binary) for kernel, binary in compiled}
+    return report
+
+
+def binaries_of_varied_calls() -> dict[str, int]:
+    """How many binaries of each kernel it takes to change what changes from one training step to the next."""
+    from rlkernel.triton_ops import linear_logprob, logprob
+
+    hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
+    with compiling_only() as compiled:
+        for batch, length, t, ignore in (
+            (1, 1, 1.0, -100),
+            (2, 16, 0.7, 0),
+            (3, 17, 2.0, 1),
+            (16, 1, 1e-3, 16),
+        ):
+            n = batch * length
+            logits = torch.empty(batch, length + 1, 256)[:, :-1]
+            ids, rows = torch.zeros(batch, length, dtype=torch.int64), torch.ones(batch, length)
+            logprob.forward(logits, ids, t, ignore, True)
+            logprob.backward(rows, rows, rows, logits, ids, t, ignore, rows, rows, rows, True)
+            linear_logprob.forward(
+                hidden[:n], weight, None, ids.view(-1), t, 1.0, None, ignore, True, torch.float32,
+                torch.bfloat16, "fused", False,
+            )  # fmt: skip
+    names = {name for name, _ in compiled}
+    return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
 
 def resources(binary: Any) -> dict[str, int]:
@@ -127,6 +160,7 @@ def main(target: str) -> None:
     report = {
         "cases": compile_cases(cases),
         "kernels": kernels(found),
+        "binaries": binaries_of_varied_calls(),
         "planted": compile_cases({"planted": planted})["planted"]["spilling_kernel"],
     }
     json.dump(report, sys.stdout)
