@@ -178,12 +178,21 @@ def test_prediction_of_an_affine_peak_is_exact():
     assert memory.predict(lambda rows: 1000, 4096) == 1000
 
 
-def test_calls_take_turns_forwards_and_backwards():
+def test_calls_take_turns_forwards_and_backwards(monkeypatch):
+    monkeypatch.setattr(measure, "_MAX_ROUNDS", 4)
     seen = []
     calls = {name: lambda name=name: seen.append(name) for name in "AB"}
-    times = measure.interleave(calls, "cpu", seconds=0, rounds=4)
+    times = measure.interleave(calls, "cpu", seconds=10)
     assert "".join(seen) == "AB" + "ABBAABBA"  # warm-up, then the rounds
     assert [len(t) for t in times.values()] == [4, 4]
+
+
+def test_a_call_that_takes_too_long_is_timed_once():
+    import time
+
+    calls = {"slow": lambda: time.sleep(0.02), "quick": lambda: None}
+    times = measure.interleave(calls, "cpu", seconds=0.01, rounds=3)
+    assert len(times["slow"]) == 1 and len(times["quick"]) >= 3
 
 
 def test_time_limit_interrupts_and_restores():

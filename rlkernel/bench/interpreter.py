@@ -17,7 +17,7 @@ from rlkernel.bench.run import Row, Settings
 
 BACKEND = "triton"
 PRESET = "tiny"
-_LIMIT = 60
+_LIMIT = 300
 
 
 def wanted(options: Namespace, settings: Settings, benchmarks: Mapping[str, ModuleType]) -> bool:

@@ -20,19 +20,24 @@ def interleave(
     """Seconds of every call in each of at least ``rounds`` rounds, and in more while they fit in ``seconds``.
 
     The calls take turns, forwards and backwards (A B C, C B A, ...), so that whatever else the machine does
-    falls on all of them alike and their ratios hold even where their times do not.
+    falls on all of them alike and their ratios hold even where their times do not. A call that takes longer
+    than ``seconds`` is timed once.
     """
     watch = _gpu_seconds if device == "cuda" else _cpu_seconds
     order = list(calls)
     times: dict[str, list[float]] = {name: [] for name in order}
+    once = set()
     for name in order:
-        calls[name]()  # compiles, allocates, fills caches
+        if _cpu_seconds(calls[name]) > seconds:  # the warm-up: compiles, allocates, fills caches
+            once.add(name)
     began = time.perf_counter()
     for done in range(_MAX_ROUNDS):
         spent = time.perf_counter() - began
         if done >= rounds and spent * (done + 1) / done > seconds:
             break
         for name in order if done % 2 == 0 else reversed(order):
+            if name in once and done:
+                continue
             times[name].append(watch(calls[name]))
     return times
 

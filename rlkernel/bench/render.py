@@ -11,6 +11,7 @@ LEGEND = (
     "error: largest deviation of an output from fp64; forward+backward: relative error of the worst gradient",
     "peer columns: the peer's time / ours (2.0x: we are twice as fast); floor: least possible time / ours",
 )
+ERROR_LEGEND = "peer columns: the peer's error (in brackets: divided by ours)"
 CARD = 80 * GIB
 Peak = tuple[int | None, str]  # bytes, and why it did not run
 
@@ -36,26 +37,14 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return made
 
 
+HEAD = ["case", "dtype", "backend", "pass", "error", "torch's", "ms", "rate", "floor", "extra MiB"]
+
+
 def _op_table(op: str, rows: list[Row]) -> Table:
+    """What was measured, without columns that would be empty; of each peer the time, else the error."""
     ran = [row for row in rows if not row["skipped"]]
-    peers = [
-        p
-        for p in _peers(rows)
-        if any(row["seconds"] and row["peers"][p]["seconds"] for row in ran if p in row["peers"])
-    ]
-    head = [
-        "case",
-        "dtype",
-        "backend",
-        "pass",
-        "error",
-        "torch's",
-        "ms",
-        "rate",
-        "floor",
-        "extra MiB",
-        *peers,
-    ]
+    ratio = _ratio if any(row["seconds"] for row in ran) else _error_ratio
+    peers = _peers(ran)
     body = []
     for row in ran:
         cells = [
@@ -67,9 +56,9 @@ def _op_table(op: str, rows: list[Row]) -> Table:
             _scientific(row["torch_error"]),
         ]
         cells += [_ms(row["seconds"]), rate(row), _percent(row["floor_share"]), _mib(row["peak_extra_bytes"])]
-        body.append(cells + [_ratio(row, row["peers"].get(peer)) for peer in peers])
-    shown = [i for i in range(len(head)) if i < 4 or any(cells[i] for cells in body)]
-    table = Table(op, [head[i] for i in shown], [[cells[i] for i in shown] for cells in body])
+        body.append(cells + [ratio(row, row["peers"].get(peer)) for peer in peers])
+    shown = [i for i in range(len(HEAD) + len(peers)) if any(cells[i] for cells in body)]
+    table = Table(op, [[*HEAD, *peers][i] for i in shown], [[cells[i] for i in shown] for cells in body])
     table.notes = _notes(rows)
     return table
 
@@ -193,8 +182,16 @@ def _ratio(row: Row, peer: dict[str, Any] | None) -> str:
     return f"{peer['seconds'] / row['seconds']:.2f}x"
 
 
-def _legend(rows: Iterable[Row]) -> tuple[str, ...]:
-    return LEGEND if any(row["axis"] is None for row in rows) else ()
+def _legend(rows: Sequence[Row]) -> tuple[str, ...]:
+    if all(row["axis"] for row in rows):
+        return ()
+    return LEGEND if any(row["seconds"] for row in rows) else (LEGEND[0], ERROR_LEGEND)
+
+
+def _error_ratio(row: Row, peer: dict[str, Any] | None) -> str:
+    if peer is None or not peer["error"] or not row["error"]:
+        return ""
+    return f"{peer['error']:.1e} ({peer['error'] / row['error']:.3g}x)"
 
 
 def provenance(head: dict[str, Any]) -> list[str]:
