@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "pages.h"
 #include "rlkernel/logprob.h"
 #include "simd.h"
 
@@ -318,6 +319,8 @@ int logprob_backward(const LogprobBackward& b) {
     with_type(b.out_dtype, [&](auto out) {
       using In = decltype(in);
       using Out = decltype(out);
+      if (streams<Out>(b.tile, b.out) && b.out_inner_stride == b.tile.vocab && b.out_outer_stride == b.tile.inner * b.tile.vocab)
+        advise_huge_pages(b.out, b.tile.rows * b.tile.vocab * sizeof(Out));
       each_row(b.tile, is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>, b);
     });
   });
