@@ -1,0 +1,191 @@
+"""The extension and the wheel: what gets built where, and that nothing is built twice."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkernel import native
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGED = ("rlkernel", "triton_ops", "integrations", "benchmarks", "csrc")
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+
+
+KERNELS = """#include "rlkernel/logprob.h"
+namespace rlkernel::cpu::RLKERNEL_ISA {
+int logprob_forward(const LogprobForward&) { return 0; }
+int logprob_backward(const LogprobBackward&) { return 0; }
+int logprob_exp(const LogprobExp&) { return 0; }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the sources, with CPU kernels that compile in no time and no folder where nvcc may lie."""
+    root = tmp_path_factory.mktemp("tree")
+    for name in PACKAGED:
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.tmp")
+        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignored)
+    for name in FILES:
+        shutil.copy2(ROOT / name, root / name)
+    (root / "csrc/cpu/logprob.isa.cpp").write_text(KERNELS)
+    setup = (root / "setup.py").read_text()
+    (root / "setup.py").write_text(re.sub(r'"/(usr/local/cuda|opt/rocm)/bin"', "", setup))
+    return root
+
+
+def build(tree, **environment):
+    """The status and output of `setup.py build_ext`, in an environment without compilers' homes."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLKERNEL_", "CUDA_", "ROCM_", "HIP_"))}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    run = subprocess.run(command, cwd=tree, env=kept | environment, capture_output=True, text=True)
+    return run.returncode, run.stdout + run.stderr
+
+
+def without_device_compilers(folder):
+    """A PATH whose only tools are those of a CPU build."""
+    folder.mkdir(exist_ok=True)
+    for tool in ("g++", "c++", "as", "ld", "sh"):
+        if (found := shutil.which(tool)) and not (folder / tool).exists():
+            (folder / tool).symlink_to(found)
+    return str(folder)
+
+
+def test_the_cpu_part_is_built_for_every_instruction_set():
+    built = native.extension().built()
+    x86 = sysconfig.get_platform().endswith("x86_64")
+    assert built["cpu"] == (["baseline", "avx2", "avx512"] if x86 else ["baseline"])
+    kernels = native.kernels_for("cpu")
+    assert isinstance(kernels, native.Kernels) and kernels.part == "cpu"
+
+
+def test_built_parts_have_their_functions():
+    module = native.extension()
+    for part in module.built():
+        assert isinstance(native.Kernels.of(part, module, f"_{part}"), native.Kernels)
+
+
+def test_a_device_without_kernels_has_a_reason():
+    assert "got meta" in native.kernels_for("meta")
+    assert not native._runs_on(["80", "90a", "100", "100+PTX"], (7, 5))
+    assert native._runs_on(["80"], (8, 9)) and not native._runs_on(["86"], (8, 0))
+    assert native._runs_on(["90a"], (9, 0)) and not native._runs_on(["90a"], (10, 0))
+    assert native._runs_on(["100+PTX"], (12, 0)) and not native._runs_on(["100+PTX"], (9, 0))
+
+
+def test_emulated_kernels_are_put_back_when_the_body_raises():
+    import emulation
+
+    before = native.kernels_for("cpu")
+    with pytest.raises(KeyError), native.emulated(emulation.module(32)):
+        assert native.kernels_for("cpu").part == "emulated"
+        raise KeyError
+    assert native.kernels_for("cpu") is before
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_one_openmp_runtime_governed_by_torch():
+    """The kernels run on torch's threads: no second runtime is mapped and no thread is added."""
+    script = """
+import os, re, torch
+torch.set_num_threads(2)
+a = torch.randn(512, 512)
+(a @ a).exp_().sum()
+before = len(os.listdir("/proc/self/task"))
+import rlkernel
+from rlkernel import native
+logits = torch.randn(64, 20000)
+with rlkernel.use_backend("native"):
+    rlkernel.logprob(logits, torch.zeros(64, dtype=torch.int64))
+runtimes = set(re.findall(r"/.*lib(?:gomp|omp|iomp5)[^/\\n]*", open("/proc/self/maps").read()))
+print(len(runtimes), len(os.listdir("/proc/self/task")) - before)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["1", "0"]
+
+
+def test_isa_objects_keep_their_code_to_themselves():
+    """A weak symbol of the AVX-512 object could be the one the linker keeps for every instruction set."""
+    objects = sorted((ROOT / "build").glob("native-*/*.isa.cpp.*.o"))
+    if not objects:
+        pytest.skip("this tree was not built in place")
+    for path in objects:
+        symbols = subprocess.run(["nm", "--defined-only", "-C", path], capture_output=True, text=True).stdout
+        weak = [line for line in symbols.splitlines() if re.search(r" [WVu] (?!DW\.ref\.)", line)]
+        isa = path.name.split(".")[-2]
+        assert not [line for line in weak if f"cpu::{isa}::" not in line], path.name
+
+
+@pytest.mark.slow
+def test_a_second_build_compiles_nothing(tree, tmp_path):
+    environment = {"PATH": without_device_compilers(tmp_path / "bin"), "RLKERNEL_BACKENDS": "cpu"}
+    status, output = build(tree, **environment)
+    assert status == 0, output
+    assert "rlkernel: built cpu" in output and "cuda" not in output
+    status, output = build(tree, **environment)
+    assert status == 0 and "no work to do" in output
+    (tree / "csrc/bindings.cpp").touch()
+    status, output = build(tree, **environment)
+    assert status == 0 and "[2/2]" in output, output  # the bindings and the link
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_one_line(tree, tmp_path):
+    path = without_device_compilers(tmp_path / "bin")
+    status, output = build(tree, PATH=path)
+    assert status == 0, output
+    said = [line for line in output.splitlines() if "not built" in line]
+    assert said == [
+        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME)",
+        "rlkernel: hip is not built: neither hipcc nor clang++ was found (PATH, ROCM_PATH)",
+    ]
+    status, output = build(tree, PATH=path, RLKERNEL_BACKENDS="cpu,cuda")
+    assert status != 0 and "asks for cuda, but nvcc was not found" in output
+
+
+def test_an_unknown_backend_is_an_error(tree):
+    status, output = build(tree, RLKERNEL_BACKENDS="cpu,opencl")
+    assert status != 0 and "RLKERNEL_BACKENDS must list cpu, cuda and hip, or be auto, got 'opencl'" in output
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"]
+    environment = {**os.environ, "RLKERNEL_BACKENDS": "cpu"}
+    run = subprocess.run([*pip, "-w", tmp_path, "."], cwd=tree, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (wheel,) = tmp_path.glob("rlkernel-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
+    for folder in ("triton_ops", "integrations", "benchmarks"):
+        sources = {f"rlkernel/{p.relative_to(ROOT)}" for p in (ROOT / folder).rglob("*.py")}
+        assert sources and sources <= names
+        assert not any(name.startswith(f"{folder}/") for name in names)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert {f"rlkernel/_C{suffix}", "rlkernel/_C.pyi", "rlkernel/py.typed"} <= names
+    assert not any(name.startswith(("csrc/", "tests/", "build/")) for name in names)
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    assert [line for line in needed if "extra" not in line] == ["Requires-Dist: torch>=2.11"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the ops' tests run the CUDA functions")
+def test_cuda_functions_raise_without_a_gpu():
+    """The CUDA part loads on a machine without a driver; a launch raises with the runtime's own words."""
+    module = native.extension()
+    if "cuda" not in module.built():
+        pytest.skip("this machine has no nvcc")
+    tile = (16, 0, 1, 1, 0, 8, 8, 0, 16, -100, 0, 1.0, 0, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="logprob_exp_cuda: .*(driver|device)"):
+        module.logprob_exp_cuda(*tile, 16, 16, 0, 0, 8, 0)
