@@ -110,8 +110,8 @@ def cuda_part(build_dir: Path) -> Part:
         codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
         archs.append(f"{newest}+PTX")
     compiler = (
-        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo -Xfatbin=-compress-all "
-        f"--threads {len(codes)} {' '.join(codes)} {INCLUDE}"
+        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
+        f"-Xfatbin=-compress-all --threads {len(codes)} {' '.join(codes)} {INCLUDE}"
     )
     linker = f"{nvcc} -ccbin {CXX} -shared -cudart static"
     probe(build_dir, ".cu", compiler, linker)

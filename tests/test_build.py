@@ -163,7 +163,9 @@ def test_an_unknown_backend_is_an_error(tree):
 def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"]
     environment = {**os.environ, "RLKERNEL_BACKENDS": "cpu"}
-    run = subprocess.run([*pip, "-w", tmp_path, "."], cwd=tree, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [*pip, "-w", tmp_path, "."], cwd=tree, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     (wheel,) = tmp_path.glob("rlkernel-*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -161,6 +161,7 @@ def _clang_resources(output: str) -> list[Kernel]:
     """Scratch is what lies in memory. Scalar registers kept in lanes of vector registers never get there."""
     kernels = []
     for block in output.split("Function Name: ")[1:]:
+
         def value(what: str, block: str = block) -> int:
             return int(re.search(rf"{re.escape(what)}: (\d+)", block)[1])  # type: ignore[index]
 
