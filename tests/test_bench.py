@@ -167,6 +167,17 @@ def test_resident_memory_agrees_with_the_tracker():
     assert abs(resident - size) < 4 * 2**20
 
 
+@pytest.mark.parametrize("op, shape", [("logprob", "256x16384"), ("linear_logprob", "1024x256x16384")])
+def test_native_kernels_take_no_memory_behind_the_trackers_back(op, shape, tmp_path):
+    path = tmp_path / "report.json"
+    arguments = ["memory", "--op", op, "--shape", shape, "--dtype", "float32", "--backend", "native"]
+    if cli.main([*arguments, "--peers", "none", "--device", "cpu", "--json", str(path)]) == 2:
+        pytest.skip("the extension is not built")
+    for row in report.load(path)["rows"]:
+        if row["peak_resident_bytes"] is not None:
+            assert row["peak_resident_bytes"] < row["peak_extra_bytes"] + 4 * 2**20
+
+
 def test_kept_workspace_counts_as_the_calls_own():
     with workspace.limited(2**20):
         workspace.take(2**20, torch.device("cpu"))

@@ -25,9 +25,8 @@ def save(path: str, rows: Sequence[Row]) -> None:
     axis = rows[0]["axis"][0]
     rows = [row for row in rows if row["axis"][0] == axis]
     lines = series(rows)
-    largest = max(peak or 0 for values in lines.values() for peak, _ in values.values())
-    points = sorted({row["axis"][1] for row in rows})
-    unit, label = (GIB, "GiB") if largest >= 4 * GIB else (MIB, "MiB")
+    smallest = min(peak for values in lines.values() for peak, _ in values.values() if peak)
+    unit, label = (GIB, "GiB") if smallest >= GIB else (MIB, "MiB")
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for name, values in lines.items():
         peaks = {point: peak / unit for point, (peak, _) in sorted(values.items()) if peak}

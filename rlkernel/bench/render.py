@@ -262,7 +262,12 @@ def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
             drawn.add_column(column, overflow="fold")
         for cells in table.rows:
             drawn.add_row(*cells, style="red" if any("FAILED" in cell for cell in cells) else "")
-        console.print(drawn)
+        if (
+            console.measure(drawn).maximum > console.width
+        ):  # rather lines that the terminal wraps than cells cut up
+            console.out("\n".join([table.title, *_aligned([table.columns, *table.rows])]), highlight=False)
+        else:
+            console.print(drawn)
         for note in table.notes:
             console.print(
                 f"  {note}", style="red" if "FAILED" in note else "dim", markup=False, highlight=False
