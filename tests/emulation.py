@@ -3,6 +3,7 @@
 A build is kept in build/emulation under a name made of its sources and flags: an unchanged one costs nothing.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -65,10 +66,20 @@ def _compile(sources: list[str], flags: list[str], name: str, faults: Faults | N
     files = sorted(p for folder in folders for p in folder.rglob("*") if p.is_file())
     text = [sys.version, CXX, *FLAGS, *flags, *(f"{p}\n{p.read_text()}" for p in files), repr(faults)]
     folder = ROOT / "build/emulation" / hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
-    if target.exists():
-        return target
-    scratch = folder / f"scratch-{os.getpid()}"  # test workers may build the same thing at the same time
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of the test workers that want the same build, one makes it
+        if not target.exists():
+            _compile_into(folder, [CXX, *FLAGS, *flags], sources, name, faults)
+    return target
+
+
+def _compile_into(
+    folder: Path, command: list[str], sources: list[str], name: str, faults: Faults | None
+) -> None:
+    scratch = folder / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(CSRC / "include", scratch / "include")
     for header, (original, replacement) in (faults or {}).items():
         path = scratch / "include/rlkernel" / header
@@ -76,9 +87,9 @@ def _compile(sources: list[str], flags: list[str], name: str, faults: Faults | N
         assert content.count(original) == 1, f"{header} must hold {original!r} once, to plant a fault there"
         path.write_text(content.replace(original, replacement))
     includes = [f"-I{scratch / 'include'}", f"-I{CSRC / 'emulation'}"]
-    command = [CXX, *FLAGS, *flags, *includes, *(str(CSRC / "emulation" / source) for source in sources)]
-    built = subprocess.run([*command, "-o", str(scratch / name)], capture_output=True, text=True)
+    paths = [str(CSRC / "emulation" / source) for source in sources]
+    command = [*command, *includes, *paths, "-o", str(scratch / name)]
+    built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    os.replace(scratch / name, target)
+    os.replace(scratch / name, folder / name)
     shutil.rmtree(scratch)
-    return target

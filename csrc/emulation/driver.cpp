@@ -69,7 +69,7 @@ bool run(const Case<T>& c, uint64_t seed) {
 template <class T>
 bool run_all(uint64_t seed) {
   bool right = true;
-  for (const int64_t vocab : {1, 5, 33, 250, 4099})
+  for (const int64_t vocab : {1, 5, 250, 2051})
     for (const int64_t offset : {0, 1, 2})
       for (const bool mapped : {false, true}) right &= run<T>({4, vocab, offset, mapped}, seed);
   return right;
