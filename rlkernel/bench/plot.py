@@ -25,6 +25,7 @@ def save(path: str, rows: Sequence[Row]) -> None:
     axis = rows[0]["axis"][0]
     rows = [row for row in rows if row["axis"][0] == axis]
     lines = series(rows)
+    points = sorted({row["axis"][1] for row in rows})
     smallest = min(peak for values in lines.values() for peak, _ in values.values() if peak)
     unit, label = (GIB, "GiB") if smallest >= GIB else (MIB, "MiB")
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
