@@ -1,6 +1,6 @@
-// Log-probability, entropy and log-sum-exp of rows of logits, and their gradient. A row belongs to one thread and its sums
-// run in an order that follows from the position in the row alone: its bits depend neither on the other rows nor on the
-// threads nor on the alignment.
+// Log-probability, entropy and log-sum-exp of rows of logits, and their gradient. A row belongs to one thread and its
+// sums run in an order that follows from the position in the row alone: its bits depend neither on the other rows nor
+// on the threads nor on the alignment.
 #include <cmath>
 #include <limits>
 
@@ -79,7 +79,8 @@ struct Softmax {
 };
 
 template <class T, bool kMapped, bool kEntropy>
-void accumulate(const Row<T, kMapped>& row, int64_t vocab, double inverse_temperature, const ScaledExp& exp, Softmax& state) {
+void accumulate(const Row<T, kMapped>& row, int64_t vocab, double inverse_temperature, const ScaledExp& exp,
+                Softmax& state) {
   alignas(64) float mapped[kMapped ? kBlock : 1];
   for (int64_t start = 0; start < vocab; start += kBlock) {
     const int64_t count = vocab - start < kBlock ? vocab - start : kBlock;
@@ -176,11 +177,12 @@ void forward_row(const LogprobForward& f, int64_t r) {
 template <class Out>
 void fill(Out* out, int64_t count, float value) {
   const Floats x = broadcast(value);
-  for (int64_t i = each_vector(count, [&](int64_t k, int) { store(out + k, x); }); i < count; ++i) store_part(out + i, x, 1);
+  const int64_t whole = each_vector(count, [&](int64_t i, int) { store(out + i, x); });
+  store_part(out + whole, x, static_cast<int>(count - whole));
 }
 
-// out_i = exp(d / T) * (constant + linear * d) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at `target`,
-// a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
+// out_i = exp(d / T) * (constant + linear * d) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at
+// `target`, a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
 struct Weights {
   float row_max;
   double temperature, constant, linear;
@@ -266,7 +268,8 @@ void backward_row(const LogprobBackward& b, int64_t r) {
   } else {
     target = -1;
   }
-  weigh(row, out, tile.vocab, {row_max, temperature, constant, linear, target, at_target}, streams<Out>(tile, b.out));
+  const Weights weights{row_max, temperature, constant, linear, target, at_target};
+  weigh(row, out, tile.vocab, weights, streams<Out>(tile, b.out));
 }
 
 template <class In, class Out, bool kMapped>
@@ -280,15 +283,18 @@ void exp_row(const LogprobExp& e, int64_t r) {
   const double scale = (kMapped ? tile.logit_scale : 1) / temperature;
   const int64_t target = tile.target_ids[r] - tile.vocab_start;
   const int64_t inside = target >= 0 && target < tile.vocab ? target : -1;
-  weigh(Row<In, kMapped>(tile, r), out, tile.vocab, {row_max, temperature, scale, 0, inside, 0}, streams<Out>(tile, e.out));
+  const Weights weights{row_max, temperature, scale, 0, inside, 0};
+  weigh(Row<In, kMapped>(tile, r), out, tile.vocab, weights, streams<Out>(tile, e.out));
 }
 
 template <class Arguments>
 void each_row(const LogprobTile& tile, void (*body)(const Arguments&, int64_t), const Arguments& arguments) {
+  // Dealt out in turn: ignored rows cost nothing, and the prompts' come in runs.
+  const int64_t turn = 1 + (1 << 16) / (tile.vocab + 1);
 #pragma omp parallel if (tile.rows > 1 && tile.rows * tile.vocab >= kParallel)
   {
     const FlushDenormals scope;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, turn)
     for (int64_t r = 0; r < tile.rows; ++r) body(arguments, r);
   }
 }
@@ -319,8 +325,9 @@ int logprob_backward(const LogprobBackward& b) {
     with_type(b.out_dtype, [&](auto out) {
       using In = decltype(in);
       using Out = decltype(out);
-      if (streams<Out>(b.tile, b.out) && b.out_inner_stride == b.tile.vocab && b.out_outer_stride == b.tile.inner * b.tile.vocab)
-        advise_huge_pages(b.out, b.tile.rows * b.tile.vocab * sizeof(Out));
+      const int64_t vocab = b.tile.vocab;
+      const bool dense = b.out_inner_stride == vocab && b.out_outer_stride == b.tile.inner * vocab;
+      if (dense && streams<Out>(b.tile, b.out)) advise_huge_pages(b.out, b.tile.rows * vocab * sizeof(Out));
       each_row(b.tile, is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>, b);
     });
   });
