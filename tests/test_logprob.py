@@ -543,7 +543,8 @@ def test_against_the_real_verl():
     ours = rlkernel.logprob(a, ids, return_entropy=True)
     theirs = functional.logprobs_from_logits(b * 1, ids, inplace_backward=False)
     torch.testing.assert_close(ours.logprobs, theirs.view_as(ours.logprobs), rtol=0, atol=5e-6)
-    torch.testing.assert_close(ours.entropy, functional.entropy_from_logits(b), rtol=0, atol=5e-6)
+    # theirs is lse - sum(p * z): a difference of numbers that are larger than the entropy
+    torch.testing.assert_close(ours.entropy, functional.entropy_from_logits(b), rtol=0, atol=2e-5)
     ours.logprobs.pow(2).sum().backward()
     theirs.pow(2).sum().backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=2e-5)
