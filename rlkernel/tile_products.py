@@ -1,0 +1,160 @@
+"""The workspace of the tiles and the library GEMMs into it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel import workspace
+from rlkernel.types import Head
+from rlkernel.workspace import Carver
+
+
+class Tile(NamedTuple):
+    """How many tokens and vocabulary entries a tile holds: from V, H, dtypes and the limit, never from N."""
+
+    tokens: int
+    vocab: int
+
+
+# The most that helps: GEMMs run at full speed, and on a CPU a tile of logits stays in the caches.
+CPU_TILE = Tile(1024, 4096)
+GPU_TILE = Tile(4096, 16384)
+
+
+def tile_plan(weight: Tensor, head: Head) -> Tile:
+    """The tile: the same for forward and backward, or the recomputed logits would not be those of the lse.
+
+    The widest slice of the vocabulary whose converted weight and fp32 gradient take at most half of the
+    limit, and as many tokens as fit beside it.
+    """
+    vocab, size = weight.shape
+    limit = workspace.limit()
+    operand = operand_dtype(head.compute_dtype, weight.device)
+    cell = head.logits_dtype.itemsize + (0 if head.logits_dtype == operand else operand.itemsize)
+    converted = 0 if weight.dtype == operand == head.compute_dtype else operand.itemsize
+    per_entry = size * (converted + (0 if weight.dtype == torch.float32 else 4))
+    per_token = size * (operand.itemsize + 4)
+    most_tokens, most_vocab = CPU_TILE if weight.device.type == "cpu" else GPU_TILE
+    wide = min(vocab, most_vocab)
+    while wide > 256 and wide * per_entry > limit // 2:
+        wide = max(256, wide // 2)
+    tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
+    if tokens > 128:
+        tokens -= tokens % 128
+    return Tile(int(min(tokens, most_tokens)), wide)
+
+
+def product_kind(compute_dtype: torch.dtype, device: torch.device) -> str:
+    """How a GEMM of ``compute_dtype`` gives fp32.
+
+    "direct": its operands are fp32; "out_dtype": the library takes low precision and writes fp32 (CUDA);
+    "upcast": the operands are converted to fp32 a tile at a time.
+    """
+    if compute_dtype == torch.float32:
+        return "direct"
+    return "out_dtype" if device.type == "cuda" and torch.version.hip is None else "upcast"
+
+
+def operand_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    return torch.float32 if product_kind(compute_dtype, device) == "upcast" else compute_dtype
+
+
+class Scratch:
+    """The parts of the workspace for ``n`` rows of ``hidden`` (gathered by index or all), and the GEMMs."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
+        hidden_gradient: bool = False, weight_gradient: bool = False,
+    ) -> None:  # fmt: skip
+        self.source, self.weight, self.head, self.n = hidden, weight, head, n
+        self.plan = tile_plan(weight, head)
+        self.product = product_kind(head.compute_dtype, hidden.device)
+        self.operand = operand_dtype(head.compute_dtype, hidden.device)
+        rounded = self.operand != head.compute_dtype  # values of compute_dtype in fp32: autocast of fp32
+        staged = self.product != "out_dtype"  # the product lands apart before it is rounded to logits_dtype
+        in_place = head.logits_dtype == self.operand
+        several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
+
+        def carve(carver: Carver) -> None:
+            tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
+            size, operand, part = hidden.shape[1], self.operand, carver.part
+
+            def when(needed: bool, *shape: int, dtype: torch.dtype) -> Tensor | None:
+                return part(*shape, dtype=dtype) if needed else None
+
+            self._logits = part(tokens, wide, dtype=head.logits_dtype)
+            self._dz = when(not in_place and (gradients or staged), tokens, wide, dtype=operand)
+            self._dz = self._logits if in_place else self._dz
+            convert = weight.dtype != operand or rounded or weight.stride(-1) != 1
+            self._w = when(convert, wide, size, dtype=operand)
+            convert = hidden.dtype != operand or rounded or gathered or hidden.stride(-1) != 1
+            self._h = when(convert, tokens, size, dtype=operand)
+            self._dh = when(hidden_gradient and gathered, tokens, size, dtype=torch.float32)
+            accumulate = weight_gradient and several and weight.dtype != torch.float32
+            self._dw = when(accumulate, wide, size, dtype=torch.float32)
+
+        counted = Carver()
+        carve(counted)
+        carve(Carver(workspace.take(counted.size, hidden.device)))
+
+    def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(begin, end, rows of the weight as operands of a GEMM), in vocabulary order."""
+        if self.n == 0:
+            return
+        for v0 in range(0, self.weight.shape[0], self.plan.vocab):
+            v1 = min(v0 + self.plan.vocab, self.weight.shape[0])
+            w = self.weight[v0:v1]
+            yield v0, v1, w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each chunk of tokens."""
+        return ((a, min(a + self.plan.tokens, self.n)) for a in range(0, self.n, self.plan.tokens))
+
+    def hidden(self, rows: Tensor | None, a: int, b: int) -> Tensor:
+        """The hidden states of a chunk as operands of a GEMM."""
+        if self._h is None:
+            return self.source[a:b]
+        if rows is not None and self.source.dtype == self.operand == self.head.compute_dtype:
+            return torch.index_select(self.source, 0, rows[a:b], out=self._h[: b - a])
+        h = self.source[a:b] if rows is None else self.source[rows[a:b]]
+        return self._h[: b - a].copy_(h.to(self.head.compute_dtype))
+
+    def logits(self, h: Tensor, w: Tensor) -> Tensor:
+        """``h @ w.T`` in the tile."""
+        tile = _dense(self._logits, h.shape[0], w.shape[0])
+        if self.product == "out_dtype" and tile.dtype == torch.float32:
+            return torch.ops.aten.mm.dtype_out(h, w.T, torch.float32, out=tile)
+        if tile.dtype == self.operand:
+            return torch.mm(h, w.T, out=tile)
+        return tile.copy_(torch.mm(h, w.T, out=self.gradient(tile)))
+
+    def gradient(self, logits: Tensor) -> Tensor:
+        """Where the gradient of this tile of logits goes: over it, where the dtypes allow."""
+        assert self._dz is not None
+        return _dense(self._dz, *logits.shape)
+
+    def hidden_gradient(self, tokens: int) -> Tensor:
+        assert self._dh is not None
+        return self._dh[:tokens]
+
+    def weight_gradient(self, out: Tensor) -> Tensor:
+        """The accumulator for a slice of the weight's gradient: an fp32 part, or the slice itself."""
+        return out if self._dw is None else self._dw[: out.shape[0]]
+
+    def accumulate(self, out: Tensor, a: Tensor, b: Tensor, first: bool) -> Tensor:
+        """``out = a @ b`` or ``out += a @ b``; products of low precision are summed in fp32."""
+        if self.product == "out_dtype" and out.dtype == torch.float32:
+            if first:
+                return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+            return torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
+        if out.dtype != a.dtype:  # a single product whose result is narrower than its operands
+            assert first
+            return out.copy_(torch.mm(a, b))
+        return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+
+
+def _dense(part: Tensor, rows: int, columns: int) -> Tensor:
+    # a slice of a part has gaps between its rows unless it takes all columns: take the memory anew
+    return part.view(-1)[: rows * columns].view(rows, columns)
