@@ -224,7 +224,7 @@ def test_truth_does_not_depend_on_its_slices(op, monkeypatch):
     whole = parity.Truth(module, case, inputs, grads).of(("logprobs",))
     monkeypatch.setattr(parity, "_CHUNK_ELEMENTS", 1)
     sliced = parity.Truth(module, case, inputs, grads)
-    assert sliced.step == 1
+    assert sliced.slices.step == 1
     for name, value in sliced.of(("logprobs",)).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-14)
         assert value.dtype == torch.float64
@@ -407,6 +407,20 @@ def test_out_of_memory_is_foreseen_not_met(monkeypatch):
     peer = rows[-1]["peers"]["torch"]
     assert peer["skipped"].startswith("out of memory: needs")
     assert abs(real - peer["peak_extra_bytes"]) < 0.1 * real
+
+
+def test_parity_is_judged_even_where_pytorch_runs_out_of_memory(planted, monkeypatch):
+    module = cases.modules(["logprob"])["logprob"]
+    case = Case({"N": 512, "V": 128}, suites=("parity",), op="logprob", gradients=("logits",))
+    monkeypatch.setattr(memory, "available", lambda device: 4 * 512 * 128 * 4)
+    monkeypatch.setattr(
+        run._Bench, "_guard", lambda self, c: setattr(c, "skipped", "out of memory" if c.is_peer else "")
+    )
+    with Progress(2) as progress:
+        settings = run.Settings(("parity",), backends=("planted", "reference"), peers=("torch",))
+        rows = run.run([case], {"logprob": module}, settings, progress)
+    assert rows[0]["peers"]["torch"]["skipped"] and rows[0]["torch_error"]
+    assert [bool(row["failures"]) for row in rows] == [True, False, False, False]
 
 
 def _inputs(case):

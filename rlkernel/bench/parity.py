@@ -1,7 +1,7 @@
 """Errors against the reference in fp64: of our backends, of PyTorch in the same dtype, of every peer."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rlkernel
-from rlkernel.bench.cases import Case
+from rlkernel.bench.cases import Call, Case
 
 _CHUNK_ELEMENTS = 2**24  # of one fp64 temporary of the oracle: 128 MiB
 
@@ -34,7 +34,7 @@ def make_inputs(module: ModuleType, case: Case, device: str) -> dict[str, Any]:
     return reference.make_inputs(*case.sizes.values(), dtype=case.torch_dtype, device=device, **module.INPUTS)
 
 
-def ours(op: str, backend: str) -> Callable[[dict[str, Any], Case], dict[str, Tensor]]:
+def ours(op: str, backend: str) -> Call:
     """The public function of ``op`` on ``backend``, as a call that a benchmark can run beside its peers."""
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def upstream(module: ModuleType, case: Case, inputs: Mapping[str, Any]) -> dict[
 
 
 def outcome(
-    call: Callable[[dict[str, Any], Case], dict[str, Tensor]],
+    call: Call,
     inputs: Mapping[str, Any],
     case: Case,
     grads: Mapping[str, Tensor],
@@ -71,42 +71,54 @@ def outcome(
     return {name: value.detach() for name, value in {**outputs, **gradients}.items()}
 
 
-class Truth:
-    """The reference in fp64 on the same inputs, a slice of rows at a time to save memory."""
+class Slices:
+    """The rows of a case a few at a time, so that no large case needs much memory."""
 
     def __init__(
         self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]
     ) -> None:
-        self.case, self.grads = case, grads
+        self.case, self.inputs, self.grads = case, inputs, grads
         self.rows = next(iter(case.sizes.values()))
         self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
-        self.inputs = {
-            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()
-        }
         self.shared = [
             k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
         ]
-        self._cache: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
-    def of(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
-        """Outputs, and gradients of a loss that reaches the ``differentiated`` outputs only."""
-        if differentiated not in self._cache:
-            self._cache[differentiated] = self._compute(differentiated)
-        return self._cache[differentiated]
-
-    def _compute(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
+    def outcome(self, call: Call, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
+        """What ``outcome`` gives, put together from slices; gradients of shared inputs are summed."""
         parts: dict[str, list[Tensor]] = {}
         sums: dict[str, Tensor] = {}
         for start in range(0, self.rows, self.step):
             rows = slice(start, start + self.step)
             inputs = {k: v if k in self.shared else v[rows] for k, v in self.inputs.items()}
             grads = {name: self.grads[name][rows] for name in differentiated}
-            for name, value in outcome(ours(self.case.op, "reference"), inputs, self.case, grads).items():
+            for name, value in outcome(call, inputs, self.case, grads).items():
                 if name.removeprefix("grad_") in self.shared:
                     sums[name] = sums[name].add_(value) if name in sums else value
                 else:
                     parts.setdefault(name, []).append(value)
         return {name: torch.cat(values) for name, values in parts.items()} | sums
+
+
+class Truth:
+    """The reference in fp64 on the same inputs."""
+
+    def __init__(
+        self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]
+    ) -> None:
+        exact = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()
+        }
+        self.grads, self.slices = grads, Slices(module, case, exact, grads)
+        self._cache: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+    def of(self, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
+        """Outputs, and gradients of a loss that reaches the ``differentiated`` outputs only."""
+        if differentiated not in self._cache:
+            self._cache[differentiated] = self.slices.outcome(
+                ours(self.slices.case.op, "reference"), differentiated
+            )
+        return self._cache[differentiated]
 
     def errors(self, got: Mapping[str, Tensor]) -> dict[str, Error]:
         """The error of every output and gradient in ``got``."""
