@@ -1,7 +1,8 @@
-"""Results of the public functions."""
+"""Results of the public functions, and what ops hand to backends."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -16,3 +17,23 @@ class LogprobOutput(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     lse: Tensor
+
+
+class Head(NamedTuple):
+    """What ``linear_logprob`` does between the product and the softmax, checked and normalised."""
+
+    bias: Tensor | None
+    temperature: float | Tensor  # one value, or one per row
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    logits_dtype: torch.dtype  # to which the product is rounded
+    compute_dtype: torch.dtype  # of the product's operands
+
+
+# upstream gradients of logprobs, entropy and lse, [N] each; None where there is none
+RowGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
+# logprobs, entropy, lse, row_max, log_sum, and d logprobs / d hidden where it was asked for
+LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
+# of hidden, weight and bias
+LinearGrads = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -8,8 +8,9 @@ from bitwise import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import tiles, workspace
+from rlkernel import tile_products, tiles, workspace
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.tile_products import Tile
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 DTYPES = pytest.mark.parametrize(
@@ -22,8 +23,8 @@ NAMES = ("hidden", "weight", "bias")
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford."""
-    monkeypatch.setattr(tiles, "CPU_TILE", tiles.Tile(8, 48))
-    monkeypatch.setattr(tiles, "GPU_TILE", tiles.Tile(8, 48))
+    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(tile_products, "GPU_TILE", Tile(8, 48))
 
 
 def able(backend, inputs, **options):
@@ -135,6 +136,19 @@ def test_frozen_head(backend, device, dtype, softcap, small_tiles):
             softcap=softcap,
             return_entropy=True,
         )
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=["trained", "frozen"])
+@ON_EVERY_BACKEND
+def test_as_under_graph_capture(backend, device, needs, small_tiles, monkeypatch):
+    """A captured graph cannot leave rows out: it computes them all and gives zeros where zeros belong."""
+    monkeypatch.setattr(tiles, "capturing", lambda device: True)
+    inputs = with_bias(make_inputs(19, 32, 133, device=device, ignored=0.3))
+    able(backend, inputs)
+    upstream = upstream_like(inputs["target_ids"])
+    upstream[0][::2] = 0
+    for g in ([upstream[0], None, None], upstream):
+        check_against_fp64(backend, inputs, g, needs, temperature=0.8, softcap=4.0, return_entropy=True)
 
 
 @pytest.mark.parametrize("needs", [(True, False, True), (False, True, False), (False, False, True)], ids=str)
@@ -286,7 +300,7 @@ def test_retained_graph_and_double_use(backend, small_tiles):
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_dW_accumulates_in_fp32(backend, monkeypatch):
     """512 token chunks of equal gradients: a bf16 accumulator would stop growing after 2^8 of them."""
-    monkeypatch.setattr(tiles, "CPU_TILE", tiles.Tile(1, 32))
+    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(1, 32))
     n = 512
     inputs = dict(
         hidden=torch.ones(n, 8), weight=torch.zeros(64, 8), target_ids=torch.zeros(n, dtype=torch.int64)
@@ -330,7 +344,7 @@ def test_gradcheck():
 
 def test_workspace_is_all_the_memory_there_is(monkeypatch):
     """What forward and backward make, beside gradients and per-row numbers, lies in the workspace."""
-    monkeypatch.setattr(tiles, "CPU_TILE", tiles.Tile(64, 128))
+    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(64, 128))
     n, h, v = 512, 32, 1000
     inputs = make_inputs(n, h, v, ignored=0)
     able("native", inputs)
@@ -400,11 +414,17 @@ def test_compiles_as_one_graph(backend, frozen, small_tiles):
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_opcheck(frozen, return_entropy, small_tiles):
     inputs = with_bias(make_inputs(9, 16, 133))
+    head = (None, 0.7, 1.0, None, -100, torch.float32, torch.float32)
     args = (
-        inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_(not frozen),
-        inputs["bias"].requires_grad_(not frozen), inputs["target_ids"], None, 0.7, 1.0, None, -100,
-        return_entropy, torch.float32, torch.float32, "auto", frozen,
-    )  # fmt: skip
+        inputs["hidden"].requires_grad_(),
+        inputs["weight"].requires_grad_(not frozen),
+        inputs["bias"].requires_grad_(not frozen),
+        inputs["target_ids"],
+        *head,
+        return_entropy,
+        "auto",
+        frozen,
+    )
     torch.library.opcheck(torch.ops.rlkernel.linear_logprob.default, args)
 
 

@@ -10,7 +10,6 @@ per token and part.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -29,9 +28,7 @@ from rlkernel.triton_ops.logprob_kernels import (
     shift_from,
     transform,
 )
-
-LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 PART = 4096  # vocabulary entries of one program: many programs for a GPU, few sums to merge
 MERGED_ROWS = 64
@@ -61,102 +58,70 @@ def unsupported(
 def forward(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
+    head: Head,
     return_entropy: bool,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     algorithm: str,
     need_direction: bool,
 ) -> LinearStats:
     if algorithm != "fused":
-        return tiles.forward(
-            kernels, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
-            return_entropy, logits_dtype, compute_dtype, need_direction,
-        )  # fmt: skip
-    stats = _fused(
-        hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
-        logits_dtype, compute_dtype,
-    )  # fmt: skip
+        return tiles.forward(kernels, hidden, weight, target_ids, head, return_entropy, need_direction)
+    stats = _fused(hidden, weight, target_ids, head, return_entropy)
+    logprobs, entropy, _, row_max, log_sum = stats
     direction = None
-    if need_direction:  # d logprobs / d hidden is the backward pass of ones
-        direction, _, _ = backward(
-            torch.ones_like(stats[0]), None, None, hidden, weight, bias, target_ids, temperature, logit_scale,
-            softcap, ignore_index, logits_dtype, compute_dtype, stats[1], stats[3], stats[4], None,
-            (True, False, False),
-        )  # fmt: skip
+    if need_direction:  # the backward pass of ones
+        ones, hidden_only = (torch.ones_like(logprobs), None, None), (True, False, False)
+        direction = backward(
+            ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
+        )[0]
     return *stats, direction
 
 
 def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
+    grads: RowGrads,
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    head: Head,
     entropy: Tensor | None,
     row_max: Tensor,
     log_sum: Tensor,
     direction: Tensor | None,
     needs: tuple[bool, bool, bool],
-) -> Grads:
+) -> LinearGrads:
     return tiles.backward(
-        kernels, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature,
-        logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction,
-        needs,
-    )  # fmt: skip
+        kernels, grads, hidden, weight, target_ids, head, entropy, row_max, log_sum, direction, needs
+    )
 
 
 def _fused(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    return_entropy: bool,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, head: Head, return_entropy: bool
 ) -> kernels.Stats:
     n, size = hidden.shape
     vocab = weight.shape[0]
     outputs = kernels.empty_stats(target_ids.shape, hidden.device, return_entropy)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     target_ids = target_ids.contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    scale = None if logit_scale == 1.0 else logit_scale
+    bias = None if head.bias is None else head.bias.float().contiguous()
+    scale = None if head.logit_scale == 1.0 else head.logit_scale
     block, warps, stages = _product_plan(size)
     parts = triton.cdiv(vocab, PART)
     chunk = max(1, workspace.limit() // (16 * parts * block["BM"])) * block["BM"]
     for start in range(0, n, chunk):
         rows = min(chunk, n - start)
         part = workspace.take(16 * parts * rows, hidden.device).view(torch.float32)
-        ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(temperature)
+        ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(head.temperature)
         t = None if t is None else t[start : start + rows]
         with torch.cuda.device_of(hidden):
             product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
                 hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids,
-                ignore_index, t, scalar_t, bias, scale, softcap, part,
-                ENTROPY=return_entropy, COMPUTE=_tl(compute_dtype), LOGITS=_tl(logits_dtype), PART=PART,
-                WHOLE_K=size % block["BK"] == 0, **block,
+                head.ignore_index, t, scalar_t, bias, scale, head.softcap, part,
+                ENTROPY=return_entropy, COMPUTE=_tl(head.compute_dtype), LOGITS=_tl(head.logits_dtype),
+                PART=PART, WHOLE_K=size % block["BK"] == 0, **block,
                 num_warps=warps, num_stages=stages, enable_fp_fusion=False,
             )  # fmt: skip
             merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
-                part, rows, vocab, parts, ids, ignore_index, t, scalar_t,
+                part, rows, vocab, parts, ids, head.ignore_index, t, scalar_t,
                 *(None if x is None else x[start : start + rows] for x in outputs),
                 PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
             )  # fmt: skip
@@ -276,13 +241,9 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def run(dtype: torch.dtype, size: int, entropy: bool, head: bool, per_row: bool) -> None:
         hidden, weight = torch.empty(2, size, dtype=dtype), torch.empty(50, size, dtype=dtype)
         t = torch.ones(2) if per_row else 0.7
-        options: dict[str, Any] = {"bias": None, "logit_scale": 1.0, "softcap": None}
-        if head:
-            options = {"bias": torch.ones(50), "logit_scale": 0.5, "softcap": 30.0}
-        _fused(
-            hidden, weight, target_ids=torch.zeros(2, dtype=torch.int64), temperature=t, ignore_index=-100,
-            return_entropy=entropy, logits_dtype=torch.float32, compute_dtype=dtype, **options,
-        )  # fmt: skip
+        bias, scale, softcap = (torch.ones(50), 0.5, 30.0) if head else (None, 1.0, None)
+        options = Head(bias, t, scale, softcap, -100, torch.float32, dtype)
+        _fused(hidden, weight, torch.zeros(2, dtype=torch.int64), options, entropy)
 
     fp16, bf16 = torch.float16, torch.bfloat16
     return {

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlkernel import tiles
 from rlkernel.native import logprob
-
-LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -23,46 +20,27 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
+    head: Head,
     return_entropy: bool,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     algorithm: str,
     need_direction: bool,
 ) -> LinearStats:
-    return tiles.forward(
-        logprob, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
-        return_entropy, logits_dtype, compute_dtype, need_direction,
-    )  # fmt: skip
+    return tiles.forward(logprob, hidden, weight, target_ids, head, return_entropy, need_direction)
 
 
 def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
+    grads: RowGrads,
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    head: Head,
     entropy: Tensor | None,
     row_max: Tensor,
     log_sum: Tensor,
     direction: Tensor | None,
     needs: tuple[bool, bool, bool],
-) -> Grads:
+) -> LinearGrads:
     return tiles.backward(
-        logprob, grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperature,
-        logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum,
-        direction, needs,
-    )  # fmt: skip
+        logprob, grads, hidden, weight, target_ids, head, entropy, row_max, log_sum, direction, needs
+    )

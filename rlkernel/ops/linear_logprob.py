@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from rlkernel import dispatch
 from rlkernel.ops import _validate
 from rlkernel.ops.logprob import row_gradient
-from rlkernel.types import LogprobOutput
+from rlkernel.types import Head, LinearGrads, LinearStats, LogprobOutput, RowGrads
 
 ALGORITHMS = ("auto", "tiled", "fused")
 
@@ -98,22 +98,20 @@ def linear_logprob(
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
 
+    head = Head(bias, temperature, float(logit_scale), softcap, ignore_index, logits_dtype, compute_dtype)
+    if isinstance(temperature, Tensor):
+        head = head._replace(temperature=temperature.reshape(-1))
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
-    args = (
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_ids.reshape(-1),
-        temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
-        float(logit_scale), softcap, ignore_index, return_entropy, logits_dtype, compute_dtype, algorithm,
-        need_direction,
-    )  # fmt: skip
+    flat, ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
     if torch.compiler.is_compiling():
-        t = args[4]
-        scalar, tensor = (1.0, t) if isinstance(t, Tensor) else (t, None)
-        logprobs, entropy, lse, *_ = _op(*args[:4], tensor, scalar, *args[5:])
+        outputs = _op(flat, weight, bias, ids, *_scalars(head), return_entropy, algorithm, need_direction)[:3]
     else:
-        logprobs, entropy, lse = _LinearLogprob.apply(*args)
-    entropy = entropy.view(rows) if return_entropy else None
-    return LogprobOutput(logprobs.view(rows), entropy, lse.view(rows))
+        outputs = _LinearLogprob.apply(
+            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction
+        )
+    logprobs, entropy, lse = outputs
+    return LogprobOutput(logprobs.view(rows), entropy.view(rows) if return_entropy else None, lse.view(rows))
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -124,105 +122,116 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return widest
 
 
-def _pick(hidden: Tensor, weight: Tensor, compute_dtype: torch.dtype, algorithm: str) -> ModuleType:
-    return dispatch.pick("linear_logprob", hidden, weight, compute_dtype=compute_dtype, algorithm=algorithm)
-
-
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
-        return_entropy,
-        logits_dtype, compute_dtype, algorithm, need_direction,
-    ):  # fmt: skip
+        ctx: Any, hidden, weight, bias, target_ids, head, return_entropy, algorithm, need_direction
+    ):
         ctx.set_materialize_grads(False)
         # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = _pick(hidden, weight, compute_dtype, algorithm)
-        logprobs, entropy, lse, row_max, log_sum, direction = _forward(
-            ctx.impl, hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index,
-            return_entropy,
-            logits_dtype, compute_dtype, algorithm, need_direction,
-        )  # fmt: skip
-        per_row = temperature if isinstance(temperature, Tensor) else None
+        ctx.impl = _pick(hidden, weight, head, algorithm)
+        stats = _forward(
+            ctx.impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction
+        )
+        logprobs, entropy, lse, row_max, log_sum, direction = stats
+        per_row = head.temperature if isinstance(head.temperature, Tensor) else None
         ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
-        ctx.scalars = (
-            None if per_row is not None else temperature, logit_scale, softcap, ignore_index, logits_dtype,
-            compute_dtype,
-        )  # fmt: skip
+        ctx.head = head._replace(bias=None, temperature=1.0 if per_row is not None else head.temperature)
         return logprobs, entropy, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None):  # type: ignore[no-untyped-def]
-        needs = ctx.needs_input_grad[:3]
+    def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         if all(g is None for g in grads):
-            return (None,) * 13
+            return (None,) * 8
         hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
-        temperature, *scalars = ctx.scalars
-        t = per_row if per_row is not None else temperature
-        result = _backward(  # type: ignore[call-arg]
-            ctx.impl, grads, hidden, weight, bias, target_ids, t, *scalars, entropy, row_max, log_sum,
-            direction,
-            needs,
-        )  # fmt: skip
-        return *result, *(None,) * 10
+        head = ctx.head._replace(bias=bias)
+        if per_row is not None:
+            head = head._replace(temperature=per_row)
+        stats, needs = (entropy, row_max, log_sum, direction), ctx.needs_input_grad[:3]
+        result = _backward(ctx.impl, grads, hidden, weight, target_ids, head, *stats, needs)
+        return *result, *(None,) * 5
+
+
+def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
+    options = {"compute_dtype": head.compute_dtype, "algorithm": algorithm}
+    return dispatch.pick("linear_logprob", hidden, weight, **options)
 
 
 def _forward(
-    impl: ModuleType, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor,
-    temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index: int, return_entropy:
-    bool,
-    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
-) -> Any:  # fmt: skip
-    _validate.values(target_ids, weight.shape[0], temperature, ignore_index)
+    impl: ModuleType,
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    return_entropy: bool,
+    algorithm: str,
+    need_direction: bool,
+) -> LinearStats:
+    _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
-        stats = impl.forward(
-            hidden, weight, bias, target_ids, temperature, logit_scale, softcap, ignore_index, return_entropy,
-            logits_dtype, compute_dtype, algorithm, need_direction,
-        )  # fmt: skip
+        stats = impl.forward(hidden, weight, target_ids, head, return_entropy, algorithm, need_direction)
     _validate.healthy("hidden", stats[2])
     return stats
 
 
 def _backward(
-    impl: ModuleType, grads: tuple[Tensor | None, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None,
-    target_ids: Tensor, temperature: float | Tensor, logit_scale: float, softcap: float | None, ignore_index:
-    int,
-    logits_dtype: torch.dtype, compute_dtype: torch.dtype, entropy: Tensor | None, row_max: Tensor,
-    log_sum: Tensor, direction: Tensor | None, needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    impl: ModuleType,
+    grads: RowGrads,
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    direction: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> LinearGrads:
+    grads = tuple(row_gradient(g, row_max) for g in grads)  # type: ignore[assignment]
+    stats = entropy, row_max, log_sum, direction
     with torch.autocast(hidden.device.type, enabled=False):
-        return impl.backward(
-            *(row_gradient(g, row_max) for g in grads), hidden, weight, bias, target_ids, temperature,
-            logit_scale, softcap, ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum,
-            direction, needs,
-        )  # fmt: skip
+        return impl.backward(grads, hidden, weight, target_ids, head, *stats, needs)
 
 
-# The op under torch.compile; absent tensors are empty, because a custom op's outputs are tensors.
+# The op under torch.compile: one opaque node each for forward and backward.  A custom op takes and gives
+# tensors and scalars, so a head is taken apart, and what is absent is an empty tensor.
+
+
+def _scalars(head: Head) -> tuple[Any, ...]:
+    per_row = isinstance(head.temperature, Tensor)
+    t, temperature = (head.temperature, 1.0) if per_row else (None, head.temperature)
+    return t, temperature, *head[2:]
 
 
 @torch.library.custom_op("rlkernel::linear_logprob", mutates_args=())
 def _op(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperatures: Tensor | None,
-    temperature: float, logit_scale: float, softcap: float | None, ignore_index: int, return_entropy: bool,
-    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str, need_direction: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    return_entropy: bool,
+    algorithm: str,
+    need_direction: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     t = temperature if temperatures is None else temperatures
-    impl = _pick(hidden, weight, compute_dtype, algorithm)
-    logprobs, entropy, lse, row_max, log_sum, direction = _forward(
-        impl, hidden, weight, bias, target_ids, t, logit_scale, softcap, ignore_index, return_entropy,
-        logits_dtype, compute_dtype, algorithm, need_direction,
-    )  # fmt: skip
-    entropy = logprobs.new_empty(0) if entropy is None else entropy
-    direction = logprobs.new_empty(0) if direction is None else direction
-    return logprobs, entropy, lse, row_max, log_sum, direction
+    head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
+    impl = _pick(hidden, weight, head, algorithm)
+    stats = _forward(impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction)
+    return tuple(stats[0].new_empty(0) if x is None else x for x in stats)  # type: ignore[return-value]
 
 
 @_op.register_fake
 def _op_fake(  # type: ignore[no-untyped-def]
     hidden, weight, bias, target_ids, temperatures, temperature, logit_scale, softcap, ignore_index,
-    return_entropy, logits_dtype, compute_dtype, algorithm, need_direction,
+    logits_dtype, compute_dtype, return_entropy, algorithm, need_direction,
 ):  # fmt: skip
     dtype = torch.promote_types(compute_dtype, torch.float32)
     rows = [torch.empty(hidden.shape[:1], dtype=dtype, device=hidden.device) for _ in range(5)]
@@ -234,38 +243,44 @@ def _op_fake(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("rlkernel::linear_logprob_backward", mutates_args=())
 def _op_backward(
-    grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None,
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperatures: Tensor | None,
-    temperature: float, logit_scale: float, softcap: float | None, ignore_index: int,
-    logits_dtype: torch.dtype, compute_dtype: torch.dtype, algorithm: str,
-    entropy: Tensor | None, row_max: Tensor, log_sum: Tensor, direction: Tensor | None,
-    need_hidden: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    algorithm: str,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    direction: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
     t = temperature if temperatures is None else temperatures
-    impl = _pick(hidden, weight, compute_dtype, algorithm)
-    grads = _backward(
-        impl, (grad_logprobs, grad_entropy, grad_lse), hidden, weight, bias, target_ids, t, logit_scale,
-        softcap,
-        ignore_index, logits_dtype, compute_dtype, entropy, row_max, log_sum, direction,
-        (need_hidden, need_weight, need_bias),
-    )  # fmt: skip
+    head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
+    impl = _pick(hidden, weight, head, algorithm)
+    upstream = (grad_logprobs, grad_entropy, grad_lse)
+    stats = entropy, row_max, log_sum, direction
+    grads = _backward(impl, upstream, hidden, weight, target_ids, head, *stats, tuple(needs))  # type: ignore[arg-type]
     return tuple(row_max.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
 @_op_backward.register_fake
-def _op_backward_fake(  # type: ignore[no-untyped-def]
-    grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperatures, temperature,
-    logit_scale,
-    softcap, ignore_index, logits_dtype, compute_dtype, algorithm, entropy, row_max, log_sum, direction,
-    need_hidden, need_weight, need_bias,
-):  # fmt: skip
-    absent = row_max.new_empty
-    return (
-        torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else absent(0),
-        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else absent(0),
-        torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        if need_bias and bias is not None
-        else absent(0),
+def _op_backward_fake(grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, *rest):  # type: ignore[no-untyped-def]
+    *_, row_max, _, _, needs = rest
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if need and x is not None
+        else row_max.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needs, strict=True)
     )
 
 
@@ -275,21 +290,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(
         hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction
     )
-    *ctx.scalars, ctx.need_direction = scalars
-    ctx.return_entropy = ctx.scalars.pop(4)
+    *ctx.scalars, ctx.return_entropy, ctx.algorithm, ctx.need_direction = scalars
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
-    hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction = ctx.saved_tensors
-    if not ctx.return_entropy:
-        grad_entropy = None
-    needs = ctx.needs_input_grad[:3]
-    grads = _op_backward(
-        grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, target_ids, temperatures, *ctx.scalars,
-        entropy if grad_entropy is not None else None, row_max, log_sum, direction if ctx.need_direction else
-        None, *needs,
-    )  # fmt: skip
+    *inputs, entropy, row_max, log_sum, direction = ctx.saved_tensors
+    upstream = grad_logprobs, grad_entropy if ctx.return_entropy else None, grad_lse
+    entropy = entropy if upstream[1] is not None else None
+    stats = entropy, row_max, log_sum, direction if ctx.need_direction else None
+    needs = list(ctx.needs_input_grad[:3])
+    grads = _op_backward(*upstream, *inputs, *ctx.scalars, ctx.algorithm, *stats, needs)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 11
 
 

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.reference import logprob
-
-LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -20,91 +18,67 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
+    head: Head,
     return_entropy: bool,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     algorithm: str,
     need_direction: bool,
 ) -> LinearStats:
     """``(logprobs, entropy, lse, row_max, log_sum, direction)``.
 
-    ``direction`` is None, or d logprobs / d hidden, [N, H] in hidden's dtype, where ``need_direction`` asks
-    for it.
+    ``direction`` is d logprobs / d hidden, [N, H] in hidden's dtype, or None where nobody asks for it.
     """
-    logits, _ = _logits(hidden, weight, bias, logit_scale, softcap, logits_dtype, compute_dtype)
-    stats = logprob.forward(logits, target_ids, temperature, ignore_index, return_entropy)
+    logits, _ = _logits(hidden, weight, head)
+    stats = logprob.forward(logits, target_ids, head.temperature, head.ignore_index, return_entropy)
+    logprobs, entropy, _, row_max, log_sum = stats
     direction = None
     if need_direction:
-        direction, _, _ = backward(
-            torch.ones_like(stats[0]), None, None, hidden, weight, bias, target_ids, temperature, logit_scale,
-            softcap,
-            ignore_index, logits_dtype, compute_dtype, *stats[1:2], *stats[3:], None, (True, False, False),
-        )  # fmt: skip
+        ones, hidden_only = (torch.ones_like(logprobs), None, None), (True, False, False)
+        direction = backward(
+            ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
+        )[0]
     return *stats, direction
 
 
 def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
+    grads: RowGrads,
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     target_ids: Tensor,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    head: Head,
     entropy: Tensor | None,
     row_max: Tensor,
     log_sum: Tensor,
     direction: Tensor | None,
     needs: tuple[bool, bool, bool],
-) -> Grads:
+) -> LinearGrads:
     """Gradients of hidden, weight and bias, each in its dtype and only where ``needs`` says so."""
-    logits, u = _logits(hidden, weight, bias, logit_scale, softcap, logits_dtype, compute_dtype)
+    logits, u = _logits(hidden, weight, head)
     grad = logprob.backward(
-        grad_logprobs, grad_entropy, grad_lse, logits, target_ids, temperature, ignore_index, entropy,
-        row_max, log_sum, False
-    )  # fmt: skip
-    if softcap is not None:
-        grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / softcap) ** 2))
-    grad = grad * logit_scale
-    wide = grad.dtype
-    h, w = hidden.to(compute_dtype).to(wide), weight.to(compute_dtype).to(wide)
+        *grads, logits, target_ids, head.temperature, head.ignore_index, entropy, row_max, log_sum, False
+    )
+    if head.softcap is not None:
+        grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
+    grad = grad * head.logit_scale
+    h, w = (x.to(head.compute_dtype).to(grad.dtype) for x in (hidden, weight))
     return (
         (grad @ w).to(hidden.dtype) if needs[0] else None,
         (grad.T @ h).to(weight.dtype) if needs[1] else None,
-        grad.sum(0).to(bias.dtype) if needs[2] and bias is not None else None,
+        grad.sum(0).to(head.bias.dtype) if needs[2] and head.bias is not None else None,
     )
 
 
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _logits(hidden: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """The logits and what they are before the softcap."""
-    wide = torch.promote_types(compute_dtype, torch.float32)
-    u = hidden.to(compute_dtype).to(wide) @ weight.to(compute_dtype).to(wide).T
+    wide = torch.promote_types(head.compute_dtype, torch.float32)
+    h, w = (x.to(head.compute_dtype).to(wide) for x in (hidden, weight))
+    u = h @ w.T
     if wide == torch.float32:
-        u = u.to(logits_dtype).to(wide)
-    if bias is not None:
-        u = u + bias.to(wide)
-    u = u * logit_scale
-    return (softcap * torch.tanh(u / softcap) if softcap is not None else u), u
+        u = u.to(head.logits_dtype).to(wide)
+    if head.bias is not None:
+        u = u + head.bias.to(wide)
+    u = u * head.logit_scale
+    return (head.softcap * torch.tanh(u / head.softcap) if head.softcap is not None else u), u
 
 
 def make_inputs(
