@@ -84,7 +84,7 @@ __device__ __forceinline__ void finish_row(const LogprobForward& f, int64_t r, S
     seen = merge({f.state_max[r], weighted, f.state_sum[r]}, seen, scale);
     if (at_target != at_target) at_target = f.state_target[r];
   }
-  if (f.state_max != nullptr) {
+  if (f.state_max != nullptr) {  // with the last tile too: the frozen-head direction reads it
     f.state_max[r] = seen.max;
     f.state_sum[r] = static_cast<float>(seen.sum);
     if (f.entropy != nullptr) f.state_weighted[r] = seen.weighted * kLn2;
@@ -104,7 +104,9 @@ template <class T, bool kMapped, bool kEntropy>
 __device__ __forceinline__ void forward_row(const LogprobForward& f, int64_t r) {
   const int64_t target = f.tile.target_ids[r];
   if (target == f.tile.ignore_index) {
-    if (threadIdx.x == 0 && f.last) {
+    if (threadIdx.x != 0) return;
+    if (f.state_max != nullptr) f.state_max[r] = f.state_sum[r] = f.state_weighted[r] = f.state_target[r] = 0.0f;
+    if (f.last) {
       f.logprobs[r] = f.lse[r] = f.row_max[r] = f.log_sum[r] = 0.0f;
       if (f.entropy != nullptr) f.entropy[r] = 0.0f;
     }
