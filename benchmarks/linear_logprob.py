@@ -51,8 +51,8 @@ def _length(tokens: int) -> Case:
 
 GROUPS = (64, 128, 256)
 QUICK = [
-    Case({"N": 256, "H": 512, "V": 16384}, "float32", ENTROPY),
-    Case({"N": 256, "H": 512, "V": 16384}, "bfloat16", ENTROPY),
+    Case({"N": 128, "H": 512, "V": 16384}, "float32", ENTROPY),
+    Case({"N": 128, "H": 512, "V": 16384}, "bfloat16", ENTROPY),
     *(_group(size, scale=16).replace(peers=("torch", "trl")) for size in GROUPS),
 ]
 PRESETS = {
