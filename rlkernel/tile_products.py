@@ -1,7 +1,7 @@
 """The workspace of the tiles and the library GEMMs into it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Scratch:
         in_place = head.logits_dtype == self.operand
         several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
 
-        def carve(carver: Carver) -> None:
+        def carve(carver: Carver) -> int:
             tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
             size, operand, part = hidden.shape[1], self.operand, carver.part
 
@@ -94,10 +94,17 @@ class Scratch:
             self._dh = when(hidden_gradient and gathered, tokens, size, dtype=torch.float32)
             accumulate = weight_gradient and several and weight.dtype != torch.float32
             self._dw = when(accumulate, wide, size, dtype=torch.float32)
+            return carver.size
 
-        counted = Carver()
-        carve(counted)
-        carve(Carver(workspace.take(counted.size, hidden.device)))
+        self._carve, self._lease = carve, workspace.lease(carve(Carver()), hidden.device)
+
+    def __enter__(self) -> "Scratch":
+        self._carve(Carver(self._lease.__enter__()))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._carve(Carver())  # no part outlives the lease
+        self._lease.__exit__(*exception)
 
     def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, end, rows of the weight as operands of a GEMM), in vocabulary order."""

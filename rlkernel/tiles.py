@@ -38,24 +38,25 @@ def forward(
     outputs = (new(n), new(n) if return_entropy else None, new(n), new(n), new(n))
     state = new(4, n)
     direction = new(n, hidden.shape[1]) if need_direction else None
-    scratch = Scratch(hidden, weight, head, n, rows is not None, gradients=need_direction)
-    for v0, v1, w in scratch.weight_slices():
-        first, last = v0 == 0, v1 == weight.shape[0]
-        for a, b in scratch.chunks():
-            logits = scratch.logits(scratch.hidden(rows, a, b), w)
-            tile = (logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1))
-            before = state[0, a:b].clone()
-            results = tuple(_part(x, a, b) for x in outputs)
-            kernels.tile_forward(*tile, state[:, a:b], first, last, results)
-            if direction is not None:
-                exps = scratch.gradient(logits)
-                kernels.tile_exp(*tile, state[0, a:b], exps)
-                if not first:
-                    _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
-                scratch.accumulate(direction[a:b], exps, w, first)
+    with Scratch(hidden, weight, head, n, rows is not None, gradients=need_direction) as scratch:
+        for v0, v1, w in scratch.weight_slices():
+            first, last = v0 == 0, v1 == weight.shape[0]
+            for a, b in scratch.chunks():
+                logits = scratch.logits(scratch.hidden(rows, a, b), w)
+                tile = (logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1))
+                before = state[0, a:b].clone()
+                results = tuple(_part(x, a, b) for x in outputs)
+                kernels.tile_forward(*tile, state[:, a:b], first, last, results)
+                if direction is not None:
+                    exps = scratch.gradient(logits)
+                    kernels.tile_exp(*tile, state[0, a:b], exps)
+                    if not first:
+                        _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
+                    scratch.accumulate(direction[a:b], exps, w, first)
+        if direction is not None:
+            _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
     scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
     if direction is not None:
-        _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
         if rows is None:  # under capture, ignored rows were computed too
             direction = torch.where(kept[:, None], direction, 0)
         direction = _scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
@@ -100,27 +101,30 @@ def backward(
 
     ids, t, *stats = (_select(x, rows) for x in (target_ids, head.temperature, entropy, row_max, log_sum))
     upstream = [_select(g, rows) for g in grads]
-    for v0, v1, w in scratch.weight_slices():
-        dw_slice = None if dweight is None else dweight[v0:v1]
-        dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
-        for a, b in scratch.chunks():
-            h = scratch.hidden(rows, a, b)
-            logits = scratch.logits(h, w)
-            dz = scratch.gradient(logits)
-            per_row = (_part(x, a, b) for x in (*upstream, *stats))
-            kernels.tile_backward(logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1), *per_row, dz)
-            if dhidden is not None:
-                if rows is None:
-                    scratch.accumulate(dhidden[a:b], dz, w, v0 == 0)
-                else:
-                    dh = scratch.accumulate(scratch.hidden_gradient(b - a), dz, w, True)
-                    dhidden.index_add_(0, rows[a:b], dh)
-            if dw is not None:
-                scratch.accumulate(dw, dz.T, h, a == 0)
-            if dbias is not None:
-                dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
-        if dw is not None and dw_slice is not None and dw is not dw_slice:
-            dw_slice.copy_(dw)
+    with scratch:
+        for v0, v1, w in scratch.weight_slices():
+            dw_slice = None if dweight is None else dweight[v0:v1]
+            dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
+            for a, b in scratch.chunks():
+                h = scratch.hidden(rows, a, b)
+                logits = scratch.logits(h, w)
+                dz = scratch.gradient(logits)
+                per_row = (_part(x, a, b) for x in (*upstream, *stats))
+                kernels.tile_backward(
+                    logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1), *per_row, dz
+                )
+                if dhidden is not None:
+                    if rows is None:
+                        scratch.accumulate(dhidden[a:b], dz, w, v0 == 0)
+                    else:
+                        dh = scratch.accumulate(scratch.hidden_gradient(b - a), dz, w, True)
+                        dhidden.index_add_(0, rows[a:b], dh)
+                if dw is not None:
+                    scratch.accumulate(dw, dz.T, h, a == 0)
+                if dbias is not None:
+                    dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
+            if dw is not None and dw_slice is not None and dw is not dw_slice:
+                dw_slice.copy_(dw)
     if dhidden is not None and dhidden.dtype != hidden.dtype:
         dhidden = _narrow(dhidden, hidden.dtype)
     return dhidden, dweight, None if dbias is None else dbias.to(bias_dtype)

@@ -1,8 +1,8 @@
 """Pre-allocated scratch memory.
 
 A chunked op computes in tiles of one buffer whose size is a setting and does not depend on the number of
-tokens.  There is one buffer per thread, device and stream, so that two streams never share it; it grows to
-what an op asks for, at most the limit, and is kept for the next call.
+tokens.  There is one buffer per device and stream, so that two streams never share it; it grows to what an op
+asks for, at most the limit, and is kept for the next call.
 """
 
 import contextlib
@@ -17,11 +17,17 @@ DEFAULT_LIMIT = 256 * 2**20
 _MINIMUM = 2**20
 _ALIGNMENT = 256  # bytes: what cuBLAS and 16-byte vector loads want of every part
 
+
+class _Buffer:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.memory: Tensor | None = None
+
+
 _limit: int | None = None
-_local = threading.local()
-_captured: list[
-    Tensor
-] = []  # a CUDA graph holds addresses, not references: what it was captured with must stay
+_lock = threading.Lock()
+_buffers: dict[tuple[torch.device, int], _Buffer] = {}
+_captured: list[Tensor] = []  # a CUDA graph holds addresses, not references: its memory must stay
 
 
 def limit() -> int:
@@ -68,26 +74,32 @@ def limited(size: int) -> Iterator[None]:
 
 
 def release() -> None:
-    """Free this thread's buffers, except those that a captured CUDA graph will write to."""
-    _buffers().clear()
+    """Free the buffers, except those that a captured CUDA graph will write to."""
+    with _lock:
+        _buffers.clear()
 
 
-def take(size: int, device: torch.device) -> Tensor:
-    """At least ``size`` bytes of this thread's buffer on ``device`` and its current stream, as a uint8
-    tensor.
+@contextlib.contextmanager
+def lease(size: int, device: torch.device) -> Iterator[Tensor]:
+    """At least ``size`` bytes of the buffer of ``device`` and its current stream, as a uint8 tensor.
 
-    The next call on the same thread, device and stream gets the same memory.
+    Other threads that want the same buffer wait until the block ends: on a GPU, autograd runs backward on a
+    thread of its own, and what it launches then stands behind what the block launched on the same stream.
     """
     on_gpu = device.type == "cuda"
     key = (device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
-    buffers = _buffers()
-    if key not in buffers or buffers[key].numel() < size:
-        buffers.pop(key, None)  # before the allocation, so that the old and the new do not stand side by side
-        buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
-    buffer = buffers[key]
-    if on_gpu and torch.cuda.is_current_stream_capturing() and all(buffer is not kept for kept in _captured):
-        _captured.append(buffer)
-    return buffer[:size]
+    with _lock:
+        buffer = _buffers.setdefault(key, _Buffer())
+    with buffer.lock:
+        if buffer.memory is None or buffer.memory.numel() < size:
+            buffer.memory = (
+                None  # before the allocation, so that the old and the new do not stand side by side
+            )
+            buffer.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = buffer.memory
+        if on_gpu and torch.cuda.is_current_stream_capturing() and all(memory is not x for x in _captured):
+            _captured.append(memory)
+        yield memory[:size]
 
 
 _COUNTED = torch.empty(0)
@@ -111,9 +123,3 @@ class Carver:
         if self.buffer is None:
             return _COUNTED
         return self.buffer[start : start + count * dtype.itemsize].view(dtype).view(shape)
-
-
-def _buffers() -> dict[tuple[torch.device, int], Tensor]:
-    if not hasattr(_local, "buffers"):
-        _local.buffers = {}
-    return _local.buffers

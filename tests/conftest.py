@@ -27,8 +27,14 @@ triton_interpreter.install()
 @pytest.fixture
 def poison(monkeypatch):
     """Fresh memory holds NaN and the workspace is overwritten before each use: what was not written shows."""
-    take = workspace.take
-    monkeypatch.setattr(workspace, "take", lambda size, device: take(size, device).fill_(255))
+    lease = workspace.lease
+
+    @contextlib.contextmanager
+    def poisoned(size, device):
+        with lease(size, device) as memory:
+            yield memory.fill_(255)
+
+    monkeypatch.setattr(workspace, "lease", poisoned)
     with _nan_filled_memory():
         yield
 

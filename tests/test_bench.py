@@ -179,9 +179,13 @@ def test_native_kernels_take_no_memory_behind_the_trackers_back(op, shape, tmp_p
 
 
 def test_kept_workspace_counts_as_the_calls_own():
+    def lease():
+        with workspace.lease(2**20, torch.device("cpu")):
+            pass
+
     with workspace.limited(2**20):
-        workspace.take(2**20, torch.device("cpu"))
-        assert memory.peak_extra(lambda: workspace.take(2**20, torch.device("cpu")), "cpu") == 2**20
+        lease()
+        assert memory.peak_extra(lease, "cpu") == 2**20
 
 
 def test_prediction_of_an_affine_peak_is_exact():

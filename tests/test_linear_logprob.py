@@ -364,11 +364,11 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
         rlkernel.linear_logprob(
             hidden, weight, inputs["target_ids"]
         ).logprobs.sum().backward()  # takes the workspace
-        buffers = {b.untyped_storage().data_ptr() for b in workspace._buffers().values()}
+        buffers = {b.memory.untyped_storage().data_ptr() for b in workspace._buffers.values()}
         with Storages() as storages:
             out = rlkernel.linear_logprob(hidden, weight, inputs["target_ids"], return_entropy=True)
             out.logprobs.sum().backward()
-    assert buffers == {b.untyped_storage().data_ptr() for b in workspace._buffers().values()}
+    assert buffers == {b.memory.untyped_storage().data_ptr() for b in workspace._buffers.values()}
     known = buffers | {x.untyped_storage().data_ptr() for x in (hidden, weight)}
     sizes = {size for address, size in storages.seen.items() if address not in known and size > 4 * 4 * n}
     assert sizes == {4 * n * h, 4 * v * h}, f"made tensors of {sorted(sizes)} bytes beside the two gradients"
@@ -380,7 +380,7 @@ def test_workspace_does_not_depend_on_the_number_of_tokens():
         inputs = make_inputs(n, 8, 300, ignored=0)
         able("native", inputs)
         run("native", inputs, [torch.ones(n), None, None], (True, True, False))
-        size = sum(b.numel() for b in workspace._buffers().values())
+        size = sum(b.memory.numel() for b in workspace._buffers.values())
         assert size <= 1024 * 300 * 4 + 4096
 
 

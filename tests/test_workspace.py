@@ -1,6 +1,7 @@
 """The workspace: one buffer per thread and device, bounded by a setting."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -18,26 +19,44 @@ def fresh():
     workspace.set_limit(None)
 
 
+def address(size):
+    with workspace.lease(size, CPU) as memory:
+        assert memory.numel() == size
+        return memory.data_ptr()
+
+
 def test_grows_and_is_kept():
-    small = workspace.take(100, CPU)
-    assert workspace.take(50, CPU).data_ptr() == small.data_ptr()
-    large = workspace.take(10_000, CPU)
-    assert large.numel() == 10_000
-    assert workspace.take(100, CPU).data_ptr() == large.data_ptr()
+    small = address(100)
+    assert address(50) == small
+    large = address(10_000)
+    assert address(100) == large
 
 
-def test_threads_do_not_share():
-    addresses = [workspace.take(1000, CPU).data_ptr()]
-    kept = []
+def test_a_second_thread_waits_for_the_buffer():
+    order = []
 
     def work():
-        kept.append(workspace.take(1000, CPU))
-        addresses.append(kept[0].data_ptr())
+        with workspace.lease(100, CPU):
+            order.append("second")
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    with workspace.lease(100, CPU) as memory:
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.05)
+        order.append("first")
+        memory.fill_(1)
     thread.join()
-    assert len(set(addresses)) == 2
+    assert order == ["first", "second"]
+
+
+def test_an_exception_gives_the_buffer_back():
+    with pytest.raises(KeyError), workspace.lease(100, CPU):
+        raise KeyError
+    done = []
+    thread = threading.Thread(target=lambda: done.append(address(100)))
+    thread.start()
+    thread.join(timeout=5)
+    assert done
 
 
 def test_limit_setting_environment_and_default(monkeypatch):
@@ -69,7 +88,7 @@ def test_carver_counts_what_it_cuts():
 
     counting = Carver()
     cut(counting)
-    cutting = Carver(workspace.take(counting.size, CPU))
+    cutting = Carver(torch.empty(counting.size, dtype=torch.uint8))
     a, b = cut(cutting)
     a.fill_(1)
     b.fill_(2)

@@ -107,24 +107,25 @@ def _fused(
     block, warps, stages = _product_plan(size)
     parts = triton.cdiv(vocab, PART)
     chunk = max(1, workspace.limit() // (16 * parts * block["BM"])) * block["BM"]
-    for start in range(0, n, chunk):
-        rows = min(chunk, n - start)
-        part = workspace.take(16 * parts * rows, hidden.device).view(torch.float32)
-        ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(head.temperature)
-        t = None if t is None else t[start : start + rows]
-        with torch.cuda.device_of(hidden):
-            product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
-                hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids,
-                head.ignore_index, t, scalar_t, bias, scale, head.softcap, part,
-                ENTROPY=return_entropy, COMPUTE=_tl(head.compute_dtype), LOGITS=_tl(head.logits_dtype),
-                PART=PART, WHOLE_K=size % block["BK"] == 0, **block,
-                num_warps=warps, num_stages=stages, enable_fp_fusion=False,
-            )  # fmt: skip
-            merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
-                part, rows, vocab, parts, ids, head.ignore_index, t, scalar_t,
-                *(None if x is None else x[start : start + rows] for x in outputs),
-                PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
-            )  # fmt: skip
+    with workspace.lease(16 * parts * min(chunk, n), hidden.device) as memory:
+        for start in range(0, n, chunk):
+            rows = min(chunk, n - start)
+            part = memory[: 16 * parts * rows].view(torch.float32)
+            ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(head.temperature)
+            t = None if t is None else t[start : start + rows]
+            with torch.cuda.device_of(hidden):
+                product_kernel[(triton.cdiv(rows, block["BM"]) * parts,)](
+                    hidden[start:], hidden.stride(0), weight, weight.stride(0), rows, vocab, size, ids,
+                    head.ignore_index, t, scalar_t, bias, scale, head.softcap, part,
+                    ENTROPY=return_entropy, COMPUTE=_tl(head.compute_dtype), LOGITS=_tl(head.logits_dtype),
+                    PART=PART, WHOLE_K=size % block["BK"] == 0, **block,
+                    num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+                )  # fmt: skip
+                merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
+                    part, rows, vocab, parts, ids, head.ignore_index, t, scalar_t,
+                    *(None if x is None else x[start : start + rows] for x in outputs),
+                    PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+                )  # fmt: skip
     return outputs
 
 
