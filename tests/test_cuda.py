@@ -53,9 +53,10 @@ def test_logprob_does_not_synchronise(backend):
         torch.cuda.set_sync_debug_mode("error")
         try:
             out = rlkernel.logprob(logits, ids, temperature=0.9, return_entropy=True)
-            torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), logits)
+            (grad,) = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), logits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert grad.isfinite().all()
 
 
 @BACKENDS
