@@ -7,10 +7,13 @@ from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
-from rlkernel.types import LogprobOutput
+from rlkernel.ops.value_loss import value_loss
+from rlkernel.types import VALUE_METRICS, LogprobOutput, ValueLossOutput
 
 __all__ = [
+    "VALUE_METRICS",
     "LogprobOutput",
+    "ValueLossOutput",
     "__version__",
     "debug",
     "entropy_from_logits",
@@ -22,6 +25,7 @@ __all__ = [
     "patch_trl",
     "selective_log_softmax",
     "use_backend",
+    "value_loss",
     "workspace",
 ]
 

@@ -31,6 +31,39 @@ class Head(NamedTuple):
     compute_dtype: torch.dtype  # of the product's operands
 
 
+class ValueLossOutput(NamedTuple):
+    """``loss`` [] is differentiable; ``metrics`` [9], of the same pass, are named by ``VALUE_METRICS``."""
+
+    loss: Tensor
+    metrics: Tensor
+
+
+# over the tokens that the mask keeps; variances divide by their number
+VALUE_METRICS = (
+    "tokens",
+    "nonfinite",  # tokens whose loss is NaN or infinite
+    "clip_fraction",  # of tokens where the clipped loss is the larger one
+    "value_mean",
+    "return_mean",
+    "return_variance",
+    "error_mean",  # of return - value
+    "error_variance",
+    "explained_variance",  # 1 - error_variance / return_variance, NaN where all returns are equal
+)
+
+
+class Aggregation(NamedTuple):
+    """How losses of tokens become one number, normalised: sum of units * factor / num_items.
+
+    A unit is a token, a sequence's ``"sum"`` or its ``"mean"``; num_items counts them, None those of this
+    call.  A sequence without a token is none.
+    """
+
+    unit: str
+    num_items: float | Tensor | None
+    factor: float
+
+
 # upstream gradients of logprobs, entropy and lse, [N] each; None where there is none
 RowGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # logprobs, entropy, lse, row_max, log_sum, and d logprobs / d hidden where it was asked for

@@ -1,0 +1,331 @@
+"""The value function's loss: clipped squared or Huber error, aggregated over tokens and sequences."""
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _validate
+from rlkernel.types import Aggregation, ValueLossOutput
+
+# loss_agg_mode: the unit that is summed
+UNITS = {
+    "token-mean": "token",
+    "token-sum": "token",
+    "seq-mean-token-sum": "sum",
+    "seq-mean-token-sum-norm": "sum",
+    "seq-mean-token-mean": "mean",
+}
+LOSSES = ("mse", "huber")
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    cliprange_value: float | None = None,
+    loss: str = "mse",
+    huber_delta: float = 1.0,
+    loss_agg_mode: str = "token-mean",
+    num_items_in_batch: float | Tensor | None = None,
+    dp_size: int = 1,
+    loss_scale_factor: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> ValueLossOutput:
+    """PPO's value loss over the tokens of ``mask``, in one pass that also writes its gradient.
+
+    Equal to, with ``l(d) = d**2 / 2`` (mse) or Huber's ``delta * (|d| - delta / 2)`` beyond ``delta``,
+
+        clipped = clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+        losses = max(l(values - returns), l(clipped - returns))
+
+    aggregated by ``loss_agg_mode``; without ``old_values``, ``l(values - returns)``.  The gradient is
+    ``l'(values - returns)`` where the first of the two is the larger or both are equal, else 0.
+
+    The same call gives the same bits (run-to-run), gradient included; a sequence's sum and gradient do not
+    depend on the others (batch-invariant).
+
+    Args:
+        values: [B, L], or packed [N] with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        returns: as ``values``; no gradient.
+        mask: as ``values``, bool or numbers: tokens where it is not 0 count, whatever the others hold.
+        old_values: as ``values``: those of the rollout; no gradient.
+        cliprange_value: how far a value may move from its old one, >= 0; with ``old_values`` only.
+        loss: ``"mse"`` or ``"huber"``.
+        huber_delta: where Huber's loss becomes linear, > 0.
+        loss_agg_mode: ``"token-mean"``, ``"token-sum"``, ``"seq-mean-token-sum"``,
+            ``"seq-mean-token-sum-norm"`` or ``"seq-mean-token-mean"``.  Sequences without a token do not
+            count.
+        num_items_in_batch: what the means divide by: tokens in ``"token-mean"``, sequences in ``"seq-*"``,
+            of the whole batch where this call sees a part; a number or a tensor of one.  None: those of this
+            call.  ``"token-sum"`` divides by nothing.
+        dp_size: ranks whose gradients are averaged afterwards; multiplies the loss.
+        loss_scale_factor: what ``"seq-mean-token-sum-norm"`` also divides by; None: L.  Must be given for
+            packed input, which has no L.
+        cu_seqlens: [S + 1] int32 or int64, where each packed sequence begins and the last one ends; tokens
+            behind that are padding.
+
+    Returns:
+        ValueLossOutput: ``loss`` [] and ``metrics`` [9], fp32 (fp64 for fp64 values).  Without a token that
+        counts, the loss is 0 and connected to the graph.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.  Values of ``cu_seqlens``
+            and ``num_items_in_batch`` are looked at on a CPU, and on a GPU only in debug mode
+            (``RLKERNEL_DEBUG=1``), because that synchronises.  NaN and infinities that count raise in debug
+            mode, else show in the loss and in the metric ``nonfinite``.
+
+    Follows ``compute_value_loss`` of verl and ``ppo_critic_loss_fn`` of AReaL.
+    """
+    _check_tensors(values, returns, mask, old_values, cu_seqlens)
+    _check_options(old_values, cliprange_value, loss, huber_delta, loss_agg_mode, dp_size)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    items = _num_items(num_items_in_batch, loss_agg_mode, dp_size, dtype, values.device)
+    factor = float(dp_size)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        factor /= _scale_factor(loss_scale_factor, values, cu_seqlens)
+    others = (returns,) if old_values is None else (returns, old_values)
+    # the kernels take one dtype, or fp32 beside the values'
+    other = values.dtype if all(x.dtype == values.dtype for x in others) else dtype
+    values, returns, mask = _dense(values), _dense(returns.to(other)), _dense(mask.to(torch.bool))
+    old_values = None if old_values is None else _dense(old_values.to(other))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    cliprange = 0.0 if cliprange_value is None else float(cliprange_value)
+    delta = float(huber_delta) if loss == "huber" else None
+    if torch.compiler.is_compiling():
+        number, tensor = (None, items) if isinstance(items, Tensor) else (items, None)
+        total, metrics, _, _ = _op(
+            values, returns, mask, old_values, cu_seqlens, tensor, number, cliprange, delta,
+            UNITS[loss_agg_mode], factor,
+        )  # fmt: skip
+        return ValueLossOutput(total, metrics)
+    aggregation = Aggregation(UNITS[loss_agg_mode], items, factor)
+    need_slope = torch.is_grad_enabled() and values.requires_grad
+    return ValueLossOutput(
+        *_ValueLoss.apply(
+            values, returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope
+        )
+    )
+
+
+def _check_tensors(
+    values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    _validate.floating("values", values)
+    want, dims = ("[N] with cu_seqlens", 1) if cu_seqlens is not None else ("[B, L], or [N] with cu_seqlens", 2)
+    if values.dim() != dims:
+        raise ValueError(f"values must be {want}, got {tuple(values.shape)}")
+    for name, x in (("returns", returns), ("old_values", old_values), ("mask", mask)):
+        if x is None:
+            continue
+        if name != "mask":
+            _validate.floating(name, x)
+        elif not isinstance(x, Tensor):
+            raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
+        if x.shape != values.shape:
+            raise ValueError(f"{name} must have values' shape {tuple(values.shape)}, got {tuple(x.shape)}")
+        _validate.same_device(name, x, "values", values.device)
+        if x.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
+    _validate.same_device("cu_seqlens", cu_seqlens, "values", values.device)
+
+
+def _check_options(
+    old_values: Tensor | None,
+    cliprange_value: float | None,
+    loss: str,
+    huber_delta: float,
+    loss_agg_mode: str,
+    dp_size: int,
+) -> None:
+    if loss not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
+    if loss_agg_mode not in UNITS:
+        raise ValueError(f"loss_agg_mode must be one of {', '.join(map(repr, UNITS))}, got {loss_agg_mode!r}")
+    if (old_values is None) != (cliprange_value is None):
+        given, missing = ("cliprange_value", "old_values") if old_values is None else ("old_values", "cliprange_value")
+        raise ValueError(f"{missing} must be given with {given}, got None")
+    if cliprange_value is not None and not 0 <= cliprange_value < math.inf:
+        raise ValueError(f"cliprange_value must be >= 0 and finite, got {cliprange_value}")
+    if not 0 < huber_delta < math.inf:
+        raise ValueError(f"huber_delta must be > 0 and finite, got {huber_delta}")
+    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
+        raise ValueError(f"dp_size must be an integer >= 1, got {dp_size!r}")
+
+
+def _num_items(
+    value: float | Tensor | None, mode: str, dp_size: int, dtype: torch.dtype, device: torch.device
+) -> float | Tensor | None:
+    if mode == "token-sum":
+        return 1.0
+    if value is None:
+        if dp_size > 1:
+            raise ValueError(f"num_items_in_batch must be given with dp_size > 1 and {mode!r}, got None")
+        return None
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(value.shape)}")
+        return value.detach().reshape(()).to(device=device, dtype=dtype)
+    if not 0 < value < math.inf:
+        raise ValueError(f"num_items_in_batch must be > 0 and finite, got {value}")
+    return float(value)
+
+
+def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None) -> float:
+    if value is None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "loss_scale_factor must be given with cu_seqlens and 'seq-mean-token-sum-norm', got None"
+            )
+        return max(values.shape[1], 1)
+    if not 0 < value < math.inf:
+        raise ValueError(f"loss_scale_factor must be > 0 and finite, got {value}")
+    return float(value)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Rows of any stride, but dense in themselves."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.dim() == 2 else x.contiguous()
+
+
+def _check_values(values: Tensor, cu_seqlens: Tensor | None, items: float | Tensor | None) -> None:
+    """Looks at the values themselves: always on a CPU, in debug mode on a GPU, where it synchronises."""
+    if isinstance(items, Tensor) and debug.may_read(items) and not 0 < items.item() < math.inf:
+        raise ValueError(f"num_items_in_batch must be > 0 and finite, got {items.item()}")
+    if cu_seqlens is None or not debug.may_read(cu_seqlens):
+        return
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens[0] must be 0, got {cu_seqlens[0].item()}")
+    falling = cu_seqlens[1:] < cu_seqlens[:-1]
+    if falling.any():
+        i = int(falling.nonzero()[0, 0]) + 1
+        before, got = cu_seqlens[i - 1].item(), cu_seqlens[i].item()
+        raise ValueError(f"cu_seqlens[{i}] must be >= cu_seqlens[{i - 1}] = {before}, got {got}")
+    if cu_seqlens[-1] > values.shape[0]:
+        raise ValueError(f"cu_seqlens[-1] must be at most N = {values.shape[0]}, got {cu_seqlens[-1].item()}")
+
+
+def _forward(
+    impl: ModuleType,
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    old_values: Tensor | None,
+    cliprange: float,
+    huber_delta: float | None,
+    aggregation: Aggregation,
+    cu_seqlens: Tensor | None,
+    need_slope: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    _check_values(values, cu_seqlens, aggregation.num_items)
+    result = impl.forward(
+        values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
+    )
+    if debug.enabled() and debug.may_read(values) and (result[1][1] > 0 or not result[0].isfinite()):
+        for name, x in (("values", values), ("returns", returns), ("old_values", old_values)):
+            if x is not None and (bad := mask & ~x.isfinite()).any():
+                where = bad.nonzero()[0].tolist()
+                raise ValueError(f"{name}{where} must be finite where mask is true, got {x[tuple(where)].item()}")
+    return result
+
+
+class _ValueLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
+    ):
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = dispatch.pick("value_loss", values, returns)
+        loss, metrics, slope, scale = _forward(
+            ctx.impl, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens,
+            need_slope,
+        )  # fmt: skip
+        ctx.save_for_backward(slope, scale, cu_seqlens)
+        ctx.dtype = values.dtype
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
+        slope, scale, cu_seqlens = ctx.saved_tensors
+        grad = ctx.impl.backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype)
+        return grad, *(None,) * 8
+
+
+# Under torch.compile the op is one opaque node.
+
+
+@torch.library.custom_op("rlkernel::value_loss", mutates_args=())
+def _op(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    old_values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    items_tensor: Tensor | None,
+    items: float | None,
+    cliprange: float,
+    huber_delta: float | None,
+    unit: str,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    impl = dispatch.pick("value_loss", values, returns)
+    aggregation = Aggregation(unit, items if items_tensor is None else items_tensor, factor)
+    loss, metrics, slope, scale = _forward(
+        impl, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, True
+    )
+    assert slope is not None
+    return loss, metrics, slope, scale
+
+
+@_op.register_fake
+def _op_fake(values, returns, mask, old_values, cu_seqlens, *rest):  # type: ignore[no-untyped-def]
+    from rlkernel.types import VALUE_METRICS
+
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    sequences = values.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shapes = ((), (len(VALUE_METRICS),), values.shape, (sequences,))
+    return tuple(torch.empty(shape, dtype=dtype, device=values.device) for shape in shapes)
+
+
+@torch.library.custom_op("rlkernel::value_loss_backward", mutates_args=())
+def _op_backward(
+    grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    impl = dispatch.pick("value_loss", slope, scale)
+    return impl.backward(grad_loss, slope, scale, cu_seqlens, dtype)
+
+
+@_op_backward.register_fake
+def _op_backward_fake(grad_loss, slope, scale, cu_seqlens, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty(slope.shape, dtype=dtype, device=slope.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, metrics, slope, scale = output
+    ctx.save_for_backward(slope, scale, inputs[4])
+    ctx.dtype = inputs[0].dtype
+    ctx.mark_non_differentiable(metrics, slope, scale)
+
+
+def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
+    slope, scale, cu_seqlens = ctx.saved_tensors
+    grad = _op_backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype)
+    return grad, *(None,) * 10
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
