@@ -1,5 +1,6 @@
 // Table of contents of rlkernel._C: one line per function and part, grouped by op.
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_value_loss.h"
 #include "rlkernel/errors.h"
 
 namespace py = pybind11;
@@ -39,5 +40,17 @@ PYBIND11_MODULE(_C, m) {
   bind::logprob_forward(m, "logprob_forward_hip", hip::logprob_forward, hip::error_string);
   bind::logprob_backward(m, "logprob_backward_hip", hip::logprob_backward, hip::error_string);
   bind::logprob_exp(m, "logprob_exp_hip", hip::logprob_exp, hip::error_string);
+#endif
+
+  // value_loss
+  bind::value_loss_forward(m, "value_loss_forward_cpu", cpu::value_loss_forward, cpu::error_string);
+  bind::value_loss_backward(m, "value_loss_backward_cpu", cpu::value_loss_backward, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::value_loss_forward(m, "value_loss_forward_cuda", cuda::value_loss_forward, cuda::error_string);
+  bind::value_loss_backward(m, "value_loss_backward_cuda", cuda::value_loss_backward, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::value_loss_forward(m, "value_loss_forward_hip", hip::value_loss_forward, hip::error_string);
+  bind::value_loss_backward(m, "value_loss_backward_hip", hip::value_loss_backward, hip::error_string);
 #endif
 }

@@ -1,7 +1,9 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_value_loss.h"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
+#include "rlkernel/value_loss.cuh"
 
 #include <pybind11/stl.h>
 
@@ -60,4 +62,6 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::logprob_forward(m, "logprob_forward", emulated::launch_forward, describe);
   bind::logprob_backward(m, "logprob_backward", emulated::launch_backward, describe);
   bind::logprob_exp(m, "logprob_exp", emulated::launch_exp, describe);
+  bind::value_loss_forward(m, "value_loss_forward", emulated::launch_value_forward, describe);
+  bind::value_loss_backward(m, "value_loss_backward", emulated::launch_value_backward, describe);
 }
