@@ -12,7 +12,7 @@ import triton.language as tl
 
 CHUNK = 2048  # tokens of a sequence that are summed together
 SUMS = 8  # count, loss, nonfinite, clipped, then mean and squares of returns and of errors
-ROWS = 128  # sequences that the merging program takes at a time
+ROWS = 64  # sequences that the merging program takes at a time
 
 _FIXED = ["values_stride", "returns_stride", "old_stride", "mask_stride", "rows", "length", "steps"]
 _TENSORS = ["values", "returns", "old_values", "mask", "cu_seqlens", "slope", "partials", "scale"]
@@ -43,17 +43,18 @@ def locate(cu_seqlens, slot, rows, length, steps, CHUNK: tl.constexpr):
         chunks = (length + CHUNK - 1) // CHUNK
         row = slot // chunks
         begin = (slot % chunks) * CHUNK
-        return row, begin, tl.minimum(length - begin, CHUNK)
-    low = tl.zeros((), tl.int64)
-    high = low + rows
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        fits = begin_of(cu_seqlens, middle, rows, length) // CHUNK + middle <= slot
-        low, high = tl.where(fits, middle, low), tl.where(fits, high, middle - 1)
-    start = begin_of(cu_seqlens, low, rows, length)
-    end = begin_of(cu_seqlens, low + 1, rows, length)
-    begin = start + (slot - start // CHUNK - low) * CHUNK
-    return low, begin, tl.minimum(end - begin, CHUNK)
+        end = length
+    else:
+        row = tl.zeros((), tl.int64)
+        high = row + rows
+        for _ in range(steps):
+            middle = (row + high + 1) // 2
+            fits = begin_of(cu_seqlens, middle, rows, length) // CHUNK + middle <= slot
+            row, high = tl.where(fits, middle, row), tl.where(fits, high, middle - 1)
+        start = begin_of(cu_seqlens, row, rows, length)
+        end = begin_of(cu_seqlens, row + 1, rows, length)
+        begin = start + (slot - start // CHUNK - row) * CHUNK
+    return row, begin, tl.minimum(end - begin, CHUNK)
 
 
 @triton.jit
@@ -70,11 +71,19 @@ def token_loss(difference, huber_delta):
 
 
 @triton.jit
+def inverse(x):
+    """1 / x where fp32 holds that: a division in fp64 is a call, which puts registers on the stack."""
+    guess = (1.0 / x.to(tl.float32)).to(tl.float64)
+    guess = guess * (2.0 - x * guess)
+    return guess * (2.0 - x * guess)
+
+
+@triton.jit
 def moments(x, kept, count, first):
     """Mean and sum of squared deviations, by two passes, from the smallest kept token on: of equal values the
     second is exactly 0."""
     d = tl.where(kept, x.to(tl.float64) - first, 0.0)
-    mean = tl.sum(d) / tl.maximum(count, 1.0)
+    mean = tl.sum(d) * inverse(tl.maximum(count, 1.0))
     d = tl.where(kept, d - mean, 0.0)
     return tl.where(count > 0, first + mean, 0.0), tl.sum(d * d)
 
@@ -82,7 +91,7 @@ def moments(x, kept, count, first):
 @triton.jit
 def merge_moments(count, mean, squares, more, more_mean, more_squares):
     """Of two parts together (Chan, Golub and LeVeque 1979)."""
-    share = more / tl.maximum(count + more, 1.0)
+    share = more * inverse(tl.maximum(count + more, 1.0))
     apart = tl.where((count > 0) & (more > 0), more_mean - mean, 0.0)
     merged = tl.where(count > 0, mean + apart * share, more_mean)
     return merged, squares + more_squares + apart * apart * count * share
@@ -177,7 +186,7 @@ def total_kernel(
             count += more
         tl.store(scale + row, count.to(tl.float32), mask=there)
         if UNIT == "mean":
-            objective += total / tl.maximum(count, 1.0)
+            objective += total * inverse(tl.maximum(count, 1.0))
         else:
             objective += total
         sequences += (count > 0).to(tl.float64)
@@ -186,17 +195,17 @@ def total_kernel(
         all_count += count
 
     tokens = tl.sum(all_count)
-    least = tl.maximum(tokens, 1.0)
+    each = inverse(tl.maximum(tokens, 1.0))
     # the lanes' means are shifted by one of theirs, or equal returns would get a variance
     lane = tl.min(tl.where(all_count > 0, lanes, ROWS - 1))
     first_r = tl.sum(tl.where(lanes == lane, r_mean, 0.0))
     first_e = tl.sum(tl.where(lanes == lane, e_mean, 0.0))
     d = tl.where(all_count > 0, r_mean - first_r, 0.0)
-    apart = tl.sum(all_count * d) / least
+    apart = tl.sum(all_count * d) * each
     return_squares = tl.sum(r_squares) + tl.sum(tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0))
     return_mean = first_r + apart
     d = tl.where(all_count > 0, e_mean - first_e, 0.0)
-    apart = tl.sum(all_count * d) / least
+    apart = tl.sum(all_count * d) * each
     error_squares = tl.sum(e_squares) + tl.sum(tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0))
     error_mean = first_e + apart
 
@@ -207,18 +216,18 @@ def total_kernel(
         divisor = tl.where(item_count == 0, tokens, item_count)
     else:
         divisor = tl.where(item_count == 0, tl.sum(sequences), item_count)
-    weight = tl.where(tokens > 0, factor / tl.where(tokens > 0, divisor, 1.0), 0.0)
+    weight = tl.where(tokens > 0, factor * inverse(tl.where(tokens > 0, divisor, 1.0)), 0.0)
     tl.store(loss, (weight * tl.sum(objective)).to(tl.float32))
     tl.store(metrics, tokens.to(tl.float32))
     tl.store(metrics + 1, tl.sum(nonfinite).to(tl.float32))
-    tl.store(metrics + 2, (tl.sum(clipped) / least).to(tl.float32))
+    tl.store(metrics + 2, (tl.sum(clipped) * each).to(tl.float32))
     tl.store(metrics + 3, (return_mean - error_mean).to(tl.float32))
     tl.store(metrics + 4, return_mean.to(tl.float32))
-    tl.store(metrics + 5, (return_squares / least).to(tl.float32))
+    tl.store(metrics + 5, (return_squares * each).to(tl.float32))
     tl.store(metrics + 6, error_mean.to(tl.float32))
-    tl.store(metrics + 7, (error_squares / least).to(tl.float32))
+    tl.store(metrics + 7, (error_squares * each).to(tl.float32))
     varies = return_squares > 0
-    explained = 1.0 - error_squares / tl.where(varies, return_squares, 1.0)
+    explained = 1.0 - error_squares * inverse(tl.where(varies, return_squares, 1.0))
     tl.store(metrics + 8, tl.where(varies, explained, float("nan")).to(tl.float32))
 
     tl.debug_barrier()  # the counts in scale are read by other threads than wrote them
@@ -228,7 +237,7 @@ def total_kernel(
         count = tl.load(scale + row, mask=there, other=0.0).to(tl.float64)
         share = weight
         if UNIT == "mean":
-            share = weight / tl.maximum(count, 1.0)
+            share = weight * inverse(tl.maximum(count, 1.0))
         tl.store(scale + row, tl.where(count > 0, share, 0.0).to(tl.float32), mask=there)
 
 

@@ -2,6 +2,7 @@
 // the bits depend neither on the threads nor, for a sequence, on the others.
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "rlkernel/value_loss_sums.h"
 #include "simd.h"
@@ -27,6 +28,12 @@ inline int count_of(Ints kept) {  // lanes of -1
   int count = 0;
   for (int i = 0; i < kWidth; ++i) count -= kept[i];
   return count;
+}
+
+template <bool kWhole, class T>
+inline Floats at(const T* p, int count) {
+  if constexpr (kWhole) return load(p);
+  else return load_part(p, count);
 }
 
 struct Terms {
@@ -82,15 +89,14 @@ ValueSums sum_chunk(const ValueLossForward& f, const Chunk<T, Other>& c) {
     Floats loss = zero, returns = zero, return_squares = zero, errors = zero, error_squares = zero;
     Ints kept_count = {}, odd_count = {}, clipped_count = {};
     const int64_t end = begin + kBlock * kWidth < c.count ? begin + kBlock * kWidth : c.count;
-    for (int64_t i = begin; i < end; i += kWidth) {
-      const int part = end - i < kWidth ? static_cast<int>(end - i) : kWidth;
-      const bool whole = part == kWidth;
+    const auto add = [&](int64_t i, auto part) {  // a constant where the vector is whole
+      constexpr bool whole = sizeof part != sizeof(int);
       const Ints kept = load_mask(c.mask + i, part);
-      const Floats value = whole ? load(c.values + i) : load_part(c.values + i, part);
-      const Floats target = whole ? load(c.returns + i) : load_part(c.returns + i, part);
+      const Floats value = at<whole>(c.values + i, part);
+      const Floats target = at<whole>(c.returns + i, part);
       Terms token = token_loss<kHuber>(value - target, f.huber_delta);
       if constexpr (kClip) {
-        const Floats old = whole ? load(c.old_values + i) : load_part(c.old_values + i, part);
+        const Floats old = at<whole>(c.old_values + i, part);
         const Floats low = old - range, high = old + range;
         const Floats below = select(value > high, high, value);
         const Floats bounded = select(below < low, low, below);
@@ -103,7 +109,7 @@ ValueSums sum_chunk(const ValueLossForward& f, const Chunk<T, Other>& c) {
       token.loss = select(kept, token.loss, zero);
       if (c.slope) {
         token.slope = select(kept, token.slope, zero);
-        if (whole) store(c.slope + i, token.slope);
+        if constexpr (whole) store(c.slope + i, token.slope);
         else store_part(c.slope + i, token.slope, part);
       }
       loss += token.loss;
@@ -113,7 +119,10 @@ ValueSums sum_chunk(const ValueLossForward& f, const Chunk<T, Other>& c) {
       const Floats e = select(kept, target - value - start_error, zero);
       returns += r, return_squares = return_squares + r * r;
       errors += e, error_squares = error_squares + e * e;
-    }
+    };
+    int64_t i = begin;
+    for (; i + kWidth <= end; i += kWidth) add(i, std::integral_constant<int, kWidth>());
+    if (i < end) add(i, static_cast<int>(end - i));
     sums.count += count_of(kept_count);
     sums.nonfinite += count_of(odd_count);
     sums.clipped += count_of(clipped_count);
