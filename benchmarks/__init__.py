@@ -6,6 +6,7 @@
     INPUTS, OPTIONS          keyword arguments of make_inputs; of the function where only sizes are given
     SHARED, GRADIENTS        inputs without rows; inputs that get a gradient
     OUTPUTS(case)            outputs that get an upstream gradient
+    SCALARS                  outputs that are one number of all rows; may be absent
     row_elements(case)       elements of the largest temporary that a row needs in plain PyTorch
     bytes_moved, flops       what a perfect implementation moves and computes, (case, backward) -> int
     gemm(case)               (m, n, k) of the GEMM whose rate bounds it, or None

@@ -47,12 +47,17 @@ def ours(op: str, backend: str) -> Call:
 
 
 def upstream(module: ModuleType, case: Case, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A fixed gradient for every differentiated output: one value per row, none of them alike."""
+    """A fixed gradient for every differentiated output: one value per row, none of them alike; one for all
+    where the op sums its rows up to a SCALAR."""
     device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
     generator = torch.Generator(device).manual_seed(1)
     names = case.upstream or module.OUTPUTS(case)
     rows = next(iter(case.sizes.values()))
-    return {name: torch.randn(rows, generator=generator, device=device) for name in names}
+    scalars = getattr(module, "SCALARS", ())
+    return {
+        name: torch.randn(() if name in scalars else (rows,), generator=generator, device=device)
+        for name in names
+    }
 
 
 def outcome(
@@ -80,12 +85,16 @@ class Slices:
         self.case, self.inputs, self.grads = case, inputs, grads
         self.rows = next(iter(case.sizes.values()))
         self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
+        if getattr(module, "SCALARS", ()):  # an output of all rows has no slices
+            self.step = max(1, self.rows)
         self.shared = [
             k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
         ]
 
     def outcome(self, call: Call, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
         """What ``outcome`` gives, put together from slices; gradients of shared inputs are summed."""
+        if self.step >= self.rows:
+            return outcome(call, self.inputs, self.case, {name: self.grads[name] for name in differentiated})
         parts: dict[str, list[Tensor]] = {}
         sums: dict[str, Tensor] = {}
         for start in range(0, self.rows, self.step):

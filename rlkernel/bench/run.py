@@ -151,7 +151,7 @@ class _Bench:
             k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count]
             for k, v in self.inputs.items()
         }
-        return inputs, {name: grad[:count] for name, grad in self.grads.items()}
+        return inputs, {name: grad[:count] if grad.dim() else grad for name, grad in self.grads.items()}
 
     def _guard(self, contender: Contender) -> None:
         """Skip what would run the machine out of memory, as foreseen from two small calls."""
