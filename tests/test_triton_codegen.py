@@ -49,6 +49,18 @@ REGISTERS = {
     ("logprob: tile backward fp32 head", "backward_kernel"): (48, 48, 48, 62),
     ("logprob: tile exp fp32 to bf16", "exp_kernel"): (26, 26, 26, 35),
     ("logprob: tile exp fp32 to bf16 head", "exp_kernel"): (32, 32, 41, 62),
+    ("value_loss: fp32 clipped", "chunk_kernel"): (79, 78, 76, 42),
+    ("value_loss: fp32 clipped", "total_kernel"): (64, 64, 64, 64),
+    ("value_loss: fp32 clipped", "multiply_kernel"): (26, 26, 26, 10),
+    ("value_loss: bf16 clipped packed", "chunk_kernel"): (79, 78, 78, 42),
+    ("value_loss: bf16 clipped packed", "total_kernel"): (64, 64, 64, 59),
+    ("value_loss: bf16 clipped packed", "multiply_kernel"): (26, 26, 26, 14),
+    ("value_loss: fp16 huber", "chunk_kernel"): (74, 64, 70, 36),
+    ("value_loss: fp16 huber", "total_kernel"): (64, 61, 61, 60),
+    ("value_loss: fp16 huber", "multiply_kernel"): (26, 27, 27, 14),
+    ("value_loss: fp32 clipped huber packed", "chunk_kernel"): (79, 78, 80, 49),
+    ("value_loss: fp32 clipped huber packed", "total_kernel"): (64, 64, 64, 59),
+    ("value_loss: fp32 clipped huber packed", "multiply_kernel"): (26, 26, 26, 10),
 }
 
 # bytes of shared memory of a program, where it is more than the 1 KiB that reductions take
@@ -108,7 +120,10 @@ def test_every_kernel_has_a_case(reports, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target):
     binaries = reports[target]["binaries"]
-    assert set(binaries) == {"forward_kernel", "backward_kernel", "product_kernel", "merge_kernel"}
+    assert set(binaries) == {
+        *("forward_kernel", "backward_kernel", "product_kernel", "merge_kernel"),
+        *("chunk_kernel", "total_kernel", "multiply_kernel"),
+    }
     assert set(binaries.values()) == {1}, f"more than one binary of a kernel on {target}: {binaries}"
 
 

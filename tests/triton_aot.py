@@ -89,7 +89,8 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
-    from rlkernel.triton_ops import linear_logprob, logprob
+    from rlkernel.triton_ops import linear_logprob, logprob, value_loss
+    from rlkernel.types import Aggregation
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -108,6 +109,13 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 hidden[:n], weight, None, ids.view(-1), t, 1.0, None, ignore, True, torch.float32,
                 torch.bfloat16, "fused", False,
             )  # fmt: skip
+            # any address and stride too: the order of its sums must not follow from them
+            values = torch.empty(batch, length + 17)[:, t > 1 :][:, :length]
+            aggregation = Aggregation("token", t, float(batch))
+            _, _, slope, scale = value_loss.forward(
+                values, values, values > 0, values, t, None, aggregation, None, True
+            )
+            value_loss.backward(rows[0, 0], slope, scale, None, torch.float32)
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
