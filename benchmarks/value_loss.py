@@ -50,7 +50,9 @@ def gemm(case: Case) -> tuple[int, int, int] | None:
 
 
 def _torch() -> Call:
-    return lambda inputs, case: dict(zip(("loss", "metrics"), _by_hand(**inputs, **case.options), strict=True))
+    return lambda inputs, case: dict(
+        zip(("loss", "metrics"), _by_hand(**inputs, **case.options), strict=True)
+    )
 
 
 def _by_hand(
@@ -99,7 +101,9 @@ def _by_hand(
 
 def _compiled() -> Call:
     compiled = torch.compile(_by_hand)
-    return lambda inputs, case: dict(zip(("loss", "metrics"), compiled(**inputs, **case.options), strict=True))
+    return lambda inputs, case: dict(
+        zip(("loss", "metrics"), compiled(**inputs, **case.options), strict=True)
+    )
 
 
 def _verl() -> Call:

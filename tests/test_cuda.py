@@ -6,6 +6,7 @@ from bitwise import assert_equal
 
 import rlkernel
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.reference.value_loss import make_inputs as value_loss_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +71,34 @@ def test_runs_on_the_current_stream(backend):
         got = rlkernel.logprob(a @ a @ a, ids).logprobs
     torch.cuda.synchronize()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@BACKENDS
+def test_value_loss_replays_in_a_graph_and_does_not_synchronise(backend):
+    inputs = value_loss_inputs(7, 5000, device="cuda", packed=True)
+    values = inputs.pop("values").requires_grad_()
+    items = torch.tensor(4321.0, device="cuda")
+
+    def step():
+        out = rlkernel.value_loss(values, **inputs, cliprange_value=0.2, num_items_in_batch=items)
+        return *out, *torch.autograd.grad(out.loss, values)
+
+    with rlkernel.use_backend(backend):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            values.mul_(1.5)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            want = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph.replay()
+    for name, a, b in zip(("loss", "metrics", "grad"), captured, want, strict=True):
+        assert_equal(name, a, b)

@@ -8,6 +8,11 @@ import subprocess
 import emulation
 import numpy as np
 import pytest
+import torch
+
+import rlkernel
+from rlkernel import native
+from rlkernel.reference import value_loss
 
 WARPS = (32, 64)
 IGNORED = -100
@@ -242,6 +247,41 @@ def test_a_missing_barrier_is_found(barrier, max_blocks):
     emulation.module(32).configure()
     kernels = broken("reduce.cuh", barrier, "//")
     assert disagreements(kernels, logits, target_ids, max_blocks) > 0
+
+
+def value_losses(kernels, schedules):
+    """Loss, metrics and gradient of two chunks and a tail in two sequences, under each (seed, max_blocks)."""
+    inputs = value_loss.make_inputs(2, 4500)
+    results = []
+    with native.emulated(kernels), rlkernel.use_backend("native"):
+        for seed, max_blocks in schedules:
+            kernels.configure(seed, max_blocks)
+            values = inputs["values"].clone().requires_grad_()
+            out = rlkernel.value_loss(**inputs | {"values": values}, cliprange_value=0.2)
+            out.loss.backward()
+            results.append(torch.cat([out.loss.detach()[None], out.metrics, values.grad.flatten()]))
+    kernels.configure()
+    return results
+
+
+def test_value_loss_does_not_depend_on_the_schedule(kernels):
+    first, *others = value_losses(kernels, [(0, 1 << 20), (1, 6), (2, 6), (3, 1), (4, 2)])
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "barrier, max_blocks",
+    [
+        ("__syncthreads();  // the chunk's partials are written", 8),
+        ("__syncthreads();  // the chunk's partials are read: the next chunk may overwrite them", 1),
+        ("__syncthreads();  // the groups' totals are written", 8),
+    ],
+)
+def test_a_barrier_missing_in_value_loss_is_found(barrier, max_blocks):
+    right = value_losses(emulation.module(32), [(0, 8)])[0]
+    results = value_losses(broken("value_loss.cuh", barrier, "//"), [(s, max_blocks) for s in range(8)])
+    assert not all(torch.equal(right, result) for result in results)
 
 
 @pytest.mark.slow

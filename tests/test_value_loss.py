@@ -46,7 +46,8 @@ def double(inputs):
 
 def check_against_fp64(backend, inputs, **options):
     truth, torchs, ours = (
-        run(b, x, **options) for b, x in (("reference", double(inputs)), ("reference", inputs), (backend, inputs))
+        run(b, x, **options)
+        for b, x in (("reference", double(inputs)), ("reference", inputs), (backend, inputs))
     )
     assert ours[0].dtype == ours[1].dtype == torch.float32 and ours[2].dtype == inputs["values"].dtype
     check("loss", ours[0], torchs[0], truth[0])
@@ -183,7 +184,10 @@ def test_rows_of_any_stride(backend, device):
         got = run(backend, {k: view(v) for k, v in inputs.items()}, **CLIP)
         for output, a, b in zip(("loss", "metrics", "grad"), got, want, strict=True):
             assert_equal(f"{output}, {name}", a.contiguous(), b)
-    expanded = inputs | {"mask": inputs["mask"][:1].expand(3, -1), "values": inputs["values"][:1].expand(3, -1)}
+    expanded = inputs | {
+        "mask": inputs["mask"][:1].expand(3, -1),
+        "values": inputs["values"][:1].expand(3, -1),
+    }
     got = run(backend, expanded, **CLIP)
     want = run(backend, {k: v.contiguous() for k, v in expanded.items()}, **CLIP)
     assert_equal("expanded", got[0], want[0])
@@ -213,7 +217,9 @@ def test_a_sequence_does_not_feel_the_others(backend, device):
         packed["mask"] = packed["mask"].clone()
         packed["mask"][:7] = packed["mask"][-9:] = False
         starts = torch.tensor([0, 7, 2307, 2316], device=device)
-        assert_equal(f"packed sum of {i}", run(backend, packed | {"cu_seqlens": starts}, **options)[0], alone[0])
+        assert_equal(
+            f"packed sum of {i}", run(backend, packed | {"cu_seqlens": starts}, **options)[0], alone[0]
+        )
 
 
 def test_the_invariance_test_finds_a_plain_sum():
@@ -263,7 +269,11 @@ def test_moments_keep_their_digits(backend, device):
     """E[x^2] - E[x]^2 in fp32 gives returns of 1000.0 to 1000.3 a negative variance."""
     g = torch.Generator().manual_seed(0)
     returns = (1000 + 0.3 * torch.rand(3, 900, generator=g)).to(device)
-    inputs = {"values": returns + 0.05, "returns": returns, "mask": torch.ones_like(returns, dtype=torch.bool)}
+    inputs = {
+        "values": returns + 0.05,
+        "returns": returns,
+        "mask": torch.ones_like(returns, dtype=torch.bool),
+    }
     skip_unless_able(backend, "value_loss", returns)
     metrics = run(backend, inputs)[1]
     truth = returns.double().var(correction=0)
@@ -285,7 +295,10 @@ def test_what_counts_and_is_not_finite_shows(backend, device, junk, name):
     assert not loss.isfinite() and metric(metrics, "nonfinite") == 1
     if junk != junk:
         assert loss.isnan() and grad[1, 4].isnan() and int(grad.isnan().sum()) == 1
-    with rlkernel.debug.checks(), pytest.raises(ValueError, match=rf"{name}\[1, 4\] must be finite where mask"):
+    with (
+        rlkernel.debug.checks(),
+        pytest.raises(ValueError, match=rf"{name}\[1, 4\] must be finite where mask"),
+    ):
         run(backend, inputs, **CLIP)
 
 
@@ -354,7 +367,9 @@ def by_hand(v, returns, old, mask, lengths, mode, loss):
     losses = of(v)
     if old is not None:
         losses = torch.max(losses, of(old + (v - old).clamp(-0.2, 0.2)))
-    kept = [(x[m].sum(), int(m.sum())) for x, m in zip(losses.split(lengths), mask.split(lengths), strict=True)]
+    kept = [
+        (x[m].sum(), int(m.sum())) for x, m in zip(losses.split(lengths), mask.split(lengths), strict=True)
+    ]
     kept = [(total, count) for total, count in kept if count]
     if not kept:
         return v.sum() * 0
@@ -387,7 +402,7 @@ def test_against_the_real_verl(backend, globally, mode):
 
 
 def test_where_we_differ_from_verl():
-    """verl: NaN where no token counts; half the gradient where both losses are equal, outside of the range."""
+    """verl: NaN where no token counts; half the gradient where both losses are equal and v outside."""
     core = verl_core.core_algos()
     ones = torch.ones(1, 1)
     empty = core.compute_value_loss(ones, ones, ones, 0 * ones, 0.2)[0]

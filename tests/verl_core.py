@@ -1,4 +1,4 @@
-"""The real ``verl.trainer.ppo.core_algos``: imported, or its own file with stand-ins for what it only imports.
+"""The real ``verl.trainer.ppo.core_algos``: imported, or its file with stand-ins for what it only imports.
 
 verl's package needs a tracking service, a cluster runtime and more before its loss functions can be called.
 The functions themselves, and ``verl.utils.torch_functional`` which they call, are verl's code either way.

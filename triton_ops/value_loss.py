@@ -56,7 +56,8 @@ def forward(
             chunk_kernel[(slots,)](
                 values, _stride(values), returns, _stride(returns), old_values,
                 0 if old_values is None else _stride(old_values), mask.view(torch.uint8), _stride(mask),
-                rows, length, cu_seqlens, steps, cliprange, huber_delta, slope, partials, CHUNK=CHUNK, **_PLAN,
+                rows, length, cu_seqlens, steps, cliprange, huber_delta, slope, partials,
+                CHUNK=CHUNK, **_PLAN,
             )  # fmt: skip
         total_kernel[(1,)](
             partials, rows, length, cu_seqlens, tensor, number, factor, scale, loss, metrics,

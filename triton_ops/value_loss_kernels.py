@@ -202,11 +202,15 @@ def total_kernel(
     first_e = tl.sum(tl.where(lanes == lane, e_mean, 0.0))
     d = tl.where(all_count > 0, r_mean - first_r, 0.0)
     apart = tl.sum(all_count * d) * each
-    return_squares = tl.sum(r_squares) + tl.sum(tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0))
+    return_squares = tl.sum(r_squares) + tl.sum(
+        tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0)
+    )
     return_mean = first_r + apart
     d = tl.where(all_count > 0, e_mean - first_e, 0.0)
     apart = tl.sum(all_count * d) * each
-    error_squares = tl.sum(e_squares) + tl.sum(tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0))
+    error_squares = tl.sum(e_squares) + tl.sum(
+        tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0)
+    )
     error_mean = first_e + apart
 
     divisor = item_count

@@ -118,7 +118,9 @@ def _check_tensors(
     values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     _validate.floating("values", values)
-    want, dims = ("[N] with cu_seqlens", 1) if cu_seqlens is not None else ("[B, L], or [N] with cu_seqlens", 2)
+    want, dims = (
+        ("[N] with cu_seqlens", 1) if cu_seqlens is not None else ("[B, L], or [N] with cu_seqlens", 2)
+    )
     if values.dim() != dims:
         raise ValueError(f"values must be {want}, got {tuple(values.shape)}")
     for name, x in (("returns", returns), ("old_values", old_values), ("mask", mask)):
@@ -136,7 +138,9 @@ def _check_tensors(
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        got = (
+            _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        )
         raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
@@ -156,7 +160,9 @@ def _check_options(
     if loss_agg_mode not in UNITS:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(map(repr, UNITS))}, got {loss_agg_mode!r}")
     if (old_values is None) != (cliprange_value is None):
-        given, missing = ("cliprange_value", "old_values") if old_values is None else ("old_values", "cliprange_value")
+        given, missing = (
+            ("cliprange_value", "old_values") if old_values is None else ("old_values", "cliprange_value")
+        )
         raise ValueError(f"{missing} must be given with {given}, got None")
     if cliprange_value is not None and not 0 <= cliprange_value < math.inf:
         raise ValueError(f"cliprange_value must be >= 0 and finite, got {cliprange_value}")
@@ -238,14 +244,25 @@ def _forward(
         for name, x in (("values", values), ("returns", returns), ("old_values", old_values)):
             if x is not None and (bad := mask & ~x.isfinite()).any():
                 where = bad.nonzero()[0].tolist()
-                raise ValueError(f"{name}{where} must be finite where mask is true, got {x[tuple(where)].item()}")
+                raise ValueError(
+                    f"{name}{where} must be finite where mask is true, got {x[tuple(where)].item()}"
+                )
     return result
 
 
 class _ValueLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
+        ctx: Any,
+        values,
+        returns,
+        mask,
+        old_values,
+        cliprange,
+        huber_delta,
+        aggregation,
+        cu_seqlens,
+        need_slope,
     ):
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = dispatch.pick("value_loss", values, returns)
