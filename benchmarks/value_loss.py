@@ -35,8 +35,8 @@ def row_elements(case: Case) -> int:
 
 
 def bytes_moved(case: Case, backward: bool) -> int:
-    # forward: read values, returns and old values, 3 B L b, and the mask, B L. For backward it also writes each token's
-    # derivative in fp32, 4 B L, which backward reads, 4 B L, to write the gradient, B L b.
+    # forward: read values, returns and old values, 3 B L b, and the mask, B L. For backward it also writes
+    # each token's derivative in fp32, 4 B L, which backward reads, 4 B L, to write the gradient, B L b.
     tokens = case.sizes["B"] * case.sizes["L"]
     return tokens * (3 * case.itemsize + 1 + (8 + case.itemsize if backward else 0))
 
