@@ -9,7 +9,7 @@ from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
 
 DIMS = ("B", "L")
-INPUTS: dict[str, Any] = {}
+INPUTS = {"clipped": True}
 OPTIONS: dict[str, Any] = {"cliprange_value": 0.2}
 SHARED: tuple[str, ...] = ()
 GRADIENTS = ("values",)

@@ -11,8 +11,8 @@ from rlkernel.ops.value_loss import value_loss
 from rlkernel.types import VALUE_METRICS, LogprobOutput, ValueLossOutput
 
 __all__ = [
-    "VALUE_METRICS",
     "LogprobOutput",
+    "VALUE_METRICS",
     "ValueLossOutput",
     "__version__",
     "debug",

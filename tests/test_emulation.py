@@ -251,7 +251,7 @@ def test_a_missing_barrier_is_found(barrier, max_blocks):
 
 def value_losses(kernels, schedules):
     """Loss, metrics and gradient of two chunks and a tail in two sequences, under each (seed, max_blocks)."""
-    inputs = value_loss.make_inputs(2, 4500)
+    inputs = value_loss.make_inputs(2, 4500, clipped=True)
     results = []
     with native.emulated(kernels), rlkernel.use_backend("native"):
         for seed, max_blocks in schedules:

@@ -140,10 +140,12 @@ def make_inputs(
     seed: int = 0,
     masked: float = 0.25,
     packed: bool = False,
+    clipped: bool = False,
     spread: float = 0.3,
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.value_loss`` for [B, L] tokens, or as many packed ones: answers of
-    different lengths with tool tokens among them, values that moved about ``spread`` since the rollout."""
+    different lengths with tool tokens among them, values that moved about ``spread`` since the rollout.
+    ``clipped`` adds ``old_values``, which want a ``cliprange_value`` beside them."""
     g = torch.Generator(device).manual_seed(seed)
     batch, length = shape
 
@@ -155,7 +157,9 @@ def make_inputs(
     lengths = length - (torch.rand(batch, generator=g, device=device) * masked * length).long()
     inside = torch.arange(length, device=device) < lengths[:, None]
     mask = inside & (torch.rand(shape, generator=g, device=device) >= masked / 2)
-    inputs = {"values": values, "returns": returns, "mask": mask, "old_values": old_values}
+    inputs = {"values": values, "returns": returns, "mask": mask}
+    if clipped:
+        inputs["old_values"] = old_values
     if packed:
         inputs = {name: x[inside] for name, x in inputs.items()}
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
