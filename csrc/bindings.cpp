@@ -1,4 +1,5 @@
 // Table of contents of rlkernel._C: one line per function and part, grouped by op.
+#include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/errors.h"
 
@@ -39,5 +40,14 @@ PYBIND11_MODULE(_C, m) {
   bind::logprob_forward(m, "logprob_forward_hip", hip::logprob_forward, hip::error_string);
   bind::logprob_backward(m, "logprob_backward_hip", hip::logprob_backward, hip::error_string);
   bind::logprob_exp(m, "logprob_exp_hip", hip::logprob_exp, hip::error_string);
+#endif
+
+  // gae
+  bind::gae(m, "gae_cpu", cpu::gae, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::gae(m, "gae_cuda", cuda::gae, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::gae(m, "gae_hip", hip::gae, hip::error_string);
 #endif
 }

@@ -1,6 +1,6 @@
 """The compiled kernels. A pointer is an int, 0 for null.
 
-The arguments are the structs of csrc/include/rlkernel/logprob.h. The functions of CUDA and HIP exist where
+The arguments are the structs of csrc/include/rlkernel/<op>.h. The functions of CUDA and HIP exist where
 those parts were built; `rlkernel.native.kernels_for` picks by device.
 """
 
@@ -245,5 +245,59 @@ def logprob_exp_hip(
     out_dtype: int,
     out_outer_stride: int,
     out_inner_stride: int,
+    stream: int,
+) -> None: ...
+def gae_cpu(
+    rewards: int,
+    rewards_stride: int,
+    values: int,
+    values_stride: int,
+    mask: int,
+    mask_stride: int,
+    offsets: int,
+    rows: int,
+    length: int,
+    total: int,
+    last_values: int,
+    gamma: float,
+    lam: float,
+    advantages: int,
+    returns: int,
+    stream: int,
+) -> None: ...
+def gae_cuda(
+    rewards: int,
+    rewards_stride: int,
+    values: int,
+    values_stride: int,
+    mask: int,
+    mask_stride: int,
+    offsets: int,
+    rows: int,
+    length: int,
+    total: int,
+    last_values: int,
+    gamma: float,
+    lam: float,
+    advantages: int,
+    returns: int,
+    stream: int,
+) -> None: ...
+def gae_hip(
+    rewards: int,
+    rewards_stride: int,
+    values: int,
+    values_stride: int,
+    mask: int,
+    mask_stride: int,
+    offsets: int,
+    rows: int,
+    length: int,
+    total: int,
+    last_values: int,
+    gamma: float,
+    lam: float,
+    advantages: int,
+    returns: int,
     stream: int,
 ) -> None: ...

@@ -5,16 +5,20 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops.gae import gae
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
-from rlkernel.types import LogprobOutput
+from rlkernel.ops.whiten import whiten
+from rlkernel.types import GaeOutput, LogprobOutput
 
 __all__ = [
+    "GaeOutput",
     "LogprobOutput",
     "__version__",
     "debug",
     "entropy_from_logits",
     "explain",
+    "gae",
     "last_backend",
     "linear_logprob",
     "logprob",
@@ -22,6 +26,7 @@ __all__ = [
     "patch_trl",
     "selective_log_softmax",
     "use_backend",
+    "whiten",
     "workspace",
 ]
 

@@ -1,5 +1,7 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
+#include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/gae.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 
@@ -60,4 +62,5 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::logprob_forward(m, "logprob_forward", emulated::launch_forward, describe);
   bind::logprob_backward(m, "logprob_backward", emulated::launch_backward, describe);
   bind::logprob_exp(m, "logprob_exp", emulated::launch_exp, describe);
+  bind::gae(m, "gae", emulated::launch_gae, describe);
 }

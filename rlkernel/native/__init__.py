@@ -6,9 +6,10 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,11 @@ class Kernels:
     logprob_forward: Callable[..., None]
     logprob_backward: Callable[..., None]
     logprob_exp: Callable[..., None]
+    gae: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":
-        names = ("logprob_forward", "logprob_backward", "logprob_exp")
-        return cls(part, *(getattr(module, f"{name}{suffix}") for name in names))
+        return cls(part, *(getattr(module, f"{field.name}{suffix}") for field in fields(cls)[1:]))
 
 
 def _openmp_runtime() -> str:
@@ -102,6 +103,19 @@ def kernels_for(device: torch.device | str) -> Kernels | str:
     if device.type == "cuda":
         return _kernels("hip" if torch.version.hip else "cuda", device.index)
     return f"rlkernel._C has kernels for cpu and cuda tensors, got {device.type}"
+
+
+def launch(name: str, device: torch.device, *arguments: Any) -> None:
+    """Run the kernel `name` of the part that `device` is for, on its current stream."""
+    kernels = kernels_for(device)
+    if not isinstance(kernels, Kernels):
+        raise NotImplementedError(kernels)
+    kernel: Callable[..., None] = getattr(kernels, name)
+    if device.type == "cpu":
+        kernel(*arguments, 0)
+    else:
+        with torch.cuda.device(device):
+            kernel(*arguments, torch.cuda.current_stream(device).cuda_stream)
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 Also the tile kernels of ``linear_logprob``: the same kernels on a slice of the vocabulary."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.native import Kernels, kernels_for
+from rlkernel.native import kernels_for, launch
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
@@ -47,7 +47,7 @@ def forward(
     for part in _layout(logits):
         tile = _tile(logits, part, 0, target_ids, temperature, ignore_index)
         outputs = (_row(x, part) for x in (logprobs, entropy, lse, row_max, log_sum))
-        _launch("logprob_forward", logits.device, *tile, 0, 0, 0, 0, True, True, *outputs)
+        launch("logprob_forward", logits.device, *tile, 0, 0, 0, 0, True, True, *outputs)
     return logprobs, entropy, lse, row_max, log_sum
 
 
@@ -74,7 +74,7 @@ def backward(
         else:
             inner = logits.shape[-1]
             address, outer = out.data_ptr() + part.first_row * inner * out.itemsize, part.inner * inner
-        _launch("logprob_backward", logits.device, *tile, *rows, address, DTYPES[out.dtype], outer, inner)
+        launch("logprob_backward", logits.device, *tile, *rows, address, DTYPES[out.dtype], outer, inner)
     return out
 
 
@@ -102,7 +102,7 @@ def tile_forward(
     )
     start, step = state.data_ptr(), state.stride(0) * state.itemsize
     states = range(start, start + 4 * step, step) if step else (start,) * 4
-    _launch("logprob_forward", tile.device, *arguments, *states, first, last, *map(_address, outputs))
+    launch("logprob_forward", tile.device, *arguments, *states, first, last, *map(_address, outputs))
 
 
 def tile_backward(
@@ -127,7 +127,7 @@ def tile_backward(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
     )
     rows = map(_address, (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
-    _launch("logprob_backward", tile.device, *arguments, *rows, *_out(out))
+    launch("logprob_backward", tile.device, *arguments, *rows, *_out(out))
 
 
 def tile_exp(
@@ -146,7 +146,7 @@ def tile_exp(
     arguments = _tile(
         tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
     )
-    _launch("logprob_exp", tile.device, *arguments, _address(row_max), *_out(out))
+    launch("logprob_exp", tile.device, *arguments, _address(row_max), *_out(out))
 
 
 class _Layout(NamedTuple):
@@ -216,15 +216,3 @@ def _address(x: Tensor | None) -> int:
 
 def _row(x: Tensor | None, layout: _Layout) -> int:
     return 0 if x is None else x.data_ptr() + layout.first_row * x.itemsize
-
-
-def _launch(name: str, device: torch.device, *arguments: Any) -> None:
-    kernels = kernels_for(device)
-    if not isinstance(kernels, Kernels):
-        raise NotImplementedError(kernels)
-    kernel: Callable[..., None] = getattr(kernels, name)
-    if device.type == "cpu":
-        kernel(*arguments, 0)
-    else:
-        with torch.cuda.device(device):
-            kernel(*arguments, torch.cuda.current_stream(device).cuda_stream)

@@ -1,26 +1,10 @@
 // The Python signatures of the logprob kernels: flat arguments in the order of the structs of logprob.h, a pointer being an
 // int (0 for null). The extension and the host emulation bind the same names and arguments.
 #pragma once
-#include <pybind11/pybind11.h>
-
-#include <stdexcept>
-#include <string>
-
+#include "rlkernel/bind.h"
 #include "rlkernel/logprob.h"
 
 namespace rlkernel::bind {
-
-namespace py = pybind11;
-using Address = std::uintptr_t;
-
-template <class T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-inline void check(const char* name, int error, const char* (*describe)(int)) {
-  if (error) throw std::runtime_error(std::string(name) + ": " + describe(error));
-}
 
 // `tile_arguments` names the parameters that every function starts with, so that both lists stand side by side.
 #define RLKERNEL_TILE_PARAMETERS                                                                                           \
