@@ -6,6 +6,8 @@ from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
 from rlkernel.ops.gae import gae
+from rlkernel.ops.group_advantages import group_advantages
+from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.whiten import whiten
@@ -19,6 +21,8 @@ __all__ = [
     "entropy_from_logits",
     "explain",
     "gae",
+    "group_advantages",
+    "kl_shaped_rewards",
     "last_backend",
     "linear_logprob",
     "logprob",

@@ -88,7 +88,8 @@ def like(argument: str, tensor: Tensor, other: str, reference: Tensor) -> None:
     """On the same device and of the same shape."""
     if tensor.shape != reference.shape:
         want, got = tuple(reference.shape), tuple(tensor.shape)
-        raise ValueError(f"{argument} must have {other}' shape {want}, got {got}")
+        whose = f"{other}'" if other.endswith("s") else f"{other}'s"
+        raise ValueError(f"{argument} must have {whose} shape {want}, got {got}")
     same_device(argument, tensor, other, reference.device)
 
 
