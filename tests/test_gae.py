@@ -230,8 +230,6 @@ def test_verl_says_the_same(backend, device, gamma, lam):
     torch.testing.assert_close(ours.returns[mask], returns[mask], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(whitened[mask], advantages[mask], rtol=2e-5, atol=2e-5)
     assert (ours.returns[~mask] == 0).all() and (returns[~mask] != 0).any()
-    assert_equal("whiten", rlkernel.gae(**inputs, gamma=gamma, lam=lam, whiten=True).returns,
-                 rlkernel.gae(**inputs, gamma=gamma, lam=lam).returns)  # fmt: skip
     own = rlkernel.gae(**inputs, gamma=gamma, lam=lam)
     assert_equal(
         "whiten=True",
@@ -254,7 +252,9 @@ def test_reinforce_plus_plus_returns_are_gae_without_values(backend, device):
     zeros = torch.zeros_like(inputs["values"])
     ours = run(backend, inputs["rewards"], zeros, inputs["mask"], gamma=0.98, lam=1.0)
     torch.testing.assert_close(ours.returns, returns, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(rlkernel.whiten(ours.returns, inputs["mask"]), advantages, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        rlkernel.whiten(ours.returns, inputs["mask"]), advantages, rtol=2e-5, atol=2e-5
+    )
 
 
 def trl_loop(rewards, values, gamma, lam):
@@ -349,7 +349,10 @@ def test_bad_offsets_are_named(offsets, message):
 def test_debug_mode_names_the_token():
     inputs = make_inputs(2, 5, masked=0)
     inputs["values"][1, 2] = torch.nan
-    with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"values\[1, 2\] must be finite .*, got nan"):
+    with (
+        rlkernel.debug.checks(),
+        pytest.raises(ValueError, match=r"values\[1, 2\] must be finite .*, got nan"),
+    ):
         rlkernel.gae(**inputs)
     inputs["mask"][1, 2] = False
     with rlkernel.debug.checks():

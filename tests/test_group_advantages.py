@@ -116,7 +116,9 @@ def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, dev
         same = torch.full((21,), value, dtype=dtype, device=device)
         for estimator in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "gdpo"):
             for eps in (1e-4, 0.0):
-                out = run(backend, same, group_size=7, estimator=estimator, eps=eps, **extras(estimator, 21, device))
+                out = run(
+                    backend, same, group_size=7, estimator=estimator, eps=eps, **extras(estimator, 21, device)
+                )
                 assert (out == 0).all(), (estimator, value)
 
 
@@ -152,7 +154,10 @@ VERL = {"eps": 1e-6, "singletons": "reward"}
         ("compute_rloo_outcome_advantage", {"estimator": "rloo"}),
         ("compute_rloo_vectorized_outcome_advantage", {"estimator": "rloo", "singletons": "zero"}),
         ("compute_opo_outcome_advantage", {"estimator": "opo"}),
-        ("compute_reinforce_plus_plus_baseline_outcome_advantage", {"estimator": "reinforce_plus_plus_baseline"}),
+        (
+            "compute_reinforce_plus_plus_baseline_outcome_advantage",
+            {"estimator": "reinforce_plus_plus_baseline"},
+        ),
         ("compute_gdpo_outcome_advantage", {"estimator": "gdpo"}),
     ],
 )
@@ -263,7 +268,10 @@ def test_what_is_masked_might_as_well_not_be_there(sizes, estimator, seed, maske
         ({"group_size": None}, "groups must be named by one of .*, got none"),
         ({"group_ids": torch.zeros(6)}, "groups must be named by one of .*, got group_ids, group_size"),
         ({"group_size": None, "group_ids": torch.zeros(6)}, "group_ids must be integers, got float32"),
-        ({"group_size": None, "group_ids": torch.zeros(5).long()}, r"group_ids must have one value .* got \(5,\)"),
+        (
+            {"group_size": None, "group_ids": torch.zeros(5).long()},
+            r"group_ids must have one value .* got \(5,\)",
+        ),
         ({"group_size": None, "group_offsets": torch.tensor([0, 5])}, "group_offsets must go from 0 to 6"),
         ({"estimator": "opo"}, "lengths must be given with estimator='opo', got None"),
         ({"estimator": "remax"}, "baselines must be given with estimator='remax', got NoneType"),

@@ -8,10 +8,16 @@ from bitwise import assert_equal
 import rlkernel
 from rlkernel.benchmarks import _peers
 from rlkernel.ops.kl_shaped_rewards import KL_ESTIMATORS
-from rlkernel.reference.kl_shaped_rewards import make_inputs
+from rlkernel.reference import kl_shaped_rewards as reference
 
 BACKENDS = [p for p in of("kl_shaped_rewards") if "emulated" not in p.id]
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+
+
+def make_inputs(*shape, **options):
+    inputs = reference.make_inputs(*shape, **options)
+    del inputs["beta"]  # every test has its own
+    return inputs
 
 
 def run(backend, *tensors, **options):
@@ -71,15 +77,14 @@ def test_a_reward_per_sequence_goes_to_its_last_token(backend, device):
         torch.testing.assert_close(paid[i].sum(), inputs["rewards"][i].cpu() * len(where))
         assert paid[i].nonzero().flatten().tolist() == where
     lengths = [20, 3, 0, 7]
-    rows = [i for i, n in enumerate(lengths) for _ in range(n)]
-    flat = {k: torch.cat([x[i][:n] for i, n in enumerate(lengths)]) for k, x in inputs.items() if k != "rewards"}
+    tokens = {k: x for k, x in inputs.items() if k != "rewards"}
+    flat = {k: torch.cat([x[i][:n] for i, n in enumerate(lengths)]) for k, x in tokens.items()}
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     packed = run(backend, inputs["rewards"], **flat, beta=0.1, cu_seqlens=offsets)
     for i, n in enumerate(lengths):
-        alone = run(backend, inputs["rewards"][i : i + 1], *(flat[k][offsets[i] : offsets[i + 1]][None] for k in
-                    ("logprobs", "ref_logprobs", "mask")), beta=0.1)  # fmt: skip
-        assert_equal("packed", packed[offsets[i] : offsets[i + 1]], alone[0])
-    assert len(rows) == len(packed)
+        alone = {k: x[i : i + 1, :n] for k, x in tokens.items()}
+        expected = run(backend, inputs["rewards"][i : i + 1], **alone, beta=0.1)[0]
+        assert_equal("packed", packed[offsets[i] : offsets[i + 1]], expected)
 
 
 @ON_EVERY_BACKEND
@@ -100,14 +105,22 @@ def test_feeds_gae(backend, device):
     torch.testing.assert_close(returns.gather(1, first)[:, 0], shaped.sum(1), rtol=1e-5, atol=1e-5)
 
 
-GOOD = {"rewards": torch.zeros(2), "logprobs": torch.zeros(2, 3), "ref_logprobs": torch.zeros(2, 3), "beta": 0.1}
+GOOD = {
+    "rewards": torch.zeros(2),
+    "logprobs": torch.zeros(2, 3),
+    "ref_logprobs": torch.zeros(2, 3),
+    "beta": 0.1,
+}
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"rewards": torch.zeros(3)}, r"rewards must have logprobs' shape \(2, 3\) or .* \(2,\), got \(3,\)"),
-        ({"ref_logprobs": torch.zeros(2, 4)}, r"ref_logprobs must have logprobs' shape \(2, 3\), got \(2, 4\)"),
+        (
+            {"ref_logprobs": torch.zeros(2, 4)},
+            r"ref_logprobs must have logprobs' shape \(2, 3\), got \(2, 4\)",
+        ),
         ({"logprobs": torch.zeros(2, 3, requires_grad=True)}, "logprobs must not require a gradient"),
         ({"mask": torch.ones(2)}, r"mask must have logprobs' shape \(2, 3\), got \(2,\)"),
         ({"beta": -0.1}, "beta must be >= 0 and finite, got -0.1"),

@@ -117,7 +117,9 @@ def forward(
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    advantages, returns = (torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in "AR")
+    advantages, returns = (
+        torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in "AR"
+    )
     rows, length = rewards.shape if cu_seqlens is None else (len(cu_seqlens) - 1, 0)
     if rows and rewards.numel():
         threads = 32 if torch.version.hip is None else 64

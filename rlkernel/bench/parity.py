@@ -79,7 +79,8 @@ class Slices:
     ) -> None:
         self.case, self.inputs, self.grads = case, inputs, grads
         self.rows = next(iter(case.sizes.values()))
-        self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
+        whole = getattr(module, "WHOLE", False)
+        self.step = self.rows if whole else max(1, _CHUNK_ELEMENTS // module.row_elements(case))
         self.shared = [
             k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
         ]

@@ -30,8 +30,8 @@ def gae(
         advantages_t = delta_t + gamma * lam * advantages_next
         returns_t = advantages_t + values_t
 
-    After the last token ``values_next`` is ``last_values`` and ``advantages_next`` is 0.  Tokens whose mask is
-    not set (observations, tool output, padding) are stepped over: what they hold, NaN included, is never
+    After the last token ``values_next`` is ``last_values`` and ``advantages_next`` is 0.  Tokens whose mask
+    is not set (observations, tool output, padding) are stepped over: what they hold, NaN included, is never
     used, what comes behind them is carried to what comes before, and their results are 0.
 
     A sequence's bits depend on that sequence alone (batch-invariant), and are the same packed and padded; the

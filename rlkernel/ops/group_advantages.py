@@ -74,23 +74,23 @@ def group_advantages(
             and its response's advantage is 0 (of K rewards: unless another one counts).
         reward_weights: [K]; the weighted sum of K rewards, scaled before the sum with gdpo.
         baselines: [N], of remax: the reward of the greedy response.
-        lengths: [N] tokens of each response: required by opo; weights of the whitening as verl's, which whitens
-            tokens.
+        lengths: [N] tokens of each response: required by opo; weights of the whitening, as verl
+            whitens tokens.
         scale_rewards: "group", "batch" or "none", of grpo, grpo_passk and gdpo.
         unbiased: std with n - 1 (TRL, verl) instead of n.
         eps: added to what divides: 1e-4 in TRL, 1e-6 in verl.
         singletons: what a group of one gives: "zero" (TRL: it is its own mean), or "reward" (verl: mean 0 and
             std 1).  grpo_passk gives 0.
-        batch_eps, batch_eps_in: of the whitening, see ``rlkernel.whiten``: 1e-8 in the variance as verl, or 1e-4
-            in the std as TRL's gdpo.
+        batch_eps, batch_eps_in: of the whitening, see ``rlkernel.whiten``: 1e-8 in the variance as verl, or
+            1e-4 in the std as TRL's gdpo.
 
     Returns:
         A tensor of ``rewards``' shape without K, in fp32 (fp64 for fp64), without a gradient.
 
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.  A reward that counts and
-            is NaN or infinite is one (TRL marks what no function scored by NaN: ``mask=~rewards.isnan()``); on
-            a GPU it is found in debug mode only, and its group's advantages are NaN otherwise.
+            is NaN or infinite is one (TRL marks what no function scored by NaN: ``mask=~rewards.isnan()``);
+            on a GPU it is found in debug mode only, and its group's advantages are NaN otherwise.
 
     GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, OPO 2505.23585, pass@k 2503.19595, GDPO
     2601.05242, REINFORCE++ 2501.03262, ReMax 2310.10505.
@@ -124,8 +124,8 @@ def group_advantages(
 
 
 class Groups(NamedTuple):
-    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None), and
-    its group has the places ``[starts[i], ends[i])``."""
+    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None),
+    and its group has the places ``[starts[i], ends[i])``."""
 
     order: Tensor | None
     starts: Tensor
@@ -147,9 +147,7 @@ def _shape(rewards: Tensor, reward_weights: Tensor | None) -> torch.Size:
     return shape
 
 
-def _per_response(
-    name: str, x: Tensor | None, shape: torch.Size, device: torch.device
-) -> Tensor | None:
+def _per_response(name: str, x: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
     if x is None:
         return None
     if not isinstance(x, Tensor):

@@ -23,8 +23,8 @@ def forward(
     kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     if cu_seqlens is not None:
         rows, places = _places(cu_seqlens)
-        padded = (_padded(x, rows, places, len(cu_seqlens) - 1) for x in (rewards, values, kept))
-        results = forward(*padded, gamma, lam, None, last_values)
+        r, v, k = (_padded(x, rows, places, len(cu_seqlens) - 1) for x in (rewards, values, kept))
+        results = forward(r, v, k, gamma, lam, None, last_values)
         advantages, returns = (x[rows, places] for x in results)
         return advantages, returns
     next_value = rewards.new_zeros(len(rewards)) if last_values is None else last_values

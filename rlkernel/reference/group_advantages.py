@@ -49,14 +49,14 @@ def forward(
 
     def of_group(x: Tensor, counts: Tensor) -> Tensor:
         group = _Group.of(x, counts, starts, ends)
-        one = (group.count == 1) & (singletons == "reward")
+        one = (group.size == 1) & (singletons == "reward")
         own = torch.where(counts, x, 0)
         if estimator in ("grpo", "dr_grpo", "gdpo"):
             scale = _scale(x, counts, group, scale_rewards, unbiased)
             one_scale = 1.0 if scale_rewards == "none" else 1.0 + eps
             return torch.where(one, own / one_scale, _over(group.deviation, scale, eps))
         if estimator == "rloo":
-            return torch.where(one, own, group.deviation * group.count / (group.count - 1).clamp(min=1))
+            return torch.where(one, own, group.deviation * group.size / (group.size - 1).clamp(min=1))
         if estimator == "opo":
             assert share is not None
             length = torch.where(counts, share, 0)
@@ -89,7 +89,7 @@ def forward(
 class _Group(NamedTuple):
     """Statistics of each response's group, [N] each."""
 
-    count: Tensor
+    size: Tensor  # rewards that count
     shifted: Tensor  # above the group's first reward that counts; 0 where it does not count
     deviation: Tensor  # above the mean; exactly 0 where all rewards of the group are equal
     mean: Tensor
@@ -117,7 +117,7 @@ class _Group(NamedTuple):
         best = _tree(x, self.starts, self.ends, torch.maximum)
         winner = _tree(torch.where(counts & (x == best), place, n), self.starts, self.ends, torch.minimum)
         second = _tree(torch.where(place == winner, -torch.inf, x), self.starts, self.ends, torch.maximum)
-        return torch.where((place == winner) & (self.count > 1), best - second, 0)
+        return torch.where((place == winner) & (self.size > 1), best - second, 0)
 
 
 def _tree(
@@ -141,7 +141,7 @@ def _scale(x: Tensor, counts: Tensor, group: _Group, scale_rewards: str, unbiase
     if scale_rewards == "batch":
         zero, n = torch.zeros_like(group.starts), torch.full_like(group.ends, len(x))
         group = _Group.of(x, counts, zero, n)
-    return (group.squares / (group.count - int(unbiased)).clamp(min=1)).sqrt()
+    return (group.squares / (group.size - int(unbiased)).clamp(min=1)).sqrt()
 
 
 def _over(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
@@ -154,9 +154,11 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Keyword arguments of ``rlkernel.group_advantages`` for ``shape`` [G, S]: the share of right answers, and
-    a small bonus, differ from prompt to prompt."""
+    """Keyword arguments of ``rlkernel.group_advantages`` for ``shape`` [G, S]: the share of right answers,
+    and a small bonus, differ from prompt to prompt."""
     g = torch.Generator(device).manual_seed(seed)
-    right = torch.rand(shape, generator=g, device=device) < torch.rand(shape[0], 1, generator=g, device=device)
+    right = torch.rand(shape, generator=g, device=device) < torch.rand(
+        shape[0], 1, generator=g, device=device
+    )
     rewards = right + 0.1 * torch.rand(shape, generator=g, device=device)
     return {"rewards": rewards.to(dtype)}

@@ -48,12 +48,12 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
     masked: float = 0.2,
-) -> dict[str, Tensor]:
-    """Keyword arguments of ``rlkernel.kl_shaped_rewards`` but ``beta``, for logprobs of ``shape`` [B, L]."""
+) -> dict[str, Any]:
+    """Keyword arguments of ``rlkernel.kl_shaped_rewards`` for logprobs of ``shape`` [B, L]."""
     g = torch.Generator(device).manual_seed(seed)
     logprobs = torch.empty(shape, device=device).exponential_(generator=g).neg_()
     drift = 0.1 * torch.randn(shape, generator=g, device=device)
     rewards = torch.randn(shape[0], generator=g, device=device)
     mask = torch.rand(shape, generator=g, device=device) >= masked
     floats = {"rewards": rewards, "logprobs": logprobs, "ref_logprobs": logprobs + drift}
-    return {name: x.to(dtype) for name, x in floats.items()} | {"mask": mask}
+    return {name: x.to(dtype) for name, x in floats.items()} | {"mask": mask, "beta": 0.05}
