@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024
+TILE = 512  # with 1024 threads a block, a thread has 64 registers and spills
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -45,7 +45,8 @@ def join(decay, slope, gain, value, counts, decay_left, slope_left, gain_left, v
     )
 
 
-@triton.jit
+# lengths change from step to step: they must not recompile the kernel
+@triton.jit(do_not_specialize=["rewards_stride", "values_stride", "mask_stride", "length", "total"])
 def gae_kernel(
     rewards,
     rewards_stride,
@@ -57,8 +58,8 @@ def gae_kernel(
     length,
     total,
     last_values,
-    gamma,
-    lam,
+    gamma: "fp64",  # noqa: F821
+    lam: "fp64",  # noqa: F821
     advantages,
     returns,
     TILE: tl.constexpr,
@@ -80,8 +81,8 @@ def gae_kernel(
             mask += row * mask_stride
     advantages += start
     returns += start
-    gamma = tl.full((), gamma, tl.float64)
-    decay = gamma * tl.full((), lam, tl.float64)
+    gamma = tl.full((), gamma, tl.float64)  # the interpreter's is a number
+    decay = gamma * lam
     advantage_behind = tl.full((), 0, tl.float64)
     value_behind = tl.full((), 0, tl.float64)
     if last_values is not None:

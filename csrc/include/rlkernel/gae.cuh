@@ -115,7 +115,7 @@ __device__ __forceinline__ Behind gae_tile(const GaeRow& row, int64_t start, dou
   return behind;
 }
 
-__global__ void RLKERNEL_LAUNCH_BOUNDS(kGaeThreads, 4) gae_kernel(Gae g) {
+__global__ void RLKERNEL_LAUNCH_BOUNDS(kGaeThreads, 2) gae_kernel(Gae g) {
   for (int64_t r = blockIdx.x; r < g.rows; r += gridDim.x) {
     const GaeRow row = gae_row(g, r);
     Behind behind = {0.0, g.last_values != nullptr ? g.last_values[r] : 0.0};
