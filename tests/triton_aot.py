@@ -89,7 +89,8 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
-    from rlkernel.triton_ops import linear_logprob, logprob
+    from rlkernel.triton_ops import gae, linear_logprob, logprob
+    from rlkernel.types import Head
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -104,10 +105,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
             ids, rows = torch.zeros(batch, length, dtype=torch.int64), torch.ones(batch, length)
             logprob.forward(logits, ids, t, ignore, True)
             logprob.backward(rows, rows, rows, logits, ids, t, ignore, rows, rows, rows, True)
-            linear_logprob.forward(
-                hidden[:n], weight, None, ids.view(-1), t, 1.0, None, ignore, True, torch.float32,
-                torch.bfloat16, "fused", False,
-            )  # fmt: skip
+            head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
+            linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False)
+            gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
