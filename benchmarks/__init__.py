@@ -8,6 +8,7 @@
     OUTPUTS(case)            outputs that get an upstream gradient
     SCALARS                  outputs that are one number of all rows; may be absent
     row_elements(case)       elements of the largest temporary that a row needs in plain PyTorch
+    WHOLE                    True where a row's results depend on the other rows; may be left out
     bytes_moved, flops       what a perfect implementation moves and computes, (case, backward) -> int
     gemm(case)               (m, n, k) of the GEMM whose rate bounds it, or None
     QUICK, PRESETS           cases of the default run; cases by name

@@ -1,9 +1,11 @@
 """What the benchmark files share: finding an installed peer, and running a case under pytest-benchmark."""
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +44,53 @@ def file(package: str, path: str) -> ModuleType:
     loaded = importlib.util.module_from_spec(found)
     found.loader.exec_module(loaded)
     return loaded
+
+
+@functools.cache
+def verl_core_algos() -> ModuleType:
+    """verl's advantages and losses: its own files, also where ray and tensordict, which those never use, are
+    not installed."""
+    try:
+        return module("verl.trainer.ppo.core_algos")
+    except ImportError:
+        spec = importlib.util.find_spec("verl")
+        if spec is None or not spec.submodule_search_locations:
+            raise
+    names = ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers")
+    folder = Path(spec.submodule_search_locations[0])
+    fakes = {name: _bare(name, folder.joinpath(*name.split(".")[1:])) for name in names}
+    fakes |= {"verl.trainer.config": _bare("verl.trainer.config", None, "AlgoConfig")}
+    fakes |= {"verl.workers.config": _bare("verl.workers.config", None, "ActorConfig")}
+    fakes |= {"tensordict": _bare("tensordict", None, "TensorDict")}
+    if importlib.util.find_spec("omegaconf") is None:
+        fakes |= {"omegaconf": _bare("omegaconf", None, "DictConfig")}
+    before = {name: loaded for name, loaded in sys.modules.items() if _top(name) in ("verl", *fakes)}
+    for name in before:
+        del sys.modules[name]
+    sys.modules.update(fakes)
+    try:
+        groupwise = importlib.import_module("verl.utils.groupwise")
+        for name in ("as_torch_index", "group_mean_std"):
+            setattr(fakes["verl.utils"], name, getattr(groupwise, name))
+        return importlib.import_module("verl.trainer.ppo.core_algos")
+    finally:
+        for name in [n for n in sys.modules if _top(n) in ("verl", *fakes)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _bare(name: str, folder: Path | None, *classes: str) -> ModuleType:
+    """A module without its code: with a folder, a package whose other modules are real."""
+    made = ModuleType(name)
+    if folder is not None:
+        made.__path__ = [str(folder)]
+    for each in classes:
+        setattr(made, each, type(each, (), {}))
+    return made
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 // Table of contents of rlkernel._C: one line per function and part, grouped by op.
+#include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/errors.h"
@@ -52,5 +53,14 @@ PYBIND11_MODULE(_C, m) {
 #ifdef RLKERNEL_BUILT_HIP
   bind::value_loss_forward(m, "value_loss_forward_hip", hip::value_loss_forward, hip::error_string);
   bind::value_loss_backward(m, "value_loss_backward_hip", hip::value_loss_backward, hip::error_string);
+#endif
+
+  // gae
+  bind::gae(m, "gae_cpu", cpu::gae, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::gae(m, "gae_cuda", cuda::gae, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::gae(m, "gae_hip", hip::gae, hip::error_string);
 #endif
 }

@@ -5,12 +5,17 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops.gae import gae
+from rlkernel.ops.group_advantages import group_advantages
+from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.value_loss import value_loss
-from rlkernel.types import VALUE_METRICS, LogprobOutput, ValueLossOutput
+from rlkernel.ops.whiten import whiten
+from rlkernel.types import VALUE_METRICS, GaeOutput, LogprobOutput, ValueLossOutput
 
 __all__ = [
+    "GaeOutput",
     "LogprobOutput",
     "VALUE_METRICS",
     "ValueLossOutput",
@@ -18,6 +23,9 @@ __all__ = [
     "debug",
     "entropy_from_logits",
     "explain",
+    "gae",
+    "group_advantages",
+    "kl_shaped_rewards",
     "last_backend",
     "linear_logprob",
     "logprob",
@@ -26,6 +34,7 @@ __all__ = [
     "selective_log_softmax",
     "use_backend",
     "value_loss",
+    "whiten",
     "workspace",
 ]
 

@@ -19,6 +19,14 @@ class LogprobOutput(NamedTuple):
     lse: Tensor
 
 
+class GaeOutput(NamedTuple):
+    """Per-token ``advantages`` and the value function's targets ``returns = advantages + values``; fp32 (fp64
+    for fp64 input), 0 where the mask is not set.  Constants: they carry no gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
 class Head(NamedTuple):
     """What ``linear_logprob`` does between the product and the softmax, checked and normalised."""
 

@@ -20,6 +20,9 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 # registers a thread, per target in the order of TARGETS
 REGISTERS = {
+    ("gae: padded", "gae_kernel"): (96, 102, 104, 95),
+    ("gae: padded mask last", "gae_kernel"): (96, 104, 104, 81),
+    ("gae: packed mask", "gae_kernel"): (102, 120, 118, 95),
     ("linear_logprob: fused bf16", "product_kernel"): (228, 180, 230, 150),
     ("linear_logprob: fused bf16", "merge_kernel"): (32, 32, 32, 38),
     ("linear_logprob: fused bf16 entropy", "product_kernel"): (230, 198, 181, 152),
@@ -122,7 +125,7 @@ def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target
     binaries = reports[target]["binaries"]
     assert set(binaries) == {
         *("forward_kernel", "backward_kernel", "product_kernel", "merge_kernel"),
-        *("chunk_kernel", "total_kernel", "multiply_kernel"),
+        *("chunk_kernel", "total_kernel", "multiply_kernel", "gae_kernel"),
     }
     assert set(binaries.values()) == {1}, f"more than one binary of a kernel on {target}: {binaries}"
 

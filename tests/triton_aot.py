@@ -89,7 +89,7 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
-    from rlkernel.triton_ops import linear_logprob, logprob, value_loss
+    from rlkernel.triton_ops import gae, linear_logprob, logprob, value_loss
     from rlkernel.types import Aggregation, Head
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
@@ -114,6 +114,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 values, values, values > 0, values, t, None, aggregation, None, True
             )
             value_loss.backward(rows[0, 0], slope, scale, None, torch.float32)
+            gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 

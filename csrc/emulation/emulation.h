@@ -65,13 +65,24 @@ void launch(unsigned blocks, unsigned threads, const std::function<void()>& kern
 inline int lane() { return static_cast<int>(thread_index().x % RLKERNEL_WARP); }
 
 template <class T>
-T shuffle_xor(T value, int mask, int width, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+T shuffle(T value, int source, int width, Site site) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a lane exchanges at most 8 bytes");
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = exchange(bits, lane() ^ mask, width, site);
+  bits = exchange(bits, source, width, site);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+template <class T>
+T shuffle_xor(T value, int mask, int width, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+  return shuffle(value, lane() ^ mask, width, site);
+}
+
+template <class T>
+T shuffle_down(T value, int distance, int width, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+  const int source = lane() + distance;
+  return shuffle(value, source / width == lane() / width ? source : lane(), width, site);
 }
 
 inline uint64_t ballot(bool value, Site site = {__builtin_FILE(), __builtin_LINE()}) { return vote(value, site); }

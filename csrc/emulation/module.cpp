@@ -1,6 +1,8 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
+#include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_value_loss.h"
+#include "rlkernel/gae.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/value_loss.cuh"
@@ -64,4 +66,5 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::logprob_exp(m, "logprob_exp", emulated::launch_exp, describe);
   bind::value_loss_forward(m, "value_loss_forward", emulated::launch_value_forward, describe);
   bind::value_loss_backward(m, "value_loss_backward", emulated::launch_value_backward, describe);
+  bind::gae(m, "gae", emulated::launch_gae, describe);
 }

@@ -84,9 +84,9 @@ class Slices:
     ) -> None:
         self.case, self.inputs, self.grads = case, inputs, grads
         self.rows = next(iter(case.sizes.values()))
-        self.step = max(1, _CHUNK_ELEMENTS // module.row_elements(case))
-        if getattr(module, "SCALARS", ()):  # an output of all rows has no slices
-            self.step = max(1, self.rows)
+        # an output of all rows has no slices
+        whole = getattr(module, "WHOLE", False) or bool(getattr(module, "SCALARS", ()))
+        self.step = max(1, self.rows if whole else _CHUNK_ELEMENTS // module.row_elements(case))
         self.shared = [
             k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
         ]

@@ -26,6 +26,7 @@ class Kernels:
     logprob_exp: Callable[..., None]
     value_loss_forward: Callable[..., None]
     value_loss_backward: Callable[..., None]
+    gae: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":

@@ -1,6 +1,7 @@
 """Checks shared by the public functions.  Each error names the argument, what it must be and what it got."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -74,6 +75,92 @@ def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: i
             where = bad.nonzero()[0].tolist()
             value = temperature[tuple(where)].item()
             raise ValueError(f"temperature{where} must be > 0 and finite, got {value}")
+
+
+def constant(argument: str, tensor: Tensor) -> None:
+    """A float tensor that the result does not pass a gradient to."""
+    floating(argument, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{argument} must not require a gradient (detach it), got requires_grad=True")
+
+
+def like(argument: str, tensor: Tensor, other: str, reference: Tensor) -> None:
+    """On the same device and of the same shape."""
+    if tensor.shape != reference.shape:
+        want, got = tuple(reference.shape), tuple(tensor.shape)
+        whose = f"{other}'" if other.endswith("s") else f"{other}'s"
+        raise ValueError(f"{argument} must have {whose} shape {want}, got {got}")
+    same_device(argument, tensor, other, reference.device)
+
+
+def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
+    """Nonzero where an element counts, as a bool tensor whose rows are dense; None stays None."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"mask must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_complex():
+        raise ValueError(f"mask must be bool, integer or float, got {name(tensor.dtype)}")
+    like("mask", tensor, other, reference)
+    kept = tensor if tensor.dtype == torch.bool else tensor != 0
+    return kept if kept.dim() == 0 or kept.stride(-1) == 1 or kept.shape[-1] < 2 else kept.contiguous()
+
+
+def fraction(argument: str, value: float) -> float:
+    """A number in [0, 1]."""
+    return number(argument, value, 0.0, 1.0)
+
+
+def number(argument: str, value: float, low: float, high: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
+    if not low <= value <= high or value == math.inf:
+        want = f">= {low:g} and finite" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{argument} must be {want}, got {value}")
+    return float(value)
+
+
+def choice(argument: str, value: str, known: Iterable[str]) -> str:
+    if value not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+def cu_seqlens(offsets: Tensor, device: torch.device, argument: str = "cu_seqlens") -> Tensor:
+    """[S + 1] as int64; what they hold is for ``ascending``."""
+    if not isinstance(offsets, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(offsets).__name__}")
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or not len(offsets):
+        got = f"{name(offsets.dtype)} {tuple(offsets.shape)}"
+        raise ValueError(f"{argument} must be int32 or int64 of shape (S + 1,), got {got}")
+    same_device(argument, offsets, "rewards", device)
+    return offsets.to(torch.int64).contiguous()
+
+
+def ascending(argument: str, offsets: Tensor, total: int) -> None:
+    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
+    if debug.may_read(offsets):
+        if offsets[0] != 0 or offsets[-1] != total:
+            raise ValueError(
+                f"{argument} must go from 0 to {total}, got {offsets[0].item()} to {offsets[-1].item()}"
+            )
+        falls = (offsets[1:] < offsets[:-1]).nonzero()
+        if len(falls):
+            i = int(falls[0]) + 1
+            raise ValueError(
+                f"{argument}[{i}] must be >= {argument}[{i - 1}] = {offsets[i - 1].item()}, "
+                f"got {offsets[i].item()}"
+            )
+
+
+def finite(argument: str, tensor: Tensor, kept: Tensor | None = None) -> None:
+    """Looks at the values where ``kept`` is set: on a CPU, and on a GPU in debug mode."""
+    if debug.may_read(tensor):
+        bad = ~tensor.isfinite() if kept is None else ~tensor.isfinite() & kept
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            value = tensor[tuple(where)].item()
+            raise ValueError(f"{argument}{where} must be finite where the mask is set, got {value}")
 
 
 def healthy(source: str, lse: Tensor) -> None:

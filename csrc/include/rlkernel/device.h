@@ -51,6 +51,18 @@ __device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
 #endif
 }
 
+// The value of the lane `distance` further on; its own where there is none. Every lane of the group of 32 must call it.
+template <class T>
+__device__ __forceinline__ T shuffle_down(T value, int distance) {
+#if defined(RLKERNEL_EMULATION)
+  return emulation::shuffle_down(value, distance, kLanes);
+#elif defined(__HIP__)
+  return __shfl_down(value, distance, kLanes);
+#else
+  return __shfl_down_sync(0xffffffffu, value, distance, kLanes);
+#endif
+}
+
 inline int launch_error() {
 #if defined(RLKERNEL_EMULATION)
   return 0;

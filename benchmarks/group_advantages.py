@@ -1,0 +1,102 @@
+"""``rlkernel.group_advantages`` against plain PyTorch, TRL's expressions and verl."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.bench.cases import Call, Case, Peer
+from rlkernel.benchmarks import _peers
+
+DIMS = ("G", "S")
+INPUTS: dict[str, Any] = {}
+OPTIONS: dict[str, Any] = {"estimator": "grpo"}
+SHARED: tuple[str, ...] = ()
+GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
+
+QUICK = [Case({"G": 128, "S": 8}, "float32", OPTIONS)]
+PRESETS = {
+    "tiny": [Case({"G": 3, "S": 5}, "float32", OPTIONS)],
+    "advantages-cpu": [
+        Case({"G": 128, "S": 8}, "float32", {"estimator": estimator}, note=estimator)
+        for estimator in ("grpo", "dr_grpo", "rloo", "maxrl", "grpo_passk")
+    ],
+    "advantages-gpu": [Case({"G": 1024, "S": 16}, "float32", OPTIONS)],
+}
+
+
+def OUTPUTS(case: Case) -> tuple[str, ...]:
+    return ()  # none is differentiated
+
+
+def row_elements(case: Case) -> int:
+    return case.sizes["S"]
+
+
+def bytes_moved(case: Case, backward: bool) -> int:
+    # rewards of b bytes are read, advantages written
+    return 2 * case.sizes["G"] * case.sizes["S"] * case.itemsize
+
+
+def flops(case: Case, backward: bool) -> int:
+    return 0  # a few per element, hidden behind the reads
+
+
+def gemm(case: Case) -> tuple[int, int, int] | None:
+    return None
+
+
+def _torch() -> Call:
+    return _naive
+
+
+def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+    r = inputs["rewards"]
+    deviation, n = r - r.mean(1, keepdim=True), r.shape[1]
+    estimator = case.options.get("estimator", "grpo")
+    if estimator == "grpo":
+        return {"out": deviation / (r.std(1, keepdim=True) + 1e-4)}
+    if estimator == "rloo":
+        return {"out": deviation * n / (n - 1)}
+    if estimator == "maxrl":
+        return {"out": deviation / (r.mean(1, keepdim=True) + 1e-4)}
+    if estimator == "grpo_passk":
+        top = r.topk(2, 1)
+        lead = (top.values[:, :1] - top.values[:, 1:]) / (r.std(1, keepdim=True) + 1e-4)
+        return {"out": torch.zeros_like(r).scatter(1, top.indices[:, :1], lead)}
+    return {"out": deviation}
+
+
+def _verl() -> Call:
+    core_algos = _peers.verl_core_algos()
+    names = {
+        "grpo": "compute_grpo_outcome_advantage",
+        "dr_grpo": "compute_grpo_outcome_advantage",
+        "rloo": "compute_rloo_outcome_advantage",
+        "grpo_passk": "compute_grpo_passk_outcome_advantage",
+    }
+
+    def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        r, estimator = inputs["rewards"], case.options.get("estimator", "grpo")
+        if estimator not in names:
+            raise NotImplementedError(f"verl has no {estimator}")
+        ids = torch.arange(len(r)).repeat_interleave(r.shape[1]).numpy()
+        scores = r.reshape(-1, 1).clone()  # summed over tokens by verl, then written over
+        scaled = {"norm_adv_by_std_in_grpo": False} if estimator == "dr_grpo" else {}
+        config: dict[str, Any] = {"config": {}} if estimator == "grpo_passk" else {}
+        function = getattr(core_algos, names[estimator])
+        advantages, _ = function(scores, torch.ones_like(scores), ids, epsilon=1e-4, **scaled, **config)
+        return {"out": advantages.view(r.shape)}
+
+    return call
+
+
+PEERS = (Peer("torch", _torch), Peer("verl", _verl))
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    _peers.parametrize(metafunc, QUICK, ("rlkernel", "torch", "verl"))
+
+
+def test_group_advantages(benchmark: Any, case: Case, backward: bool, name: str) -> None:
+    _peers.pytest_benchmark(benchmark, "group_advantages", case, backward, name)

@@ -1,0 +1,132 @@
+"""Generalised advantage estimation over token sequences."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _validate
+from rlkernel.ops.whiten import whiten as _whiten
+from rlkernel.types import GaeOutput
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    cu_seqlens: Tensor | None = None,
+    last_values: Tensor | None = None,
+    whiten: bool = False,
+) -> GaeOutput:
+    """Advantages and returns of every token, by one backward walk over each sequence.
+
+    Equal to, with ``next`` the next token of the sequence whose mask is set,
+
+        delta_t = rewards_t + gamma * values_next - values_t
+        advantages_t = delta_t + gamma * lam * advantages_next
+        returns_t = advantages_t + values_t
+
+    After the last token ``values_next`` is ``last_values`` and ``advantages_next`` is 0.  Tokens whose mask
+    is not set (observations, tool output, padding) are stepped over: what they hold, NaN included, is never
+    used, what comes behind them is carried to what comes before, and their results are 0.
+
+    A sequence's bits depend on that sequence alone (batch-invariant), and are the same packed and padded; the
+    same call gives the same bits (run-to-run).  ``whiten=True`` mixes the batch: advantages are then run-to-
+    run only.
+
+    Args:
+        rewards: [B, L], or packed [N] with ``cu_seqlens``; floats.
+        values: of the same shape; floats.
+        mask: of the same shape, nonzero where a token counts; None means everywhere.
+        gamma: discount in [0, 1].
+        lam: the lambda of the estimator in [0, 1]; 1 makes ``returns`` the discounted rewards to go.
+        cu_seqlens: [S + 1] integers from 0 to N; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``.
+        last_values: [B] or [S], the value after each sequence's last token, for one that was cut off; None
+            means 0: the sequence ended.
+        whiten: also ``rlkernel.whiten(advantages, mask)``.
+
+    Returns:
+        GaeOutput(advantages, returns) in fp32 (fp64 when an input is fp64); constants without a gradient.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.  What ``cu_seqlens`` holds
+            is checked on a CPU, and on a GPU only in debug mode (``RLKERNEL_DEBUG=1``), because that
+            synchronises; debug mode also raises for a token that counts and is not finite.
+
+    Schulman et al. (arXiv 1506.02438); the mask as verl's ``compute_gae_advantage_return``, which whitens and
+    leaves the carried advantage under the mask instead of 0.
+    """
+    shape = _sequences(rewards, cu_seqlens)
+    _validate.constant("rewards", rewards)
+    _validate.constant("values", values)
+    _validate.like("values", values, "rewards", rewards)
+    mask = _validate.mask(mask, "rewards", rewards)
+    gamma, lam = _validate.fraction("gamma", gamma), _validate.fraction("lam", lam)
+    if cu_seqlens is not None:
+        cu_seqlens = _validate.cu_seqlens(cu_seqlens, rewards.device)
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    rewards, values = _rows(rewards.to(dtype)), _rows(values.to(dtype))
+    rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if last_values is not None:
+        _validate.constant("last_values", last_values)
+        if last_values.shape != (rows,):
+            raise ValueError(f"last_values must have shape {(rows,)}, got {tuple(last_values.shape)}")
+        _validate.same_device("last_values", last_values, "rewards", rewards.device)
+        last_values = last_values.to(dtype).contiguous()
+    run = _op if torch.compiler.is_compiling() else _forward
+    advantages, returns = run(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+    return GaeOutput(_whiten(advantages, mask) if whiten else advantages, returns)
+
+
+def _sequences(rewards: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
+    _validate.floating("rewards", rewards)
+    dims, form = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    if rewards.dim() != dims:
+        raise ValueError(f"rewards must be {form}, got {tuple(rewards.shape)}")
+    return rewards.shape
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Rows as backends take them: any stride between, 1 within."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
+@torch.no_grad()
+def _forward(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    gamma: float,
+    lam: float,
+    cu_seqlens: Tensor | None,
+    last_values: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is not None:
+        _validate.ascending("cu_seqlens", cu_seqlens, len(rewards))
+    if debug.enabled():
+        _validate.finite("rewards", rewards, mask)
+        _validate.finite("values", values, mask)
+    impl = dispatch.pick("gae", rewards, values)
+    return impl.forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+
+
+@torch.library.custom_op("rlkernel::gae", mutates_args=())
+def _op(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    gamma: float,
+    lam: float,
+    cu_seqlens: Tensor | None,
+    last_values: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+
+
+@_op.register_fake
+def _op_fake(rewards: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)

@@ -1,0 +1,104 @@
+"""Rewards less a penalty for leaving the reference policy."""
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _validate
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+
+
+def kl_shaped_rewards(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    beta: float,
+    kl_estimator: str = "k1",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Per-token rewards ``rewards - beta * kl`` for an advantage estimator that sees tokens, such as ``gae``.
+
+    With ``d = logprobs - ref_logprobs`` of a token whose mask is set, ``kl`` is
+
+        k1   d                    abs  |d|
+        k2   d**2 / 2             k3   exp(-d) - 1 + d, without cancellation as d goes to 0
+
+    A reward per sequence is given to the last token of it whose mask is set.  The result is 0 where the mask
+    is not set, whatever stands there.  A token's bits depend on its sequence alone.
+
+    Args:
+        rewards: per token [B, L] or packed [N]; or per sequence [B] or [S] (per token where S = N).
+        logprobs: [B, L], or [N] with ``cu_seqlens``, of the policy that sampled the tokens.
+        ref_logprobs: of the reference policy, the same shape.
+        mask: of the same shape, nonzero where a token counts; None means everywhere.
+        beta: weight of the penalty, >= 0.
+        kl_estimator: "k1", "abs", "k2" or "k3" (Schulman, joschu.net/blog/kl-approx.html).
+        cu_seqlens: [S + 1] integers from 0 to N; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``.
+
+    Returns:
+        A tensor of ``logprobs``' shape in fp32 (fp64 when an input is fp64), without a gradient.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.
+
+    Follows verl's ``apply_kl_penalty``, whose k3 is cut where |d| > 20 or kl > 10; this one is not.
+    """
+    for name, x in (("rewards", rewards), ("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        _validate.constant(name, x)
+    _validate.like("ref_logprobs", ref_logprobs, "logprobs", logprobs)
+    dims, form = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    if logprobs.dim() != dims:
+        raise ValueError(f"logprobs must be {form}, got {tuple(logprobs.shape)}")
+    rows = (len(logprobs) if cu_seqlens is None else cu_seqlens.numel() - 1,)
+    if rewards.shape not in (logprobs.shape, rows):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one reward per sequence {rows}"
+        raise ValueError(f"rewards must have {want}, got {tuple(rewards.shape)}")
+    _validate.same_device("rewards", rewards, "logprobs", logprobs.device)
+    mask = _validate.mask(mask, "logprobs", logprobs)
+    beta = _validate.number("beta", beta, 0.0)
+    _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    if cu_seqlens is not None:
+        cu_seqlens = _validate.cu_seqlens(cu_seqlens, logprobs.device)
+    run = _op if torch.compiler.is_compiling() else _forward
+    return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+
+
+@torch.no_grad()
+def _forward(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    kl_estimator: str,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    if cu_seqlens is not None:
+        _validate.ascending("cu_seqlens", cu_seqlens, len(logprobs))
+    if debug.enabled():
+        _validate.finite("logprobs", logprobs, mask)
+        _validate.finite("ref_logprobs", ref_logprobs, mask)
+    impl = dispatch.pick("kl_shaped_rewards", rewards, logprobs, ref_logprobs)
+    return impl.forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+
+
+@torch.library.custom_op("rlkernel::kl_shaped_rewards", mutates_args=())
+def _op(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    kl_estimator: str,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    return _forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+
+
+@_op.register_fake
+def _op_fake(rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *rest: object) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
+    return logprobs.new_empty(logprobs.shape, dtype=torch.promote_types(dtype, torch.float32))

@@ -1,0 +1,93 @@
+"""Masked whitening: zero mean and unit variance over what counts."""
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _validate
+
+EPS_PLACES = ("variance", "std")
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    eps_in: str = "variance",
+) -> Tensor:
+    """Shift and scale ``x`` to mean 0 and variance 1 over the elements that count.
+
+    Equal to, over the elements whose mask is set, with weights 1 unless given and ``n = sum(weights)``,
+
+        mean = sum(weights * x) / n
+        var = sum(weights * (x - mean)**2) / (n - 1)              n instead of n - 1 with unbiased=False
+        (x - mean) / sqrt(var + eps)                              / (sqrt(var) + eps) with eps_in="std"
+
+    Two passes in fp64: values that share a large offset keep their digits.  The result is 0 where the mask
+    is not set, whatever stands there, and where all that counts is one element or none.  The same call gives
+    the same bits (run-to-run).
+
+    Args:
+        x: [...] floats.
+        mask: [...], nonzero where an element counts; None means everywhere.
+        weights: [...] >= 0: how many elements each stands for, such as a sequence's tokens.
+        shift_mean: False adds the mean back after scaling.
+        unbiased: divide by n - 1.
+        eps: >= 0.
+        eps_in: "variance" as verl (``rsqrt(var + 1e-8)``), or "std" as TRL (``std + 1e-4``).
+
+    Returns:
+        A tensor of ``x``'s shape in fp32 (fp64 for fp64), without a gradient.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.  In debug mode also where
+            an element that counts is not finite; otherwise all results are NaN then.
+
+    Follows verl's ``masked_whiten``, which raises where less than two elements count.
+    """
+    _validate.constant("x", x)
+    mask = _validate.mask(mask, "x", x)
+    if weights is not None:
+        _validate.constant("weights", weights)
+        _validate.like("weights", weights, "x", x)
+    eps = _validate.number("eps", eps, 0.0)
+    _validate.choice("eps_in", eps_in, EPS_PLACES)
+    run = _op if torch.compiler.is_compiling() else _forward
+    return run(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+
+
+@torch.no_grad()
+def _forward(
+    x: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    shift_mean: bool,
+    unbiased: bool,
+    eps: float,
+    eps_in: str,
+) -> Tensor:
+    if debug.enabled():
+        _validate.finite("x", x, mask)
+    return dispatch.pick("whiten", x).forward(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+
+
+@torch.library.custom_op("rlkernel::whiten", mutates_args=())
+def _op(
+    x: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    shift_mean: bool,
+    unbiased: bool,
+    eps: float,
+    eps_in: str,
+) -> Tensor:
+    return _forward(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+
+
+@_op.register_fake
+def _op_fake(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -1,0 +1,164 @@
+"""What ``group_advantages`` means, in plain PyTorch, without a loop over groups and without atomics.
+
+Sums over groups are trees over the places in the group: log2(N) steps on all responses at once, whose order
+follows from those places alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.reference import whiten
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    rewards: Tensor,
+    mask: Tensor | None,
+    order: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    reward_weights: Tensor | None,
+    baselines: Tensor | None,
+    lengths: Tensor | None,
+    estimator: str,
+    scale_rewards: str,
+    unbiased: bool,
+    eps: float,
+    singletons: str,
+    batch_eps: float,
+    batch_eps_in: str,
+) -> Tensor:
+    """Advantages [N] of ``rewards`` [N, K]; the response at place i is ``order[i]``, its group's places are
+    ``[starts[i], ends[i])``."""
+
+    def placed(x: Tensor) -> Tensor:
+        return x if order is None else x[order]
+
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    r = placed(torch.where(kept, rewards, 0).double())
+    kept = placed(kept)
+    weights = r.new_ones(1) if reward_weights is None else reward_weights.double()
+    share = None if lengths is None else placed(lengths.double())
+
+    def of_group(x: Tensor, counts: Tensor) -> Tensor:
+        group = _Group.of(x, counts, starts, ends)
+        one = (group.size == 1) & (singletons == "reward")
+        own = torch.where(counts, x, 0)
+        if estimator in ("grpo", "dr_grpo", "gdpo"):
+            scale = _scale(x, counts, group, scale_rewards, unbiased)
+            one_scale = 1.0 if scale_rewards == "none" else 1.0 + eps
+            return torch.where(one, own / one_scale, _over(group.deviation, scale, eps))
+        if estimator == "rloo":
+            return torch.where(one, own, group.deviation * group.size / (group.size - 1).clamp(min=1))
+        if estimator == "opo":
+            assert share is not None
+            length = torch.where(counts, share, 0)
+            above = _tree(length * group.shifted, starts, ends) / _tree(length, starts, ends)
+            return torch.where(one, own, torch.where(group.shifted == above, 0, group.shifted - above))
+        if estimator == "maxrl":
+            return torch.where(one, own, _over(group.deviation, group.mean, eps))
+        if estimator == "grpo_passk":
+            return _over(group.lead(counts), _scale(x, counts, group, scale_rewards, unbiased), eps)
+        return torch.where(one, own, group.deviation)  # reinforce_plus_plus_baseline
+
+    if estimator == "gdpo":
+        columns = [of_group(x, c) for x, c in zip(r.T, kept.T, strict=True)]
+        result = (torch.where(kept, torch.stack(columns, 1), 0) * weights).sum(1)
+        counts = kept.any(1)
+    else:
+        counts = kept.any(1)
+        total = (r * weights).sum(1)
+        if estimator == "remax":
+            assert baselines is not None
+            result = total - placed(baselines.double())
+        else:
+            result = total if estimator == "reinforce_plus_plus" else of_group(total, counts)
+    if estimator in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        result = whiten.forward(result, counts, share, True, unbiased, batch_eps, batch_eps_in)
+    result = torch.where(counts, result, 0).to(dtype)
+    return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
+
+
+class _Group(NamedTuple):
+    """Statistics of each response's group, [N] each."""
+
+    size: Tensor  # rewards that count
+    shifted: Tensor  # above the group's first reward that counts; 0 where it does not count
+    deviation: Tensor  # above the mean; exactly 0 where all rewards of the group are equal
+    mean: Tensor
+    squares: Tensor  # sum of squared deviations
+    starts: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, counts: Tensor, starts: Tensor, ends: Tensor) -> "_Group":
+        n = len(x)
+        place = torch.arange(n, device=x.device)
+        count = _tree(counts.double(), starts, ends)
+        first = _tree(torch.where(counts, place, n), starts, ends, torch.minimum).clamp(max=max(n - 1, 0))
+        shifted = torch.where(counts, x - x[first], 0)
+        above = _tree(shifted, starts, ends) / count.clamp(min=1)
+        deviation = torch.where(counts, shifted - above, 0)
+        squares = _tree(deviation.square(), starts, ends)
+        return cls(count, shifted, deviation, x[first] + above, squares, starts, ends)
+
+    def lead(self, counts: Tensor) -> Tensor:
+        """How far the group's best is ahead of its second best, at the first of the best; else 0."""
+        n = len(counts)
+        place = torch.arange(n, device=counts.device)
+        x = torch.where(counts, self.shifted, -torch.inf)
+        best = _tree(x, self.starts, self.ends, torch.maximum)
+        winner = _tree(torch.where(counts & (x == best), place, n), self.starts, self.ends, torch.minimum)
+        second = _tree(torch.where(place == winner, -torch.inf, x), self.starts, self.ends, torch.maximum)
+        return torch.where((place == winner) & (self.size > 1), best - second, 0)
+
+
+def _tree(
+    x: Tensor, starts: Tensor, ends: Tensor, join: Callable[[Tensor, Tensor], Tensor] = torch.add
+) -> Tensor:
+    """``join`` over the group of each place, by pairs of neighbours, then pairs of pairs, and so on."""
+    n = len(x)
+    place = torch.arange(n, device=x.device)
+    step = 1
+    while step < n:
+        partner = place + step
+        meets = (partner < ends) & ((place - starts) % (2 * step) == 0)
+        x = torch.where(meets, join(x, x[partner.clamp(max=n - 1)]), x)
+        step *= 2
+    return x[starts]
+
+
+def _scale(x: Tensor, counts: Tensor, group: _Group, scale_rewards: str, unbiased: bool) -> Tensor | None:
+    if scale_rewards == "none":
+        return None
+    if scale_rewards == "batch":
+        zero, n = torch.zeros_like(group.starts), torch.full_like(group.ends, len(x))
+        group = _Group.of(x, counts, zero, n)
+    return (group.squares / (group.size - int(unbiased)).clamp(min=1)).sqrt()
+
+
+def _over(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    return x if scale is None else torch.where(x == 0, 0, x / (scale + eps))
+
+
+def make_inputs(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Keyword arguments of ``rlkernel.group_advantages`` for ``shape`` [G, S]: the share of right answers,
+    and a small bonus, differ from prompt to prompt."""
+    g = torch.Generator(device).manual_seed(seed)
+    right = torch.rand(shape, generator=g, device=device) < torch.rand(
+        shape[0], 1, generator=g, device=device
+    )
+    rewards = right + 0.1 * torch.rand(shape, generator=g, device=device)
+    return {"rewards": rewards.to(dtype)}

@@ -1,0 +1,59 @@
+"""What ``kl_shaped_rewards`` means, in plain PyTorch; in fp64 it is the truth."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    kl_estimator: str,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    d = logprobs.to(dtype) - ref_logprobs.to(dtype)
+    kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
+    per_token = rewards.to(dtype)
+    if rewards.shape != logprobs.shape:
+        per_token = _at_the_last(per_token, kept, cu_seqlens)
+    return torch.where(kept, per_token - beta * kl, 0)
+
+
+def _at_the_last(rewards: Tensor, kept: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """One reward per sequence, at the last token of it that counts; 0 elsewhere."""
+    if cu_seqlens is None:
+        behind = kept.flip(1).cumsum(1).flip(1)  # tokens that count, from here to the end of the row
+        return torch.where(kept & (behind == 1), rewards[:, None], 0)
+    token = torch.arange(len(kept), device=kept.device)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    seen = torch.cat([token.new_zeros(1), kept.cumsum(0)])  # tokens that count before each
+    last = kept & (seen[1:] == seen[cu_seqlens[sequence + 1]])
+    return torch.where(last, rewards[sequence], 0)
+
+
+def make_inputs(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    masked: float = 0.2,
+) -> dict[str, Any]:
+    """Keyword arguments of ``rlkernel.kl_shaped_rewards`` for logprobs of ``shape`` [B, L]."""
+    g = torch.Generator(device).manual_seed(seed)
+    logprobs = torch.empty(shape, device=device).exponential_(generator=g).neg_()
+    drift = 0.1 * torch.randn(shape, generator=g, device=device)
+    rewards = torch.randn(shape[0], generator=g, device=device)
+    mask = torch.rand(shape, generator=g, device=device) >= masked
+    floats = {"rewards": rewards, "logprobs": logprobs, "ref_logprobs": logprobs + drift}
+    return {name: x.to(dtype) for name, x in floats.items()} | {"mask": mask, "beta": 0.05}

@@ -1,0 +1,50 @@
+"""What ``whiten`` means, in plain PyTorch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    shift_mean: bool,
+    unbiased: bool,
+    eps: float,
+    eps_in: str,
+) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # fp64 sums: a mean that is off by one fp32 ulp of 1000 is off by 1e-4 of the spread of 1000.0 to 1000.3
+    wide = x.double() if mask is None else torch.where(mask, x, 0).double()
+    share = torch.ones_like(wide) if weights is None else weights.double()
+    if mask is not None:
+        share = torch.where(mask, share, 0)
+    count = share.sum()
+    mean = (share * wide).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
+    centred = wide - mean
+    # not less than one element: a single one has variance 0, not 0 / 0
+    variance = (share * centred.square()).sum() / (count - int(unbiased)).clamp(min=torch.finfo(dtype).eps)
+    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
+    result = torch.where(centred == 0, 0, centred / scale)
+    if not shift_mean:
+        result = result + mean
+    return (result if mask is None else torch.where(mask, result, 0)).to(dtype)
+
+
+def make_inputs(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    masked: float = 0.2,
+) -> dict[str, Tensor]:
+    """Keyword arguments of ``rlkernel.whiten`` for ``x`` of ``shape``."""
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape, generator=g, device=device) * 3 + 5
+    return {"x": x.to(dtype), "mask": torch.rand(shape, generator=g, device=device) >= masked}
