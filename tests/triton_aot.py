@@ -52,13 +52,13 @@ def modules() -> list[ModuleType]:
 
 
 def kernels(modules: list[ModuleType]) -> list[str]:
-    """The functions that are launched: those that no other function calls."""
+    """The functions that are launched: those that no other function calls or hands on."""
     functions = {f.fn.__name__: f for m in modules for f in vars(m).values() if isinstance(f, JITFunction)}
     sources = {name: f.src for name, f in functions.items()}
     return sorted(
         name
         for name in functions
-        if not any(re.search(rf"\b{name}\(", text) for other, text in sources.items() if other != name)
+        if not any(re.search(rf"\b{name}[(,]", text) for other, text in sources.items() if other != name)
     )
 
 
