@@ -58,8 +58,8 @@ def gae_kernel(
     length,
     total,
     last_values,
-    gamma: "fp64",  # noqa: F821
-    lam: "fp64",  # noqa: F821
+    gamma: tl.float64,
+    lam: tl.float64,
     advantages,
     returns,
     TILE: tl.constexpr,
