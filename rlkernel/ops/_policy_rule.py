@@ -1,4 +1,4 @@
-"""From the arguments of ``policy_loss`` to the numbers that a kernel takes; names have their one home here."""
+"""From the arguments of ``policy_loss`` to the numbers that a kernel takes: the home of all names."""
 
 import math
 from collections.abc import Mapping
@@ -81,8 +81,8 @@ class RolloutCorrection(NamedTuple):
     With ``d = old_logprobs - rollout_logprobs``, the ratio is ``exp(d)`` of the token ("token"), ``exp(sum of
     d)`` of its sequence ("sequence") or ``exp(mean of d)`` ("geometric").  ``mode`` "truncate" clamps it to
     [low, high]; "mask" makes it 0 outside of them (MIS, IcePop); "reject" does the same and is 1 inside.
-    ``veto`` rejects every token of a sequence that has a token with ``exp(d) < veto``.  ``denominator`` "keep"
-    leaves rejected tokens in the mean, as verl and TRL do; "shrink" takes them out of the mask, as Miles and
+    ``veto`` rejects every token of a sequence that has a token with ``exp(d) < veto``.  ``denominator``
+    "keep" leaves rejected tokens in the mean, as verl and TRL do; "shrink" takes them out of the mask, as Miles and
     SkyRL do.  The weight has no gradient.
 
     Presets, by name in ``policy_loss(correction=...)``:

@@ -1,4 +1,4 @@
-"""Policy-gradient losses: the clipped family, sequence ratios, weighted log-likelihoods, rollout correction."""
+"""Policy-gradient losses: the clipped family, sequence ratios, weighted likelihoods, correction."""
 
 from typing import Any
 
@@ -105,7 +105,9 @@ def policy_loss(
     entropy = _tokens("entropy", entropy, logprobs, dtype)
     advantages = _advantages(advantages, logprobs, count, dtype)
     mask = _mask(mask, logprobs)
-    items = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
+    items, known = None, num_items_in_batch
+    if isinstance(known, Tensor):
+        items, known = known, 1.0
     rule = _policy_rule.build(
         loss_type=loss_type,
         loss_agg_mode=loss_agg_mode,
@@ -124,7 +126,7 @@ def policy_loss(
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
         correction=correction,
         entropy_coef=entropy_coef,
-        num_items_in_batch=1.0 if items is not None else num_items_in_batch,
+        num_items_in_batch=known,
         loss_scale_factor=loss_scale_factor,
         dp_size=dp_size,
         length=None if cu_seqlens is not None else logprobs.shape[1],
@@ -159,7 +161,16 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref, rollout, rule: PolicyRule
+        ctx: Any,
+        logprobs,
+        entropy,
+        old_logprobs,
+        advantages,
+        mask,
+        cu_seqlens,
+        ref,
+        rollout,
+        rule: PolicyRule,
     ):
         impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
         wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
@@ -225,5 +236,3 @@ def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
             shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
             raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
     return x.to(torch.int64).contiguous()
-
-

@@ -44,7 +44,9 @@ def forward(
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     grads = tuple(torch.where(mask, g, 0) for g in grads)
     count = metrics["tokens"] if SUMS[rule.aggregation] == "tokens" else metrics["sequences"]
-    scale = rule.factor / (torch.full_like(count, rule.denominator) if rule.denominator else count.clamp(min=1))
+    scale = rule.factor / (
+        torch.full_like(count, rule.denominator) if rule.denominator else count.clamp(min=1)
+    )
     values = torch.stack([total.detach() * scale, scale, *metrics.values()])
     return values, grads[0], grads[1] if len(grads) > 1 else None
 
@@ -232,6 +234,7 @@ def make_inputs(
     drift: float = 0.2,
     per_token: bool = True,
     extras: bool = False,
+    bias: float = 0.0,
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.policy_loss`` for ``shape`` [B, L]: sequences of all lengths with gaps
     where a tool spoke; with ``extras`` also reference, rollout and entropy."""
@@ -246,7 +249,7 @@ def make_inputs(
     tensors = {
         "logprobs": old + drift * noise(*shape),
         "old_logprobs": old,
-        "advantages": noise(*shape) if per_token else noise(*shape[:-1]),
+        "advantages": bias + (noise(*shape) if per_token else noise(*shape[:-1])),
     }
     if extras:
         tensors |= {
