@@ -82,8 +82,8 @@ class RolloutCorrection(NamedTuple):
     d)`` of its sequence ("sequence") or ``exp(mean of d)`` ("geometric").  ``mode`` "truncate" clamps it to
     [low, high]; "mask" makes it 0 outside of them (MIS, IcePop); "reject" does the same and is 1 inside.
     ``veto`` rejects every token of a sequence that has a token with ``exp(d) < veto``.  ``denominator``
-    "keep" leaves rejected tokens in the mean, as verl and TRL do; "shrink" takes them out of the mask, as Miles and
-    SkyRL do.  The weight has no gradient.
+    "keep" leaves rejected tokens in the mean, as verl and TRL do; "shrink" takes them out of the mask, as
+    Miles and SkyRL do.  The weight has no gradient.
 
     Presets, by name in ``policy_loss(correction=...)``:
 
