@@ -182,6 +182,29 @@ def test_bits_do_not_depend_on_threads():
         assert_equal("threads", a, b)
 
 
+MUTANTS = {
+    "the gradient of a clipped token": ("frozen ? zero : -ratio * advantage", "-ratio * advantage"),
+    "a mask that multiplies": (
+        "return present ? at.load(p.logprobs) - at.load(p.old_logprobs) : zero",
+        "return (present ? one : zero) * (at.load(p.logprobs) - at.load(p.old_logprobs))",
+    ),
+    "the share of a sequence": ("static_cast<float>(1 / count) : 1.0f", "1.0f : 1.0f"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_fails(mutant):
+    import emulation
+
+    from rlkernel import native
+
+    module = emulation.load(emulation.build_module(32, {"policy_loss_terms.h": MUTANTS[mutant]}))
+    inputs = make_inputs(3, 40, extras=True, drift=0.6)
+    inputs["old_logprobs"][~inputs["mask"]] = torch.nan
+    with native.emulated(module), pytest.raises(AssertionError):
+        check_against_fp64("native", inputs, loss_agg_mode="seq-mean-token-mean", **EXTRAS)
+
+
 @ON_EVERY_BACKEND
 def test_k3_keeps_its_digits(backend, device):
     """exp(d) - d - 1 in fp32 is noise for a d of 1e-4; half of it negative."""

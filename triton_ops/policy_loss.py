@@ -37,7 +37,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    length = logprobs.shape[1] if cu_seqlens is None else 0
+    length = logprobs.shape[-1]
     values = torch.empty(2 + len(METRICS), dtype=torch.float32, device=device)
     partials = torch.empty(rows, COLUMNS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)

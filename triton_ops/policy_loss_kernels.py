@@ -155,7 +155,9 @@ def sequence_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if cu_seqlens is not None:
-        begin, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
+        # offsets that nobody checked lead to no illegal access
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + row), 0), length)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + row + 1), 0), length)
     else:
         begin = row * length
         end = begin + length

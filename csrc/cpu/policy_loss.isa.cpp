@@ -79,11 +79,10 @@ struct Vector {
 }  // namespace
 
 int policy_loss(const PolicyLoss& p) {
-  const int64_t tokens = p.cu_seqlens != nullptr ? p.cu_seqlens[p.rows] : p.rows * p.length;
+  const int64_t tokens = offset_of(p, p.rows);
 #pragma omp parallel for schedule(dynamic, 1) if (p.rows > 1 && tokens >= kParallel)
   for (int64_t r = 0; r < p.rows; ++r) {
-    const int64_t begin = p.cu_seqlens != nullptr ? p.cu_seqlens[r] : r * p.length;
-    Vector vector{begin, p.cu_seqlens != nullptr ? p.cu_seqlens[r + 1] : begin + p.length};
+    Vector vector{offset_of(p, r), offset_of(p, r + 1)};
     policy_loss_sequence(p, r, vector);
   }
   double sums[kSums] = {}, largest = 0;

@@ -80,8 +80,7 @@ struct Block {
 
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_loss_kernel(PolicyLoss p) {
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
-    const int64_t begin = p.cu_seqlens != nullptr ? p.cu_seqlens[r] : r * p.length;
-    Block block{begin, p.cu_seqlens != nullptr ? p.cu_seqlens[r + 1] : begin + p.length};
+    Block block{offset_of(p, r), offset_of(p, r + 1)};
     policy_loss_sequence(p, r, block);
   }
 }

@@ -50,7 +50,7 @@ struct PolicyLoss {
   const uint8_t* mask;
   const float *ref_logprobs, *rollout_logprobs, *entropy;  // null where not given
   const int64_t* cu_seqlens;                               // [rows + 1], or null: every row has `length` tokens
-  int64_t rows, length;
+  int64_t rows, length;                                    // packed: `length` tokens in all
   bool advantage_per_token;                                // else one for each row
   float *grad_logprobs, *grad_entropy;                     // grad_entropy may be null
   double* partials;                                        // [rows, kPartials]

@@ -166,6 +166,13 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, F ratio, F advantage, 
   return t;
 }
 
+// Where a sequence begins, and the one before it ends. Offsets that nobody checked lead to no illegal access.
+RLKERNEL_INLINE int64_t offset_of(const PolicyLoss& p, int64_t row) {
+  if (p.cu_seqlens == nullptr) return row * p.length;
+  const int64_t offset = p.cu_seqlens[row];
+  return offset < 0 ? 0 : offset > p.length ? p.length : offset;
+}
+
 // One sequence. `team` is the threads or the vector that share it: each(body) visits its tokens, sum() and smallest() join
 // what they found. Every lane runs this function; the order of the sums follows from the place in the sequence alone.
 template <class Team>
