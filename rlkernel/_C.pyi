@@ -367,6 +367,8 @@ def value_loss_backward_hip(
     offset_bytes: int,
     out: int,
     out_dtype: int,
+    stream: int,
+) -> None: ...
 def policy_loss_cpu(
     logprobs: int,
     old_logprobs: int,

@@ -81,14 +81,13 @@ LinearGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class PolicyLossOutput(NamedTuple):
-    """A policy loss, differentiable, and what was seen on the way: one fp32 tensor, ``METRICS`` long, no
-    gradient.  ``dict(zip(METRICS, metrics.tolist()))`` is the one synchronisation that reading them takes."""
+    """``loss`` [] is differentiable; ``metrics`` [14], of the same pass, are named by ``POLICY_METRICS``."""
 
     loss: Tensor
     metrics: Tensor
 
 
-METRICS = (
+POLICY_METRICS = (
     "clip_fraction_low",
     "clip_fraction_high",
     "clip_fraction_far",  # dual or delta clip

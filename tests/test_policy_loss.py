@@ -13,7 +13,7 @@ import rlkernel
 from rlkernel import RolloutCorrection, debug
 from rlkernel.ops import _policy_rule as names
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import KL_ESTIMATORS, LEVELS, METRICS
+from rlkernel.types import KL_ESTIMATORS, LEVELS, POLICY_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -212,7 +212,7 @@ def test_k3_keeps_its_digits(backend, device):
     inputs["old_logprobs"] = inputs["logprobs"] - 1e-4 * torch.rand(2, 64, device=device)
     exact = to(inputs, torch.float64)
     d = (exact["logprobs"] - exact["old_logprobs"])[inputs["mask"]]
-    got = run(backend, inputs)[1][METRICS.index("approx_kl_k3")].double()
+    got = run(backend, inputs)[1][POLICY_METRICS.index("approx_kl_k3")].double()
     want = (torch.expm1(d) - d).mean()
     assert abs(got - want) < 1e-5 * want + 1e-11
     assert abs((d.float().exp() - d.float() - 1).mean() - want) > 1e-2 * want  # the mutant
@@ -393,7 +393,7 @@ def test_nan_advantages_are_counted_and_raise_in_debug_mode(backend, device):
     inputs = make_inputs(2, 9, device=device)
     inputs["mask"][0, :3] = True
     inputs["advantages"][0, 1] = torch.nan
-    assert run(backend, inputs)[1][METRICS.index("not_finite")] == 1
+    assert run(backend, inputs)[1][POLICY_METRICS.index("not_finite")] == 1
     with debug.checks(), pytest.raises(ValueError, match="advantages must be numbers"):
         run(backend, inputs)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.triton_ops.policy_loss_kernels import COLUMNS, sequence_kernel, values_kernel
-from rlkernel.types import METRICS, PolicyRule
+from rlkernel.types import POLICY_METRICS, PolicyRule
 
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
@@ -38,7 +38,7 @@ def forward(
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
-    values = torch.empty(2 + len(METRICS), dtype=torch.float32, device=device)
+    values = torch.empty(2 + len(POLICY_METRICS), dtype=torch.float32, device=device)
     partials = torch.empty(rows, COLUMNS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None

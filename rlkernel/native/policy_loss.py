@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import Kernels, kernels_for
-from rlkernel.types import METRICS, PolicyRule
+from rlkernel.types import POLICY_METRICS, PolicyRule
 
 _CHOICES = 9  # fields of PolicyRule before the numbers
-_PARTIALS = len(METRICS) + 1  # doubles of a sequence: kPartials
+_PARTIALS = len(POLICY_METRICS) + 1  # doubles of a sequence: kPartials
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -41,7 +41,7 @@ def forward(
         raise NotImplementedError(kernels)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
-    values = torch.empty(2 + len(METRICS), dtype=torch.float32, device=device)
+    values = torch.empty(2 + len(POLICY_METRICS), dtype=torch.float32, device=device)
     partials = torch.empty(rows, _PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None

@@ -81,7 +81,7 @@ def policy_loss(
         cu_seqlens: [S + 1] offsets of packed sequences, from 0 to N.
 
     Returns:
-        PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.types.METRICS``.
+        PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
 
     Raises:
         ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in

@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind.h"
 #include "rlkernel/policy_loss.h"
 
 namespace rlkernel::bind {
