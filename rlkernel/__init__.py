@@ -5,10 +5,10 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops._policy_rule import RolloutCorrection
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
-from rlkernel.ops._policy_rule import RolloutCorrection
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset

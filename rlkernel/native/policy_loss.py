@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import Kernels, kernels_for
+from rlkernel.native import kernels_for, launch
 from rlkernel.types import POLICY_METRICS, PolicyRule
 
 _CHOICES = 9  # fields of PolicyRule before the numbers
@@ -36,26 +36,19 @@ def forward(
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
-    kernels = kernels_for(device)
-    if not isinstance(kernels, Kernels):
-        raise NotImplementedError(kernels)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
     values = torch.empty(2 + len(POLICY_METRICS), dtype=torch.float32, device=device)
     partials = torch.empty(rows, _PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
-    arguments = (
+    launch(
+        "policy_loss", device,
         *map(_address, (logprobs, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, entropy)),
         _address(cu_seqlens), rows, length, advantages.shape == logprobs.shape,
         *map(_address, (grad_logprobs, grad_entropy, partials, values)),
         [int(x) for x in rule[:_CHOICES]], list(rule[_CHOICES:]),
     )  # fmt: skip
-    if device.type == "cpu":
-        kernels.policy_loss(*arguments, 0)
-    else:
-        with torch.cuda.device(device):
-            kernels.policy_loss(*arguments, torch.cuda.current_stream(device).cuda_stream)
     return values, grad_logprobs, grad_entropy
 
 
