@@ -491,7 +491,7 @@ def test_gate_ignores_bare_gemms_and_backends_that_are_not_preferred():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--op", "policy"], "--op must be one of linear_logprob, logprob"),
+        (["--op", "policy"], "linear_logprob, logprob, "),
         (["--backend", "cuda"], "--backend must be of native, triton, reference"),
         (["--backend", "triton", "--dtype", "float64", "--shape", "5x33"], "triton: logits must be"),
         (["--dtype", "int8"], "--dtype must be of float32, bfloat16"),
