@@ -31,12 +31,14 @@ def module(path: str) -> ModuleType:
         raise ImportError(f"{package} {_version(package)} does not import here: {error}") from error
 
 
-def file(package: str, path: str) -> ModuleType:
+def file(package: str, path: str, root: Path | None = None) -> ModuleType:
     """One file of a peer by itself, for a package whose ``__init__`` needs more than the file does."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("not installed")
-    location = Path(spec.submodule_search_locations[0]) / path
+    if root is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("not installed")
+        root = Path(spec.submodule_search_locations[0])
+    location = root / path
     name = f"rlkernel_bench_{package}_{location.stem}"
     found = importlib.util.spec_from_file_location(name, location)
     if found is None or found.loader is None or not location.exists():

@@ -1,6 +1,7 @@
 // Table of contents of rlkernel._C: one line per function and part, grouped by op.
 #include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/errors.h"
 
@@ -62,5 +63,14 @@ PYBIND11_MODULE(_C, m) {
 #endif
 #ifdef RLKERNEL_BUILT_HIP
   bind::gae(m, "gae_hip", hip::gae, hip::error_string);
+#endif
+
+  // policy_loss
+  bind::policy_loss(m, "policy_loss_cpu", cpu::policy_loss, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::policy_loss(m, "policy_loss_cuda", cuda::policy_loss, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::policy_loss(m, "policy_loss_hip", hip::policy_loss, hip::error_string);
 #endif
 }

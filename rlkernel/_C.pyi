@@ -4,6 +4,8 @@ The arguments are the structs of csrc/include/rlkernel/<op>.h. The functions of 
 those parts were built; `rlkernel.native.kernels_for` picks by device.
 """
 
+from collections.abc import Sequence
+
 def built() -> dict[str, list[str]]:
     """Which parts were built, and for which instruction sets or architectures."""
 
@@ -365,6 +367,66 @@ def value_loss_backward_hip(
     offset_bytes: int,
     out: int,
     out_dtype: int,
+    stream: int,
+) -> None: ...
+def policy_loss_cpu(
+    logprobs: int,
+    old_logprobs: int,
+    advantages: int,
+    mask: int,
+    ref_logprobs: int,
+    rollout_logprobs: int,
+    entropy: int,
+    cu_seqlens: int,
+    rows: int,
+    length: int,
+    advantage_per_token: bool,
+    grad_logprobs: int,
+    grad_entropy: int,
+    partials: int,
+    values: int,
+    choices: Sequence[int],
+    numbers: Sequence[float],
+    stream: int,
+) -> None: ...
+def policy_loss_cuda(
+    logprobs: int,
+    old_logprobs: int,
+    advantages: int,
+    mask: int,
+    ref_logprobs: int,
+    rollout_logprobs: int,
+    entropy: int,
+    cu_seqlens: int,
+    rows: int,
+    length: int,
+    advantage_per_token: bool,
+    grad_logprobs: int,
+    grad_entropy: int,
+    partials: int,
+    values: int,
+    choices: Sequence[int],
+    numbers: Sequence[float],
+    stream: int,
+) -> None: ...
+def policy_loss_hip(
+    logprobs: int,
+    old_logprobs: int,
+    advantages: int,
+    mask: int,
+    ref_logprobs: int,
+    rollout_logprobs: int,
+    entropy: int,
+    cu_seqlens: int,
+    rows: int,
+    length: int,
+    advantage_per_token: bool,
+    grad_logprobs: int,
+    grad_entropy: int,
+    partials: int,
+    values: int,
+    choices: Sequence[int],
+    numbers: Sequence[float],
     stream: int,
 ) -> None: ...
 def gae_cpu(

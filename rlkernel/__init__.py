@@ -5,18 +5,30 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops._policy_rule import RolloutCorrection
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
+from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
-from rlkernel.types import VALUE_METRICS, GaeOutput, LogprobOutput, ValueLossOutput
+from rlkernel.types import (
+    POLICY_METRICS,
+    VALUE_METRICS,
+    GaeOutput,
+    LogprobOutput,
+    PolicyLossOutput,
+    ValueLossOutput,
+)
 
 __all__ = [
     "GaeOutput",
     "LogprobOutput",
+    "POLICY_METRICS",
+    "PolicyLossOutput",
+    "RolloutCorrection",
     "VALUE_METRICS",
     "ValueLossOutput",
     "__version__",
@@ -31,6 +43,8 @@ __all__ = [
     "logprob",
     "logprobs_from_logits",
     "patch_trl",
+    "policy_loss",
+    "policy_loss_preset",
     "selective_log_softmax",
     "use_backend",
     "value_loss",

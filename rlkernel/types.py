@@ -78,3 +78,64 @@ RowGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
 # of hidden, weight and bias
 LinearGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class PolicyLossOutput(NamedTuple):
+    """``loss`` [] is differentiable; ``metrics`` [14], of the same pass, are named by ``POLICY_METRICS``."""
+
+    loss: Tensor
+    metrics: Tensor
+
+
+POLICY_METRICS = (
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "clip_fraction_far",  # dual or delta clip
+    "approx_kl_k1",  # mean of old - new
+    "approx_kl_k3",  # mean of expm1(new - old) - (new - old)
+    "ratio_mean",
+    "ratio_max",
+    "entropy",
+    "kl_to_reference",
+    "correction_weight_mean",
+    "correction_kept",  # share of the tokens that the correction did not reject
+    "tokens",
+    "sequences",
+    "not_finite",  # tokens whose term is NaN or infinite
+)
+
+# Their order is that of the enums of csrc/include/rlkernel/policy_loss.h.
+POLICY_TERMS = ("clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv")
+LEVELS = ("token", "sequence", "sequence_token")
+SUMS = ("tokens", "sequence_sums", "sequence_means")
+KL_ESTIMATORS = ("none", "k1", "abs", "k2", "k3")
+CORRECTION_LEVELS = ("none", "token", "sequence", "geometric")
+CORRECTION_MODES = ("truncate", "mask", "reject")
+
+
+class PolicyRule(NamedTuple):
+    """What a policy loss computes, checked and normalised: the fields of C++'s PolicyLossRule, in order."""
+
+    term: int
+    level: int
+    aggregation: int
+    kl: int
+    kl_gradient_of_k2: bool
+    kl_times_ratio: bool
+    correction: int
+    verdict: int
+    shrink: bool
+    low: float  # bounds of the ratio; of its logarithm for gmpo; of the change of probability for dppo_tv
+    high: float
+    delta: float  # infinite where not used
+    dual: float
+    log_clip: float
+    tau_positive: float
+    tau_negative: float
+    beta: float
+    entropy_coef: float
+    weight_low: float
+    weight_high: float
+    log_veto: float
+    denominator: float  # 0: the tokens or sequences that are here
+    factor: float

@@ -64,6 +64,20 @@ REGISTERS = {
     ("value_loss: fp32 clipped huber packed", "chunk_kernel"): (79, 78, 80, 49),
     ("value_loss: fp32 clipped huber packed", "total_kernel"): (64, 64, 64, 59),
     ("value_loss: fp32 clipped huber packed", "multiply_kernel"): (26, 26, 26, 10),
+    ("policy_loss: clipped", "sequence_kernel"): (97, 105, 93, 68),
+    ("policy_loss: clipped", "values_kernel"): (40, 36, 40, 26),
+    ("policy_loss: clipped, everything", "sequence_kernel"): (184, 185, 171, 76),
+    ("policy_loss: clipped, everything", "values_kernel"): (40, 36, 40, 26),
+    ("policy_loss: sequence, everything", "sequence_kernel"): (186, 188, 182, 90),
+    ("policy_loss: sequence, everything", "values_kernel"): (36, 32, 40, 24),
+    ("policy_loss: cispo", "sequence_kernel"): (80, 118, 116, 67),
+    ("policy_loss: cispo", "values_kernel"): (40, 36, 40, 26),
+    ("policy_loss: sapo", "sequence_kernel"): (105, 109, 101, 69),
+    ("policy_loss: sapo", "values_kernel"): (40, 36, 40, 26),
+    ("policy_loss: gmpo", "sequence_kernel"): (128, 128, 128, 76),
+    ("policy_loss: gmpo", "values_kernel"): (36, 32, 40, 24),
+    ("policy_loss: dppo_tv", "sequence_kernel"): (92, 93, 93, 66),
+    ("policy_loss: dppo_tv", "values_kernel"): (40, 36, 40, 26),
 }
 
 # bytes of shared memory of a program, where it is more than the 1 KiB that reductions take

@@ -1,10 +1,12 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
 #include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/gae.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
+#include "rlkernel/policy_loss.cuh"
 #include "rlkernel/value_loss.cuh"
 
 #include <pybind11/stl.h>
@@ -67,4 +69,5 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::value_loss_forward(m, "value_loss_forward", emulated::launch_value_forward, describe);
   bind::value_loss_backward(m, "value_loss_backward", emulated::launch_value_backward, describe);
   bind::gae(m, "gae", emulated::launch_gae, describe);
+  bind::policy_loss(m, "policy_loss", emulated::launch_policy_loss, describe);
 }

@@ -1,0 +1,188 @@
+"""``rlkernel.policy_loss`` against PyTorch and the loss code of TRL and verl, as they stand."""
+
+import ast
+import importlib.util
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import rlkernel
+from rlkernel.bench.cases import Call, Case, Peer
+from rlkernel.benchmarks import _peers
+
+DIMS = ("B", "L")
+INPUTS: dict[str, Any] = {"bias": 1.0}  # the loss is a sum that does not cancel: its error is worth a look
+OPTIONS: dict[str, Any] = {}
+SHARED: tuple[str, ...] = ()
+GRADIENTS = ("logprobs",)
+SCALARS = ("loss",)
+
+QUICK = [Case({"B": 16, "L": 1024}, "float32", OPTIONS)]
+PRESETS = {
+    "tiny": [Case({"B": 3, "L": 130}, "float32", OPTIONS)],
+    "policy-cpu": [
+        Case({"B": 64, "L": 4096}, "float32", OPTIONS),
+        Case({"B": 64, "L": 4096}, "float32", {"importance_sampling_level": "sequence"}, note="sequence"),
+    ],
+}
+
+
+def OUTPUTS(case: Case) -> tuple[str, ...]:
+    return ("loss",)
+
+
+def row_elements(case: Case) -> int:
+    return case.sizes["L"]
+
+
+def bytes_moved(case: Case, backward: bool) -> int:
+    # forward: read logprobs, old logprobs, advantages (4 each) and the mask (1), write the gradient (4);
+    # backward reads and writes that once more: 17 and 25 bytes for each token
+    return (25 if backward else 17) * case.sizes["B"] * case.sizes["L"]
+
+
+def flops(case: Case, backward: bool) -> int:
+    return 0  # two exponentials for each token
+
+
+def gemm(case: Case) -> tuple[int, int, int] | None:
+    return None
+
+
+def _torch() -> Call:
+    def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        with rlkernel.use_backend("reference"):
+            return rlkernel.policy_loss(**inputs, **case.options)._asdict()
+
+    return call
+
+
+def _trl() -> Call:
+    trainer = _peers.module("trl.trainer.grpo_trainer").GRPOTrainer
+
+    def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        level = case.options.get("importance_sampling_level", "token")
+        loss = trl_loss(trainer, inputs, loss_type="dapo", importance_sampling_level=level)
+        return {"loss": loss}
+
+    return call
+
+
+def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
+    """``GRPOTrainer._compute_loss``, unbound, on an object with the attributes that it reads."""
+    mask = inputs["mask"].to(inputs["logprobs"].dtype)
+    args = SimpleNamespace(
+        delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        steps_per_generation=1,
+    )  # fmt: skip
+    accelerator = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+    )
+    entropy = inputs.get("entropy", torch.zeros_like(mask))
+    this = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (inputs["logprobs"], entropy, None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0,
+        importance_sampling_level="token", loss_type="grpo", epsilon_low=0.2, epsilon_high=0.2, args=args,
+        use_vllm="weights" in inputs, vllm_importance_sampling_correction=True,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
+        max_completion_length=mask.shape[1], accelerator=accelerator, use_adaptive_entropy=False,
+        entropy_coef=0.0, _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    for key, value in options.items():
+        setattr(args if hasattr(args, key) else this, key, value)
+    this._entropy_bonus_enabled = this.entropy_coef != 0
+    batch = {
+        "prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": inputs["advantages"], "old_per_token_logps": inputs["old_logprobs"],
+        "ref_per_token_logps": inputs.get("ref_logprobs"), "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": inputs.get("weights"),
+    }  # fmt: skip
+    return trainer._compute_loss(this, None, batch)
+
+
+def _verl() -> Call:
+    core = verl_core_algos()
+
+    def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        sequence = case.options.get("importance_sampling_level") == "sequence"
+        # verl's GSPO is the one whose gradient is the token's own
+        if sequence and inputs["logprobs"].requires_grad:
+            raise NotImplementedError("verl's sequence level has another gradient with per-token advantages")
+        # the dual clip is on by default there; 1e9 is none
+        loss = verl_loss(core, "gspo" if sequence else "vanilla", inputs, "token-mean", clip_ratio_c=1e9)
+        return {"loss": loss}
+
+    return call
+
+
+def verl_core_algos() -> types.ModuleType:
+    """``verl/trainer/ppo/core_algos.py`` by itself: its package needs Ray, the file needs ten names of it."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("not installed")
+    root = Path(spec.submodule_search_locations[0])
+
+    def module(name: str, **names: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(names)
+        return made
+
+    functional = module("verl.utils.torch_functional", torch=torch)
+    tree = ast.parse((root / "utils/torch_functional.py").read_text())
+    wanted: list[ast.stmt] = [
+        n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("masked_sum", "masked_mean")
+    ]
+    exec(compile(ast.Module(wanted, []), "torch_functional.py", "exec"), vars(functional))
+    config = type("ActorConfig", (), {"get": lambda self, key, default=None: getattr(self, key, default)})
+    utils = module("verl.utils", torch_functional=functional, as_torch_index=None, group_mean_std=None)
+    stubs = {
+        "omegaconf": module("omegaconf", DictConfig=type("DictConfig", (), {})),
+        "verl": module("verl", utils=utils),
+        "verl.utils": utils,
+        "verl.utils.torch_functional": functional,
+        "verl.utils.import_utils": module("verl.utils.import_utils", deprecated=lambda *a: lambda f: f),
+        "verl.trainer": module("verl.trainer"),
+        "verl.trainer.config": module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {})),
+        "verl.workers": module("verl.workers"),
+        "verl.workers.config": module("verl.workers.config", ActorConfig=config),
+    }
+    with mock.patch.dict(sys.modules, stubs):
+        return _peers.file("verl", "trainer/ppo/core_algos.py", root=root)
+
+
+def verl_loss(
+    core: Any, name: str, inputs: dict[str, Any], agg: str, weights: Tensor | None = None, **config: Any
+) -> Tensor:
+    settings = core.ActorConfig()
+    defaults: dict[str, Any] = {
+        "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {},
+        "tau_pos": 1.0, "tau_neg": 1.05,
+    }  # fmt: skip
+    for key, value in (defaults | config).items():
+        setattr(settings, key, value)
+    mask = inputs["mask"].to(inputs["logprobs"].dtype)
+    advantages = inputs["advantages"]
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask)
+    arguments = (inputs["old_logprobs"], inputs["logprobs"], advantages, mask, agg, settings, weights)
+    if name == "reinforce":
+        return core.compute_policy_loss_reinforce(*arguments)[0]
+    return core.POLICY_LOSS_REGISTRY[name](*arguments)[0]
+
+
+PEERS = (Peer("torch", _torch), Peer("trl", _trl), Peer("verl", _verl))
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    _peers.parametrize(metafunc, QUICK, ("rlkernel", "torch", "trl", "verl"))
+
+
+def test_policy_loss(benchmark: Any, case: Case, backward: bool, name: str) -> None:
+    _peers.pytest_benchmark(benchmark, "policy_loss", case, backward, name)

@@ -1,0 +1,9 @@
+#include "rlkernel/policy_loss.h"
+
+#include "isa.h"
+
+namespace rlkernel::cpu {
+
+RLKERNEL_CPU_DISPATCH(policy_loss, PolicyLoss)
+
+}  // namespace rlkernel::cpu

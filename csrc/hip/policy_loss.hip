@@ -1,0 +1,7 @@
+#include "rlkernel/policy_loss.cuh"
+
+namespace rlkernel::hip {
+
+int policy_loss(const PolicyLoss& p, void* stream) { return launch_policy_loss(p, stream); }
+
+}  // namespace rlkernel::hip

@@ -1,0 +1,238 @@
+"""Policy-gradient losses: the clipped family, sequence ratios, weighted likelihoods, correction."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops._policy_rule import RolloutCorrection
+from rlkernel.types import PolicyLossOutput, PolicyRule
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss_type: str = "grpo",
+    loss_agg_mode: str = "token-mean",
+    importance_sampling_level: str = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    clip_ratio_c: float | None = None,
+    log_ratio_clip: float | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    kl_estimator: str = "k3",
+    use_bias_correction_kl: bool = False,
+    rollout_logprobs: Tensor | None = None,
+    correction: RolloutCorrection | str | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    num_items_in_batch: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    dp_size: int = 1,
+    cu_seqlens: Tensor | None = None,
+) -> PolicyLossOutput:
+    """A policy loss and its gradient in one pass over the tokens.
+
+    Equal to ``aggregate(w * term(r, A, logprobs) + beta * KL(logprobs, ref) - entropy_coef * entropy)`` over
+    the tokens of the mask, where ``r = exp(logprobs - old_logprobs)`` at level "token"; the exponential of
+    the sequence's mean difference at "sequence", whose gradient reaches every token of it (TRL's GSPO); the
+    same value with the gradient of the token alone at "sequence_token" (verl's GSPO).  ``w`` is the weight of
+    the rollout correction.  Terms, by ``loss_type``:
+
+        grpo, ppo, dapo, dr_grpo, bnpo   -min(min(r, delta) A, clamp(r, 1 - epsilon, 1 + epsilon_high) A),
+                                         and at most -clip_ratio_c A where A < 0
+        cispo        -stop(clamp(r, 1 - epsilon, 1 + epsilon_high)) A logprobs         (verl, MiniMax)
+        cispo_cap    -stop(min(r, epsilon_high)) A logprobs                            (TRL)
+        reinforce, gpg  -A logprobs
+        sapo         -4 / tau sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg
+        gmpo         -r A, with each difference clipped to [-epsilon, epsilon_high] on the side of A's sign
+        dppo_tv      -stop(min(r, clip_ratio_c)) A logprobs where the probability has not moved further than
+                     epsilon, epsilon_high in the direction of A (clip_ratio_c defaults to 20)
+
+    The names that share a term differ in their paper's aggregation: ``policy_loss_preset`` has it.
+
+    The gradient of each token's term has the same bits whatever other sequences surround it (batch-invariant)
+    and the loss the same bits in every run: sums run in a fixed order, without atomics.
+
+    Args:
+        logprobs: [B, L], or [N] with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
+        old_logprobs: of the policy that the step started from, the same shape; None: ``logprobs`` themselves.
+        advantages: one for each token or one for each sequence, [B] or [S].
+        mask: nonzero where a token counts; what the others hold is never read into arithmetic.
+        loss_agg_mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm" (divided by
+            ``loss_scale_factor``, which defaults to L), "seq-mean-token-mean".
+        log_ratio_clip: bound of |log r|, beyond which the gradient is 0; verl has 20.
+        kl_estimator: "k1", "abs", "k2", "k3", or with "+" the same value with k2's gradient.
+        use_bias_correction_kl: multiply the KL by r.
+        correction: see ``RolloutCorrection``; a name for one of its presets.
+        num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
+            by; a tensor is not synchronised.  None: those that are here.
+        dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
+        cu_seqlens: [S + 1] offsets of packed sequences, from 0 to N.
+
+    Returns:
+        PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
+
+    Raises:
+        ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in
+            which a NaN among the advantages that count raises too; else metric "not_finite" counts it.
+
+    Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
+    CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, dual clip 1912.09729,
+    two-sided clip 2505.07291; KL estimators by Schulman, "Approximating KL divergence".
+    """
+    _validate.floating("logprobs", logprobs)
+    if cu_seqlens is None and logprobs.dim() != 2:
+        want = "[B, L], or [N] with cu_seqlens"
+        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = _offsets(cu_seqlens, logprobs)
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    old_logprobs = _tokens("old_logprobs", old_logprobs, logprobs, dtype)
+    ref_logprobs = _tokens("ref_logprobs", ref_logprobs, logprobs, dtype)
+    rollout_logprobs = _tokens("rollout_logprobs", rollout_logprobs, logprobs, dtype)
+    entropy = _tokens("entropy", entropy, logprobs, dtype)
+    advantages = _advantages(advantages, logprobs, count, dtype)
+    mask = _mask(mask, logprobs)
+    items, known = None, num_items_in_batch
+    if isinstance(known, Tensor):
+        items, known = known, 1.0
+    rule = _policy_rule.build(
+        loss_type=loss_type,
+        loss_agg_mode=loss_agg_mode,
+        importance_sampling_level=importance_sampling_level,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        clip_ratio_c=clip_ratio_c,
+        log_ratio_clip=log_ratio_clip,
+        tau_pos=tau_pos,
+        tau_neg=tau_neg,
+        beta=beta,
+        has_reference=ref_logprobs is not None,
+        kl_estimator=kl_estimator,
+        use_bias_correction_kl=use_bias_correction_kl,
+        has_rollout=rollout_logprobs is not None and old_logprobs is not None,
+        correction=correction,
+        entropy_coef=entropy_coef,
+        num_items_in_batch=known,
+        loss_scale_factor=loss_scale_factor,
+        dp_size=dp_size,
+        length=None if cu_seqlens is not None else logprobs.shape[1],
+    )
+    if rollout_logprobs is not None and not rule.correction:
+        raise ValueError("correction must be given with rollout_logprobs, got None")
+    if entropy_coef and entropy is None:
+        raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
+    if debug.enabled() and debug.may_read(advantages):
+        counted = advantages[mask] if advantages.shape == mask.shape else advantages
+        if bool(counted.isnan().any()):
+            raise ValueError("advantages must be numbers where the mask is true, got NaN")
+    logprobs = logprobs.to(dtype).contiguous()
+    loss, metrics = _PolicyLoss.apply(
+        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens,
+        ref_logprobs if rule.kl else None, rollout_logprobs, rule,
+    )  # fmt: skip
+    if items is not None:
+        loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
+    return PolicyLossOutput(loss, metrics)
+
+
+def policy_loss_preset(name: str) -> dict[str, Any]:
+    """The arguments with which ``policy_loss`` is the loss of a paper: ``policy_loss(..., **preset)``.
+
+    Raises:
+        ValueError: the name is not known; lists those that are.
+    """
+    return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any,
+        logprobs,
+        entropy,
+        old_logprobs,
+        advantages,
+        mask,
+        cu_seqlens,
+        ref,
+        rollout,
+        rule: PolicyRule,
+    ):
+        impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+        wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
+        values, grad, grad_entropy = impl.forward(
+            logprobs, old_logprobs, advantages, mask, cu_seqlens, ref, rollout, entropy, rule, wants_entropy
+        )
+        ctx.save_for_backward(values[1], grad, grad_entropy)
+        loss, metrics = values[0].clone(), values[2:]
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
+        scale, grad, grad_entropy = ctx.saved_tensors
+        factor = grad_loss * scale
+        of_entropy = None if grad_entropy is None else grad_entropy * factor
+        return (grad * factor if ctx.needs_input_grad[0] else None, of_entropy, *(None,) * 7)
+
+
+def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    _validate.floating(name, x)
+    if x.shape != logprobs.shape:
+        raise ValueError(f"{name} must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
+    _validate.same_device(name, x, "logprobs", logprobs.device)
+    if name != "entropy" and x.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
+    return x.to(dtype).contiguous()
+
+
+def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    _validate.floating("advantages", x)
+    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
+        raise ValueError(f"advantages must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("advantages", x, "logprobs", logprobs.device)
+    if x.requires_grad:
+        raise ValueError("advantages must not require a gradient, got requires_grad=True")
+    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+
+
+def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
+    if x.shape != logprobs.shape:
+        raise ValueError(f"mask must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
+    _validate.same_device("mask", x, "logprobs", logprobs.device)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
+    if logprobs.dim() != 1:
+        raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or not len(x):
+        got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64, got {got}")
+    _validate.same_device("cu_seqlens", x, "logprobs", logprobs.device)
+    if debug.may_read(x):
+        n = logprobs.shape[0]
+        if int(x[0]) != 0 or int(x[-1]) != n or bool((x.diff() < 0).any()):
+            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
+            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
+    return x.to(torch.int64).contiguous()

@@ -1,0 +1,460 @@
+"""policy_loss: one body of tests for every backend, against fp64, TRL and verl."""
+
+import itertools
+
+import pytest
+import torch
+from accuracy import check, error
+from backends import is_slow, of, running
+from bitwise import assert_equal
+from policy_peers import trl_loss, verl_loss
+
+import rlkernel
+from rlkernel import RolloutCorrection, debug
+from rlkernel.ops import _policy_rule as names
+from rlkernel.reference.policy_loss import make_inputs
+from rlkernel.types import KL_ESTIMATORS, LEVELS, POLICY_METRICS
+
+ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
+pytestmark = pytest.mark.usefixtures("poison")
+
+EXTRAS = {"beta": 0.1, "entropy_coef": 0.01, "correction": "icepop"}
+
+
+def run(backend, inputs, upstream=1.0, **options):
+    """Loss, metrics and the gradients of logprobs and entropy."""
+    inputs = dict(inputs)
+    leaves = []
+    for name in ("logprobs", "entropy"):
+        if name in inputs:
+            inputs[name] = inputs[name].detach().clone().requires_grad_()
+            leaves.append(inputs[name])
+    with running(backend):
+        out = rlkernel.policy_loss(**inputs, **options)
+        grads = torch.autograd.grad(out.loss * upstream, leaves, allow_unused=True)
+    return out.loss.detach(), out.metrics, *grads
+
+
+def to(inputs, dtype):
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def check_against_fp64(backend, inputs, **options):
+    truth = run("reference", to(inputs, torch.float64), **options)
+    torchs = run("reference", inputs, **options)
+    ours = run(backend, inputs, **options)
+    # sums cancel: their digits are those of their terms
+    terms = (truth[2].abs() * (1 + inputs["logprobs"].abs())).sum().item()
+    sizes = {"loss": max(terms, 1e-3), "grad": 8 * truth[2].abs().max().item(), "metrics": 1.0}
+    for name, a, b, c in zip(("loss", "metrics", "grad", "grad_entropy"), ours, torchs, truth, strict=False):
+        if c is None:
+            assert a is None
+            continue
+        assert a.dtype == torch.float32
+        check(name, a, b, c, magnitude=sizes.get(name, 0.0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", names.LOSS_TYPES)
+@ON_EVERY_BACKEND
+def test_matches_fp64(backend, device, loss_type, level):
+    for per_token, extras in ((True, False), (False, True)):
+        inputs = make_inputs(4, 75, device=device, per_token=per_token, extras=extras)
+        for mode in list(names.AGGREGATIONS)[:: 4 if is_slow(backend, device) else 1]:
+            options = {"loss_type": loss_type, "importance_sampling_level": level, "loss_agg_mode": mode}
+            check_against_fp64(backend, inputs, **options, **(EXTRAS if extras else {}))
+
+
+@pytest.mark.parametrize("estimator", names.KL)
+@ON_EVERY_BACKEND
+def test_kl_estimators_match_fp64(backend, device, estimator):
+    inputs = make_inputs(3, 40, device=device, extras=True)
+    del inputs["rollout_logprobs"]
+    for times_ratio in (False, True):
+        options = {"beta": 0.3, "kl_estimator": estimator, "use_bias_correction_kl": times_ratio}
+        check_against_fp64(backend, inputs, **options)
+
+
+@pytest.mark.parametrize("name", names.CORRECTIONS)
+@ON_EVERY_BACKEND
+def test_corrections_match_fp64(backend, device, name):
+    inputs = make_inputs(6, 40, device=device, extras=True, drift=0.05)
+    del inputs["ref_logprobs"], inputs["entropy"]
+    for veto in (None, 0.9):
+        correction = names.CORRECTIONS[name]._replace(veto=veto)
+        for mode in ("token-mean", "seq-mean-token-mean"):
+            check_against_fp64(backend, inputs, correction=correction, loss_agg_mode=mode)
+
+
+@ON_EVERY_BACKEND
+def test_clips_match_fp64(backend, device):
+    inputs = make_inputs(4, 64, device=device, drift=0.8)
+    for delta, dual, bound in itertools.product((None, 1.6), (None, 2.5), (None, 0.7)):
+        options = {"delta": delta, "clip_ratio_c": dual, "log_ratio_clip": bound, "epsilon_high": 0.28}
+        check_against_fp64(backend, inputs, **options)
+        check_against_fp64(backend, inputs, importance_sampling_level="sequence", **options)
+
+
+@ON_EVERY_BACKEND
+def test_packed_is_padded(backend, device):
+    inputs = make_inputs(5, 33, device=device, extras=True, per_token=False)
+    lengths = torch.tensor([33, 0, 1, 20, 33], device=device)
+    inside = torch.arange(33, device=device) < lengths[:, None]
+    inputs["mask"] &= inside
+    packed = {k: v[inside] if v.dim() == 2 else v for k, v in inputs.items()}
+    packed["cu_seqlens"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    for level, mode in itertools.product(LEVELS, ("token-mean", "seq-mean-token-mean")):
+        options = EXTRAS | {"importance_sampling_level": level, "loss_agg_mode": mode}
+        a, b = run(backend, inputs, **options), run(backend, packed, **options)
+        for name, x, y in zip(("loss", "metrics", "grad", "grad_entropy"), a, b, strict=True):
+            x = x[inside] if x.dim() == 2 else x
+            if backend == "reference":  # PyTorch's sums follow the shape
+                torch.testing.assert_close(y, x)
+            else:
+                assert_equal(name, y, x)
+
+
+@ON_EVERY_BACKEND
+def test_what_the_mask_hides_is_never_read(backend, device):
+    inputs = make_inputs(4, 50, device=device, extras=True)
+    inputs["mask"][2] = False  # a sequence without a token
+    clean = run(backend, inputs, importance_sampling_level="sequence", **EXTRAS)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        dirty = {
+            k: torch.where(inputs["mask"], v, poison) if v.is_floating_point() else v
+            for k, v in inputs.items()
+        }
+        for got, want in zip(
+            run(backend, dirty, importance_sampling_level="sequence", **EXTRAS), clean, strict=True
+        ):
+            assert_equal(str(poison), got, want)
+            assert bool(got.isfinite().all())
+    assert not bool(clean[2][~inputs["mask"]].any())
+
+
+@ON_EVERY_BACKEND
+def test_a_batch_without_a_token_gives_a_connected_zero(backend, device):
+    for shape in ((3, 7), (2, 0), (0, 5)):
+        inputs = make_inputs(3, 7, device=device, extras=True)
+        inputs = {k: v[: shape[0], : shape[1]] for k, v in inputs.items()}
+        inputs["mask"] = torch.zeros(shape, dtype=torch.bool, device=device)
+        for mode in names.AGGREGATIONS:
+            loss, metrics, grad, _ = run(backend, inputs, loss_agg_mode=mode, **EXTRAS)
+            assert loss.item() == 0 and not bool(grad.any()) and not bool(metrics.any())
+
+
+@pytest.mark.parametrize("length", [1, 70_000])
+@ON_EVERY_BACKEND
+def test_lengths(backend, device, length):
+    if is_slow(backend, device) and backend != "emulated-warp32":
+        length = min(length, 3000)
+    inputs = make_inputs(1, length, device=device)
+    check_against_fp64(backend, inputs, importance_sampling_level="sequence")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@ON_EVERY_BACKEND
+def test_bits_depend_on_the_sequence_alone(backend, device, level):
+    inputs = make_inputs(7, 300, device=device, extras=True)
+    options = EXTRAS | {"importance_sampling_level": level, "loss_agg_mode": "token-sum"}
+    whole = run(backend, inputs, **options)
+    order = torch.tensor([4, 0, 6, 2, 1, 5, 3], device=device)
+    for rows in (order, order[:3], order[2:3]):
+        part = run(backend, {k: v[rows] for k, v in inputs.items()}, **options)
+        assert_equal("grad", part[2], whole[2][rows])
+        assert_equal("grad_entropy", part[3], whole[3][rows])
+    for _ in range(3 if is_slow(backend, device) else 100):
+        for got, want in zip(run(backend, inputs, **options), whole, strict=True):
+            assert_equal("again", got, want)
+
+
+def test_bits_do_not_depend_on_threads():
+    inputs = make_inputs(16, 3000, extras=True)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(run("native", inputs, **EXTRAS))
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        assert_equal("threads", a, b)
+
+
+MUTANTS = {
+    "the gradient of a clipped token": ("frozen ? zero : -ratio * advantage", "-ratio * advantage"),
+    "a mask that multiplies": (
+        "return present ? at.load(p.logprobs) - at.load(p.old_logprobs) : zero",
+        "return (present ? one : zero) * (at.load(p.logprobs) - at.load(p.old_logprobs))",
+    ),
+    "the share of a sequence": ("static_cast<float>(1 / count) : 1.0f", "1.0f : 1.0f"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_fails(mutant):
+    import emulation
+
+    from rlkernel import native
+
+    module = emulation.load(emulation.build_module(32, {"policy_loss_terms.h": MUTANTS[mutant]}))
+    inputs = make_inputs(3, 40, extras=True, drift=0.6)
+    inputs["old_logprobs"][~inputs["mask"]] = torch.nan
+    with native.emulated(module), pytest.raises(AssertionError):
+        check_against_fp64("native", inputs, loss_agg_mode="seq-mean-token-mean", **EXTRAS)
+
+
+@ON_EVERY_BACKEND
+def test_k3_keeps_its_digits(backend, device):
+    """exp(d) - d - 1 in fp32 is noise for a d of 1e-4; half of it negative."""
+    inputs = make_inputs(2, 64, device=device)
+    inputs["old_logprobs"] = inputs["logprobs"] - 1e-4 * torch.rand(2, 64, device=device)
+    exact = to(inputs, torch.float64)
+    d = (exact["logprobs"] - exact["old_logprobs"])[inputs["mask"]]
+    got = run(backend, inputs)[1][POLICY_METRICS.index("approx_kl_k3")].double()
+    want = (torch.expm1(d) - d).mean()
+    assert abs(got - want) < 1e-5 * want + 1e-11
+    assert abs((d.float().exp() - d.float() - 1).mean() - want) > 1e-2 * want  # the mutant
+
+
+@pytest.mark.parametrize("loss_type", names.LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])  # the third's is not that of its value
+def test_gradcheck(loss_type, level):
+    inputs = make_inputs(2, 4, dtype=torch.float64, extras=True, drift=0.05)
+    x, entropy = (inputs.pop(k).requires_grad_() for k in ("logprobs", "entropy"))
+    if loss_type in ("cispo", "cispo_cap", "dppo_tv"):  # their ratio is a constant to the gradient
+        inputs["old_logprobs"], x = None, x
+        del inputs["rollout_logprobs"], inputs["ref_logprobs"]
+        options = {"entropy_coef": 0.01}
+        if loss_type == "dppo_tv" or level != "token" or loss_type.startswith("cispo"):
+            options["epsilon"] = 1e-9  # and the clamp holds it at 1 under the difference quotient
+    else:
+        options = {
+            "beta": 0.1,
+            "entropy_coef": 0.01,
+            "correction": RolloutCorrection(high=1.05),
+            "epsilon": 0.9,
+        }
+    options |= {"loss_type": loss_type, "importance_sampling_level": level}
+
+    def loss(x, entropy):
+        return rlkernel.policy_loss(x, **inputs, entropy=entropy, **options).loss
+
+    assert torch.autograd.gradcheck(loss, (x, entropy))
+
+
+def same(ours, theirs, inputs, backend, tolerance=1e-12, **options):
+    """Value and gradient of a peer's own code, in fp64."""
+    x = inputs["logprobs"].detach().requires_grad_()
+    theirs = theirs(inputs | {"logprobs": x})
+    (grad,) = torch.autograd.grad(theirs, x)
+    loss, _, got, *_ = run(backend, ours, **options)
+    assert error(loss, theirs) < tolerance and error(got, grad) < tolerance
+
+
+TRL = {
+    "grpo": ("grpo", "seq-mean-token-mean"),
+    "bnpo": ("bnpo", "token-mean"),
+    "dr_grpo": ("dr_grpo", "seq-mean-token-sum-norm"),
+    "dapo": ("dapo", "token-mean"),
+    "luspo": ("grpo", "seq-mean-token-sum"),
+    "cispo": ("cispo_cap", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("trl", TRL)
+def test_is_trls(trl, level, per_token, weighted):
+    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=per_token, extras=True, drift=0.4)
+    rollout, entropy = inputs.pop("rollout_logprobs"), inputs.pop("entropy")
+    ours = inputs | ({"rollout_logprobs": rollout} if weighted else {})
+    theirs = dict(inputs)
+    if weighted:
+        theirs["weights"] = (inputs["old_logprobs"] - rollout).exp().clamp(max=1.3)
+    high = 1.1 if trl == "cispo" else 0.28
+    loss_type, mode = TRL[trl]
+    for extra in ({}, {"beta": 0.2}, {"beta": 0.2, "use_bias_correction_kl": True}, {"delta": 1.5}):
+        options = extra | {"epsilon_high": high}
+
+        def peer(x, options=options):
+            return trl_loss(x, loss_type=trl, importance_sampling_level=level, epsilon_low=0.2, **options)
+
+        correction = RolloutCorrection(high=1.3) if weighted else None
+        items = {} if mode in ("token-mean",) else {"num_items_in_batch": 5}
+        same(
+            ours, peer, theirs, "reference", loss_type=loss_type, loss_agg_mode=mode, correction=correction,
+            importance_sampling_level=level, **items, **options,
+        )  # fmt: skip
+    assert entropy is not None
+
+
+def test_is_trls_entropy_bonus():
+    """TRL's bonus is a mean over tokens whatever the loss type; ours aggregates as the loss does."""
+    inputs = make_inputs(5, 30, dtype=torch.float64, extras=True)
+    del inputs["rollout_logprobs"]
+    theirs = trl_loss(inputs, loss_type="dapo", entropy_coef=0.3)
+    ours = run("reference", inputs, entropy_coef=0.3)[0]
+    assert error(ours, theirs) < 1e-12
+
+
+VERL = {
+    "vanilla": {"loss_type": "ppo", "clip_ratio_c": 3.0},
+    "gspo": {"importance_sampling_level": "sequence_token"},
+    "sapo": {"loss_type": "sapo"},
+    "gpg": {"loss_type": "gpg"},
+    "reinforce": {"loss_type": "reinforce"},
+    "cispo": {"loss_type": "cispo"},
+    "dppo_tv": {"loss_type": "dppo_tv"},
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
+@pytest.mark.parametrize(
+    ("verl", "mode"),
+    # verl's sapo has one aggregation
+    [(v, m) for v in VERL for m in names.AGGREGATIONS if v != "sapo" or m == "seq-mean-token-mean"],
+)
+def test_is_verls(verl, mode, per_token, weighted):
+    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=per_token, extras=True, drift=0.6)
+    rollout = inputs.pop("rollout_logprobs")
+    inputs = {k: v for k, v in inputs.items() if k not in ("ref_logprobs", "entropy")}
+    weights = (inputs["old_logprobs"] - rollout).exp().clamp(max=2.0) if weighted else None
+    ours = inputs | ({"rollout_logprobs": rollout, "correction": "token_tis"} if weighted else {})
+    correction = {"correction": ours.pop("correction")} if weighted else {}
+    # verl adds 1e-8 to the tokens of a sequence
+    tolerance = 1e-7 if mode == "seq-mean-token-mean" else 1e-12
+    same(
+        ours, lambda x: verl_loss(verl, x, mode, weights, clip_ratio_high=0.28), inputs, "reference",
+        tolerance, epsilon_high=0.28, loss_agg_mode=mode, **VERL[verl], **correction,
+    )  # fmt: skip
+
+
+def test_is_verls_geometric_mean():
+    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=False, drift=0.6)
+    preset = rlkernel.policy_loss_preset("gmpo") | {"epsilon": 0.2, "epsilon_high": 0.28}
+    same(
+        inputs,
+        lambda x: verl_loss("geo_mean", x, "", clip_ratio_high=0.28),
+        inputs,
+        "reference",
+        1e-7,
+        **preset,
+    )
+
+
+@pytest.mark.parametrize("estimator", names.KL)
+def test_kl_is_verls(estimator):
+    from policy_peers import verl_core
+
+    inputs = make_inputs(3, 20, dtype=torch.float64, extras=True)
+    x = inputs["logprobs"].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(
+        (verl_core().kl_penalty(x, inputs["ref_logprobs"], estimator) * inputs["mask"]).sum(), x
+    )
+    inputs = {k: v for k, v in inputs.items() if k not in ("rollout_logprobs", "entropy")}
+    inputs["advantages"] = torch.zeros_like(x)
+    got = run("reference", inputs, beta=1.0, kl_estimator=estimator, loss_agg_mode="token-sum")[2]
+    assert error(got, grad) < 1e-12
+
+
+def test_gspo_of_trl_and_of_verl_differ_only_in_the_gradient():
+    inputs = make_inputs(3, 20, dtype=torch.float64, per_token=True)
+    options = {"epsilon": 0.9, "loss_agg_mode": "seq-mean-token-mean"}
+    a = run("reference", inputs, importance_sampling_level="sequence", **options)
+    b = run("reference", inputs, importance_sampling_level="sequence_token", **options)
+    assert error(a[0], b[0]) < 1e-15 and error(a[2], b[2]) > 1e-4
+
+
+@ON_EVERY_BACKEND
+def test_upstream_gradient_scales_and_items_divide(backend, device):
+    inputs = make_inputs(3, 20, device=device)
+    one = run(backend, inputs, loss_agg_mode="token-sum")
+    assert_equal("upstream", run(backend, inputs, upstream=4.0, loss_agg_mode="token-sum")[2], one[2] * 4)
+    number, tensor = (
+        run(backend, inputs, num_items_in_batch=n, dp_size=2) for n in (64, torch.tensor(64, device=device))
+    )
+    assert_equal("number", number[2], one[2] * 2 / 64)
+    assert_equal("tensor", tensor[2], number[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logprobs_get_a_gradient_of_their_dtype(dtype):
+    inputs = to(make_inputs(3, 20), dtype)
+    assert run("native", inputs)[2].dtype == dtype
+
+
+@ON_EVERY_BACKEND
+def test_nan_advantages_are_counted_and_raise_in_debug_mode(backend, device):
+    inputs = make_inputs(2, 9, device=device)
+    inputs["mask"][0, :3] = True
+    inputs["advantages"][0, 1] = torch.nan
+    assert run(backend, inputs)[1][POLICY_METRICS.index("not_finite")] == 1
+    with debug.checks(), pytest.raises(ValueError, match="advantages must be numbers"):
+        run(backend, inputs)
+
+
+def test_peak_memory_is_two_buffers():
+    from rlkernel.bench.memory import peak_extra
+
+    inputs = make_inputs(64, 1024)
+    x = inputs.pop("logprobs").requires_grad_()
+
+    def step():
+        with rlkernel.use_backend("native"):
+            return torch.autograd.grad(rlkernel.policy_loss(x, **inputs).loss, x)
+
+    step()
+    assert peak_extra(step, "cpu") <= 2 * x.numel() * 4 + 64 * 1024
+
+
+BAD = {
+    "loss_type must be one of grpo, ppo, dapo": {"loss_type": "grop"},
+    "loss_agg_mode must be one of token-mean": {"loss_agg_mode": "mean"},
+    "importance_sampling_level must be one of token, sequence, sequence_token": {
+        "importance_sampling_level": "seq"
+    },
+    "kl_estimator must be one of k1, k1\\+, abs": {"kl_estimator": "full"},
+    "epsilon must be finite and >= 0, got -0.1": {"epsilon": -0.1},
+    "clip_ratio_c must be finite and > 1, got 0.5": {"clip_ratio_c": 0.5},
+    "ref_logprobs must be given": {"beta": 0.1},
+    "entropy must be given": {"entropy_coef": 0.1},
+    "num_items_in_batch must be given with dp_size = 2": {"dp_size": 2},
+    "correction must be one of token_tis": {"correction": "tis"},
+    "rollout_logprobs must be given": {"correction": "token_tis"},
+    r"old_logprobs must have logprobs' shape \(4, 12\), got \(4, 11\)": {"old_logprobs": torch.zeros(4, 11)},
+    r"mask must have logprobs' shape": {"mask": torch.ones(4, 11)},
+    "advantages must have logprobs' shape": {"advantages": torch.zeros(3)},
+    "logprobs must be float16": {"logprobs": torch.zeros(4, 12, dtype=torch.int64)},
+    r"logprobs must be \[N\] with cu_seqlens": {"cu_seqlens": torch.tensor([0, 12])},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_argument_is_named(message):
+    with pytest.raises(ValueError, match=message):
+        rlkernel.policy_loss(**(make_inputs(4, 12) | BAD[message]))
+
+
+def test_offsets_are_looked_at():
+    inputs = {k: v[0] for k, v in make_inputs(1, 12).items()}
+    for offsets in ([0, 11], [1, 12], [0, 8, 4, 12]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 12"):
+            rlkernel.policy_loss(**inputs, cu_seqlens=torch.tensor(offsets))
+
+
+def test_an_unknown_loss_type_lists_exactly_the_known_ones():
+    with pytest.raises(ValueError) as raised:
+        rlkernel.policy_loss(**make_inputs(1, 2), loss_type="?")
+    assert str(raised.value) == f"loss_type must be one of {', '.join(names.LOSS_TYPES)}, got '?'"
+
+
+@pytest.mark.parametrize("name", names.PRESETS)
+def test_presets_run(name):
+    loss, *_ = run("reference", make_inputs(3, 9), **rlkernel.policy_loss_preset(name))
+    assert bool(loss.isfinite())
+    assert set(KL_ESTIMATORS[1:]) == {k.removesuffix("+") for k in names.KL}
