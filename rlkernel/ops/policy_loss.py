@@ -8,10 +8,12 @@ from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops._eager import outside_graphs
 from rlkernel.ops._policy_rule import RolloutCorrection
 from rlkernel.types import PolicyLossOutput, PolicyRule
 
 
+@outside_graphs
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,

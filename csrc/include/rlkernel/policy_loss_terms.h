@@ -83,7 +83,7 @@ RLKERNEL_INLINE Weighing<F> weigh(const PolicyLossRule& rule, F log_weight, bool
   if (rule.correction == Correction::none) return {one, one};
   if (vetoed) return {zero, zero};
   const F low = spread<F>(rule.weight_low), high = spread<F>(rule.weight_high), w = exp_of(log_weight).exp;
-  const F inside = (w >= low) & (w <= high) ? one : zero;
+  const F inside = ((w >= low) & (w <= high)) ? one : zero;
   if (rule.verdict == Verdict::truncate) return {w > high ? high : w < low ? low : w, one};
   if (rule.verdict == Verdict::mask) return {inside > zero ? w : zero, inside};
   return {inside, inside};
@@ -129,8 +129,8 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, F ratio, F advantage, 
     const auto frozen = (bounded > plain) | dual | (ratio > rule.delta);
     t.value = dual ? limit : loss;
     t.chain = frozen ? zero : -ratio * advantage;
-    t.low = negative & (ratio < low) ? one : zero;
-    t.high = positive & (ratio > high) ? one : zero;
+    t.low = (negative & (ratio < low)) ? one : zero;
+    t.high = (positive & (ratio > high)) ? one : zero;
     t.far = dual | (negative & (ratio > rule.delta)) ? one : zero;
   } else if (rule.term == Term::cispo) {
     const F clipped = ratio > high ? high : ratio < low ? low : ratio;
@@ -151,8 +151,8 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, F ratio, F advantage, 
     t.value = -ratio * advantage;
     t.chain = t.value;
     const F d = logprob - old_logprob;
-    t.low = negative & (d < low) ? one : zero;
-    t.high = positive & (d > high) ? one : zero;
+    t.low = (negative & (d < low)) ? one : zero;
+    t.high = (positive & (d > high)) ? one : zero;
   } else {
     const F change = exp_of(logprob).exp - exp_of(old_logprob).exp;
     const auto too_high = positive & (change > high), too_low = (advantage <= zero) & (change < low);
