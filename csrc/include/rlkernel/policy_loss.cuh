@@ -34,6 +34,7 @@ __device__ __forceinline__ T across_block(T x, Join join) {
   if (threadIdx.x % kLanes == 0) parts[threadIdx.x / kLanes] = x;
   __syncthreads();  // the parts are written
   T result = parts[0];
+#pragma unroll 1  // unrolled for every sum, the partials alone take more registers than there are
   for (unsigned group = 1; group < kTeam / kLanes; ++group) result = join(result, parts[group]);
   __syncthreads();  // the parts are read: the next sum may overwrite them
   return result;

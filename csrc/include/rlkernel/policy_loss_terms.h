@@ -68,7 +68,7 @@ RLKERNEL_INLINE LogRatio<F> log_ratio(const PolicyLossRule& rule, F difference, 
   const F low = spread<F>(rule.low), high = spread<F>(rule.high), one = spread<F>(1.0f), zero{};
   const F up = difference > high ? high : difference, down = difference < low ? low : difference;
   const F value = advantage > zero ? up : advantage < zero ? down : zero;
-  return {value, (value == difference) & (advantage != zero) ? one : zero};
+  return {value, ((value == difference) & (advantage != zero)) ? one : zero};
 }
 
 template <class F>
@@ -131,7 +131,7 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, F ratio, F advantage, 
     t.chain = frozen ? zero : -ratio * advantage;
     t.low = (negative & (ratio < low)) ? one : zero;
     t.high = (positive & (ratio > high)) ? one : zero;
-    t.far = dual | (negative & (ratio > rule.delta)) ? one : zero;
+    t.far = (dual | (negative & (ratio > rule.delta))) ? one : zero;
   } else if (rule.term == Term::cispo) {
     const F clipped = ratio > high ? high : ratio < low ? low : ratio;
     t.direct = -clipped * advantage;
@@ -287,7 +287,7 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
     sums.add(kKept, present ? w.kept : zero);
     sums.add(kNotFinite, t.value - t.value == zero ? zero : one);
     if (rule.level == Level::sequence) sums.add(kChain, present ? t.chain : zero);
-    largest = present & (ratio > largest) ? ratio : largest;
+    largest = (present & (ratio > largest)) ? ratio : largest;
   });
   team.finish(sums);
 
