@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "pages.h"
 #include "rlkernel/logprob.h"
 #include "simd.h"
 
@@ -325,9 +324,6 @@ int logprob_backward(const LogprobBackward& b) {
     with_type(b.out_dtype, [&](auto out) {
       using In = decltype(in);
       using Out = decltype(out);
-      const int64_t vocab = b.tile.vocab;
-      const bool dense = b.out_inner_stride == vocab && b.out_outer_stride == b.tile.inner * vocab;
-      if (dense && streams<Out>(b.tile, b.out)) advise_huge_pages(b.out, b.tile.rows * vocab * sizeof(Out));
       each_row(b.tile, is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>, b);
     });
   });

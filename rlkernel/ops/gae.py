@@ -7,12 +7,10 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
-from rlkernel.ops._eager import outside_graphs
 from rlkernel.ops.whiten import whiten as _whiten
 from rlkernel.types import GaeOutput
 
 
-@outside_graphs
 def gae(
     rewards: Tensor,
     values: Tensor,
