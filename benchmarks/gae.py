@@ -14,7 +14,7 @@ OPTIONS: dict[str, Any] = {"gamma": 1.0, "lam": 0.95}
 SHARED: tuple[str, ...] = ()
 GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
 
-QUICK = [Case({"B": 64, "L": 4096}, "float32", OPTIONS)]
+QUICK = [Case({"B": 32, "L": 512}, "float32", OPTIONS)]  # the peers walk in Python
 PRESETS = {
     "tiny": [Case({"B": 3, "L": 103}, "float32", OPTIONS)],
     "advantages-cpu": [Case({"B": 64, "L": 4096}, "float32", OPTIONS)],

@@ -15,8 +15,8 @@ SHARED: tuple[str, ...] = ()
 GRADIENTS = ("logits",)
 
 QUICK = [
-    Case({"N": 256, "V": 32768}, "float32", OPTIONS),
-    Case({"N": 256, "V": 32768}, "bfloat16", OPTIONS),
+    Case({"N": 128, "V": 32768}, "float32", OPTIONS),
+    Case({"N": 128, "V": 32768}, "bfloat16", OPTIONS),
 ]
 PRESETS = {
     # odd sizes: more than one vector and a tail, small enough for Triton's interpreter

@@ -17,7 +17,7 @@ from rlkernel.bench.run import Row, Settings, run, steps
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = ("parity", "memory", "speed", "compare", "readme")
-QUICK_SECONDS, CAREFUL_SECONDS = 0.4, 5.0
+QUICK_SECONDS, CAREFUL_SECONDS = 0.2, 5.0
 # what `memory` measures when it is not told: the field's table of group sizes, and memory over N
 MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")}
 

@@ -5,9 +5,10 @@ allocator, in order: exact to the byte, also inside operators, but blind to what
 ``peak_resident`` sees that too, from the kernel's high-water mark, to the page and only for large blocks.
 """
 
+import contextlib
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ METHOD = {
     "cpu": "every allocation of PyTorch's CPU allocator during the call, tracked in order",
     "cuda": "torch.cuda.max_memory_allocated during the call, minus what was allocated before it",
 }
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """Inside the block, garbage collection skips what was there before it: peers import a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def peak_extra(call: Callable[[], object], device: str) -> int:

@@ -202,6 +202,10 @@ class _Bench:
             backend.failures = parity.failures(backend.errors, self.torch.errors)
 
     def _memory(self) -> None:
+        with memory.quick_collection():
+            self._weigh()
+
+    def _weigh(self) -> None:
         for contender in [c for c in self.contenders if c.bare is None]:
             for p in self.passes:
                 step = contender.step(self.inputs, self.case, self.grads, p != "forward")
