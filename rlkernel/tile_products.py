@@ -46,6 +46,11 @@ def tile_plan(weight: Tensor, head: Head) -> Tile:
     return Tile(int(min(tokens, most_tokens)), wide)
 
 
+def kept_tiles(tiles: int, size: int, used: int) -> int:
+    """How many of ``tiles`` of ``size`` bytes the workspace can hold beside what is ``used`` of it."""
+    return max(min(tiles, (workspace.limit() - used) // size), 0)
+
+
 def product_kind(compute_dtype: torch.dtype, device: torch.device) -> str:
     """How a GEMM of ``compute_dtype`` gives fp32.
 
@@ -62,11 +67,17 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dty
 
 
 class Scratch:
-    """The parts of the workspace for ``n`` rows of ``hidden`` (gathered by index or all), and the GEMMs."""
+    """The parts of the workspace for ``n`` rows of ``hidden`` (gathered by index or all), and the GEMMs.
+
+    With ``keep``, as many tiles of logits as the limit leaves room for stay where they are, and the backward
+    pass that names their ``owner`` need not multiply them again; other leases in between are free to take the
+    memory, and then it does.
+    """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
-        hidden_gradient: bool = False, weight_gradient: bool = False,
+        hidden_gradient: bool = False, weight_gradient: bool = False, keep: bool = False,
+        owner: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.source, self.weight, self.head, self.n = hidden, weight, head, n
         self.plan = tile_plan(weight, head)
@@ -74,19 +85,22 @@ class Scratch:
         self.operand = operand_dtype(head.compute_dtype, hidden.device)
         rounded = self.operand != head.compute_dtype  # values of compute_dtype in fp32: autocast of fp32
         staged = self.product != "out_dtype"  # the product lands apart before it is rounded to logits_dtype
-        in_place = head.logits_dtype == self.operand
+        self._in_place = in_place = head.logits_dtype == self.operand
         several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
 
+        tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
+        slot = -(-tokens * wide // 128) * 128  # elements; whole cache lines apart
+        self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
+
         def carve(carver: Carver) -> int:
-            tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
             size, operand, part = hidden.shape[1], self.operand, carver.part
 
             def when(needed: bool, *shape: int, dtype: torch.dtype) -> Tensor | None:
                 return part(*shape, dtype=dtype) if needed else None
 
+            self._kept = part(self._slots, slot, dtype=head.logits_dtype)
             self._logits = part(tokens, wide, dtype=head.logits_dtype)
             self._dz = when(not in_place and (gradients or staged), tokens, wide, dtype=operand)
-            self._dz = self._logits if in_place else self._dz
             convert = weight.dtype != operand or rounded or weight.stride(-1) != 1
             self._w = when(convert, wide, size, dtype=operand)
             convert = hidden.dtype != operand or rounded or gathered or hidden.stride(-1) != 1
@@ -96,11 +110,32 @@ class Scratch:
             self._dw = when(accumulate, wide, size, dtype=torch.float32)
             return carver.size
 
-        self._carve, self._lease = carve, workspace.lease(carve(Carver()), hidden.device)
+        self.size = carve(Carver())
+        if keep and n:
+            backward = Scratch(
+                hidden, weight, head, n, gathered, gradients=True, hidden_gradient=True, weight_gradient=True
+            )
+            self.size = max(self.size, backward.size)
+            cell = head.logits_dtype.itemsize
+            tiles = -(-n // tokens) * -(-weight.shape[0] // wide)
+            self._slots = kept_tiles(tiles, slot * cell, self.size)
+            self.size += self._slots * slot * cell
+        self._kept_bytes = self._slots * slot * head.logits_dtype.itemsize
+        self._carve, self._lease = carve, workspace.lease(self.size, hidden.device, owner)
 
     def __enter__(self) -> "Scratch":
-        self._carve(Carver(self._lease.__enter__()))
+        lease = self._lease.__enter__()
+        if lease.kept:
+            rows, slots = lease.note
+            self._known = rows == self.n  # the backward pass leaves out rows without a gradient
+            self._slots = slots if self._known else 0
+        self._carve(Carver(lease.memory))
         return self
+
+    def keep(self, owner: Tensor) -> None:
+        """Leave the kept tiles to the backward pass that names ``owner``."""
+        if self._slots:
+            workspace.keep(self.source.device, owner, self._kept_bytes, (self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
         self._carve(Carver())  # no part outlives the lease
@@ -128,9 +163,12 @@ class Scratch:
         h = self.source[a:b] if rows is None else self.source[rows[a:b]]
         return self._h[: b - a].copy_(h.to(self.head.compute_dtype))
 
-    def logits(self, h: Tensor, w: Tensor) -> Tensor:
-        """``h @ w.T`` in the tile."""
-        tile = _dense(self._logits, h.shape[0], w.shape[0])
+    def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
+        """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""
+        index = v0 // self.plan.vocab * -(-self.n // self.plan.tokens) + a // self.plan.tokens
+        tile = _dense(self._kept[index] if index < self._slots else self._logits, h.shape[0], w.shape[0])
+        if self._known and index < self._slots:
+            return tile
         if self.product == "out_dtype" and tile.dtype == torch.float32:
             return torch.ops.aten.mm.dtype_out(h, w.T, torch.float32, out=tile)
         if tile.dtype == self.operand:
@@ -139,6 +177,8 @@ class Scratch:
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Where the gradient of this tile of logits goes: over it, where the dtypes allow."""
+        if self._in_place:
+            return logits
         assert self._dz is not None
         return _dense(self._dz, *logits.shape)
 

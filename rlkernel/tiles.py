@@ -5,7 +5,8 @@ Shared by the backends that have the tile kernels (``tile_forward``, ``tile_back
 slice of the weight is converted once and its gradient accumulates in fp32 without a second buffer of the
 weight's size.
 
-FLOPs: 2 N H V a GEMM; forward 1 GEMM, backward 3 (logits again, hidden, weight), with a frozen head 2 in all.
+FLOPs: 2 N H V a GEMM; forward 1 GEMM, backward 3 (logits again, as far as the workspace could not keep them;
+hidden; weight), with a frozen head 2 in all.
 Bytes beside the GEMMs: the forward kernel reads each tile once, the backward kernel reads and writes it once.
 """
 
@@ -27,8 +28,12 @@ def forward(
     head: Head,
     return_entropy: bool,
     need_direction: bool,
+    keep: bool,
 ) -> LinearStats:
-    """The forward pass of every tiled backend; returns what the reference's ``forward`` returns."""
+    """The forward pass of every tiled backend; returns what the reference's ``forward`` returns.
+
+    With ``keep`` the workspace holds on to logits for a backward pass that follows at once.
+    """
     head = _wide_bias(head)
     kept = target_ids != head.ignore_index
     rows = _rows(kept)
@@ -38,11 +43,13 @@ def forward(
     outputs = (new(n), new(n) if return_entropy else None, new(n), new(n), new(n))
     state = new(4, n)
     direction = new(n, hidden.shape[1]) if need_direction else None
-    with Scratch(hidden, weight, head, n, rows is not None, gradients=need_direction) as scratch:
+    keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
+    gathered = rows is not None
+    with Scratch(hidden, weight, head, n, gathered, gradients=need_direction, keep=keep) as scratch:
         for v0, v1, w in scratch.weight_slices():
             first, last = v0 == 0, v1 == weight.shape[0]
             for a, b in scratch.chunks():
-                logits = scratch.logits(scratch.hidden(rows, a, b), w)
+                logits = scratch.logits(scratch.hidden(rows, a, b), w, v0, a)
                 tile = (logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1))
                 before = state[0, a:b].clone()
                 results = tuple(_part(x, a, b) for x in outputs)
@@ -55,7 +62,8 @@ def forward(
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
             _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
-    scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
+        scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
+        scratch.keep(scattered[4])  # type: ignore[arg-type]
     if direction is not None:
         if rows is None:  # under capture, ignored rows were computed too
             direction = torch.where(kept[:, None], direction, 0)
@@ -88,7 +96,7 @@ def backward(
     n = hidden.shape[0] if rows is None else rows.numel()
     scratch = Scratch(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
-        weight_gradient=need_weight,
+        weight_gradient=need_weight, owner=None if capturing(hidden.device) else log_sum,
     )  # fmt: skip
     several = scratch.plan.vocab < weight.shape[0] or rows is not None
     # without a gather every element is written by the first product, else rows are added where they belong
@@ -107,7 +115,7 @@ def backward(
             dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
             for a, b in scratch.chunks():
                 h = scratch.hidden(rows, a, b)
-                logits = scratch.logits(h, w)
+                logits = scratch.logits(h, w, v0, a)
                 dz = scratch.gradient(logits)
                 per_row = (_part(x, a, b) for x in (*upstream, *stats))
                 kernels.tile_backward(

@@ -8,7 +8,9 @@ asks for, at most the limit, and is kept for the next call.
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,21 @@ class _Buffer:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.memory: Tensor | None = None
+        self.kept: _Kept | None = None
+
+
+class _Kept(NamedTuple):
+    owner: weakref.ref[Tensor]
+    size: int
+    note: Any
+
+
+class Lease(NamedTuple):
+    """The memory of a lease: first what an earlier one kept for the same owner, then what was asked for."""
+
+    memory: Tensor  # uint8
+    kept: int  # bytes
+    note: Any
 
 
 _limit: int | None = None
@@ -80,26 +97,47 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def lease(size: int, device: torch.device) -> Iterator[Tensor]:
+def lease(size: int, device: torch.device, owner: Tensor | None = None) -> Iterator[Lease]:
     """At least ``size`` bytes of the buffer of ``device`` and its current stream, as a uint8 tensor.
 
     Other threads that want the same buffer wait until the block ends: on a GPU, autograd runs backward on a
     thread of its own, and what it launches then stands behind what the block launched on the same stream.
+
+    What the last lease kept (see ``keep``) stands before them when ``owner`` is the very tensor that it was
+    kept for, and there was room for both; it is lost with this lease in any case.
     """
-    on_gpu = device.type == "cuda"
-    key = (device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
-    with _lock:
-        buffer = _buffers.setdefault(key, _Buffer())
+    buffer = _buffer(device)
     with buffer.lock:
         if buffer.memory is None or buffer.memory.numel() < size:
-            buffer.memory = (
+            buffer.memory = buffer.kept = (
                 None  # before the allocation, so that the old and the new do not stand side by side
             )
             buffer.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        memory = buffer.memory
+        memory, kept, buffer.kept = buffer.memory, buffer.kept, None
+        on_gpu = device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing() and all(memory is not x for x in _captured):
             _captured.append(memory)
-        yield memory[:size]
+        there = kept is not None and owner is not None and kept.owner() is owner
+        if kept is None or not there or kept.size + size > memory.numel():
+            yield Lease(memory[:size], 0, None)
+        else:
+            yield Lease(memory[: kept.size + size], kept.size, kept.note)
+
+
+def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> None:
+    """Inside a lease: leave its first ``size`` bytes to the next one, should it come for the same ``owner``.
+
+    Nothing is reserved: any lease in between takes the memory, and then the owner computes again.
+    """
+    buffer = _buffer(device)
+    with buffer.lock:
+        buffer.kept = _Kept(weakref.ref(owner), size, note)
+
+
+def _buffer(device: torch.device) -> _Buffer:
+    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    with _lock:
+        return _buffers.setdefault(key, _Buffer())
 
 
 _COUNTED = torch.empty(0)

@@ -30,9 +30,10 @@ def poison(monkeypatch):
     lease = workspace.lease
 
     @contextlib.contextmanager
-    def poisoned(size, device):
-        with lease(size, device) as memory:
-            yield memory.fill_(255)
+    def poisoned(*arguments):
+        with lease(*arguments) as leased:
+            leased.memory[leased.kept :].fill_(255)
+            yield leased
 
     monkeypatch.setattr(workspace, "lease", poisoned)
     with _nan_filled_memory():

@@ -22,7 +22,9 @@ NAMES = ("hidden", "weight", "bias")
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford."""
+    """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford; backward finds
+    some of them kept and multiplies the others again."""
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: min(tiles, 2))
     monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(tile_products, "GPU_TILE", Tile(8, 48))
 
@@ -160,8 +162,9 @@ def test_only_the_needed_gradients(backend, device, needs, small_tiles):
 
 
 @ON_EVERY_BACKEND
-def test_gemms_are_not_done_for_nothing(backend, device, small_tiles):
-    """4 GEMMs, 3 without one gradient, 2 with a frozen head, and only the rows that matter."""
+def test_gemms_are_not_done_for_nothing(backend, device, small_tiles, monkeypatch):
+    """4 GEMMs, 3 without one gradient, 2 with a frozen head, and only the rows that matter; one less when the
+    workspace has kept all logits."""
     if backend == "reference":
         pytest.skip("the reference says what the op means, not how to compute it")
     n, h, v = 24, 16, 96
@@ -178,12 +181,57 @@ def test_gemms_are_not_done_for_nothing(backend, device, small_tiles):
             run(backend, changed, [upstream.to(device), None, None], needs, **options)
         return counter.total / unit
 
+    assert flops((True, True, False)) == 4 - 2 * (8 * 48) / (n * v)  # two tiles were kept
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: tiles)
+    assert flops((True, True, False)) == 3
+    assert flops((False, True, False)) == 2
+    assert flops((True, True, False), live_rows=n // 2) == 1 + 3 / 2  # other rows than those kept
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: 0)
     assert flops((True, True, False)) == 4
     assert flops((False, True, False)) == 3
     assert flops((True, False, False)) == 2
     assert flops((True, True, False), live_rows=n // 2) == 1 + 3 / 2
     assert flops((True, True, False), live_rows=n // 2, ignored_rows=n // 2) == 2
     assert flops((True, True, False), live_rows=0) == 1
+
+
+@DTYPES
+@ON_EVERY_BACKEND
+def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypatch):
+    """Whether all, some or none of the logits outlive forward, and whoever takes the workspace meanwhile."""
+    inputs = make_inputs(19, 32, 133, dtype=dtype, device=device, ignored=0.2)
+    other = make_inputs(19, 32, 133, dtype=dtype, device=device, seed=5)
+    able(backend, inputs)
+    upstream = upstream_like(inputs["target_ids"])
+
+    def gradients(between=lambda: None, backwards=1):
+        leaves = [inputs[n].clone().requires_grad_() for n in NAMES[:2]]
+        with running(backend):
+            out = rlkernel.linear_logprob(*leaves, inputs["target_ids"], return_entropy=True)
+            between()
+            loss = sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
+            for _ in range(backwards):
+                grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+        return grads
+
+    def score():
+        with torch.no_grad():
+            rlkernel.linear_logprob(**other)
+
+    def train():
+        run(backend, other, upstream_like(other["target_ids"]), (True, True, False), return_entropy=True)
+
+    some = gradients()
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: 0)
+    none = gradients()
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: tiles)
+    cases = {"some": some, "all": gradients(), "after a backward": gradients(backwards=2)}
+    cases |= {"after scoring": gradients(score), "after training": gradients(train)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        cases["saved elsewhere"] = gradients(score)
+    for name, grads in cases.items():
+        for leaf, a, b in zip(NAMES, grads, none, strict=False):
+            assert_equal(f"{leaf} {name}", a, b)
 
 
 class _Flops(TorchDispatchMode):
@@ -375,13 +423,16 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
 
 
 def test_workspace_does_not_depend_on_the_number_of_tokens():
-    for n in (2000, 16000):
-        workspace.release()
-        inputs = make_inputs(n, 8, 300, ignored=0)
-        able("native", inputs)
-        run("native", inputs, [torch.ones(n), None, None], (True, True, False))
-        size = sum(b.memory.numel() for b in workspace._buffers.values())
-        assert size <= 1024 * 300 * 4 + 4096
+    """It grows to the limit, where logits are kept, and never beyond."""
+    sizes = []
+    with workspace.limited(2**21):
+        for n in (4000, 16000):
+            workspace.release()
+            inputs = make_inputs(n, 8, 300, ignored=0)
+            able("native", inputs)
+            run("native", inputs, [torch.ones(n), None, None], (True, True, False))
+            sizes.append(sum(b.memory.numel() for b in workspace._buffers.values()))
+    assert sizes[0] == sizes[1] <= 2**21
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

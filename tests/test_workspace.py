@@ -20,9 +20,9 @@ def fresh():
 
 
 def address(size):
-    with workspace.lease(size, CPU) as memory:
-        assert memory.numel() == size
-        return memory.data_ptr()
+    with workspace.lease(size, CPU) as leased:
+        assert leased.memory.numel() == size
+        return leased.memory.data_ptr()
 
 
 def test_grows_and_is_kept():
@@ -39,12 +39,12 @@ def test_a_second_thread_waits_for_the_buffer():
         with workspace.lease(100, CPU):
             order.append("second")
 
-    with workspace.lease(100, CPU) as memory:
+    with workspace.lease(100, CPU) as leased:
         thread = threading.Thread(target=work)
         thread.start()
         time.sleep(0.05)
         order.append("first")
-        memory.fill_(1)
+        leased.memory.fill_(1)
     thread.join()
     assert order == ["first", "second"]
 
@@ -94,3 +94,35 @@ def test_carver_counts_what_it_cuts():
     b.fill_(2)
     assert cutting.size == counting.size == 512, "parts start at multiples of 256 bytes"
     assert (a == 1).all() and (b == 2).all() and a.shape == (3, 5) and b.dtype == torch.bfloat16
+
+
+def left_for(owner, size, kept=64):
+    """What a lease of ``size`` bytes finds that comes after one which kept ``kept`` bytes of 7s."""
+    keeper = torch.zeros(1)
+    with workspace.lease(256, CPU) as leased:
+        leased.memory.fill_(7)
+        workspace.keep(CPU, keeper, kept, "note")
+    with workspace.lease(size, CPU, keeper if owner == "same" else owner) as leased:
+        return leased.memory.clone(), leased.kept, leased.note
+
+
+def test_what_was_kept_stands_before_what_is_asked_for():
+    memory, kept, note = left_for("same", 100)
+    assert (memory.numel(), kept, note) == (164, 64, "note")
+    assert bool((memory[:64] == 7).all())
+
+
+@pytest.mark.parametrize("owner, size", [(None, 100), (torch.zeros(1), 100), ("same", 200)])
+def test_kept_memory_is_lost_to_others_and_to_a_lack_of_room(owner, size):
+    memory, kept, note = left_for(owner, size)
+    assert (memory.numel(), kept, note) == (size, 0, None)
+
+
+def test_kept_memory_is_given_once():
+    owner = torch.zeros(1)
+    with workspace.lease(256, CPU):
+        workspace.keep(CPU, owner, 64)
+    with workspace.lease(100, CPU, owner) as first:
+        assert first.kept == 64
+    with workspace.lease(100, CPU, owner) as second:
+        assert second.kept == 0

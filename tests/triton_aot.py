@@ -106,7 +106,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
             logprob.forward(logits, ids, t, ignore, True)
             logprob.backward(rows, rows, rows, logits, ids, t, ignore, rows, rows, rows, True)
             head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
-            linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False)
+            linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False, False)
             # any address and stride too: the order of its sums must not follow from them
             values = torch.empty(batch, length + 17)[:, t > 1 :][:, :length]
             aggregation = Aggregation("token", t, float(batch))

@@ -63,9 +63,10 @@ def forward(
     return_entropy: bool,
     algorithm: str,
     need_direction: bool,
+    keep: bool,
 ) -> LinearStats:
     if algorithm != "fused":
-        return tiles.forward(kernels, hidden, weight, target_ids, head, return_entropy, need_direction)
+        return tiles.forward(kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
     stats = _fused(hidden, weight, target_ids, head, return_entropy)
     logprobs, entropy, _, row_max, log_sum = stats
     direction = None
@@ -107,7 +108,7 @@ def _fused(
     block, warps, stages = _product_plan(size)
     parts = triton.cdiv(vocab, PART)
     chunk = max(1, workspace.limit() // (16 * parts * block["BM"])) * block["BM"]
-    with workspace.lease(16 * parts * min(chunk, n), hidden.device) as memory:
+    with workspace.lease(16 * parts * min(chunk, n), hidden.device) as (memory, _, _):
         for start in range(0, n, chunk):
             rows = min(chunk, n - start)
             part = memory[: 16 * parts * rows].view(torch.float32)

@@ -25,8 +25,9 @@ def forward(
     return_entropy: bool,
     algorithm: str,
     need_direction: bool,
+    keep: bool,
 ) -> LinearStats:
-    return tiles.forward(logprob, hidden, weight, target_ids, head, return_entropy, need_direction)
+    return tiles.forward(logprob, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
 
 
 def backward(

@@ -103,12 +103,13 @@ def linear_logprob(
         head = head._replace(temperature=temperature.reshape(-1))
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
+    keep = torch.is_grad_enabled() and trained  # a backward pass will want the logits again
     flat, ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
     if torch.compiler.is_compiling():
         outputs = _op(flat, weight, bias, ids, *_scalars(head), return_entropy, algorithm, need_direction)[:3]
     else:
         outputs = _LinearLogprob.apply(
-            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction
+            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction, keep
         )
     logprobs, entropy, lse = outputs
     return LogprobOutput(logprobs.view(rows), entropy.view(rows) if return_entropy else None, lse.view(rows))
@@ -125,13 +126,13 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, hidden, weight, bias, target_ids, head, return_entropy, algorithm, need_direction
+        ctx: Any, hidden, weight, bias, target_ids, head, return_entropy, algorithm, need_direction, keep
     ):
         ctx.set_materialize_grads(False)
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = _pick(hidden, weight, head, algorithm)
         stats = _forward(
-            ctx.impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction
+            ctx.impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
         )
         logprobs, entropy, lse, row_max, log_sum, direction = stats
         per_row = head.temperature if isinstance(head.temperature, Tensor) else None
@@ -143,14 +144,14 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         if all(g is None for g in grads):
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
         head = ctx.head._replace(bias=bias)
         if per_row is not None:
             head = head._replace(temperature=per_row)
         stats, needs = (entropy, row_max, log_sum, direction), ctx.needs_input_grad[:3]
         result = _backward(ctx.impl, grads, hidden, weight, target_ids, head, *stats, needs)
-        return *result, *(None,) * 5
+        return *result, *(None,) * 6
 
 
 def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
@@ -167,10 +168,13 @@ def _forward(
     return_entropy: bool,
     algorithm: str,
     need_direction: bool,
+    keep: bool,
 ) -> LinearStats:
     _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
-        stats = impl.forward(hidden, weight, target_ids, head, return_entropy, algorithm, need_direction)
+        stats = impl.forward(
+            hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
+        )
     _validate.healthy("hidden", stats[2])
     return stats
 
@@ -224,7 +228,7 @@ def _op(
     t = temperature if temperatures is None else temperatures
     head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
     impl = _pick(hidden, weight, head, algorithm)
-    stats = _forward(impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction)
+    stats = _forward(impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, False)
     return tuple(stats[0].new_empty(0) if x is None else x for x in stats)  # type: ignore[return-value]
 
 

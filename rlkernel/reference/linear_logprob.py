@@ -23,6 +23,7 @@ def forward(
     return_entropy: bool,
     algorithm: str,
     need_direction: bool,
+    keep: bool,
 ) -> LinearStats:
     """``(logprobs, entropy, lse, row_max, log_sum, direction)``.
 
