@@ -109,7 +109,7 @@ def _metrics(kept: Tensor, losses: Tensor, clipped: Tensor, target: Tensor, erro
         """Mean and variance, from deviations from a token: of equal values they are exactly 0."""
         if x.numel() == 0:
             return count, count
-        first = x.flatten()[kept.flatten().to(torch.int8).argmax()]
+        first = x.flatten().gather(0, kept.flatten().to(torch.int8).argmax(0, keepdim=True))[0]
         d = torch.where(kept, x - first, 0)
         mean = d.sum() / least
         variance = torch.where(kept, (d - mean) ** 2, 0).sum() / least
