@@ -1,8 +1,11 @@
 // Table of contents of rlkernel._C: one line per function and part, grouped by op.
 #include "rlkernel/bind_gae.h"
+#include "rlkernel/bind_group_advantages.h"
+#include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_value_loss.h"
+#include "rlkernel/bind_whiten.h"
 #include "rlkernel/errors.h"
 
 namespace py = pybind11;
@@ -63,6 +66,33 @@ PYBIND11_MODULE(_C, m) {
 #endif
 #ifdef RLKERNEL_BUILT_HIP
   bind::gae(m, "gae_hip", hip::gae, hip::error_string);
+#endif
+
+  // whiten
+  bind::whiten(m, "whiten_cpu", cpu::whiten, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::whiten(m, "whiten_cuda", cuda::whiten, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::whiten(m, "whiten_hip", hip::whiten, hip::error_string);
+#endif
+
+  // kl_shaped_rewards
+  bind::kl_shaped_rewards(m, "kl_shaped_rewards_cpu", cpu::kl_shaped_rewards, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::kl_shaped_rewards(m, "kl_shaped_rewards_cuda", cuda::kl_shaped_rewards, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::kl_shaped_rewards(m, "kl_shaped_rewards_hip", hip::kl_shaped_rewards, hip::error_string);
+#endif
+
+  // group_advantages
+  bind::group_advantages(m, "group_advantages_cpu", cpu::group_advantages, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::group_advantages(m, "group_advantages_cuda", cuda::group_advantages, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::group_advantages(m, "group_advantages_hip", hip::group_advantages, hip::error_string);
 #endif
 
   // policy_loss

@@ -10,7 +10,7 @@ from rlkernel.benchmarks import _peers
 from rlkernel.ops.kl_shaped_rewards import KL_ESTIMATORS
 from rlkernel.reference import kl_shaped_rewards as reference
 
-BACKENDS = [p for p in of("kl_shaped_rewards") if "emulated" not in p.id]
+BACKENDS = of("kl_shaped_rewards")
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
 
 

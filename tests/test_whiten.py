@@ -9,7 +9,7 @@ import rlkernel
 from rlkernel.benchmarks import _peers
 from rlkernel.reference.whiten import make_inputs
 
-BACKENDS = [p for p in of("whiten") if "emulated" not in p.id]
+BACKENDS = of("whiten")
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
 
 

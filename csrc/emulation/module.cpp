@@ -1,13 +1,19 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
 #include "rlkernel/bind_gae.h"
+#include "rlkernel/bind_group_advantages.h"
+#include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_value_loss.h"
+#include "rlkernel/bind_whiten.h"
 #include "rlkernel/gae.cuh"
+#include "rlkernel/group_advantages.cuh"
+#include "rlkernel/kl_shaped_rewards.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/policy_loss.cuh"
 #include "rlkernel/value_loss.cuh"
+#include "rlkernel/whiten.cuh"
 
 #include <pybind11/stl.h>
 
@@ -69,5 +75,8 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::value_loss_forward(m, "value_loss_forward", emulated::launch_value_forward, describe);
   bind::value_loss_backward(m, "value_loss_backward", emulated::launch_value_backward, describe);
   bind::gae(m, "gae", emulated::launch_gae, describe);
+  bind::whiten(m, "whiten", emulated::launch_whiten, describe);
+  bind::kl_shaped_rewards(m, "kl_shaped_rewards", emulated::launch_kl_shaped_rewards, describe);
+  bind::group_advantages(m, "group_advantages", emulated::launch_group_advantages, describe);
   bind::policy_loss(m, "policy_loss", emulated::launch_policy_loss, describe);
 }

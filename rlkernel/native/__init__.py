@@ -28,6 +28,9 @@ class Kernels:
     value_loss_forward: Callable[..., None]
     value_loss_backward: Callable[..., None]
     gae: Callable[..., None]
+    whiten: Callable[..., None]
+    kl_shaped_rewards: Callable[..., None]
+    group_advantages: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":

@@ -62,8 +62,17 @@ def kl_shaped_rewards(
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     if cu_seqlens is not None:
         cu_seqlens = _validate.cu_seqlens(cu_seqlens, logprobs.device)
+    per_sequence = rewards.shape != logprobs.shape
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    rewards, logprobs, ref_logprobs = (_rows(x.to(dtype)) for x in (rewards, logprobs, ref_logprobs))
     run = _op if torch.compiler.is_compiling() else _forward
-    return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+    return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Rows as backends take them: any stride between, 1 within."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 @torch.no_grad()
@@ -74,6 +83,7 @@ def _forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     if cu_seqlens is not None:
@@ -82,7 +92,7 @@ def _forward(
         _validate.finite("logprobs", logprobs, mask)
         _validate.finite("ref_logprobs", ref_logprobs, mask)
     impl = dispatch.pick("kl_shaped_rewards", rewards, logprobs, ref_logprobs)
-    return impl.forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+    return impl.forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
 
 
 @torch.library.custom_op("rlkernel::kl_shaped_rewards", mutates_args=())
@@ -93,12 +103,12 @@ def _op(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    return _forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, cu_seqlens)
+    return _forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
 
 
 @_op.register_fake
 def _op_fake(rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *rest: object) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
-    return logprobs.new_empty(logprobs.shape, dtype=torch.promote_types(dtype, torch.float32))
+    return logprobs.new_empty(logprobs.shape)

@@ -29,12 +29,13 @@ def whiten(
 
     Two passes in fp64: values that share a large offset keep their digits.  The result is 0 where the mask
     is not set, whatever stands there, and where all that counts is one element or none.  The same call gives
-    the same bits (run-to-run).
+    the same bits (run-to-run), whatever the number of threads or the size of the launch.
 
     Args:
         x: [...] floats.
         mask: [...], nonzero where an element counts; None means everywhere.
-        weights: [...] >= 0: how many elements each stands for, such as a sequence's tokens.
+        weights: [...] >= 0: how many elements each stands for, such as a sequence's tokens; what an element
+            of weight 0 holds is part of no statistic.
         shift_mean: False adds the mean back after scaling.
         unbiased: divide by n - 1.
         eps: >= 0.
@@ -56,6 +57,8 @@ def whiten(
         _validate.like("weights", weights, "x", x)
     eps = _validate.number("eps", eps, 0.0)
     _validate.choice("eps_in", eps_in, EPS_PLACES)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    mask, weights = (None if t is None else t.contiguous() for t in (mask, weights))
     run = _op if torch.compiler.is_compiling() else _forward
     return run(x, mask, weights, shift_mean, unbiased, eps, eps_in)
 
@@ -90,4 +93,4 @@ def _op(
 
 @_op.register_fake
 def _op_fake(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

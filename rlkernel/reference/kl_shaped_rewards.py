@@ -17,16 +17,13 @@ def forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
     kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-    d = logprobs.to(dtype) - ref_logprobs.to(dtype)
+    d = logprobs - ref_logprobs
     kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
-    per_token = rewards.to(dtype)
-    if rewards.shape != logprobs.shape:
-        per_token = _at_the_last(per_token, kept, cu_seqlens)
+    per_token = _at_the_last(rewards, kept, cu_seqlens) if per_sequence else rewards
     return torch.where(kept, per_token - beta * kl, 0)
 
 

@@ -19,22 +19,23 @@ def forward(
     eps: float,
     eps_in: str,
 ) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
     # fp64 sums: a mean that is off by one fp32 ulp of 1000 is off by 1e-4 of the spread of 1000.0 to 1000.3
-    wide = x.double() if mask is None else torch.where(mask, x, 0).double()
+    wide = x.double()
     share = torch.ones_like(wide) if weights is None else weights.double()
     if mask is not None:
         share = torch.where(mask, share, 0)
+    counts = share != 0
     count = share.sum()
-    mean = (share * wide).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
+    mean = torch.where(counts, share * wide, 0).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
     centred = wide - mean
+    squares = torch.where(counts, share * centred.square(), 0).sum()
     # not less than one element: a single one has variance 0, not 0 / 0
-    variance = (share * centred.square()).sum() / (count - int(unbiased)).clamp(min=torch.finfo(dtype).eps)
+    variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
     scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
     result = torch.where(centred == 0, 0, centred / scale)
     if not shift_mean:
         result = result + mean
-    return (result if mask is None else torch.where(mask, result, 0)).to(dtype)
+    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
 
 
 def make_inputs(

@@ -1,0 +1,9 @@
+#include "rlkernel/whiten.h"
+
+#include "isa.h"
+
+namespace rlkernel::cpu {
+
+RLKERNEL_CPU_DISPATCH(whiten, Whiten)
+
+}  // namespace rlkernel::cpu

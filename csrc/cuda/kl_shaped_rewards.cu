@@ -1,0 +1,7 @@
+#include "rlkernel/kl_shaped_rewards.cuh"
+
+namespace rlkernel::cuda {
+
+int kl_shaped_rewards(const KlShapedRewards& k, void* stream) { return launch_kl_shaped_rewards(k, stream); }
+
+}  // namespace rlkernel::cuda

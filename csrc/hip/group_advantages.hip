@@ -1,0 +1,7 @@
+#include "rlkernel/group_advantages.cuh"
+
+namespace rlkernel::hip {
+
+int group_advantages(const GroupAdvantages& a, void* stream) { return launch_group_advantages(a, stream); }
+
+}  // namespace rlkernel::hip

@@ -1,0 +1,124 @@
+"""``kl_shaped_rewards`` over Triton: a program per chunk of a sequence, in one launch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    reasons = device_reasons(tensors[0])
+    if any(x.dtype == torch.float64 for x in tensors[:3]):
+        reasons.append("rewards and logprobs must be at most fp32, got float64")
+    return reasons
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1, which keeps its digits as x -> 0: a polynomial where that cancels."""
+    p = 1.991993e-4 * x + 1.3945091e-3
+    p = p * x + 8.3332649e-3
+    p = p * x + 4.1666303e-2
+    p = p * x + 1.6666667e-1
+    p = p * x + 0.5
+    return tl.where(tl.abs(x) <= 0.346, p * x * x + x, tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["rewards_stride", "logprobs_stride", "ref_stride", "mask_stride", "rows", "length", "steps"])
+def kl_kernel(
+    rewards, rewards_stride: tl.int64, logprobs, logprobs_stride: tl.int64, ref_logprobs, ref_stride: tl.int64,
+    mask, mask_stride: tl.int64, rows: tl.int64, length: tl.int64, cu_seqlens, steps, beta: tl.float32, out,
+    ESTIMATOR: tl.constexpr, PER_SEQUENCE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    row, begin, left = locate(cu_seqlens, slot, rows, length, steps, CHUNK)
+    strided, end = row, length
+    start = row * length + begin
+    if cu_seqlens is not None:
+        strided, start = row * 0, begin
+        end = tl.load(cu_seqlens + row + 1, mask=row < rows, other=0).to(tl.int64)
+        end = tl.minimum(tl.maximum(end, 0), length)
+    i = tl.arange(0, CHUNK)
+    inside = i < left
+    kept = inside & (row < rows)
+    if mask is not None:
+        kept = kept & (tl.load(mask + strided * mask_stride + begin + i, mask=kept, other=0) != 0)
+    new = tl.load(logprobs + strided * logprobs_stride + begin + i, mask=kept, other=0.0)
+    d = new - tl.load(ref_logprobs + strided * ref_stride + begin + i, mask=kept, other=0.0)
+    if ESTIMATOR == "k1":
+        kl = d
+    elif ESTIMATOR == "abs":
+        kl = tl.abs(d)
+    elif ESTIMATOR == "k2":
+        kl = d * d * 0.5
+    else:
+        kl = expm1(-d) + d
+    reward = tl.zeros((CHUNK,), tl.float32)
+    if PER_SEQUENCE:
+        last = tl.max(tl.where(kept, i, -1))
+        behind = 0  # whether a token counts behind the chunk: the nearest do, unless it is the sequence's last
+        if mask is None:
+            behind = (begin + CHUNK < end).to(tl.int32)
+        else:
+            at = begin + CHUNK
+            while (behind == 0) & (last >= 0) & (at < end):
+                there = at + i < end
+                more = tl.load(mask + strided * mask_stride + at + i, mask=there, other=0) != 0
+                behind = tl.max(more.to(tl.int32))
+                at += CHUNK
+        paid = tl.load(rewards + row, mask=row < rows, other=0.0)
+        reward = tl.where((i == last) & (behind == 0), paid, reward)
+    else:
+        reward = tl.load(rewards + strided * rewards_stride + begin + i, mask=kept, other=0.0)
+    tl.store(out + start + i, tl.where(kept, reward - beta * kl, 0.0), mask=inside)
+
+
+def forward(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    kl_estimator: str,
+    per_sequence: bool,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    out = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
+    if cu_seqlens is None:
+        rows, length = logprobs.shape
+        steps, slots = 0, rows * triton.cdiv(length, CHUNK)
+    else:
+        rows, length = len(cu_seqlens) - 1, len(logprobs)
+        steps, slots = rows.bit_length(), length // CHUNK + rows + 1
+    if slots:
+        with torch.cuda.device_of(logprobs):
+            kl_kernel[(slots,)](
+                rewards, 0 if per_sequence else _stride(rewards), logprobs, _stride(logprobs), ref_logprobs,
+                _stride(ref_logprobs), None if mask is None else mask.view(torch.uint8), _stride(mask), rows,
+                length, cu_seqlens, steps, beta, out,
+                ESTIMATOR=kl_estimator, PER_SEQUENCE=per_sequence, CHUNK=CHUNK, num_warps=8,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
+
+
+def _stride(x: Tensor | None) -> int:
+    return x.stride(0) if x is not None and x.dim() == 2 else 0
+
+
+def aot_cases() -> dict[str, Callable[[], object]]:
+    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
+    x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
+    flat, offsets = x.view(-1), torch.tensor([0, 60, 128])
+    return {
+        "k1 per token": lambda: forward(x, x, x, None, 0.1, "k1", False, None),
+        "k3 per sequence": lambda: forward(x[:, 0].contiguous(), x, x, mask, 0.1, "k3", True, None),
+        "k2 packed": lambda: forward(flat, flat, flat, mask.view(-1), 0.1, "k2", False, offsets),
+        "k3 packed per sequence": lambda: forward(flat[:2], flat, flat, mask.view(-1), 0.1, "k3", True, offsets),
+    }
