@@ -1,7 +1,5 @@
 """Advantages of whole responses from the rewards of their group."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ ESTIMATORS = (
     "remax",
 )
 UNGROUPED = ("reinforce_plus_plus", "remax")
+ALONE = 32  # responses that are worked on together where none sees another
 SCALES = ("group", "batch", "none")
 SINGLETONS = ("zero", "reward")
 
@@ -114,22 +113,15 @@ def group_advantages(
     baselines = _per_response("baselines", baselines, shape, rewards.device)
     lengths = _per_response("lengths", lengths, shape, rewards.device)
     columns = 1 if reward_weights is None else len(reward_weights)
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     run = _op if torch.compiler.is_compiling() else _forward
     result = run(
-        rewards.reshape(count, columns), None if mask is None else mask.reshape(count, columns), *groups,
+        wide.reshape(count, columns).contiguous(),
+        None if mask is None else mask.reshape(count, columns).contiguous(), *groups,
         reward_weights, baselines, lengths, estimator, "none" if estimator == "dr_grpo" else scale_rewards,
         unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
     return result.view(shape)
-
-
-class Groups(NamedTuple):
-    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None),
-    and its group has the places ``[starts[i], ends[i])``."""
-
-    order: Tensor | None
-    starts: Tensor
-    ends: Tensor
 
 
 def _shape(rewards: Tensor, reward_weights: Tensor | None) -> torch.Size:
@@ -165,10 +157,9 @@ def _groups(
     group_ids: Tensor | None,
     group_size: int | None,
     group_offsets: Tensor | None,
-) -> Groups:
-    """Every way of naming groups as one; all shapes follow from N."""
+) -> tuple[Tensor | None, int, Tensor | None]:
+    """``group_ids`` [N], ``group_size`` and ``group_offsets`` for the backends: ids or offsets, or a size."""
     count = shape.numel()
-    place = torch.arange(count, device=device)
     ways = {"group_ids": group_ids, "group_size": group_size, "group_offsets": group_offsets}
     given = [name for name, way in ways.items() if way is not None]
     rows = len(shape) == 2
@@ -180,33 +171,30 @@ def _groups(
         assert ids is not None
         if ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"group_ids must be integers, got {_validate.name(ids.dtype)}")
-        ids, order = ids.sort(stable=True)
-        edge = ids[1:] != ids[:-1]
-        first, last = edge.new_ones(min(count, 1)), edge.new_ones(min(count, 1))
-        starts = torch.where(torch.cat([first, edge]), place, 0).cummax(0).values if count else place
-        ends = torch.where(torch.cat([edge, last]), place + 1, count)
-        return Groups(order, starts, ends.flip(0).cummin(0).values.flip(0) if count else place)
+        if estimator not in UNGROUPED:
+            return ids.to(torch.int64), 1, None
     if group_offsets is not None:
         offsets = _validate.cu_seqlens(group_offsets, device, "group_offsets")
         _validate.ascending("group_offsets", offsets, count)
-        group = torch.searchsorted(offsets, place, right=True) - 1
-        return Groups(None, offsets[group], offsets[group + 1])
-    size = shape[1] if rows else group_size if group_size is not None else max(count, 1)
+        if estimator not in UNGROUPED:
+            return None, 1, offsets
+    if estimator in UNGROUPED and not rows and group_size is None:
+        return None, ALONE, None
+    size = shape[1] if rows else group_size
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and not rows):
         raise ValueError(f"group_size must be an integer >= 1, got {group_size!r}")
     if count % max(size, 1):
         raise ValueError(f"group_size must divide the {count} rewards, got {size}")
-    starts = place // max(size, 1) * size
-    return Groups(None, starts, starts + size)
+    return None, ALONE if estimator in UNGROUPED else max(size, 1), None
 
 
 @torch.no_grad()
 def _forward(
     rewards: Tensor,
     mask: Tensor | None,
-    order: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
+    group_ids: Tensor | None,
+    group_size: int,
+    group_offsets: Tensor | None,
     reward_weights: Tensor | None,
     baselines: Tensor | None,
     lengths: Tensor | None,
@@ -223,7 +211,7 @@ def _forward(
                          mask if mask is None or rewards.shape[1] > 1 else mask[:, 0])  # fmt: skip
     impl = dispatch.pick("group_advantages", rewards)
     return impl.forward(
-        rewards, mask, order, starts, ends, reward_weights, baselines, lengths, estimator, scale_rewards,
+        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator, scale_rewards,
         unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
 
@@ -232,9 +220,9 @@ def _forward(
 def _op(
     rewards: Tensor,
     mask: Tensor | None,
-    order: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
+    group_ids: Tensor | None,
+    group_size: int,
+    group_offsets: Tensor | None,
     reward_weights: Tensor | None,
     baselines: Tensor | None,
     lengths: Tensor | None,
@@ -247,11 +235,11 @@ def _op(
     batch_eps_in: str,
 ) -> Tensor:
     return _forward(
-        rewards, mask, order, starts, ends, reward_weights, baselines, lengths, estimator, scale_rewards,
+        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator, scale_rewards,
         unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
 
 
 @_op.register_fake
 def _op_fake(rewards: Tensor, *rest: object) -> Tensor:
-    return rewards.new_empty(len(rewards), dtype=torch.promote_types(rewards.dtype, torch.float32))
+    return rewards.new_empty(len(rewards))

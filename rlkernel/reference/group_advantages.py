@@ -20,9 +20,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(
     rewards: Tensor,
     mask: Tensor | None,
-    order: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
+    group_ids: Tensor | None,
+    group_size: int,
+    group_offsets: Tensor | None,
     reward_weights: Tensor | None,
     baselines: Tensor | None,
     lengths: Tensor | None,
@@ -34,13 +34,12 @@ def forward(
     batch_eps: float,
     batch_eps_in: str,
 ) -> Tensor:
-    """Advantages [N] of ``rewards`` [N, K]; the response at place i is ``order[i]``, its group's places are
-    ``[starts[i], ends[i])``."""
+    """Advantages [N] of ``rewards`` [N, K]; groups are named by ids, by offsets, or by one size for all."""
+    order, starts, ends = _groups(rewards, group_ids, group_size, group_offsets)
 
     def placed(x: Tensor) -> Tensor:
         return x if order is None else x[order]
 
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
     kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     r = placed(torch.where(kept, rewards, 0).double())
     kept = placed(kept)
@@ -82,8 +81,25 @@ def forward(
             result = total if estimator == "reinforce_plus_plus" else of_group(total, counts)
     if estimator in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         result = whiten.forward(result, counts, share, True, unbiased, batch_eps, batch_eps_in)
-    result = torch.where(counts, result, 0).to(dtype)
+    result = torch.where(counts, result, 0).to(rewards.dtype)
     return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
+
+
+def _groups(
+    rewards: Tensor, group_ids: Tensor | None, group_size: int, group_offsets: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None), and
+    its group has the places ``[starts[i], ends[i])``."""
+    n = len(rewards)
+    place = torch.arange(n, device=rewards.device)
+    if group_ids is not None:
+        ids, order = group_ids.sort(stable=True)
+        return order, torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+    if group_offsets is not None:
+        group = torch.searchsorted(group_offsets, place, right=True) - 1
+        return None, group_offsets[group], group_offsets[group + 1]
+    starts = place // group_size * group_size
+    return None, starts, (starts + group_size).clamp(max=n)
 
 
 class _Group(NamedTuple):
@@ -117,7 +133,8 @@ class _Group(NamedTuple):
         best = _tree(x, self.starts, self.ends, torch.maximum)
         winner = _tree(torch.where(counts & (x == best), place, n), self.starts, self.ends, torch.minimum)
         second = _tree(torch.where(place == winner, -torch.inf, x), self.starts, self.ends, torch.maximum)
-        return torch.where((place == winner) & (self.size > 1), best - second, 0)
+        lead = torch.where((place == winner) & (self.size > 1), best - second, 0)
+        return torch.where(self.mean.isnan(), torch.nan, lead)
 
 
 def _tree(
