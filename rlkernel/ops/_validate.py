@@ -156,6 +156,11 @@ def ascending(argument: str, offsets: Tensor, total: int) -> None:
 def finite(argument: str, tensor: Tensor, kept: Tensor | None = None) -> None:
     """Looks at the values where ``kept`` is set: on a CPU, and on a GPU in debug mode."""
     if debug.may_read(tensor):
+        if not tensor.numel():
+            return
+        low, high = (tensor if kept is None else torch.where(kept, tensor, 0)).aminmax()
+        if -math.inf < low.item() and high.item() < math.inf:  # one read; NaN is neither
+            return
         bad = ~tensor.isfinite() if kept is None else ~tensor.isfinite() & kept
         if bad.any():
             where = bad.nonzero()[0].tolist()

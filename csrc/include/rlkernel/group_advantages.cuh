@@ -14,6 +14,7 @@ constexpr int kGroupThreads = 256, kGroupTeams = kGroupThreads / kLanes;
 // Butterflies: every lane gets the same bits.
 struct Lanes {
   static constexpr int kStride = kLanes;
+  static constexpr bool kPlain = false;
   int lane;
 
   __device__ __forceinline__ double sum(double x) const {
@@ -46,8 +47,8 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kWhitenThreads, 2) batch_kernel(Gr
 #pragma unroll
     for (int k = 0; k < kWhitenPerThread; ++k) {
       const int64_t i = slot % chunks * kChunk + k * kWhitenThreads + threadIdx.x;
-      const bool kept = i < a.n && counts_at(a, i, column);
-      x[k] = kept ? reward_at(a, i, column) : 0;
+      const bool kept = i < a.n && counts_at<false>(a, i, column);
+      x[k] = kept ? reward_at<false>(a, i, column) : 0;
       weight[k] = kept ? 1.0f : 0.0f;
     }
     const Moments own = reduce_block(moments_of_values(x, weight));

@@ -17,6 +17,7 @@ struct GroupAdvantages {
   int columns;
   const float* reward_weights;  // [columns], or null for one column
   const float *baselines, *lengths;  // [n], or null
+  const int64_t* ids;     // [n]: on a CPU what order and offsets are made of; or null
   const int64_t* order;   // [n], or null: place p is response p
   const int64_t* ends;    // [n]: where the group of each place ends; or null
   const int64_t* offsets; // [groups + 1]: group g has the places [offsets[g], offsets[g + 1]); or null

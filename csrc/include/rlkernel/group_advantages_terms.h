@@ -1,5 +1,6 @@
 // The mathematics of group advantages, once for every device. A team works on a group: 32 lanes on a GPU, one on a CPU. It has
-// `lane`, `kStride`, and sum(), least() and largest() over its lanes, whose order follows from nothing but their number.
+// `lane`, `kStride`, and sum(), least() and largest() over its lanes, whose order follows from nothing but their number; and
+// `kPlain`, where it is known that there is one column without a mask or a weight.
 #pragma once
 
 #include "rlkernel/group_advantages.h"
@@ -14,8 +15,9 @@ namespace rlkernel {
 
 constexpr int kWeighted = -1;  // the column that is the weighted sum of all
 
+template <bool kPlain>
 RLKERNEL_TEAM_FUNCTION bool counts_at(const GroupAdvantages& a, int64_t response, int column) {
-  if (a.mask == nullptr) return true;
+  if (kPlain || a.mask == nullptr) return true;
   const uint8_t* mask = a.mask + response * a.columns;
   if (column != kWeighted) return mask[column] != 0;
   for (int k = 0; k < a.columns; ++k)
@@ -24,7 +26,9 @@ RLKERNEL_TEAM_FUNCTION bool counts_at(const GroupAdvantages& a, int64_t response
 }
 
 // 0 where it does not count.
+template <bool kPlain>
 RLKERNEL_TEAM_FUNCTION double reward_at(const GroupAdvantages& a, int64_t response, int column) {
+  if (kPlain) return a.rewards[response];
   const float* rewards = a.rewards + response * a.columns;
   const uint8_t* mask = a.mask != nullptr ? a.mask + response * a.columns : nullptr;
   if (column != kWeighted) return mask == nullptr || mask[column] != 0 ? rewards[column] : 0.0;
@@ -55,19 +59,19 @@ RLKERNEL_TEAM_FUNCTION GroupStatistics statistics(const Team& team, const GroupA
   GroupStatistics s = {};
   int64_t first = end;
   for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
-    if (!counts_at(a, response_at(a, p), column)) continue;
+    if (!counts_at<Team::kPlain>(a, response_at(a, p), column)) continue;
     s.count += 1;
     if (p < first) first = p;
   }
   s.count = team.sum(s.count);
   first = team.least(first);
   if (first == end) return s;
-  s.first = reward_at(a, response_at(a, first), column);
+  s.first = reward_at<Team::kPlain>(a, response_at(a, first), column);
   double lengths = 0;
   for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
     const int64_t i = response_at(a, p);
-    if (!counts_at(a, i, column)) continue;
-    const double d = reward_at(a, i, column) - s.first;
+    if (!counts_at<Team::kPlain>(a, i, column)) continue;
+    const double d = reward_at<Team::kPlain>(a, i, column) - s.first;
     s.above += d;
     if (a.estimator == Estimator::opo) lengths += a.lengths[i], s.baseline += a.lengths[i] * d;
   }
@@ -76,8 +80,8 @@ RLKERNEL_TEAM_FUNCTION GroupStatistics statistics(const Team& team, const GroupA
   if (a.scale == RewardScale::group) {
     for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
       const int64_t i = response_at(a, p);
-      if (!counts_at(a, i, column)) continue;
-      const double d = reward_at(a, i, column) - s.first - s.above;
+      if (!counts_at<Team::kPlain>(a, i, column)) continue;
+      const double d = reward_at<Team::kPlain>(a, i, column) - s.first - s.above;
       s.squares += d * d;
     }
     s.squares = team.sum(s.squares);
@@ -88,18 +92,18 @@ RLKERNEL_TEAM_FUNCTION GroupStatistics statistics(const Team& team, const GroupA
   s.winner = end;
   for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
     const int64_t i = response_at(a, p);
-    const double d = counts_at(a, i, column) ? reward_at(a, i, column) - s.first : lowest;
+    const double d = counts_at<Team::kPlain>(a, i, column) ? reward_at<Team::kPlain>(a, i, column) - s.first : lowest;
     if (d > s.best) s.best = d;
   }
   s.best = team.largest(s.best);
   for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
     const int64_t i = response_at(a, p);
-    if (counts_at(a, i, column) && reward_at(a, i, column) - s.first == s.best && p < s.winner) s.winner = p;
+    if (counts_at<Team::kPlain>(a, i, column) && reward_at<Team::kPlain>(a, i, column) - s.first == s.best && p < s.winner) s.winner = p;
   }
   s.winner = team.least(s.winner);
   for (int64_t p = start + team.lane; p < end; p += Team::kStride) {
     const int64_t i = response_at(a, p);
-    const double d = counts_at(a, i, column) && p != s.winner ? reward_at(a, i, column) - s.first : lowest;
+    const double d = counts_at<Team::kPlain>(a, i, column) && p != s.winner ? reward_at<Team::kPlain>(a, i, column) - s.first : lowest;
     if (d > s.second) s.second = d;
   }
   s.second = team.largest(s.second);
@@ -114,13 +118,13 @@ RLKERNEL_TEAM_FUNCTION double root(double x) {
 #endif
 }
 
-// What the deviations are divided by; `squares` and `count` are the group's or the batch's.
-RLKERNEL_TEAM_FUNCTION double divisor(const GroupAdvantages& a, double squares, double count) {
+// What the deviations are multiplied by; `squares` and `count` are the group's or the batch's.
+RLKERNEL_TEAM_FUNCTION double scale_of(const GroupAdvantages& a, double squares, double count) {
   const double freedom = a.unbiased ? count - 1 : count;
-  return root(squares / (freedom > 1 ? freedom : 1)) + a.eps;
+  return 1 / (root(squares / (freedom > 1 ? freedom : 1)) + a.eps);
 }
 
-RLKERNEL_TEAM_FUNCTION double over(double x, double divisor) { return x == 0 ? 0.0 : x / divisor; }
+RLKERNEL_TEAM_FUNCTION double times(double x, double scale) { return x == 0 ? 0.0 : x * scale; }
 
 RLKERNEL_TEAM_FUNCTION double advantage(const GroupAdvantages& a, const GroupStatistics& s, double scale, int64_t place,
                                         double reward) {
@@ -129,15 +133,15 @@ RLKERNEL_TEAM_FUNCTION double advantage(const GroupAdvantages& a, const GroupSta
   if (a.estimator == Estimator::passk) {
     if (s.above != s.above) return s.above;
     const double lead = place == s.winner && s.count > 1 ? s.best - s.second : 0.0;
-    return scales ? over(lead, scale) : lead;
+    return scales ? times(lead, scale) : lead;
   }
   if (s.count == 1 && a.reward_singletons) return reward / (scales ? 1 + a.eps : 1.0);
   switch (a.estimator) {
     case Estimator::scaled:
-    case Estimator::gdpo: return scales ? over(deviation, scale) : deviation;
+    case Estimator::gdpo: return scales ? times(deviation, scale) : deviation;
     case Estimator::rloo: return deviation * s.count / (s.count > 2 ? s.count - 1 : 1.0);
     case Estimator::opo: return d == s.baseline ? 0.0 : d - s.baseline;
-    case Estimator::maxrl: return over(deviation, s.first + s.above + a.eps);
+    case Estimator::maxrl: return deviation == 0 ? 0.0 : deviation / (s.first + s.above + a.eps);
     default: return deviation;
   }
 }
@@ -174,15 +178,15 @@ RLKERNEL_TEAM_FUNCTION void group(const Team& team, const GroupAdvantages& a, in
     GroupStatistics s = {};
     double scale = 1;
     if (a.estimator != Estimator::total) s = statistics(team, a, at.start, at.end, column);
-    if (a.scale == RewardScale::group) scale = divisor(a, s.squares, s.count);
+    if (a.scale == RewardScale::group) scale = scale_of(a, s.squares, s.count);
     if (a.scale == RewardScale::batch) {
       const Moments m = batch(k);
-      scale = divisor(a, m.squares, m.count);
+      scale = scale_of(a, m.squares, m.count);
     }
     for (int64_t p = at.start + team.lane; p < at.end; p += Team::kStride) {
       const int64_t i = response_at(a, p);
-      const bool counts = counts_at(a, i, column);
-      const double reward = reward_at(a, i, column);
+      const bool counts = counts_at<Team::kPlain>(a, i, column);
+      const double reward = reward_at<Team::kPlain>(a, i, column);
       double result = 0;
       if (a.estimator == Estimator::total) result = a.baselines != nullptr ? reward - a.baselines[i] : reward;
       else result = advantage(a, s, scale, p, reward);
@@ -193,7 +197,7 @@ RLKERNEL_TEAM_FUNCTION void group(const Team& team, const GroupAdvantages& a, in
         continue;
       }
       a.wide[i] = k == 0 ? result : a.wide[i] + result;
-      if (k == 0) a.counts[i] = counts_at(a, i, kWeighted);
+      if (k == 0) a.counts[i] = counts_at<Team::kPlain>(a, i, kWeighted);
     }
   }
 }
