@@ -12,6 +12,7 @@ from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
+from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.types import (
@@ -20,6 +21,7 @@ from rlkernel.types import (
     GaeOutput,
     LogprobOutput,
     PolicyLossOutput,
+    RunningOutput,
     ValueLossOutput,
 )
 
@@ -29,6 +31,8 @@ __all__ = [
     "POLICY_METRICS",
     "PolicyLossOutput",
     "RolloutCorrection",
+    "RunningMoments",
+    "RunningOutput",
     "VALUE_METRICS",
     "ValueLossOutput",
     "__version__",
@@ -45,6 +49,7 @@ __all__ = [
     "patch_trl",
     "policy_loss",
     "policy_loss_preset",
+    "running_normalize",
     "selective_log_softmax",
     "use_backend",
     "value_loss",

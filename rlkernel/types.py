@@ -27,6 +27,13 @@ class GaeOutput(NamedTuple):
     returns: Tensor
 
 
+class RunningOutput(NamedTuple):
+    """``normalized`` values, a constant without a gradient, and the new ``state`` [count, mean, M2] in fp64."""
+
+    normalized: Tensor
+    state: Tensor
+
+
 class Head(NamedTuple):
     """What ``linear_logprob`` does between the product and the softmax, checked and normalised."""
 

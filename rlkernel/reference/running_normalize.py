@@ -1,0 +1,73 @@
+"""What ``running_normalize`` means, in plain PyTorch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    states: Tensor,
+    update: bool,
+    shift_mean: bool,
+    unbiased: bool,
+    eps: float,
+    eps_in: str,
+    clip: float,
+) -> tuple[Tensor, Tensor]:
+    """``(normalized, state)``; ``states`` [R, 3] are merged in their order, then with ``update`` those of x."""
+    state = states.new_zeros(3)
+    for each in states:
+        state = _merged(state, each)
+    if update:
+        state = _merged(state, _moments(x, mask))
+    count, mean, squares = state
+    variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
+    variance = torch.where(count < 2, 1.0, variance)
+    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
+    centred = x.double() - mean
+    result = torch.where(centred == 0, 0, centred / scale)
+    if not shift_mean:
+        result = result + mean
+    result = result.clamp(-clip, clip)
+    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype), state
+
+
+def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Count, mean and sum of squared deviations of what counts, in fp64."""
+    wide = x.double()
+    kept = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    count = kept.sum().double()
+    mean = torch.where(kept, wide, 0).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, torch.where(kept, (wide - mean).square(), 0).sum()])
+
+
+def _merged(first: Tensor, second: Tensor) -> Tensor:
+    """Of two parts together (Chan, Golub and LeVeque 1979)."""
+    count = first[0] + second[0]
+    share = second[0] / count.clamp(min=1)
+    apart = second[1] - first[1]
+    both = torch.stack(
+        [count, first[1] + apart * share, first[2] + second[2] + apart * apart * first[0] * share]
+    )
+    return torch.where(second[0] == 0, first, torch.where(first[0] == 0, second, both))
+
+
+def make_inputs(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    masked: float = 0.2,
+) -> dict[str, Tensor]:
+    """Keyword arguments of ``rlkernel.running_normalize`` for ``x`` of ``shape``, after a thousand others."""
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape, generator=g, device=device) * 3 + 5
+    state = torch.tensor([1000.0, 4.0, 9000.0], dtype=torch.float64, device=device)
+    return {"x": x.to(dtype), "state": state, "mask": torch.rand(shape, generator=g, device=device) >= masked}
