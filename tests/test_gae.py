@@ -15,6 +15,14 @@ from rlkernel.benchmarks import _peers
 from rlkernel.reference.gae import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("gae"))
+# a scan over a token costs Triton's interpreter half a millisecond
+QUICK_ON_EVERY_BACKEND = pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        pytest.param(*p.values, id=p.id, marks=[pytest.mark.slow] if p.id == "triton-cpu" else [])
+        for p in of("gae")
+    ],
+)
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -52,6 +60,8 @@ def packed(inputs, lengths, **options):
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 1.0), (0.9, 0.0), (0.0, 0.5)])
 @ON_EVERY_BACKEND
 def test_matches_fp64(backend, device, shape, gamma, lam):
+    if backend == "triton" and is_slow(backend, device):
+        shape = (1, min(shape[1], 530))  # past its tile of 512
     inputs = make_inputs(*shape, device=device, masked=0.3)
     last = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).to(device)
     check_against_fp64(backend, **inputs, gamma=gamma, lam=lam)
@@ -60,29 +70,49 @@ def test_matches_fp64(backend, device, shape, gamma, lam):
 
 @ON_EVERY_BACKEND
 def test_matches_fp64_packed(backend, device):
-    lengths = [5, 0, 1030, 1, 0, 0, 77, 0]
-    inputs = packed(make_inputs(8, 1030, device=device), lengths)
+    long = 530 if backend == "triton" else 1030
+    lengths = [5, 0, long, 1, 0, 0, 77, 0]
+    inputs = packed(make_inputs(8, long, device=device), lengths)
     check_against_fp64(backend, **inputs, last_values=torch.arange(8.0, device=device))
 
 
-@ON_EVERY_BACKEND
+def by_python(rewards, values, mask, gamma, lam):
+    """The recurrence on Python's own doubles, which is quicker than tensors of one token."""
+    advantages, carry, next_value = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            carry = rewards[t] + gamma * next_value - values[t] + gamma * lam * carry
+            advantages[t], next_value = carry, values[t]
+    return torch.tensor(advantages, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        pytest.param(*p.values, id=p.id, marks=[pytest.mark.slow] if is_slow(*p.values) else [])
+        for p in of("gae")
+    ],
+)
 def test_a_sequence_of_70000(backend, device):
-    rows = 1 if is_slow(backend, device) else 2
-    inputs = packed(make_inputs(rows, 70_000, device=device), [70_000] * rows)
-    check_against_fp64(backend, **inputs, gamma=0.9999)
+    inputs = make_inputs(1, 70_000, device=device)
+    exact = by_python(*(x[0].tolist() for x in inputs.values()), 0.9999, 0.95)
+    if backend == "reference":  # the truth of the other tests
+        inputs = {k: wide(x) for k, x in inputs.items()}
+    ours = run(backend, **packed(inputs, [70_000]), gamma=0.9999).advantages
+    assert error(ours, exact) <= torch.finfo(torch.float32).eps * exact.abs().max().item()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
 @ON_EVERY_BACKEND
 def test_nothing(backend, device, shape):
     x = torch.empty(shape, device=device)
-    out = run(backend, x, x, whiten=backend == "reference")
+    out = run(backend, x, x, whiten=True)
     assert out.advantages.shape == out.returns.shape == shape
     offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
     assert run(backend, x.view(-1), x.view(-1), cu_seqlens=offsets).returns.shape == (0,)
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_the_mask_hides_whatever_stands_there(backend, device):
     """Observations in the middle, padding on both sides: NaN and inf there change no bit."""
     inputs = make_inputs(4, 1100, device=device, masked=0.4)
@@ -98,7 +128,7 @@ def test_the_mask_hides_whatever_stands_there(backend, device):
         assert_equal("mask", run(backend, **inputs | {"mask": inputs["mask"].to(dtype)})[0], clean[0])
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_skipped_tokens_might_as_well_not_be_there(backend, device):
     inputs = make_inputs(3, 300, device=device, masked=0.5)
     out = run(backend, **inputs)
@@ -109,7 +139,7 @@ def test_skipped_tokens_might_as_well_not_be_there(backend, device):
             torch.testing.assert_close(a[i, kept], b[0], rtol=1e-6, atol=1e-6)
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_nan_that_counts_reaches_what_came_before_and_no_more(backend, device):
     inputs = make_inputs(3, 1500, device=device, masked=0)
     clean = run(backend, **inputs)
@@ -121,7 +151,7 @@ def test_nan_that_counts_reaches_what_came_before_and_no_more(backend, device):
         assert_equal("other rows", a[[0, 2]], b[[0, 2]])
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_any_strides_and_dtypes(backend, device):
     inputs = make_inputs(4, 60, device=device)
     expected = run(backend, **inputs)
@@ -141,7 +171,7 @@ def test_any_strides_and_dtypes(backend, device):
         assert_equal("bf16", a, b)
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
     """Alone, in another order, at another address, packed, and with more padding behind it."""
     inputs = make_inputs(5, 1100, device=device, masked=0.2)
@@ -213,7 +243,7 @@ def test_a_planted_fault_is_found(original, replacement):
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0)])
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_verl_says_the_same(backend, device, gamma, lam):
     """verl's values and mask, where the mask is set; under it verl leaves what is carried, and we 0."""
     try:
@@ -230,15 +260,15 @@ def test_verl_says_the_same(backend, device, gamma, lam):
     torch.testing.assert_close(ours.returns[mask], returns[mask], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(whitened[mask], advantages[mask], rtol=2e-5, atol=2e-5)
     assert (ours.returns[~mask] == 0).all() and (returns[~mask] != 0).any()
-    own = rlkernel.gae(**inputs, gamma=gamma, lam=lam)
-    assert_equal(
-        "whiten=True",
-        rlkernel.gae(**inputs, gamma=gamma, lam=lam, whiten=True).advantages,
-        rlkernel.whiten(own.advantages, mask),
-    )
+    with running(backend):
+        assert_equal(
+            "whiten=True",
+            rlkernel.gae(**inputs, gamma=gamma, lam=lam, whiten=True).advantages,
+            rlkernel.whiten(ours.advantages, mask),
+        )
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_reinforce_plus_plus_returns_are_gae_without_values(backend, device):
     try:
         verl = _peers.verl_core_algos()
@@ -269,7 +299,7 @@ def trl_loop(rewards, values, gamma, lam):
     return advantages, advantages + values
 
 
-@ON_EVERY_BACKEND
+@QUICK_ON_EVERY_BACKEND
 def test_trl_says_the_same(backend, device):
     inputs = make_inputs(4, 150, device=device, masked=0)
     expected = trl_loop(inputs["rewards"], inputs["values"], 0.99, 0.9)

@@ -89,7 +89,8 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
-    from rlkernel.triton_ops import gae, linear_logprob, logprob, value_loss
+    from rlkernel.triton_ops import gae, group_advantages, kl_shaped_rewards, linear_logprob, logprob
+    from rlkernel.triton_ops import value_loss, whiten
     from rlkernel.types import Aggregation, Head
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
@@ -115,6 +116,12 @@ def binaries_of_varied_calls() -> dict[str, int]:
             )
             value_loss.backward(rows[0, 0], slope, scale, None, torch.float32)
             gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
+            whiten.forward(values, values > 0, None, True, True, t, "std")
+            kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", False, None)
+            group_advantages.forward(
+                values.reshape(-1, 1), None, None, length, None, None, None, None, "grpo", "batch", True, t,
+                "zero", 0.0, "std",
+            )  # fmt: skip
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
