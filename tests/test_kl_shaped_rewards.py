@@ -1,9 +1,13 @@
 """kl_shaped_rewards: against fp64 written out by hand and verl's own penalty."""
 
+import emulation
 import pytest
 import torch
+from accuracy import check
 from backends import of, running
 from bitwise import assert_equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlkernel
 from rlkernel.benchmarks import _peers
@@ -12,6 +16,7 @@ from rlkernel.reference import kl_shaped_rewards as reference
 
 BACKENDS = of("kl_shaped_rewards")
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def make_inputs(*shape, **options):
@@ -131,3 +136,112 @@ GOOD = {
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         rlkernel.kl_shaped_rewards(**{**GOOD, **change})
+
+
+def by_hand(inputs, beta, kl_estimator):
+    """In fp64, with the reward of each row at its last token that counts."""
+    d = inputs["logprobs"].double() - inputs["ref_logprobs"].double()
+    kl = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
+    out = -beta * kl
+    for i, kept in enumerate(inputs["mask"]):
+        if kept.any():
+            out[i, kept.nonzero()[-1, 0]] += inputs["rewards"][i].double()
+    return torch.where(inputs["mask"], out, 0)
+
+
+# one token, a chunk of 2048 and its neighbours, three chunks with nothing that counts in the last of them
+@pytest.mark.parametrize("length, tail", [(1, 0), (2047, 0), (2049, 1), (5000, 1500)])
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+@ON_EVERY_BACKEND
+def test_matches_fp64(backend, device, length, tail, kl_estimator):
+    inputs = make_inputs(3, length, device=device)
+    inputs["mask"][:, length - tail :] = False
+    inputs["mask"][1, length // 2 :] = False
+    got = run(backend, **inputs, beta=0.3, kl_estimator=kl_estimator)
+    with rlkernel.use_backend("reference"):
+        torchs = rlkernel.kl_shaped_rewards(**inputs, beta=0.3, kl_estimator=kl_estimator)
+    check(kl_estimator, got, torchs, by_hand(inputs, 0.3, kl_estimator), magnitude=1)
+    flat = {k: x if k == "rewards" else x.flatten() for k, x in inputs.items()}
+    offsets = torch.arange(0, 3 * length + 1, length, device=device, dtype=torch.int32)
+    packed = run(backend, **flat, beta=0.3, kl_estimator=kl_estimator, cu_seqlens=offsets)
+    assert_equal("packed", packed.view(3, length), got)
+
+
+@ON_EVERY_BACKEND
+def test_extreme_differences(backend, device):
+    """exp overflows where torch's does; NaN and infinity that count show."""
+    d = [-120.0, -88.7, -85.0, -20.0, 1e-7, 30.0, 200.0, torch.nan, torch.inf]
+    new = torch.tensor([d], device=device)
+    zeros = torch.zeros_like(new)
+    got = -run(backend, zeros, new, zeros, beta=1.0, kl_estimator="k3")
+    expected = torch.expm1(-new) + new
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+@ON_EVERY_BACKEND
+def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
+    inputs = make_inputs(5, 2100, device=device)
+    whole = run(backend, **inputs, beta=0.1, kl_estimator="k3")
+    assert_equal("again", run(backend, **inputs, beta=0.1, kl_estimator="k3"), whole)
+    order = torch.tensor([3, 1, 4, 0, 2], device=device)
+    for index in (order, slice(2, 3)):
+        part = run(backend, **{k: x[index] for k, x in inputs.items()}, beta=0.1, kl_estimator="k3")
+        assert_equal(str(index), part, whole[index])
+    views = {k: torch.cat([x, x], 1)[:, :2100] if x.dim() == 2 else x for k, x in inputs.items()}
+    assert_equal("view", run(backend, **views, beta=0.1, kl_estimator="k3"), whole)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    masked=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    kl_estimator=st.sampled_from(KL_ESTIMATORS),
+)
+@pytest.mark.parametrize("backend", ["native", "reference", "emulated-warp32"])
+def test_any_lengths_and_masks(backend, lengths, seed, masked, kl_estimator):
+    inputs = make_inputs(len(lengths), 40, seed=seed, masked=masked)
+    for name in ("logprobs", "ref_logprobs"):
+        inputs[name] = torch.where(inputs["mask"], inputs[name], torch.nan)
+    flat = {
+        k: x if k == "rewards" else torch.cat([x[i, :n] for i, n in enumerate(lengths)])
+        for k, x in inputs.items()
+    }
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    got = run(backend, **flat, beta=0.2, kl_estimator=kl_estimator, cu_seqlens=offsets).split(lengths)
+    for i, n in enumerate(lengths):
+        alone = {k: x[i : i + 1] if k == "rewards" else x[i : i + 1, :n] for k, x in inputs.items()}
+        torch.testing.assert_close(
+            got[i].double(), by_hand(alone, 0.2, kl_estimator)[0], rtol=1e-5, atol=1e-7
+        )
+
+
+def test_bits_do_not_depend_on_the_schedule():
+    inputs, results = make_inputs(2, 4500), []
+    for warp in (32, 64):
+        module = emulation.module(warp)
+        for seed, blocks in ((0, 1 << 20), (1, 2), (2, 1)):
+            module.configure(seed, blocks)
+            results.append(run(f"emulated-warp{warp}", **inputs, beta=0.1, kl_estimator="k3"))
+        module.configure()
+    for out in results[1:]:
+        assert_equal("schedule", out, results[0])
+
+
+def test_fp64_stays_fp64():
+    inputs = {k: x.double() if x.is_floating_point() else x for k, x in make_inputs(2, 9).items()}
+    got = rlkernel.kl_shaped_rewards(**inputs, beta=0.1, kl_estimator="k3")
+    torch.testing.assert_close(got, by_hand(inputs, 0.1, "k3"), rtol=1e-14, atol=1e-14)
+    with pytest.raises(NotImplementedError, match="native: .*must be at most fp32, got float64"):
+        run("native", **inputs, beta=0.1)
+
+
+def test_compiles_without_a_graph_break():
+    inputs = make_inputs(3, 20)
+
+    def step(rewards, logprobs, ref_logprobs, mask):
+        return rlkernel.kl_shaped_rewards(rewards, logprobs, ref_logprobs, mask, beta=0.1) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_equal("compiled", compiled(**inputs), step(**inputs))
+    torch.library.opcheck(torch.ops.rlkernel.kl_shaped_rewards, (*inputs.values(), 0.1, "k3", True, None))

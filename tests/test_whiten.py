@@ -1,16 +1,21 @@
 """whiten: against fp64 written out by hand and verl's own function."""
 
+import emulation
 import pytest
 import torch
-from backends import of, running
+from backends import of, running, skip_unless_able
 from bitwise import assert_equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlkernel
+from rlkernel import native
 from rlkernel.benchmarks import _peers
 from rlkernel.reference.whiten import make_inputs
 
 BACKENDS = of("whiten")
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def run(backend, x, mask=None, **options):
@@ -99,3 +104,115 @@ def test_debug_mode_names_the_element():
     x = torch.tensor([1.0, torch.inf])
     with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"x\[1\] must be finite .*, got inf"):
         rlkernel.whiten(x)
+
+
+@ON_EVERY_BACKEND
+def test_nan_that_counts_reaches_everything(backend, device):
+    x = torch.randn(3, 900, device=device)
+    x[1, 5] = torch.nan
+    assert run(backend, x).isnan().all()
+    x[1, 5] = torch.inf
+    assert run(backend, x).isnan().all()
+
+
+@ON_EVERY_BACKEND
+def test_any_strides_and_dtypes(backend, device):
+    inputs = make_inputs(6, 70, device=device)
+    expected = run(backend, **inputs)
+    assert_equal("transposed", run(backend, **{k: x.T for k, x in inputs.items()}).T.sum(), expected.sum())
+    views = {k: torch.cat([x, x], 1)[:, :70] for k, x in inputs.items()}
+    assert_equal("view", run(backend, **views), expected)
+    assert_equal("flat", run(backend, **{k: x.flatten() for k, x in inputs.items()}), expected.flatten())
+    half = inputs["x"].bfloat16()
+    assert_equal("bf16", run(backend, half, inputs["mask"]), run(backend, half.float(), inputs["mask"]))
+    assert run(backend, inputs["x"].sum()) == 0
+    x = inputs["x"].double()
+    skip_unless_able(backend, "whiten", x)
+    assert run(backend, x).dtype == torch.float64
+
+
+def test_bits_do_not_depend_on_threads_or_schedule():
+    inputs = make_inputs(9, 8000)
+    threads = torch.get_num_threads()
+    with rlkernel.use_backend("native"):
+        expected = rlkernel.whiten(**inputs)
+        torch.set_num_threads(3)
+        try:
+            for _ in range(20):
+                assert_equal("three threads", rlkernel.whiten(**inputs), expected)
+        finally:
+            torch.set_num_threads(threads)
+    few = {k: x[0] for k, x in inputs.items()}
+    results = []
+    for warp in (32, 64):
+        module = emulation.module(warp)
+        for seed, blocks in ((0, 1 << 20), (1, 2), (2, 1)):
+            module.configure(seed, blocks)
+            results.append(run(f"emulated-warp{warp}", **few))
+        module.configure()
+    for out in results[1:]:
+        assert_equal("schedule", out, results[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "original, replacement",
+    [
+        ("__syncthreads();  // the groups' moments are written", ""),
+        ("__syncthreads();  // the groups' moments are read: the next chunk may overwrite them", ""),
+        ("part = lane & distance ? merge(other, part) : merge(part, other);", "part = other;"),
+        ("if (own.count == 0) first = x[k];", "first = x[k];"),
+    ],
+)
+def test_a_planted_fault_is_found(original, replacement):
+    inputs = make_inputs(7, 2100)
+    right = run("emulated-warp32", **inputs)
+    broken = emulation.load(emulation.build_module(32, {"whiten.cuh": (original, replacement)}))
+    wrong = 0
+    for seed in range(6):
+        broken.configure(seed, 2)
+        with native.emulated(broken), rlkernel.use_backend("native"):
+            wrong += not torch.equal(rlkernel.whiten(**inputs), right)
+    assert wrong
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+    masked=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+    offset=st.sampled_from([0.0, 1000.0]),
+    unbiased=st.booleans(),
+    eps_in=st.sampled_from(["variance", "std"]),
+)
+@pytest.mark.parametrize("backend", ["native", "reference", "emulated-warp32"])
+def test_any_shape_and_mask(backend, shape, seed, masked, offset, unbiased, eps_in):
+    inputs = make_inputs(*shape, seed=seed, masked=masked)
+    mask = inputs["mask"]
+    x = torch.where(mask, inputs["x"] + offset, torch.nan)
+    out = run(backend, x, mask, unbiased=unbiased, eps=1e-4, eps_in=eps_in)
+    kept = x[mask].double()
+    assert (out[~mask] == 0).all()
+    if len(kept) < 2:
+        assert (out == 0).all()
+    else:
+        spread = kept.var(correction=int(unbiased))
+        scale = (spread + 1e-4).sqrt() if eps_in == "variance" else spread.sqrt() + 1e-4
+        torch.testing.assert_close(out[mask].double(), (kept - kept.mean()) / scale, rtol=3e-7, atol=2e-7)
+
+
+def test_a_wrong_variance_would_be_seen():
+    """The mutant: E[x^2] - E[x]^2 in fp32."""
+    x = torch.tensor([1000.0, 1000.1, 1000.2, 1000.3])
+    wrong = (x - x.mean()) / (x.square().mean() - x.mean().square()).clamp(min=1e-8).sqrt()
+    right = rlkernel.whiten(x, unbiased=False)
+    torch.testing.assert_close(right.double(), rlkernel.whiten(x.double(), unbiased=False), rtol=1e-6, atol=1e-6)
+    assert (wrong - right).abs().max() > 1
+
+
+def test_compiles_without_a_graph_break():
+    inputs = make_inputs(3, 20)
+    compiled = torch.compile(lambda x, mask: rlkernel.whiten(x, mask) * 2, fullgraph=True, backend="aot_eager")
+    assert_equal("compiled", compiled(**inputs), rlkernel.whiten(**inputs) * 2)
+    arguments = (inputs["x"], inputs["mask"], inputs["x"].abs(), True, True, 1e-8, "std")
+    torch.library.opcheck(torch.ops.rlkernel.whiten, arguments)
