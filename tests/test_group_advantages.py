@@ -1,5 +1,6 @@
-"""group_advantages: against fp64 written out by hand, verl's own functions and TRL's formulas."""
+"""group_advantages: against fp64 written out by hand.  Against verl and TRL: test_group_advantages_peers.py."""
 
+import emulation
 import pytest
 import torch
 from backends import of, running, skip_unless_able
@@ -8,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkernel
-from rlkernel.benchmarks import _peers
+from rlkernel import native
 from rlkernel.ops.group_advantages import ESTIMATORS, UNGROUPED
 from rlkernel.reference.group_advantages import make_inputs
 
 BACKENDS = of("group_advantages")
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+pytestmark = pytest.mark.usefixtures("poison")
 GROUPED = [e for e in ESTIMATORS if e not in UNGROUPED]
 
 
@@ -123,110 +125,6 @@ def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, dev
                 assert (out == 0).all(), (estimator, value)
 
 
-@pytest.fixture(scope="module")
-def verl():
-    try:
-        return _peers.verl_core_algos()
-    except ImportError as reason:
-        pytest.skip(str(reason))
-
-
-def for_verl(n, tokens=6):
-    """Scores as verl has them: a reward at the last token of responses of several lengths."""
-    g = torch.Generator().manual_seed(n)
-    r = torch.randn(n, generator=g) + 1
-    lengths = torch.randint(1, tokens + 1, (n,), generator=g)
-    mask = (torch.arange(tokens) < lengths[:, None]).float()
-    scores = torch.zeros(n, tokens)
-    scores[torch.arange(n), lengths - 1] = r
-    ids = torch.tensor([0, 2, 2, 1, 0, 2, 1, 1, 3, 2, 0, 1])
-    return r, lengths, mask, scores, ids
-
-
-VERL = {"eps": 1e-6, "singletons": "reward"}
-
-
-@pytest.mark.parametrize(
-    "function, options",
-    [
-        ("compute_grpo_outcome_advantage", {"estimator": "grpo"}),
-        ("compute_grpo_vectorized_outcome_advantage", {"estimator": "grpo"}),
-        ("compute_grpo_outcome_advantage", {"estimator": "dr_grpo"}),
-        ("compute_rloo_outcome_advantage", {"estimator": "rloo"}),
-        ("compute_rloo_vectorized_outcome_advantage", {"estimator": "rloo", "singletons": "zero"}),
-        ("compute_opo_outcome_advantage", {"estimator": "opo"}),
-        (
-            "compute_reinforce_plus_plus_baseline_outcome_advantage",
-            {"estimator": "reinforce_plus_plus_baseline"},
-        ),
-        ("compute_gdpo_outcome_advantage", {"estimator": "gdpo"}),
-    ],
-)
-@ON_EVERY_BACKEND
-def test_verl_says_the_same(backend, device, verl, function, options):
-    r, lengths, mask, scores, ids = for_verl(12)
-    more = {"norm_adv_by_std_in_grpo": False} if options["estimator"] == "dr_grpo" else {}
-    expected, _ = getattr(verl, function)(scores, mask, ids.numpy(), **more)
-    whitens = options["estimator"] in ("gdpo", "reinforce_plus_plus_baseline")
-    extra = {"lengths": lengths} if whitens or options["estimator"] == "opo" else {}
-    if options["estimator"] == "gdpo":
-        extra["reward_weights"], r = torch.ones(1), r[:, None]
-    ours = run(backend, r, group_ids=ids, **(VERL | options), **extra)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
-
-
-@ON_EVERY_BACKEND
-def test_verl_says_the_same_of_passk_and_remax(backend, device, verl):
-    r, _, mask, scores, ids = for_verl(12)
-    ids[8] = 0  # verl refuses groups of one
-    for scaled in (True, False):
-        config = {"norm_adv_by_std_in_grpo": scaled}
-        expected, _ = verl.compute_grpo_passk_outcome_advantage(scores, mask, ids.numpy(), config=config)
-        scale = "group" if scaled else "none"
-        ours = run(backend, r, group_ids=ids, estimator="grpo_passk", scale_rewards=scale, eps=1e-6)
-        torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
-    baselines = torch.rand(12)
-    expected, _ = verl.compute_remax_outcome_advantage(scores, baselines, mask)
-    ours = run(backend, r, estimator="remax", baselines=baselines)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
-
-
-def trl_nanstd(x, **dims):
-    count = (~x.isnan()).sum(**dims)
-    mean = x.nanmean(**dims, keepdim=True) if dims else x.nanmean()
-    return ((x - mean).square().nansum(**dims) / (count - 1)).sqrt()
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@ON_EVERY_BACKEND
-def test_trl_says_the_same(backend, device, scale):
-    """GRPOTrainer's own sequence, with rewards that no function gave (NaN there, a mask here)."""
-    r = make_inputs(5, 4, seed=3)["rewards"]
-    r[1, 2], r[3, 0] = torch.nan, torch.nan
-    std = trl_nanstd(r, dim=1)[:, None] if scale == "group" else trl_nanstd(r)
-    expected = r - r.nanmean(1, keepdim=True)
-    expected = (expected if scale == "none" else expected / (std + 1e-4)).nan_to_num(nan=0.0)
-    ours = run(backend, r, mask=~r.isnan(), scale_rewards=scale)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    others = (r.nansum(1, keepdim=True) - r) / ((~r.isnan()).sum(1, keepdim=True) - 1)
-    rloo = run(backend, r, mask=~r.isnan(), estimator="rloo")
-    torch.testing.assert_close(rloo, (r - others).nan_to_num(nan=0.0), rtol=1e-4, atol=1e-5)
-
-
-@ON_EVERY_BACKEND
-def test_trls_gdpo_says_the_same(backend, device):
-    """multi_objective_aggregation="normalize_then_sum"."""
-    r = torch.stack([make_inputs(5, 4, seed=s)["rewards"] for s in (1, 2, 3)], -1)
-    r[0, 1], r[2, 2, 0], r[4, 3, 1] = torch.nan, torch.nan, torch.nan
-    weights = torch.tensor([1.0, 0.5, 2.0])
-    each = (r - r.nanmean(1, keepdim=True)) / (trl_nanstd(r, dim=1)[:, None] + 1e-4)
-    total = torch.where(r.isnan().all(-1), torch.nan, (each * weights).nansum(-1))
-    expected = ((total - total.nanmean()) / (trl_nanstd(total) + 1e-4)).nan_to_num(nan=0.0)
-    ours = run(backend, r, mask=~r.isnan(), reward_weights=weights, estimator="gdpo", batch_eps=1e-4,
-               batch_eps_in="std")  # fmt: skip
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
 @ON_EVERY_BACKEND
 def test_reinforce_plus_plus_is_whitening(backend, device):
     r, lengths = torch.randn(10), torch.arange(1, 11)
@@ -294,7 +192,142 @@ def test_nothing():
         assert out.shape == (0,)
 
 
+@ON_EVERY_BACKEND
+def test_any_ids(backend, device):
+    """Any int64, unsorted, negative, huge, all of one hash bucket; groups of many lanes and tiles."""
+    sizes = [1, 300, 2, 37, 129]
+    ids = torch.tensor([2**62, -(2**63), -1, 2**63 - 1, 0]).repeat_interleave(torch.tensor(sizes))
+    r = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(3)) + 1000
+    expected = torch.cat([by_hand(x, "grpo") for x in r.split(sizes)])
+    mixed = torch.randperm(len(r), generator=torch.Generator().manual_seed(4))
+    got = run(backend, r[mixed].to(device), group_ids=ids[mixed].to(device)).cpu()
+    torch.testing.assert_close(got.double(), expected[mixed], rtol=1e-6, atol=1e-7)
+    apart = torch.arange(40) * 2**32
+    alone = run(backend, torch.randn(40).to(device), group_ids=apart.to(device), singletons="reward")
+    assert (alone != 0).all()
+    narrow = run(backend, r[mixed][:50].to(device), group_ids=(mixed[:50] % 5).to(torch.int8).to(device))
+    wide = run(backend, r[mixed][:50].to(device), group_ids=(mixed[:50] % 5).to(device))
+    assert_equal("int8", narrow, wide)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "grpo_passk"])
+@ON_EVERY_BACKEND
+def test_the_batchs_scale_over_many_chunks(backend, device, estimator):
+    """Of several columns, with rewards that do not count."""
+    g = torch.Generator().manual_seed(5)
+    r = (torch.randn(2100, 2, generator=g) + 1000).to(device)
+    mask = (torch.rand(2100, 2, generator=g) > 0.3).to(device)
+    options = {"group_size": 350, "estimator": estimator, "scale_rewards": "batch", "mask": mask,
+               "reward_weights": torch.tensor([1.0, 0.5], device=device)}  # fmt: skip
+    expected = rlkernel.group_advantages(r.double(), **options)
+    got = run(backend, torch.where(mask, r, torch.nan), **options)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_backend_has_every_estimator(estimator):
+    """Forced, so that none can fall back; within one unit in the last place of the reference in fp64."""
+    g = torch.Generator().manual_seed(6)
+    r = torch.randn(60, generator=g) + 3
+    mask = torch.rand(60, generator=g) > 0.2
+    groups = {} if estimator in UNGROUPED else {"group_ids": torch.randint(0, 9, (60,), generator=g)}
+    options = {"estimator": estimator, "mask": mask, **groups, **extras(estimator, 60)}
+    if estimator == "gdpo":
+        r, options["mask"] = torch.stack([r, r.sin()], 1), torch.stack([mask, mask], 1)
+        options["reward_weights"] = torch.tensor([1.0, 0.3])
+    for singletons in ("zero", "reward"):
+        for unbiased in (True, False):
+            more = {"singletons": singletons, "unbiased": unbiased}
+            exact = rlkernel.group_advantages(r.double(), **options, **more)
+            for backend, _ in (p.values for p in BACKENDS):
+                got = run(backend, r, **options, **more)
+                torch.testing.assert_close(got.double(), exact, rtol=3e-7, atol=3e-7, msg=backend)
+
+
+def test_nan_stays_in_its_group():
+    """Where nobody looked, as on a GPU outside debug mode."""
+    from rlkernel.dispatch import BACKENDS as PACKAGES
+    from rlkernel.dispatch import pick
+
+    r = torch.rand(12, 1)
+    r[5] = torch.nan
+    for estimator in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk"):
+        lengths = torch.ones(12) if estimator == "opo" else None
+        for name in PACKAGES:
+            with rlkernel.use_backend(name):
+                out = pick("group_advantages", r).forward(
+                    r, None, None, 4, None, None, None, lengths, estimator, "group", True, 1e-4, "zero", 0.0,
+                    "std",
+                )  # fmt: skip
+            assert out[4:8].isnan().all() and out[:4].isfinite().all() and out[8:].isfinite().all(), name
+
+
+@ON_EVERY_BACKEND
+def test_offsets_that_nobody_checked_stay_inside(backend, device):
+    """On a GPU outside debug mode nobody reads them: they are bent into [0, N]."""
+    from rlkernel.dispatch import pick
+
+    if backend == "reference":
+        pytest.skip("PyTorch checks its own indices")
+    r = torch.rand(12, 1, device=device)
+    offsets = torch.tensor([-5, 3, 2, 90], device=device)
+    with running(backend):
+        out = pick("group_advantages", r).forward(
+            r, None, None, 1, offsets, None, None, None, "grpo", "group", True, 1e-4, "zero", 0.0, "std"
+        )
+    assert out.shape == (12,)
+
+
+def test_bits_do_not_depend_on_threads_or_schedule():
+    r = torch.randn(4000, 8, generator=torch.Generator().manual_seed(7))
+    threads = torch.get_num_threads()
+    with rlkernel.use_backend("native"):
+        expected = rlkernel.group_advantages(r)
+        torch.set_num_threads(3)
+        try:
+            for _ in range(20):
+                assert_equal("three threads", rlkernel.group_advantages(r), expected)
+        finally:
+            torch.set_num_threads(threads)
+    few, ids, results = r[:30].flatten(), torch.arange(240) % 11, []
+    for warp in (32, 64):
+        module = emulation.module(warp)
+        for seed, blocks in ((0, 1 << 20), (1, 3), (2, 1)):
+            module.configure(seed, blocks)
+            results.append(run(f"emulated-warp{warp}", few, group_ids=ids, scale_rewards="batch"))
+        module.configure()
+    for out in results[1:]:
+        assert_equal("schedule", out, results[0])
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "original, replacement",
+    [
+        (
+            "const double d = reward - s.first, deviation = d - s.above;",
+            "const double d = reward, deviation = d;",
+        ),
+        ("if (p < first) first = p;", "first = p;"),
+        ("const bool starts = task == 0 || a.ends[task - 1] <= task;", "const bool starts = true;"),
+        ("const double freedom = a.unbiased ? count - 1 : count;", "const double freedom = count;"),
+    ],
+)
+def test_a_planted_fault_is_found(original, replacement):
+    r = make_inputs(4, 50)["rewards"].flatten() + 1000
+    ids = torch.arange(200) % 4
+    broken = emulation.load(emulation.build_module(32, {"group_advantages_terms.h": (original, replacement)}))
+    wrong = 0
+    for seed in range(4):
+        broken.configure(seed)
+        with native.emulated(broken), rlkernel.use_backend("native"):
+            got = rlkernel.group_advantages(r, group_ids=ids, mask=r > 1000.05)
+        with rlkernel.use_backend("reference"):
+            exact = rlkernel.group_advantages(r.double(), group_ids=ids, mask=r > 1000.05)
+        wrong += not torch.allclose(got.double(), exact, rtol=1e-6, atol=1e-7)
+    assert wrong
+
+
 def test_compiles_without_a_graph_break():
     r = make_inputs(4, 5)["rewards"].view(-1)
 
@@ -304,3 +337,21 @@ def test_compiles_without_a_graph_break():
     ids = torch.arange(20) % 4
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(r, ids), step(r, ids))
+    arguments = (
+        r[:, None],
+        None,
+        ids,
+        1,
+        None,
+        None,
+        None,
+        None,
+        "grpo",
+        "group",
+        True,
+        1e-4,
+        "zero",
+        0.0,
+        "std",
+    )
+    torch.library.opcheck(torch.ops.rlkernel.group_advantages, arguments)

@@ -161,7 +161,9 @@ def test_state_dict():
     other.load_state_dict(moments.state_dict())
     assert_equal("state", other.state, moments.state)
     assert other.state.data_ptr() == address and other.count == 20
-    with pytest.raises(ValueError, match=r"state_dict\['state'\] must be a tensor of shape \(3,\), got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"state_dict\['state'\] must be a tensor of shape \(3,\), got \(2,\)"
+    ):
         other.load_state_dict({"state": torch.zeros(2)})
 
 

@@ -206,13 +206,17 @@ def test_a_wrong_variance_would_be_seen():
     x = torch.tensor([1000.0, 1000.1, 1000.2, 1000.3])
     wrong = (x - x.mean()) / (x.square().mean() - x.mean().square()).clamp(min=1e-8).sqrt()
     right = rlkernel.whiten(x, unbiased=False)
-    torch.testing.assert_close(right.double(), rlkernel.whiten(x.double(), unbiased=False), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        right.double(), rlkernel.whiten(x.double(), unbiased=False), rtol=1e-6, atol=1e-6
+    )
     assert (wrong - right).abs().max() > 1
 
 
 def test_compiles_without_a_graph_break():
     inputs = make_inputs(3, 20)
-    compiled = torch.compile(lambda x, mask: rlkernel.whiten(x, mask) * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, mask: rlkernel.whiten(x, mask) * 2, fullgraph=True, backend="aot_eager"
+    )
     assert_equal("compiled", compiled(**inputs), rlkernel.whiten(**inputs) * 2)
     arguments = (inputs["x"], inputs["mask"], inputs["x"].abs(), True, True, 1e-8, "std")
     torch.library.opcheck(torch.ops.rlkernel.whiten, arguments)

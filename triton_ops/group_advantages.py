@@ -22,7 +22,9 @@ WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     reasons = device_reasons(tensors[0])
-    return reasons + (["rewards must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else [])
+    return reasons + (
+        ["rewards must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
+    )
 
 
 def forward(

@@ -103,14 +103,18 @@ def group_kernel(
             place = begin + lane
             inside = place < end
             response = responses_of(order, place, inside)
-            reward, kept = rewards_of(rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED)
+            reward, kept = rewards_of(
+                rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+            )
             numbers += kept.to(tl.float64)
             first_places = tl.minimum(first_places, tl.where(kept, place, far))
         number = tl.sum(numbers)
         first_place = tl.min(first_places)
         some = first_place < far
         leader = responses_of(order, tl.where(some, first_place, start), start < end)
-        first, first_counts = rewards_of(rewards, mask, reward_weights, columns, column, leader, some, WEIGHTED)
+        first, first_counts = rewards_of(
+            rewards, mask, reward_weights, columns, column, leader, some, WEIGHTED
+        )
         each = reciprocal(tl.where(some, number, 1.0))
 
         sums, length_sums, weighted_sums, best = none, none, none, none - float("inf")

@@ -30,7 +30,17 @@ def expm1(x):
     return tl.where(tl.abs(x) <= 0.346, p * x * x + x, tl.exp(x) - 1.0)
 
 
-@triton.jit(do_not_specialize=["rewards_stride", "logprobs_stride", "ref_stride", "mask_stride", "rows", "length", "steps"])
+@triton.jit(
+    do_not_specialize=[
+        "rewards_stride",
+        "logprobs_stride",
+        "ref_stride",
+        "mask_stride",
+        "rows",
+        "length",
+        "steps",
+    ]
+)
 def kl_kernel(
     rewards, rewards_stride: tl.int64, logprobs, logprobs_stride: tl.int64, ref_logprobs, ref_stride: tl.int64,
     mask, mask_stride: tl.int64, rows: tl.int64, length: tl.int64, cu_seqlens, steps, beta: tl.float32, out,
@@ -62,7 +72,9 @@ def kl_kernel(
     reward = tl.zeros((CHUNK,), tl.float32)
     if PER_SEQUENCE:
         last = tl.max(tl.where(kept, i, -1))
-        behind = 0  # whether a token counts behind the chunk: the nearest do, unless it is the sequence's last
+        behind = (
+            0  # whether a token counts behind the chunk: the nearest do, unless it is the sequence's last
+        )
         if mask is None:
             behind = (begin + CHUNK < end).to(tl.int32)
         else:
@@ -120,5 +132,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "k1 per token": lambda: forward(x, x, x, None, 0.1, "k1", False, None),
         "k3 per sequence": lambda: forward(x[:, 0].contiguous(), x, x, mask, 0.1, "k3", True, None),
         "k2 packed": lambda: forward(flat, flat, flat, mask.view(-1), 0.1, "k2", False, offsets),
-        "k3 packed per sequence": lambda: forward(flat[:2], flat, flat, mask.view(-1), 0.1, "k3", True, offsets),
+        "k3 packed per sequence": lambda: forward(
+            flat[:2], flat, flat, mask.view(-1), 0.1, "k3", True, offsets
+        ),
     }

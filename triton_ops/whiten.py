@@ -74,7 +74,5 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "plain": lambda: forward(x, None, None, True, True, 1e-8, "variance"),
         "mask weights std": lambda: forward(x, mask, x, False, False, 1e-4, "std"),
         "of fp64": lambda: run(x.double(), mask, x, True, True, 1e-8, "variance", x),
-        "running": lambda: run(
-            x, mask, None, True, True, 1e-8, "variance", x, states, states[0], clip=5.0
-        ),
+        "running": lambda: run(x, mask, None, True, True, 1e-8, "variance", x, states, states[0], clip=5.0),
     }

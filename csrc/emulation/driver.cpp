@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "driver_losses.h"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 
@@ -81,6 +82,7 @@ int main() {
   bool right = true;
   for (const uint64_t seed : {0, 1}) {
     emulation::settings() = {seed, 3};
+    right &= losses::run_all(seed);
     right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
   }
   return right ? 0 : 1;

@@ -48,7 +48,9 @@ def run(
 ) -> None:
     """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself, which
     go to ``state`` [3]; all are dense."""
-    partials = torch.empty(-(-x.numel() // CHUNK) * MOMENTS if update else 0, dtype=torch.float64, device=x.device)
+    partials = torch.empty(
+        -(-x.numel() // CHUNK) * MOMENTS if update else 0, dtype=torch.float64, device=x.device
+    )
     weights = None if weights is None else weights.float()
     launch(
         "whiten", x.device, x.data_ptr(), x.dtype == torch.float64, _address(mask), _address(weights), x.numel(),

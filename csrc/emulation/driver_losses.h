@@ -1,0 +1,220 @@
+// The kernels of advantages and losses for driver.cpp: every array is a heap block of exactly its size.
+#pragma once
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "rlkernel/gae.cuh"
+#include "rlkernel/group_advantages.cuh"
+#include "rlkernel/kl_shaped_rewards.cuh"
+#include "rlkernel/policy_loss.cuh"
+#include "rlkernel/value_loss.cuh"
+#include "rlkernel/whiten.cuh"
+
+namespace losses {
+
+using namespace rlkernel;
+
+// A block of its own, so that the sanitizer sees the first element behind it.
+template <class T>
+struct Block {
+  explicit Block(int64_t size, T fill = T()) : size(size), data(new T[size]) { std::fill_n(data.get(), size, fill); }
+  T* get() const { return data.get(); }
+  T& operator[](int64_t i) const { return data[i]; }
+
+  int64_t size;
+  std::unique_ptr<T[]> data;
+};
+
+// Tokens of `rows` sequences of up to `length`, padded or packed; a third of them does not count.
+struct Batch {
+  Batch(int64_t rows, int64_t length, bool packed, uint64_t seed)
+      : rows(rows), length(length), offsets(rows + 1), total(rows * length), random(seed) {
+    for (int64_t r = 0; r < rows; ++r) offsets[r + 1] = offsets[r] + (packed ? random() % (length + 1) : length);
+    if (packed) total = offsets[rows];
+    this->packed = packed ? offsets.get() : nullptr;
+  }
+
+  Block<float> floats(int64_t size) {
+    Block<float> x(size);
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < size; ++i) x[i] = normal(random);
+    return x;
+  }
+
+  Block<uint8_t> mask(int64_t size) {
+    Block<uint8_t> x(size);
+    for (int64_t i = 0; i < size; ++i) x[i] = random() % 3 != 0;
+    return x;
+  }
+
+  Sequences sequences() const { return {rows, packed != nullptr ? total : length, packed, 8}; }
+  int64_t begin(int64_t row) const { return packed != nullptr ? offsets[row] : row * length; }
+  int64_t end(int64_t row) const { return packed != nullptr ? offsets[row + 1] : (row + 1) * length; }
+
+  int64_t rows, length;
+  Block<int64_t> offsets;
+  int64_t total;
+  std::mt19937_64 random;
+  const int64_t* packed;
+};
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+inline bool near(double got, double want) { return std::fabs(got - want) <= 1e-5 + 1e-5 * std::fabs(want); }
+
+inline bool gae(Batch& b) {
+  const auto rewards = b.floats(b.total), values = b.floats(b.total), last = b.floats(b.rows);
+  const auto mask = b.mask(b.total);
+  const Block<float> advantages(b.total, kNan), returns(b.total, kNan);
+  emulated::launch_gae({rewards.get(), b.length, values.get(), b.length, mask.get(), b.length, b.packed, b.rows, b.length,
+                        b.total, last.get(), 0.99, 0.9, advantages.get(), returns.get()}, nullptr);
+  bool right = true;
+  for (int64_t r = 0; r < b.rows; ++r) {
+    double carry = 0, next = last[r];
+    for (int64_t t = b.end(r) - 1; t >= b.begin(r); --t) {
+      if (mask[t]) {
+        carry = rewards[t] + 0.99 * next - values[t] + 0.99 * 0.9 * carry;
+        next = values[t];
+      }
+      right &= near(advantages[t], mask[t] ? carry : 0);
+    }
+  }
+  return right;
+}
+
+inline bool kl_shaped_rewards(Batch& b) {
+  const auto rewards = b.floats(b.rows), logprobs = b.floats(b.total), ref = b.floats(b.total);
+  const auto mask = b.mask(b.total);
+  const Block<float> out(b.total, kNan);
+  emulated::launch_kl_shaped_rewards({rewards.get(), logprobs.get(), ref.get(), true, mask.get(), 0, b.length, b.length,
+                                      b.length, b.sequences(), 0.5f, KlEstimator::k2, out.get()}, nullptr);
+  bool right = true;
+  for (int64_t r = 0; r < b.rows; ++r) {
+    bool paid = false;
+    for (int64_t t = b.end(r) - 1; t >= b.begin(r); --t) {
+      const double d = static_cast<double>(logprobs[t]) - ref[t], reward = mask[t] && !paid ? rewards[r] : 0.0;
+      right &= near(out[t], mask[t] ? reward - 0.25 * d * d : 0);
+      paid |= mask[t] != 0;
+    }
+  }
+  return right;
+}
+
+inline bool whiten(Batch& b) {
+  const auto x = b.floats(b.total), weights = b.floats(b.total);
+  for (int64_t i = 0; i < b.total; ++i) weights[i] = std::fabs(weights[i]);
+  const auto mask = b.mask(b.total);
+  const Block<Moments> partials(chunks_of(b.total)), states(2), state(1);
+  const Block<float> out(b.total, kNan);
+  emulated::launch_whiten({x.get(), false, mask.get(), weights.get(), b.total, states.get(), 2, true, true, true, false, false,
+                           0.0, 10.0, partials.get(), out.get(), state.get()}, nullptr);
+  double sum = 0, squares = 0, count = 0;
+  for (int64_t i = 0; i < b.total; ++i) {
+    if (!mask[i] && out[i] != 0) return false;
+    if (!mask[i]) continue;
+    count += weights[i], sum += weights[i] * out[i], squares += weights[i] * out[i] * out[i];
+  }
+  return near(state[0].count, count) && (count < 2 || (near(sum / count, 0) && near(squares / count, 1)));
+}
+
+// The mean of a group's advantages is 0, whichever way the group is named.
+inline bool group_advantages(Batch& b) {
+  if (b.packed == nullptr) return true;
+  const int64_t n = b.total;
+  bool right = true;
+  for (const bool by_ends : {false, true}) {
+    for (const RewardScale scale : {RewardScale::group, RewardScale::batch}) {
+      const auto rewards = b.floats(n * 2), lengths = b.floats(n), weights = b.floats(2);
+      const Block<int64_t> order(n), ends(n);
+      std::iota(order.get(), order.get() + n, 0);
+      for (int64_t r = 0; r < b.rows; ++r) std::fill(ends.get() + b.begin(r), ends.get() + b.end(r), b.end(r));
+      const Block<Moments> batch(chunks_of(n));
+      const Block<float> out(n, kNan);
+      GroupAdvantages a = {};
+      a.rewards = rewards.get(), a.n = n, a.columns = 2, a.reward_weights = weights.get();
+      if (by_ends) a.order = order.get(), a.ends = ends.get();
+      else a.offsets = b.packed, a.groups = b.rows;
+      a.estimator = Estimator::scaled, a.scale = scale, a.eps = 1e-4, a.batch = batch.get(), a.out = out.get();
+      emulated::launch_group_advantages(a, nullptr);
+      for (int64_t r = 0; r < b.rows; ++r)
+        right &= std::fabs(std::accumulate(out.get() + b.begin(r), out.get() + b.end(r), 0.0)) < 1e-3;
+    }
+  }
+  return right;
+}
+
+inline bool value_loss(Batch& b) {
+  const auto values = b.floats(b.total), returns = b.floats(b.total), old_values = b.floats(b.total);
+  const auto mask = b.mask(b.total);
+  const Sequences sequences = b.sequences();
+  const Block<ValueSums> partials(slots_of(sequences));
+  const Block<float> slope(b.total, kNan), scale(b.rows, kNan), loss(1, kNan), metrics(kValueMetrics, kNan), out(b.total, kNan);
+  ValueLossForward f = {};
+  f.values = values.get(), f.returns = returns.get(), f.old_values = old_values.get(), f.mask = mask.get();
+  f.dtype = f.other_dtype = Dtype::f32, f.sequences = sequences, f.cliprange = 0.2f, f.unit = Unit::token, f.factor = 1;
+  f.values_stride = f.returns_stride = f.old_stride = f.mask_stride = b.packed != nullptr ? 0 : b.length;
+  f.slope = slope.get(), f.partials = partials.get(), f.scale = scale.get(), f.loss = loss.get(), f.metrics = metrics.get();
+  emulated::launch_value_forward(f, nullptr);
+  const Block<float> one(1, 1.0f);
+  emulated::launch_value_backward({one.get(), slope.get(), scale.get(), sequences, out.get(), Dtype::f32}, nullptr);
+  double total = 0, count = 0;
+  for (int64_t t = 0; t < b.total; ++t) {
+    if (!mask[t] && out[t] != 0) return false;
+    if (!mask[t]) continue;
+    const double clipped = std::fmin(std::fmax(values[t], old_values[t] - 0.2f), old_values[t] + 0.2f);
+    total += 0.5 * std::fmax(std::pow(values[t] - returns[t], 2), std::pow(clipped - returns[t], 2)), count += 1;
+  }
+  return near(loss[0], count > 0 ? total / count : 0);
+}
+
+inline bool policy_loss(Batch& b) {
+  const auto logprobs = b.floats(b.total), old_logprobs = b.floats(b.total), advantages = b.floats(b.rows);
+  const auto mask = b.mask(b.total);
+  const Block<float> grad(b.total, kNan), values(kValues, kNan);
+  const Block<double> partials(b.rows * kPartials);
+  const float infinite = std::numeric_limits<float>::infinity();
+  PolicyLoss p = {};
+  p.logprobs = logprobs.get(), p.old_logprobs = old_logprobs.get(), p.advantages = advantages.get(), p.mask = mask.get();
+  p.cu_seqlens = b.packed, p.rows = b.rows, p.length = b.packed != nullptr ? b.total : b.length;
+  p.grad_logprobs = grad.get(), p.partials = partials.get(), p.values = values.get();
+  p.rule.low = 0.8f, p.rule.high = 1.2f, p.rule.delta = p.rule.dual = p.rule.log_clip = infinite;
+  p.rule.log_veto = -infinite, p.rule.factor = 1;
+  emulated::launch_policy_loss(p, nullptr);
+  double total = 0, count = 0;
+  for (int64_t r = 0; r < b.rows; ++r) {
+    for (int64_t t = b.begin(r); t < b.end(r); ++t) {
+      if (!mask[t] && grad[t] != 0) return false;
+      if (!mask[t]) continue;
+      const double ratio = std::exp(static_cast<double>(logprobs[t]) - old_logprobs[t]), a = advantages[r];
+      total -= std::fmin(ratio * a, std::fmin(std::fmax(ratio, 0.8), 1.2) * a), count += 1;
+    }
+  }
+  return near(values[0], count > 0 ? total / count : 0);
+}
+
+inline bool run_all(uint64_t seed) {
+  struct Named {
+    const char* name;
+    bool (*run)(Batch&);
+  };
+  bool right = true;
+  for (const Named& op : {Named{"gae", gae}, {"kl_shaped_rewards", kl_shaped_rewards}, {"whiten", whiten},
+                          {"group_advantages", group_advantages}, {"value_loss", value_loss}, {"policy_loss", policy_loss}}) {
+    for (const bool packed : {false, true}) {
+      for (const int64_t length : {1, 37, 2049, 4099}) {
+        Batch batch(3, length, packed, seed + length);
+        if (batch.total == 0 || op.run(batch)) continue;
+        std::printf("wrong: %s, length %ld, packed %d\n", op.name, long(length), packed);
+        right = false;
+      }
+    }
+  }
+  return right;
+}
+
+}  // namespace losses

@@ -1,0 +1,156 @@
+"""group_advantages against verl's own functions, all of them, and TRL's formulas."""
+
+import pytest
+import torch
+from backends import of, running
+
+import rlkernel
+from rlkernel.benchmarks import _peers
+from rlkernel.reference.group_advantages import make_inputs
+
+ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("group_advantages"))
+
+
+def run(backend, rewards, **options):
+    with running(backend):
+        return rlkernel.group_advantages(rewards, **options)
+
+
+@pytest.fixture(scope="module")
+def verl():
+    try:
+        return _peers.verl_core_algos()
+    except ImportError as reason:
+        pytest.skip(str(reason))
+
+
+def for_verl(n, tokens=6):
+    """Scores as verl has them: a reward at the last token of responses of several lengths."""
+    g = torch.Generator().manual_seed(n)
+    r = torch.randn(n, generator=g) + 1
+    lengths = torch.randint(1, tokens + 1, (n,), generator=g)
+    mask = (torch.arange(tokens) < lengths[:, None]).float()
+    scores = torch.zeros(n, tokens)
+    scores[torch.arange(n), lengths - 1] = r
+    ids = torch.tensor([0, 2, 2, 1, 0, 2, 1, 1, 3, 2, 0, 1])
+    return r, lengths, mask, scores, ids
+
+
+VERL = {"eps": 1e-6, "singletons": "reward"}
+
+
+@pytest.mark.parametrize(
+    "function, options",
+    [
+        ("compute_grpo_outcome_advantage", {"estimator": "grpo"}),
+        ("compute_grpo_vectorized_outcome_advantage", {"estimator": "grpo"}),
+        ("compute_grpo_outcome_advantage", {"estimator": "dr_grpo"}),
+        ("compute_rloo_outcome_advantage", {"estimator": "rloo"}),
+        ("compute_rloo_vectorized_outcome_advantage", {"estimator": "rloo", "singletons": "zero"}),
+        ("compute_opo_outcome_advantage", {"estimator": "opo"}),
+        (
+            "compute_reinforce_plus_plus_baseline_outcome_advantage",
+            {"estimator": "reinforce_plus_plus_baseline"},
+        ),
+        ("compute_gdpo_outcome_advantage", {"estimator": "gdpo"}),
+    ],
+)
+@ON_EVERY_BACKEND
+def test_verl_says_the_same(backend, device, verl, function, options):
+    r, lengths, mask, scores, ids = for_verl(12)
+    more = {"norm_adv_by_std_in_grpo": False} if options["estimator"] == "dr_grpo" else {}
+    expected, _ = getattr(verl, function)(scores, mask, ids.numpy(), **more)
+    whitens = options["estimator"] in ("gdpo", "reinforce_plus_plus_baseline")
+    extra = {"lengths": lengths} if whitens or options["estimator"] == "opo" else {}
+    if options["estimator"] == "gdpo":
+        extra["reward_weights"], r = torch.ones(1), r[:, None]
+    ours = run(backend, r, group_ids=ids, **(VERL | options), **extra)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+
+
+@ON_EVERY_BACKEND
+def test_verl_says_the_same_of_passk_and_remax(backend, device, verl):
+    r, _, mask, scores, ids = for_verl(12)
+    ids[8] = 0  # verl refuses groups of one
+    for scaled in (True, False):
+        config = {"norm_adv_by_std_in_grpo": scaled}
+        expected, _ = verl.compute_grpo_passk_outcome_advantage(scores, mask, ids.numpy(), config=config)
+        scale = "group" if scaled else "none"
+        ours = run(backend, r, group_ids=ids, estimator="grpo_passk", scale_rewards=scale, eps=1e-6)
+        torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    baselines = torch.rand(12)
+    expected, _ = verl.compute_remax_outcome_advantage(scores, baselines, mask)
+    ours = run(backend, r, estimator="remax", baselines=baselines)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+
+
+def trl_nanstd(x, **dims):
+    count = (~x.isnan()).sum(**dims)
+    mean = x.nanmean(**dims, keepdim=True) if dims else x.nanmean()
+    return ((x - mean).square().nansum(**dims) / (count - 1)).sqrt()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@ON_EVERY_BACKEND
+def test_trl_says_the_same(backend, device, scale):
+    """GRPOTrainer's own sequence, with rewards that no function gave (NaN there, a mask here)."""
+    r = make_inputs(5, 4, seed=3)["rewards"]
+    r[1, 2], r[3, 0] = torch.nan, torch.nan
+    std = trl_nanstd(r, dim=1)[:, None] if scale == "group" else trl_nanstd(r)
+    expected = r - r.nanmean(1, keepdim=True)
+    expected = (expected if scale == "none" else expected / (std + 1e-4)).nan_to_num(nan=0.0)
+    ours = run(backend, r, mask=~r.isnan(), scale_rewards=scale)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    others = (r.nansum(1, keepdim=True) - r) / ((~r.isnan()).sum(1, keepdim=True) - 1)
+    rloo = run(backend, r, mask=~r.isnan(), estimator="rloo")
+    torch.testing.assert_close(rloo, (r - others).nan_to_num(nan=0.0), rtol=1e-4, atol=1e-5)
+
+
+@ON_EVERY_BACKEND
+def test_trls_gdpo_says_the_same(backend, device):
+    """multi_objective_aggregation="normalize_then_sum"."""
+    r = torch.stack([make_inputs(5, 4, seed=s)["rewards"] for s in (1, 2, 3)], -1)
+    r[0, 1], r[2, 2, 0], r[4, 3, 1] = torch.nan, torch.nan, torch.nan
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    each = (r - r.nanmean(1, keepdim=True)) / (trl_nanstd(r, dim=1)[:, None] + 1e-4)
+    total = torch.where(r.isnan().all(-1), torch.nan, (each * weights).nansum(-1))
+    expected = ((total - total.nanmean()) / (trl_nanstd(total) + 1e-4)).nan_to_num(nan=0.0)
+    ours = run(backend, r, mask=~r.isnan(), reward_weights=weights, estimator="gdpo", batch_eps=1e-4,
+               batch_eps_in="std")  # fmt: skip
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@ON_EVERY_BACKEND
+def test_verls_gpg_is_dr_grpo_times_a_number(backend, device, verl):
+    """verl scales by the share of responses with a reward, a number of the batch: the docs' recipe."""
+    r, _, mask, scores, ids = for_verl(12)
+    r[[2, 5]] = 0
+    scores = torch.zeros_like(scores).scatter(1, (mask.sum(1, keepdim=True) - 1).long(), r[:, None])
+    expected, _ = verl.compute_gpg_outcome_advantage(scores, mask, ids.numpy())
+    ours = run(backend, r, group_ids=ids, estimator="dr_grpo", singletons="reward")
+    ours = ours * (len(r) / r.count_nonzero().clamp(min=1))
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+@ON_EVERY_BACKEND
+def test_verls_optimal_token_baseline_is_opo_at_every_timestep(backend, device, verl, zero_tail):
+    """A group is a prompt at a timestep, and the lengths are the cumulative path variances: the docs' recipe."""
+    _, _, mask, scores, ids = for_verl(12)
+    g = torch.Generator().manual_seed(8)
+    logprobs = -torch.rand(mask.shape, generator=g)
+    squared = torch.rand(mask.shape, generator=g)
+    expected, returns = verl.compute_optimal_token_baseline_advantage(
+        scores, mask, ids.numpy(), logprobs, squared, handle_zero_tail=zero_tail
+    )
+    weights = ((1 - 2 * logprobs.exp() + squared) * mask).cumsum(1)
+    steps = mask.shape[1]
+    ours = run(
+        backend, returns.flatten(), group_ids=(ids[:, None] * steps + torch.arange(steps)).flatten(),
+        estimator="opo", lengths=weights.flatten(), mask=mask.flatten(), singletons="reward",
+    ).view(mask.shape)  # fmt: skip
+    if not zero_tail:  # a group of one at a timestep has no baseline here; verl's is its own return
+        counts = torch.stack([mask[ids == i].sum(0) for i in ids]) * mask
+        alone = (counts == 1) & (torch.stack([(ids == i).sum() for i in ids]) > 1)[:, None]
+        ours, expected = (torch.where(alone, 0, x) for x in (ours, expected))
+    torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
