@@ -28,7 +28,7 @@ class GaeOutput(NamedTuple):
 
 
 class RunningOutput(NamedTuple):
-    """``normalized`` values, a constant without a gradient, and the new ``state`` [count, mean, M2] in fp64."""
+    """``normalized``, a constant without a gradient, and the new ``state`` [count, mean, M2] in fp64."""
 
     normalized: Tensor
     state: Tensor

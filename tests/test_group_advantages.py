@@ -1,4 +1,4 @@
-"""group_advantages: against fp64 written out by hand.  Against verl and TRL: test_group_advantages_peers.py."""
+"""group_advantages: against fp64 written out by hand.  With verl and TRL: test_group_advantages_peers."""
 
 import emulation
 import pytest

@@ -135,7 +135,7 @@ def test_verls_gpg_is_dr_grpo_times_a_number(backend, device, verl):
 @pytest.mark.parametrize("zero_tail", [True, False])
 @ON_EVERY_BACKEND
 def test_verls_optimal_token_baseline_is_opo_at_every_timestep(backend, device, verl, zero_tail):
-    """A group is a prompt at a timestep, and the lengths are the cumulative path variances: the docs' recipe."""
+    """A group is a prompt at a timestep, and the lengths are the cumulative path variances: the recipe."""
     _, _, mask, scores, ids = for_verl(12)
     g = torch.Generator().manual_seed(8)
     logprobs = -torch.rand(mask.shape, generator=g)

@@ -89,8 +89,15 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
-    from rlkernel.triton_ops import gae, group_advantages, kl_shaped_rewards, linear_logprob, logprob
-    from rlkernel.triton_ops import value_loss, whiten
+    from rlkernel.triton_ops import (
+        gae,
+        group_advantages,
+        kl_shaped_rewards,
+        linear_logprob,
+        logprob,
+        value_loss,
+        whiten,
+    )
     from rlkernel.types import Aggregation, Head
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)

@@ -8,8 +8,9 @@ import triton
 from torch import Tensor
 
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops.group_advantages_kernels import BLOCK, CHUNK, batch_kernel, group_kernel
+from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
 from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops.whiten_kernels import CHUNK
 
 KINDS = {
     "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "deviation", "rloo": "rloo",
@@ -73,7 +74,8 @@ def forward(
         if groups:
             group_kernel[(groups,)](
                 rewards, kept, n, columns, weights, start, sizes, order, ends, group_offsets, group_size, eps,
-                batch, out if wide is None else None, wide, None if counts is None else counts.view(torch.uint8),
+                batch, out if wide is None else None, wide,
+                None if counts is None else counts.view(torch.uint8),
                 KIND=kind, SCALE=scale, UNBIASED=unbiased, REWARD_SINGLETONS=singletons == "reward",
                 BLOCK=BLOCK, CHUNK=CHUNK, num_warps=BLOCK // threads, enable_fp_fusion=False,
             )  # fmt: skip

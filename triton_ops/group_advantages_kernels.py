@@ -1,11 +1,11 @@
-"""The Triton kernels of ``group_advantages``: a program per group, which walks its places in tiles of one size,
-so that the order of its sums follows from nothing but the place in the group."""
+"""The Triton kernels of ``group_advantages``: a program per group, which walks its places in tiles of one
+size, so that the order of its sums follows from nothing but the place in the group."""
 
 import triton
 import triton.language as tl
 
 from rlkernel.triton_ops.value_loss_kernels import merge_moments
-from rlkernel.triton_ops.whiten_kernels import CHUNK, moments_of, reciprocal, square_root
+from rlkernel.triton_ops.whiten_kernels import moments_of, reciprocal, square_root
 
 BLOCK = 128  # places of a tile
 _SIZES = ["n", "columns", "size"]

@@ -42,8 +42,9 @@ def expm1(x):
     ]
 )
 def kl_kernel(
-    rewards, rewards_stride: tl.int64, logprobs, logprobs_stride: tl.int64, ref_logprobs, ref_stride: tl.int64,
-    mask, mask_stride: tl.int64, rows: tl.int64, length: tl.int64, cu_seqlens, steps, beta: tl.float32, out,
+    rewards, rewards_stride: tl.int64, logprobs, logprobs_stride: tl.int64,
+    ref_logprobs, ref_stride: tl.int64, mask, mask_stride: tl.int64, rows: tl.int64,
+    length: tl.int64, cu_seqlens, steps, beta: tl.float32, out,
     ESTIMATOR: tl.constexpr, PER_SEQUENCE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)

@@ -47,8 +47,8 @@ def run(
     update: bool = True,
     clip: float = math.inf,
 ) -> None:
-    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself, which
-    go to ``state`` [3]; all are dense."""
+    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the
+    merged moments go to ``state`` [3]; all are dense."""
     n = x.numel()
     chunks = triton.cdiv(n, CHUNK)
     partials = torch.empty(chunks if update else 0, 3, dtype=torch.float64, device=x.device)

@@ -1,5 +1,5 @@
-"""``group_advantages`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: one launch, two
-where the batch scales, and two more where it is whitened."""
+"""``group_advantages`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: one launch,
+two where the batch scales, and two more where it is whitened."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from rlkernel.native import Kernels, kernels_for, launch, whiten
 
 ESTIMATORS = {  # rlkernel::Estimator
-    "dr_grpo": 0, "reinforce_plus_plus_baseline": 0, "grpo": 1, "rloo": 2, "opo": 3, "maxrl": 4, "grpo_passk": 5,
-    "gdpo": 6, "reinforce_plus_plus": 7, "remax": 7,
+    "dr_grpo": 0, "reinforce_plus_plus_baseline": 0, "grpo": 1, "rloo": 2, "opo": 3, "maxrl": 4,
+    "grpo_passk": 5, "gdpo": 6, "reinforce_plus_plus": 7, "remax": 7,
 }  # fmt: skip
 SCALES = {"none": 0, "group": 1, "batch": 2}  # rlkernel::RewardScale
 SCALED = ("grpo", "grpo_passk", "gdpo")

@@ -1,4 +1,4 @@
-"""``kl_shaped_rewards`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: one launch."""
+"""``kl_shaped_rewards`` over the compiled extension, on CPU, CUDA or HIP by device, in one launch."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ def forward(
     rows = len(logprobs) if cu_seqlens is None else len(cu_seqlens) - 1
     strides = (_stride(x) for x in (None if per_sequence else rewards, logprobs, ref_logprobs, mask))
     launch(
-        "kl_shaped_rewards", logprobs.device, rewards.data_ptr(), logprobs.data_ptr(), ref_logprobs.data_ptr(),
-        per_sequence, _address(mask), *strides, rows, logprobs.shape[-1], _address(cu_seqlens), 8, beta,
-        ESTIMATORS[kl_estimator], out.data_ptr(),
+        "kl_shaped_rewards", logprobs.device, rewards.data_ptr(), logprobs.data_ptr(),
+        ref_logprobs.data_ptr(), per_sequence, _address(mask), *strides, rows, logprobs.shape[-1],
+        _address(cu_seqlens), 8, beta, ESTIMATORS[kl_estimator], out.data_ptr(),
     )  # fmt: skip
     return out
 

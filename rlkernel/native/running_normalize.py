@@ -1,4 +1,4 @@
-"""``running_normalize`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: the kernels of ``whiten``."""
+"""``running_normalize`` over the compiled extension: the kernels of ``whiten``, on CPU, CUDA or HIP."""
 
 from typing import Any
 

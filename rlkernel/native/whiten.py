@@ -46,16 +46,16 @@ def run(
     update: bool = True,
     clip: float = math.inf,
 ) -> None:
-    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself, which
-    go to ``state`` [3]; all are dense."""
+    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the
+    merged moments go to ``state`` [3]; all are dense."""
     partials = torch.empty(
         -(-x.numel() // CHUNK) * MOMENTS if update else 0, dtype=torch.float64, device=x.device
     )
     weights = None if weights is None else weights.float()
     launch(
-        "whiten", x.device, x.data_ptr(), x.dtype == torch.float64, _address(mask), _address(weights), x.numel(),
-        _address(states), 0 if states is None else len(states), update, state is not None, shift_mean, unbiased,
-        eps_in == "std", eps, clip, partials.data_ptr(), _address(out), _address(state),
+        "whiten", x.device, x.data_ptr(), x.dtype == torch.float64, _address(mask), _address(weights),
+        x.numel(), _address(states), 0 if states is None else len(states), update, state is not None,
+        shift_mean, unbiased, eps_in == "std", eps, clip, partials.data_ptr(), _address(out), _address(state),
     )  # fmt: skip
 
 

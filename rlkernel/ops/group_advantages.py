@@ -211,8 +211,8 @@ def _forward(
                          mask if mask is None or rewards.shape[1] > 1 else mask[:, 0])  # fmt: skip
     impl = dispatch.pick("group_advantages", rewards)
     return impl.forward(
-        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator, scale_rewards,
-        unbiased, eps, singletons, batch_eps, batch_eps_in,
+        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator,
+        scale_rewards, unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
 
 
@@ -235,8 +235,8 @@ def _op(
     batch_eps_in: str,
 ) -> Tensor:
     return _forward(
-        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator, scale_rewards,
-        unbiased, eps, singletons, batch_eps, batch_eps_in,
+        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator,
+        scale_rewards, unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
 
 

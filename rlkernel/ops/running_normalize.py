@@ -26,16 +26,16 @@ def running_normalize(
 ) -> RunningOutput:
     """Shift and scale ``x`` by the mean and variance of everything seen so far, ``x`` included.
 
-    A state is ``[count, mean, M2]`` in fp64, where M2 is the sum of squared deviations; zeros: nothing was seen.
-    Equal to
+    A state is ``[count, mean, M2]`` in fp64, where M2 is the sum of squared deviations; zeros: nothing was
+    seen.  Equal to
 
         count, mean, M2 = state merged with that of x[mask]                 with update; in fp64
         var = M2 / (count - 1)                                              count with unbiased=False
         normalized = clamp((x - mean) / sqrt(var + eps), -clip, clip)       / (sqrt(var) + eps), eps_in="std"
 
     where states merge as Chan, Golub and LeVeque have it.  Until two values were seen the variance is 1.
-    Nothing synchronises, and the state is a tensor of one size: the call can be captured in a CUDA graph.  The
-    same calls in the same order give the same bits (run-to-run), whatever the threads and the launch.
+    Nothing synchronises, and the state is a tensor of one size: the call can be captured in a CUDA graph.
+    The same calls in the same order give the same bits (run-to-run), whatever the threads and the launch.
 
     Args:
         x: [...] floats.
@@ -49,8 +49,8 @@ def running_normalize(
         clip: > 0, bound of the results; None means none.
 
     Returns:
-        RunningOutput(normalized, state): ``normalized`` of x's shape in fp32 (fp64 for fp64), 0 where the mask is
-        not set, without a gradient; and the new state [3].
+        RunningOutput(normalized, state): ``normalized`` of x's shape in fp32 (fp64 for fp64), 0 where the
+        mask is not set, without a gradient; and the new state [3].
 
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.  In debug mode also where
@@ -120,9 +120,9 @@ class RunningMoments:
         moments = RunningMoments(device)
         rewards = moments.normalize(scores)
 
-    ``state`` keeps its address, so that a captured graph updates it at every replay.  With ``group`` every rank
-    sees the same state: the batches of all ranks are gathered and merged in the order of the ranks, which makes
-    it independent of timing.  ``options`` are those of ``running_normalize``.
+    ``state`` keeps its address, so that a captured graph updates it at every replay.  With ``group`` every
+    rank sees the same state: the batches of all ranks are gathered and merged in the order of the ranks,
+    which makes it independent of timing.  ``options`` are those of ``running_normalize``.
     """
 
     def __init__(

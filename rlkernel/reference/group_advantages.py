@@ -88,8 +88,8 @@ def forward(
 def _groups(
     rewards: Tensor, group_ids: Tensor | None, group_size: int, group_offsets: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None), and
-    its group has the places ``[starts[i], ends[i])``."""
+    """Groups as stretches of an order: the response at place i is ``order[i]`` (i itself where it is None),
+    and its group has the places ``[starts[i], ends[i])``."""
     n = len(rewards)
     place = torch.arange(n, device=rewards.device)
     if group_ids is not None:

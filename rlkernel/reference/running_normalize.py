@@ -21,7 +21,7 @@ def forward(
     eps_in: str,
     clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(normalized, state)``; ``states`` [R, 3] are merged in their order, then with ``update`` those of x."""
+    """``(normalized, state)``; ``states`` [R, 3] are merged in their order, with ``update`` then x's."""
     state = states.new_zeros(3)
     for each in states:
         state = _merged(state, each)
