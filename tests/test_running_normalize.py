@@ -44,8 +44,8 @@ def test_matches_fp64_over_all_that_was_seen(backend, device, sizes, offset, spr
 
 
 class TrlRunningMoments:
-    """The arithmetic of TRL's RunningMoments (up to 0.11, from trlx), which 1.16 has no more: population
-    variance merged by Chan's formula, and a standard deviation with Bessel's correction."""
+    """The arithmetic of TRL's former RunningMoments (from trlx), which 1.16 has no more: population variance
+    merged by Chan's formula, and a standard deviation with Bessel's correction."""
 
     def __init__(self):
         self.mean, self.std, self.var, self.count = 0, 1, 1, 1e-24
