@@ -308,7 +308,7 @@ def test_bits_do_not_depend_on_threads_or_schedule():
             "const double d = reward - s.first, deviation = d - s.above;",
             "const double d = reward, deviation = d;",
         ),
-        ("if (p < first) first = p;", "first = p;"),
+        ("s.above = team.sum(s.above) / s.count;", "s.above = s.above / s.count;"),
         ("const bool starts = task == 0 || a.ends[task - 1] <= task;", "const bool starts = true;"),
         ("const double freedom = a.unbiased ? count - 1 : count;", "const double freedom = count;"),
     ],
