@@ -269,6 +269,11 @@ def test_value_loss_does_not_depend_on_the_schedule(kernels):
     assert all(torch.equal(first, other) for other in others)
 
 
+def test_value_loss_has_the_same_bits_with_both_warp_sizes():
+    first, second = (value_losses(emulation.module(warp), [(0, 1 << 20)])[0] for warp in WARPS)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "barrier, max_blocks",
