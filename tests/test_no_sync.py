@@ -1,0 +1,79 @@
+"""Losses and advantages never look at a value on the host: what a CUDA graph asks for, seen without a GPU.
+
+Every operator that hands a value to Python, or whose output's shape is data, is refused while the op runs on
+CPU tensors as it would on a GPU: ``debug.may_read`` says no.
+"""
+
+import pytest
+import torch
+from backends import of, running
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rlkernel
+from rlkernel import debug
+from rlkernel.reference import gae, group_advantages, kl_shaped_rewards, policy_loss, value_loss, whiten
+
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
+    aten._unique2, aten.unique_consecutive, aten.repeat_interleave, aten.allclose,
+}  # fmt: skip
+
+
+class _NoReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indexed_by_mask = func.overloadpacket in (aten.index, aten.index_put_) and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        if func.overloadpacket in READS or indexed_by_mask:
+            if (
+                func.overloadpacket is aten.repeat_interleave
+                and (kwargs or {}).get("output_size") is not None
+            ):
+                return func(*args, **kwargs)
+            raise AssertionError(f"{func} reads a value on the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _differentiated(function, inputs, leaf, **options):
+    inputs[leaf].requires_grad_()
+    out = function(**inputs, **options)
+    torch.autograd.grad(out.loss, inputs[leaf])
+
+
+def _grouped(estimator="grpo"):
+    inputs = group_advantages.make_inputs(6, 4)
+    rlkernel.group_advantages(**{**inputs, "estimator": estimator})
+
+
+CALLS = {
+    "group_advantages": _grouped,
+    "gae": lambda: rlkernel.gae(**gae.make_inputs(5, 70)),
+    "whiten": lambda: rlkernel.whiten(**whiten.make_inputs(5, 70)),
+    "kl_shaped_rewards": lambda: rlkernel.kl_shaped_rewards(**kl_shaped_rewards.make_inputs(5, 70)),
+    "value_loss": lambda: _differentiated(
+        rlkernel.value_loss, value_loss.make_inputs(5, 70, clipped=True), "values", cliprange_value=0.2
+    ),
+    "policy_loss": lambda: _differentiated(
+        rlkernel.policy_loss, policy_loss.make_inputs(5, 70), "logprobs", loss_type="ppo"
+    ),
+}
+
+
+@pytest.mark.parametrize("op, backend, device", [
+    pytest.param(op, *pair.values, id=f"{op}-{pair.id}") for op in CALLS for pair in of(op)
+])  # fmt: skip
+def test_no_value_is_read_on_the_host(op, backend, device, monkeypatch):
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    with running(backend), _NoReads():
+        CALLS[op]()
+    assert rlkernel.last_backend(op) == ("native" if backend.startswith("emulated") else backend)
+
+
+READERS = [lambda x: x.sum().item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x[x > 0], torch.unique]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_read_would_be_seen(read):
+    with pytest.raises(AssertionError, match="reads a value"), _NoReads():
+        read(torch.ones(3))
