@@ -2,11 +2,13 @@
 #include "rlkernel/bind_gae.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_policy_loss.h"
+#include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/gae.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/policy_loss.cuh"
+#include "rlkernel/preference_loss.cuh"
 #include "rlkernel/value_loss.cuh"
 
 #include <pybind11/stl.h>
@@ -70,4 +72,7 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::value_loss_backward(m, "value_loss_backward", emulated::launch_value_backward, describe);
   bind::gae(m, "gae", emulated::launch_gae, describe);
   bind::policy_loss(m, "policy_loss", emulated::launch_policy_loss, describe);
+  bind::preference_sums(m, "preference_sums", emulated::launch_preference_sums, describe);
+  bind::preference_loss(m, "preference_loss", emulated::launch_preference_loss, describe);
+  bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
 }

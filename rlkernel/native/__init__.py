@@ -28,6 +28,9 @@ class Kernels:
     value_loss_forward: Callable[..., None]
     value_loss_backward: Callable[..., None]
     gae: Callable[..., None]
+    preference_sums: Callable[..., None]
+    preference_loss: Callable[..., None]
+    preference_backward: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":

@@ -1,0 +1,421 @@
+"""Preference losses: DPO and its family, KTO, ORPO, SimPO, CPO."""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _preference_rule, _validate
+from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
+
+_SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
+
+
+def preference_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float | Sequence[float] = 0.0,
+    gamma: float = 0.5,
+    discopop_tau: float = 0.05,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    log_sum_sq_probs: Tensor | None = None,
+    nll_coef: float | None = None,
+    nll_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    kl: float | Tensor | None = None,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    running_delta: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    num_tokens_in_batch: float | Tensor | None = None,
+    dp_size: int = 1,
+    cu_seqlens: Tensor | None = None,
+) -> PreferenceLossOutput:
+    """A preference loss and its gradient from the log-probabilities of tokens.
+
+    Equal to the mean over pairs (``kto``, ``apo_zero_unpaired``: over sequences) of the losses below, each times
+    its weight, plus ``nll_coef`` times the mean of ``-logprobs`` over the chosen tokens.  ``x`` is a sequence's sum
+    of ``logprobs - ref_logprobs``, ``m`` its mean of ``logprobs``, ``n`` its number of tokens, ``c`` and ``r`` mean
+    chosen and rejected, ``s = f'(exp(x))`` is the score of the f-divergence (``x`` itself for reverse_kl), ``z =
+    beta (s_c - s_r)``, ``l(z) = -logsigmoid(z)`` and ``l_e(z) = (1 - e) l(z) + e l(-z)`` with e = label_smoothing:
+
+        sigmoid, cpo       l_e(z); cpo has no reference and adds the likelihood
+        sigmoid_norm       l_e(beta (s_c / n_c - s_r / n_r))
+        hinge              max(0, 1 - z)
+        ipo                (s_c / n_c - s_r / n_r - 1 / (2 beta))^2
+        exo_pair           sigmoid(z) (-l(z) - log(1 - e)) + sigmoid(-z) (-l(-z) - log e)
+        robust             ((1 - e) l(z) - e l(-z)) / (1 - 2 e)
+        discopop           l(z) (1 - w) + exp(-z) w, w = sigmoid(z / discopop_tau)
+        nca_pair           l(beta x_c) + l(-beta x_c) / 2 + l(-beta x_r) / 2
+        bco_pair           l(beta x_c - delta) + l(delta - beta x_r)
+        sppo_hard          (x_c - 1 / (2 beta))^2 + (x_r + 1 / (2 beta))^2
+        apo_zero           sigmoid(-beta x_c) + sigmoid(beta x_r)
+        apo_down           sigmoid(beta x_c) + sigmoid(-beta (x_c - x_r))
+        aot, aot_unpaired  l_e of the differences of sorted log-ratios
+        sft                the likelihood of the chosen tokens
+        simpo              l_e(beta (m_c - m_r) - gamma)
+        orpo               beta l(m_c - m_r - log(1 - exp(m_c)) + log(1 - exp(m_r))), plus the likelihood
+        kto                desirable_weight sigmoid(-beta (x - kl)), or undesirable_weight sigmoid(beta (x - kl))
+        apo_zero_unpaired  the same with kl = 0
+
+    Sums over tokens are fp64 in a fixed order.  A sequence's sum has the same bits whatever surrounds it
+    (batch-invariant); loss and gradient have the same bits in every run, and with ``num_items_in_batch`` a pair's
+    gradient does not depend on the other pairs, except through aot's order, bco's delta and the likelihood's mean.
+
+    Args:
+        logprobs: [2B, L], chosen rows first, or [N] with ``cu_seqlens``; for an unpaired loss [S, L]; fp16, bf16,
+            fp32 or fp64.
+        ref_logprobs: of the reference policy, the same shape, or the sums of sequences, [2B] or [S]; None: 0.
+        mask: nonzero where a token counts; what the others hold is never read into arithmetic.  A pair with a side
+            without a token does not count.
+        loss_type: one of the names above, or several, whose losses are added.
+        loss_weights: one number for each of several losses; None: 1.
+        label_smoothing: one number, or one for each of several losses.
+        gamma: margin of simpo.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses of z,
+            ipo, sigmoid_norm and simpo, where ``x = m``.
+        ld_alpha: LD-DPO: weight in [0, 1] of the tokens of the longer side beyond the length of the other.
+        use_weighting: WPO: a pair's loss is multiplied by exp(mean of logprobs - log_sum_sq_probs) of both sides,
+            which has no gradient.
+        log_sum_sq_probs: [2B, L] or [N], the logarithm of the sum of squared probabilities, for ``use_weighting``.
+        nll_coef: weight of the likelihood; None: 1 for orpo and cpo, else 0.
+        nll_mask: nonzero where a token counts in the likelihood, such as the prompt for orpo; None: ``mask``.
+        labels: [S], of an unpaired loss: nonzero where a sequence is desirable.
+        kl: of kto: an estimate of the divergence from the reference, one or [S]; has no gradient.  None: 0.
+        running_delta: [2], of bco_pair: the mean reward of earlier batches, and their number.  This batch is added
+            before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
+        num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by; a tensor is
+            not synchronised.  None: those that are here.
+        num_tokens_in_batch: tokens of the whole batch that the likelihood's mean divides by.
+        dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
+        cu_seqlens: [S + 1] offsets of packed sequences, chosen ones first; tokens behind the last are padding.
+
+    Returns:
+        PreferenceLossOutput: ``loss``, ``metrics`` in the order of ``rlkernel.PREFERENCE_METRICS``,
+        ``chosen_rewards`` and ``rejected_rewards`` (beta x; of orpo and simpo beta m), ``logps``, ``running_delta``.
+
+    Raises:
+        ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in which
+            a log-probability that counts and is not finite raises too; else metric "not_finite" counts its pair.
+
+    Sources: DPO arXiv 2305.18290, conservative and robust DPO 2403.00409, IPO 2310.12036, EXO 2402.00856, NCA
+    2402.05369, BCO 2404.04656, SPPO 2405.00675, AOT 2406.05882, APO 2408.06266, DiscoPOP 2406.08414, f-DPO 2309.16240,
+    LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.08417; names and
+    conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
+    """
+    dtype, rows, cu_seqlens = _sequences(logprobs, cu_seqlens)
+    items, known_items = _count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    nll_items, known_tokens = _count("num_tokens_in_batch", num_tokens_in_batch, logprobs.device)
+    rule = _preference_rule.build(
+        loss_type=loss_type,
+        loss_weights=loss_weights,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        gamma=gamma,
+        discopop_tau=discopop_tau,
+        f_divergence_type=f_divergence_type,
+        f_alpha_divergence_coef=f_alpha_divergence_coef,
+        ld_alpha=ld_alpha,
+        use_weighting=use_weighting,
+        nll_coef=nll_coef,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        num_items_in_batch=known_items,
+        num_tokens_in_batch=known_tokens,
+        dp_size=dp_size,
+        has_reference=ref_logprobs is not None,
+    )
+    if rule.paired and rows % 2:
+        raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
+    ref_logprobs = _reference(ref_logprobs, logprobs, rows, dtype)
+    mask = _mask("mask", mask, logprobs)
+    nll_mask = None if nll_mask is None else _mask("nll_mask", nll_mask, logprobs)
+    log_sum_sq_probs = _aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
+    labels = _labels(labels, rule.paired, rows, logprobs)
+    kl = _kl(kl, rule, rows, logprobs, dtype)
+    running_delta = _delta(running_delta, rule, logprobs, dtype)
+    if debug.enabled():
+        _validate.finite("logprobs", logprobs.detach(), mask)
+        if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
+            _validate.finite("ref_logprobs", ref_logprobs, mask)
+    logprobs = logprobs.to(dtype).contiguous()
+    tensors = (
+        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
+        running_delta,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        loss, metrics, rewards, logps, _, _, delta = _op(*tensors, *_flat(rule))
+    else:
+        loss, metrics, rewards, logps, delta = _PreferenceLoss.apply(*tensors, rule)
+    delta = None if running_delta is None else delta
+    if labels is None:
+        chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
+    else:
+        chosen, rejected = rewards.where(labels, 0), rewards.where(~labels, 0)
+    return PreferenceLossOutput(loss, metrics, chosen, rejected, logps, delta)
+
+
+def preference_loss_preset(name: str) -> dict[str, Any]:
+    """The arguments with which ``preference_loss`` is the loss of a paper: ``preference_loss(..., **preset)``.
+
+    Raises:
+        ValueError: the name is not known; lists those that are.
+    """
+    return dict(_preference_rule.PRESETS[_validate.choice("name", name, _preference_rule.PRESETS)])
+
+
+def _forward(
+    impl: ModuleType,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    log_sum_sq_probs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    labels: Tensor | None,
+    kl: Tensor | None,
+    items: Tensor | None,
+    nll_items: Tensor | None,
+    running_delta: Tensor | None,
+    rule: PreferenceRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
+    if cu_seqlens is not None:
+        _check_offsets(cu_seqlens, logprobs.shape[0])
+    stats = impl.sums(
+        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, rule.paired, rule.ld_alpha
+    )
+    order = _order(stats) if any(term in _SORTED for term in rule.terms) else None
+    loss, metrics, slopes, rewards, logps, delta = impl.loss(
+        stats, labels, kl, order, items, nll_items, running_delta, rule, logprobs.dtype
+    )
+    delta = metrics.new_empty(0) if delta is None else delta
+    return loss, metrics, rewards, logps, stats, slopes, delta
+
+
+def _order(stats: Tensor) -> Tensor:
+    """[4, B]: the pairs sorted by their log-ratio, by the reference's, chosen and rejected by their own.
+
+    Pairs that do not count come last: they stay among themselves.  Equal ones keep the order of the batch.
+    """
+    half = stats.shape[0] // 2
+    logps, ref, tokens = stats[:, 0].view(2, half), stats[:, 1].view(2, half), stats[:, 2].view(2, half)
+    keys = torch.cat([(logps[0] - logps[1])[None], (ref[0] - ref[1])[None], logps - ref])
+    keys = torch.where((tokens > 0).all(0), keys, torch.inf)
+    return torch.sort(keys, dim=1, stable=True).indices
+
+
+class _PreferenceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments):  # type: ignore[no-untyped-def]
+        logprobs, _, mask, nll_mask, _, cu_seqlens, labels, *_, rule = arguments
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
+        loss, metrics, rewards, logps, stats, slopes, delta = _forward(ctx.impl, *arguments)
+        ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens)
+        ctx.ld_alpha = rule.ld_alpha
+        ctx.mark_non_differentiable(metrics, rewards, logps, delta)
+        return loss, metrics, rewards, logps, delta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
+        return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 11
+
+
+def _sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype, int, Tensor | None]:
+    _validate.floating("logprobs", logprobs)
+    dims, want = (2, "[2B, L], or [N] with cu_seqlens") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    if logprobs.dim() != dims:
+        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    if cu_seqlens is None:
+        return dtype, logprobs.shape[0], None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
+    _validate.same_device("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
+    return dtype, cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int64).contiguous()
+
+
+def _check_offsets(offsets: Tensor, total: int) -> None:
+    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
+    if debug.may_read(offsets) and (
+        int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any())
+    ):
+        shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
+
+
+def _count(argument: str, value: float | Tensor | None, device: torch.device) -> tuple[Tensor | None, float | None]:
+    if not isinstance(value, Tensor):
+        return None, value
+    if value.numel() != 1:
+        raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
+    return value.detach().reshape(1).to(device=device, dtype=torch.float64), None
+
+
+def _reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    _validate.constant("ref_logprobs", x)
+    if x.shape != logprobs.shape and x.shape != (rows,):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one sum for each of {rows} sequences"
+        raise ValueError(f"ref_logprobs must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("ref_logprobs", x, "logprobs", logprobs.device)
+    return x.detach().to(dtype).contiguous()
+
+
+def _mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")
+    _validate.like(argument, x, "logprobs", logprobs)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def _aligned(x: Tensor | None, wanted: bool, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if not wanted:
+        return None
+    if x is None:
+        raise ValueError("log_sum_sq_probs must be given with use_weighting, got None")
+    _validate.constant("log_sum_sq_probs", x)
+    _validate.like("log_sum_sq_probs", x, "logprobs", logprobs)
+    return x.detach().to(dtype).contiguous()
+
+
+def _labels(x: Tensor | None, paired: bool, rows: int, logprobs: Tensor) -> Tensor | None:
+    if paired != (x is None):
+        want = "None with a loss of pairs" if paired else "given with an unpaired loss"
+        raise ValueError(f"labels must be {want}, got {'a tensor' if paired else None}")
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.shape != (rows,):
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"labels must have shape {(rows,)}, got {got}")
+    _validate.same_device("labels", x, "logprobs", logprobs.device)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def _kl(x: float | Tensor | None, rule: PreferenceRule, rows: int, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if PREFERENCE_TERMS.index("kto") not in rule.terms:
+        raise ValueError("kl must be None with a loss_type other than 'kto', got a value")
+    if not isinstance(x, Tensor):
+        return torch.full((1,), _preference_rule._finite("kl", x), dtype=dtype, device=logprobs.device)
+    if x.numel() != 1 and x.shape != (rows,):
+        raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
+    _validate.same_device("kl", x, "logprobs", logprobs.device)
+    return x.detach().reshape(-1).to(dtype).contiguous()
+
+
+def _delta(x: Tensor | None, rule: PreferenceRule, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if PREFERENCE_TERMS.index("bco_pair") not in rule.terms:
+        raise ValueError("running_delta must be None with a loss_type other than 'bco_pair', got a tensor")
+    _validate.floating("running_delta", x)
+    if x.shape != (2,):
+        raise ValueError(f"running_delta must be [2], a mean and a count, got {tuple(x.shape)}")
+    _validate.same_device("running_delta", x, "logprobs", logprobs.device)
+    return x.detach().to(dtype).contiguous()
+
+
+# Under torch.compile the op is one opaque node.  A rule crosses that boundary as its integers and its numbers.
+
+
+def _flat(rule: PreferenceRule) -> tuple[list[int], list[float]]:
+    integers = [*rule.terms, int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting)]
+    return integers, [*rule.weights, *rule.smoothing, *rule[7:]]
+
+
+def _rule(integers: list[int], numbers: list[float]) -> PreferenceRule:
+    n = len(integers) - 4
+    paired, per_token, divergence, weighting = integers[n:]
+    return PreferenceRule(
+        tuple(integers[:n]), tuple(numbers[:n]), tuple(numbers[n : 2 * n]), bool(paired), bool(per_token),
+        divergence, bool(weighting), *numbers[2 * n :],
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlkernel::preference_loss", mutates_args=())
+def _op(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    log_sum_sq_probs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    labels: Tensor | None,
+    kl: Tensor | None,
+    items: Tensor | None,
+    nll_items: Tensor | None,
+    running_delta: Tensor | None,
+    integers: list[int],
+    numbers: list[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _forward(
+        dispatch.pick("preference_loss", logprobs, mask), logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs,
+        cu_seqlens, labels, kl, items, nll_items, running_delta, _rule(integers, numbers),
+    )  # fmt: skip
+
+
+@_op.register_fake
+def _op_fake(
+    logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
+    running_delta, integers, numbers,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    new = logprobs.new_empty
+    return (
+        new(()), new(len(PREFERENCE_METRICS)), new(rows), new(rows), new((rows, 7), dtype=torch.float64),
+        new(rows + 1, dtype=torch.float64), new(0 if running_delta is None else 2),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlkernel::preference_loss_backward", mutates_args=())
+def _op_backward(
+    grad_loss: Tensor,
+    slopes: Tensor,
+    stats: Tensor,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    labels: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ld_alpha: float,
+) -> Tensor:
+    impl = dispatch.pick("preference_loss", grad_loss, mask)
+    return impl.backward(grad_loss.contiguous(), slopes, stats, mask, nll_mask, labels, cu_seqlens, ld_alpha)
+
+
+@_op_backward.register_fake
+def _op_backward_fake(grad_loss, slopes, stats, mask, *rest):  # type: ignore[no-untyped-def]
+    return grad_loss.new_empty(mask.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    mask, nll_mask, cu_seqlens, labels = inputs[2], inputs[3], inputs[5], inputs[6]
+    ctx.save_for_backward(output[5], output[4], mask, nll_mask, labels, cu_seqlens)
+    ctx.ld_alpha = _rule(inputs[-2], inputs[-1]).ld_alpha
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
+    return _op_backward(grad_loss, *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 12
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
