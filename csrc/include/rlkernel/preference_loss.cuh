@@ -12,28 +12,40 @@ namespace rlkernel::RLKERNEL_DEVICE::preference {
 
 using namespace ::rlkernel::preference;
 
-constexpr unsigned kTeam = 512;  // fixed: the order of a sequence's sums must not follow from the padding
+constexpr unsigned kTeam = 256;  // fixed: the order of a sequence's sums must not follow from the padding
 constexpr unsigned kGroups = kTeam / kLanes;
 
-// Over the block: a butterfly over each 32 lanes, then the groups in order. Every thread gets the sum.
-__device__ __forceinline__ double across_block(double x) {
-  using Parts = double[kGroups];
+// Sums over the block: a butterfly over each 32 lanes, then the groups in order. Every thread gets them.
+template <int kCount>
+__device__ __forceinline__ void across_block(double (&values)[kCount]) {
+  using Parts = double[kCount * kGroups];
   RLKERNEL_SHARED(Parts, parts);
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
-  if (threadIdx.x % kLanes == 0) parts[threadIdx.x / kLanes] = x;
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) values[k] += shuffle_xor(values[k], distance);
+    if (threadIdx.x % kLanes == 0) parts[k * kGroups + threadIdx.x / kLanes] = values[k];
+  }
   __syncthreads();  // the groups' sums are written
-  double result = parts[0];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    values[k] = parts[k * kGroups];
 #pragma unroll 1
-  for (unsigned group = 1; group < kGroups; ++group) result += parts[group];
-  __syncthreads();  // the groups' sums are read: the next sum may overwrite them
-  return result;
+    for (unsigned group = 1; group < kGroups; ++group) values[k] += parts[k * kGroups + group];
+  }
+  __syncthreads();  // the groups' sums are read: the next ones may overwrite them
+}
+
+__device__ __forceinline__ int64_t across_block(int64_t count) {
+  double value[1] = {static_cast<double>(count)};
+  across_block(value);
+  return static_cast<int64_t>(value[0]);
 }
 
 __device__ __forceinline__ int64_t counted_tokens(const uint8_t* mask, int64_t begin, int64_t end) {
   int64_t count = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kTeam) count += mask[i] != 0 ? 1 : 0;
-  return static_cast<int64_t>(across_block(static_cast<double>(count)));
+  return across_block(count);
 }
 
 // The place behind the token that is the `wanted`-th of those that count.
@@ -43,7 +55,7 @@ __device__ __forceinline__ int64_t place_behind(const uint8_t* mask, int64_t beg
   int64_t before = 0, start = begin;
   for (;; start += kTeam) {  // the stretch that holds it; every thread leaves in the same turn
     const int64_t i = start + threadIdx.x;
-    const int64_t here = static_cast<int64_t>(across_block(i < end && mask[i] != 0 ? 1.0 : 0.0));
+    const int64_t here = across_block(static_cast<int64_t>(i < end && mask[i] != 0));
     if (before + here >= wanted || start + static_cast<int64_t>(kTeam) >= end) break;
     before += here;
   }
@@ -73,27 +85,27 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) preference_sums_kernel(P
                                             preference_offset(p.cu_seqlens, p.length, other + 1));
       if (shared < own) cutoff = place_behind(p.mask, begin, end, shared);
     }
-    double logps = 0, ref = 0, nll = 0, aligned = 0;
-    int64_t tokens = 0, nll_tokens = 0;
+    double s[kSequenceSums] = {};
+    int tokens = 0, nll_tokens = 0;
 #pragma unroll 4
     for (int64_t i = begin + threadIdx.x; i < end; i += kTeam) {
       const bool present = p.mask[i] != 0;
-      const bool likely = p.nll_mask != nullptr && p.nll_mask[i] != 0;
-      const float x = present || likely ? p.logprobs[i] : 0.0f;
+      const bool likely = p.nll_mask == nullptr ? present : p.nll_mask[i] != 0;
+      const double x = present || likely ? p.logprobs[i] : 0.0f;
       if (present) {
         const double weight = i < cutoff ? 1 : p.ld_alpha;
-        logps += x * weight;
-        if (p.ref_per_token) ref += p.ref_logprobs[i] * weight;
-        if (p.log_sum_sq_probs != nullptr) aligned += static_cast<double>(x) - p.log_sum_sq_probs[i];
+        s[kLogps] += x * weight;
+        if (p.ref_per_token) s[kRefLogps] += p.ref_logprobs[i] * weight;
+        if (p.log_sum_sq_probs != nullptr) s[kAligned] += x - p.log_sum_sq_probs[i];
         tokens += 1;
       }
-      if (p.nll_mask == nullptr ? present : likely) nll += x, nll_tokens += 1;
+      if (likely) s[kNll] += x, nll_tokens += 1;
     }
-    const double s[kSequenceSums] = {
-        across_block(logps),
-        p.ref_per_token ? across_block(ref) : p.ref_logprobs != nullptr ? p.ref_logprobs[row] : 0.0,
-        across_block(static_cast<double>(tokens)), across_block(nll), across_block(static_cast<double>(nll_tokens)),
-        p.log_sum_sq_probs != nullptr ? across_block(aligned) : 0.0, static_cast<double>(cutoff - begin)};
+    s[kCounted] = tokens;
+    s[kNllTokens] = nll_tokens;
+    across_block(s);
+    if (!p.ref_per_token && p.ref_logprobs != nullptr) s[kRefLogps] = p.ref_logprobs[row];
+    s[kCutoff] = static_cast<double>(cutoff - begin);
     if (threadIdx.x == 0)
       for (int k = 0; k < kSequenceSums; ++k) p.stats[row * kSequenceSums + k] = s[k];
   }
@@ -105,10 +117,7 @@ struct Block {
   __device__ bool leads() const { return threadIdx.x == 0; }
   __device__ void barrier() const { __syncthreads(); }
   template <int kCount>
-  __device__ void sum(double (&values)[kCount]) const {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) values[k] = across_block(values[k]);
-  }
+  __device__ void sum(double (&values)[kCount]) const { across_block(values); }
 };
 
 static __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) preference_loss_kernel(PreferenceLoss p) {

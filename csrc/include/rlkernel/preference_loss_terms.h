@@ -293,13 +293,19 @@ RLKERNEL_BOTH void preference_total(const PreferenceLoss& p, Team& team) {
       p.slopes[k] = single.slope * scale;
       after[kKlSum] += kl;
     }
+    // no index that is known at run time only: it would put the sums into memory
     const bool chosen = paired || p.labels[k] != 0;
-    if (counted) {
-      after[chosen ? kRewardChosen : kRewardRejected] += reward_of(p, s);
-      after[chosen ? kLogpsChosen : kLogpsRejected] += shown_logps(p, s);
-      after[chosen ? kChosen : kRejected] += 1;
+    if (chosen) {
+      after[kRewardChosen] += counted ? reward_of(p, s) : 0;
+      after[kLogpsChosen] += counted ? shown_logps(p, s) : 0;
+      after[kChosen] += counted ? 1 : 0;
+      after[kTokensChosen] += s[kCounted];
+    } else {
+      after[kRewardRejected] += counted ? reward_of(p, s) : 0;
+      after[kLogpsRejected] += counted ? shown_logps(p, s) : 0;
+      after[kRejected] += counted ? 1 : 0;
+      after[kTokensRejected] += s[kCounted];
     }
-    after[chosen ? kTokensChosen : kTokensRejected] += s[kCounted];
     after[kPreference] += loss;
     after[kNotFinite] += loss - loss == 0 ? 0 : 1;
     p.rewards[k] = static_cast<float>(reward_of(p, s));
