@@ -214,7 +214,7 @@ def _unpaired(
     for term, weight in zip(rule.terms, rule.weights, strict=True):
         shift = kl.double() if PREFERENCE_TERMS[term] == "kto" and kl is not None else 0
         total = total + weight * torch.sigmoid(-rule.beta * (logps - ref - shift) * sign)
-    total = total * torch.where(labels, rule.desirable_weight, rule.undesirable_weight)
+    total = total * torch.where(labels, total.new_tensor(rule.desirable_weight), rule.undesirable_weight)
     return torch.where(count, total, 0), torch.ones_like(total), None
 
 
