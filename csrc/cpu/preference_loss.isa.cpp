@@ -11,16 +11,29 @@ using namespace ::rlkernel::preference;
 
 constexpr int64_t kParallel = 1 << 14;  // tokens from which waking the other threads pays
 
-typedef double Doubles __attribute__((vector_size(kWidth * 8)));
+typedef double Doubles __attribute__((vector_size(kWidth * 4)));
+typedef float HalfFloats __attribute__((vector_size(kWidth * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+
+// Half of the lanes, from `first` on. A conversion of all at once is wider than a register: the compiler takes it apart.
+inline Doubles doubles(Floats x, int first) {
+  HalfFloats half;
+  std::memcpy(&half, reinterpret_cast<const float*>(&x) + first, sizeof half);
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)half);
+#else
+  return __builtin_convertvector(half, Doubles);
+#endif
+}
 
 // Lane i sums every kWidth-th token, in fp64; then the lanes pairwise.
 struct Sum {
-  Doubles part = {};
-  void add(Floats x) { part += __builtin_convertvector(x, Doubles); }
+  Doubles low = {}, high = {};
+  void add(Floats x) { low += doubles(x, 0), high += doubles(x, kWidth / 2); }
   double total() const {
     double lane[kWidth];
-    for (int i = 0; i < kWidth; ++i) lane[i] = part[i];
+    std::memcpy(lane, &low, sizeof low);
+    std::memcpy(lane + kWidth / 2, &high, sizeof high);
     for (int half = kWidth / 2; half > 0; half /= 2)
       for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];
@@ -31,7 +44,16 @@ inline Ints kept(const uint8_t* mask, int count) {
   Bytes bytes = {};
   if (count == kWidth) std::memcpy(&bytes, mask, kWidth);
   else std::memcpy(&bytes, mask, count);
-  return __builtin_convertvector(bytes, Ints) != 0;
+#if defined(__AVX512F__)
+  const Ints wide = (Ints)_mm512_maskz_cvtepu8_epi32(kAll, (__m128i)bytes);
+#elif defined(__AVX2__)
+  int64_t eight;
+  std::memcpy(&eight, &bytes, sizeof eight);
+  const Ints wide = (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight));
+#else
+  const Ints wide = __builtin_convertvector(bytes, Ints);
+#endif
+  return wide != 0;
 }
 
 inline Floats values(const float* p, Ints kept, int count) {
