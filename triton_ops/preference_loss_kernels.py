@@ -474,7 +474,10 @@ def loss_kernel(
     tl.store(metrics + 8, ratio.to(tl.float32))
     tl.store(metrics + 9, odds_mean.to(tl.float32))
     tl.store(metrics + 10, mean_weight.to(tl.float32))
-    tl.store(metrics + 11, (tl.sum(v_kl, axis=0) / tl.maximum(rows, 1)).to(tl.float32))
+    kl_mean = tl.sum(v_kl, axis=0) / tl.maximum(rows, 1)
+    if (kl is not None) & (not KL_PER_ROW):
+        kl_mean = tl.load(kl).to(tl.float64)
+    tl.store(metrics + 11, kl_mean.to(tl.float32))
     tl.store(metrics + 12, number.to(tl.float32))
     tl.store(metrics + 13, tl.sum(v_tokens_c, axis=0).to(tl.float32))
     tl.store(metrics + 14, tl.sum(v_tokens_r, axis=0).to(tl.float32))

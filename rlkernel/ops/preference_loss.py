@@ -146,10 +146,6 @@ def preference_loss(
     labels = _labels(labels, rule.paired, rows, logprobs)
     kl = _kl(kl, rule, rows, logprobs, dtype)
     running_delta = _delta(running_delta, rule, logprobs, dtype)
-    if debug.enabled():
-        _validate.finite("logprobs", logprobs.detach(), mask)
-        if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
-            _validate.finite("ref_logprobs", ref_logprobs, mask)
     logprobs = logprobs.to(dtype).contiguous()
     tensors = (
         logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
@@ -194,6 +190,10 @@ def _forward(
     """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
     if cu_seqlens is not None:
         _check_offsets(cu_seqlens, logprobs.shape[0])
+    if debug.enabled():
+        _validate.finite("logprobs", logprobs, mask)
+        if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
+            _validate.finite("ref_logprobs", ref_logprobs, mask)
     stats = impl.sums(
         logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, rule.paired, rule.ld_alpha
     )
@@ -266,7 +266,7 @@ def _count(argument: str, value: float | Tensor | None, device: torch.device) ->
         return None, value
     if value.numel() != 1:
         raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
-    return value.detach().reshape(1).to(device=device, dtype=torch.float64), None
+    return value.detach().reshape(()).to(device=device, dtype=torch.float64), None
 
 
 def _reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
