@@ -77,7 +77,9 @@ def _by_hand(
     nll = -kept.chunk(2)[0].sum() / tokens.chunk(2)[0].sum()
     chosen, rejected = (beta * (logps - ref)).chunk(2)
     preference, loss = torch.zeros_like(nll), torch.zeros_like(nll)
-    for name, factor in zip((loss_type,) if isinstance(loss_type, str) else loss_type, loss_weights, strict=True):
+    for name, factor in zip(
+        (loss_type,) if isinstance(loss_type, str) else loss_type, loss_weights, strict=True
+    ):
         if name == "sft":
             loss = loss + factor * nll
         elif name == "sigmoid":
@@ -92,7 +94,8 @@ def _by_hand(
         zero, one = torch.zeros_like(nll), torch.ones_like(nll)
         c, r = logps.chunk(2)
         metrics = torch.stack([
-            chosen.mean(), rejected.mean(), (chosen - rejected).mean(), (chosen > rejected).to(c.dtype).mean(),
+            chosen.mean(), rejected.mean(), (chosen - rejected).mean(),
+            (chosen > rejected).to(c.dtype).mean(),
             c.mean(), r.mean(), preference, nll, zero, zero, one, zero, one * len(c),
             *(x.sum().to(c.dtype) for x in tokens.chunk(2)), (~logps.isfinite()).sum().to(c.dtype),
         ])  # fmt: skip
@@ -128,19 +131,22 @@ def trl_dpo_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor
     """``DPOTrainer._compute_loss``, unbound, on an object with the attributes that it reads."""
     mask = inputs["mask"]
     with_prompt = F.pad(mask, (1, 0)).long()
-    options = {
+    options = {  # DPOConfig's
         "beta": 0.1, "loss_type": "sigmoid", "loss_weights": None, "label_smoothing": 0.0, "ld_alpha": None,
         "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "use_weighting": False,
     } | options  # fmt: skip
-    types = options.pop("loss_type")
-    types = [types] if isinstance(types, str) else list(types)
+    given: Any = options.pop("loss_type")
+    types = [given] if isinstance(given, str) else list(given)
     weights = options.pop("loss_weights") or [1.0] * len(types)
     reference = {"logprobs": inputs["ref_logprobs"], "mask": mask}
     this = SimpleNamespace(
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False), accelerator=_fake_accelerator(), aux_loss_enabled=False,
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        accelerator=_fake_accelerator(), aux_loss_enabled=False,
         precompute_ref_logps=False, ref_model=lambda **kwargs: _fake_outputs(reference), loss_types=types,
-        loss_weights=weights, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
-        args=SimpleNamespace(discopop_tau=options.pop("discopop_tau", 0.05), gradient_checkpointing_kwargs=None),
+        loss_weights=weights, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
+        _tp_size=1,
+        args=SimpleNamespace(discopop_tau=options.pop("discopop_tau", 0.05),
+        gradient_checkpointing_kwargs=None),
         **options,
     )  # fmt: skip
     batch = {"input_ids": with_prompt, "attention_mask": with_prompt, "completion_mask": with_prompt}
@@ -155,13 +161,17 @@ def trl_kto_loss(trainer: Any, inputs: dict[str, Any], kl: Tensor, **options: An
         "beta": 0.1, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0,
     } | options  # fmt: skip
     this = SimpleNamespace(
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False), accelerator=_fake_accelerator(), aux_loss_enabled=False,
-        precompute_ref_logps=True, calculate_KL=options["loss_type"] == "kto", _compute_kl_logps=lambda *a: kl,
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        accelerator=_fake_accelerator(), aux_loss_enabled=False,
+        precompute_ref_logps=True, calculate_KL=options["loss_type"] == "kto",
+        _compute_kl_logps=lambda *a: kl,
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1, **options,
     )  # fmt: skip
     batch = {
-        "input_ids": with_prompt, "attention_mask": with_prompt, "completion_mask": with_prompt, "label": labels,
-        "ref_logps": torch.where(mask, inputs["ref_logprobs"], 0).sum(1), "ref_KL_logps": torch.zeros_like(kl),
+        "input_ids": with_prompt, "attention_mask": with_prompt, "completion_mask": with_prompt,
+        "label": labels,
+        "ref_logps": torch.where(mask, inputs["ref_logprobs"], 0).sum(1),
+        "ref_KL_logps": torch.zeros_like(kl),
     }  # fmt: skip
     return trainer._compute_loss(this, lambda **kwargs: _fake_outputs(inputs), batch, False)
 

@@ -144,9 +144,12 @@ class PolicyRule(NamedTuple):
 class PreferenceLossOutput(NamedTuple):
     """``loss`` [] is differentiable; the others are constants of the same pass.
 
-    ``metrics`` [16] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are [B];
-    of an unpaired loss they are [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums (of
-    ``orpo`` and ``simpo`` means) of the policy's log-probabilities.  ``running_delta`` [2] is the new state of
+    ``metrics`` [16] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are
+    [B];
+    of an unpaired loss they are [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums
+    (of
+    ``orpo`` and ``simpo`` means) of the policy's log-probabilities.  ``running_delta`` [2] is the new state
+    of
     ``bco_pair``; None where none was given.
     """
 
@@ -233,4 +236,6 @@ class PreferenceRule(NamedTuple):
     undesirable_weight: float
     factor: float  # times this: data-parallel size
     items: float  # pairs or sequences of the whole batch; 0: those that are here
-    nll_items: float  # tokens of the whole batch that the likelihood's mean divides by; 0: those that are here
+    nll_items: (
+        float  # tokens of the whole batch that the likelihood's mean divides by; 0: those that are here
+    )

@@ -51,4 +51,6 @@ def trl_batch_loss(trainer, this, batch, hidden, weight):
             setattr(this, name, getattr(trainer, name).__get__(this))
     last = torch.zeros_like(hidden[:, :1])  # predicts nothing
     logits = torch.cat([hidden, last], 1) @ weight.T
-    return trainer.get_batch_loss_metrics(this, lambda *a, **k: SimpleNamespace(logits=logits), batch["trl"])[0]
+    return trainer.get_batch_loss_metrics(this, lambda *a, **k: SimpleNamespace(logits=logits), batch["trl"])[
+        0
+    ]

@@ -1,5 +1,7 @@
-"""preference_loss against the loss code of TRL and Liger itself: values and gradients; each difference is a test."""
+"""preference_loss against the loss code of TRL and Liger itself: values and gradients; each difference is a
+test."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,8 @@ from rlkernel.ops import _preference_rule as names
 from rlkernel.reference.preference_loss import make_inputs
 
 DPO = [
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 ]  # fmt: skip
 # TRL's own list of those that an f-divergence may go with
@@ -42,12 +45,12 @@ def same(theirs, inputs, tolerance=1e-12, **options):
     inputs = dict(inputs)
     logprobs = inputs.pop("logprobs")
     want, want_grad = grad_of(lambda x: theirs(inputs | {"logprobs": x}), logprobs)
-    for backend in ("reference", "native"):
-        if backend == "native":
-            inputs = {k: v.float() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
-            logprobs, tolerance = logprobs.float(), max(tolerance, 1e-5)
+    for backend, dtype in (("reference", logprobs.dtype), ("native", torch.float32)):
+        given = {k: v.to(dtype) if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
+        tolerance = tolerance if backend == "reference" else max(tolerance, 1e-5)
+        ours = functools.partial(rlkernel.preference_loss, **given, **options)
         with rlkernel.use_backend(backend):
-            got, grad = grad_of(lambda x: rlkernel.preference_loss(x, **inputs, **options).loss, logprobs)
+            got, grad = grad_of(lambda x, ours=ours: ours(x).loss, logprobs.to(dtype))
         assert error(got, want) < tolerance * max(1, want.abs().item()), backend
         assert error(grad, want_grad) < tolerance * max(1, want_grad.abs().max().item()), backend
 
@@ -89,7 +92,11 @@ def test_is_trls_alpha_divergence(dpo, alpha):
     inputs = make_inputs(8, 40, drift=0.2)
     inputs["ref_logprobs"][0] -= 20  # beyond the clamp with alpha 1.7
     for name in ("sigmoid", "ipo"):
-        options = {"loss_type": name, "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": alpha}
+        options = {
+            "loss_type": name,
+            "f_divergence_type": "alpha_divergence",
+            "f_alpha_divergence_coef": alpha,
+        }
         same(lambda x, o=options: peers.trl_dpo_loss(dpo, x, **o), inputs, 1e-3, **options)
 
 
@@ -114,9 +121,16 @@ def test_is_trls_wpo(dpo, name):
             ours = rlkernel.preference_loss(**inputs, **options).loss
             assert error(ours, peers.trl_dpo_loss(dpo, inputs, **options)) < 1e-12
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            grad_of(lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x}, **options), inputs["logprobs"])
+            grad_of(
+                lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x}, **options), inputs["logprobs"]
+            )
         return
-    same(lambda x: peers.trl_dpo_loss(dpo, x, **options), inputs, 1e-7 if name == "exo_pair" else 1e-12, **options)
+    same(
+        lambda x: peers.trl_dpo_loss(dpo, x, **options),
+        inputs,
+        1e-7 if name == "exo_pair" else 1e-12,
+        **options,
+    )
 
 
 def test_is_trls_mpo(dpo):
@@ -137,7 +151,9 @@ def test_trl_does_not_smooth_the_labels_of_sigmoid(dpo):
     assert error(rlkernel.preference_loss(**inputs, label_smoothing=0.2).loss, plain) > 1e-3
     both = {"loss_type": ["sigmoid", "robust"], "label_smoothing": [0.0, 0.2]}  # TRL's 0.2 for both
     same(
-        lambda x: peers.trl_dpo_loss(dpo, x, loss_type=["sigmoid", "robust"], label_smoothing=0.2), inputs, **both
+        lambda x: peers.trl_dpo_loss(dpo, x, loss_type=["sigmoid", "robust"], label_smoothing=0.2),
+        inputs,
+        **both,
     )
 
 
@@ -182,8 +198,12 @@ def test_is_trls_kto(kto, name, desirable):
 def test_is_trls_cpo(name, alpha, smoothing):
     """AlphaPO's reward is the score of the alpha divergence with 1 - alpha, of sums or (simpo) of means."""
     if name in ("hinge", "ipo") and (smoothing or alpha and name == "ipo"):
-        pytest.skip("TRL does not smooth it" if smoothing else "ours divides the score by the length, TRL the sum")
-    trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL is not installed").CPOTrainer
+        pytest.skip(
+            "TRL does not smooth it" if smoothing else "ours divides the score by the length, TRL the sum"
+        )
+    trainer = pytest.importorskip(
+        "trl.experimental.cpo.cpo_trainer", reason="TRL is not installed"
+    ).CPOTrainer
     batch = batch_of_trl()
     this = SimpleNamespace(
         loss_type=name, beta=0.7, alpha=alpha, simpo_gamma=0.4, label_smoothing=smoothing, cpo_alpha=0.6,
@@ -199,7 +219,9 @@ def test_is_trls_cpo(name, alpha, smoothing):
 
 def test_is_trls_orpo():
     """The likelihood there is of prompt and completion."""
-    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="TRL is not installed").ORPOTrainer
+    trainer = pytest.importorskip(
+        "trl.experimental.orpo.orpo_trainer", reason="TRL is not installed"
+    ).ORPOTrainer
     batch = batch_of_trl()
     this = SimpleNamespace(beta=0.4, padding_value=0)
     check_head(
@@ -214,7 +236,11 @@ def check_head(theirs, batch, reference=None, nll=False, labels=None, tolerance=
     for ours in (False, True):
         hidden, weight = (x.clone().requires_grad_() for x in head(batch))
         if ours:
-            logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+            logprobs = (
+                (hidden @ weight.T)
+                .log_softmax(-1)
+                .gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+            )
             extra = {"nll_mask": batch["attended"]} if nll else {}
             extra |= {"labels": labels} if labels is not None else {}
             loss = rlkernel.preference_loss(logprobs, reference, batch["counted"], **extra, **options).loss
@@ -232,11 +258,24 @@ def liger(name):
 def reference_of(batch):
     """Other hidden states, and the sums of their logprobs."""
     hidden, weight = head(batch, seed=5)
-    logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+    logprobs = (
+        (hidden @ weight.T).log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+    )
     return hidden, weight, logprobs
 
 
-LIGER_DPO = ["sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]
+LIGER_DPO = [
+    "sigmoid",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
 
 
 @pytest.mark.parametrize("name", LIGER_DPO)
@@ -247,7 +286,8 @@ def test_is_ligers_dpo(name):
         beta=0.5, loss_type=name, label_smoothing=smoothing, compiled=False, compute_nll_loss=True, alpha=0.3
     )
     check_head(
-        lambda hidden, weight: module(weight, hidden, batch["labels"], ref_input=ref_hidden, ref_weight=ref_weight)[0],
+        lambda hidden, weight: module(weight, hidden, batch["labels"], ref_input=ref_hidden,
+        ref_weight=ref_weight)[0],
         batch, reference, loss_type=name, label_smoothing=smoothing, beta=0.5, nll_coef=0.3,
     )  # fmt: skip
 
@@ -265,7 +305,11 @@ def test_is_ligers(name, module, options):
     fused = getattr(liger(name), module)(**options, compiled=False)
     # its likelihood is part of all three
     check_head(
-        lambda hidden, weight: fused(weight, hidden, batch["labels"])[0], batch, loss_type=name, nll_coef=1.0, **options
+        lambda hidden, weight: fused(weight, hidden, batch["labels"])[0],
+        batch,
+        loss_type=name,
+        nll_coef=1.0,
+        **options,
     )
 
 
@@ -277,7 +321,8 @@ def test_is_ligers_kto():
     kl = torch.tensor(0.3)
     check_head(
         lambda hidden, weight: module(
-            hidden, weight, batch["labels"], preference_labels=labels, ref_input=ref_hidden, ref_weight=ref_weight, kl=kl
+            hidden, weight, batch["labels"], preference_labels=labels, ref_input=ref_hidden,
+            ref_weight=ref_weight, kl=kl
         )[0],
         batch, reference, labels=labels, loss_type="kto", beta=0.5, kl=kl,
     )  # fmt: skip
@@ -288,4 +333,4 @@ def test_every_type_of_trl_is_known():
     assert set(DPO) <= set(names.TERMS)
     documented = config.__doc__.split("Possible values are:")[1].split("If multiple")[0]
     assert {name for name in names.TERMS if f"'{name}'" in documented} == set(DPO)
-    assert IGNORED == F.cross_entropy.__defaults__[2]
+    assert F.cross_entropy.__defaults__[2] == IGNORED

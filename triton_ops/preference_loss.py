@@ -1,4 +1,5 @@
-"""``preference_loss`` over Triton: a program for each sequence sums it, one makes the loss, one each writes its gradient."""
+"""``preference_loss`` over Triton: a program for each sequence sums it, one makes the loss, one each writes
+its gradient."""
 
 import os
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def sums(
         if rows:
             sums_kernel[(rows,)](
                 logprobs, ref_logprobs, _bytes(mask), _bytes(nll_mask), log_sum_sq_probs, cu_seqlens, stats,
-                logprobs.shape[-1], rows // 2, ld_alpha, REF_PER_TOKEN=per_token, LENGTH_DESENSITISED=ld_alpha != 1,
+                logprobs.shape[-1], rows // 2, ld_alpha, REF_PER_TOKEN=per_token,
+                LENGTH_DESENSITISED=ld_alpha != 1,
                 BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
     return stats
@@ -65,11 +67,14 @@ def loss(
     delta = None if running_delta is None else torch.empty(2, dtype=dtype, device=device)
     with torch.cuda.device_of(stats):  # with 4 warps the compiler aims at fewer registers, and spills
         loss_kernel[(1,)](
-            stats, rows, _bytes(labels), kl, order, items, nll_items, running_delta, total, metrics, slopes, rewards,
+            stats, rows, _bytes(labels), kl, order, items, nll_items, running_delta, total, metrics, slopes,
+            rewards,
             logps, delta, r.weights, r.smoothing, r.beta, r.gamma, r.discopop_tau, r.exponent, r.nll_coef,
-            r.desirable_weight, r.undesirable_weight, r.factor, r.items, r.nll_items, TERMS=r.terms, N=len(r.terms),
+            r.desirable_weight, r.undesirable_weight, r.factor, r.items, r.nll_items, TERMS=r.terms,
+            N=len(r.terms),
             PER_TOKEN=r.per_token, WEIGHTING=r.weighting, DIVERGENCE=r.divergence,
-            KL_PER_ROW=kl is not None and kl.numel() != 1, LIKELY=r.nll_coef != 0 or 0 in r.terms, ODDS=15 in r.terms, BLOCK=256,
+            KL_PER_ROW=kl is not None and kl.numel() != 1, LIKELY=r.nll_coef != 0 or 0 in r.terms,
+            ODDS=15 in r.terms, BLOCK=256,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return total, metrics, slopes, rewards, logps, delta
@@ -108,12 +113,15 @@ def aot_cases() -> dict[str, Callable[[], object]]:
 
     defaults: dict[str, Any] = {
         "loss_weights": None, "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "discopop_tau": 0.05,
-        "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "ld_alpha": None, "use_weighting": False,
+        "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "ld_alpha": None,
+        "use_weighting": False,
         "nll_coef": None, "desirable_weight": 1.0, "undesirable_weight": 1.0, "num_items_in_batch": None,
         "num_tokens_in_batch": None, "dp_size": 1, "has_reference": False,
     }  # fmt: skip
 
-    def case(loss_type: Any, extras: bool = False, unpaired: bool = False, **options: Any) -> Callable[[], object]:
+    def case(
+        loss_type: Any, extras: bool = False, unpaired: bool = False, **options: Any
+    ) -> Callable[[], object]:
         rule = _preference_rule.build(**(defaults | options | {"loss_type": loss_type}))
         x, mask = torch.zeros(4, 64), torch.ones(4, 64, dtype=torch.bool)
         offsets = torch.arange(5) * 64 if extras else None
@@ -130,7 +138,15 @@ def aot_cases() -> dict[str, Callable[[], object]]:
                 tokens, tokens, kept, kept if extras else None, more, offsets, not unpaired, rule.ld_alpha
             )
             _, _, slopes, *_ = loss(
-                stats, labels, x[0, :4] if unpaired else None, order, number, number, delta, rule, torch.float32
+                stats,
+                labels,
+                x[0, :4] if unpaired else None,
+                order,
+                number,
+                number,
+                delta,
+                rule,
+                torch.float32,
             )
             backward(x[0, 0], slopes, stats, kept, kept if extras else None, labels, offsets, rule.ld_alpha)
 

@@ -1,7 +1,8 @@
 """The Triton kernels of ``preference_loss``.  The numbers of the choices are those of ``rlkernel.types``.
 
-Sums, and what follows from them, are fp64.  Blocks have a fixed size, so that the order of a sum follows from the
-place in the sequence.  Alignment decides Triton's layouts, and with them that order: nothing is specialised by it.
+Sums, and what follows from them, are fp64.  Blocks have a fixed size, so that the order of a sum follows
+from the place in the sequence.  Alignment decides Triton's layouts, and with them that order: nothing is
+specialised by it.
 """
 
 import triton
@@ -98,7 +99,8 @@ def total(x, present):
     ],
 )  # fmt: skip
 def sums_kernel(
-    logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, stats, length, half, ld_alpha: tl.float64,
+    logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, stats, length, half,
+    ld_alpha: tl.float64,
     REF_PER_TOKEN: tl.constexpr, LENGTH_DESENSITISED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -135,9 +137,13 @@ def sums_kernel(
         s_nll += total(x, likely)
         s_nll_tokens += total(weight * 0.0 + 1.0, likely)
         if REF_PER_TOKEN:
-            s_ref += total(tl.load(ref_logprobs + i, mask=present, other=0.0).to(tl.float64) * weight, present)
+            s_ref += total(
+                tl.load(ref_logprobs + i, mask=present, other=0.0).to(tl.float64) * weight, present
+            )
         if log_sum_sq_probs is not None:
-            s_aligned += total(x - tl.load(log_sum_sq_probs + i, mask=present, other=0.0).to(tl.float64), present)
+            s_aligned += total(
+                x - tl.load(log_sum_sq_probs + i, mask=present, other=0.0).to(tl.float64), present
+            )
     if (ref_logprobs is not None) & (not REF_PER_TOKEN):
         s_ref += tl.load(ref_logprobs + row).to(tl.float64)
     out = stats + row * 7
@@ -157,7 +163,8 @@ def column(stats, row, k, inside):
 
 @triton.jit
 def pair_term(
-    x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per_c, per_r, delta, e, beta, gamma, tau, exponent,
+    x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per_c, per_r, delta, e, beta, gamma, tau,
+    exponent,
     TERM: tl.constexpr, DIVERGENCE: tl.constexpr,
 ):  # fmt: skip
     """The loss of pairs, its derivatives by the sums of their sides, and the log odds."""
@@ -264,10 +271,13 @@ def ranked(stats, order, k, half, inside, e, beta, TERM: tl.constexpr):
     ],
 )  # fmt: skip
 def loss_kernel(
-    stats, rows, labels, kl, order, items, nll_items, running_delta, loss, metrics, slopes, rewards, logps, new_delta,
+    stats, rows, labels, kl, order, items, nll_items, running_delta, loss, metrics, slopes, rewards, logps,
+    new_delta,
     weights, smoothing, beta: tl.float64, gamma: tl.float64, tau: tl.float64, exponent: tl.float64,
-    nll_coef: tl.float64, desirable: tl.float64, undesirable: tl.float64, factor: tl.float64, item_count: tl.float64,
-    nll_item_count: tl.float64, TERMS: tl.constexpr, N: tl.constexpr, PER_TOKEN: tl.constexpr, WEIGHTING: tl.constexpr,
+    nll_coef: tl.float64, desirable: tl.float64, undesirable: tl.float64, factor: tl.float64,
+    item_count: tl.float64,
+    nll_item_count: tl.float64, TERMS: tl.constexpr, N: tl.constexpr, PER_TOKEN: tl.constexpr,
+    WEIGHTING: tl.constexpr,
     DIVERGENCE: tl.constexpr, KL_PER_ROW: tl.constexpr, LIKELY: tl.constexpr, ODDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -307,13 +317,19 @@ def loss_kernel(
         v_nll_tokens += nll_tokens
         v_pairs += tl.where(counted, 1.0, 0.0)
         v_weight += tl.where(counted, weight, 0.0)
-    number, nll, nll_tokens_here = tl.sum(v_pairs, axis=0), tl.sum(v_nll, axis=0), tl.sum(v_nll_tokens, axis=0)
+    number, nll, nll_tokens_here = (
+        tl.sum(v_pairs, axis=0),
+        tl.sum(v_nll, axis=0),
+        tl.sum(v_nll_tokens, axis=0),
+    )
     here = tl.maximum(number, 1.0)
     delta = tl.zeros((), tl.float64)
     if running_delta is not None:
         mean = tl.load(running_delta).to(tl.float64)
         batches = tl.load(running_delta + 1).to(tl.float64)
-        delta = mean + tl.where(number > 0, (tl.sum(v_reward, axis=0) / (2.0 * here) - mean) / (batches + 1.0), 0.0)
+        delta = mean + tl.where(
+            number > 0, (tl.sum(v_reward, axis=0) / (2.0 * here) - mean) / (batches + 1.0), 0.0
+        )
         tl.store(new_delta, delta.to(tl.float32))
         tl.store(new_delta + 1, (batches + tl.where(number > 0, 1.0, 0.0)).to(tl.float32))
     divisor = tl.where(item_count > 0, item_count, here)
@@ -361,7 +377,9 @@ def loss_kernel(
             counted = present & present_r
             weight = zeros + 1.0
             if WEIGHTING:
-                weight = tl.exp(column(stats, k, 5, inside) * per) * tl.exp(column(stats, k + half, 5, inside) * per_r)
+                weight = tl.exp(column(stats, k, 5, inside) * per) * tl.exp(
+                    column(stats, k + half, 5, inside) * per_r
+                )
             # what does not count is replaced by what has a value in every loss
             mean_c, mean_r = tl.where(counted, first * per, -1.0), tl.where(counted, second * per_r, -1.0)
             score_x, slope_x = score(x, exponent, DIVERGENCE)
@@ -369,10 +387,11 @@ def loss_kernel(
             by_c, by_r, log_odds = zeros, zeros, zeros
             for i in tl.static_range(N):
                 e = one * smoothing[i]
-                w = (one * weights[i])
+                w = one * weights[i]
                 if (TERMS[i] != 9) & (TERMS[i] != 10):
                     term, term_c, term_r, odds = pair_term(
-                        x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per, per_r, delta, e, beta, gamma,
+                        x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per, per_r, delta, e,
+                        beta, gamma,
                         tau, exponent, TERMS[i], DIVERGENCE,
                     )  # fmt: skip
                     value += w * term
@@ -434,7 +453,7 @@ def loss_kernel(
     sft = tl.zeros((), tl.float64)
     for i in tl.static_range(N):
         if TERMS[i] == 0:
-            sft += (one * weights[i])
+            sft += one * weights[i]
         if (TERMS[i] == 9) | (TERMS[i] == 10):
             tl.debug_barrier()  # the slopes so far are written: a rank adds to those of another pair
             for start in range(0, half, BLOCK):
@@ -446,7 +465,9 @@ def loss_kernel(
                 at = inside & a_counts
                 tl.store(slopes + a, tl.load(slopes + a, mask=at, other=0.0) + slope * w, mask=at)
                 at = inside & b_counts
-                tl.store(slopes + half + b, tl.load(slopes + half + b, mask=at, other=0.0) - slope * w, mask=at)
+                tl.store(
+                    slopes + half + b, tl.load(slopes + half + b, mask=at, other=0.0) - slope * w, mask=at
+                )
 
     mean_weight = tl.where(number > 0, tl.sum(v_weight, axis=0) / here, 1.0)
     preference = tl.sum(v_loss, axis=0) / divisor
@@ -458,7 +479,10 @@ def loss_kernel(
         nll_slope = -coefficient * factor / nll_divisor
     tl.store(loss, (whole * factor).to(tl.float32))
     tl.store(slopes + rows, nll_slope)
-    n_chosen, n_rejected = tl.maximum(tl.sum(v_chosen, axis=0), 1.0), tl.maximum(tl.sum(v_rejected, axis=0), 1.0)
+    n_chosen, n_rejected = (
+        tl.maximum(tl.sum(v_chosen, axis=0), 1.0),
+        tl.maximum(tl.sum(v_rejected, axis=0), 1.0),
+    )
     reward_c, reward_r = tl.sum(v_reward_c, axis=0) / n_chosen, tl.sum(v_reward_r, axis=0) / n_rejected
     tl.store(metrics, reward_c.to(tl.float32))
     tl.store(metrics + 1, reward_r.to(tl.float32))
@@ -486,7 +510,16 @@ def loss_kernel(
 
 @triton.jit(
     do_not_specialize=["rows", "length"],
-    do_not_specialize_on_alignment=["grad_loss", "slopes", "stats", "mask", "nll_mask", "labels", "cu_seqlens", "grad"],
+    do_not_specialize_on_alignment=[
+        "grad_loss",
+        "slopes",
+        "stats",
+        "mask",
+        "nll_mask",
+        "labels",
+        "cu_seqlens",
+        "grad",
+    ],
 )
 def gradient_kernel(
     grad_loss, slopes, stats, mask, nll_mask, labels, cu_seqlens, rows, length, ld_alpha: tl.float64, grad,
@@ -516,8 +549,7 @@ def gradient_kernel(
             own = tl.where(i < cutoff, own, own * ld_alpha)
         value = tl.where(present, own, 0.0) + tl.where(likely, nll, 0.0)
         tl.store(grad + i, value.to(tl.float32), mask=i < end)
-    if cu_seqlens is not None:
-        if row == rows - 1:  # what lies behind the last sequence
-            for start in range(end, length, BLOCK):
-                i = start + lanes
-                tl.store(grad + i, tl.zeros((BLOCK,), tl.float32), mask=i < length)
+    if (cu_seqlens is not None) & (row == rows - 1):  # what lies behind the last sequence
+        for start in range(end, length, BLOCK):
+            i = start + lanes
+            tl.store(grad + i, tl.zeros((BLOCK,), tl.float32), mask=i < length)

@@ -35,7 +35,8 @@ def sums(
     per_token = ref_logprobs is not None and ref_logprobs.shape == logprobs.shape
     launch(
         "preference_sums", logprobs.device, _address(logprobs), _address(ref_logprobs), per_token,
-        *map(_address, (mask, nll_mask, log_sum_sq_probs, cu_seqlens)), rows, logprobs.shape[-1], paired, ld_alpha,
+        *map(_address, (mask, nll_mask, log_sum_sq_probs, cu_seqlens)), rows, logprobs.shape[-1], paired,
+        ld_alpha,
         _address(stats),
     )  # fmt: skip
     return stats
@@ -61,7 +62,8 @@ def loss(
     launch(
         "preference_loss", device, _address(stats), rows, _address(labels), _address(kl),
         kl is not None and kl.numel() != 1,
-        *map(_address, (order, items, nll_items, running_delta, total, metrics, slopes, rewards, logps, delta)),
+        *map(_address, (order, items, nll_items, running_delta, total, metrics, slopes, rewards, logps,
+        delta)),
         [int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting), *rule.terms],
         list(rule[7:]), list(rule.weights), list(rule.smoothing),
     )  # fmt: skip

@@ -72,7 +72,9 @@ def build(
     unpaired = [name for name in names if name in UNPAIRED]
     if unpaired and len(unpaired) != len(names):
         paired = next(name for name in names if name not in UNPAIRED)
-        raise ValueError(f"loss_type must be of pairs or of single sequences, got {paired!r} and {unpaired[0]!r}")
+        raise ValueError(
+            f"loss_type must be of pairs or of single sequences, got {paired!r} and {unpaired[0]!r}"
+        )
     if has_reference and all(name in REFERENCE_FREE for name in names):
         raise ValueError(f"ref_logprobs must be None with loss_type {names[0]!r}, which has no reference")
     divergence = DIVERGENCES.index(_validate.choice("f_divergence_type", f_divergence_type, DIVERGENCES))
@@ -82,9 +84,8 @@ def build(
     if f_divergence_type != "reverse_kl":
         for name in names:
             if name not in DIFFERENCES:
-                raise ValueError(
-                    f"f_divergence_type must be 'reverse_kl' with loss_type {name!r}, got {f_divergence_type!r}"
-                )
+                want = f"'reverse_kl' with loss_type {name!r}"
+                raise ValueError(f"f_divergence_type must be {want}, got {f_divergence_type!r}")
     if use_weighting:
         for name in names:
             if name in SORTED or name in UNPAIRED:
@@ -112,7 +113,9 @@ def build(
         undesirable_weight=_validate.number("undesirable_weight", undesirable_weight, 0.0),
         factor=_positive("dp_size", dp_size),
         items=0.0 if num_items_in_batch is None else _positive("num_items_in_batch", num_items_in_batch),
-        nll_items=0.0 if num_tokens_in_batch is None else _positive("num_tokens_in_batch", num_tokens_in_batch),
+        nll_items=0.0
+        if num_tokens_in_batch is None
+        else _positive("num_tokens_in_batch", num_tokens_in_batch),
     )
 
 
@@ -120,7 +123,9 @@ def _weights(values: Sequence[float] | None, names: tuple[str, ...]) -> tuple[fl
     if values is None:
         return (1.0,) * len(names)
     if len(values) != len(names):
-        raise ValueError(f"loss_weights must have one number for each of {len(names)} losses, got {len(values)}")
+        raise ValueError(
+            f"loss_weights must have one number for each of {len(names)} losses, got {len(values)}"
+        )
     return tuple(_finite("loss_weights", value) for value in values)
 
 
@@ -147,7 +152,11 @@ def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[
 
 
 def _finite(argument: str, value: float) -> float:
-    return _validate.number(argument, value, -math.inf) if value != -math.inf else _validate.number(argument, value, 0.0)
+    return (
+        _validate.number(argument, value, -math.inf)
+        if value != -math.inf
+        else _validate.number(argument, value, 0.0)
+    )
 
 
 def _positive(argument: str, value: float) -> float:

@@ -1,7 +1,8 @@
-"""The preference losses in plain PyTorch: sums over the tokens of a sequence, the loss of the sums, its gradient.
+"""The preference losses in plain PyTorch: sums over the tokens of a sequence, the loss of the sums, its
+gradient.
 
-Sums and all that follows from them are fp64, whatever the dtype of the tokens: a log-ratio is the small difference
-of two sums.  The derivatives are those of autograd.
+Sums and all that follows from them are fp64, whatever the dtype of the tokens: a log-ratio is the small
+difference of two sums.  The derivatives are those of autograd.
 """
 
 import math
@@ -27,7 +28,8 @@ def sums(
     paired: bool,
     ld_alpha: float,
 ) -> Tensor:
-    """[rows, 7] of fp64, the columns of ``SEQUENCE_SUMS``.  ``ref_logprobs`` has logprobs' shape, or is [rows]."""
+    """[rows, 7] of fp64, the columns of ``SEQUENCE_SUMS``.  ``ref_logprobs`` has logprobs' shape, or is
+    [rows]."""
     rows = _rows(logprobs, cu_seqlens)
     count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -51,11 +53,14 @@ def sums(
         tail = rank - before > (shared[:, None] if cu_seqlens is None else shared[rows])
         weight = torch.where(tail, ld_alpha, weight)
         cutoff = sum_of(ones, ~tail & (places - start >= 0))
-    kept = inside if nll_mask is None else nll_mask & (places < cu_seqlens[-1] if cu_seqlens is not None else True)
+    kept = (
+        inside
+        if nll_mask is None
+        else nll_mask & (places < cu_seqlens[-1] if cu_seqlens is not None else True)
+    )
     zero = torch.zeros_like(tokens)
-    per_token = ref_logprobs is not None and ref_logprobs.shape == logprobs.shape
     reference = zero if ref_logprobs is None else ref_logprobs.double()
-    if per_token:
+    if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
         reference = sum_of(ref_logprobs.double() * weight, inside)
     aligned = zero
     if log_sum_sq_probs is not None:
@@ -78,8 +83,10 @@ def loss(
     rule: PreferenceRule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(loss, metrics, slopes, rewards, logps, running_delta)``.  ``slopes`` [rows + 1] of fp64 are d loss / d
-    logps, and last that of a token of the likelihood.  ``order`` [4, B] sorts the pairs for aot: by their log-ratio,
+    """``(loss, metrics, slopes, rewards, logps, running_delta)``.  ``slopes`` [rows + 1] of fp64 are d loss
+    / d
+    logps, and last that of a token of the likelihood.  ``order`` [4, B] sorts the pairs for aot: by their
+    log-ratio,
     by the reference's, chosen and rejected by theirs."""
     columns = stats.unbind(1)
     with torch.enable_grad():
@@ -196,7 +203,8 @@ def _total(
         metrics = torch.stack([
             *of_sides, of_sides[0] - of_sides[1], mean_of(better, count),
             *(mean_of(values, side) for side in sides), preference,
-            likelihood / kept.sum().clamp(min=1), mean_of(F.logsigmoid(odds), count) if odds is not None else number * 0,
+            likelihood / kept.sum().clamp(min=1), mean_of(F.logsigmoid(odds),
+            count) if odds is not None else number * 0,
             mean_of(odds, count) if odds is not None else number * 0, mean_weight, divergence, number,
             torch.where(chosen, tokens, 0).sum(), torch.where(chosen, 0, tokens).sum(),
             (~each.isfinite()).sum().double(),
@@ -222,7 +230,8 @@ def _paired(
     logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, labels: Tensor | None, kl: Tensor | None,
     order: Tensor | None, delta: Tensor, count: Tensor, rule: PreferenceRule,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The loss of each pair (to which that of a rank is added, whose sum is the same), its weight, the log odds."""
+    """The loss of each pair (to which that of a rank is added, whose sum is the same), its weight, the log
+    odds."""
     beta = rule.beta
     ratios = logps - ref
     c, r = ratios.chunk(2)
@@ -270,9 +279,10 @@ def _paired(
         elif name == "apo_down":
             each = torch.sigmoid(beta * c) + torch.sigmoid(-beta * (c - r))
         elif name == "discopop":
-            # E * m in one exponential: the product of the two is inf * 0 where the margin is large and negative
+            # one exponential: the product of two is inf * 0 where the margin is large and negative
             m = torch.sigmoid(z / rule.discopop_tau)
-            below = torch.exp((z / rule.discopop_tau - z).clamp(max=0)) * torch.sigmoid(-z / rule.discopop_tau)
+            below = torch.exp(torch.where(z < 0, z / rule.discopop_tau - z, 0))
+            below = below * torch.sigmoid(-z / rule.discopop_tau)
             blend = torch.where(z < 0, below, torch.exp(-z.clamp(min=0)) * m)
             each = -F.logsigmoid(z) * (1 - m) + blend
         elif name == "sigmoid_norm":
@@ -286,8 +296,7 @@ def _paired(
         total = total + factor * each
     weight = torch.ones_like(total)
     if rule.weighting:
-        weight = torch.exp(aligned / length).chunk(2)
-        weight = weight[0] * weight[1]
+        weight = torch.exp(aligned / length).view(2, -1).prod(0)
     return torch.where(count, total * weight, 0) + ranked, weight, odds
 
 
@@ -309,7 +318,9 @@ def _score(x: Tensor, rule: PreferenceRule) -> Tensor:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)), in the form that keeps its digits on either side of log(1/2)."""
     half = -math.log(2)
-    return torch.where(x < half, torch.log1p(-torch.exp(x.clamp(max=half))), torch.log(-torch.expm1(x.clamp(min=half))))
+    return torch.where(
+        x < half, torch.log1p(-torch.exp(x.clamp(max=half))), torch.log(-torch.expm1(x.clamp(min=half)))
+    )
 
 
 def make_inputs(
@@ -320,7 +331,8 @@ def make_inputs(
     drift: float = 0.2,
     extras: bool = False,
 ) -> dict[str, Tensor]:
-    """Keyword arguments of ``rlkernel.preference_loss`` for ``shape`` [2B, L]: completions behind prompts of all
+    """Keyword arguments of ``rlkernel.preference_loss`` for ``shape`` [2B, L]: completions behind prompts of
+    all
     lengths, some tokens of which do not count; with ``extras`` also those of WPO and of the likelihood."""
     g = torch.Generator().manual_seed(seed)
 
