@@ -285,7 +285,7 @@ def test_a_barrier_missing_in_value_loss_is_found(barrier, max_blocks):
 
 
 def preference_losses(kernels, schedules):
-    """Loss, metrics, rewards and gradient of sequences with a tail of their own, sorted, under each schedule."""
+    """Loss, metrics, rewards and gradient of sorted pairs with tails, under each (seed, max_blocks)."""
     inputs = preference_loss.make_inputs(6, 900)
     options = {"loss_type": ["sigmoid", "aot", "sft"], "ld_alpha": 0.5}
     results = []

@@ -192,6 +192,34 @@ def test_is_trls_kto(kto, name, desirable):
         same(lambda x, kl=kl: peers.trl_kto_loss(kto, x, kl, **options), inputs, **ours, **options)
 
 
+def test_trls_kto_drops_what_is_not_a_number(kto):
+    """Difference: its mean leaves out a sequence whose loss is NaN; here NaN shows and is counted."""
+    inputs = make_inputs(4, 20, dtype=torch.float64)
+    inputs["labels"] = torch.arange(4) < 2
+    inputs["logprobs"][1, inputs["mask"][1]] = torch.nan
+    assert bool(peers.trl_kto_loss(kto, inputs, torch.zeros(2), loss_type="kto").isfinite())
+    out = rlkernel.preference_loss(**inputs, loss_type="kto")
+    assert bool(out.loss.isnan()) and out.metrics[rlkernel.PREFERENCE_METRICS.index("not_finite")] == 1
+
+
+def test_trls_ipo_of_cpo_scores_the_mean():
+    """Difference: with AlphaPO's alpha, ours is the mean of the score, as TRL's DPO has it."""
+    trainer = pytest.importorskip(
+        "trl.experimental.cpo.cpo_trainer", reason="TRL is not installed"
+    ).CPOTrainer
+    batch = batch_of_trl()
+    this = SimpleNamespace(loss_type="ipo", beta=0.7, alpha=0.25, cpo_alpha=0.0, pad_token_id=0)
+    hidden, weight = head(batch)
+    theirs = trl_batch_loss(trainer, this, batch, hidden, weight)
+    logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, batch["targets"][..., None])[..., 0]
+    means = torch.where(batch["counted"], logprobs, 0).sum(1) / batch["counted"].sum(1)
+    scores = ((1 - (-0.25 * means).exp()) / 0.25).chunk(2)
+    assert error(theirs, ((scores[0] - scores[1] - 1 / 1.4) ** 2).mean()) < 1e-5
+    options = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.75, "beta": 0.7}
+    ours = rlkernel.preference_loss(logprobs, None, batch["counted"], loss_type="ipo", **options).loss
+    assert error(ours, theirs) > 1e-2
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "simpo"])
