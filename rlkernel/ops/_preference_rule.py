@@ -78,7 +78,7 @@ def build(
     if has_reference and all(name in REFERENCE_FREE for name in names):
         raise ValueError(f"ref_logprobs must be None with loss_type {names[0]!r}, which has no reference")
     divergence = DIVERGENCES.index(_validate.choice("f_divergence_type", f_divergence_type, DIVERGENCES))
-    exponent = _finite("f_alpha_divergence_coef", f_alpha_divergence_coef) - 1
+    exponent = finite("f_alpha_divergence_coef", f_alpha_divergence_coef) - 1
     if f_divergence_type == "alpha_divergence" and abs(exponent) < 1e-6:  # the limit is the logarithm
         divergence = 0
     if f_divergence_type != "reverse_kl":
@@ -104,7 +104,7 @@ def build(
         divergence=divergence,
         weighting=bool(use_weighting),
         beta=_positive("beta", beta),
-        gamma=_finite("gamma", gamma),
+        gamma=finite("gamma", gamma),
         discopop_tau=_positive("discopop_tau", discopop_tau),
         exponent=exponent,
         ld_alpha=1.0 if ld_alpha is None else _validate.fraction("ld_alpha", ld_alpha),
@@ -126,7 +126,7 @@ def _weights(values: Sequence[float] | None, names: tuple[str, ...]) -> tuple[fl
         raise ValueError(
             f"loss_weights must have one number for each of {len(names)} losses, got {len(values)}"
         )
-    return tuple(_finite("loss_weights", value) for value in values)
+    return tuple(finite("loss_weights", value) for value in values)
 
 
 def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[float, ...]:
@@ -151,15 +151,13 @@ def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[
     return tuple(float(x) for x in each)
 
 
-def _finite(argument: str, value: float) -> float:
-    return (
-        _validate.number(argument, value, -math.inf)
-        if value != -math.inf
-        else _validate.number(argument, value, 0.0)
-    )
+def finite(argument: str, value: float) -> float:
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ValueError(f"{argument} must be finite, got {value}")
+    return _validate.number(argument, value, -math.inf)
 
 
 def _positive(argument: str, value: float) -> float:
-    if _finite(argument, value) <= 0:
+    if finite(argument, value) <= 0:
         raise ValueError(f"{argument} must be > 0 and finite, got {value}")
     return float(value)

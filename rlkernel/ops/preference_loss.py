@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _preference_rule, _validate
+from rlkernel.ops import _preference_inputs, _preference_rule, _validate
 from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
@@ -136,9 +136,11 @@ def preference_loss(
     names and
     conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
-    dtype, rows, cu_seqlens = _sequences(logprobs, cu_seqlens)
-    items, known_items = _count("num_items_in_batch", num_items_in_batch, logprobs.device)
-    nll_items, known_tokens = _count("num_tokens_in_batch", num_tokens_in_batch, logprobs.device)
+    dtype, rows, cu_seqlens = _preference_inputs.sequences(logprobs, cu_seqlens)
+    items, known_items = _preference_inputs.count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    nll_items, known_tokens = _preference_inputs.count(
+        "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
+    )
     rule = _preference_rule.build(
         loss_type=loss_type,
         loss_weights=loss_weights,
@@ -160,13 +162,13 @@ def preference_loss(
     )
     if rule.paired and rows % 2:
         raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
-    ref_logprobs = _reference(ref_logprobs, logprobs, rows, dtype)
-    mask = _mask("mask", mask, logprobs)
-    nll_mask = None if nll_mask is None else _mask("nll_mask", nll_mask, logprobs)
-    log_sum_sq_probs = _aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
-    labels = _labels(labels, rule.paired, rows, logprobs)
-    kl = _kl(kl, rule, rows, logprobs, dtype)
-    running_delta = _delta(running_delta, rule, logprobs, dtype)
+    ref_logprobs = _preference_inputs.reference(ref_logprobs, logprobs, rows, dtype)
+    mask = _preference_inputs.mask("mask", mask, logprobs)
+    nll_mask = None if nll_mask is None else _preference_inputs.mask("nll_mask", nll_mask, logprobs)
+    log_sum_sq_probs = _preference_inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
+    labels = _preference_inputs.labels(labels, rule.paired, rows, logprobs)
+    kl = _preference_inputs.kl(kl, rule, rows, logprobs, dtype)
+    running_delta = _preference_inputs.delta(running_delta, rule, logprobs, dtype)
     logprobs = logprobs.to(dtype).contiguous()
     tensors = (
         logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
@@ -211,7 +213,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
     if cu_seqlens is not None:
-        _check_offsets(cu_seqlens, logprobs.shape[0])
+        _preference_inputs.check_offsets(cu_seqlens, logprobs.shape[0])
     if debug.enabled():
         _validate.finite("logprobs", logprobs, mask)
         if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
@@ -255,112 +257,6 @@ class _PreferenceLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
         return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 11
-
-
-def _sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype, int, Tensor | None]:
-    _validate.floating("logprobs", logprobs)
-    dims, want = (2, "[2B, L], or [N] with cu_seqlens") if cu_seqlens is None else (1, "[N] with cu_seqlens")
-    if logprobs.dim() != dims:
-        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    if cu_seqlens is None:
-        return dtype, logprobs.shape[0], None
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = (
-            _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        )
-        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
-    _validate.same_device("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
-    return dtype, cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int64).contiguous()
-
-
-def _check_offsets(offsets: Tensor, total: int) -> None:
-    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
-    if debug.may_read(offsets) and (
-        int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any())
-    ):
-        shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
-
-
-def _count(
-    argument: str, value: float | Tensor | None, device: torch.device
-) -> tuple[Tensor | None, float | None]:
-    if not isinstance(value, Tensor):
-        return None, value
-    if value.numel() != 1:
-        raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
-    return value.detach().reshape(()).to(device=device, dtype=torch.float64), None
-
-
-def _reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
-    if x is None:
-        return None
-    _validate.constant("ref_logprobs", x)
-    if x.shape != logprobs.shape and x.shape != (rows,):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one sum for each of {rows} sequences"
-        raise ValueError(f"ref_logprobs must have {want}, got {tuple(x.shape)}")
-    _validate.same_device("ref_logprobs", x, "logprobs", logprobs.device)
-    return x.detach().to(dtype).contiguous()
-
-
-def _mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")
-    _validate.like(argument, x, "logprobs", logprobs)
-    return (x if x.dtype == torch.bool else x != 0).contiguous()
-
-
-def _aligned(x: Tensor | None, wanted: bool, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if not wanted:
-        return None
-    if x is None:
-        raise ValueError("log_sum_sq_probs must be given with use_weighting, got None")
-    _validate.constant("log_sum_sq_probs", x)
-    _validate.like("log_sum_sq_probs", x, "logprobs", logprobs)
-    return x.detach().to(dtype).contiguous()
-
-
-def _labels(x: Tensor | None, paired: bool, rows: int, logprobs: Tensor) -> Tensor | None:
-    if paired != (x is None):
-        want = "None with a loss of pairs" if paired else "given with an unpaired loss"
-        raise ValueError(f"labels must be {want}, got {'a tensor' if paired else None}")
-    if x is None:
-        return None
-    if not isinstance(x, Tensor) or x.shape != (rows,):
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"labels must have shape {(rows,)}, got {got}")
-    _validate.same_device("labels", x, "logprobs", logprobs.device)
-    return (x if x.dtype == torch.bool else x != 0).contiguous()
-
-
-def _kl(
-    x: float | Tensor | None, rule: PreferenceRule, rows: int, logprobs: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    if x is None:
-        return None
-    if PREFERENCE_TERMS.index("kto") not in rule.terms:
-        raise ValueError("kl must be None with a loss_type other than 'kto', got a value")
-    if not isinstance(x, Tensor):
-        return torch.full((1,), _preference_rule._finite("kl", x), dtype=dtype, device=logprobs.device)
-    if x.numel() != 1 and x.shape != (rows,):
-        raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
-    _validate.same_device("kl", x, "logprobs", logprobs.device)
-    return x.detach().reshape(-1).to(dtype).contiguous()
-
-
-def _delta(x: Tensor | None, rule: PreferenceRule, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if x is None:
-        return None
-    if PREFERENCE_TERMS.index("bco_pair") not in rule.terms:
-        raise ValueError("running_delta must be None with a loss_type other than 'bco_pair', got a tensor")
-    _validate.floating("running_delta", x)
-    if x.shape != (2,):
-        raise ValueError(f"running_delta must be [2], a mean and a count, got {tuple(x.shape)}")
-    _validate.same_device("running_delta", x, "logprobs", logprobs.device)
-    return x.detach().to(dtype).contiguous()
 
 
 # Under torch.compile the op is one opaque node.  A rule crosses that boundary as integers and numbers.
