@@ -11,23 +11,23 @@ from torch import Tensor
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
 
-DIMS = ("B", "L")  # rows: chosen, then rejected
-INPUTS: dict[str, Any] = {}
+DIMS = ("B", "L")  # pairs, tokens of a side
+INPUTS: dict[str, Any] = {"pairs": True}
 OPTIONS: dict[str, Any] = {}
 SHARED: tuple[str, ...] = ()
 GRADIENTS = ("logprobs",)
 SCALARS = ("loss",)
 
-QUICK = [Case({"B": 32, "L": 4096}, "float32", OPTIONS)]
+QUICK = [Case({"B": 16, "L": 4096}, "float32", OPTIONS)]
 _SEVERAL = {"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)}
 PRESETS = {
-    "tiny": [Case({"B": 4, "L": 130}, "float32", OPTIONS)],
+    "tiny": [Case({"B": 2, "L": 130}, "float32", OPTIONS)],
     "preference-cpu": [
-        Case({"B": 64, "L": 4096}, "float32", OPTIONS),
-        Case({"B": 64, "L": 4096}, "float32", {"ld_alpha": 0.5}, note="ld_dpo"),
-        Case({"B": 64, "L": 4096}, "float32", _SEVERAL, note="mpo"),
-        Case({"B": 64, "L": 4096}, "float32", {"loss_type": "aot"}, note="aot"),
-        Case({"B": 8, "L": 65536}, "float32", OPTIONS, note="long"),
+        Case({"B": 32, "L": 4096}, "float32", OPTIONS),
+        Case({"B": 32, "L": 4096}, "float32", {"ld_alpha": 0.5}, note="ld_dpo"),
+        Case({"B": 32, "L": 4096}, "float32", _SEVERAL, note="mpo"),
+        Case({"B": 32, "L": 4096}, "float32", {"loss_type": "aot"}, note="aot"),
+        Case({"B": 4, "L": 65536}, "float32", OPTIONS, note="long"),
     ],
 }
 
@@ -37,13 +37,13 @@ def OUTPUTS(case: Case) -> tuple[str, ...]:
 
 
 def row_elements(case: Case) -> int:
-    return case.sizes["L"]
+    return 2 * case.sizes["L"]
 
 
 def bytes_moved(case: Case, backward: bool) -> int:
     # forward: read both policies' logprobs (4 each) and the mask (1); backward reads the mask and writes the
     # gradient (4): 9 and 5 bytes for each token
-    return (14 if backward else 9) * case.sizes["B"] * case.sizes["L"]
+    return (14 if backward else 9) * 2 * case.sizes["B"] * case.sizes["L"]
 
 
 def flops(case: Case, backward: bool) -> int:

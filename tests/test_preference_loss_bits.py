@@ -15,9 +15,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def packed_of(inputs):
-    """Sequences of these lengths one behind the other, some tokens of padding behind them, and which tokens
-    they
-    are in the padded form."""
+    """Sequences of these lengths one behind the other, with padding behind the last; the same padded; and
+    which tokens they are there."""
     length = inputs["logprobs"].shape[1]
     lengths = torch.tensor([length, 0, 1, length - 3, 7, length], device=inputs["logprobs"].device)
     inside = torch.arange(length, device=lengths.device) < lengths[:, None]

@@ -46,15 +46,11 @@ def preference_loss(
     """A preference loss and its gradient from the log-probabilities of tokens.
 
     Equal to the mean over pairs (``kto``, ``apo_zero_unpaired``: over sequences) of the losses below, each
-    times
-    its weight, plus ``nll_coef`` times the mean of ``-logprobs`` over the chosen tokens.  ``x`` is a
-    sequence's sum
-    of ``logprobs - ref_logprobs``, ``m`` its mean of ``logprobs``, ``n`` its number of tokens, ``c`` and
-    ``r`` mean
-    chosen and rejected, ``s = f'(exp(x))`` is the score of the f-divergence (``x`` itself for reverse_kl),
-    ``z =
-    beta (s_c - s_r)``, ``l(z) = -logsigmoid(z)`` and ``l_e(z) = (1 - e) l(z) + e l(-z)`` with e =
-    label_smoothing:
+    times its weight, plus ``nll_coef`` times the mean of ``-logprobs`` over the chosen tokens.  ``x`` is a
+    sequence's sum of ``logprobs - ref_logprobs``, ``m`` its mean of ``logprobs``, ``n`` its number of tokens,
+    ``c`` and ``r`` mean chosen and rejected, ``s = f'(exp(x))`` is the score of the f-divergence (``x``
+    itself for reverse_kl), ``z = beta (s_c - s_r)``, ``l(z) = -logsigmoid(z)`` and ``l_e(z) = (1 - e) l(z) +
+    e l(-z)`` with e = label_smoothing:
 
         sigmoid, cpo       l_e(z); cpo has no reference and adds the likelihood
         sigmoid_norm       l_e(beta (s_c / n_c - s_r / n_r))
@@ -72,35 +68,29 @@ def preference_loss(
         sft                the likelihood of the chosen tokens
         simpo              l_e(beta (m_c - m_r) - gamma)
         orpo               beta l(m_c - m_r - log(1 - exp(m_c)) + log(1 - exp(m_r))), plus the likelihood
-        kto                desirable_weight sigmoid(-beta (x - kl)), or undesirable_weight sigmoid(beta (x -
-        kl))
+        kto                desirable_weight sigmoid(-beta (x - kl)), undesirable_weight sigmoid(beta (x - kl))
         apo_zero_unpaired  the same with kl = 0
 
     Sums over tokens are fp64 in a fixed order.  A sequence's sum has the same bits whatever surrounds it
     (batch-invariant); loss and gradient have the same bits in every run, and with ``num_items_in_batch`` a
-    pair's
-    gradient does not depend on the other pairs, except through aot's order, bco's delta and the likelihood's
-    mean.
+    pair's gradient does not depend on the other pairs, except through aot's order, bco's delta and the
+    likelihood's mean.
 
     Args:
         logprobs: [2B, L], chosen rows first, or [N] with ``cu_seqlens``; for an unpaired loss [S, L]; fp16,
-            bf16,
-            fp32 or fp64.
+            bf16, fp32 or fp64.
         ref_logprobs: of the reference policy, the same shape, or the sums of sequences, [2B] or [S]; None: 0.
-        mask: nonzero where a token counts; what the others hold is never read into arithmetic.  A pair with
-            a side
-            without a token does not count.
+        mask: nonzero where a token counts; what the others hold is never read into arithmetic.  A pair with a
+            side without a token does not count.
         loss_type: one of the names above, or several, whose losses are added.
         loss_weights: one number for each of several losses; None: 1.
         label_smoothing: one number, or one for each of several losses.
         gamma: margin of simpo.
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses
-            of z,
-            ipo, sigmoid_norm and simpo, where ``x = m``.
+            of z, ipo, sigmoid_norm and simpo, where ``x = m``.
         ld_alpha: LD-DPO: weight in [0, 1] of the tokens of the longer side beyond the length of the other.
         use_weighting: WPO: a pair's loss is multiplied by exp(mean of logprobs - log_sum_sq_probs) of both
-            sides,
-            which has no gradient.
+            sides, which has no gradient.
         log_sum_sq_probs: [2B, L] or [N], the logarithm of the sum of squared probabilities, for
             ``use_weighting``.
         nll_coef: weight of the likelihood; None: 1 for orpo and cpo, else 0.
@@ -108,11 +98,9 @@ def preference_loss(
         labels: [S], of an unpaired loss: nonzero where a sequence is desirable.
         kl: of kto: an estimate of the divergence from the reference, one or [S]; has no gradient.  None: 0.
         running_delta: [2], of bco_pair: the mean reward of earlier batches, and their number.  This batch is
-            added
-            before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
+            added before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
         num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by; a
-            tensor is
-            not synchronised.  None: those that are here.
+            tensor is not synchronised.  None: those that are here.
         num_tokens_in_batch: tokens of the whole batch that the likelihood's mean divides by.
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
         cu_seqlens: [S + 1] offsets of packed sequences, chosen ones first; tokens behind the last are
@@ -120,21 +108,18 @@ def preference_loss(
 
     Returns:
         PreferenceLossOutput: ``loss``, ``metrics`` in the order of ``rlkernel.PREFERENCE_METRICS``,
-        ``chosen_rewards`` and ``rejected_rewards`` (beta x; of orpo and simpo beta m), ``logps``,
-        ``running_delta``.
+            ``chosen_rewards`` and ``rejected_rewards`` (beta x; of orpo and simpo beta m), ``logps``,
+            ``running_delta``.
 
     Raises:
         ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in
-            which
-            a log-probability that counts and is not finite raises too; else metric "not_finite" counts its
-            pair.
+            which a log-probability that counts and is not finite raises too; else metric "not_finite" counts
+            its pair.
 
-    Sources: DPO arXiv 2305.18290, conservative and robust DPO 2403.00409, IPO 2310.12036, EXO 2402.00856, NCA
+    Sources: DPO arXiv 2305.18290, robust DPO 2403.00409, IPO 2310.12036, EXO 2402.00856, NCA
     2402.05369, BCO 2404.04656, SPPO 2405.00675, AOT 2406.05882, APO 2408.06266, DiscoPOP 2406.08414, f-DPO
-    2309.16240,
-    LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.08417;
-    names and
-    conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
+    2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
+    2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
     dtype, rows, cu_seqlens = _preference_inputs.sequences(logprobs, cu_seqlens)
     items, known_items = _preference_inputs.count("num_items_in_batch", num_items_in_batch, logprobs.device)

@@ -83,11 +83,9 @@ def loss(
     rule: PreferenceRule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(loss, metrics, slopes, rewards, logps, running_delta)``.  ``slopes`` [rows + 1] of fp64 are d loss
-    / d
-    logps, and last that of a token of the likelihood.  ``order`` [4, B] sorts the pairs for aot: by their
-    log-ratio,
-    by the reference's, chosen and rejected by theirs."""
+    """``(loss, metrics, slopes, rewards, logps, running_delta)``.  ``slopes`` [rows + 1] of fp64 are d loss /
+    d logps, and last that of a token of the likelihood.  ``order`` [4, B] sorts the pairs for aot: by their
+    log-ratio, by the reference's, chosen and rejected by theirs."""
     columns = stats.unbind(1)
     with torch.enable_grad():
         logps, nll = columns[0].clone().requires_grad_(), columns[3].clone().requires_grad_()
@@ -330,20 +328,26 @@ def make_inputs(
     seed: int = 0,
     drift: float = 0.2,
     extras: bool = False,
+    pairs: bool = False,
 ) -> dict[str, Tensor]:
-    """Keyword arguments of ``rlkernel.preference_loss`` for ``shape`` [2B, L]: completions behind prompts of
-    all
-    lengths, some tokens of which do not count; with ``extras`` also those of WPO and of the likelihood."""
+    """Keyword arguments of ``rlkernel.preference_loss`` for ``shape`` [2B, L], or with ``pairs`` [B, L]:
+    completions behind prompts of all lengths, some tokens of which do not count; with ``extras`` also those
+    of WPO and of the likelihood."""
+    rows, length = shape
+    rows = 2 * rows if pairs else rows
     g = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
+        return torch.randn(rows, length, generator=g, dtype=torch.float64)
 
-    rows, length = shape
     start = (torch.rand(rows, 1, generator=g) * length / 3).long()
     end = start + 1 + (torch.rand(rows, 1, generator=g) * (length - start)).long()
     places = torch.arange(length)
-    mask = (places >= start) & (places < end) & ((torch.rand(shape, generator=g) > 0.05) | (places == start))
+    mask = (
+        (places >= start)
+        & (places < end)
+        & ((torch.rand(rows, length, generator=g) > 0.05) | (places == start))
+    )
     ref = -noise().abs()
     tensors = {"logprobs": ref - drift * noise().abs(), "ref_logprobs": ref}
     if extras:
@@ -351,5 +355,5 @@ def make_inputs(
     tensors = {name: x.to(dtype).to(device) for name, x in tensors.items()}
     tensors["mask"] = mask.to(device)
     if extras:
-        tensors["nll_mask"] = (places < end).expand(shape).contiguous().to(device)
+        tensors["nll_mask"] = (places < end).expand(rows, length).contiguous().to(device)
     return tensors
