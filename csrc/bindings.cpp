@@ -4,6 +4,7 @@
 #include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_policy_loss.h"
+#include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
 #include "rlkernel/errors.h"
@@ -102,5 +103,20 @@ PYBIND11_MODULE(_C, m) {
 #endif
 #ifdef RLKERNEL_BUILT_HIP
   bind::policy_loss(m, "policy_loss_hip", hip::policy_loss, hip::error_string);
+#endif
+
+  // preference_loss
+  bind::preference_sums(m, "preference_sums_cpu", cpu::preference_sums, cpu::error_string);
+  bind::preference_loss(m, "preference_loss_cpu", cpu::preference_loss, cpu::error_string);
+  bind::preference_backward(m, "preference_backward_cpu", cpu::preference_backward, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::preference_sums(m, "preference_sums_cuda", cuda::preference_sums, cuda::error_string);
+  bind::preference_loss(m, "preference_loss_cuda", cuda::preference_loss, cuda::error_string);
+  bind::preference_backward(m, "preference_backward_cuda", cuda::preference_backward, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::preference_sums(m, "preference_sums_hip", hip::preference_sums, hip::error_string);
+  bind::preference_loss(m, "preference_loss_hip", hip::preference_loss, hip::error_string);
+  bind::preference_backward(m, "preference_backward_hip", hip::preference_backward, hip::error_string);
 #endif
 }

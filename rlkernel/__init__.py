@@ -12,15 +12,18 @@ from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
+from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.types import (
     POLICY_METRICS,
+    PREFERENCE_METRICS,
     VALUE_METRICS,
     GaeOutput,
     LogprobOutput,
     PolicyLossOutput,
+    PreferenceLossOutput,
     RunningOutput,
     ValueLossOutput,
 )
@@ -29,7 +32,9 @@ __all__ = [
     "GaeOutput",
     "LogprobOutput",
     "POLICY_METRICS",
+    "PREFERENCE_METRICS",
     "PolicyLossOutput",
+    "PreferenceLossOutput",
     "RolloutCorrection",
     "RunningMoments",
     "RunningOutput",
@@ -49,6 +54,8 @@ __all__ = [
     "patch_trl",
     "policy_loss",
     "policy_loss_preset",
+    "preference_loss",
+    "preference_loss_preset",
     "running_normalize",
     "selective_log_softmax",
     "use_backend",

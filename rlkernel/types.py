@@ -146,3 +146,103 @@ class PolicyRule(NamedTuple):
     log_veto: float
     denominator: float  # 0: the tokens or sequences that are here
     factor: float
+
+
+class PreferenceLossOutput(NamedTuple):
+    """``loss`` [] is differentiable; the others are constants of the same pass.
+
+    ``metrics`` [16] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are
+    [B];
+    of an unpaired loss they are [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums
+    (of
+    ``orpo`` and ``simpo`` means) of the policy's log-probabilities.  ``running_delta`` [2] is the new state
+    of
+    ``bco_pair``; None where none was given.
+    """
+
+    loss: Tensor
+    metrics: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    logps: Tensor
+    running_delta: Tensor | None
+
+
+# means over the pairs (unpaired: the sequences of either label) that count
+PREFERENCE_METRICS = (
+    "rewards_chosen",
+    "rewards_rejected",
+    "rewards_margin",
+    "rewards_accuracy",  # share of pairs whose chosen reward is the larger; 0 for an unpaired loss
+    "logps_chosen",
+    "logps_rejected",
+    "preference_loss",  # without the likelihood of the chosen tokens
+    "nll_loss",  # of a chosen token, whether or not it is part of the loss
+    "log_odds_ratio",  # orpo's logsigmoid(log odds), else 0
+    "log_odds_chosen",  # orpo's log odds, else 0
+    "weight",  # WPO's weight of a pair, 1 without
+    "kl",
+    "pairs",  # or sequences
+    "tokens_chosen",
+    "tokens_rejected",
+    "not_finite",  # pairs or sequences whose loss is NaN or infinite
+)
+
+# Their order is that of the enums of csrc/include/rlkernel/preference_loss.h.
+PREFERENCE_TERMS = (
+    "sft",
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+    "orpo",
+    "simpo",
+    "kto",
+    "apo_zero_unpaired",
+)
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+# columns of the sums of a sequence, in the order of csrc/include/rlkernel/preference_loss.h
+SEQUENCE_SUMS = (
+    "logps",
+    "ref_logps",
+    "tokens",
+    "nll",  # sum of the log-probabilities that the likelihood term counts
+    "nll_tokens",
+    "aligned",  # sum of logprobs - log_sum_sq_probs
+    "cutoff",  # tokens before this one belong to the shared length of LD-DPO
+)
+
+
+class PreferenceRule(NamedTuple):
+    """What a preference loss computes, checked and normalised."""
+
+    terms: tuple[int, ...]
+    weights: tuple[float, ...]  # of the terms
+    smoothing: tuple[float, ...]  # of the terms
+    paired: bool
+    per_token: bool  # rewards and logps are means over tokens, not sums
+    divergence: int
+    weighting: bool
+    beta: float
+    gamma: float
+    discopop_tau: float
+    exponent: float  # alpha - 1 of the alpha divergence
+    ld_alpha: float  # 1: not used
+    nll_coef: float
+    desirable_weight: float
+    undesirable_weight: float
+    factor: float  # times this: data-parallel size
+    items: float  # pairs or sequences of the whole batch; 0: those that are here
+    nll_items: (
+        float  # tokens of the whole batch that the likelihood's mean divides by; 0: those that are here
+    )

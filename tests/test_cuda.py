@@ -6,6 +6,7 @@ from bitwise import assert_equal
 
 import rlkernel
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.reference.preference_loss import make_inputs as preference_loss_inputs
 from rlkernel.reference.value_loss import make_inputs as value_loss_inputs
 
 pytestmark = [
@@ -102,3 +103,35 @@ def test_value_loss_replays_in_a_graph_and_does_not_synchronise(backend):
         graph.replay()
     for name, a, b in zip(("loss", "metrics", "grad"), captured, want, strict=True):
         assert_equal(name, a, b)
+
+
+@BACKENDS
+def test_preference_loss_replays_in_a_graph_and_does_not_synchronise(backend):
+    inputs = preference_loss_inputs(8, 3000, device="cuda", extras=True)
+    logprobs = inputs.pop("logprobs").requires_grad_()
+    options = {"loss_type": ["sigmoid", "bco_pair", "aot", "sft"], "ld_alpha": 0.5}
+    options["running_delta"] = torch.tensor([0.1, 3.0], device="cuda")
+
+    def step():
+        out = rlkernel.preference_loss(logprobs, **inputs, **options)
+        return *out, *torch.autograd.grad(out.loss, logprobs)
+
+    with rlkernel.use_backend(backend):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            logprobs.mul_(1.5)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            want = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph.replay()
+    for k, (a, b) in enumerate(zip(captured, want, strict=True)):
+        assert_equal(f"output {k}", a, b)

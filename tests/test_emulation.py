@@ -12,7 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel import native
-from rlkernel.reference import value_loss
+from rlkernel.reference import preference_loss, value_loss
 
 WARPS = (32, 64)
 IGNORED = -100
@@ -287,6 +287,48 @@ def test_a_barrier_missing_in_value_loss_is_found(barrier, max_blocks):
     right = value_losses(emulation.module(32), [(0, 8)])[0]
     results = value_losses(broken("value_loss.cuh", barrier, "//"), [(s, max_blocks) for s in range(8)])
     assert not all(torch.equal(right, result) for result in results)
+
+
+def preference_losses(kernels, schedules):
+    """Loss, metrics, rewards and gradient of sorted pairs with tails, under each (seed, max_blocks)."""
+    inputs = preference_loss.make_inputs(6, 900)
+    options = {"loss_type": ["sigmoid", "aot", "sft"], "ld_alpha": 0.5}
+    results = []
+    with native.emulated(kernels), rlkernel.use_backend("native"):
+        for seed, max_blocks in schedules:
+            kernels.configure(seed, max_blocks)
+            x = inputs["logprobs"].clone().requires_grad_()
+            out = rlkernel.preference_loss(**inputs | {"logprobs": x}, **options)
+            out.loss.backward()
+            parts = (out.loss.detach()[None], out.metrics, out.chosen_rewards, out.logps, x.grad.flatten())
+            results.append(torch.cat(parts))
+    kernels.configure()
+    return results
+
+
+def test_preference_loss_does_not_depend_on_the_schedule(kernels):
+    first, *others = preference_losses(kernels, [(0, 1 << 20), (1, 6), (2, 6), (3, 1), (4, 2)])
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "barrier, max_blocks",
+    [
+        ("__syncthreads();  // the groups' sums are written", 6),
+        ("__syncthreads();  // the groups' sums are read: the next ones may overwrite them", 1),
+        ("__syncthreads();  // the place is written", 6),
+    ],
+)
+def test_a_barrier_missing_in_preference_loss_is_found(barrier, max_blocks):
+    right = preference_losses(emulation.module(32), [(0, 8)])[0]
+    kernels = broken("preference_loss.cuh", barrier, "//")
+    try:
+        results = preference_losses(kernels, [(seed, max_blocks) for seed in range(8)])
+    except RuntimeError as error:  # a sum that decides where to go on, and not all threads have the same
+        assert "divergent barrier" in str(error)
+    else:
+        assert not all(torch.equal(right, result) for result in results)
 
 
 @pytest.mark.slow

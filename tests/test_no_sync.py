@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel import debug
-from rlkernel.reference import gae, group_advantages, kl_shaped_rewards, policy_loss, value_loss, whiten
+from rlkernel.reference import (
+    gae,
+    group_advantages,
+    kl_shaped_rewards,
+    policy_loss,
+    preference_loss,
+    value_loss,
+    whiten,
+)
 
 aten = torch.ops.aten
 READS = {
@@ -47,6 +55,9 @@ def _grouped(estimator="grpo"):
 
 
 CALLS = {
+    "preference_loss": lambda: _differentiated(
+        rlkernel.preference_loss, preference_loss.make_inputs(6, 70), "logprobs"
+    ),
     "group_advantages": _grouped,
     "gae": lambda: rlkernel.gae(**gae.make_inputs(5, 70)),
     "whiten": lambda: rlkernel.whiten(**whiten.make_inputs(5, 70)),

@@ -107,6 +107,27 @@ REGISTERS = {
     ("policy_loss: gmpo", "values_kernel"): (36, 32, 40, 24),
     ("policy_loss: dppo_tv", "sequence_kernel"): (92, 93, 93, 66),
     ("policy_loss: dppo_tv", "values_kernel"): (40, 36, 40, 26),
+    ("preference_loss: sigmoid", "sums_kernel"): (40, 40, 40, 31),
+    ("preference_loss: sigmoid", "loss_kernel"): (105, 107, 108, 117),
+    ("preference_loss: sigmoid", "gradient_kernel"): (28, 28, 28, 16),
+    ("preference_loss: several, everything", "sums_kernel"): (128, 128, 128, 56),
+    ("preference_loss: several, everything", "loss_kernel"): (206, 206, 193, 166),
+    ("preference_loss: several, everything", "gradient_kernel"): (35, 35, 35, 29),
+    ("preference_loss: weighted, js", "sums_kernel"): (40, 40, 40, 31),
+    ("preference_loss: weighted, js", "loss_kernel"): (119, 119, 120, 125),
+    ("preference_loss: weighted, js", "gradient_kernel"): (28, 28, 28, 16),
+    ("preference_loss: discopop, alpha", "sums_kernel"): (40, 40, 40, 31),
+    ("preference_loss: discopop, alpha", "loss_kernel"): (110, 110, 109, 129),
+    ("preference_loss: discopop, alpha", "gradient_kernel"): (28, 28, 28, 16),
+    ("preference_loss: simpo", "sums_kernel"): (40, 40, 40, 31),
+    ("preference_loss: simpo", "loss_kernel"): (108, 108, 108, 119),
+    ("preference_loss: simpo", "gradient_kernel"): (28, 28, 28, 16),
+    ("preference_loss: aot_unpaired", "sums_kernel"): (40, 40, 40, 31),
+    ("preference_loss: aot_unpaired", "loss_kernel"): (104, 104, 104, 95),
+    ("preference_loss: aot_unpaired", "gradient_kernel"): (28, 28, 28, 16),
+    ("preference_loss: kto packed", "sums_kernel"): (79, 78, 78, 42),
+    ("preference_loss: kto packed", "loss_kernel"): (87, 90, 89, 73),
+    ("preference_loss: kto packed", "gradient_kernel"): (32, 32, 32, 23),
 }
 
 # bytes of shared memory of a program, where it is more than the 1 KiB that reductions take
@@ -170,6 +191,7 @@ def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target
         *("forward_kernel", "backward_kernel", "product_kernel", "merge_kernel"),
         *("chunk_kernel", "total_kernel", "multiply_kernel", "gae_kernel"),
         *("moments_kernel", "scale_kernel", "kl_kernel", "batch_kernel", "group_kernel"),
+        *("sums_kernel", "loss_kernel", "gradient_kernel"),
     }
     assert set(binaries.values()) == {1}, f"more than one binary of a kernel on {target}: {binaries}"
 

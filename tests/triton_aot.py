@@ -95,10 +95,11 @@ def binaries_of_varied_calls() -> dict[str, int]:
         kl_shaped_rewards,
         linear_logprob,
         logprob,
+        preference_loss,
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, Head
+    from rlkernel.types import Aggregation, Head, PreferenceRule
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -122,6 +123,15 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 values, values, values > 0, values, t, None, aggregation, None, True
             )
             value_loss.backward(rows[0, 0], slope, scale, None, torch.float32)
+            pairs = torch.empty(2 * batch, length + 17)[:, :length].contiguous()
+            numbers = (t, 0.5, t, -0.5, 1.0, 0.0, t, 1.0, 1.0, float(batch), 0.0)  # beta to nll_items
+            rule = PreferenceRule((1, 9), (t, 1.0), (0.0, t / 9), True, False, 0, False, *numbers)
+            stats = preference_loss.sums(pairs, pairs, pairs > 0, None, None, None, True, 1.0)
+            order = torch.zeros(4, batch, dtype=torch.int64)
+            _, _, slopes, *_ = preference_loss.loss(
+                stats, None, None, order, None, None, None, rule, torch.float32
+            )
+            preference_loss.backward(rows[0, 0], slopes, stats, pairs > 0, None, None, None, 1.0)
             gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
             whiten.forward(values, values > 0, None, True, True, t, "std")
             kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", False, None)

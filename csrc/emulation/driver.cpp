@@ -8,6 +8,7 @@
 #include "driver_losses.h"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
+#include "rlkernel/preference_loss.cuh"
 
 namespace {
 
@@ -76,6 +77,39 @@ bool run_all(uint64_t seed) {
   return right;
 }
 
+// Two pairs, padded or packed, with every input that may be there; the gradient of a pair's sides adds up to nothing.
+bool run_preference(int64_t length, bool packed, uint64_t seed) {
+  const int64_t rows = 4, tokens = packed ? 3 * length + 2 : rows * length;
+  const std::unique_ptr<float[]> logprobs(new float[tokens]), ref(new float[tokens]), grad(new float[tokens]);
+  const std::unique_ptr<uint8_t[]> mask(new uint8_t[tokens]), nll_mask(new uint8_t[tokens]);
+  const std::unique_ptr<int64_t[]> offsets(new int64_t[rows + 1]), order(new int64_t[2 * rows]);
+  const std::unique_ptr<double[]> stats(new double[rows * kSequenceSums]), slopes(new double[rows + 1]);
+  const std::unique_ptr<float[]> rewards(new float[rows]), logps(new float[rows]), metrics(new float[kPreferenceMetrics]);
+  std::mt19937_64 random(seed);
+  for (int64_t i = 0; i < tokens; ++i) {
+    logprobs[i] = -static_cast<float>(random() % 100) / 50, ref[i] = -static_cast<float>(random() % 100) / 50;
+    mask[i] = random() % 4 != 0, nll_mask[i] = 1;
+  }
+  for (int64_t r = 0; r <= rows; ++r) offsets[r] = r < 2 ? r * length : (r - 1) * length;  // the second is empty
+  for (int64_t k = 0; k < 2 * rows; ++k) order[k] = k % 2;
+  const float upstream = 1, delta[2] = {0.5f, 3};
+  float loss = 0, new_delta[2];
+  const int64_t* cu_seqlens = packed ? offsets.get() : nullptr;
+  PreferenceRule rule{4, {PreferenceTerm::sigmoid, PreferenceTerm::aot, PreferenceTerm::bco_pair, PreferenceTerm::sft},
+                      {1, 1, 1, 1}, {}, true, false, Divergence::reverse_kl, true, 0.1, 0.5, 0.05, -0.5, 0.5, 0.1, 1, 1, 1, 0, 0};
+  emulated::launch_preference_sums({logprobs.get(), ref.get(), true, mask.get(), nll_mask.get(), ref.get(), cu_seqlens, rows,
+                                    packed ? tokens : length, true, 0.5, stats.get()}, nullptr);
+  emulated::launch_preference_loss({stats.get(), rows, nullptr, nullptr, false, order.get(), nullptr, nullptr, delta, &loss,
+                                    metrics.get(), slopes.get(), rewards.get(), logps.get(), new_delta, rule}, nullptr);
+  emulated::launch_preference_backward({&upstream, slopes.get(), stats.get(), mask.get(), nll_mask.get(), nullptr, cu_seqlens,
+                                        rows, packed ? tokens : length, 0.5, grad.get()}, nullptr);
+  bool right = std::isfinite(loss) && metrics[15] == 0;
+  for (int64_t i = 0; i < tokens; ++i) right &= std::isfinite(grad[i]);
+  if (packed) right &= grad[tokens - 1] == 0;  // padding
+  if (!right) std::printf("wrong: preference loss, length %ld packed %d\n", long(length), packed);
+  return right;
+}
+
 }  // namespace
 
 int main() {
@@ -83,6 +117,7 @@ int main() {
   for (const uint64_t seed : {0, 1}) {
     emulation::settings() = {seed, 3};
     right &= losses::run_all(seed);
+    for (const int64_t length : {1, 37, 300}) right &= run_preference(length, false, seed) & run_preference(length, true, seed);
     right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
   }
   return right ? 0 : 1;

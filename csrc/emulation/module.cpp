@@ -4,6 +4,7 @@
 #include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_policy_loss.h"
+#include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
 #include "rlkernel/gae.cuh"
@@ -12,6 +13,7 @@
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/policy_loss.cuh"
+#include "rlkernel/preference_loss.cuh"
 #include "rlkernel/value_loss.cuh"
 #include "rlkernel/whiten.cuh"
 
@@ -79,4 +81,7 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::kl_shaped_rewards(m, "kl_shaped_rewards", emulated::launch_kl_shaped_rewards, describe);
   bind::group_advantages(m, "group_advantages", emulated::launch_group_advantages, describe);
   bind::policy_loss(m, "policy_loss", emulated::launch_policy_loss, describe);
+  bind::preference_sums(m, "preference_sums", emulated::launch_preference_sums, describe);
+  bind::preference_loss(m, "preference_loss", emulated::launch_preference_loss, describe);
+  bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
 }

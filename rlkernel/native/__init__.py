@@ -31,6 +31,9 @@ class Kernels:
     whiten: Callable[..., None]
     kl_shaped_rewards: Callable[..., None]
     group_advantages: Callable[..., None]
+    preference_sums: Callable[..., None]
+    preference_loss: Callable[..., None]
+    preference_backward: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":

@@ -1,0 +1,114 @@
+"""What ``preference_loss`` asks of its tensors: each function checks one and gives it as backends take it."""
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug
+from rlkernel.ops import _preference_rule, _validate
+from rlkernel.types import PREFERENCE_TERMS, PreferenceRule
+
+
+def sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype, int, Tensor | None]:
+    _validate.floating("logprobs", logprobs)
+    dims, want = (2, "[2B, L], or [N] with cu_seqlens") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    if logprobs.dim() != dims:
+        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    if cu_seqlens is None:
+        return dtype, logprobs.shape[0], None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = (
+            _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        )
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
+    _validate.same_device("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
+    return dtype, cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int64).contiguous()
+
+
+def check_offsets(offsets: Tensor, total: int) -> None:
+    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
+    if debug.may_read(offsets) and (
+        int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any())
+    ):
+        shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
+
+
+def count(
+    argument: str, value: float | Tensor | None, device: torch.device
+) -> tuple[Tensor | None, float | None]:
+    if not isinstance(value, Tensor):
+        return None, value
+    if value.numel() != 1:
+        raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
+    return value.detach().reshape(()).to(device=device, dtype=torch.float64), None
+
+
+def reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    _validate.constant("ref_logprobs", x)
+    if x.shape != logprobs.shape and x.shape != (rows,):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one sum for each of {rows} sequences"
+        raise ValueError(f"ref_logprobs must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("ref_logprobs", x, "logprobs", logprobs.device)
+    return x.detach().to(dtype).contiguous()
+
+
+def mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")
+    _validate.like(argument, x, "logprobs", logprobs)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def aligned(x: Tensor | None, wanted: bool, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if not wanted:
+        return None
+    if x is None:
+        raise ValueError("log_sum_sq_probs must be given with use_weighting, got None")
+    _validate.constant("log_sum_sq_probs", x)
+    _validate.like("log_sum_sq_probs", x, "logprobs", logprobs)
+    return x.detach().to(dtype).contiguous()
+
+
+def labels(x: Tensor | None, paired: bool, rows: int, logprobs: Tensor) -> Tensor | None:
+    if paired != (x is None):
+        want = "None with a loss of pairs" if paired else "given with an unpaired loss"
+        raise ValueError(f"labels must be {want}, got {'a tensor' if paired else None}")
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.shape != (rows,):
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"labels must have shape {(rows,)}, got {got}")
+    _validate.same_device("labels", x, "logprobs", logprobs.device)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def kl(
+    x: float | Tensor | None, rule: PreferenceRule, rows: int, logprobs: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    if x is None:
+        return None
+    if PREFERENCE_TERMS.index("kto") not in rule.terms:
+        raise ValueError("kl must be None with a loss_type other than 'kto', got a value")
+    if not isinstance(x, Tensor):
+        return torch.full((1,), _preference_rule.finite("kl", x), dtype=dtype, device=logprobs.device)
+    if x.numel() != 1 and x.shape != (rows,):
+        raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
+    _validate.same_device("kl", x, "logprobs", logprobs.device)
+    return x.detach().reshape(-1).to(dtype).contiguous()
+
+
+def delta(x: Tensor | None, rule: PreferenceRule, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if PREFERENCE_TERMS.index("bco_pair") not in rule.terms:
+        raise ValueError("running_delta must be None with a loss_type other than 'bco_pair', got a tensor")
+    _validate.floating("running_delta", x)
+    if x.shape != (2,):
+        raise ValueError(f"running_delta must be [2], a mean and a count, got {tuple(x.shape)}")
+    _validate.same_device("running_delta", x, "logprobs", logprobs.device)
+    return x.detach().to(dtype).contiguous()

@@ -1,0 +1,329 @@
+"""Preference losses: DPO and its family, KTO, ORPO, SimPO, CPO."""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import debug, dispatch
+from rlkernel.ops import _preference_inputs, _preference_rule, _validate
+from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
+
+_SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
+
+
+def preference_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float | Sequence[float] = 0.0,
+    gamma: float = 0.5,
+    discopop_tau: float = 0.05,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    log_sum_sq_probs: Tensor | None = None,
+    nll_coef: float | None = None,
+    nll_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    kl: float | Tensor | None = None,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    running_delta: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    num_tokens_in_batch: float | Tensor | None = None,
+    dp_size: int = 1,
+    cu_seqlens: Tensor | None = None,
+) -> PreferenceLossOutput:
+    """A preference loss and its gradient from the log-probabilities of tokens.
+
+    Equal to the mean over pairs (``kto``, ``apo_zero_unpaired``: over sequences) of the losses below, each
+    times its weight, plus ``nll_coef`` times the mean of ``-logprobs`` over the chosen tokens.  ``x`` is a
+    sequence's sum of ``logprobs - ref_logprobs``, ``m`` its mean of ``logprobs``, ``n`` its number of tokens,
+    ``c`` and ``r`` mean chosen and rejected, ``s = f'(exp(x))`` is the score of the f-divergence (``x``
+    itself for reverse_kl), ``z = beta (s_c - s_r)``, ``l(z) = -logsigmoid(z)`` and ``l_e(z) = (1 - e) l(z) +
+    e l(-z)`` with e = label_smoothing:
+
+        sigmoid, cpo       l_e(z); cpo has no reference and adds the likelihood
+        sigmoid_norm       l_e(beta (s_c / n_c - s_r / n_r))
+        hinge              max(0, 1 - z)
+        ipo                (s_c / n_c - s_r / n_r - 1 / (2 beta))^2
+        exo_pair           sigmoid(z) (-l(z) - log(1 - e)) + sigmoid(-z) (-l(-z) - log e)
+        robust             ((1 - e) l(z) - e l(-z)) / (1 - 2 e)
+        discopop           l(z) (1 - w) + exp(-z) w, w = sigmoid(z / discopop_tau)
+        nca_pair           l(beta x_c) + l(-beta x_c) / 2 + l(-beta x_r) / 2
+        bco_pair           l(beta x_c - delta) + l(delta - beta x_r)
+        sppo_hard          (x_c - 1 / (2 beta))^2 + (x_r + 1 / (2 beta))^2
+        apo_zero           sigmoid(-beta x_c) + sigmoid(beta x_r)
+        apo_down           sigmoid(beta x_c) + sigmoid(-beta (x_c - x_r))
+        aot, aot_unpaired  l_e of the differences of sorted log-ratios
+        sft                the likelihood of the chosen tokens
+        simpo              l_e(beta (m_c - m_r) - gamma)
+        orpo               beta l(m_c - m_r - log(1 - exp(m_c)) + log(1 - exp(m_r))), plus the likelihood
+        kto                desirable_weight sigmoid(-beta (x - kl)), undesirable_weight sigmoid(beta (x - kl))
+        apo_zero_unpaired  the same with kl = 0
+
+    Sums over tokens are fp64 in a fixed order.  A sequence's sum has the same bits whatever surrounds it
+    (batch-invariant); loss and gradient have the same bits in every run, and with ``num_items_in_batch`` a
+    pair's gradient does not depend on the other pairs, except through aot's order, bco's delta and the
+    likelihood's mean.
+
+    Args:
+        logprobs: [2B, L], chosen rows first, or [N] with ``cu_seqlens``; for an unpaired loss [S, L]; fp16,
+            bf16, fp32 or fp64.
+        ref_logprobs: of the reference policy, the same shape, or the sums of sequences, [2B] or [S]; None: 0.
+        mask: nonzero where a token counts; what the others hold is never read into arithmetic.  A pair with a
+            side without a token does not count.
+        loss_type: one of the names above, or several, whose losses are added.
+        loss_weights: one number for each of several losses; None: 1.
+        label_smoothing: one number, or one for each of several losses.
+        gamma: margin of simpo.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses
+            of z, ipo, sigmoid_norm and simpo, where ``x = m``.
+        ld_alpha: LD-DPO: weight in [0, 1] of the tokens of the longer side beyond the length of the other.
+        use_weighting: WPO: a pair's loss is multiplied by exp(mean of logprobs - log_sum_sq_probs) of both
+            sides, which has no gradient.
+        log_sum_sq_probs: [2B, L] or [N], the logarithm of the sum of squared probabilities, for
+            ``use_weighting``.
+        nll_coef: weight of the likelihood; None: 1 for orpo and cpo, else 0.
+        nll_mask: nonzero where a token counts in the likelihood, such as the prompt for orpo; None: ``mask``.
+        labels: [S], of an unpaired loss: nonzero where a sequence is desirable.
+        kl: of kto: an estimate of the divergence from the reference, one or [S]; has no gradient.  None: 0.
+        running_delta: [2], of bco_pair: the mean reward of earlier batches, and their number.  This batch is
+            added before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
+        num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by; a
+            tensor is not synchronised.  None: those that are here.
+        num_tokens_in_batch: tokens of the whole batch that the likelihood's mean divides by.
+        dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
+        cu_seqlens: [S + 1] offsets of packed sequences, chosen ones first; tokens behind the last are
+            padding.
+
+    Returns:
+        PreferenceLossOutput: ``loss``, ``metrics`` in the order of ``rlkernel.PREFERENCE_METRICS``,
+            ``chosen_rewards`` and ``rejected_rewards`` (beta x; of orpo and simpo beta m), ``logps``,
+            ``running_delta``.
+
+    Raises:
+        ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in
+            which a log-probability that counts and is not finite raises too; else metric "not_finite" counts
+            its pair.
+
+    Sources: DPO arXiv 2305.18290, robust DPO 2403.00409, IPO 2310.12036, EXO 2402.00856, NCA
+    2402.05369, BCO 2404.04656, SPPO 2405.00675, AOT 2406.05882, APO 2408.06266, DiscoPOP 2406.08414, f-DPO
+    2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
+    2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
+    """
+    dtype, rows, cu_seqlens = _preference_inputs.sequences(logprobs, cu_seqlens)
+    items, known_items = _preference_inputs.count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    nll_items, known_tokens = _preference_inputs.count(
+        "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
+    )
+    rule = _preference_rule.build(
+        loss_type=loss_type,
+        loss_weights=loss_weights,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        gamma=gamma,
+        discopop_tau=discopop_tau,
+        f_divergence_type=f_divergence_type,
+        f_alpha_divergence_coef=f_alpha_divergence_coef,
+        ld_alpha=ld_alpha,
+        use_weighting=use_weighting,
+        nll_coef=nll_coef,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        num_items_in_batch=known_items,
+        num_tokens_in_batch=known_tokens,
+        dp_size=dp_size,
+        has_reference=ref_logprobs is not None,
+    )
+    if rule.paired and rows % 2:
+        raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
+    ref_logprobs = _preference_inputs.reference(ref_logprobs, logprobs, rows, dtype)
+    mask = _preference_inputs.mask("mask", mask, logprobs)
+    nll_mask = None if nll_mask is None else _preference_inputs.mask("nll_mask", nll_mask, logprobs)
+    log_sum_sq_probs = _preference_inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
+    labels = _preference_inputs.labels(labels, rule.paired, rows, logprobs)
+    kl = _preference_inputs.kl(kl, rule, rows, logprobs, dtype)
+    running_delta = _preference_inputs.delta(running_delta, rule, logprobs, dtype)
+    logprobs = logprobs.to(dtype).contiguous()
+    tensors = (
+        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
+        running_delta,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        loss, metrics, rewards, logps, _, _, delta = _op(*tensors, *_flat(rule))
+    else:
+        loss, metrics, rewards, logps, delta = _PreferenceLoss.apply(*tensors, rule)
+    delta = None if running_delta is None else delta
+    if labels is None:
+        chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
+    else:
+        chosen, rejected = rewards.where(labels, 0), rewards.where(~labels, 0)
+    return PreferenceLossOutput(loss, metrics, chosen, rejected, logps, delta)
+
+
+def preference_loss_preset(name: str) -> dict[str, Any]:
+    """The arguments with which ``preference_loss`` is the loss of a paper: ``preference_loss(...,
+    **preset)``.
+
+    Raises:
+        ValueError: the name is not known; lists those that are.
+    """
+    return dict(_preference_rule.PRESETS[_validate.choice("name", name, _preference_rule.PRESETS)])
+
+
+def _forward(
+    impl: ModuleType,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    log_sum_sq_probs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    labels: Tensor | None,
+    kl: Tensor | None,
+    items: Tensor | None,
+    nll_items: Tensor | None,
+    running_delta: Tensor | None,
+    rule: PreferenceRule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
+    if cu_seqlens is not None:
+        _preference_inputs.check_offsets(cu_seqlens, logprobs.shape[0])
+    if debug.enabled():
+        _validate.finite("logprobs", logprobs, mask)
+        if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
+            _validate.finite("ref_logprobs", ref_logprobs, mask)
+    stats = impl.sums(
+        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, rule.paired, rule.ld_alpha
+    )
+    order = _order(stats) if any(term in _SORTED for term in rule.terms) else None
+    loss, metrics, slopes, rewards, logps, delta = impl.loss(
+        stats, labels, kl, order, items, nll_items, running_delta, rule, logprobs.dtype
+    )
+    delta = metrics.new_empty(0) if delta is None else delta
+    return loss, metrics, rewards, logps, stats, slopes, delta
+
+
+def _order(stats: Tensor) -> Tensor:
+    """[4, B]: the pairs sorted by their log-ratio, by the reference's, chosen and rejected by their own.
+
+    Pairs that do not count come last: they stay among themselves.  Equal ones keep the order of the batch.
+    """
+    half = stats.shape[0] // 2
+    logps, ref, tokens = stats[:, 0].view(2, half), stats[:, 1].view(2, half), stats[:, 2].view(2, half)
+    keys = torch.cat([(logps[0] - logps[1])[None], (ref[0] - ref[1])[None], logps - ref])
+    keys = torch.where((tokens > 0).all(0), keys, torch.inf)
+    return torch.sort(keys, dim=1, stable=True).indices
+
+
+class _PreferenceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments):  # type: ignore[no-untyped-def]
+        logprobs, _, mask, nll_mask, _, cu_seqlens, labels, *_, rule = arguments
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
+        loss, metrics, rewards, logps, stats, slopes, delta = _forward(ctx.impl, *arguments)
+        ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens)
+        ctx.ld_alpha = rule.ld_alpha
+        ctx.mark_non_differentiable(metrics, rewards, logps, delta)
+        return loss, metrics, rewards, logps, delta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
+        return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 11
+
+
+# Under torch.compile the op is one opaque node.  A rule crosses that boundary as integers and numbers.
+
+
+def _flat(rule: PreferenceRule) -> tuple[list[int], list[float]]:
+    integers = [*rule.terms, int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting)]
+    return integers, [*rule.weights, *rule.smoothing, *rule[7:]]
+
+
+def _rule(integers: list[int], numbers: list[float]) -> PreferenceRule:
+    n = len(integers) - 4
+    paired, per_token, divergence, weighting = integers[n:]
+    return PreferenceRule(
+        tuple(integers[:n]), tuple(numbers[:n]), tuple(numbers[n : 2 * n]), bool(paired), bool(per_token),
+        divergence, bool(weighting), *numbers[2 * n :],
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlkernel::preference_loss", mutates_args=())
+def _op(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    log_sum_sq_probs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    labels: Tensor | None,
+    kl: Tensor | None,
+    items: Tensor | None,
+    nll_items: Tensor | None,
+    running_delta: Tensor | None,
+    integers: list[int],
+    numbers: list[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _forward(
+        dispatch.pick("preference_loss", logprobs, mask), logprobs, ref_logprobs, mask, nll_mask,
+        log_sum_sq_probs,
+        cu_seqlens, labels, kl, items, nll_items, running_delta, _rule(integers, numbers),
+    )  # fmt: skip
+
+
+@_op.register_fake
+def _op_fake(logprobs, ref_logprobs, mask, nll_mask, aligned, cu_seqlens, *rest):  # type: ignore[no-untyped-def]
+    running_delta = rest[4]
+    rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    new = logprobs.new_empty
+    return (
+        new(()), new(len(PREFERENCE_METRICS)), new(rows), new(rows), new((rows, 7), dtype=torch.float64),
+        new(rows + 1, dtype=torch.float64), new(0 if running_delta is None else 2),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlkernel::preference_loss_backward", mutates_args=())
+def _op_backward(
+    grad_loss: Tensor,
+    slopes: Tensor,
+    stats: Tensor,
+    mask: Tensor,
+    nll_mask: Tensor | None,
+    labels: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ld_alpha: float,
+) -> Tensor:
+    impl = dispatch.pick("preference_loss", grad_loss, mask)
+    return impl.backward(grad_loss.contiguous(), slopes, stats, mask, nll_mask, labels, cu_seqlens, ld_alpha)
+
+
+@_op_backward.register_fake
+def _op_backward_fake(grad_loss, slopes, stats, mask, *rest):  # type: ignore[no-untyped-def]
+    return grad_loss.new_empty(mask.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    mask, nll_mask, cu_seqlens, labels = inputs[2], inputs[3], inputs[5], inputs[6]
+    ctx.save_for_backward(output[5], output[4], mask, nll_mask, labels, cu_seqlens)
+    ctx.ld_alpha = _rule(inputs[-2], inputs[-1]).ld_alpha
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
+    return _op_backward(grad_loss, *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 12
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
