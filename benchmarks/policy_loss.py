@@ -1,14 +1,8 @@
 """``rlkernel.policy_loss`` against PyTorch and the loss code of TRL and verl, as they stand."""
 
-import ast
-import importlib.util
-import sys
-import types
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -109,7 +103,7 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
 
 
 def _verl() -> Call:
-    core = verl_core_algos()
+    core = _peers.verl_core_algos()
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         sequence = case.options.get("importance_sampling_level") == "sequence"
@@ -123,51 +117,24 @@ def _verl() -> Call:
     return call
 
 
-def verl_core_algos() -> types.ModuleType:
-    """``verl/trainer/ppo/core_algos.py`` by itself: its package needs Ray, the file needs ten names of it."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("not installed")
-    root = Path(spec.submodule_search_locations[0])
-
-    def module(name: str, **names: Any) -> types.ModuleType:
-        made = types.ModuleType(name)
-        vars(made).update(names)
-        return made
-
-    functional = module("verl.utils.torch_functional", torch=torch)
-    tree = ast.parse((root / "utils/torch_functional.py").read_text())
-    wanted: list[ast.stmt] = [
-        n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("masked_sum", "masked_mean")
-    ]
-    exec(compile(ast.Module(wanted, []), "torch_functional.py", "exec"), vars(functional))
-    config = type("ActorConfig", (), {"get": lambda self, key, default=None: getattr(self, key, default)})
-    utils = module("verl.utils", torch_functional=functional, as_torch_index=None, group_mean_std=None)
-    stubs = {
-        "omegaconf": module("omegaconf", DictConfig=type("DictConfig", (), {})),
-        "verl": module("verl", utils=utils),
-        "verl.utils": utils,
-        "verl.utils.torch_functional": functional,
-        "verl.utils.import_utils": module("verl.utils.import_utils", deprecated=lambda *a: lambda f: f),
-        "verl.trainer": module("verl.trainer"),
-        "verl.trainer.config": module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {})),
-        "verl.workers": module("verl.workers"),
-        "verl.workers.config": module("verl.workers.config", ActorConfig=config),
-    }
-    with mock.patch.dict(sys.modules, stubs):
-        return _peers.file("verl", "trainer/ppo/core_algos.py", root=root)
+def _settings(core: Any) -> Any:
+    """An ActorConfig of verl's without its forty fields: attributes, and ``get`` with a default."""
+    get = lambda self, key, default=None: getattr(self, key, default)  # noqa: E731
+    made = type("Settings", (core.ActorConfig,), {"__init__": lambda self: None, "get": get})
+    return made()
 
 
 def verl_loss(
     core: Any, name: str, inputs: dict[str, Any], agg: str, weights: Tensor | None = None, **config: Any
 ) -> Tensor:
-    settings = core.ActorConfig()
-    defaults: dict[str, Any] = {
-        "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {},
-        "tau_pos": 1.0, "tau_neg": 1.05,
-    }  # fmt: skip
-    for key, value in (defaults | config).items():
-        setattr(settings, key, value)
+    """``name`` of verl's registry, or "reinforce", with ``config`` as its ActorConfig."""
+    of_policy_loss = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"}
+    settings = _settings(core)
+    settings.__dict__.update(
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={}, tau_pos=1.0,
+        tau_neg=1.05, policy_loss=SimpleNamespace(**{key: config.pop(key, None) for key in of_policy_loss}),
+    )  # fmt: skip
+    settings.__dict__.update(config)
     mask = inputs["mask"].to(inputs["logprobs"].dtype)
     advantages = inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask)

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 
-from rlkernel.benchmarks import policy_loss
+from rlkernel.benchmarks import _peers, policy_loss
 
 
 @functools.cache
 def verl_core():
     try:
-        return policy_loss.verl_core_algos()
+        return _peers.verl_core_algos()
     except ImportError as error:
         pytest.skip(f"verl: {error}")
 
