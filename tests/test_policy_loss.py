@@ -12,6 +12,7 @@ from policy_peers import trl_loss, verl_loss
 import rlkernel
 from rlkernel import RolloutCorrection, debug
 from rlkernel.ops import _policy_rule as names
+from rlkernel.ops._rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
 from rlkernel.types import KL_ESTIMATORS, LEVELS, POLICY_METRICS
 
@@ -75,13 +76,13 @@ def test_kl_estimators_match_fp64(backend, device, estimator):
         check_against_fp64(backend, inputs, **options)
 
 
-@pytest.mark.parametrize("name", names.CORRECTIONS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 @ON_EVERY_BACKEND
 def test_corrections_match_fp64(backend, device, name):
     inputs = make_inputs(6, 40, device=device, extras=True, drift=0.05)
     del inputs["ref_logprobs"], inputs["entropy"]
     for veto in (None, 0.9):
-        correction = names.CORRECTIONS[name]._replace(veto=veto)
+        correction = CORRECTIONS[name]._replace(veto=veto)
         for mode in ("token-mean", "seq-mean-token-mean"):
             check_against_fp64(backend, inputs, correction=correction, loss_agg_mode=mode)
 
