@@ -74,7 +74,7 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
     mask = inputs["mask"].to(inputs["logprobs"].dtype)
     args = SimpleNamespace(
         delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-        steps_per_generation=1,
+        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, steps_per_generation=1,
     )  # fmt: skip
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
@@ -87,7 +87,8 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
         use_vllm="weights" in inputs, vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
         max_completion_length=mask.shape[1], accelerator=accelerator, use_adaptive_entropy=False,
-        entropy_coef=0.0, _metrics=defaultdict(lambda: defaultdict(list)),
+        entropy_coef=0.0, get_gamma_weights=getattr(trainer, "get_gamma_weights", None),
+        get_off_policy_mask=getattr(trainer, "get_off_policy_mask", None), _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     for key, value in options.items():
         setattr(args if hasattr(args, key) else this, key, value)
@@ -99,6 +100,8 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
         "ref_per_token_logps": inputs.get("ref_logprobs"), "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": inputs.get("weights"),
     }  # fmt: skip
+    if "sampling" in inputs:
+        batch["sampling_per_token_logps"] = inputs["sampling"]
     return trainer._compute_loss(this, None, batch)
 
 

@@ -106,9 +106,10 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
         value, direct = likelihood(zero + 1.0, advantage, logprob)
     elif C.term == 3:  # sapo
         tau = tl.where(positive, rule.tau_positive, rule.tau_negative)
+        scale = tl.where(positive, 4.0 / rule.tau_positive, 4.0 / rule.tau_negative)  # one division less
         e = tl.exp(-tl.abs(tau * (ratio - 1.0)))
         inverse = 1.0 / (1.0 + e)
-        value = -advantage * tl.where(ratio >= 1.0, inverse, e * inverse) * 4.0 / tau
+        value = -advantage * tl.where(ratio >= 1.0, inverse, e * inverse) * scale
         chain = tl.where(e > 0, -advantage * 4.0 * e * inverse * inverse * ratio, 0.0)
     elif C.term == 4:  # gmpo
         value = -ratio * advantage

@@ -36,8 +36,9 @@ class RolloutCorrection(NamedTuple):
     ``stale_only`` tokens of staleness 0 have the weight 1.
 
     ``normalize`` divides the weights by their mean over the tokens ("token", "none") or sequences of this
-    call, rejected ones included.  ``denominator`` "keep" leaves rejected tokens in the mean of the loss;
-    "shrink" takes them out of the mask.
+    call, rejected ones included.  ``denominator`` "keep" leaves rejected tokens in the mean of the loss, as
+    TRL, NeMo-RL and verl's IcePop do; "shrink" takes them out of the mask, and so out of the KL, the entropy
+    and the sequence's ratio, as verl's rollout_rs, SkyRL and Miles do.
 
     Presets, by name in ``policy_loss(correction=...)``:
 
@@ -75,8 +76,8 @@ class RolloutCorrection(NamedTuple):
 
 _NONE = RolloutCorrection("none")
 # verl compares -d with the logarithms of its bounds
-_GEO = (("seq_mean_k1", 1 / 1.001, 1 / 0.999),)
-_K3 = (("seq_mean_k3", 0.01),)
+_GEO: dict[str, Any] = {"reject": (("seq_mean_k1", 1 / 1.001, 1 / 0.999),), "denominator": "shrink"}
+_K3: dict[str, Any] = {"reject": (("seq_mean_k3", 0.01),), "denominator": "shrink"}
 
 CORRECTIONS = {
     "token_tis": RolloutCorrection(),
@@ -86,13 +87,13 @@ CORRECTIONS = {
     "verl:decoupled_token_is": RolloutCorrection(),
     "verl:decoupled_seq_is": RolloutCorrection("sequence"),
     "verl:decoupled_token_icepop": RolloutCorrection(mode="mask", low=0.5, high=5.0),
-    "verl:decoupled_seq_is_rs": RolloutCorrection("sequence", reject=(("seq_sum_k1", 0.5, 2.0),)),
-    "verl:decoupled_geo_rs": _NONE._replace(reject=_GEO),
-    "verl:decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", reject=_GEO),
-    "verl:decoupled_geo_rs_token_tis": RolloutCorrection(reject=_GEO),
-    "verl:decoupled_k3_rs": _NONE._replace(reject=_K3),
-    "verl:decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", reject=_K3),
-    "verl:decoupled_k3_rs_token_tis": RolloutCorrection(reject=_K3),
+    "verl:decoupled_seq_is_rs": RolloutCorrection("sequence", reject=(("seq_sum_k1", 0.5, 2.0),), denominator="shrink"),
+    "verl:decoupled_geo_rs": _NONE._replace(**_GEO),
+    "verl:decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", **_GEO),
+    "verl:decoupled_geo_rs_token_tis": RolloutCorrection(**_GEO),
+    "verl:decoupled_k3_rs": _NONE._replace(**_K3),
+    "verl:decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", **_K3),
+    "verl:decoupled_k3_rs_token_tis": RolloutCorrection(**_K3),
     "trl:sequence_mask": RolloutCorrection(level="sequence", mode="mask", high=3.0),
     "trl:sequence_truncate": RolloutCorrection(level="sequence", high=3.0),
     "trl:token_mask": RolloutCorrection(mode="mask", high=3.0),

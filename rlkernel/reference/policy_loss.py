@@ -311,10 +311,10 @@ def _correction(
     if staleness is not None:
         weight = weight * (staleness * rule.log_decay).exp()
     if rule.normalize:
-        per_row = rows.mean(weight, mask)
-        tokens = level in ("token", "none")
-        count = (mask if tokens else rows.sum(mask.to(d.dtype)) > 0).sum()
-        total = torch.where(mask, weight, 0).sum() if tokens else per_row.sum()
+        present = torch.where(mask, weight, 0)
+        by_token = level in ("token", "none")
+        count = (mask if by_token else rows.sum(mask.to(d.dtype)) > 0).sum()
+        total = present.sum() if by_token else rows.mean(present, mask).sum()
         mean = total / count.clamp(min=1)
         weight = weight / torch.where(mean > 1e-8, mean, 1)
 
