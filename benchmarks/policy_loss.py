@@ -10,6 +10,7 @@ from torch import Tensor
 import rlkernel
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
+from rlkernel.ops._policy_rule import LOSS_TYPES
 
 DIMS = ("B", "L")
 INPUTS: dict[str, Any] = {"bias": 1.0}  # the loss is a sum that does not cancel: its error is worth a look
@@ -18,6 +19,8 @@ SHARED: tuple[str, ...] = ()
 GRADIENTS = ("logprobs",)
 SCALARS = ("loss",)
 
+# what a loss type cannot do without
+NEEDS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.7}, "kl_cov": {"cov_ratio": 0.1}}
 QUICK = [Case({"B": 16, "L": 1024}, "float32", OPTIONS)]
 PRESETS = {
     "tiny": [Case({"B": 3, "L": 130}, "float32", OPTIONS)],
@@ -25,7 +28,15 @@ PRESETS = {
         Case({"B": 64, "L": 4096}, "float32", OPTIONS),
         Case({"B": 64, "L": 4096}, "float32", {"importance_sampling_level": "sequence"}, note="sequence"),
     ],
+    "policy-terms": [
+        Case({"B": 64, "L": 1024}, "float32", {"loss_type": name} | NEEDS.get(name, {}), note=name)
+        for name in LOSS_TYPES
+    ],
 }
+# the names that peers give a loss type, where both mean over tokens
+TRLS = {"grpo": "dapo", "dapo": "dapo", "cispo_cap": "cispo", "vespo": "vespo"}
+VERLS = {name: name for name in ("reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl", "kl_cov", "dro")}
+VERLS |= dict.fromkeys(("grpo", "ppo", "dapo"), "vanilla")
 
 
 def OUTPUTS(case: Case) -> tuple[str, ...]:
@@ -63,8 +74,10 @@ def _trl() -> Call:
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         level = case.options.get("importance_sampling_level", "token")
-        loss = trl_loss(trainer, inputs, loss_type="dapo", importance_sampling_level=level)
-        return {"loss": loss}
+        loss_type = case.options.get("loss_type", "grpo")
+        if loss_type not in TRLS:
+            raise NotImplementedError(f"TRL has no {loss_type} with a mean over tokens")
+        return {"loss": trl_loss(trainer, inputs, loss_type=TRLS[loss_type], importance_sampling_level=level)}
 
     return call
 
@@ -88,7 +101,8 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
         max_completion_length=mask.shape[1], accelerator=accelerator, use_adaptive_entropy=False,
         entropy_coef=0.0, get_gamma_weights=getattr(trainer, "get_gamma_weights", None),
-        get_off_policy_mask=getattr(trainer, "get_off_policy_mask", None), _metrics=defaultdict(lambda: defaultdict(list)),
+        get_off_policy_mask=getattr(trainer, "get_off_policy_mask", None),
+        _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     for key, value in options.items():
         setattr(args if hasattr(args, key) else this, key, value)
@@ -113,9 +127,14 @@ def _verl() -> Call:
         # verl's GSPO is the one whose gradient is the token's own
         if sequence and inputs["logprobs"].requires_grad:
             raise NotImplementedError("verl's sequence level has another gradient with per-token advantages")
+        loss_type = case.options.get("loss_type", "grpo")
+        if loss_type not in VERLS:
+            raise NotImplementedError(f"verl has no {loss_type} with a mean over tokens, or picks at random")
         # the dual clip is on by default there; 1e9 is none
-        loss = verl_loss(core, "gspo" if sequence else "vanilla", inputs, "token-mean", clip_ratio_c=1e9)
-        return {"loss": loss}
+        config: dict[str, Any] = {} if loss_type.startswith("dppo") else {"clip_ratio_c": 1e9}
+        config |= {"kl_cov_ratio": 0.1, "dro_beta": 0.7}
+        name = "gspo" if sequence else VERLS[loss_type]
+        return {"loss": verl_loss(core, name, inputs, "token-mean", **config)}
 
     return call
 
@@ -131,7 +150,14 @@ def verl_loss(
     core: Any, name: str, inputs: dict[str, Any], agg: str, weights: Tensor | None = None, **config: Any
 ) -> Tensor:
     """``name`` of verl's registry, or "reinforce", with ``config`` as its ActorConfig."""
-    of_policy_loss = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"}
+    of_policy_loss = {
+        "clip_cov_ratio",
+        "clip_cov_lb",
+        "clip_cov_ub",
+        "kl_cov_ratio",
+        "ppo_kl_coef",
+        "dro_beta",
+    }
     settings = _settings(core)
     settings.__dict__.update(
         clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={}, tau_pos=1.0,

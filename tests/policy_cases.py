@@ -7,7 +7,11 @@ from backends import running
 import rlkernel
 
 # what a loss type cannot do without
-NEEDS = {"dro": {"dro_beta": 0.7}, "clip_cov": {"cov_ratio": 0.1, "clip_cov_lb": 0.05}, "kl_cov": {"cov_ratio": 0.1}}
+NEEDS = {
+    "dro": {"dro_beta": 0.7},
+    "clip_cov": {"cov_ratio": 0.1, "clip_cov_lb": 0.05},
+    "kl_cov": {"cov_ratio": 0.1},
+}
 
 
 def run(backend, inputs, upstream=1.0, **options):
@@ -33,7 +37,9 @@ _expected = {}  # the same for every backend, and most of the time of a test
 
 def expected(inputs, options):
     """The results in fp64, and those of PyTorch in the inputs' dtype."""
-    tensors = [(k, v.dtype, tuple(v.shape), v.cpu().contiguous().numpy().tobytes()) for k, v in inputs.items()]
+    tensors = [
+        (k, v.dtype, tuple(v.shape), v.cpu().contiguous().numpy().tobytes()) for k, v in inputs.items()
+    ]
     key = hash((tuple(tensors), repr(sorted(options.items(), key=str))))
     if key not in _expected:
         truth = run("reference", to(inputs, torch.float64), **options)

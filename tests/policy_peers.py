@@ -27,12 +27,14 @@ def verl_rollout_corr():
 
 @functools.cache
 def verl_presets():
-    """What the class methods of verl's RolloutCorrectionConfig give with their defaults; read from its source,
-    whose package needs more to be imported than is installed here."""
+    """What the class methods of verl's RolloutCorrectionConfig give with their defaults: read from its
+    source, as the package needs more to be imported than is installed here."""
     verl_core()
     folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     tree = ast.parse((folder / "trainer/config/algorithm.py").read_text())
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "RolloutCorrectionConfig").body
+    body = next(
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "RolloutCorrectionConfig"
+    ).body
     presets = {}
     for method in (n for n in body if isinstance(n, ast.FunctionDef)):
         names = [argument.arg for argument in method.args.args[1:]]

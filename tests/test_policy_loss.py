@@ -149,7 +149,7 @@ MUTANTS = {
         "policy_loss_sequence.h", "x.logprob = keep(present, at.load(p.logprobs))",
         "x.logprob = at.load(p.logprobs) * keep(present, one)",
     ),
-    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / count) : 1.0f", "1.0f : 1.0f"),
+    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / count) :", "1.0f :"),
     "a weight without effect": ("policy_loss_sequence.h", "keep(w.kept, t.chain * w.weight)", "t.chain"),
 }  # fmt: skip
 
@@ -197,7 +197,12 @@ def test_gradcheck(loss_type, level):
         del inputs["rollout_logprobs"], inputs["ref_logprobs"]
         options = {"entropy_coef": 0.01}
     else:
-        options = {"beta": 0.1, "entropy_coef": 0.01, "correction": RolloutCorrection(high=1.05), "epsilon": 0.9}
+        options = {
+            "beta": 0.1,
+            "entropy_coef": 0.01,
+            "correction": RolloutCorrection(high=1.05),
+            "epsilon": 0.9,
+        }
     options |= {"loss_type": loss_type, "importance_sampling_level": level} | NEEDS.get(loss_type, {})
     if loss_type in ("clip_cov", "kl_cov"):
         options["cov_ratio"] = 1.0  # every token: a choice among them is no function of the log-probabilities

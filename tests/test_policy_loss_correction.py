@@ -174,7 +174,9 @@ BAD = {
     "correction.high must be finite and >= 0.5": RolloutCorrection(low=0.5, high=0.1),
     "correction.denominator must be one of keep, shrink": RolloutCorrection(denominator="drop"),
     r"correction.reject\[...\]\[0\] must be one of token_k1": RolloutCorrection(reject=(("k3", 1.0),)),
-    r"correction.reject of token_k3 must be \(name, high\)": RolloutCorrection(reject=(("token_k3", 0.0, 1.0),)),
+    r"correction.reject of token_k3 must be \(name, high\)": RolloutCorrection(
+        reject=(("token_k3", 0.0, 1.0),)
+    ),
     "token_k1's bounds must be low <= high": RolloutCorrection(reject=(("token_k1", 2.0, 1.0),)),
     r"correction.dppo\[0\] must be one of tv, kl": RolloutCorrection(dppo=("js", 0.1, 0.1)),
     "staleness must be given": RolloutCorrection(max_staleness=2),
@@ -189,5 +191,7 @@ def test_a_bad_correction_is_named(message):
 
 
 def test_staleness_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"staleness must have logprobs' shape \(2, 5\) or one value for each of 2"):
+    with pytest.raises(
+        ValueError, match=r"staleness must have logprobs' shape \(2, 5\) or one value for each of 2"
+    ):
         rlkernel.policy_loss(**drifting(2, 5), correction=STALE["beyond"], staleness=torch.zeros(3))

@@ -244,7 +244,9 @@ def test_is_verls_preset(name):
     options = verl_presets()[name]
     inputs = drifting(drift=0.02 if "geo" in name else 0.2)
     if "geo" in name:
-        inputs["rollout_logprobs"] = inputs["old_logprobs"] + (inputs["rollout_logprobs"] - inputs["old_logprobs"]) / 9
+        inputs["rollout_logprobs"] = (
+            inputs["old_logprobs"] + (inputs["rollout_logprobs"] - inputs["old_logprobs"]) / 9
+        )
     peer, kept = of_verl(inputs, **options)
     if options.get("rollout_rs"):
         assert 0 < kept.sum() < inputs["mask"].sum()
@@ -343,7 +345,7 @@ def test_is_ligers(liger, level, weighted):
         ).loss  # fmt: skip
         want, got = (torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (theirs, ours))
         if liger == "luspo" and (level == "token" or beta or weighted):
-            # Liger multiplies each token's loss by the sequence's length and means over [B, L]: another number
+            # Liger multiplies each token's loss by the sequence's length and takes the mean over [B, L]
             assert not torch.allclose(theirs, ours, rtol=1e-3)
             continue
         torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=1e-6)

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from policy_peers import verl_core
 from accuracy import check
 from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from policy_peers import verl_core
 
 import rlkernel
 from rlkernel import VALUE_METRICS, dispatch

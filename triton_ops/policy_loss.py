@@ -59,11 +59,13 @@ def forward(
     mask = mask.view(torch.uint8)
     picked = None if selected is None else selected.view(torch.uint8)
     numbers = _Numbers(*rule[POLICY_CHOICES:])
-    choices = _Choices(
-        *(int(x) for x in rule[:POLICY_CHOICES]),
-        min(rule.sum_k2_high, rule.mean_k2_high) < math.inf,
-        min(rule.sum_k3_high, rule.mean_k3_high) < math.inf,
-        rule.off_policy_high < math.inf,
+    choices = _Choices._make(
+        [
+            *(int(x) for x in rule[:POLICY_CHOICES]),
+            min(rule.sum_k2_high, rule.mean_k2_high) < math.inf,
+            min(rule.sum_k3_high, rule.mean_k3_high) < math.inf,
+            rule.off_policy_high < math.inf,
+        ]
     )
     stale_per_token = staleness is not None and staleness.shape == logprobs.shape
     with torch.cuda.device_of(logprobs):
@@ -73,9 +75,7 @@ def forward(
                 numbers, C=choices, STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK, num_warps=8,
                 enable_fp_fusion=False,
             )  # fmt: skip
-            mean_weight_kernel[(1,)](
-                partials, rows, values, BLOCK=256, num_warps=4, enable_fp_fusion=False
-            )
+            mean_weight_kernel[(1,)](partials, rows, values, BLOCK=256, num_warps=4, enable_fp_fusion=False)
         if rows:
             sequence_kernel[(rows,)](
                 logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy,

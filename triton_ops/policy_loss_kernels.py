@@ -172,8 +172,8 @@ def weights_kernel(
         present = tl.load(mask + i, mask=i < end, other=0) != 0
         advantage = tl.where(present, 0.0, 0.0)
         weight, _, _ = weigh(
-            logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage, log_weight, rejected,
-            drifted, 1.0, rule, C, STALE_PER_TOKEN,
+            logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage, log_weight,
+            rejected, drifted, 1.0, rule, C, STALE_PER_TOKEN,
         )  # fmt: skip
         weights += total(weight, present)
         tokens += tl.sum(present.to(tl.float64), axis=0)
@@ -223,8 +223,8 @@ def sequence_kernel(
             advantage = advantage_of(advantages, row, i, present, PER_TOKEN)
             if C.shrink | ((C.term == 6) & (C.correction != 0)):
                 _, logarithm, kept = weigh(
-                    logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage, log_weight,
-                    rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
+                    logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage,
+                    log_weight, rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
                 )  # fmt: skip
                 if C.shrink:
                     present = present & kept
@@ -338,8 +338,8 @@ def sequence_kernel(
             advantage = advantage_of(advantages, row, i, present, PER_TOKEN)
             if C.shrink:
                 _, _, kept = weigh(
-                    logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage, log_weight,
-                    rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
+                    logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage,
+                    log_weight, rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
                 )  # fmt: skip
                 present = present & kept
             through = part + tl.zeros_like(lanes).to(tl.float32)

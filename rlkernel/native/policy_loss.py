@@ -43,7 +43,17 @@ def forward(
     partials = torch.empty(rows, _PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
-    tensors = (logprobs, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, entropy, staleness, selected)
+    tensors = (
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        ref_logprobs,
+        rollout_logprobs,
+        entropy,
+        staleness,
+        selected,
+    )
     launch(
         "policy_loss", device, *map(_address, tensors), _address(cu_seqlens), rows, length,
         advantages.shape == logprobs.shape, staleness is not None and staleness.shape == logprobs.shape,

@@ -1,4 +1,4 @@
-"""Which tokens clip_cov and kl_cov pick, by the covariance of log-probability and advantage over the batch."""
+"""Which tokens clip_cov and kl_cov pick: by the batch's covariance of log-probability and advantage."""
 
 import torch
 from torch import Tensor

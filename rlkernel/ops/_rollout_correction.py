@@ -51,8 +51,8 @@ class RolloutCorrection(NamedTuple):
         trl:sequence_mask, sequence_truncate, token_mask, token_truncate
                          GRPOConfig.vllm_importance_sampling_mode with clip_max 3
         skyrl:token_tis, sequence_tis   off_policy_correction.tis_ratio_type, caps 2 and 5
-        skyrl:geometric, product, outlier   sequence_mask_metric 0.99..1.01 and 0.5..2, outlier_token 1e-4..100;
-                         tokens leave the mask (compute_off_policy_correction)
+        skyrl:geometric, product, outlier   sequence_mask_metric 0.99..1.01 and 0.5..2, outlier_token 1e-4
+                         to 100; tokens leave the mask (compute_off_policy_correction)
         nemo_rl:tis, icepop, seq_mask_tis   truncated_importance_sampling_type: min(r, 2); r in 0.5..5;
                          raw r in sequences with a geometric mean in 0.999..1.002 (ClippedPGLossFn)
         slime:tis, icepop   --use-tis with --tis-clip 2 and --tis-clip-low 0; icepop_function with 0.5..2
@@ -87,7 +87,9 @@ CORRECTIONS = {
     "verl:decoupled_token_is": RolloutCorrection(),
     "verl:decoupled_seq_is": RolloutCorrection("sequence"),
     "verl:decoupled_token_icepop": RolloutCorrection(mode="mask", low=0.5, high=5.0),
-    "verl:decoupled_seq_is_rs": RolloutCorrection("sequence", reject=(("seq_sum_k1", 0.5, 2.0),), denominator="shrink"),
+    "verl:decoupled_seq_is_rs": RolloutCorrection(
+        "sequence", reject=(("seq_sum_k1", 0.5, 2.0),), denominator="shrink"
+    ),
     "verl:decoupled_geo_rs": _NONE._replace(**_GEO),
     "verl:decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", **_GEO),
     "verl:decoupled_geo_rs_token_tis": RolloutCorrection(**_GEO),
@@ -223,7 +225,7 @@ REJECTIONS = tuple(f"{place}_{k}" for place in (*_OF_ONE, *_OF_MANY) for k in ("
 
 def _reject(found: dict[str, Any], entry: tuple[Any, ...]) -> None:
     """Tighten the bounds by one entry of ``reject``: of single tokens, every k bounds d from both sides."""
-    name = entry[0] if isinstance(entry, tuple) and entry else entry
+    name: Any = entry[0] if isinstance(entry, tuple) and entry else entry
     choice("correction.reject[...][0]", name, dict.fromkeys(REJECTIONS))
     place, _, k = name.rpartition("_")
     want = 3 if k == "k1" else 2

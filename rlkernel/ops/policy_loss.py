@@ -71,8 +71,8 @@ def policy_loss(
         dppo_tv, dppo_kl  -stop(min(r, clip_ratio_c)) A logprobs where the probability has not moved further
                      than epsilon, epsilon_high in the direction of A (clip_ratio_c defaults to 20): by
                      |p - q|, or by the KL of the choice between this token and any other
-        vespo        -stop(exp(lambda + k log w - lambda w)) A logprobs, w the product of the sequence's ratios
-                     and correction weights, k and lambda by A's sign; the correction multiplies nothing else
+        vespo        -stop(exp(lambda + k log w - lambda w)) A logprobs, w the product of the sequence's
+                     ratios and correction weights, which multiply nothing else; k, lambda by A's sign
         clip_cov     grpo's, without about cov_ratio of the tokens, picked by a hash of token and ``seed``
                      among those that are not clipped and whose covariance (A - mean A)(logprob - mean
                      logprob) lies in (clip_cov_lb, clip_cov_ub)
@@ -111,8 +111,9 @@ def policy_loss(
             which a NaN among the advantages that count raises too; else metric "not_finite" counts it.
 
     Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
-    CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and
-    KL-Cov 2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; KL estimators by Schulman, "Approximating KL divergence".
+    CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
+    2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
+    estimators by Schulman, "Approximating KL divergence".
     """
     _validate.floating("logprobs", logprobs)
     if cu_seqlens is None and logprobs.dim() != 2:
@@ -233,8 +234,10 @@ def _forward(
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
-        wants_entropy = entropy is not None and rest[-1].entropy_coef != 0 and ctx.needs_input_grad[1]
-        values, grad, grad_entropy = _forward(logprobs, entropy, *rest, wants_entropy)
+        *tensors, rule = rest
+        wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
+        arguments = (logprobs, entropy, *tensors, rule, wants_entropy)
+        values, grad, grad_entropy = _forward(*arguments)
         ctx.save_for_backward(values[1], grad, grad_entropy)
         ctx.others = len(rest)
         loss, metrics = values[0].clone(), values[2:]
@@ -285,10 +288,18 @@ def _op(
 
 @_op.register_fake
 def _op_fake(logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
-    wants_entropy = entropy is not None and rest[-1][PolicyRule._fields.index("entropy_coef") - POLICY_CHOICES]
+    wants_entropy = (
+        entropy is not None and rest[-1][PolicyRule._fields.index("entropy_coef") - POLICY_CHOICES]
+    )
     number = logprobs.new_empty(())
     of_entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
-    return number, logprobs.new_empty(len(POLICY_METRICS)), number.clone(), torch.empty_like(logprobs), of_entropy
+    return (
+        number,
+        logprobs.new_empty(len(POLICY_METRICS)),
+        number.clone(),
+        torch.empty_like(logprobs),
+        of_entropy,
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -262,7 +262,7 @@ def _vespo(
 def _moved_too_far(
     divergence: int, low: float, high: float, advantages: Tensor, logp: Tensor, anchor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where a token's probability fell, or rose, further from its anchor's than allowed, with the advantage."""
+    """Where a probability fell, or rose, further from its anchor's than allowed, with the advantage."""
     p, q = logp.exp(), anchor.exp()
     change = p - q
     if DIVERGENCES[divergence] == "kl":  # 1 - p by expm1: it cancels where p is near 1
@@ -332,9 +332,7 @@ def _correction(
         drifted = rows.spread(rows.mean(torch.where(mask & scored, rollout - logp, 0), mask))
         kept = kept & ~((advantages < 0) & (drifted > rule.off_policy_high))
     if rule.sign_mask:
-        low, high = _moved_too_far(
-            rule.sign_mask, rule.sign_low, rule.sign_high, advantages, logp, rollout
-        )
+        low, high = _moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantages, logp, rollout)
         kept = kept & ~(scored & (low | high))
     if staleness is not None:
         kept = kept & ~(staleness > rule.max_staleness)

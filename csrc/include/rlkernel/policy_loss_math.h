@@ -70,7 +70,7 @@ template <class F>
 RLKERNEL_INLINE F log_of(F x) {
   const auto above_root = bits_of(x) - 0x3f3504f3;  // of the bits of sqrt(1/2)
   const auto exponent = above_root >> 23;
-  const F n = as_float(exponent), f = floats_of(bits_of(x) - (exponent << 23)) - 1.0f;
+  const F n = as_float(exponent), f = floats_of(bits_of(x) - exponent * (1 << 23)) - 1.0f;
   F p = fused(spread<F>(7.0376836292e-2f), f, spread<F>(-1.1514610310e-1f));
   p = fused(p, f, spread<F>(1.1676998740e-1f));
   p = fused(p, f, spread<F>(-1.2420140846e-1f));
