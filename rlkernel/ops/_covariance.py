@@ -3,6 +3,42 @@
 import torch
 from torch import Tensor
 
+from rlkernel.types import PolicyRule
+
+
+def selected(
+    loss_type: str,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    ratio: float,
+    low: float,
+    high: float,
+    seed: int,
+    rule: PolicyRule,
+) -> Tensor:
+    """One bool for each token.  Raises ValueError for a ratio that is none."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"cov_ratio must be in (0, 1], got {ratio}")
+    logprobs = logprobs.detach()
+    old = logprobs if old_logprobs is None else old_logprobs
+    position = torch.arange(logprobs.shape[-1], device=logprobs.device).expand(logprobs.shape)
+    if cu_seqlens is not None:
+        row = torch.searchsorted(cu_seqlens[1:], position, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+        position = position - cu_seqlens[row]
+    if advantages.shape != logprobs.shape:
+        spread = advantages[:, None].expand(logprobs.shape) if cu_seqlens is None else advantages[row]
+        advantages = spread
+    cov = covariance(logprobs, advantages, mask)
+    if loss_type == "kl_cov":
+        return tokens_above(cov, mask, ratio)
+    r = (logprobs - old).exp()
+    plain, bounded = -r * advantages, -r.clamp(rule.low, rule.high) * advantages
+    keys = keys_of(old, position)
+    return tokens_between(cov, mask & ~(bounded > plain), mask.sum().double(), ratio, low, high, keys, seed)
+
 
 def tokens_above(cov: Tensor, mask: Tensor, ratio: float) -> Tensor:
     """kl_cov's: the ``max(1, ratio * tokens)`` largest covariances, and those equal to the least of them.

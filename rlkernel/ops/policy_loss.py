@@ -172,7 +172,7 @@ def policy_loss(
     logprobs = logprobs.to(dtype).contiguous()
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
-        selected = _selected(
+        selected = _covariance.selected(
             loss_type, logprobs, old_logprobs, advantages, mask, cu_seqlens, cov_ratio, clip_cov_lb,
             clip_cov_ub, seed, rule,
         )  # fmt: skip
@@ -313,41 +313,6 @@ def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)
-
-
-def _selected(
-    loss_type: str,
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ratio: float,
-    low: float,
-    high: float,
-    seed: int,
-    rule: PolicyRule,
-) -> Tensor:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"cov_ratio must be in (0, 1], got {ratio}")
-    logprobs = logprobs.detach()
-    old = logprobs if old_logprobs is None else old_logprobs
-    position = torch.arange(logprobs.shape[-1], device=logprobs.device).expand(logprobs.shape)
-    if cu_seqlens is not None:
-        row = torch.searchsorted(cu_seqlens[1:], position, right=True).clamp(max=cu_seqlens.shape[0] - 2)
-        position = position - cu_seqlens[row]
-    if advantages.shape != logprobs.shape:
-        spread = advantages[:, None].expand(logprobs.shape) if cu_seqlens is None else advantages[row]
-        advantages = spread
-    cov = _covariance.covariance(logprobs, advantages, mask)
-    if loss_type == "kl_cov":
-        return _covariance.tokens_above(cov, mask, ratio)
-    r = (logprobs - old).exp()
-    plain, bounded = -r * advantages, -r.clamp(rule.low, rule.high) * advantages
-    keys = _covariance.keys_of(old, position)
-    return _covariance.tokens_between(
-        cov, mask & ~(bounded > plain), mask.sum().double(), ratio, low, high, keys, seed
-    )
 
 
 def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
