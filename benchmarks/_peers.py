@@ -49,11 +49,16 @@ def file(package: str, path: str, root: Path | None = None) -> ModuleType:
 
 
 @functools.cache
-def verl_core_algos() -> ModuleType:
-    """verl's advantages and losses: its own files, also where ray and tensordict, which those never use, are
-    not installed."""
+def verl(path: str) -> ModuleType:
+    """``verl.trainer.ppo.<path>``: verl's own files, also where ray, codetiming and tensordict, which its
+    losses and advantages never use, are not installed.
+
+    Raises:
+        ImportError: verl is not installed, or one of its files does not import.
+    """
+    path = f"verl.trainer.ppo.{path}"
     try:
-        return module("verl.trainer.ppo.core_algos")
+        return module(path)
     except ImportError:
         spec = importlib.util.find_spec("verl")
         if spec is None or not spec.submodule_search_locations:
@@ -61,11 +66,9 @@ def verl_core_algos() -> ModuleType:
     names = ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers")
     folder = Path(spec.submodule_search_locations[0])
     fakes = {name: _bare(name, folder.joinpath(*name.split(".")[1:])) for name in names}
-    fakes |= {"verl.trainer.config": _bare("verl.trainer.config", None, "AlgoConfig")}
-    fakes |= {"verl.workers.config": _bare("verl.workers.config", None, "ActorConfig")}
-    fakes |= {"tensordict": _bare("tensordict", None, "TensorDict")}
-    if importlib.util.find_spec("omegaconf") is None:
-        fakes |= {"omegaconf": _bare("omegaconf", None, "DictConfig")}
+    for name, classes in _VERL_ONLY_IMPORTS.items():
+        if name.startswith("verl.") or importlib.util.find_spec(name) is None:
+            fakes[name] = _bare(name, None, *classes)
     before = {name: loaded for name, loaded in sys.modules.items() if _top(name) in ("verl", *fakes)}
     for name in before:
         del sys.modules[name]
@@ -74,11 +77,27 @@ def verl_core_algos() -> ModuleType:
         groupwise = importlib.import_module("verl.utils.groupwise")
         for name in ("as_torch_index", "group_mean_std"):
             setattr(fakes["verl.utils"], name, getattr(groupwise, name))
-        return importlib.import_module("verl.trainer.ppo.core_algos")
+        return importlib.import_module(path)
     finally:
         for name in [n for n in sys.modules if _top(n) in ("verl", *fakes)]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def verl_core_algos() -> ModuleType:
+    return verl("core_algos")
+
+
+# Modules of which those files take a name for an annotation, an isinstance or a container.
+_VERL_ONLY_IMPORTS = {
+    "verl.protocol": ("DataProto",),
+    "verl.trainer.config": ("AlgoConfig",),
+    "verl.trainer.config.algorithm": ("RolloutCorrectionConfig",),
+    "verl.workers.config": ("ActorConfig",),
+    "verl.workers.config.actor": ("PolicyLossConfig",),
+    "tensordict": ("TensorDict",),
+    "omegaconf": ("DictConfig",),
+}
 
 
 def _bare(name: str, folder: Path | None, *classes: str) -> ModuleType:

@@ -1,14 +1,8 @@
 """``rlkernel.policy_loss`` against PyTorch and the loss code of TRL and verl, as they stand."""
 
-import ast
-import importlib.util
-import sys
-import types
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +10,7 @@ from torch import Tensor
 import rlkernel
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
+from rlkernel.ops._policy_rule import LOSS_TYPES
 
 DIMS = ("B", "L")
 INPUTS: dict[str, Any] = {"bias": 1.0}  # the loss is a sum that does not cancel: its error is worth a look
@@ -24,6 +19,8 @@ SHARED: tuple[str, ...] = ()
 GRADIENTS = ("logprobs",)
 SCALARS = ("loss",)
 
+# what a loss type cannot do without
+NEEDS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.7}, "kl_cov": {"cov_ratio": 0.1}}
 QUICK = [Case({"B": 16, "L": 1024}, "float32", OPTIONS)]
 PRESETS = {
     "tiny": [Case({"B": 3, "L": 130}, "float32", OPTIONS)],
@@ -31,7 +28,15 @@ PRESETS = {
         Case({"B": 64, "L": 4096}, "float32", OPTIONS),
         Case({"B": 64, "L": 4096}, "float32", {"importance_sampling_level": "sequence"}, note="sequence"),
     ],
+    "policy-terms": [
+        Case({"B": 64, "L": 1024}, "float32", {"loss_type": name} | NEEDS.get(name, {}), note=name)
+        for name in LOSS_TYPES
+    ],
 }
+# the names that peers give a loss type, where both mean over tokens
+TRLS = {"grpo": "dapo", "dapo": "dapo", "cispo_cap": "cispo", "vespo": "vespo"}
+VERLS = {name: name for name in ("reinforce", "gpg", "cispo", "dppo_tv", "dppo_kl", "kl_cov", "dro")}
+VERLS |= dict.fromkeys(("grpo", "ppo", "dapo"), "vanilla")
 
 
 def OUTPUTS(case: Case) -> tuple[str, ...]:
@@ -69,8 +74,10 @@ def _trl() -> Call:
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         level = case.options.get("importance_sampling_level", "token")
-        loss = trl_loss(trainer, inputs, loss_type="dapo", importance_sampling_level=level)
-        return {"loss": loss}
+        loss_type = case.options.get("loss_type", "grpo")
+        if loss_type not in TRLS:
+            raise NotImplementedError(f"TRL has no {loss_type} with a mean over tokens")
+        return {"loss": trl_loss(trainer, inputs, loss_type=TRLS[loss_type], importance_sampling_level=level)}
 
     return call
 
@@ -80,7 +87,7 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
     mask = inputs["mask"].to(inputs["logprobs"].dtype)
     args = SimpleNamespace(
         delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-        steps_per_generation=1,
+        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, steps_per_generation=1,
     )  # fmt: skip
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
@@ -93,7 +100,9 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
         use_vllm="weights" in inputs, vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
         max_completion_length=mask.shape[1], accelerator=accelerator, use_adaptive_entropy=False,
-        entropy_coef=0.0, _metrics=defaultdict(lambda: defaultdict(list)),
+        entropy_coef=0.0, get_gamma_weights=getattr(trainer, "get_gamma_weights", None),
+        get_off_policy_mask=getattr(trainer, "get_off_policy_mask", None),
+        _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     for key, value in options.items():
         setattr(args if hasattr(args, key) else this, key, value)
@@ -105,69 +114,56 @@ def trl_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
         "ref_per_token_logps": inputs.get("ref_logprobs"), "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": inputs.get("weights"),
     }  # fmt: skip
+    if "sampling" in inputs:
+        batch["sampling_per_token_logps"] = inputs["sampling"]
     return trainer._compute_loss(this, None, batch)
 
 
 def _verl() -> Call:
-    core = verl_core_algos()
+    core = _peers.verl_core_algos()
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         sequence = case.options.get("importance_sampling_level") == "sequence"
         # verl's GSPO is the one whose gradient is the token's own
         if sequence and inputs["logprobs"].requires_grad:
             raise NotImplementedError("verl's sequence level has another gradient with per-token advantages")
+        loss_type = case.options.get("loss_type", "grpo")
+        if loss_type not in VERLS:
+            raise NotImplementedError(f"verl has no {loss_type} with a mean over tokens, or picks at random")
         # the dual clip is on by default there; 1e9 is none
-        loss = verl_loss(core, "gspo" if sequence else "vanilla", inputs, "token-mean", clip_ratio_c=1e9)
-        return {"loss": loss}
+        config: dict[str, Any] = {} if loss_type.startswith("dppo") else {"clip_ratio_c": 1e9}
+        config |= {"kl_cov_ratio": 0.1, "dro_beta": 0.7}
+        name = "gspo" if sequence else VERLS[loss_type]
+        return {"loss": verl_loss(core, name, inputs, "token-mean", **config)}
 
     return call
 
 
-def verl_core_algos() -> types.ModuleType:
-    """``verl/trainer/ppo/core_algos.py`` by itself: its package needs Ray, the file needs ten names of it."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("not installed")
-    root = Path(spec.submodule_search_locations[0])
-
-    def module(name: str, **names: Any) -> types.ModuleType:
-        made = types.ModuleType(name)
-        vars(made).update(names)
-        return made
-
-    functional = module("verl.utils.torch_functional", torch=torch)
-    tree = ast.parse((root / "utils/torch_functional.py").read_text())
-    wanted: list[ast.stmt] = [
-        n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("masked_sum", "masked_mean")
-    ]
-    exec(compile(ast.Module(wanted, []), "torch_functional.py", "exec"), vars(functional))
-    config = type("ActorConfig", (), {"get": lambda self, key, default=None: getattr(self, key, default)})
-    utils = module("verl.utils", torch_functional=functional, as_torch_index=None, group_mean_std=None)
-    stubs = {
-        "omegaconf": module("omegaconf", DictConfig=type("DictConfig", (), {})),
-        "verl": module("verl", utils=utils),
-        "verl.utils": utils,
-        "verl.utils.torch_functional": functional,
-        "verl.utils.import_utils": module("verl.utils.import_utils", deprecated=lambda *a: lambda f: f),
-        "verl.trainer": module("verl.trainer"),
-        "verl.trainer.config": module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {})),
-        "verl.workers": module("verl.workers"),
-        "verl.workers.config": module("verl.workers.config", ActorConfig=config),
-    }
-    with mock.patch.dict(sys.modules, stubs):
-        return _peers.file("verl", "trainer/ppo/core_algos.py", root=root)
+def _settings(core: Any) -> Any:
+    """An ActorConfig of verl's without its forty fields: attributes, and ``get`` with a default."""
+    get = lambda self, key, default=None: getattr(self, key, default)  # noqa: E731
+    made = type("Settings", (core.ActorConfig,), {"__init__": lambda self: None, "get": get})
+    return made()
 
 
 def verl_loss(
     core: Any, name: str, inputs: dict[str, Any], agg: str, weights: Tensor | None = None, **config: Any
 ) -> Tensor:
-    settings = core.ActorConfig()
-    defaults: dict[str, Any] = {
-        "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {},
-        "tau_pos": 1.0, "tau_neg": 1.05,
-    }  # fmt: skip
-    for key, value in (defaults | config).items():
-        setattr(settings, key, value)
+    """``name`` of verl's registry, or "reinforce", with ``config`` as its ActorConfig."""
+    of_policy_loss = {
+        "clip_cov_ratio",
+        "clip_cov_lb",
+        "clip_cov_ub",
+        "kl_cov_ratio",
+        "ppo_kl_coef",
+        "dro_beta",
+    }
+    settings = _settings(core)
+    settings.__dict__.update(
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={}, tau_pos=1.0,
+        tau_neg=1.05, policy_loss=SimpleNamespace(**{key: config.pop(key, None) for key in of_policy_loss}),
+    )  # fmt: skip
+    settings.__dict__.update(config)
     mask = inputs["mask"].to(inputs["logprobs"].dtype)
     advantages = inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask)

@@ -5,7 +5,7 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
-from rlkernel.ops._policy_rule import RolloutCorrection
+from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards

@@ -112,16 +112,20 @@ POLICY_METRICS = (
 )
 
 # Their order is that of the enums of csrc/include/rlkernel/policy_loss.h.
-POLICY_TERMS = ("clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv")
+POLICY_TERMS = ("clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo", "vespo", "kl_cov", "dro")
 LEVELS = ("token", "sequence", "sequence_token")
 SUMS = ("tokens", "sequence_sums", "sequence_means")
 KL_ESTIMATORS = ("none", "k1", "abs", "k2", "k3")
-CORRECTION_LEVELS = ("none", "token", "sequence", "geometric")
-CORRECTION_MODES = ("truncate", "mask", "reject")
+DIVERGENCES = ("none", "tv", "kl")  # of the two-sided choice "this token, or another"
+CORRECTION_LEVELS = ("absent", "none", "token", "sequence", "geometric")  # "none": only rejection
+CORRECTION_MODES = ("truncate", "mask")
 
 
 class PolicyRule(NamedTuple):
-    """What a policy loss computes, checked and normalised: the fields of C++'s PolicyLossRule, in order."""
+    """What a policy loss computes, checked and normalised: the fields of C++'s PolicyLossRule, in order.
+
+    First the choices, then the numbers, infinite where they bound nothing.
+    """
 
     term: int
     level: int
@@ -129,35 +133,62 @@ class PolicyRule(NamedTuple):
     kl: int
     kl_gradient_of_k2: bool
     kl_times_ratio: bool
+    divergence: int  # of dppo
     correction: int
     verdict: int
     shrink: bool
-    low: float  # bounds of the ratio; of its logarithm for gmpo; of the change of probability for dppo_tv
+    normalize: bool  # weights are divided by their mean over the batch
+    stale_only: bool  # fresh tokens have the weight 1
+    sign_mask: int  # the divergence that a token may have moved from its rollout in the advantage's direction
+    low: float  # bounds of the ratio; of its logarithm for gmpo; of the divergence for dppo
     high: float
-    delta: float  # infinite where not used
+    delta: float
     dual: float
     log_clip: float
     tau_positive: float
     tau_negative: float
     beta: float
     entropy_coef: float
-    weight_low: float
+    k_positive: float  # vespo's exponents and rates
+    lambda_positive: float
+    k_negative: float
+    lambda_negative: float
+    coefficient: float  # of kl_cov's penalty, of dro's
+    weight_low: float  # of the correction, and their logarithms
     weight_high: float
-    log_veto: float
+    log_weight_low: float
+    log_weight_high: float
+    token_low: float  # bounds of d = log(old / rollout) of a token,
+    token_high: float
+    extreme_low: float  # of every d of its sequence,
+    extreme_high: float
+    sum_k1_low: float  # of their sum and mean,
+    sum_k1_high: float
+    mean_k1_low: float
+    mean_k1_high: float
+    sum_k2_high: float  # and of the sums and means of d^2 / 2 and exp(d) - 1 - d
+    mean_k2_high: float
+    sum_k3_high: float
+    mean_k3_high: float
+    off_policy_high: float  # of the mean of rollout - current, where the advantage is negative
+    sign_low: float
+    sign_high: float
+    max_staleness: float
+    log_decay: float  # of the weight, for each version
     denominator: float  # 0: the tokens or sequences that are here
     factor: float
+
+
+POLICY_CHOICES = PolicyRule._fields.index("low")
 
 
 class PreferenceLossOutput(NamedTuple):
     """``loss`` [] is differentiable; the others are constants of the same pass.
 
     ``metrics`` [16] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are
-    [B];
-    of an unpaired loss they are [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums
-    (of
-    ``orpo`` and ``simpo`` means) of the policy's log-probabilities.  ``running_delta`` [2] is the new state
-    of
-    ``bco_pair``; None where none was given.
+    [B]; of an unpaired loss [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums of
+    the policy's log-probabilities (of ``orpo`` and ``simpo`` means).  ``running_delta`` [2] is the new state
+    of ``bco_pair``; None where none was given.
     """
 
     loss: Tensor
@@ -210,7 +241,7 @@ PREFERENCE_TERMS = (
     "kto",
     "apo_zero_unpaired",
 )
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+PREFERENCE_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # columns of the sums of a sequence, in the order of csrc/include/rlkernel/preference_loss.h
 SEQUENCE_SUMS = (
     "logps",
@@ -243,6 +274,4 @@ class PreferenceRule(NamedTuple):
     undesirable_weight: float
     factor: float  # times this: data-parallel size
     items: float  # pairs or sequences of the whole batch; 0: those that are here
-    nll_items: (
-        float  # tokens of the whole batch that the likelihood's mean divides by; 0: those that are here
-    )
+    nll_items: float  # what the mean of the likelihood divides by, of the whole batch; 0: the tokens here

@@ -54,6 +54,19 @@ def _grouped(estimator="grpo"):
     rlkernel.group_advantages(**{**inputs, "estimator": estimator})
 
 
+def _policy_losses():
+    for loss_type in ("ppo", "gmpo", "vespo", "clip_cov", "kl_cov"):
+        _differentiated(
+            rlkernel.policy_loss,
+            policy_loss.make_inputs(5, 70, extras=True),
+            "logprobs",
+            loss_type=loss_type,
+            importance_sampling_level="sequence" if loss_type == "gmpo" else "token",
+            correction="seq_tis",
+            beta=0.1,
+        )
+
+
 CALLS = {
     "preference_loss": lambda: _differentiated(
         rlkernel.preference_loss, preference_loss.make_inputs(6, 70), "logprobs"
@@ -65,9 +78,7 @@ CALLS = {
     "value_loss": lambda: _differentiated(
         rlkernel.value_loss, value_loss.make_inputs(5, 70, clipped=True), "values", cliprange_value=0.2
     ),
-    "policy_loss": lambda: _differentiated(
-        rlkernel.policy_loss, policy_loss.make_inputs(5, 70), "logprobs", loss_type="ppo"
-    ),
+    "policy_loss": _policy_losses,
 }
 
 

@@ -1,13 +1,14 @@
-"""policy_loss: one body of tests for every backend, against fp64, TRL and verl."""
+"""policy_loss: one body of tests for every backend, against fp64; its peers have a file of their own."""
 
 import itertools
 
 import pytest
 import torch
-from accuracy import check, error
-from backends import is_slow, of, running
+from backends import is_slow, of
 from bitwise import assert_equal
-from policy_peers import trl_loss, verl_loss
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from policy_cases import NEEDS, check_against_fp64, run, to
 
 import rlkernel
 from rlkernel import RolloutCorrection, debug
@@ -21,48 +22,17 @@ pytestmark = pytest.mark.usefixtures("poison")
 EXTRAS = {"beta": 0.1, "entropy_coef": 0.01, "correction": "icepop"}
 
 
-def run(backend, inputs, upstream=1.0, **options):
-    """Loss, metrics and the gradients of logprobs and entropy."""
-    inputs = dict(inputs)
-    leaves = []
-    for name in ("logprobs", "entropy"):
-        if name in inputs:
-            inputs[name] = inputs[name].detach().clone().requires_grad_()
-            leaves.append(inputs[name])
-    with running(backend):
-        out = rlkernel.policy_loss(**inputs, **options)
-        grads = torch.autograd.grad(out.loss * upstream, leaves, allow_unused=True)
-    return out.loss.detach(), out.metrics, *grads
-
-
-def to(inputs, dtype):
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-
-
-def check_against_fp64(backend, inputs, **options):
-    truth = run("reference", to(inputs, torch.float64), **options)
-    torchs = run("reference", inputs, **options)
-    ours = run(backend, inputs, **options)
-    # sums cancel: their digits are those of their terms
-    terms = (truth[2].abs() * (1 + inputs["logprobs"].abs())).sum().item()
-    sizes = {"loss": max(terms, 1e-3), "grad": 8 * truth[2].abs().max().item(), "metrics": 1.0}
-    for name, a, b, c in zip(("loss", "metrics", "grad", "grad_entropy"), ours, torchs, truth, strict=False):
-        if c is None:
-            assert a is None
-            continue
-        assert a.dtype == torch.float32
-        check(name, a, b, c, magnitude=sizes.get(name, 0.0))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", names.LOSS_TYPES)
 @ON_EVERY_BACKEND
 def test_matches_fp64(backend, device, loss_type, level):
     for per_token, extras in ((True, False), (False, True)):
         inputs = make_inputs(4, 75, device=device, per_token=per_token, extras=extras)
-        for mode in list(names.AGGREGATIONS)[:: 4 if is_slow(backend, device) else 1]:
+        modes = ("token-mean", "seq-mean-token-sum-norm", "seq-mean-token-mean")  # a unit each
+        for mode in modes[2 if extras else 0 :: 2] if is_slow(backend, device) else modes:
             options = {"loss_type": loss_type, "importance_sampling_level": level, "loss_agg_mode": mode}
-            check_against_fp64(backend, inputs, **options, **(EXTRAS if extras else {}))
+            options |= NEEDS.get(loss_type, {}) | (EXTRAS if extras else {})
+            check_against_fp64(backend, inputs, **options)
 
 
 @pytest.mark.parametrize("estimator", names.KL)
@@ -73,17 +43,6 @@ def test_kl_estimators_match_fp64(backend, device, estimator):
     for times_ratio in (False, True):
         options = {"beta": 0.3, "kl_estimator": estimator, "use_bias_correction_kl": times_ratio}
         check_against_fp64(backend, inputs, **options)
-
-
-@pytest.mark.parametrize("name", names.CORRECTIONS)
-@ON_EVERY_BACKEND
-def test_corrections_match_fp64(backend, device, name):
-    inputs = make_inputs(6, 40, device=device, extras=True, drift=0.05)
-    del inputs["ref_logprobs"], inputs["entropy"]
-    for veto in (None, 0.9):
-        correction = names.CORRECTIONS[name]._replace(veto=veto)
-        for mode in ("token-mean", "seq-mean-token-mean"):
-            check_against_fp64(backend, inputs, correction=correction, loss_agg_mode=mode)
 
 
 @ON_EVERY_BACKEND
@@ -183,24 +142,29 @@ def test_bits_do_not_depend_on_threads():
 
 
 MUTANTS = {
-    "the gradient of a clipped token": ("frozen ? zero : -ratio * advantage", "-ratio * advantage"),
-    "a mask that multiplies": (
-        "return present ? at.load(p.logprobs) - at.load(p.old_logprobs) : zero",
-        "return (present ? one : zero) * (at.load(p.logprobs) - at.load(p.old_logprobs))",
+    "the gradient of a clipped token": (
+        "policy_loss_terms.h", "keep(not_(frozen), -x.ratio * x.advantage)", "-x.ratio * x.advantage",
     ),
-    "the share of a sequence": ("static_cast<float>(1 / count) : 1.0f", "1.0f : 1.0f"),
-}
+    "a mask that multiplies": (
+        "policy_loss_sequence.h", "x.logprob = keep(present, at.load(p.logprobs))",
+        "x.logprob = at.load(p.logprobs) * keep(present, one)",
+    ),
+    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / count) :", "1.0f :"),
+    "a weight without effect": ("policy_loss_sequence.h", "keep(w.kept, t.chain * w.weight)", "t.chain"),
+}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(mutant):
     import emulation
 
     from rlkernel import native
 
-    module = emulation.load(emulation.build_module(32, {"policy_loss_terms.h": MUTANTS[mutant]}))
+    header, *change = MUTANTS[mutant]
+    module = emulation.load(emulation.build_module(32, {header: tuple(change)}))
     inputs = make_inputs(3, 40, extras=True, drift=0.6)
-    inputs["old_logprobs"][~inputs["mask"]] = torch.nan
+    inputs["logprobs"][~inputs["mask"]] = torch.nan
     with native.emulated(module), pytest.raises(AssertionError):
         check_against_fp64("native", inputs, loss_agg_mode="seq-mean-token-mean", **EXTRAS)
 
@@ -218,17 +182,20 @@ def test_k3_keeps_its_digits(backend, device):
     assert abs((d.float().exp() - d.float() - 1).mean() - want) > 1e-2 * want  # the mutant
 
 
+# a weight without a gradient: their difference quotient is the derivative at a fixed weight, which is the one
+# that stands where the old log-probabilities are the new ones
+WEIGHTED = {"cispo", "cispo_cap", "dppo_tv", "dppo_kl", "vespo"}
+
+
 @pytest.mark.parametrize("loss_type", names.LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])  # the third's is not that of its value
 def test_gradcheck(loss_type, level):
     inputs = make_inputs(2, 4, dtype=torch.float64, extras=True, drift=0.05)
     x, entropy = (inputs.pop(k).requires_grad_() for k in ("logprobs", "entropy"))
-    if loss_type in ("cispo", "cispo_cap", "dppo_tv"):  # their ratio is a constant to the gradient
-        inputs["old_logprobs"], x = None, x
+    if loss_type in WEIGHTED:
+        inputs["old_logprobs"] = None
         del inputs["rollout_logprobs"], inputs["ref_logprobs"]
         options = {"entropy_coef": 0.01}
-        if loss_type == "dppo_tv" or level != "token" or loss_type.startswith("cispo"):
-            options["epsilon"] = 1e-9  # and the clamp holds it at 1 under the difference quotient
     else:
         options = {
             "beta": 0.1,
@@ -236,7 +203,10 @@ def test_gradcheck(loss_type, level):
             "correction": RolloutCorrection(high=1.05),
             "epsilon": 0.9,
         }
-    options |= {"loss_type": loss_type, "importance_sampling_level": level}
+    options |= {"loss_type": loss_type, "importance_sampling_level": level} | NEEDS.get(loss_type, {})
+    if loss_type in ("clip_cov", "kl_cov"):
+        options["cov_ratio"] = 1.0  # every token: a choice among them is no function of the log-probabilities
+        options |= {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0} if loss_type == "clip_cov" else {}
 
     def loss(x, entropy):
         return rlkernel.policy_loss(x, **inputs, entropy=entropy, **options).loss
@@ -244,130 +214,40 @@ def test_gradcheck(loss_type, level):
     assert torch.autograd.gradcheck(loss, (x, entropy))
 
 
-def same(ours, theirs, inputs, backend, tolerance=1e-12, **options):
-    """Value and gradient of a peer's own code, in fp64."""
-    x = inputs["logprobs"].detach().requires_grad_()
-    theirs = theirs(inputs | {"logprobs": x})
-    (grad,) = torch.autograd.grad(theirs, x)
-    loss, _, got, *_ = run(backend, ours, **options)
-    assert error(loss, theirs) < tolerance and error(got, grad) < tolerance
+FLOAT = st.floats(-3, 3, width=32)
 
 
-TRL = {
-    "grpo": ("grpo", "seq-mean-token-mean"),
-    "bnpo": ("bnpo", "token-mean"),
-    "dr_grpo": ("dr_grpo", "seq-mean-token-sum-norm"),
-    "dapo": ("dapo", "token-mean"),
-    "luspo": ("grpo", "seq-mean-token-sum"),
-    "cispo": ("cispo_cap", "token-mean"),
-    "sapo": ("sapo", "seq-mean-token-mean"),
-}
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("backend", ["native", "emulated-warp32"])
+def test_shapes_and_masks_of_any_kind(backend, level, data):
+    batch, length = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 70))
+    seed = data.draw(st.integers(0, 2**16))
+    inputs = make_inputs(max(batch, 1), max(length, 1), seed=seed, extras=True)
+    inputs = {k: v[:batch, :length] for k, v in inputs.items()}
+    share = data.draw(st.sampled_from([0.0, 0.1, 0.9, 1.0]))
+    inputs["mask"] = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < share
+    hidden = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+    inputs = {
+        k: torch.where(inputs["mask"], v, hidden) if v.is_floating_point() else v for k, v in inputs.items()
+    }
+    loss_type = data.draw(st.sampled_from(list(names.LOSS_TYPES)))
+    mode = data.draw(st.sampled_from(list(names.AGGREGATIONS)))
+    options = {"loss_type": loss_type, "loss_agg_mode": mode, "importance_sampling_level": level}
+    check_against_fp64(backend, inputs, **options, **NEEDS.get(loss_type, {}), **EXTRAS)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("trl", TRL)
-def test_is_trls(trl, level, per_token, weighted):
-    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=per_token, extras=True, drift=0.4)
-    rollout, entropy = inputs.pop("rollout_logprobs"), inputs.pop("entropy")
-    ours = inputs | ({"rollout_logprobs": rollout} if weighted else {})
-    theirs = dict(inputs)
-    if weighted:
-        theirs["weights"] = (inputs["old_logprobs"] - rollout).exp().clamp(max=1.3)
-    high = 1.1 if trl == "cispo" else 0.28
-    loss_type, mode = TRL[trl]
-    for extra in ({}, {"beta": 0.2}, {"beta": 0.2, "use_bias_correction_kl": True}, {"delta": 1.5}):
-        options = extra | {"epsilon_high": high}
-
-        def peer(x, options=options):
-            return trl_loss(x, loss_type=trl, importance_sampling_level=level, epsilon_low=0.2, **options)
-
-        correction = RolloutCorrection(high=1.3) if weighted else None
-        items = {} if mode in ("token-mean",) else {"num_items_in_batch": 5}
-        same(
-            ours, peer, theirs, "reference", loss_type=loss_type, loss_agg_mode=mode, correction=correction,
-            importance_sampling_level=level, **items, **options,
-        )  # fmt: skip
-    assert entropy is not None
-
-
-def test_is_trls_entropy_bonus():
-    """TRL's bonus is a mean over tokens whatever the loss type; ours aggregates as the loss does."""
-    inputs = make_inputs(5, 30, dtype=torch.float64, extras=True)
-    del inputs["rollout_logprobs"]
-    theirs = trl_loss(inputs, loss_type="dapo", entropy_coef=0.3)
-    ours = run("reference", inputs, entropy_coef=0.3)[0]
-    assert error(ours, theirs) < 1e-12
-
-
-VERL = {
-    "vanilla": {"loss_type": "ppo", "clip_ratio_c": 3.0},
-    "gspo": {"importance_sampling_level": "sequence_token"},
-    "sapo": {"loss_type": "sapo"},
-    "gpg": {"loss_type": "gpg"},
-    "reinforce": {"loss_type": "reinforce"},
-    "cispo": {"loss_type": "cispo"},
-    "dppo_tv": {"loss_type": "dppo_tv"},
-}
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
-@pytest.mark.parametrize(
-    ("verl", "mode"),
-    # verl's sapo has one aggregation
-    [(v, m) for v in VERL for m in names.AGGREGATIONS if v != "sapo" or m == "seq-mean-token-mean"],
-)
-def test_is_verls(verl, mode, per_token, weighted):
-    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=per_token, extras=True, drift=0.6)
-    rollout = inputs.pop("rollout_logprobs")
-    inputs = {k: v for k, v in inputs.items() if k not in ("ref_logprobs", "entropy")}
-    weights = (inputs["old_logprobs"] - rollout).exp().clamp(max=2.0) if weighted else None
-    ours = inputs | ({"rollout_logprobs": rollout, "correction": "token_tis"} if weighted else {})
-    correction = {"correction": ours.pop("correction")} if weighted else {}
-    # verl adds 1e-8 to the tokens of a sequence
-    tolerance = 1e-7 if mode == "seq-mean-token-mean" else 1e-12
-    same(
-        ours, lambda x: verl_loss(verl, x, mode, weights, clip_ratio_high=0.28), inputs, "reference",
-        tolerance, epsilon_high=0.28, loss_agg_mode=mode, **VERL[verl], **correction,
-    )  # fmt: skip
-
-
-def test_is_verls_geometric_mean():
-    inputs = make_inputs(5, 30, dtype=torch.float64, per_token=False, drift=0.6)
-    preset = rlkernel.policy_loss_preset("gmpo") | {"epsilon": 0.2, "epsilon_high": 0.28}
-    same(
-        inputs,
-        lambda x: verl_loss("geo_mean", x, "", clip_ratio_high=0.28),
-        inputs,
-        "reference",
-        1e-7,
-        **preset,
-    )
-
-
-@pytest.mark.parametrize("estimator", names.KL)
-def test_kl_is_verls(estimator):
-    from policy_peers import verl_core
-
-    inputs = make_inputs(3, 20, dtype=torch.float64, extras=True)
-    x = inputs["logprobs"].clone().requires_grad_()
-    (grad,) = torch.autograd.grad(
-        (verl_core().kl_penalty(x, inputs["ref_logprobs"], estimator) * inputs["mask"]).sum(), x
-    )
-    inputs = {k: v for k, v in inputs.items() if k not in ("rollout_logprobs", "entropy")}
-    inputs["advantages"] = torch.zeros_like(x)
-    got = run("reference", inputs, beta=1.0, kl_estimator=estimator, loss_agg_mode="token-sum")[2]
-    assert error(got, grad) < 1e-12
-
-
-def test_gspo_of_trl_and_of_verl_differ_only_in_the_gradient():
-    inputs = make_inputs(3, 20, dtype=torch.float64, per_token=True)
-    options = {"epsilon": 0.9, "loss_agg_mode": "seq-mean-token-mean"}
-    a = run("reference", inputs, importance_sampling_level="sequence", **options)
-    b = run("reference", inputs, importance_sampling_level="sequence_token", **options)
-    assert error(a[0], b[0]) < 1e-15 and error(a[2], b[2]) > 1e-4
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_memory_layouts(backend):
+    inputs = make_inputs(4, 30, extras=True)
+    want = run(backend, inputs, **EXTRAS)
+    wide = {k: torch.stack([v, v], -1)[..., 0] for k, v in inputs.items()}
+    turned = {k: v.T.contiguous().T for k, v in inputs.items()}
+    for other in (wide, turned):
+        assert not other["logprobs"].is_contiguous()
+        for got, same in zip(run(backend, other, **EXTRAS), want, strict=True):
+            assert_equal("layout", got, same)
 
 
 @ON_EVERY_BACKEND
@@ -423,6 +303,9 @@ BAD = {
     "clip_ratio_c must be finite and > 1, got 0.5": {"clip_ratio_c": 0.5},
     "ref_logprobs must be given": {"beta": 0.1},
     "entropy must be given": {"entropy_coef": 0.1},
+    "dro_beta must be given": {"loss_type": "dro"},
+    r"cov_ratio must be in \(0, 1\]": {"loss_type": "kl_cov", "cov_ratio": 0.0},
+    "num_items_in_batch must be one number": {"num_items_in_batch": torch.ones(2)},
     "num_items_in_batch must be given with dp_size = 2": {"dp_size": 2},
     "correction must be one of token_tis": {"correction": "tis"},
     "rollout_logprobs must be given": {"correction": "token_tis"},
@@ -455,6 +338,7 @@ def test_an_unknown_loss_type_lists_exactly_the_known_ones():
 
 @pytest.mark.parametrize("name", names.PRESETS)
 def test_presets_run(name):
-    loss, *_ = run("reference", make_inputs(3, 9), **rlkernel.policy_loss_preset(name))
+    options = NEEDS.get(name, {}) | rlkernel.policy_loss_preset(name)
+    loss, *_ = run("reference", make_inputs(3, 9), **options)
     assert bool(loss.isfinite())
     assert set(KL_ESTIMATORS[1:]) == {k.removesuffix("+") for k in names.KL}

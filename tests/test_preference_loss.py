@@ -12,7 +12,7 @@ import rlkernel
 from rlkernel import debug
 from rlkernel.ops import _preference_rule as names
 from rlkernel.reference.preference_loss import make_inputs
-from rlkernel.types import DIVERGENCES, PREFERENCE_METRICS
+from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("preference_loss"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -28,7 +28,7 @@ def test_matches_fp64(backend, device, loss_type):
         check_against_fp64(backend, inputs, **options)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES[1:])
+@pytest.mark.parametrize("divergence", PREFERENCE_DIVERGENCES[1:])
 @ON_EVERY_BACKEND
 def test_divergences_match_fp64(backend, device, divergence):
     for loss_type in names.DIFFERENCES[:: 3 if is_slow(backend, device) else 1]:
@@ -287,4 +287,4 @@ def test_presets_run(name):
 
 def test_every_name_is_documented():
     text = rlkernel.preference_loss.__doc__
-    assert [name for name in itertools.chain(names.TERMS, DIVERGENCES) if name not in text] == []
+    assert [name for name in itertools.chain(names.TERMS, PREFERENCE_DIVERGENCES) if name not in text] == []

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-import verl_core
 from accuracy import check
 from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from policy_peers import verl_core
 
 import rlkernel
 from rlkernel import VALUE_METRICS, dispatch
@@ -385,7 +385,7 @@ def by_hand(v, returns, old, mask, lengths, mode, loss):
 @pytest.mark.parametrize("globally", [False, True], ids=["local", "global"])
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_against_the_real_verl(backend, globally, mode):
-    core = verl_core.core_algos()
+    core = verl_core()
     inputs = make_inputs(6, 90)
     skip_unless_able(backend, "value_loss", inputs["values"])
     options = {"dp_size": 4, "num_items_in_batch": 1234} if globally else {}
@@ -404,7 +404,7 @@ def test_against_the_real_verl(backend, globally, mode):
 
 def test_where_we_differ_from_verl():
     """verl: NaN where no token counts; half the gradient where both losses are equal and v outside."""
-    core = verl_core.core_algos()
+    core = verl_core()
     ones = torch.ones(1, 1)
     empty = core.compute_value_loss(ones, ones, ones, 0 * ones, 0.2)[0]
     assert empty.isnan() and rlkernel.value_loss(ones, ones, 0 * ones, old_values=ones, **CLIP).loss == 0

@@ -1,15 +1,27 @@
 """``policy_loss`` over Triton: a program for each sequence, then one that joins their sums."""
 
+import math
 import os
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.triton_ops.policy_loss_kernels import COLUMNS, sequence_kernel, values_kernel
-from rlkernel.types import POLICY_METRICS, PolicyRule
+from rlkernel.triton_ops.policy_loss_kernels import (
+    COLUMNS,
+    mean_weight_kernel,
+    sequence_kernel,
+    values_kernel,
+    weights_kernel,
+)
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
 
+# what is compiled in, and what is not; Triton takes a named tuple as one argument
+_FIELDS = PolicyRule._fields
+_Choices = namedtuple("_Choices", (*_FIELDS[:POLICY_CHOICES], "rejects_k2", "rejects_k3", "off_policy"))  # type: ignore[misc]
+_Numbers = namedtuple("_Numbers", _FIELDS[POLICY_CHOICES:])  # type: ignore[misc]
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
 
@@ -34,43 +46,62 @@ def forward(
     entropy: Tensor | None,
     rule: PolicyRule,
     entropy_gradient: bool,
+    staleness: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
-    values = torch.empty(2 + len(POLICY_METRICS), dtype=torch.float32, device=device)
+    values = torch.empty(2 + len(POLICY_METRICS) + 1, dtype=torch.float32, device=device)
     partials = torch.empty(rows, COLUMNS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
-    r = rule
+    mask = mask.view(torch.uint8)
+    picked = None if selected is None else selected.view(torch.uint8)
+    numbers = _Numbers(*rule[POLICY_CHOICES:])
+    choices = _Choices._make(
+        [
+            *(int(x) for x in rule[:POLICY_CHOICES]),
+            min(rule.sum_k2_high, rule.mean_k2_high) < math.inf,
+            min(rule.sum_k3_high, rule.mean_k3_high) < math.inf,
+            rule.off_policy_high < math.inf,
+        ]
+    )
+    stale_per_token = staleness is not None and staleness.shape == logprobs.shape
     with torch.cuda.device_of(logprobs):
-        if rows:
-            sequence_kernel[(rows,)](
-                logprobs, old_logprobs, advantages, mask.view(torch.uint8), cu_seqlens, ref_logprobs,
-                rollout_logprobs, entropy, grad_logprobs, grad_entropy, partials, length,
-                r.low, r.high, r.delta, r.dual, r.log_clip, r.tau_positive, r.tau_negative, r.beta,
-                r.entropy_coef, r.weight_low, r.weight_high, r.log_veto,
-                PER_TOKEN=advantages.shape == logprobs.shape, TERM=r.term, LEVEL=r.level,
-                MEANS=r.aggregation == 2, KL=r.kl, KL_OF_K2=r.kl_gradient_of_k2, KL_RATIO=r.kl_times_ratio,
-                CORRECTION=r.correction, VERDICT=r.verdict, SHRINK=r.shrink, BLOCK=_BLOCK, num_warps=8,
+        if rows and rule.normalize:
+            weights_kernel[(rows,)](
+                logprobs, old_logprobs, mask, cu_seqlens, rollout_logprobs, staleness, partials, length,
+                numbers, C=choices, STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK, num_warps=8,
                 enable_fp_fusion=False,
             )  # fmt: skip
+            mean_weight_kernel[(1,)](partials, rows, values, BLOCK=256, num_warps=4, enable_fp_fusion=False)
+        if rows:
+            sequence_kernel[(rows,)](
+                logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy,
+                staleness, picked, grad_logprobs, grad_entropy, partials, values, length, numbers, C=choices,
+                PER_TOKEN=advantages.shape == logprobs.shape, STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
         values_kernel[(1,)](
-            partials, rows, values, r.denominator, r.factor, BY_TOKEN=r.aggregation == 0, BLOCK=256,
+            partials, rows, values, rule.denominator, rule.factor, BY_TOKEN=rule.aggregation == 0, BLOCK=256,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return values, grad_logprobs, grad_entropy
+    return values[:-1], grad_logprobs, grad_entropy
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
     from rlkernel.ops import _policy_rule
+    from rlkernel.ops._rollout_correction import RolloutCorrection
 
     defaults: dict[str, Any] = {
         "loss_type": "grpo", "loss_agg_mode": "token-mean", "importance_sampling_level": "token",
         "epsilon": 0.2, "epsilon_high": None, "delta": None, "clip_ratio_c": None, "log_ratio_clip": None,
-        "tau_pos": 1.0, "tau_neg": 1.05, "beta": 0.0, "has_reference": False, "kl_estimator": "k3",
-        "use_bias_correction_kl": False, "has_rollout": True, "correction": None, "entropy_coef": 0.0,
+        "tau_pos": 1.0, "tau_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0, "ppo_kl_coef": 1.0, "dro_beta": 1.0, "beta": 0.0, "has_reference": False,
+        "kl_estimator": "k3", "use_bias_correction_kl": False, "has_rollout": True, "has_staleness": True,
+        "correction": None, "entropy_coef": 0.0,
         "num_items_in_batch": None, "loss_scale_factor": None, "dp_size": 1, "length": 64,
     }  # fmt: skip
 
@@ -79,8 +110,14 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         rule = _policy_rule.build(**(defaults | options | {"has_reference": extras}))
         more = x if extras else None
         mask = torch.ones(2, 64, dtype=torch.bool)
-        return lambda: forward(x, x, x, mask, None, more, more, more, rule, extras)
+        picked = mask if options.get("loss_type") in ("clip_cov", "kl_cov") else None
+        stale = x if rule.max_staleness < math.inf else None
+        return lambda: forward(x, x, x, mask, None, more, more, more, rule, extras, stale, picked)
 
+    rejections = RolloutCorrection(
+        "sequence", normalize=True, denominator="shrink", dppo=("kl", 0.2, 0.2), off_policy_threshold=0.5,
+        max_staleness=4, staleness_decay=0.9, reject=(("seq_sum_k2", 1.0), ("seq_mean_k3", 0.1)),
+    )  # fmt: skip
     sequence = {"importance_sampling_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"}
     return {
         "clipped": case(False),
@@ -90,4 +127,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "sapo": case(False, loss_type="sapo"),
         "gmpo": case(False, loss_type="gmpo", **sequence),
         "dppo_tv": case(False, loss_type="dppo_tv"),
+        "dppo_kl": case(False, loss_type="dppo_kl"),
+        "vespo": case(True, loss_type="vespo", correction="trl:token_mask"),
+        "kl_cov": case(False, loss_type="kl_cov"),
+        "every rejection": case(True, correction=rejections),
     }

@@ -6,12 +6,26 @@ namespace rlkernel::cpu::RLKERNEL_ISA {
 
 inline Floats fused(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 inline Floats magnitude(Floats x) { return abs(x); }
+inline Floats keep(Ints mask, Floats x) { return (Floats)((Ints)x & mask); }
+inline Ints bits_of(Floats x) { return (Ints)x; }
+inline Floats floats_of(Ints bits) { return (Floats)bits; }
+inline Floats as_float(Ints x) { return __builtin_convertvector(x, Floats); }
 inline Floats power_of_two(Floats n) { return (Floats)((__builtin_convertvector(n, Ints) + 127) << 23); }
+
+
+// The same for one number, which a whole sequence has.
+inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float power_of_two(float n) {
+  const int bits = static_cast<int>(static_cast<unsigned>(static_cast<int>(n) + 127) << 23);
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
 
 #define RLKERNEL_SPACE rlkernel::cpu::RLKERNEL_ISA
-#include "rlkernel/policy_loss_terms.h"
+#include "rlkernel/policy_loss_sequence.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
@@ -19,55 +33,77 @@ namespace {
 constexpr int64_t kBlock = 64 * kWidth;  // tokens whose sums stay in fp32
 constexpr int64_t kParallel = 1 << 14;   // tokens from which waking the other threads pays
 
+typedef double Doubles __attribute__((vector_size(kWidth * 8)));
+
+// GCC 12 takes __builtin_convertvector of bytes apart, one by one: half of the time of the loss.
+inline Ints widen_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_cvtepu8_epi32(kAll, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  Ints x;
+  for (int i = 0; i < kWidth; ++i) x[i] = p[i];
+  return x;
+#endif
+}
+
+struct Full {
+  int64_t i;
+
+  Floats load(const float* p) const { return RLKERNEL_ISA::load(p + i); }
+  void store(float* p, Floats x) const { RLKERNEL_ISA::store(p + i, x); }
+  Ints mask(const uint8_t* p) const { return widen_bytes(p + i) != 0; }
+};
+
+struct Tail {
+  int64_t i;
+  int count;
+
+  Floats load(const float* p) const { return load_part(p + i, count); }
+  void store(float* p, Floats x) const { store_part(p + i, x, count); }
+  Ints mask(const uint8_t* p) const {
+    uint8_t bytes[kWidth] = {};
+    std::memcpy(bytes, p + i, count);
+    return Full{0}.mask(bytes);
+  }
+};
+
 struct Vector {
   using Value = Floats;
-  using Mask = Ints;
-  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-
-  struct At {
-    int64_t i;
-    int count;
-
-    Floats load(const float* p) const {
-      return count == kWidth ? RLKERNEL_ISA::load(p + i) : load_part(p + i, count);
-    }
-    Ints mask(const uint8_t* p) const {
-      Bytes bytes = {};
-      if (count == kWidth) std::memcpy(&bytes, p + i, kWidth);
-      else std::memcpy(&bytes, p + i, count);
-      return __builtin_convertvector(bytes, Ints) != 0;
-    }
-    void store(float* p, Floats x) const {
-      if (count == kWidth) RLKERNEL_ISA::store(p + i, x);
-      else store_part(p + i, x, count);
-    }
-  };
 
   template <int kCount>
   struct Sums {
     Floats part[kCount] = {};
-    double done[kCount] = {};
+    Doubles done[kCount] = {};
 
-    void add(int k, Floats x) { part[k] += x; }
+    inline __attribute__((always_inline)) void add(int k, Floats x) { part[k] += x; }
     void flush() {
       for (int k = 0; k < kCount; ++k) {
-        done[k] += RLKERNEL_ISA::total(part[k]);
+        done[k] += __builtin_convertvector(part[k], Doubles);
         part[k] = Floats{};
       }
     }
-    double total(int k) const { return done[k]; }
+    double total(int k) const {  // pairwise
+      Doubles lane = done[k];
+      for (int half = kWidth / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+      return lane[0];
+    }
   };
 
   int64_t begin, end;
 
   template <class S, class Body>
   inline __attribute__((always_inline)) void each(S& sums, Body body) const {
-    for (int64_t start = begin; start < end; start += kBlock) {
-      const int64_t stop = end - start < kBlock ? end : start + kBlock;
-      for (int64_t i = start; i < stop; i += kWidth)
-        body(At{i, static_cast<int>(stop - i < kWidth ? stop - i : kWidth)});
+    int64_t i = begin;
+    while (end - i >= kWidth) {
+      const int64_t stop = end - i < kBlock ? end - kWidth : i + kBlock - kWidth;
+      for (; i <= stop; i += kWidth) body(Full{i});
       sums.flush();
     }
+    if (i < end) body(Tail{i, static_cast<int>(end - i)});
+    sums.flush();
   }
   template <class S>
   void finish(S&) const {}
@@ -76,14 +112,32 @@ struct Vector {
   bool leads() const { return true; }
 };
 
-}  // namespace
-
-int policy_loss(const PolicyLoss& p) {
+template <class Body>
+void over_sequences(const PolicyLoss& p, Body body) {
   const int64_t tokens = offset_of(p, p.rows);
 #pragma omp parallel for schedule(dynamic, 1) if (p.rows > 1 && tokens >= kParallel)
   for (int64_t r = 0; r < p.rows; ++r) {
     Vector vector{offset_of(p, r), offset_of(p, r + 1)};
-    policy_loss_sequence(p, r, vector);
+    body(r, vector);
+  }
+}
+
+}  // namespace
+
+int policy_loss(const PolicyLoss& p) {
+  if (p.rule.normalize) {
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_weights(p, r, vector); });
+    double weights = 0, count = 0;
+    for (int64_t r = 0; r < p.rows; ++r) {
+      weights += p.partials[r * kPartials];
+      count += p.partials[r * kPartials + 1];
+    }
+    p.values[kValues] = mean_weight(weights, count);
+  }
+  if (is_plain(p)) {
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<true>(p, r, vector); });
+  } else {
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<false>(p, r, vector); });
   }
   double sums[kSums] = {}, largest = 0;
   for (int64_t r = 0; r < p.rows; ++r) {

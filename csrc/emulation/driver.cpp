@@ -9,6 +9,7 @@
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/preference_loss.cuh"
+#include "rlkernel/policy_loss.cuh"
 
 namespace {
 
@@ -96,7 +97,7 @@ bool run_preference(int64_t length, bool packed, uint64_t seed) {
   float loss = 0, new_delta[2];
   const int64_t* cu_seqlens = packed ? offsets.get() : nullptr;
   PreferenceRule rule{4, {PreferenceTerm::sigmoid, PreferenceTerm::aot, PreferenceTerm::bco_pair, PreferenceTerm::sft},
-                      {1, 1, 1, 1}, {}, true, false, Divergence::reverse_kl, true, 0.1, 0.5, 0.05, -0.5, 0.5, 0.1, 1, 1, 1, 0, 0};
+                      {1, 1, 1, 1}, {}, true, false, PreferenceDivergence::reverse_kl, true, 0.1, 0.5, 0.05, -0.5, 0.5, 0.1, 1, 1, 1, 0, 0};
   emulated::launch_preference_sums({logprobs.get(), ref.get(), true, mask.get(), nll_mask.get(), ref.get(), cu_seqlens, rows,
                                     packed ? tokens : length, true, 0.5, stats.get()}, nullptr);
   emulated::launch_preference_loss({stats.get(), rows, nullptr, nullptr, false, order.get(), nullptr, nullptr, delta, &loss,
@@ -110,6 +111,58 @@ bool run_preference(int64_t length, bool packed, uint64_t seed) {
   return right;
 }
 
+// Packed sequences whose lengths straddle the block; with everything that a rule may read, and without.
+bool policy_loss(uint64_t seed, bool everything) {
+  const int64_t offsets[] = {0, 1, 1, 258, 300};
+  const int64_t rows = 4, tokens = offsets[rows];
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const auto noise = [&](int64_t count) {
+    std::unique_ptr<float[]> x(new float[count]);
+    for (int64_t i = 0; i < count; ++i) x[i] = 0.1f * normal(random);
+    return x;
+  };
+  const auto logprobs = noise(tokens), old = noise(tokens), advantages = noise(tokens), ref = noise(tokens),
+             rollout = noise(tokens), entropy = noise(tokens), staleness = noise(rows), grad = noise(tokens),
+             grad_entropy = noise(tokens);
+  const std::unique_ptr<uint8_t[]> mask(new uint8_t[tokens]), selected(new uint8_t[tokens]);
+  for (int64_t i = 0; i < tokens; ++i) mask[i] = random() % 8 != 0, selected[i] = random() % 8 == 0;
+  const std::unique_ptr<double[]> partials(new double[rows * kPartials]);
+  const std::unique_ptr<float[]> values(new float[kValues + 1]);
+  const float inf = __builtin_huge_valf();
+  PolicyLossRule rule{};
+  rule.low = 0.8f, rule.high = 1.2f, rule.denominator = 1, rule.factor = 1;
+  rule.delta = rule.dual = rule.log_clip = inf;
+  if (everything) {
+    rule.term = Term::dppo, rule.level = Level::sequence, rule.aggregation = Aggregation::sequence_means;
+    rule.kl = Kl::k3, rule.kl_times_ratio = true, rule.divergence = rule.sign_mask = Divergence::kl;
+    rule.correction = Correction::token, rule.shrink = rule.normalize = true;
+    rule.beta = rule.entropy_coef = 0.1f, rule.weight_high = rule.sign_high = rule.max_staleness = inf;
+    rule.sign_low = rule.log_weight_low = rule.token_low = rule.extreme_low = rule.sum_k1_low = rule.mean_k1_low = -inf;
+    rule.log_weight_high = rule.token_high = rule.extreme_high = rule.sum_k1_high = rule.mean_k1_high = inf;
+    rule.sum_k2_high = rule.mean_k2_high = rule.sum_k3_high = rule.mean_k3_high = rule.off_policy_high = 100;
+  }
+  PolicyLoss p{};
+  p.logprobs = logprobs.get(), p.old_logprobs = old.get(), p.advantages = advantages.get(), p.mask = mask.get();
+  p.cu_seqlens = offsets, p.rows = rows, p.length = tokens, p.advantage_per_token = true;
+  p.grad_logprobs = grad.get(), p.partials = partials.get(), p.values = values.get(), p.rule = rule;
+  if (everything) {
+    p.ref_logprobs = ref.get(), p.rollout_logprobs = rollout.get(), p.entropy = entropy.get();
+    p.staleness = staleness.get(), p.selected = selected.get(), p.grad_entropy = grad_entropy.get();
+  }
+  emulated::launch_policy_loss(p, nullptr);
+  for (int64_t i = 0; i < tokens; ++i) {
+    const double r = std::exp(static_cast<double>(logprobs[i]) - old[i]), a = advantages[i];
+    const bool clipped = a > 0 ? r > 1.2 : r < 0.8;
+    const double want = mask[i] && !clipped ? -r * a : 0;
+    if (everything ? !std::isfinite(grad[i]) : !close(grad[i], want)) {
+      std::printf("policy loss, token %d: gradient %g, want %g\n", static_cast<int>(i), grad[i], want);
+      return false;
+    }
+  }
+  return std::isfinite(values[0]);
+}
+
 }  // namespace
 
 int main() {
@@ -118,6 +171,7 @@ int main() {
     emulation::settings() = {seed, 3};
     right &= losses::run_all(seed);
     for (const int64_t length : {1, 37, 300}) right &= run_preference(length, false, seed) & run_preference(length, true, seed);
+    right &= policy_loss(seed, false) & policy_loss(seed, true);
     right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
   }
   return right ? 0 : 1;

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import kernels_for, launch
-from rlkernel.types import POLICY_METRICS, PolicyRule
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
 
-_CHOICES = 9  # fields of PolicyRule before the numbers
 _PARTIALS = len(POLICY_METRICS) + 1  # doubles of a sequence: kPartials
 
 
@@ -34,22 +33,34 @@ def forward(
     entropy: Tensor | None,
     rule: PolicyRule,
     entropy_gradient: bool,
+    staleness: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
-    values = torch.empty(2 + len(POLICY_METRICS), dtype=torch.float32, device=device)
+    values = torch.empty(2 + len(POLICY_METRICS) + 1, dtype=torch.float32, device=device)
     partials = torch.empty(rows, _PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
+    tensors = (
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        ref_logprobs,
+        rollout_logprobs,
+        entropy,
+        staleness,
+        selected,
+    )
     launch(
-        "policy_loss", device,
-        *map(_address, (logprobs, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, entropy)),
-        _address(cu_seqlens), rows, length, advantages.shape == logprobs.shape,
+        "policy_loss", device, *map(_address, tensors), _address(cu_seqlens), rows, length,
+        advantages.shape == logprobs.shape, staleness is not None and staleness.shape == logprobs.shape,
         *map(_address, (grad_logprobs, grad_entropy, partials, values)),
-        [int(x) for x in rule[:_CHOICES]], list(rule[_CHOICES:]),
+        [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:]),
     )  # fmt: skip
-    return values, grad_logprobs, grad_entropy
+    return values[:-1], grad_logprobs, grad_entropy
 
 
 def _address(x: Tensor | None) -> int:

@@ -2,19 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from rlkernel.types import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    KL_ESTIMATORS,
-    LEVELS,
-    POLICY_TERMS,
-    SUMS,
-    PolicyRule,
-)
-
-T = TypeVar("T")
+from rlkernel.ops import _rollout_correction
+from rlkernel.ops._rollout_correction import RolloutCorrection, choice
+from rlkernel.ops._rollout_correction import number as _number
+from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
 
 LOSS_TYPES = {
     "grpo": "clipped",
@@ -28,7 +21,12 @@ LOSS_TYPES = {
     "gpg": "reinforce",
     "sapo": "sapo",
     "gmpo": "gmpo",
-    "dppo_tv": "dppo_tv",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+    "vespo": "vespo",
+    "clip_cov": "clipped",
+    "kl_cov": "kl_cov",
+    "dro": "dro",
 }
 
 AGGREGATIONS = {
@@ -72,67 +70,11 @@ PRESETS: Mapping[str, dict[str, Any]] = {
         "epsilon": 0.4,
     },
     "dppo_tv": {"loss_type": "dppo_tv", "loss_agg_mode": "token-mean"},
+    "dppo_kl": {"loss_type": "dppo_kl", "loss_agg_mode": "token-mean"},
+    "vespo": {"loss_type": "vespo", "loss_agg_mode": "token-mean"},
+    "clip_cov": {"loss_type": "clip_cov", "loss_agg_mode": "token-mean"},
+    "kl_cov": {"loss_type": "kl_cov", "loss_agg_mode": "token-mean"},
 }
-
-
-class RolloutCorrection(NamedTuple):
-    """A weight for each token against the drift between the rollout engine and the trainer's old policy.
-
-    With ``d = old_logprobs - rollout_logprobs``, the ratio is ``exp(d)`` of the token ("token"), ``exp(sum of
-    d)`` of its sequence ("sequence") or ``exp(mean of d)`` ("geometric").  ``mode`` "truncate" clamps it to
-    [low, high]; "mask" makes it 0 outside of them (MIS, IcePop); "reject" does the same and is 1 inside.
-    ``veto`` rejects every token of a sequence that has a token with ``exp(d) < veto``.  ``denominator``
-    "keep" leaves rejected tokens in the mean, as verl and TRL do; "shrink" takes them out of the mask, as
-    Miles and SkyRL do.  The weight has no gradient.
-
-    Presets, by name in ``policy_loss(correction=...)``:
-
-        token_tis        min(r, 2), Yao et al. "Your efficient RL framework secretly brings you off-policy RL
-                         training"; verl rollout_is="token", slime --tis-clip 2.0
-        icepop           r where 0.5 <= r <= 5, else 0; NeMo-RL icepop, verl rollout_is_threshold="0.5_5.0"
-        seq_tis          min(sequence r, 2); verl rollout_is="sequence"
-        trl:sequence_mask      sequence r where r <= 3, else 0; TRL's default
-        trl:sequence_truncate  min(sequence r, 3)
-        trl:token_mask         r where r <= 3, else 0
-        trl:token_truncate     min(r, 3)
-        geometric_rejection    1 where 0.999 <= geometric r <= 1.001, else 0 (verl's documentation)
-        skyrl:geometric        1 where 0.99 <= geometric r <= 1.01, tokens leave the mask
-    """
-
-    level: str = "token"
-    mode: str = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-    veto: float | None = None
-    denominator: str = "keep"
-
-
-CORRECTIONS = {
-    "token_tis": RolloutCorrection(),
-    "icepop": RolloutCorrection(mode="mask", low=0.5, high=5.0),
-    "seq_tis": RolloutCorrection(level="sequence"),
-    "trl:sequence_mask": RolloutCorrection(level="sequence", mode="mask", high=3.0),
-    "trl:sequence_truncate": RolloutCorrection(level="sequence", high=3.0),
-    "trl:token_mask": RolloutCorrection(mode="mask", high=3.0),
-    "trl:token_truncate": RolloutCorrection(high=3.0),
-    "geometric_rejection": RolloutCorrection("geometric", "reject", 0.999, 1.001),
-    "skyrl:geometric": RolloutCorrection("geometric", "reject", 0.99, 1.01, denominator="shrink"),
-}
-
-
-def choice(argument: str, value: str, known: Mapping[str, T]) -> T:
-    if value not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
-    return known[value]
-
-
-def _number(argument: str, value: float, low: float = -math.inf, *, above: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
-    if not (value > low if above else value >= low) or value == math.inf:
-        want = "finite" if low == -math.inf else f"finite and {'>' if above else '>='} {low:g}"
-        raise ValueError(f"{argument} must be {want}, got {value}")
-    return float(value)
 
 
 def _optional(argument: str, value: float | None, otherwise: float, low: float = 0.0) -> float:
@@ -151,11 +93,18 @@ def build(
     log_ratio_clip: float | None,
     tau_pos: float,
     tau_neg: float,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
+    ppo_kl_coef: float,
+    dro_beta: float | None,
     beta: float,
     has_reference: bool,
     kl_estimator: str,
     use_bias_correction_kl: bool,
     has_rollout: bool,
+    has_staleness: bool,
     correction: RolloutCorrection | str | None,
     entropy_coef: float,
     num_items_in_batch: float | None,
@@ -177,7 +126,7 @@ def build(
     beta = _number("beta", beta, 0.0)
     if beta and not has_reference:
         raise ValueError(f"ref_logprobs must be given with beta = {beta}, got None")
-    low, high = (-epsilon, above) if term in ("gmpo", "dppo_tv") else (1 - epsilon, 1 + above)
+    low, high = (-epsilon, above) if term in ("gmpo", "dppo") else (1 - epsilon, 1 + above)
     if loss_type == "cispo_cap":  # TRL's epsilon_high is the cap itself
         low, high = -math.inf, above
     factor = _number("dp_size", dp_size, 0, above=True)
@@ -193,7 +142,12 @@ def build(
             raise ValueError("loss_scale_factor must be given with cu_seqlens for this mode, got None")
         scale = max(length or 1, 1) if loss_scale_factor is None else loss_scale_factor
         factor /= _number("loss_scale_factor", scale, 0, above=True)
-    rollout = _correction(correction, has_rollout)
+    coefficient = _number("ppo_kl_coef", ppo_kl_coef, 0.0)
+    if term == "dro":
+        if dro_beta is None:
+            raise ValueError("dro_beta must be given with loss_type 'dro', got None")
+        coefficient = _number("dro_beta", dro_beta, 0.0, above=True)
+    rollout = _rollout_correction.numbers(correction, has_rollout, has_staleness)
     return PolicyRule(
         term=POLICY_TERMS.index(term),
         level=level,
@@ -202,39 +156,22 @@ def build(
         kl=KL_ESTIMATORS.index(estimator) if has_reference else 0,
         kl_gradient_of_k2=kl_estimator.endswith("+"),
         kl_times_ratio=bool(use_bias_correction_kl),
-        correction=0 if rollout is None else CORRECTION_LEVELS.index(rollout.level),
-        verdict=0 if rollout is None else CORRECTION_MODES.index(rollout.mode),
-        shrink=rollout is not None and rollout.denominator == "shrink",
+        divergence=DIVERGENCES.index(loss_type[5:]) if term == "dppo" else 0,
         low=low,
         high=high,
         delta=_optional("delta", delta, math.inf),
-        dual=_optional("clip_ratio_c", clip_ratio_c, 20.0 if term == "dppo_tv" else math.inf, 1.0),
+        dual=_optional("clip_ratio_c", clip_ratio_c, 20.0 if term == "dppo" else math.inf, 1.0),
         log_clip=_optional("log_ratio_clip", log_ratio_clip, math.inf),
         tau_positive=_number("tau_pos", tau_pos, 0, above=True),
         tau_negative=_number("tau_neg", tau_neg, 0, above=True),
         beta=beta,
         entropy_coef=_number("entropy_coef", entropy_coef),
-        weight_low=0.0 if rollout is None else rollout.low,
-        weight_high=1.0 if rollout is None else rollout.high,
-        log_veto=math.log(rollout.veto) if rollout is not None and rollout.veto else -math.inf,
+        k_positive=_number("vespo_k_pos", vespo_k_pos),
+        lambda_positive=max(_number("vespo_lambda_pos", vespo_lambda_pos), 1e-4),
+        k_negative=_number("vespo_k_neg", vespo_k_neg),
+        lambda_negative=max(_number("vespo_lambda_neg", vespo_lambda_neg), 1e-4),
+        coefficient=coefficient,
+        **rollout,
         denominator=denominator,
         factor=factor,
     )
-
-
-def _correction(value: RolloutCorrection | str | None, has_rollout: bool) -> RolloutCorrection | None:
-    if value is None:
-        return None
-    c = choice("correction", value, CORRECTIONS) if isinstance(value, str) else value
-    if not isinstance(c, RolloutCorrection):
-        raise ValueError(f"correction must be a RolloutCorrection or a name, got {type(value).__name__}")
-    if not has_rollout:
-        raise ValueError("old_logprobs and rollout_logprobs must be given with correction, got None")
-    choice("correction.level", c.level, dict.fromkeys(CORRECTION_LEVELS[1:]))
-    choice("correction.mode", c.mode, dict.fromkeys(CORRECTION_MODES))
-    choice("correction.denominator", c.denominator, dict.fromkeys(("keep", "shrink")))
-    low = _number("correction.low", c.low, 0.0)
-    _number("correction.high", c.high, low)
-    if c.veto is not None:
-        _number("correction.veto", c.veto, 0.0, above=True)
-    return c

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkernel.ops import _validate
-from rlkernel.types import DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
+from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
 
 # cpo is the sigmoid without a reference; its definition adds the likelihood of the chosen
 TERMS = {**{name: name for name in PREFERENCE_TERMS}, "cpo": "sigmoid"}
@@ -77,7 +77,9 @@ def build(
         )
     if has_reference and all(name in REFERENCE_FREE for name in names):
         raise ValueError(f"ref_logprobs must be None with loss_type {names[0]!r}, which has no reference")
-    divergence = DIVERGENCES.index(_validate.choice("f_divergence_type", f_divergence_type, DIVERGENCES))
+    divergence = PREFERENCE_DIVERGENCES.index(
+        _validate.choice("f_divergence_type", f_divergence_type, PREFERENCE_DIVERGENCES)
+    )
     exponent = finite("f_alpha_divergence_coef", f_alpha_divergence_coef) - 1
     if f_divergence_type == "alpha_divergence" and abs(exponent) < 1e-6:  # the limit is the logarithm
         divergence = 0

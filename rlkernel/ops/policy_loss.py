@@ -1,5 +1,6 @@
 """Policy-gradient losses: the clipped family, sequence ratios, weighted likelihoods, correction."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,13 +8,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _policy_rule, _validate
-from rlkernel.ops._eager import outside_graphs
-from rlkernel.ops._policy_rule import RolloutCorrection
-from rlkernel.types import PolicyLossOutput, PolicyRule
+from rlkernel.ops import _covariance, _policy_rule, _validate
+from rlkernel.ops._rollout_correction import RolloutCorrection
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule
 
 
-@outside_graphs
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -30,12 +29,23 @@ def policy_loss(
     log_ratio_clip: float | None = None,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    ppo_kl_coef: float = 1.0,
+    dro_beta: float | None = None,
+    seed: int = 0,
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
     kl_estimator: str = "k3",
     use_bias_correction_kl: bool = False,
     rollout_logprobs: Tensor | None = None,
     correction: RolloutCorrection | str | None = None,
+    staleness: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     num_items_in_batch: float | Tensor | None = None,
@@ -58,8 +68,17 @@ def policy_loss(
         reinforce, gpg  -A logprobs
         sapo         -4 / tau sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg
         gmpo         -r A, with each difference clipped to [-epsilon, epsilon_high] on the side of A's sign
-        dppo_tv      -stop(min(r, clip_ratio_c)) A logprobs where the probability has not moved further than
-                     epsilon, epsilon_high in the direction of A (clip_ratio_c defaults to 20)
+        dppo_tv, dppo_kl  -stop(min(r, clip_ratio_c)) A logprobs where the probability has not moved further
+                     than epsilon, epsilon_high in the direction of A (clip_ratio_c defaults to 20): by
+                     |p - q|, or by the KL of the choice between this token and any other
+        vespo        -stop(exp(lambda + k log w - lambda w)) A logprobs, w the product of the sequence's
+                     ratios and correction weights, which multiply nothing else; k, lambda by A's sign
+        clip_cov     grpo's, without about cov_ratio of the tokens, picked by a hash of token and ``seed``
+                     among those that are not clipped and whose covariance (A - mean A)(logprob - mean
+                     logprob) lies in (clip_cov_lb, clip_cov_ub)
+        kl_cov       -r A, plus ppo_kl_coef |logprobs - old_logprobs| for the cov_ratio of the tokens with the
+                     largest covariance
+        dro          -A logprobs + dro_beta / 2 (logprobs - old_logprobs)^2
 
     The names that share a term differ in their paper's aggregation: ``policy_loss_preset`` has it.
 
@@ -77,6 +96,8 @@ def policy_loss(
         kl_estimator: "k1", "abs", "k2", "k3", or with "+" the same value with k2's gradient.
         use_bias_correction_kl: multiply the KL by r.
         correction: see ``RolloutCorrection``; a name for one of its presets.
+        staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled.
+        seed: of clip_cov's choice.
         num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
             by; a tensor is not synchronised.  None: those that are here.
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
@@ -90,8 +111,9 @@ def policy_loss(
             which a NaN among the advantages that count raises too; else metric "not_finite" counts it.
 
     Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
-    CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, dual clip 1912.09729,
-    two-sided clip 2505.07291; KL estimators by Schulman, "Approximating KL divergence".
+    CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
+    2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
+    estimators by Schulman, "Approximating KL divergence".
     """
     _validate.floating("logprobs", logprobs)
     if cu_seqlens is None and logprobs.dim() != 2:
@@ -107,9 +129,12 @@ def policy_loss(
     entropy = _tokens("entropy", entropy, logprobs, dtype)
     advantages = _advantages(advantages, logprobs, count, dtype)
     mask = _mask(mask, logprobs)
+    staleness = _staleness(staleness, logprobs, count, dtype)
     items, known = None, num_items_in_batch
     if isinstance(known, Tensor):
-        items, known = known, 1.0
+        if known.numel() != 1:
+            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(known.shape)}")
+        items, known = known.detach().reshape(()), 1.0
     rule = _policy_rule.build(
         loss_type=loss_type,
         loss_agg_mode=loss_agg_mode,
@@ -121,11 +146,18 @@ def policy_loss(
         log_ratio_clip=log_ratio_clip,
         tau_pos=tau_pos,
         tau_neg=tau_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+        ppo_kl_coef=ppo_kl_coef,
+        dro_beta=dro_beta,
         beta=beta,
         has_reference=ref_logprobs is not None,
         kl_estimator=kl_estimator,
         use_bias_correction_kl=use_bias_correction_kl,
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
+        has_staleness=staleness is not None,
         correction=correction,
         entropy_coef=entropy_coef,
         num_items_in_batch=known,
@@ -137,15 +169,22 @@ def policy_loss(
         raise ValueError("correction must be given with rollout_logprobs, got None")
     if entropy_coef and entropy is None:
         raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
-    if debug.enabled() and debug.may_read(advantages):
-        counted = advantages[mask] if advantages.shape == mask.shape else advantages
-        if bool(counted.isnan().any()):
-            raise ValueError("advantages must be numbers where the mask is true, got NaN")
     logprobs = logprobs.to(dtype).contiguous()
-    loss, metrics = _PolicyLoss.apply(
-        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens,
-        ref_logprobs if rule.kl else None, rollout_logprobs, rule,
+    selected = None
+    if loss_type in ("clip_cov", "kl_cov"):
+        selected = _covariance.selected(
+            loss_type, logprobs, old_logprobs, advantages, mask, cu_seqlens, cov_ratio, clip_cov_lb,
+            clip_cov_ub, seed, rule,
+        )  # fmt: skip
+    tensors = (
+        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None,
+        rollout_logprobs, staleness if rule.correction else None, selected,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
+        loss, metrics, *_ = _op(*tensors, choices, numbers)
+    else:
+        loss, metrics = _PolicyLoss.apply(*tensors, rule)
     if items is not None:
         loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
     return PolicyLossOutput(loss, metrics)
@@ -160,26 +199,47 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
     return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
 
 
+def _forward(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    staleness: Tensor | None,
+    selected: Tensor | None,
+    rule: PolicyRule,
+    wants_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Looks at values, where that is allowed, and runs the backend."""
+    if cu_seqlens is not None and debug.may_read(cu_seqlens):
+        n = logprobs.shape[0]
+        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
+            x = cu_seqlens
+            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
+            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
+    if debug.enabled() and debug.may_read(advantages):
+        counted = advantages[mask] if advantages.shape == mask.shape else advantages
+        if bool(counted.isnan().any()):
+            raise ValueError("advantages must be numbers where the mask is true, got NaN")
+    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+    return impl.forward(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, rule,
+        wants_entropy, staleness, selected,
+    )  # fmt: skip
+
+
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any,
-        logprobs,
-        entropy,
-        old_logprobs,
-        advantages,
-        mask,
-        cu_seqlens,
-        ref,
-        rollout,
-        rule: PolicyRule,
-    ):
-        impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+    def forward(ctx: Any, logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
+        *tensors, rule = rest
         wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
-        values, grad, grad_entropy = impl.forward(
-            logprobs, old_logprobs, advantages, mask, cu_seqlens, ref, rollout, entropy, rule, wants_entropy
-        )
+        arguments = (logprobs, entropy, *tensors, rule, wants_entropy)
+        values, grad, grad_entropy = _forward(*arguments)
         ctx.save_for_backward(values[1], grad, grad_entropy)
+        ctx.others = len(rest)
         loss, metrics = values[0].clone(), values[2:]
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
@@ -187,10 +247,72 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
-        scale, grad, grad_entropy = ctx.saved_tensors
-        factor = grad_loss * scale
-        of_entropy = None if grad_entropy is None else grad_entropy * factor
-        return (grad * factor if ctx.needs_input_grad[0] else None, of_entropy, *(None,) * 7)
+        return *_grads(ctx, grad_loss), *(None,) * ctx.others
+
+
+def _grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    scale, grad, grad_entropy = ctx.saved_tensors
+    factor = grad_loss * scale
+    of_entropy = grad_entropy is not None and grad_entropy.numel() == grad.numel() and ctx.needs_input_grad[1]
+    return grad * factor if ctx.needs_input_grad[0] else None, grad_entropy * factor if of_entropy else None
+
+
+# Under torch.compile the op is one opaque node, which cannot know whose gradient will be asked for.
+
+
+@torch.library.custom_op("rlkernel::policy_loss", mutates_args=())
+def _op(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    staleness: Tensor | None,
+    selected: Tensor | None,
+    choices: Sequence[int],
+    numbers: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the metrics, and what backward needs: scale, gradient of logprobs, gradient of entropy."""
+    rule = PolicyRule(*choices, *numbers)  # type: ignore[arg-type]
+    wants_entropy = entropy is not None and rule.entropy_coef != 0
+    values, grad, grad_entropy = _forward(
+        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs,
+        staleness, selected, rule, wants_entropy,
+    )  # fmt: skip
+    none = grad.new_empty(0) if grad_entropy is None else grad_entropy
+    return values[0].clone(), values[2:].clone(), values[1].clone(), grad, none
+
+
+@_op.register_fake
+def _op_fake(logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
+    wants_entropy = (
+        entropy is not None and rest[-1][PolicyRule._fields.index("entropy_coef") - POLICY_CHOICES]
+    )
+    number = logprobs.new_empty(())
+    of_entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
+    return (
+        number,
+        logprobs.new_empty(len(POLICY_METRICS)),
+        number.clone(),
+        torch.empty_like(logprobs),
+        of_entropy,
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, metrics, scale, grad, grad_entropy = output
+    ctx.save_for_backward(scale, grad, grad_entropy)
+    ctx.mark_non_differentiable(metrics, scale, grad, grad_entropy)
+
+
+def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
+    return *_grads(ctx, grad_loss), *(None,) * 10
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
 def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -216,6 +338,18 @@ def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> 
     return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
 
 
+def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
+    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
+        raise ValueError(f"staleness must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("staleness", x, "logprobs", logprobs.device)
+    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+
+
 def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
@@ -232,9 +366,4 @@ def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
         got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64, got {got}")
     _validate.same_device("cu_seqlens", x, "logprobs", logprobs.device)
-    if debug.may_read(x):
-        n = logprobs.shape[0]
-        if int(x[0]) != 0 or int(x[-1]) != n or bool((x.diff() < 0).any()):
-            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
-            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
     return x.to(torch.int64).contiguous()

@@ -1,11 +1,14 @@
 """The policy loss in plain PyTorch; its gradients are those of autograd."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlkernel.types import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
+    DIVERGENCES,
     KL_ESTIMATORS,
     LEVELS,
     POLICY_TERMS,
@@ -29,6 +32,8 @@ def forward(
     entropy: Tensor | None,
     rule: PolicyRule,
     entropy_gradient: bool,
+    staleness: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(values, grad_logprobs, grad_entropy)``: the loss, the scale that the gradients still lack and the
     metrics in one tensor; d (loss / scale) / d logprobs, and / d entropy where it is wanted."""
@@ -37,8 +42,9 @@ def forward(
         leaf = logprobs.detach().requires_grad_()
         bonus = None if entropy is None else entropy.detach().requires_grad_(entropy_gradient)
         total, metrics = _total(
-            rows, leaf, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, bonus, rule
-        )
+            rows, leaf, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, bonus, rule,
+            staleness, selected,
+        )  # fmt: skip
         total = total + leaf.sum() * 0 if not total.requires_grad else total
         leaves = [leaf] + ([bonus] if bonus is not None and entropy_gradient else [])
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
@@ -62,6 +68,9 @@ class _Rows:
         else:
             self.of_token = rows.repeat_interleave(cu_seqlens.diff(), output_size=like.shape[0])
 
+    def like(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x if x.shape == tokens.shape else self.spread(x)
+
     def sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(self.count).index_add(0, self.of_token.reshape(-1), x.reshape(-1))
 
@@ -82,20 +91,26 @@ def _total(
     rollout_logprobs: Tensor | None,
     entropy: Tensor | None,
     rule: PolicyRule,
+    staleness: Tensor | None,
+    selected: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if advantages.shape != logprobs.shape:
-        advantages = rows.spread(advantages)
+    advantages = rows.like(advantages, logprobs)
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    old = torch.where(mask, old_logprobs, 0)
-    weight, kept = torch.ones_like(old), torch.ones_like(mask)
+    # a token that the mask hides is replaced before it meets any arithmetic: 0 * inf is NaN
+    advantages = torch.where(mask, advantages, 0)
+    logp, old = torch.where(mask, logprobs, 0), torch.where(mask, old_logprobs, 0)
+    weight, log_weight, kept = torch.ones_like(old), torch.zeros_like(old), torch.ones_like(mask)
     if rule.correction:
         assert rollout_logprobs is not None
-        weight, kept = _correction(rows, old - torch.where(mask, rollout_logprobs, 0), mask, rule)
+        rollout = torch.where(mask, rollout_logprobs, 0)
+        stale = None if staleness is None else torch.where(mask, rows.like(staleness, old), 0)
+        weight, log_weight, kept = _correction(
+            rows, logp.detach(), old, rollout, advantages, stale, mask, rule
+        )
         if rule.shrink:
             mask = mask & kept
-    # a token that the mask hides is replaced before it meets any arithmetic: 0 * inf is NaN
-    logp, old = torch.where(mask, logprobs, 0), torch.where(mask, old, 0)
-    advantages = torch.where(mask, advantages, 0)
+            logp, old = torch.where(mask, logp, 0), torch.where(mask, old, 0)
+            advantages = torch.where(mask, advantages, 0)
     difference = logp - old
 
     level, term = LEVELS[rule.level], POLICY_TERMS[rule.term]
@@ -111,7 +126,17 @@ def _total(
         log_ratio = mean if level == "sequence" else log_ratio - log_ratio.detach() + mean.detach()
     ratio = log_ratio.clamp(-rule.log_clip, rule.log_clip).exp()
 
-    loss, low, high, far = _TERMS[term](rule, ratio, advantages, logp, old)
+    if term == "vespo":
+        loss = _vespo(rows, rule, difference, advantages, logp, log_weight, mask)
+        low = high = far = torch.zeros_like(ratio)
+    else:
+        loss, low, high, far = _TERMS[term](rule, ratio, advantages, logp, old)
+    if selected is not None:
+        if term == "kl_cov":
+            loss = loss + torch.where(selected, rule.coefficient * difference.abs(), 0)
+        else:
+            loss = torch.where(selected, 0, loss)
+        far = far + selected
     if rule.correction:
         loss = torch.where(kept, loss * weight, 0)
     kl = torch.zeros_like(logp)
@@ -143,7 +168,7 @@ def _total(
             "ratio_max": torch.cat([torch.where(mask, ratio, 0).reshape(-1), ratio.new_zeros(1)]).max(),
             "entropy": mean_of(bonus),
             "kl_to_reference": mean_of(kl),
-            "correction_weight_mean": mean_of(weight),
+            "correction_weight_mean": mean_of(torch.where(kept, weight, 0)),
             "correction_kept": mean_of(kept.to(logp.dtype)),
             "tokens": tokens,
             "sequences": (rows.sum(mask.to(logp.dtype)) > 0).sum().to(logp.dtype),
@@ -184,12 +209,20 @@ def _gmpo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old
     return -ratio * advantages, low, high, torch.zeros_like(ratio)
 
 
-def _dppo_tv(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    change = logp.exp() - old.exp()
-    high = (advantages > 0) & (change > rule.high)
-    low = (advantages <= 0) & (change < rule.low)
+def _dppo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
+    low, high = _moved_too_far(rule.divergence, rule.low, rule.high, advantages, logp.detach(), old)
     loss = -ratio.clamp(max=rule.dual).detach() * advantages * logp
-    return torch.where((low | high).detach(), 0, loss), low, high, ratio > rule.dual
+    return torch.where(low | high, 0, loss), low, high, ratio > rule.dual
+
+
+def _kl_cov(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
+    none = torch.zeros_like(ratio)
+    return -ratio * advantages, none, none, none
+
+
+def _dro(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
+    none = torch.zeros_like(ratio)
+    return -(logp * advantages - rule.coefficient / 2 * (logp - old) ** 2), none, none, none
 
 
 _TERMS = {
@@ -198,8 +231,45 @@ _TERMS = {
     "reinforce": _reinforce,
     "sapo": _sapo,
     "gmpo": _gmpo,
-    "dppo_tv": _dppo_tv,
+    "dppo": _dppo,
+    "kl_cov": _kl_cov,
+    "dro": _dro,
 }
+
+
+def _vespo(
+    rows: "_Rows",
+    rule: PolicyRule,
+    difference: Tensor,
+    advantages: Tensor,
+    logp: Tensor,
+    log_weight: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """-stop(phi) A logp, phi = exp(lambda + k log w - lambda w) at the sequence's whole ratio w."""
+    log_w = rows.sum(torch.where(mask, difference.detach().clamp(-20, 20), 0))
+    if CORRECTION_LEVELS[rule.correction] == "token":
+        log_w = log_w + rows.sum(torch.where(mask, log_weight.clamp(math.log(1e-8), 20), 0))
+    elif rule.correction:
+        log_w = log_w + rows.mean(torch.where(mask, log_weight.clamp(math.log(1e-8), 20), 0), mask)
+    log_w = rows.spread(log_w.clamp(math.log(1e-8), 20))
+    k = torch.where(advantages >= 0, rule.k_positive, rule.k_negative).to(logp.dtype)
+    rate = torch.where(advantages >= 0, rule.lambda_positive, rule.lambda_negative).to(logp.dtype)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    return -torch.where(phi.isfinite(), phi, 0) * advantages * logp
+
+
+def _moved_too_far(
+    divergence: int, low: float, high: float, advantages: Tensor, logp: Tensor, anchor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where a probability fell, or rose, further from its anchor's than allowed, with the advantage."""
+    p, q = logp.exp(), anchor.exp()
+    change = p - q
+    if DIVERGENCES[divergence] == "kl":  # 1 - p by expm1: it cancels where p is near 1
+        not_p, not_q = (-torch.expm1(x).clamp(max=0) for x in (logp, anchor))
+        kl = q * (anchor - logp) + not_q * ((not_q + 1e-8) / (not_p + 1e-8)).log()
+        change = torch.where(p > q, kl, torch.where(p < q, -kl, 0))
+    return (advantages <= 0) & (change < low), (advantages > 0) & (change > high)
 
 
 def _kl(rule: PolicyRule, d: Tensor) -> Tensor:
@@ -210,20 +280,63 @@ def _kl(rule: PolicyRule, d: Tensor) -> Tensor:
     return value
 
 
-def _correction(rows: _Rows, drift: Tensor, mask: Tensor, rule: PolicyRule) -> tuple[Tensor, Tensor]:
+def _correction(
+    rows: "_Rows",
+    logp: Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    advantages: Tensor,
+    staleness: Tensor | None,
+    mask: Tensor,
+    rule: PolicyRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight, its logarithm as vespo takes it, and which tokens are kept."""
     level, mode = CORRECTION_LEVELS[rule.correction], CORRECTION_MODES[rule.verdict]
-    log_weight = drift
-    if level != "token":
-        log_weight = rows.spread(rows.sum(drift) if level == "sequence" else rows.mean(drift, mask))
-    weight = log_weight.exp()
-    kept = (weight >= rule.weight_low) & (weight <= rule.weight_high)
-    if mode == "truncate":
-        weight, kept = weight.clamp(rule.weight_low, rule.weight_high), torch.ones_like(kept)
-    elif mode == "reject":
-        weight = torch.ones_like(weight)
-    vetoed = rows.spread(rows.sum((drift < rule.log_veto).to(drift.dtype)) > 0)
-    kept = kept & ~vetoed
-    return torch.where(kept, weight, 0), kept
+    scored = ~rollout.isnan()  # else the engine had no logprob for the token
+    d = torch.where(scored, old - rollout, 0)
+    log_weight = d if level == "token" else torch.zeros_like(d)
+    if level in ("sequence", "geometric"):
+        log_weight = rows.spread(rows.sum(d) if level == "sequence" else rows.mean(d, mask))
+    if rule.stale_only:
+        assert staleness is not None
+        log_weight = torch.where(staleness > 0, log_weight, 0)
+    inside = (log_weight >= rule.log_weight_low) & (log_weight <= rule.log_weight_high)
+    weight = log_weight.exp().clamp(rule.weight_low, rule.weight_high)
+    log_weight = log_weight.clamp(rule.log_weight_low, rule.log_weight_high)
+    if mode == "mask":
+        weight, log_weight = torch.where(inside, weight, 0), torch.where(inside, log_weight, -torch.inf)
+    kept = inside if mode == "mask" else torch.ones_like(inside)
+    if POLICY_TERMS[rule.term] == "vespo":  # it takes the weight into its own
+        weight, kept = torch.ones_like(weight), torch.ones_like(kept)
+    if staleness is not None:
+        weight = weight * (staleness * rule.log_decay).exp()
+    if rule.normalize:
+        present = torch.where(mask, weight, 0)
+        by_token = level in ("token", "none")
+        count = (mask if by_token else rows.sum(mask.to(d.dtype)) > 0).sum()
+        total = present.sum() if by_token else rows.mean(present, mask).sum()
+        mean = total / count.clamp(min=1)
+        weight = weight / torch.where(mean > 1e-8, mean, 1)
+
+    kept = kept & ~((d < rule.token_low) | (d > rule.token_high))
+    outside = (d < rule.extreme_low) | (d > rule.extreme_high)
+    rejected = rows.sum((mask & outside).to(d.dtype)) > 0
+    x = d.clamp(-20, 20)
+    for k, stat in (("k1", x), ("k2", x * x / 2), ("k3", x.expm1() - x)):
+        stat = torch.where(mask, stat, 0)
+        for name, value in (("sum", rows.sum(stat)), ("mean", rows.mean(stat, mask))):
+            rejected |= value > getattr(rule, f"{name}_{k}_high")
+            rejected |= value < getattr(rule, f"{name}_{k}_low", -torch.inf)
+    kept = kept & ~rows.spread(rejected)
+    if rule.off_policy_high < torch.inf:
+        drifted = rows.spread(rows.mean(torch.where(mask & scored, rollout - logp, 0), mask))
+        kept = kept & ~((advantages < 0) & (drifted > rule.off_policy_high))
+    if rule.sign_mask:
+        low, high = _moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantages, logp, rollout)
+        kept = kept & ~(scored & (low | high))
+    if staleness is not None:
+        kept = kept & ~(staleness > rule.max_staleness)
+    return weight, log_weight, kept
 
 
 def make_inputs(

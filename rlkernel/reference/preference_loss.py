@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkernel.types import DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
+from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
 
 
 def unsupported(*tensors: Tensor, **options: object) -> list[str]:
@@ -303,7 +303,7 @@ def _smoothed(z: Tensor, e: float) -> Tensor:
 
 
 def _score(x: Tensor, rule: PreferenceRule) -> Tensor:
-    name = DIVERGENCES[rule.divergence]
+    name = PREFERENCE_DIVERGENCES[rule.divergence]
     if name == "forward_kl":
         return -torch.expm1(-x)
     if name == "js_divergence":

@@ -17,7 +17,7 @@ inline PreferenceRule preference_rule(const std::vector<int>& choices, const std
       smoothing.size() != weights.size())
     throw std::invalid_argument("a preference rule has 1 to 16 terms, each with a weight and a smoothing");
   PreferenceRule rule{static_cast<int>(weights.size()), {}, {}, {}, choices[0] != 0, choices[1] != 0,
-                      static_cast<Divergence>(choices[2]), choices[3] != 0, x[0], x[1], x[2], x[3], x[4], x[5], x[6],
+                      static_cast<PreferenceDivergence>(choices[2]), choices[3] != 0, x[0], x[1], x[2], x[3], x[4], x[5], x[6],
                       x[7], x[8], x[9], x[10]};
   for (size_t i = 0; i < weights.size(); ++i) {
     rule.terms[i] = static_cast<PreferenceTerm>(choices[4 + i]);

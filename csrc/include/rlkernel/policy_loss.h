@@ -9,33 +9,36 @@
 
 namespace rlkernel {
 
-// The numbers are those of rlkernel/types.py.
-enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo_tv };
+// The numbers are those of rlkernel/types.py, which says what each field means.
+enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, kl_cov, dro };
 enum class Level : int { token, sequence, sequence_token };
 enum class Aggregation : int { tokens, sequence_sums, sequence_means };
 enum class Kl : int { none, k1, abs, k2, k3 };
-enum class Correction : int { none, token, sequence, geometric };
-enum class Verdict : int { truncate, mask, reject };
+enum class Divergence : int { none, tv, kl };
+enum class Correction : int { absent, unweighted, token, sequence, geometric };
+enum class Verdict : int { truncate, mask };
 
 struct PolicyLossRule {
   Term term;
   Level level;
   Aggregation aggregation;
   Kl kl;
-  bool kl_gradient_of_k2;   // the "+" forms: the value of one estimator, the gradient of k2
-  bool kl_times_ratio;
+  bool kl_gradient_of_k2, kl_times_ratio;
+  Divergence divergence;
   Correction correction;
   Verdict verdict;
-  bool shrink;              // tokens that the correction rejects leave the mask, and so the denominator
-  float low, high;          // bounds of the ratio; of its logarithm for gmpo; of the change of probability for dppo
-  float delta, dual;        // infinite where not used
-  float log_clip;           // bound of the logarithm of the importance ratio; infinite where not used
-  float tau_positive, tau_negative;
-  float beta, entropy_coef;
-  float weight_low, weight_high, log_veto;  // log_veto is -infinity where not used
-  float denominator;        // tokens or sequences of the whole batch; 0: those that are here
-  float factor;             // times this: data-parallel size over a normaliser
+  bool shrink, normalize, stale_only;
+  Divergence sign_mask;
+  float low, high, delta, dual, log_clip, tau_positive, tau_negative, beta, entropy_coef;
+  float k_positive, lambda_positive, k_negative, lambda_negative, coefficient;
+  float weight_low, weight_high, log_weight_low, log_weight_high;
+  float token_low, token_high, extreme_low, extreme_high, sum_k1_low, sum_k1_high, mean_k1_low, mean_k1_high;
+  float sum_k2_high, mean_k2_high, sum_k3_high, mean_k3_high, off_policy_high, sign_low, sign_high;
+  float max_staleness, log_decay;
+  float denominator, factor;
 };
+constexpr int kChoices = 13, kNumbers = 37;
+constexpr float kLogTiny = -18.420681f;  // log(1e-8), the least that vespo takes for a weight
 
 // Sums of one sequence, doubles.
 enum Sum : int {
@@ -49,12 +52,14 @@ struct PolicyLoss {
   const float *logprobs, *old_logprobs, *advantages;
   const uint8_t* mask;
   const float *ref_logprobs, *rollout_logprobs, *entropy;  // null where not given
+  const float* staleness;                                  // versions of the policy since the token was sampled
+  const uint8_t* selected;                                 // tokens that clip_cov or kl_cov has picked
   const int64_t* cu_seqlens;                               // [rows + 1], or null: every row has `length` tokens
   int64_t rows, length;                                    // packed: `length` tokens in all
-  bool advantage_per_token;                                // else one for each row
+  bool advantage_per_token, staleness_per_token;           // else one for each row
   float *grad_logprobs, *grad_entropy;                     // grad_entropy may be null
   double* partials;                                        // [rows, kPartials]
-  float* values;                                           // [kValues]
+  float* values;                                           // [kValues + 1]; the last is the mean weight of the batch
   PolicyLossRule rule;
 };
 

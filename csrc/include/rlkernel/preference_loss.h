@@ -12,7 +12,7 @@ enum class PreferenceTerm : int {
   sft, sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,
   discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired
 };
-enum class Divergence : int { reverse_kl, forward_kl, js_divergence, alpha_divergence };
+enum class PreferenceDivergence : int { reverse_kl, forward_kl, js_divergence, alpha_divergence };
 
 // Columns of the sums of a sequence: SEQUENCE_SUMS of rlkernel/types.py.
 enum SequenceSum : int { kLogps, kRefLogps, kCounted, kNll, kNllTokens, kAligned, kCutoff, kSequenceSums };
@@ -37,7 +37,7 @@ struct PreferenceRule {
   PreferenceTerm terms[kMaxTerms];
   double weights[kMaxTerms], smoothing[kMaxTerms];
   bool paired, per_token;
-  Divergence divergence;
+  PreferenceDivergence divergence;
   bool weighting;
   double beta, gamma, discopop_tau, exponent, ld_alpha, nll_coef, desirable_weight, undesirable_weight, factor;
   double items, nll_items;  // 0: those that are here

@@ -19,12 +19,12 @@ RLKERNEL_BOTH Value smoothed(double z, double e) {
 
 // f'(exp(x)) of the f-divergence, less a constant.
 RLKERNEL_BOTH Value score(const PreferenceRule& rule, double x) {
-  if (rule.divergence == Divergence::forward_kl) {
+  if (rule.divergence == PreferenceDivergence::forward_kl) {
     const Exponential e = exponential(-x);
     return {-e.minus_one, e.exp};
   }
-  if (rule.divergence == Divergence::js_divergence) return {0.6931471805599453 - softplus(-x), sigmoid(-x)};
-  if (rule.divergence == Divergence::alpha_divergence) {
+  if (rule.divergence == PreferenceDivergence::js_divergence) return {0.6931471805599453 - softplus(-x), sigmoid(-x)};
+  if (rule.divergence == PreferenceDivergence::alpha_divergence) {
     const double t = rule.exponent * x;
     const Exponential e = exponential(t > 80 ? 80 : t);
     return {e.minus_one / rule.exponent, t > 80 ? 0 : e.exp};

@@ -1,0 +1,95 @@
+"""policy_loss under torch.compile: one node of the graph, whatever it is asked for."""
+
+import pytest
+import torch
+from bitwise import assert_equal
+
+import rlkernel
+from rlkernel.ops import _policy_rule as names
+from rlkernel.ops._rollout_correction import CORRECTIONS
+from rlkernel.reference.policy_loss import make_inputs
+
+OPTIONS = {
+    "plain": {},
+    "everything": {"beta": 0.1, "entropy_coef": 0.01, "correction": "icepop", "delta": 2.0},
+    "sequence": {"importance_sampling_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
+    "items": {"num_items_in_batch": torch.tensor(40)},
+    "clip_cov": {"loss_type": "clip_cov", "clip_cov_lb": 0.0, "cov_ratio": 0.1},
+    "kl_cov": {"loss_type": "kl_cov", "cov_ratio": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()  # each loss type is another trace, and it counts them
+
+
+def gradients(inputs, function):
+    inputs = {k: v.clone().requires_grad_(k in ("logprobs", "entropy")) for k, v in inputs.items()}
+    out = function(inputs)
+    leaves = [inputs["logprobs"], *([inputs["entropy"]] if "entropy" in inputs else [])]
+    return out.loss.detach(), out.metrics, *torch.autograd.grad(out.loss, leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_graph_gives_the_same_bits(name, packed):
+    inputs = make_inputs(3, 12, extras=name == "everything")
+    if packed:
+        inputs = {k: v.flatten() for k, v in inputs.items()} | {"cu_seqlens": torch.tensor([0, 12, 24, 36])}
+
+    def step(x):
+        return rlkernel.policy_loss(**(x | {"logprobs": x["logprobs"] * 1}), **OPTIONS[name])
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(inputs, compiled), gradients(inputs, step), strict=True):
+        if want is not None:
+            assert_equal(name, got, want)
+
+
+@pytest.mark.parametrize("loss_type", names.LOSS_TYPES)
+def test_every_loss_type_traces(loss_type):
+    options = {"dro_beta": 0.5} if loss_type == "dro" else {}
+    compiled = torch.compile(
+        lambda x: rlkernel.policy_loss(**x, loss_type=loss_type, **options).loss,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert compiled(make_inputs(2, 6)).isfinite()
+
+
+def test_every_correction_traces():
+    inputs = make_inputs(2, 6, extras=True)
+    del inputs["ref_logprobs"], inputs["entropy"]
+
+    def step(x, name):
+        return rlkernel.policy_loss(**x, correction=name).loss
+
+    for name in CORRECTIONS:
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
+        assert_equal(name, compiled(inputs, name), step(inputs, name))
+
+
+@pytest.mark.parametrize("extras", [False, True])
+def test_opcheck(extras):
+    inputs = make_inputs(3, 7, extras=extras)
+    kept = {}
+
+    def note(*arguments):
+        kept["arguments"] = arguments
+        return original(*arguments)
+
+    from rlkernel.ops import policy_loss as op
+
+    original = op._op
+    options = {"beta": 0.1, "entropy_coef": 0.01, "correction": "icepop"} if extras else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "_op", note)
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        rlkernel.policy_loss(**inputs, **options)
+    arguments = [
+        x.requires_grad_() if i < 2 and isinstance(x, torch.Tensor) else x
+        for i, x in enumerate(kept["arguments"])
+    ]
+    torch.library.opcheck(original, tuple(arguments))

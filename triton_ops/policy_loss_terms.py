@@ -1,0 +1,174 @@
+"""What one token adds to ``policy_loss`` in Triton, as csrc/include/rlkernel/policy_loss_terms.h has it.
+
+``rule`` and ``C`` are the numbers and the choices of ``rlkernel.types.PolicyRule``; the numbers of the
+choices are the positions in its tuples of names.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expm1(x):
+    """Polynomial where exp(x) - 1 would cancel."""
+    p = tl.full(x.shape, 1.991993e-4, tl.float32)
+    p = tl.fma(p, x, 1.3945091e-3)
+    p = tl.fma(p, x, 8.3332649e-3)
+    p = tl.fma(p, x, 4.1666303e-2)
+    p = tl.fma(p, x, 1.6666667e-1)
+    p = tl.fma(p, x, 0.5)
+    return tl.where(tl.abs(x) < 0.346, tl.fma(p * x, x, x), tl.exp(x) - 1.0)
+
+
+@triton.jit
+def clamp(x, low, high):
+    """NaN stays NaN."""
+    return tl.where(x > high, high, tl.where(x < low, low, x))
+
+
+@triton.jit
+def difference(first, second, i, present):
+    """The difference of two log-probabilities, 0 where the mask hides the token."""
+    return tl.load(first + i, mask=present, other=0.0) - tl.load(second + i, mask=present, other=0.0)
+
+
+@triton.jit
+def outside(x, low, high):
+    """NaN is not."""
+    return (x < low) | (x > high)
+
+
+@triton.jit
+def total(x, present):
+    return tl.sum(tl.where(present, x, 0.0).to(tl.float64), axis=0)
+
+
+@triton.jit
+def own_log_ratio(d, advantage, rule, C: tl.constexpr):
+    """gmpo clips each token's logarithm before the mean, on the side that the advantage favours."""
+    if C.term == 4:
+        up, down = tl.where(d > rule.high, rule.high, d), tl.where(d < rule.low, rule.low, d)
+        value = tl.where(advantage > 0, up, tl.where(advantage == 0, 0.0, down))
+        passes = (value == d) & (advantage != 0)
+    else:
+        value, passes = d, d == d
+    return value, passes
+
+
+@triton.jit
+def moved_too_far(low, high, advantage, logprob, anchor, DIVERGENCE: tl.constexpr):
+    """Where the probability fell or rose further from its anchor's than allowed, with the advantage."""
+    p, q = tl.exp(logprob), tl.exp(anchor)
+    change = p - q
+    if DIVERGENCE == 2:  # 1 - p = -expm1: the difference would cancel where p is near 1
+        m, n = -expm1(logprob), -expm1(anchor)
+        not_p, not_q = tl.where(m > 0, m, 0.0), tl.where(n > 0, n, 0.0)
+        kl = q * (anchor - logprob) + not_q * tl.log((not_q + 1e-8) / (not_p + 1e-8))
+        change = tl.where(change > 0, kl, tl.where(change < 0, -kl, change))
+    return (advantage <= 0) & (change < low), (advantage > 0) & (change > high)
+
+
+@triton.jit
+def likelihood(weight, advantage, logprob):
+    """-weight A logprob: the weight has no gradient."""
+    direct = -weight * advantage
+    return tl.where(direct == 0, 0.0, direct * logprob), direct
+
+
+@triton.jit
+def gamma_weight(k, rate, log_w):
+    """vespo's weight exp(lambda + k log w - lambda w) of a sequence whose whole ratio is w."""
+    phi = tl.exp(rate + k * log_w - rate * tl.exp(log_w))
+    return tl.where(phi - phi == 0, phi, 0.0)
+
+
+@triton.jit
+def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rule, C: tl.constexpr):
+    """Value, derivative by the log-probability at a fixed ratio, by the log ratio; clipped low, high, far."""
+    zero = tl.zeros_like(ratio)
+    positive, negative = advantage > 0, advantage < 0
+    value, direct, chain = zero, zero, zero
+    is_low, is_high, is_far = zero > 1, zero > 1, zero > 1
+    if C.term == 0:  # clipped
+        plain = -tl.where(ratio > rule.delta, rule.delta, ratio) * advantage
+        bounded = -clamp(ratio, rule.low, rule.high) * advantage
+        value = tl.where(bounded > plain, bounded, plain)
+        limit = -advantage * rule.dual
+        is_dual = negative & (value > limit)
+        value = tl.where(is_dual, limit, value)
+        chain = tl.where((bounded > plain) | is_dual | (ratio > rule.delta), 0.0, -ratio * advantage)
+        is_low, is_high = negative & (ratio < rule.low), positive & (ratio > rule.high)
+        is_far = is_dual | (negative & (ratio > rule.delta))
+    elif C.term == 1:  # cispo
+        value, direct = likelihood(clamp(ratio, rule.low, rule.high), advantage, logprob)
+        is_low, is_high = ratio < rule.low, ratio > rule.high
+    elif C.term == 2:  # reinforce
+        value, direct = likelihood(zero + 1.0, advantage, logprob)
+    elif C.term == 3:  # sapo
+        tau = tl.where(positive, rule.tau_positive, rule.tau_negative)
+        scale = tl.where(positive, 4.0 / rule.tau_positive, 4.0 / rule.tau_negative)  # one division less
+        e = tl.exp(-tl.abs(tau * (ratio - 1.0)))
+        inverse = 1.0 / (1.0 + e)
+        value = -advantage * tl.where(ratio >= 1.0, inverse, e * inverse) * scale
+        chain = tl.where(e > 0, -advantage * 4.0 * e * inverse * inverse * ratio, 0.0)
+    elif C.term == 4:  # gmpo
+        value = -ratio * advantage
+        chain = value
+        d = logprob - old_logprob
+        is_low, is_high = negative & (d < rule.low), positive & (d > rule.high)
+    elif C.term == 5:  # dppo
+        is_low, is_high = moved_too_far(rule.low, rule.high, advantage, logprob, old_logprob, C.divergence)
+        held = tl.where(ratio > rule.dual, rule.dual, ratio)
+        value, direct = likelihood(tl.where(is_high | is_low, 0.0, held), advantage, logprob)
+        is_far = ratio > rule.dual
+    elif C.term == 6:  # vespo
+        value, direct = likelihood(tl.where(negative, phi_negative, phi_positive), advantage, logprob)
+    elif C.term == 7:  # kl_cov
+        value = -ratio * advantage
+        chain = value
+    else:  # dro
+        d = logprob - old_logprob
+        value = rule.coefficient * 0.5 * d * d - logprob * advantage
+        direct = rule.coefficient * d - advantage
+    return value, direct, chain, is_low, is_high, is_far
+
+
+@triton.jit
+def apply_selection(value, direct, chain, selected, d, rule, C: tl.constexpr):
+    """Tokens that the covariance has picked: kl_cov adds |d| to their loss, clip_cov drops them."""
+    if C.term == 7:
+        slope = tl.where(d > 0, rule.coefficient, tl.where(d < 0, -rule.coefficient, 0.0))
+        value += tl.where(selected, rule.coefficient * tl.abs(d), 0.0)
+        direct += tl.where(selected, slope, 0.0)
+    else:
+        value, direct = tl.where(selected, 0.0, value), tl.where(selected, 0.0, direct)
+        chain = tl.where(selected, 0.0, chain)
+    return value, direct, chain
+
+
+@triton.jit
+def kl_to_reference(d, C: tl.constexpr):
+    if C.kl == 1:
+        value, slope = d, tl.zeros_like(d) + 1.0
+    elif C.kl == 2:
+        value, slope = tl.abs(d), tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
+    elif C.kl == 3:
+        value, slope = d * d * 0.5, d
+    else:
+        m = expm1(-d)
+        value, slope = m + d, -m
+    if C.kl_gradient_of_k2:
+        slope = d
+    return value, slope
+
+
+@triton.jit
+def bounds(cu_seqlens, row, length):
+    """Where a sequence begins and ends.  Offsets that nobody checked lead to no illegal access."""
+    if cu_seqlens is not None:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + row), 0), length)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + row + 1), 0), length)
+    else:
+        begin = row * length
+        end = begin + length
+    return begin, end
