@@ -23,6 +23,7 @@ from linear_policy import (
 import rlkernel
 from rlkernel import policy_plan, policy_tiles, tile_products, tiles, workspace
 from rlkernel.ops import _policy_rule as names
+from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
 from rlkernel.tile_products import Tile
 from rlkernel.types import LEVELS
 
@@ -53,6 +54,8 @@ def test_every_loss_is_the_composition(loss_type, level, room):
     inputs = with_bias(make_inputs(5, 19, 16, 133, extras=True, drift=0.4))
     able("native", inputs)
     options = {"loss_type": loss_type, "importance_sampling_level": level}
+    if loss_type == "dro":
+        options["dro_beta"] = 0.3
     plain = {k: v for k, v in inputs.items() if k not in ("ref_logprobs", "rollout_logprobs")}
     for mode in names.AGGREGATIONS:
         bits("native", per_sequence(plain), **options, loss_agg_mode=mode, loss_scale_factor=19.0)
@@ -60,13 +63,33 @@ def test_every_loss_is_the_composition(loss_type, level, room):
     check_against_fp64("native", inputs, **options, **ALL)
 
 
-@pytest.mark.parametrize("correction", names.CORRECTIONS)
+@pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_is_the_composition(correction, room):
     inputs = make_inputs(5, 19, 16, 133, extras=True, drift=0.05)
     able("native", inputs)
     for options in ({}, {"loss_agg_mode": "seq-mean-token-mean", "beta": 0.1, "kl_estimator": "k1+"}):
         bits("native", inputs, correction=correction, **options)
         bits("native", packed(inputs), correction=correction, **options)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RolloutCorrection(max_staleness=2, staleness_decay=0.5, denominator="shrink"),
+        RolloutCorrection("sequence", stale_only=True),
+        CORRECTIONS["icepop"]._replace(veto=0.9, denominator="shrink"),
+    ],
+    ids=["stale", "stale only", "veto"],
+)
+def test_staleness_and_rejection_are_the_composition(rule, room):
+    inputs = make_inputs(5, 19, 16, 133, extras=True, drift=0.05)
+    able("native", inputs)
+    versions = torch.randint(0, 4, (5, 19), generator=torch.Generator().manual_seed(4))
+    for staleness in (versions, versions[:, 0].contiguous()):
+        old = inputs | {"staleness": staleness}
+        bits("native", old, correction=rule, loss_agg_mode="seq-mean-token-mean")
+        bits("native", old, correction=rule, loss_type="vespo")
+    bits("native", packed(inputs | {"staleness": versions}), correction=rule)
 
 
 @ON_EVERY_BACKEND

@@ -21,10 +21,16 @@ LOSSES = {
     "cispo": {"loss_type": "cispo_cap", "loss_agg_mode": "token-mean"},
     "sapo": policy_loss_preset("sapo") | {"num_items_in_batch": B},
     "luspo": policy_loss_preset("luspo") | {"num_items_in_batch": B},
+    "vespo": policy_loss_preset("vespo"),
 }
 BOTH_LEVELS = ("grpo", "bnpo", "dapo", "dr_grpo")  # Liger refuses the others with a ratio of sequences
 CASES = [
-    *((loss, "token", extras) for loss in LOSSES if loss != "luspo" for extras in (False, True)),
+    *(
+        (loss, "token", extras)
+        for loss in LOSSES
+        if loss not in ("luspo", "vespo")
+        for extras in (False, True)
+    ),
     *((loss, "sequence", extras) for loss in BOTH_LEVELS for extras in (False, True)),
     # Liger's luspo forgets the mask where a term is that of a token, as TRL's does
     ("luspo", "sequence", False),
@@ -77,7 +83,7 @@ def both(loss_type, level, extras, bias=False, **liger_options):
 def test_is_ligers(loss_type, level, extras):
     ours, theirs = both(loss_type, level, extras, bias=True)
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
-    if loss_type not in ("sapo", "cispo"):
+    if loss_type not in ("sapo", "cispo", "vespo"):
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
     for a, b in zip(ours[2], theirs[2], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-6 * max(1.0, b.abs().max().item()))
