@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkernel.integrations._patch import Patch, PatchError
 from rlkernel.ops import logprob as ops
-from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.ops.linear_logprob import linear_logprob_statistics
 
 SUPPORTED = (
     ">=1.15,<1.17"  # the versions that have been run; patch() compares the parameters below all the same
@@ -144,7 +144,7 @@ class _Head:
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
         """``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, None where not asked for."""
-        if reason := _head_unsupported(hidden, weight, outputs):
+        if reason := _head_unsupported(hidden, weight):
             self.patch.count(self.patch.fallbacks, reason)
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size,
@@ -152,18 +152,16 @@ class _Head:
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
         with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
-            scores = linear_logprob(
+            scores = linear_logprob_statistics(
                 hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
                 softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
+                statistics=tuple(name for name in OUTPUTS[1:] if name in outputs),
             )  # fmt: skip
-        return scores.logprobs, scores.entropy, None, None, None
+        return scores.logprobs, *(getattr(scores, name) for name in OUTPUTS)
 
 
-def _head_unsupported(hidden: Tensor, weight: Tensor, outputs: tuple[str, ...]) -> str | None:
+def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:
     """Why this call is left to TRL, or None."""
-    missing = [name for name in outputs if name in OUTPUTS and name != "entropy"]
-    if missing:
-        return f"{HEAD}: linear_logprob does not compute {', '.join(missing)}"
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             return f"{HEAD}: {name} is {tensor.dtype}"

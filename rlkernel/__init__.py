@@ -9,7 +9,8 @@ from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
-from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
+from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
@@ -21,6 +22,8 @@ from rlkernel.types import (
     PREFERENCE_METRICS,
     VALUE_METRICS,
     GaeOutput,
+    LinearLogprobStatistics,
+    LinearPolicyLossOutput,
     LogprobOutput,
     PolicyLossOutput,
     PreferenceLossOutput,
@@ -30,6 +33,8 @@ from rlkernel.types import (
 
 __all__ = [
     "GaeOutput",
+    "LinearLogprobStatistics",
+    "LinearPolicyLossOutput",
     "LogprobOutput",
     "POLICY_METRICS",
     "PREFERENCE_METRICS",
@@ -49,6 +54,8 @@ __all__ = [
     "kl_shaped_rewards",
     "last_backend",
     "linear_logprob",
+    "linear_logprob_statistics",
+    "linear_policy_loss",
     "logprob",
     "logprobs_from_logits",
     "patch_trl",

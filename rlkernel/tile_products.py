@@ -41,6 +41,11 @@ def tile_plan(weight: Tensor, head: Head) -> Tile:
     while wide > 256 and wide * per_entry > limit // 2:
         wide = max(256, wide // 2)
     tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
+    if weight.device.type == "cpu":
+        # linear_policy_loss keeps whole rows of logits, in these same tiles: a CPU's GEMMs lose little by it
+        row = head.logits_dtype.itemsize * vocab + cell * wide + 4 * per_token
+        whole = (limit - wide * size * converted) // row
+        tokens = min(tokens, max(whole, 256))
     if tokens > 128:
         tokens -= tokens % 128
     return Tile(int(min(tokens, most_tokens)), wide)
@@ -79,51 +84,56 @@ class Scratch:
         hidden_gradient: bool = False, weight_gradient: bool = False, keep: bool = False,
         owner: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.source, self.weight, self.head, self.n = hidden, weight, head, n
+        self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
+        self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
         self.plan = tile_plan(weight, head)
         self.product = product_kind(head.compute_dtype, hidden.device)
         self.operand = operand_dtype(head.compute_dtype, hidden.device)
-        rounded = self.operand != head.compute_dtype  # values of compute_dtype in fp32: autocast of fp32
-        staged = self.product != "out_dtype"  # the product lands apart before it is rounded to logits_dtype
-        self._in_place = in_place = head.logits_dtype == self.operand
-        several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
-
-        tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
-        slot = -(-tokens * wide // 128) * 128  # elements; whole cache lines apart
+        self._owner = owner
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
-
-        def carve(carver: Carver) -> int:
-            size, operand, part = hidden.shape[1], self.operand, carver.part
-
-            def when(needed: bool, *shape: int, dtype: torch.dtype) -> Tensor | None:
-                return part(*shape, dtype=dtype) if needed else None
-
-            self._kept = part(self._slots, slot, dtype=head.logits_dtype)
-            self._logits = part(tokens, wide, dtype=head.logits_dtype)
-            self._dz = when(not in_place and (gradients or staged), tokens, wide, dtype=operand)
-            convert = weight.dtype != operand or rounded or weight.stride(-1) != 1
-            self._w = when(convert, wide, size, dtype=operand)
-            convert = hidden.dtype != operand or rounded or gathered or hidden.stride(-1) != 1
-            self._h = when(convert, tokens, size, dtype=operand)
-            self._dh = when(hidden_gradient and gathered, tokens, size, dtype=torch.float32)
-            accumulate = weight_gradient and several and weight.dtype != torch.float32
-            self._dw = when(accumulate, wide, size, dtype=torch.float32)
-            return carver.size
-
-        self.size = carve(Carver())
+        self.size = self._carve(Carver())
         if keep and n:
             backward = Scratch(
                 hidden, weight, head, n, gathered, gradients=True, hidden_gradient=True, weight_gradient=True
             )
             self.size = max(self.size, backward.size)
-            cell = head.logits_dtype.itemsize
-            tiles = -(-n // tokens) * -(-weight.shape[0] // wide)
-            self._slots = kept_tiles(tiles, slot * cell, self.size)
-            self.size += self._slots * slot * cell
-        self._kept_bytes = self._slots * slot * head.logits_dtype.itemsize
-        self._carve, self._lease = carve, workspace.lease(self.size, hidden.device, owner)
+            tiles = -(-n // self.plan.tokens) * -(-weight.shape[0] // self.plan.vocab)
+            size = self._slot() * head.logits_dtype.itemsize
+            self._slots = kept_tiles(tiles, size, self.size)
+            self.size += self._slots * size
+
+    def _slot(self) -> int:
+        """Elements of a tile that is kept: whole cache lines apart."""
+        tokens, wide = min(self.n, self.plan.tokens), min(self.plan.vocab, self.weight.shape[0])
+        return -(-tokens * wide // 128) * 128
+
+    def _carve(self, carver: Carver) -> int:
+        hidden, weight, dtype = self.source, self.weight, self.head.logits_dtype
+        n, size, part = self.n, hidden.shape[1], carver.part
+        tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
+        several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
+        self._kept = part(self._slots, self._slot(), dtype=dtype)
+        self._logits = part(tokens, wide, dtype=dtype)
+        self._carve_operands(carver, tokens, wide)
+        self._dh = part(tokens, size, dtype=torch.float32) if self._of_hidden and self.gathered else None
+        accumulate = self._of_weight and several and weight.dtype != torch.float32
+        self._dw = part(wide, size, dtype=torch.float32) if accumulate else None
+        return carver.size
+
+    def _carve_operands(self, carver: Carver, rows: int, wide: int) -> None:
+        hidden, weight, head = self.source, self.weight, self.head
+        size, operand, part = hidden.shape[1], self.operand, carver.part
+        rounded = operand != head.compute_dtype  # values of compute_dtype in fp32: autocast of fp32
+        staged = self.product != "out_dtype"  # the product lands apart before it is rounded to logits_dtype
+        apart = head.logits_dtype != operand and (self._gradients or staged)
+        self._dz = part(rows, wide, dtype=operand) if apart else None  # None: over the logits
+        convert = weight.dtype != operand or rounded or weight.stride(-1) != 1
+        self._w = part(wide, size, dtype=operand) if convert else None
+        convert = hidden.dtype != operand or rounded or self.gathered or hidden.stride(-1) != 1
+        self._h = part(rows, size, dtype=operand) if convert else None
 
     def __enter__(self) -> "Scratch":
+        self._lease = workspace.lease(self.size, self.source.device, self._owner)
         lease = self._lease.__enter__()
         if lease.kept:
             rows, slots = lease.note
@@ -135,7 +145,8 @@ class Scratch:
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
         if self._slots:
-            workspace.keep(self.source.device, owner, self._kept_bytes, (self.n, self._slots))
+            size = self._slots * self._slot() * self.head.logits_dtype.itemsize
+            workspace.keep(self.source.device, owner, size, (self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
         self._carve(Carver())  # no part outlives the lease
@@ -156,19 +167,21 @@ class Scratch:
 
     def hidden(self, rows: Tensor | None, a: int, b: int) -> Tensor:
         """The hidden states of a chunk as operands of a GEMM."""
-        if self._h is None:
-            return self.source[a:b]
+        return self.source[a:b] if self._h is None else self._gather(rows, a, b, self._h[: b - a])
+
+    def _gather(self, rows: Tensor | None, a: int, b: int, out: Tensor) -> Tensor:
         if rows is not None and self.source.dtype == self.operand == self.head.compute_dtype:
-            return torch.index_select(self.source, 0, rows[a:b], out=self._h[: b - a])
+            return torch.index_select(self.source, 0, rows[a:b], out=out)
         h = self.source[a:b] if rows is None else self.source[rows[a:b]]
-        return self._h[: b - a].copy_(h.to(self.head.compute_dtype))
+        return out.copy_(h.to(self.head.compute_dtype))
 
     def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
         """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""
         index = v0 // self.plan.vocab * -(-self.n // self.plan.tokens) + a // self.plan.tokens
-        tile = _dense(self._kept[index] if index < self._slots else self._logits, h.shape[0], w.shape[0])
-        if self._known and index < self._slots:
-            return tile
+        tile = dense(self._kept[index] if index < self._slots else self._logits, h.shape[0], w.shape[0])
+        return tile if self._known and index < self._slots else self._product(tile, h, w)
+
+    def _product(self, tile: Tensor, h: Tensor, w: Tensor) -> Tensor:
         if self.product == "out_dtype" and tile.dtype == torch.float32:
             return torch.ops.aten.mm.dtype_out(h, w.T, torch.float32, out=tile)
         if tile.dtype == self.operand:
@@ -177,10 +190,7 @@ class Scratch:
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Where the gradient of this tile of logits goes: over it, where the dtypes allow."""
-        if self._in_place:
-            return logits
-        assert self._dz is not None
-        return _dense(self._dz, *logits.shape)
+        return logits if self._dz is None else dense(self._dz, *logits.shape)
 
     def hidden_gradient(self, tokens: int) -> Tensor:
         assert self._dh is not None
@@ -202,6 +212,6 @@ class Scratch:
         return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
-def _dense(part: Tensor, rows: int, columns: int) -> Tensor:
+def dense(part: Tensor, rows: int, columns: int) -> Tensor:
     # a slice of a part has gaps between its rows unless it takes all columns: take the memory anew
     return part.view(-1)[: rows * columns].view(rows, columns)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.tile_products import Scratch
+from rlkernel.tile_statistics import Statistics, TileStatistics
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 
@@ -34,6 +35,21 @@ def forward(
 
     With ``keep`` the workspace holds on to logits for a backward pass that follows at once.
     """
+    return statistics(kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep, ())[0]
+
+
+def statistics(
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    return_entropy: bool,
+    need_direction: bool,
+    keep: bool,
+    names: tuple[str, ...],
+) -> tuple[LinearStats, Statistics]:
+    """As ``forward``, with what ``names`` asks for beside it."""
     head = _wide_bias(head)
     kept = target_ids != head.ignore_index
     rows = _rows(kept)
@@ -43,17 +59,22 @@ def forward(
     outputs = (new(n), new(n) if return_entropy else None, new(n), new(n), new(n))
     state = new(4, n)
     direction = new(n, hidden.shape[1]) if need_direction else None
+    also = TileStatistics(kernels, names, hidden, weight, head, n)
     keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
     gathered = rows is not None
     with Scratch(hidden, weight, head, n, gathered, gradients=need_direction, keep=keep) as scratch:
         for v0, v1, w in scratch.weight_slices():
             first, last = v0 == 0, v1 == weight.shape[0]
             for a, b in scratch.chunks():
-                logits = scratch.logits(scratch.hidden(rows, a, b), w, v0, a)
-                tile = (logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1))
+                h = scratch.hidden(rows, a, b)
+                logits = scratch.logits(h, w, v0, a)
+                options = _tile_options(head, t, a, b, v0, v1)
+                tile = (logits, v0, ids[a:b], *options)
                 before = state[0, a:b].clone()
                 results = tuple(_part(x, a, b) for x in outputs)
                 kernels.tile_forward(*tile, state[:, a:b], first, last, results)
+                if names:
+                    also.tile(logits, h, w, v0, ids[a:b], options, a, b)
                 if direction is not None:
                     exps = scratch.gradient(logits)
                     kernels.tile_exp(*tile, state[0, a:b], exps)
@@ -62,13 +83,15 @@ def forward(
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
             _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
+        more = also.finish(ids, t, state, outputs[4])
         scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
         scratch.keep(scattered[4])  # type: ignore[arg-type]
     if direction is not None:
         if rows is None:  # under capture, ignored rows were computed too
             direction = torch.where(kept[:, None], direction, 0)
         direction = _scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
-    return *scattered, direction  # type: ignore[return-value]
+    more = tuple(_scatter(x, rows, hidden.shape[0]) for x in more)  # type: ignore[assignment]
+    return (*scattered, direction), more  # type: ignore[return-value]
 
 
 def backward(

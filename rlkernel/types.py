@@ -19,6 +19,21 @@ class LogprobOutput(NamedTuple):
     lse: Tensor
 
 
+class LinearLogprobStatistics(NamedTuple):
+    """A ``LogprobOutput``, and of each row what trainers log; None unless asked for, without a gradient.
+
+    ``mean_logits``: the mean of ``logits / T`` over the vocabulary.  ``is_top1``: whether no logit is larger
+    than the target's.  ``log_sum_sq_probs``: ``log(sum of p**2)``.  0 and False on ignored rows.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+    log_sum_sq_probs: Tensor | None
+
+
 class GaeOutput(NamedTuple):
     """Per-token ``advantages`` and the value function's targets ``returns = advantages + values``; fp32 (fp64
     for fp64 input), 0 where the mask is not set.  Constants: they carry no gradient."""
@@ -275,3 +290,20 @@ class PreferenceRule(NamedTuple):
     factor: float  # times this: data-parallel size
     items: float  # pairs or sequences of the whole batch; 0: those that are here
     nll_items: float  # what the mean of the likelihood divides by, of the whole batch; 0: the tokens here
+
+
+class LinearPolicyLossOutput(NamedTuple):
+    """``loss`` [] is differentiable; ``metrics`` [14] are named by ``POLICY_METRICS``.
+
+    ``logprobs`` and ``entropy`` (None unless it is part of the loss or asked for) have the shape of the
+    target ids, are 0 where the mask is not set, and are constants: no gradient passes through them.
+    """
+
+    loss: Tensor
+    metrics: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+# loss, metrics, logprobs, entropy, and the loss's gradients of hidden, weight and bias where they are wanted
+LinearPolicyStats = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel import tiles, workspace
+from rlkernel.tile_statistics import Statistics
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,
@@ -76,6 +77,21 @@ def forward(
             ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
         )[0]
     return *stats, direction
+
+
+def statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    return_entropy: bool,
+    need_direction: bool,
+    keep: bool,
+    names: tuple[str, ...],
+) -> tuple[LinearStats, Statistics]:
+    return tiles.statistics(
+        kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep, names
+    )
 
 
 def backward(

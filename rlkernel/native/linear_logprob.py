@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlkernel import tiles
 from rlkernel.native import logprob
+from rlkernel.tile_statistics import Statistics
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 
@@ -28,6 +29,21 @@ def forward(
     keep: bool,
 ) -> LinearStats:
     return tiles.forward(logprob, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
+
+
+def statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    return_entropy: bool,
+    need_direction: bool,
+    keep: bool,
+    names: tuple[str, ...],
+) -> tuple[LinearStats, Statistics]:
+    return tiles.statistics(
+        logprob, hidden, weight, target_ids, head, return_entropy, need_direction, keep, names
+    )
 
 
 def backward(

@@ -12,7 +12,15 @@ from torch.autograd.function import once_differentiable
 from rlkernel import dispatch
 from rlkernel.ops import _validate
 from rlkernel.ops.logprob import row_gradient
-from rlkernel.types import Head, LinearGrads, LinearStats, LogprobOutput, RowGrads
+from rlkernel.tile_statistics import NAMES, Statistics
+from rlkernel.types import (
+    Head,
+    LinearGrads,
+    LinearLogprobStatistics,
+    LinearStats,
+    LogprobOutput,
+    RowGrads,
+)
 
 ALGORITHMS = ("auto", "tiled", "fused")
 
@@ -70,6 +78,99 @@ def linear_logprob(
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
     """
+    options = bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
+    outputs = _call(hidden, weight, target_ids, options, return_entropy, algorithm, ())
+    return LogprobOutput(*outputs[:3])
+
+
+def linear_logprob_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    statistics: tuple[str, ...] = NAMES,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+) -> LinearLogprobStatistics:
+    """``linear_logprob``, with what trainers log of each row, from the same tiles.
+
+    Equal to, with ``z = logits / temperature``,
+
+        mean_logits = z.mean(-1)
+        is_top1 = z.gather(-1, target_ids) >= z.amax(-1)
+        log_sum_sq_probs = (2 * z.log_softmax(-1)).logsumexp(-1)
+
+    Logprobs, entropy and lse, and their gradients, have the bits of ``linear_logprob(algorithm="tiled")``.
+    Each statistic costs a fraction of the product: a second running softmax over the tile that is there, a
+    comparison, and a product with the mean of the weight (with a softcap, another look at the tile).
+
+    Args:
+        statistics: names of those to compute, of the three above.
+
+    Returns:
+        LinearLogprobStatistics of [...] tensors; what is not asked for is None.
+
+    Raises:
+        ValueError: as ``linear_logprob``; a statistic is not known.
+
+    Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log.
+    """
+    for name in statistics:
+        if name not in NAMES:
+            raise ValueError(f"statistics must be among {', '.join(map(repr, NAMES))}, got {name!r}")
+    options = bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
+    outputs = _call(hidden, weight, target_ids, options, return_entropy, "tiled", tuple(statistics))
+    return LinearLogprobStatistics(*outputs)
+
+
+def _call(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    options: tuple[Any, ...],
+    return_entropy: bool,
+    algorithm: str,
+    statistics: tuple[str, ...],
+) -> tuple[Any, ...]:
+    target_ids, head = checked_head(hidden, weight, target_ids, *options)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+
+    bias = head.bias
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
+    keep = torch.is_grad_enabled() and trained  # a backward pass will want the logits again
+    rows, flat, ids = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
+    if torch.compiler.is_compiling():
+        head_parts = _scalars(head)
+        names = ",".join(statistics)
+        every = _op(flat, weight, bias, ids, *head_parts, return_entropy, algorithm, need_direction, names)
+        outputs = (*every[:3], *every[6:])
+    else:
+        outputs = _LinearLogprob.apply(
+            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction, keep, statistics
+        )
+    wanted = (True, return_entropy, True, *(name in statistics for name in NAMES))
+    return tuple(x.view(rows) if want else None for x, want in zip(outputs, wanted, strict=True))
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    logits_dtype: torch.dtype,
+) -> tuple[Tensor, Head]:
+    """``target_ids`` as int64, and what stands between the product and the softmax; raises ValueError."""
     _validate.floating("hidden", hidden)
     _validate.floating("weight", weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
@@ -95,24 +196,10 @@ def linear_logprob(
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
         want = f"float32 or the {_validate.name(compute_dtype)} of the inputs"
         raise ValueError(f"logits_dtype must be {want}, got {_validate.name(logits_dtype)}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
-
     head = Head(bias, temperature, float(logit_scale), softcap, ignore_index, logits_dtype, compute_dtype)
     if isinstance(temperature, Tensor):
         head = head._replace(temperature=temperature.reshape(-1))
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
-    keep = torch.is_grad_enabled() and trained  # a backward pass will want the logits again
-    flat, ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
-    if torch.compiler.is_compiling():
-        outputs = _op(flat, weight, bias, ids, *_scalars(head), return_entropy, algorithm, need_direction)[:3]
-    else:
-        outputs = _LinearLogprob.apply(
-            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction, keep
-        )
-    logprobs, entropy, lse = outputs
-    return LogprobOutput(logprobs.view(rows), entropy.view(rows) if return_entropy else None, lse.view(rows))
+    return target_ids, head
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -126,32 +213,43 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, hidden, weight, bias, target_ids, head, return_entropy, algorithm, need_direction, keep
+        ctx: Any,
+        hidden,
+        weight,
+        bias,
+        target_ids,
+        head,
+        return_entropy,
+        algorithm,
+        need_direction,
+        keep,
+        statistics,
     ):
         ctx.set_materialize_grads(False)
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = _pick(hidden, weight, head, algorithm)
-        stats = _forward(
-            ctx.impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
-        )
+        options = return_entropy, algorithm, need_direction, keep, statistics
+        stats, more = _forward(ctx.impl, hidden, weight, target_ids, head, *options)
+        ctx.mark_non_differentiable(*(x for x in more if x is not None))
         logprobs, entropy, lse, row_max, log_sum, direction = stats
         per_row = head.temperature if isinstance(head.temperature, Tensor) else None
         ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
         ctx.head = head._replace(bias=None, temperature=1.0 if per_row is not None else head.temperature)
-        return logprobs, entropy, lse
+        return logprobs, entropy, lse, *more
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
+        grads = grads[:3]
         if all(g is None for g in grads):
-            return (None,) * 9
+            return (None,) * 10
         hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
         head = ctx.head._replace(bias=bias)
         if per_row is not None:
             head = head._replace(temperature=per_row)
         stats, needs = (entropy, row_max, log_sum, direction), ctx.needs_input_grad[:3]
         result = _backward(ctx.impl, grads, hidden, weight, target_ids, head, *stats, needs)
-        return *result, *(None,) * 6
+        return *result, *(None,) * 7
 
 
 def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
@@ -169,14 +267,20 @@ def _forward(
     algorithm: str,
     need_direction: bool,
     keep: bool,
-) -> LinearStats:
+    statistics: tuple[str, ...],
+) -> tuple[LinearStats, Statistics]:
     _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
-        stats = impl.forward(
-            hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
-        )
+        if statistics:
+            options = return_entropy, need_direction, keep, statistics
+            stats, more = impl.statistics(hidden, weight, target_ids, head, *options)
+        else:
+            stats = impl.forward(
+                hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
+            )
+            more = (None, None, None)
     _validate.healthy("hidden", stats[2])
-    return stats
+    return stats, more
 
 
 def _backward(
@@ -224,25 +328,34 @@ def _op(
     return_entropy: bool,
     algorithm: str,
     need_direction: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    statistics: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     t = temperature if temperatures is None else temperatures
     head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
     impl = _pick(hidden, weight, head, algorithm)
-    stats = _forward(impl, hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, False)
-    return tuple(stats[0].new_empty(0) if x is None else x for x in stats)  # type: ignore[return-value]
+    names = tuple(statistics.split(",")) if statistics else ()
+    options = return_entropy, algorithm, need_direction, False, names
+    stats, more = _forward(impl, hidden, weight, target_ids, head, *options)
+    return tuple(stats[0].new_empty(0) if x is None else x for x in (*stats, *more))  # type: ignore[return-value]
 
 
 @_op.register_fake
 def _op_fake(  # type: ignore[no-untyped-def]
     hidden, weight, bias, target_ids, temperatures, temperature, logit_scale, softcap, ignore_index,
-    logits_dtype, compute_dtype, return_entropy, algorithm, need_direction,
+    logits_dtype, compute_dtype, return_entropy, algorithm, need_direction, statistics="",
 ):  # fmt: skip
     dtype = torch.promote_types(compute_dtype, torch.float32)
     rows = [torch.empty(hidden.shape[:1], dtype=dtype, device=hidden.device) for _ in range(5)]
     if not return_entropy:
         rows[1] = rows[0].new_empty(0)
     direction = torch.empty_like(hidden) if need_direction else rows[0].new_empty(0)
-    return *rows, direction
+    more = (
+        torch.empty_like(rows[0], dtype=torch.bool if name == "is_top1" else dtype)
+        if name in statistics.split(",")
+        else rows[0].new_empty(0)
+        for name in NAMES
+    )
+    return *rows, direction, *more
 
 
 @torch.library.custom_op("rlkernel::linear_logprob_backward", mutates_args=())
@@ -290,11 +403,12 @@ def _op_backward_fake(grad_logprobs, grad_entropy, grad_lse, hidden, weight, bia
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, target_ids, temperatures, *scalars = inputs
-    _, entropy, _, row_max, log_sum, direction = output
+    _, entropy, _, row_max, log_sum, direction, *more = output
+    ctx.mark_non_differentiable(*more)
     ctx.save_for_backward(
         hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction
     )
-    *ctx.scalars, ctx.return_entropy, ctx.algorithm, ctx.need_direction = scalars
+    *ctx.scalars, ctx.return_entropy, ctx.algorithm, ctx.need_direction, _ = scalars
     ctx.set_materialize_grads(False)
 
 
@@ -305,7 +419,7 @@ def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type
     stats = entropy, row_max, log_sum, direction if ctx.need_direction else None
     needs = list(ctx.needs_input_grad[:3])
     grads = _op_backward(*upstream, *inputs, *ctx.scalars, ctx.algorithm, *stats, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 11
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 12
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)

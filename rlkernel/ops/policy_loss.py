@@ -115,6 +115,98 @@ def policy_loss(
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
     """
+    entropy, tensors, rule, items = checked(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        loss_type=loss_type,
+        loss_agg_mode=loss_agg_mode,
+        importance_sampling_level=importance_sampling_level,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        clip_ratio_c=clip_ratio_c,
+        log_ratio_clip=log_ratio_clip,
+        tau_pos=tau_pos,
+        tau_neg=tau_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+        ppo_kl_coef=ppo_kl_coef,
+        dro_beta=dro_beta,
+        beta=beta,
+        ref_logprobs=ref_logprobs,
+        kl_estimator=kl_estimator,
+        use_bias_correction_kl=use_bias_correction_kl,
+        rollout_logprobs=rollout_logprobs,
+        correction=correction,
+        staleness=staleness,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        num_items_in_batch=num_items_in_batch,
+        loss_scale_factor=loss_scale_factor,
+        dp_size=dp_size,
+        cu_seqlens=cu_seqlens,
+    )
+    logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)).contiguous()
+    selected = None
+    if loss_type in ("clip_cov", "kl_cov"):
+        old, scores, counted, offsets = tensors[:4]
+        selected = _covariance.selected(
+            loss_type, logprobs, old, scores, counted, offsets, cov_ratio, clip_cov_lb, clip_cov_ub, seed,
+            rule,
+        )  # fmt: skip
+    every = (logprobs, entropy, *tensors, selected)
+    if torch.compiler.is_compiling():
+        choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
+        loss, metrics, *_ = _op(*every, choices, numbers)
+    else:
+        loss, metrics = _PolicyLoss.apply(*every, rule)
+    if items is not None:
+        loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
+    return PolicyLossOutput(loss, metrics)
+
+
+def checked(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss_type: str,
+    loss_agg_mode: str,
+    importance_sampling_level: str,
+    epsilon: float,
+    epsilon_high: float | None,
+    delta: float | None,
+    clip_ratio_c: float | None,
+    log_ratio_clip: float | None,
+    tau_pos: float,
+    tau_neg: float,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
+    ppo_kl_coef: float,
+    dro_beta: float | None,
+    beta: float,
+    ref_logprobs: Tensor | None,
+    kl_estimator: str,
+    use_bias_correction_kl: bool,
+    rollout_logprobs: Tensor | None,
+    correction: RolloutCorrection | str | None,
+    staleness: Tensor | None,
+    entropy: Tensor | None,
+    entropy_coef: float,
+    num_items_in_batch: float | Tensor | None,
+    loss_scale_factor: float | None,
+    dp_size: int,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
+    """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
+    ``staleness``; raises ValueError for an argument that is off."""
     _validate.floating("logprobs", logprobs)
     if cu_seqlens is None and logprobs.dim() != 2:
         want = "[B, L], or [N] with cu_seqlens"
@@ -169,25 +261,11 @@ def policy_loss(
         raise ValueError("correction must be given with rollout_logprobs, got None")
     if entropy_coef and entropy is None:
         raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
-    logprobs = logprobs.to(dtype).contiguous()
-    selected = None
-    if loss_type in ("clip_cov", "kl_cov"):
-        selected = _covariance.selected(
-            loss_type, logprobs, old_logprobs, advantages, mask, cu_seqlens, cov_ratio, clip_cov_lb,
-            clip_cov_ub, seed, rule,
-        )  # fmt: skip
     tensors = (
-        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None,
-        rollout_logprobs, staleness if rule.correction else None, selected,
+        old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None, rollout_logprobs,
+        staleness if rule.correction else None,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
-        loss, metrics, *_ = _op(*tensors, choices, numbers)
-    else:
-        loss, metrics = _PolicyLoss.apply(*tensors, rule)
-    if items is not None:
-        loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
-    return PolicyLossOutput(loss, metrics)
+    return entropy, tensors, rule, items
 
 
 def policy_loss_preset(name: str) -> dict[str, Any]:
@@ -197,6 +275,20 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
         ValueError: the name is not known; lists those that are.
     """
     return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
+
+
+def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Looks at the values themselves: offsets on a CPU, and on a GPU in debug mode; NaN in debug mode."""
+    if cu_seqlens is not None and debug.may_read(cu_seqlens):
+        n = mask.shape[0]
+        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
+            x = cu_seqlens
+            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
+            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
+    if debug.enabled() and debug.may_read(advantages):
+        counted = advantages[mask] if advantages.shape == mask.shape else advantages
+        if bool(counted.isnan().any()):
+            raise ValueError("advantages must be numbers where the mask is true, got NaN")
 
 
 def _forward(
@@ -214,16 +306,7 @@ def _forward(
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Looks at values, where that is allowed, and runs the backend."""
-    if cu_seqlens is not None and debug.may_read(cu_seqlens):
-        n = logprobs.shape[0]
-        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
-            x = cu_seqlens
-            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
-            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
-    if debug.enabled() and debug.may_read(advantages):
-        counted = advantages[mask] if advantages.shape == mask.shape else advantages
-        if bool(counted.isnan().any()):
-            raise ValueError("advantages must be numbers where the mask is true, got NaN")
+    check_values(advantages, mask, cu_seqlens)
     impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
     return impl.forward(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, rule,

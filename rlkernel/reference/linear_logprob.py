@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.reference import logprob
+from rlkernel.tile_statistics import Statistics
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 
@@ -39,6 +40,30 @@ def forward(
             ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
         )[0]
     return *stats, direction
+
+
+def statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    return_entropy: bool,
+    need_direction: bool,
+    keep: bool,
+    names: tuple[str, ...],
+) -> tuple[LinearStats, Statistics]:
+    """What ``forward`` returns, and of ``names``: the mean of ``logits / T``, whether no logit is larger than
+    the target's, and ``log(sum of p**2)``; 0 and False on ignored rows."""
+    stats = forward(hidden, weight, target_ids, head, return_entropy, "auto", need_direction, keep)
+    logits, _ = _logits(hidden, weight, head)
+    t = head.temperature[:, None] if isinstance(head.temperature, Tensor) else head.temperature
+    z, kept = logits / t, target_ids != head.ignore_index
+    mean = torch.where(kept, z.mean(-1), 0)
+    inside = torch.where(kept, target_ids, 0)[:, None]
+    top = kept & (logits.gather(-1, inside)[:, 0] >= logits.amax(-1))
+    squares = torch.where(kept, (2 * z.log_softmax(-1)).logsumexp(-1), 0)
+    every = {"mean_logits": mean, "is_top1": top, "log_sum_sq_probs": squares}
+    return stats, tuple(x if name in names else None for name, x in every.items())  # type: ignore[return-value]
 
 
 def backward(

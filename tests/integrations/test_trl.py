@@ -133,16 +133,27 @@ def test_head_computes_in_upstreams_dtype(hidden_dtype, weight_dtype, autocast):
         assert error <= 2 * other + 2e-6
 
 
-@pytest.mark.parametrize("asked", ["log_sum_sq_probs", "mean_logits", "is_top1"])
-def test_what_rlkernel_lacks_comes_from_upstream(asked):
-    inputs, outputs = head_inputs(), ("log_probs", "entropy", asked)
-    up, up_grads = score(inputs, outputs=outputs)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("asked", [*integration.OUTPUTS[1:], "all"])
+def test_what_trainers_log_is_upstreams(asked, softcap):
+    """The mean logit, whether the label is the most likely token, and log(sum of p**2)."""
+    hidden, weight, bias, targets = head_inputs()
+    with torch.no_grad():
+        best = (hidden @ weight.T + bias).argmax(-1)
+    inputs = (hidden, weight, bias, torch.where(torch.arange(37) % 2 == 0, best, targets))
+    outputs = ("log_probs", *(integration.OUTPUTS if asked == "all" else (asked,)))
+    options = {"outputs": outputs, "temperature": 0.7, "softcap": softcap, "scale": 1.3}
+    up, up_grads = score(inputs, **options)
     with rlkernel.patch_trl() as patch:
-        ours, grads = score(inputs, outputs=outputs)
-        assert patch.fallbacks == {f"{HEAD}: linear_logprob does not compute {asked}": 1}
-    assert not patch.calls
+        ours, grads = score(inputs, **options)
+    assert patch.calls == {HEAD: 1} and not patch.fallbacks
     for a, b in zip((*ours, *grads), (*up, *up_grads), strict=True):
-        assert a is b is None or torch.equal(a, b)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    if asked in ("is_top1", "all"):
+        assert 18 < int(ours[4].sum()) < 25
 
 
 def test_fp64_comes_from_upstream():
@@ -546,21 +557,18 @@ def test_patch_comes_and_goes_during_training(train):
     assert_same_training(mixed, train(), 1e-5, 1e-5)
 
 
-ALL_BUT = f"{HEAD}: linear_logprob does not compute "
-
-
 @pytest.mark.parametrize(
-    "name, dataset, steps, calls, fallbacks",
+    "name, dataset, steps, calls, weight",
     [
-        ("RLOO", "prompt", 3, {HEAD: 9}, {}),  # policy, old and reference
-        ("DPO", "preference", 3, {HEAD: 3}, {ALL_BUT + "mean_logits, is_top1": 3}),  # the reference is ours
-        ("KTO", "label", 3, {HEAD: 6}, {ALL_BUT + "mean_logits": 6}),  # and the KL pairs
-        ("SFT", "text", 3, {}, {ALL_BUT + "is_top1": 3}),
+        ("RLOO", "prompt", 3, 9, 1e-5),  # policy, old and reference
+        ("DPO", "preference", 3, 6, 1e-5),  # policy and reference
+        ("KTO", "label", 3, 12, 3e-5),  # and the KL pairs; Adam makes steps of gradients that nearly cancel
+        ("SFT", "text", 3, 3, 1e-5),
     ],
 )
-def test_other_trainers(train, name, dataset, steps, calls, fallbacks):
+def test_other_trainers(train, name, dataset, steps, calls, weight):
     stock = train(name, steps, dataset)
     with rlkernel.patch_trl() as patch:
         patched = train(name, steps, dataset)
-    assert (patch.calls, patch.fallbacks) == (calls, fallbacks)
-    assert_same_training(patched, stock, 1e-5, 1e-5)
+    assert patch.calls == {HEAD: calls} and not patch.fallbacks
+    assert_same_training(patched, stock, 1e-5, weight)

@@ -1,0 +1,102 @@
+"""A policy loss as ``linear_policy_loss`` calls it: on all tokens, or on the sequences around some rows."""
+
+import bisect
+import functools
+from types import ModuleType
+
+from torch import Tensor
+
+from rlkernel.types import PolicyRule
+
+Part = tuple[Tensor, Tensor | None]
+
+
+class PolicyPass:
+    """One policy loss over rows of shape ``mask.shape``: the backend's module and all that it takes.
+
+    ``tensors`` are old logprobs, advantages, mask, offsets, reference and rollout logprobs, and staleness.
+    ``reach``: whether the derivative of a token needs the logprobs of its "token" alone or of its "sequence".
+    Row gradients are those of the loss itself, its denominator included.
+    """
+
+    def __init__(
+        self,
+        impl: ModuleType,
+        tensors: tuple[Tensor | None, ...],
+        rule: PolicyRule,
+        items: Tensor | None,
+        reach: str,
+        return_entropy: bool,
+    ) -> None:
+        self.impl, self.tensors, self.rule, self.reach = impl, tensors, rule, reach
+        mask, offsets = tensors[2:4]
+        assert mask is not None
+        self.mask, self.offsets = mask, offsets
+        self.items = None if items is None else items.clamp(min=1)
+        self.entropy_gradient = rule.entropy_coef != 0
+        self.entropy = return_entropy or self.entropy_gradient
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each sequence begins among the rows, and the last one ends; packed, it reads the offsets."""
+        if self.offsets is not None:
+            return [int(x) for x in self.offsets.tolist()]
+        count, length = self.mask.shape
+        return [i * length for i in range(count + 1)]
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        """What the mean divides by and multiplies with, which the mask and the correction decide."""
+        old = self.tensors[0]
+        like = old if old is not None else self._zeros()
+        entropy = self._zeros() if self.entropy else None
+        return self._per_item(self._run(like, entropy, self.tensors)[0][1])
+
+    def whole(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Loss, metrics and the gradients of every row's logprob and entropy."""
+        values, grad, grad_entropy = self._run(logprobs, entropy, self.tensors)
+        scale = self._per_item(values[1])
+        loss, metrics = self._per_item(values[0]).clone(), values[2:].clone()
+        return loss, metrics, *_scaled(grad, grad_entropy, scale)
+
+    def part(self, logprobs: Tensor, entropy: Tensor | None, first: int, last: int) -> tuple[int, Part]:
+        """Gradients of the rows of all sequences around ``[first, last)``, and which row is the first of
+        these."""
+        s0 = bisect.bisect_right(self.starts, first) - 1
+        s1 = bisect.bisect_left(self.starts, last, lo=s0 + 1)
+        a, b = self.starts[s0], self.starts[s1]
+        rows = slice(s0, s1) if self.offsets is None else slice(a, b)
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            if x is None or x is self.offsets:
+                return None if x is None else x[s0 : s1 + 1] - a
+            return x[rows] if x.shape == self.mask.shape else x[s0:s1]
+
+        tensors = tuple(map(cut, self.tensors))
+        shape = self.mask[rows].shape
+        entropy = None if entropy is None else entropy[a:b].view(shape)
+        _, grad, grad_entropy = self._run(logprobs[a:b].view(shape), entropy, tensors)
+        return a, _scaled(grad, grad_entropy, self.scale)
+
+    def _run(
+        self, logprobs: Tensor, entropy: Tensor | None, tensors: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        shape = tensors[2].shape  # type: ignore[union-attr]
+        entropy = None if entropy is None else entropy.view(shape)
+        *first, staleness = tensors
+        return self.impl.forward(
+            logprobs.view(shape), *first, entropy, self.rule, self.entropy_gradient, staleness, None
+        )
+
+    def _zeros(self) -> Tensor:
+        advantages = self.tensors[1]
+        assert advantages is not None
+        return advantages.new_zeros(self.mask.shape)
+
+    def _per_item(self, x: Tensor) -> Tensor:
+        return x if self.items is None else x / self.items.to(x)
+
+
+def _scaled(grad: Tensor, grad_entropy: Tensor | None, scale: Tensor) -> Part:
+    flat = (grad * scale).view(-1)
+    return flat, None if grad_entropy is None else (grad_entropy * scale).view(-1)

@@ -1,0 +1,222 @@
+"""``linear_policy_loss`` in tiles: the loss and its gradients from logits that are computed once.
+
+``tiles.forward`` and ``tiles.backward`` with the loops changed: a chunk of rows outside, the vocabulary
+inside, so that the logits of the chunk's rows are still in the workspace when their derivative is known.  The
+tiles, their GEMMs and the order in which a row's statistics are merged are those of ``linear_logprob``: its
+logprobs have the same bits.
+
+FLOPs: 2 N H V a GEMM, three of them: logits, hidden, weight; four, in two passes, where the workspace does
+not hold the logits of as many whole rows as the loss needs at once.
+"""
+
+import functools
+import logging
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel import tiles
+from rlkernel.policy_pass import PolicyPass
+from rlkernel.policy_plan import Plan, Resident, Step
+from rlkernel.types import Head, LinearPolicyStats
+
+_log = logging.getLogger("rlkernel")
+
+
+def forward(
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    policy: PolicyPass,
+    algorithm: str,
+    needs: tuple[bool, bool, bool],
+) -> LinearPolicyStats:
+    """The forward pass of every tiled backend; returns what the reference's ``forward`` returns."""
+    frozen_head = needs == (True, False, False) and not policy.entropy_gradient
+    if not any(needs) or (frozen_head and algorithm != "one_pass"):
+        # with a frozen head, linear_logprob's forward pass makes the direction of d hidden: two GEMMs
+        return _two_passes(kernels, hidden, weight, target_ids, head, policy, needs, frozen_head)
+    plan = Plan(hidden, weight, target_ids, head, policy, needs)
+    if algorithm == "one_pass" and plan.obstacle:
+        raise ValueError(f"algorithm must be 'auto' or 'two_pass' here, got 'one_pass': {plan.obstacle}")
+    if algorithm == "two_pass" or plan.obstacle:
+        _log.debug("linear_policy_loss in two passes: %s", plan.obstacle or "as asked")
+        return _two_passes(kernels, hidden, weight, target_ids, head, policy, needs, False)
+    _log.debug("linear_policy_loss in one pass: %d rows at a time", plan.blocks * plan.scratch.plan.tokens)
+    return _OnePass(kernels, plan, target_ids, head, policy, needs).run()
+
+
+def _two_passes(
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    policy: PolicyPass,
+    needs: tuple[bool, bool, bool],
+    need_direction: bool,
+) -> LinearPolicyStats:
+    keep = any(needs) and not need_direction
+    stats = tiles.forward(kernels, hidden, weight, target_ids, head, policy.entropy, need_direction, keep)
+    logprobs, entropy, _, row_max, log_sum, direction = stats
+    loss, metrics, grad, grad_entropy = policy.whole(logprobs, entropy)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs):
+        upstream = grad, grad_entropy, None
+        grads = tiles.backward(
+            kernels, upstream, hidden, weight, target_ids, head, entropy if policy.entropy_gradient else None,
+            row_max, log_sum, direction, needs,
+        )  # fmt: skip
+    return loss, metrics, logprobs, entropy, *grads  # type: ignore[return-value]
+
+
+class _Run(NamedTuple):
+    """Rows whose derivative goes into the GEMMs together, and where they lie."""
+
+    at: int
+    given: int
+    live: Tensor | None  # those of them that have a derivative; None: all
+    rows: int  # of these
+    where: Tensor | slice  # in the hidden states as they were given
+    states: Tensor | None  # as operands of d weight
+    vectors: tuple[Any, ...]  # targets, temperature, the two gradients, entropy, row_max, log_sum
+
+
+class _OnePass:
+    def __init__(
+        self,
+        kernels: Any,
+        plan: Plan,
+        target_ids: Tensor,
+        head: Head,
+        policy: PolicyPass,
+        needs: tuple[bool, bool, bool],
+    ) -> None:
+        self.kernels, self.plan, self.policy = kernels, plan, policy
+        self.rows, self.scratch, n = plan.rows, plan.scratch, plan.n
+        self.bias_dtype, self.head = None if head.bias is None else head.bias.dtype, tiles._wide_bias(head)
+        self.ids, self.t = tiles._select(target_ids, self.rows), tiles._select(head.temperature, self.rows)
+        hidden, weight = self.scratch.source, self.scratch.weight
+        new = functools.partial(hidden.new_empty, dtype=torch.float32)
+        zeros = functools.partial(hidden.new_zeros, hidden.shape[0], dtype=torch.float32)
+        self.state = new(4, n)
+        self.results = (new(n), new(n) if policy.entropy else None, new(n), new(n), new(n))
+        # of all rows, also those that are left out; the loss of a step looks at later rows of its sequences
+        apart = self.rows is not None or len(plan.steps) > 1
+        self.logprobs = zeros() if apart else self.results[0]
+        self.entropy = zeros() if apart and policy.entropy else self.results[1]
+        self.apart = apart
+
+        self.dhidden = torch.zeros_like(hidden) if needs[0] else None
+        # without a part of the workspace for a slice of it, it is summed in fp32 and narrowed by backward
+        dtype = torch.float32 if self.scratch._dw is None else weight.dtype
+        self.dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
+        with_bias = needs[2] and head.bias is not None
+        self.dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if with_bias else None
+        self.written = False  # whether dweight holds anything yet
+
+    def run(self) -> LinearPolicyStats:
+        whole = None
+        with self.scratch:
+            for number, step in enumerate(self.plan.steps):
+                self._compute(step.compute)
+                if len(self.plan.steps) == 1:
+                    whole = self.policy.whole(self.logprobs, self.entropy)
+                    first, gradients = 0, whole[2:]
+                else:
+                    edges = self.plan.edges[2 * number : 2 * number + 2]
+                    first, gradients = self.policy.part(self.logprobs, self.entropy, *edges)
+                self._finish(step, first, gradients)
+        loss, metrics, *_ = whole or self.policy.whole(self.logprobs, self.entropy)
+        if self.dweight is not None and not self.written:
+            self.dweight.zero_()
+        dbias = None if self.dbias is None else self.dbias.to(self.bias_dtype)
+        return loss, metrics, self.logprobs, self.entropy, self.dhidden, self.dweight, dbias
+
+    def _compute(self, blocks: range) -> None:
+        """The logits of the blocks, which stay, and their statistics."""
+        scratch, vocab = self.scratch, self.scratch.weight.shape[0]
+        for block in blocks:
+            scratch.load(self.rows, block)
+        for v0, v1, w in scratch.weight_slices():
+            for block in blocks:
+                a, b = scratch.bounds(block)
+                self.kernels.tile_forward(
+                    scratch.block_logits(block, v0, w), v0, self.ids[a:b],
+                    *tiles._tile_options(self.head, self.t, a, b, v0, v1), self.state[:, a:b], v0 == 0,
+                    v1 == vocab, tuple(tiles._part(x, a, b) for x in self.results),
+                )  # fmt: skip
+        if self.apart and len(blocks):
+            a, b = scratch.bounds(blocks[0])[0], scratch.bounds(blocks[-1])[1]
+            where = slice(a, b) if self.rows is None else self.rows[a:b]
+            for every, own in zip((self.logprobs, self.entropy), self.results, strict=False):
+                if every is not None and own is not None:
+                    every[where] = own[a:b]
+
+    def _finish(self, step: Step, first: int, gradients: Iterable[Tensor | None]) -> None:
+        """From the gradients of the logprobs of some blocks to those of hidden, weight and bias."""
+        scratch, head = self.scratch, self.head
+        gradients = tuple(gradients)
+        runs = [
+            run for a, b, at in scratch.runs(step.finish) if (run := self._run(a, b, at, first, gradients))
+        ]
+        if not runs:
+            return
+        for v0, v1, w in scratch.weight_slices():
+            dw_slice = None if self.dweight is None else self.dweight[v0:v1]
+            dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
+            for i, run in enumerate(runs):
+                logits = scratch.tile(run.at, run.given, v0)
+                logits = logits if run.live is None else scratch.compact(logits, run.live)
+                dz = scratch.gradient(logits)
+                ids, t, *upstream = run.vectors
+                options = tiles._tile_options(head, t, 0, run.rows, v0, v1)
+                self.kernels.tile_backward(logits, v0, ids, *options, *upstream[:2], None, *upstream[2:], dz)
+                if self.dhidden is not None:
+                    scratch.accumulate(scratch.hidden_sum(run.at, run.rows), dz, w, v0 == 0)
+                if dw is not None and run.states is not None:
+                    scratch.accumulate(dw, dz.T, run.states, not self.written and i == 0)
+                if self.dbias is not None:
+                    self.dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
+            if dw is not None and dw_slice is not None and dw is not dw_slice:
+                dw_slice.copy_(dw)
+        self.written = True
+        if self.dhidden is not None:
+            for run in runs:
+                self.dhidden[run.where] = scratch.hidden_sum(run.at, run.rows).to(self.dhidden.dtype)
+
+    def _run(self, a: int, b: int, at: int, first: int, gradients: tuple[Tensor | None, ...]) -> _Run | None:
+        """The rows [a, b) as operands; on a CPU without those whose derivative is exactly 0, None if all
+        are."""
+        scratch: Resident = self.scratch
+        where = slice(a, b) if self.rows is None else self.rows[a:b]
+        _, entropy, _, row_max, log_sum = self.results
+        stats = (entropy if self.policy.entropy_gradient else None, row_max, log_sum)
+        upstream = [None if g is None else _rows_of(g, where, first) for g in gradients]
+        vectors = [tiles._part(x, a, b) for x in (self.ids, self.t)] + upstream
+        vectors += [tiles._part(x, a, b) for x in stats]
+        states: Tensor | None = scratch.states(a, b, at)
+        live, rows = None, b - a
+        if scratch.leaves_out:
+            nonzero = torch.stack([g != 0 for g in upstream if g is not None]).any(0)
+            live = nonzero.nonzero()[:, 0]
+            rows = live.numel()
+            if rows == 0:
+                return None
+            if rows == b - a:
+                live = None
+            else:
+                vectors = [tiles._select(x, live) for x in vectors]
+                states = scratch.compact_states(states, at, live)
+                where = live + where.start if isinstance(where, slice) else where[live]
+        return _Run(at, b - a, live, rows, where, states, tuple(vectors))
+
+
+def _rows_of(gradient: Tensor, where: Tensor | slice, first: int) -> Tensor:
+    if isinstance(where, slice):
+        return gradient[where.start - first : where.stop - first]
+    return gradient[where - first]

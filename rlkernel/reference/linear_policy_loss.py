@@ -1,0 +1,86 @@
+"""What ``linear_policy_loss`` means: ``linear_logprob``, then ``policy_loss``, and the gradients of both."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.policy_pass import PolicyPass
+from rlkernel.reference import linear_logprob, policy_loss
+from rlkernel.types import Head, LinearPolicyStats
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    if options.get("algorithm") == "one_pass":
+        return ["algorithm 'one_pass' needs the tile kernels of native or triton"]
+    return []
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    policy: PolicyPass,
+    algorithm: str,
+    needs: tuple[bool, bool, bool],
+) -> LinearPolicyStats:
+    """``(loss, metrics, logprobs, entropy, d hidden, d weight, d bias)``, the gradients where needed.
+
+    That of the weight may be wider than the weight.
+    """
+    stats = linear_logprob.forward(hidden, weight, target_ids, head, policy.entropy, "auto", False, False)
+    logprobs, entropy, _, row_max, log_sum, _ = stats
+    loss, metrics, *upstream = policy.whole(logprobs, entropy)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs):
+        grads = linear_logprob.backward(
+            (upstream[0], upstream[1], None), hidden, weight, target_ids, head, entropy, row_max, log_sum,
+            None, needs,
+        )  # fmt: skip
+    return loss, metrics, logprobs, entropy, *grads  # type: ignore[return-value]
+
+
+def make_inputs(
+    sequences: int,
+    length: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    drift: float = 0.2,
+    extras: bool = False,
+    full: bool = False,
+    temperature: float = 1.0,
+    per_token: bool = True,
+    mean_advantage: float = 0.0,
+) -> dict[str, Tensor]:
+    """Keyword arguments of ``rlkernel.linear_policy_loss``: the head of ``linear_logprob.make_inputs``, old
+    logprobs ``drift`` away from its own at ``temperature``; ``full`` sets the whole mask."""
+    head = linear_logprob.make_inputs(
+        sequences * length, hidden_size, vocab, dtype, device, seed, ignored=0.0
+    )
+    loss = policy_loss.make_inputs(
+        sequences, length, seed=seed, drift=drift, per_token=per_token, extras=extras, bias=mean_advantage
+    )
+    own = []  # in chunks: without logits of all rows at once
+    for h, ids in zip(head["hidden"].split(64), head["target_ids"].split(64), strict=True):
+        logp = (h.double() @ head["weight"].double().T / temperature).log_softmax(-1)
+        own.append(logp.gather(-1, ids[:, None])[:, 0])
+    near = torch.cat(own).view(sequences, length) if own else torch.zeros(sequences, length)
+    old = loss.pop("old_logprobs")
+    moved = {"old_logprobs": near + (loss.pop("logprobs") - old).to(near)}
+    for name in ("ref_logprobs", "rollout_logprobs"):
+        if name in loss:
+            moved[name] = near + (loss.pop(name) - old).to(near)
+    loss.pop("entropy", None)
+    mask = loss.pop("mask").to(device)
+    loss |= {name: x.float() for name, x in moved.items()}
+    return {
+        "hidden": head["hidden"].view(sequences, length, hidden_size),
+        "weight": head["weight"],
+        "target_ids": head["target_ids"].view(sequences, length),
+        **{name: x.to(device) for name, x in loss.items()},
+        "mask": torch.ones_like(mask) if full else mask,
+    }

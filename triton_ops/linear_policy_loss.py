@@ -1,0 +1,27 @@
+"""``linear_policy_loss`` over Triton: library GEMMs and the kernels of ``logprob``."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlkernel import policy_tiles
+from rlkernel.policy_pass import PolicyPass
+from rlkernel.triton_ops import linear_logprob
+from rlkernel.triton_ops import logprob as kernels
+from rlkernel.types import Head, LinearPolicyStats
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return linear_logprob.unsupported(*tensors, **options | {"algorithm": "tiled"})
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    head: Head,
+    policy: PolicyPass,
+    algorithm: str,
+    needs: tuple[bool, bool, bool],
+) -> LinearPolicyStats:
+    return policy_tiles.forward(kernels, hidden, weight, target_ids, head, policy, algorithm, needs)
