@@ -50,13 +50,13 @@ def file(package: str, path: str, root: Path | None = None) -> ModuleType:
 
 @functools.cache
 def verl(path: str) -> ModuleType:
-    """``verl.trainer.ppo.<path>``: verl's own files, also where ray, codetiming and tensordict, which its
-    losses and advantages never use, are not installed.
+    """``verl.<path>``: verl's own files, also where ray, codetiming and tensordict, which its losses and
+    advantages never use, are not installed.
 
     Raises:
         ImportError: verl is not installed, or one of its files does not import.
     """
-    path = f"verl.trainer.ppo.{path}"
+    path = f"verl.{path}"
     try:
         return module(path)
     except ImportError:
@@ -85,7 +85,7 @@ def verl(path: str) -> ModuleType:
 
 
 def verl_core_algos() -> ModuleType:
-    return verl("core_algos")
+    return verl("trainer.ppo.core_algos")
 
 
 # Modules of which those files take a name for an annotation, an isinstance or a container.

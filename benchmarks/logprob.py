@@ -107,7 +107,7 @@ def _trl() -> Call:
 
 
 def _verl() -> Call:
-    functional = _peers.module("verl.utils.torch_functional")
+    functional = _peers.verl("utils.torch_functional")
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         # verl divides in place in its actor; the gradient's input must survive, so out of place here

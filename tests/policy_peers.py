@@ -18,11 +18,11 @@ def verl(path):
 
 
 def verl_core():
-    return verl("core_algos")
+    return verl("trainer.ppo.core_algos")
 
 
 def verl_rollout_corr():
-    return verl("rollout_corr_helper")
+    return verl("trainer.ppo.rollout_corr_helper")
 
 
 @functools.cache

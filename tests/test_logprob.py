@@ -8,6 +8,7 @@ from bitwise import assert_batch_invariant, assert_equal, probe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.benchmarks import _peers
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
@@ -535,9 +536,10 @@ def test_against_the_real_trl():
 
 
 def test_against_the_real_verl():
-    functional = pytest.importorskip(
-        "verl.utils.torch_functional", reason="verl does not import here", exc_type=ImportError
-    )
+    try:
+        functional = _peers.verl("utils.torch_functional")
+    except ImportError as error:
+        pytest.skip(str(error))
     logits, ids = make_inputs(2, 6, 333, ignored=0).values()
     a, b = (logits.clone().requires_grad_() for _ in range(2))
     ours = rlkernel.logprob(a, ids, return_entropy=True)
