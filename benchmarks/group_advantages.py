@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
+from rlkernel.ops.group_advantages import ESTIMATORS
 
 DIMS = ("G", "S")
 INPUTS: dict[str, Any] = {}
@@ -14,12 +15,13 @@ OPTIONS: dict[str, Any] = {"estimator": "grpo"}
 SHARED: tuple[str, ...] = ()
 GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
 
+WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 QUICK = [Case({"G": 128, "S": 8}, "float32", OPTIONS)]
 PRESETS = {
     "tiny": [Case({"G": 3, "S": 5}, "float32", OPTIONS)],
     "advantages-cpu": [
-        Case({"G": 128, "S": 8}, "float32", {"estimator": estimator}, note=estimator)
-        for estimator in ("grpo", "dr_grpo", "rloo", "maxrl", "grpo_passk", "reinforce_plus_plus_baseline")
+        Case({"G": 128, "S": 8}, "float32", {"estimator": name}, note=name, inputs={"estimator": name})
+        for name in ESTIMATORS
     ],
     "advantages-gpu": [Case({"G": 1024, "S": 16}, "float32", OPTIONS)],
 }
@@ -64,8 +66,16 @@ def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         top = r.topk(2, 1)
         lead = (top.values[:, :1] - top.values[:, 1:]) / (r.std(1, keepdim=True) + 1e-4)
         return {"out": torch.zeros_like(r).scatter(1, top.indices[:, :1], lead)}
-    if estimator == "reinforce_plus_plus_baseline":
-        return {"out": deviation * (deviation.var() + 1e-8).rsqrt()}
+    if estimator == "opo":
+        lengths = inputs["lengths"]
+        return {"out": r - (lengths * r).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)}
+    if estimator == "remax":
+        return {"out": r - inputs["baselines"]}
+    if estimator in WHITENED:
+        if estimator == "gdpo":
+            deviation = deviation / (r.std(1, keepdim=True) + 1e-4)
+        x = r if estimator == "reinforce_plus_plus" else deviation
+        return {"out": (x - x.mean()) * (x.var() + 1e-8).rsqrt()}
     return {"out": deviation}
 
 

@@ -18,6 +18,17 @@ SHARED: tuple[str, ...] = ()
 GRADIENTS = ("logprobs",)
 SCALARS = ("loss",)
 
+# of the chosen and the rejected log-ratio times beta; those that take more are in _by_hand
+PAIRED = {
+    "sigmoid": lambda c, r: -F.logsigmoid(c - r),
+    "robust": lambda c, r: -F.logsigmoid(c - r),
+    "hinge": lambda c, r: F.relu(1 - (c - r)),
+    "bco_pair": lambda c, r: -F.logsigmoid(c) - F.logsigmoid(-r),
+    "nca_pair": lambda c, r: -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2,
+    "apo_zero": lambda c, r: torch.sigmoid(-c) + torch.sigmoid(r),
+    "apo_down": lambda c, r: torch.sigmoid(c) + torch.sigmoid(r - c),
+}
+TERMS = (*PAIRED, "sppo_hard", "sigmoid_norm", "aot")
 QUICK = [Case({"B": 16, "L": 4096}, "float32", OPTIONS)]
 _SEVERAL = {"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)}
 PRESETS = {
@@ -28,6 +39,9 @@ PRESETS = {
         Case({"B": 32, "L": 4096}, "float32", _SEVERAL, note="mpo"),
         Case({"B": 32, "L": 4096}, "float32", {"loss_type": "aot"}, note="aot"),
         Case({"B": 4, "L": 65536}, "float32", OPTIONS, note="long"),
+    ],
+    "preference-terms": [
+        Case({"B": 16, "L": 1024}, "float32", {"loss_type": name}, note=name) for name in TERMS
     ],
 }
 
@@ -82,10 +96,14 @@ def _by_hand(
     ):
         if name == "sft":
             loss = loss + factor * nll
-        elif name == "sigmoid":
-            preference = preference - factor * F.logsigmoid(chosen - rejected).mean()
-        elif name == "bco_pair":
-            preference = preference - factor * (F.logsigmoid(chosen) + F.logsigmoid(-rejected)).mean()
+        elif name in PAIRED:
+            preference = preference + factor * PAIRED[name](chosen, rejected).mean()
+        elif name == "sppo_hard":
+            c, r = (logps - ref).chunk(2)
+            preference = preference + factor * ((c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2).mean()
+        elif name == "sigmoid_norm":
+            c, r = (beta * (logps - ref) / tokens).chunk(2)
+            preference = preference - factor * F.logsigmoid(c - r).mean()
         else:  # aot
             ours, theirs = (x.view(2, -1) for x in (logps, ref))
             gap = torch.sort(ours[0] - ours[1]).values - torch.sort(theirs[0] - theirs[1]).values

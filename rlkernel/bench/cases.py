@@ -52,6 +52,7 @@ class Case:
     workspace: int | None = None  # bytes, instead of the default limit
     scale: int = 1  # lengths are this many times smaller than what the case stands for
     axis: tuple[str, int] | None = None  # where the case lies in a series, for --plot and the memory table
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # for make_inputs, beside the op's INPUTS
     op: str = ""
 
     @property

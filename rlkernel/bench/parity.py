@@ -31,7 +31,8 @@ class Error:
 def make_inputs(module: ModuleType, case: Case, device: str) -> dict[str, Any]:
     """The case's inputs, by the ``make_inputs`` that the tests use; gradients are not attached."""
     reference = __import__(f"rlkernel.reference.{case.op}", fromlist=["make_inputs"])
-    return reference.make_inputs(*case.sizes.values(), dtype=case.torch_dtype, device=device, **module.INPUTS)
+    options = {**module.INPUTS, **case.inputs}
+    return reference.make_inputs(*case.sizes.values(), dtype=case.torch_dtype, device=device, **options)
 
 
 def ours(op: str, backend: str) -> Call:
