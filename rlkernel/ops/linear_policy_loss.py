@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
-from rlkernel.ops.policy_loss import check_values, checked, policy_loss
+from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.policy_pass import PolicyPass
 from rlkernel.types import (
     LEVELS,
@@ -50,7 +51,12 @@ _log = logging.getLogger("rlkernel")
 _OUTSIDE = torch.iinfo(torch.int64).min
 _parameters = inspect.signature(policy_loss).parameters.values()
 _DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
-_CHECKED = {name: _DEFAULTS[name] for name in inspect.signature(checked).parameters if name in _DEFAULTS}
+_CHECKED = {
+    name: _DEFAULTS[name]
+    for function in (checked, _policy_rule.build)
+    for name in inspect.signature(function).parameters
+    if name in _DEFAULTS
+}
 
 
 def linear_policy_loss(

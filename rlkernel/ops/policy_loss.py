@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlkernel import debug, dispatch
-from rlkernel.ops import _covariance, _policy_rule, _validate
+from rlkernel import dispatch
+from rlkernel.ops import _covariance, _policy_rule
+from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule
 
@@ -169,105 +170,6 @@ def policy_loss(
     return PolicyLossOutput(loss, metrics)
 
 
-def checked(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    loss_type: str,
-    loss_agg_mode: str,
-    importance_sampling_level: str,
-    epsilon: float,
-    epsilon_high: float | None,
-    delta: float | None,
-    clip_ratio_c: float | None,
-    log_ratio_clip: float | None,
-    tau_pos: float,
-    tau_neg: float,
-    vespo_k_pos: float,
-    vespo_lambda_pos: float,
-    vespo_k_neg: float,
-    vespo_lambda_neg: float,
-    ppo_kl_coef: float,
-    dro_beta: float | None,
-    beta: float,
-    ref_logprobs: Tensor | None,
-    kl_estimator: str,
-    use_bias_correction_kl: bool,
-    rollout_logprobs: Tensor | None,
-    correction: RolloutCorrection | str | None,
-    staleness: Tensor | None,
-    entropy: Tensor | None,
-    entropy_coef: float,
-    num_items_in_batch: float | Tensor | None,
-    loss_scale_factor: float | None,
-    dp_size: int,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
-    """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
-    ``staleness``; raises ValueError for an argument that is off."""
-    _validate.floating("logprobs", logprobs)
-    if cu_seqlens is None and logprobs.dim() != 2:
-        want = "[B, L], or [N] with cu_seqlens"
-        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
-    if cu_seqlens is not None:
-        cu_seqlens = _offsets(cu_seqlens, logprobs)
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    old_logprobs = _tokens("old_logprobs", old_logprobs, logprobs, dtype)
-    ref_logprobs = _tokens("ref_logprobs", ref_logprobs, logprobs, dtype)
-    rollout_logprobs = _tokens("rollout_logprobs", rollout_logprobs, logprobs, dtype)
-    entropy = _tokens("entropy", entropy, logprobs, dtype)
-    advantages = _advantages(advantages, logprobs, count, dtype)
-    mask = _mask(mask, logprobs)
-    staleness = _staleness(staleness, logprobs, count, dtype)
-    items, known = None, num_items_in_batch
-    if isinstance(known, Tensor):
-        if known.numel() != 1:
-            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(known.shape)}")
-        items, known = known.detach().reshape(()), 1.0
-    rule = _policy_rule.build(
-        loss_type=loss_type,
-        loss_agg_mode=loss_agg_mode,
-        importance_sampling_level=importance_sampling_level,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        clip_ratio_c=clip_ratio_c,
-        log_ratio_clip=log_ratio_clip,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        ppo_kl_coef=ppo_kl_coef,
-        dro_beta=dro_beta,
-        beta=beta,
-        has_reference=ref_logprobs is not None,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
-        has_rollout=rollout_logprobs is not None and old_logprobs is not None,
-        has_staleness=staleness is not None,
-        correction=correction,
-        entropy_coef=entropy_coef,
-        num_items_in_batch=known,
-        loss_scale_factor=loss_scale_factor,
-        dp_size=dp_size,
-        length=None if cu_seqlens is not None else logprobs.shape[1],
-    )
-    if rollout_logprobs is not None and not rule.correction:
-        raise ValueError("correction must be given with rollout_logprobs, got None")
-    if entropy_coef and entropy is None:
-        raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
-    tensors = (
-        old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None, rollout_logprobs,
-        staleness if rule.correction else None,
-    )  # fmt: skip
-    return entropy, tensors, rule, items
-
-
 def policy_loss_preset(name: str) -> dict[str, Any]:
     """The arguments with which ``policy_loss`` is the loss of a paper: ``policy_loss(..., **preset)``.
 
@@ -275,20 +177,6 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
         ValueError: the name is not known; lists those that are.
     """
     return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
-
-
-def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Looks at the values themselves: offsets on a CPU, and on a GPU in debug mode; NaN in debug mode."""
-    if cu_seqlens is not None and debug.may_read(cu_seqlens):
-        n = mask.shape[0]
-        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
-            x = cu_seqlens
-            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
-            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
-    if debug.enabled() and debug.may_read(advantages):
-        counted = advantages[mask] if advantages.shape == mask.shape else advantages
-        if bool(counted.isnan().any()):
-            raise ValueError("advantages must be numbers where the mask is true, got NaN")
 
 
 def _forward(
@@ -396,57 +284,3 @@ def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)
-
-
-def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if x is None:
-        return None
-    _validate.floating(name, x)
-    if x.shape != logprobs.shape:
-        raise ValueError(f"{name} must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
-    _validate.same_device(name, x, "logprobs", logprobs.device)
-    if name != "entropy" and x.requires_grad:
-        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
-    return x.to(dtype).contiguous()
-
-
-def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    _validate.floating("advantages", x)
-    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
-        raise ValueError(f"advantages must have {want}, got {tuple(x.shape)}")
-    _validate.same_device("advantages", x, "logprobs", logprobs.device)
-    if x.requires_grad:
-        raise ValueError("advantages must not require a gradient, got requires_grad=True")
-    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
-
-
-def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
-    if x is None:
-        return None
-    if not isinstance(x, Tensor):
-        raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
-    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
-        raise ValueError(f"staleness must have {want}, got {tuple(x.shape)}")
-    _validate.same_device("staleness", x, "logprobs", logprobs.device)
-    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
-
-
-def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
-    if x.shape != logprobs.shape:
-        raise ValueError(f"mask must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
-    _validate.same_device("mask", x, "logprobs", logprobs.device)
-    return (x if x.dtype == torch.bool else x != 0).contiguous()
-
-
-def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
-    if logprobs.dim() != 1:
-        raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or not len(x):
-        got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64, got {got}")
-    _validate.same_device("cu_seqlens", x, "logprobs", logprobs.device)
-    return x.to(torch.int64).contiguous()

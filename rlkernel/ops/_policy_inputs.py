@@ -1,0 +1,136 @@
+"""The tensors of a policy loss: what they must be, and how backends take them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug
+from rlkernel.ops import _policy_rule, _validate
+from rlkernel.types import PolicyRule
+
+
+def checked(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    staleness: Tensor | None,
+    entropy: Tensor | None,
+    entropy_coef: float,
+    num_items_in_batch: float | Tensor | None,
+    cu_seqlens: Tensor | None,
+    **choices: Any,
+) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
+    """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
+    ``staleness``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that is
+    off."""
+    _validate.floating("logprobs", logprobs)
+    if cu_seqlens is None and logprobs.dim() != 2:
+        want = "[B, L], or [N] with cu_seqlens"
+        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = _offsets(cu_seqlens, logprobs)
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    old_logprobs = _tokens("old_logprobs", old_logprobs, logprobs, dtype)
+    ref_logprobs = _tokens("ref_logprobs", ref_logprobs, logprobs, dtype)
+    rollout_logprobs = _tokens("rollout_logprobs", rollout_logprobs, logprobs, dtype)
+    entropy = _tokens("entropy", entropy, logprobs, dtype)
+    advantages = _advantages(advantages, logprobs, count, dtype)
+    mask = _mask(mask, logprobs)
+    staleness = _staleness(staleness, logprobs, count, dtype)
+    items, known = None, num_items_in_batch
+    if isinstance(known, Tensor):
+        if known.numel() != 1:
+            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(known.shape)}")
+        items, known = known.detach().reshape(()), 1.0
+    rule = _policy_rule.build(
+        **choices,
+        has_reference=ref_logprobs is not None,
+        has_rollout=rollout_logprobs is not None and old_logprobs is not None,
+        has_staleness=staleness is not None,
+        entropy_coef=entropy_coef,
+        num_items_in_batch=known,
+        length=None if cu_seqlens is not None else logprobs.shape[1],
+    )
+    if rollout_logprobs is not None and not rule.correction:
+        raise ValueError("correction must be given with rollout_logprobs, got None")
+    if entropy_coef and entropy is None:
+        raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
+    tensors = (
+        old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None, rollout_logprobs,
+        staleness if rule.correction else None,
+    )  # fmt: skip
+    return entropy, tensors, rule, items
+
+
+def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Looks at the values themselves: offsets on a CPU, and on a GPU in debug mode; NaN in debug mode."""
+    if cu_seqlens is not None and debug.may_read(cu_seqlens):
+        n = mask.shape[0]
+        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
+            x = cu_seqlens
+            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
+            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
+    if debug.enabled() and debug.may_read(advantages):
+        counted = advantages[mask] if advantages.shape == mask.shape else advantages
+        if bool(counted.isnan().any()):
+            raise ValueError("advantages must be numbers where the mask is true, got NaN")
+
+
+def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    _validate.floating(name, x)
+    if x.shape != logprobs.shape:
+        raise ValueError(f"{name} must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
+    _validate.same_device(name, x, "logprobs", logprobs.device)
+    if name != "entropy" and x.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
+    return x.to(dtype).contiguous()
+
+
+def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    _validate.floating("advantages", x)
+    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
+        raise ValueError(f"advantages must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("advantages", x, "logprobs", logprobs.device)
+    if x.requires_grad:
+        raise ValueError("advantages must not require a gradient, got requires_grad=True")
+    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+
+
+def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
+    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
+        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
+        raise ValueError(f"staleness must have {want}, got {tuple(x.shape)}")
+    _validate.same_device("staleness", x, "logprobs", logprobs.device)
+    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+
+
+def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
+    if x.shape != logprobs.shape:
+        raise ValueError(f"mask must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
+    _validate.same_device("mask", x, "logprobs", logprobs.device)
+    return (x if x.dtype == torch.bool else x != 0).contiguous()
+
+
+def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
+    if logprobs.dim() != 1:
+        raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or not len(x):
+        got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64, got {got}")
+    _validate.same_device("cu_seqlens", x, "logprobs", logprobs.device)
+    return x.to(torch.int64).contiguous()
