@@ -13,12 +13,16 @@ if not torch.cuda.is_available():
 
 import contextlib
 
+import hypothesis
 import pytest
 import triton_interpreter
 
 from rlkernel import workspace
 from rlkernel.bench.amx import avoid_broken_amx
 
+# the same examples in every run: what CI finds, everyone finds
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 avoid_broken_amx()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 triton_interpreter.install()

@@ -56,7 +56,10 @@ def check_against_fp64(backend, inputs, **options):
     terms = (truth[2].abs() * (1 + logprobs)).sum().item()
     advantages = inputs["advantages"]
     advantages = advantages if advantages.shape == mask.shape else advantages[..., None]
-    usual = (torch.where(mask, advantages, 0).abs().sum() / mask.sum().clamp(min=1)).item()
+    tokens, sequences = mask.sum(), mask.any(-1).sum()  # of a packed batch one: never too many
+    mode = options.get("loss_agg_mode", "token-mean")
+    divisor = {"token-sum": torch.ones(()), "seq-mean-token-sum": sequences}.get(mode, tokens)
+    usual = (torch.where(mask, advantages, 0).abs().sum() / divisor.clamp(min=1).to(mask.device)).item()
     largest = truth[2].abs().max().item() if truth[2].numel() else 0.0
     sizes = {"loss": max(terms, usual), "grad": 8 * largest, "metrics": 1.0}
     for name, a, b, c in zip(("loss", "metrics", "grad", "grad_entropy"), ours, torchs, truth, strict=False):
