@@ -128,7 +128,7 @@ def check_against_fp64(backend, inputs, needs=(True, True, True), **options):
         check(f"grad of {name}", a, b, c, magnitude=2 * c.abs().max().item())
 
 
-def bits(backend, inputs, **options):
+def check_bits(backend, inputs, **options):
     """The composition's loss, metrics, logprobs and entropy to the bit; its gradients within rounding."""
     ours, grads = run(backend, inputs, **options)
     options.pop("algorithm", None)

@@ -10,8 +10,8 @@ from linear_policy import (
     LEAVES,
     ON_EVERY_BACKEND,
     able,
-    bits,
     check_against_fp64,
+    check_bits,
     make_inputs,
     packed,
     per_sequence,
@@ -58,8 +58,8 @@ def test_every_loss_is_the_composition(loss_type, level, room):
         options["dro_beta"] = 0.3
     plain = {k: v for k, v in inputs.items() if k not in ("ref_logprobs", "rollout_logprobs")}
     for mode in names.AGGREGATIONS:
-        bits("native", per_sequence(plain), **options, loss_agg_mode=mode, loss_scale_factor=19.0)
-        bits("native", packed(inputs), **options, **ALL, loss_agg_mode=mode, loss_scale_factor=19.0)
+        check_bits("native", per_sequence(plain), **options, loss_agg_mode=mode, loss_scale_factor=19.0)
+        check_bits("native", packed(inputs), **options, **ALL, loss_agg_mode=mode, loss_scale_factor=19.0)
     check_against_fp64("native", inputs, **options, **ALL)
 
 
@@ -68,8 +68,8 @@ def test_every_correction_is_the_composition(correction, room):
     inputs = make_inputs(5, 19, 16, 133, extras=True, drift=0.05)
     able("native", inputs)
     for options in ({}, {"loss_agg_mode": "seq-mean-token-mean", "beta": 0.1, "kl_estimator": "k1+"}):
-        bits("native", inputs, correction=correction, **options)
-        bits("native", packed(inputs), correction=correction, **options)
+        check_bits("native", inputs, correction=correction, **options)
+        check_bits("native", packed(inputs), correction=correction, **options)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_staleness_and_rejection_are_the_composition(rule, room):
     versions = torch.randint(0, 4, (5, 19), generator=torch.Generator().manual_seed(4))
     for staleness in (versions, versions[:, 0].contiguous()):
         old = inputs | {"staleness": staleness}
-        bits("native", old, correction=rule, loss_agg_mode="seq-mean-token-mean")
-        bits("native", old, correction=rule, loss_type="vespo")
-    bits("native", packed(inputs | {"staleness": versions}), correction=rule)
+        check_bits("native", old, correction=rule, loss_agg_mode="seq-mean-token-mean")
+        check_bits("native", old, correction=rule, loss_type="vespo")
+    check_bits("native", packed(inputs | {"staleness": versions}), correction=rule)
 
 
 @ON_EVERY_BACKEND
@@ -103,7 +103,9 @@ def test_bits_are_those_of_linear_logprob(backend, device, room):
     slow = is_slow(backend, device)
     for level in LEVELS[: 1 if slow else 3]:
         for algorithm in ("auto", "two_pass")[: 1 if slow else 2]:
-            ours, _ = bits(backend, inputs, importance_sampling_level=level, algorithm=algorithm, **options)
+            ours, _ = check_bits(
+                backend, inputs, importance_sampling_level=level, algorithm=algorithm, **options
+            )
         with running(backend), torch.no_grad():
             alone = rlkernel.linear_policy_loss(**inputs, importance_sampling_level=level, **options)
         for name, a, b in zip(ours._fields, alone, ours, strict=True):
@@ -258,10 +260,10 @@ def test_logits_dtype_and_mixed_dtypes(room):
     inputs = make_inputs(2, 9, 32, 133)
     able("native", inputs)
     low = {k: v.bfloat16() if k in LEAVES else v for k, v in inputs.items()}
-    bits("native", low, logits_dtype=torch.bfloat16)
-    bits("native", inputs, logits_dtype=torch.bfloat16)
-    bits("native", inputs | {"hidden": low["hidden"]})
-    bits("native", inputs | {"weight": low["weight"]})
+    check_bits("native", low, logits_dtype=torch.bfloat16)
+    check_bits("native", inputs, logits_dtype=torch.bfloat16)
+    check_bits("native", inputs | {"hidden": low["hidden"]})
+    check_bits("native", inputs | {"weight": low["weight"]})
 
 
 MUTANTS = {
@@ -289,4 +291,4 @@ def test_the_body_fails_on(mutant, monkeypatch):
     inputs["advantages"][:, ::3] = 0
     with pytest.raises(AssertionError):
         for level in ("token", "sequence"):
-            bits("native", inputs, importance_sampling_level=level, algorithm="one_pass")
+            check_bits("native", inputs, importance_sampling_level=level, algorithm="one_pass")

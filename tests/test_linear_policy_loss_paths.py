@@ -12,7 +12,7 @@ from linear_policy import (
     LEAVES,
     ON_EVERY_BACKEND,
     able,
-    bits,
+    check_bits,
     make_inputs,
     packed,
     prepare,
@@ -82,7 +82,7 @@ def test_the_path_is_chosen_and_told(monkeypatch, caplog):
 
     def told(**options):
         caplog.clear()
-        bits("native", inputs, **options)
+        check_bits("native", inputs, **options)
         return " ".join(r.message for r in caplog.records)
 
     assert "in one pass: " in told()
@@ -117,7 +117,7 @@ def test_what_is_not_known_needs_the_whole_batch(monkeypatch, caplog):
     options = ALL | {"log_ratio_clip": 0.3}
     caplog.set_level(logging.DEBUG, "rlkernel")
     for form in (inputs, packed(inputs)):
-        bits("native", form, **options, return_entropy=True)
+        check_bits("native", form, **options, return_entropy=True)
     assert "two passes: the loss needs the logprobs of the whole batch" in caplog.text
     with pytest.raises(ValueError, match="got 'one_pass': the loss needs the logprobs of the whole batch"):
         run("native", inputs, **options, algorithm="one_pass")

@@ -19,7 +19,7 @@ PER_TOKEN = pytest.mark.parametrize("per_token", [False, True], ids=["per sequen
 WEIGHTED = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 
 
-def same(ours, theirs, inputs, tolerance=1e-12, **options):
+def check_same(ours, theirs, inputs, tolerance=1e-12, **options):
     """Value and gradient of a peer's own code, in fp64."""
     x = inputs["logprobs"].detach().requires_grad_()
     theirs = theirs(inputs | {"logprobs": x})
@@ -64,7 +64,7 @@ def test_is_trls(trl, level, per_token, weighted):
 
         correction = RolloutCorrection(high=1.3) if weighted else None
         items = {} if mode in ("token-mean",) else {"num_items_in_batch": 5}
-        same(
+        check_same(
             ours, peer, theirs, loss_type=loss_type, loss_agg_mode=mode, correction=correction,
             importance_sampling_level=level, **items, **options,
         )  # fmt: skip
@@ -86,7 +86,7 @@ def test_is_trls_importance_sampling(mode, trl):
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
     ratio = ratio.clamp(max=3.0) if kind == "truncate" else ratio.masked_fill(ratio > 3.0, 0.0)
-    got = same(
+    got = check_same(
         inputs | {"rollout_logprobs": rollout}, lambda x: trl_loss(x, loss_type=trl),
         inputs | {"weights": ratio}, loss_type=trl, correction=f"trl:{mode}",
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_is_trls_off_policy_sequence_mask(per_token):
     assert 0 < keep.sum() < keep.numel()
     correction = RolloutCorrection("none", off_policy_threshold=0.0)
     theirs = {k: v for k, v in inputs.items() if k != "rollout_logprobs"} | {"sampling": scores}
-    same(
+    check_same(
         inputs, lambda x: trl_loss(x, loss_type="dapo", off_policy_mask_threshold=0.0), theirs,
         loss_type="dapo", correction=correction,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def test_is_verls(verl, mode, per_token, weighted):
     bounds = {"epsilon": config.get("clip_ratio", 0.2), "epsilon_high": config["clip_ratio_high"]}
     # verl adds 1e-8 to the tokens of a sequence
     tolerance = 1e-7 if mode == "seq-mean-token-mean" else 1e-12
-    same(
+    check_same(
         ours, lambda x: verl_loss(verl, x, mode, weights, **config), inputs, tolerance, loss_agg_mode=mode,
         **bounds, **VERL[verl], correction="token_tis" if weighted else None,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_clip_cov_picks_as_many_as_verl_on_average_and_always_the_same():
 def test_is_verls_geometric_mean():
     inputs = make_inputs(5, 30, dtype=torch.float64, per_token=False, drift=0.6)
     preset = rlkernel.policy_loss_preset("gmpo") | {"epsilon": 0.2, "epsilon_high": 0.28}
-    same(inputs, lambda x: verl_loss("geo_mean", x, "", clip_ratio_high=0.28), inputs, 1e-7, **preset)
+    check_same(inputs, lambda x: verl_loss("geo_mean", x, "", clip_ratio_high=0.28), inputs, 1e-7, **preset)
 
 
 @pytest.mark.parametrize("estimator", names.KL)
@@ -250,7 +250,7 @@ def test_is_verls_preset(name):
     peer, kept = of_verl(inputs, **options)
     if options.get("rollout_rs"):
         assert 0 < kept.sum() < inputs["mask"].sum()
-    same(inputs, peer, inputs, correction=f"verl:{name}", loss_type="ppo")
+    check_same(inputs, peer, inputs, correction=f"verl:{name}", loss_type="ppo")
 
 
 def test_every_preset_of_verl_is_here():
@@ -275,7 +275,9 @@ def test_is_verls_rejection(name):
     assert 0 < kept.sum() < inputs["mask"].sum()
     # verl's k1 compares -log r with the logarithms of its bounds, which so hold for 1 / r
     entry = (name, 1 / bound[1], 1 / bound[0]) if k == "k1" else (name, bound)
-    same(inputs, peer, inputs, correction=RolloutCorrection("none", reject=(entry,), denominator="shrink"))
+    check_same(
+        inputs, peer, inputs, correction=RolloutCorrection("none", reject=(entry,), denominator="shrink")
+    )
     if k == "k1":  # read as its documentation has it, the bounds keep other tokens
         literal = RolloutCorrection("none", reject=((name, *bound),), denominator="shrink")
         kept_by_us = run("reference", inputs, correction=literal)[1][rlkernel.POLICY_METRICS.index("tokens")]
@@ -287,7 +289,7 @@ def test_is_verls_batch_normalisation(level):
     inputs = drifting(drift=0.1)
     peer, _ = of_verl(inputs, rollout_is=level, rollout_is_threshold=1.5, rollout_is_batch_normalize=True)
     # verl adds 1e-8 to the number of tokens
-    same(inputs, peer, inputs, 1e-9, correction=RolloutCorrection(level, high=1.5, normalize=True))
+    check_same(inputs, peer, inputs, 1e-9, correction=RolloutCorrection(level, high=1.5, normalize=True))
 
 
 def test_both_of_verls_at_once():
@@ -297,7 +299,7 @@ def test_both_of_verls_at_once():
     correction = RolloutCorrection(
         high=1.5, normalize=True, reject=(("seq_mean_k3", 0.02), ("token_k2", 0.05)), denominator="shrink"
     )
-    same(inputs, peer, inputs, 1e-9, correction=correction)
+    check_same(inputs, peer, inputs, 1e-9, correction=correction)
 
 
 def test_gspo_of_trl_and_of_verl_differ_only_in_the_gradient():

@@ -40,7 +40,7 @@ def grad_of(function, logprobs):
     return loss.detach(), torch.autograd.grad(loss, x)[0]
 
 
-def same(theirs, inputs, tolerance=1e-12, **options):
+def check_same(theirs, inputs, tolerance=1e-12, **options):
     """Value and gradient of a peer's own code; of the compiled kernels too, as far as fp32 goes."""
     inputs = dict(inputs)
     logprobs = inputs.pop("logprobs")
@@ -69,7 +69,7 @@ def test_is_trls_dpo(dpo, name, drift):
     inputs = make_inputs(12, 40, dtype=torch.float64, drift=drift)
     options = {"loss_type": name, "label_smoothing": smoothing_of(name), "beta": 0.3}
     # TRL holds exo's epsilon in fp32
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x["logprobs"]}, **options),
         without_sft(inputs, name), 1e-7 if name == "exo_pair" else 1e-12, **options,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_is_trls_dpo(dpo, name, drift):
 def test_is_trls_f_dpo(dpo, name, divergence):
     inputs = make_inputs(8, 40, dtype=torch.float64, drift=0.05)
     options = {"loss_type": name, "label_smoothing": smoothing_of(name), "f_divergence_type": divergence}
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x["logprobs"]}, **options),
         without_sft(inputs, name), 1e-7 if name == "exo_pair" else 1e-12, **options,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_is_trls_alpha_divergence(dpo, alpha):
             "f_divergence_type": "alpha_divergence",
             "f_alpha_divergence_coef": alpha,
         }
-        same(lambda x, o=options: peers.trl_dpo_loss(dpo, x, **o), inputs, 1e-3, **options)
+        check_same(lambda x, o=options: peers.trl_dpo_loss(dpo, x, **o), inputs, 1e-3, **options)
 
 
 @pytest.mark.parametrize("ld_alpha", [0.0, 0.4, 1.0])
@@ -105,7 +105,7 @@ def test_is_trls_alpha_divergence(dpo, alpha):
 def test_is_trls_ld_dpo(dpo, name, ld_alpha):
     inputs = make_inputs(8, 40, dtype=torch.float64)
     options = {"loss_type": name, "ld_alpha": ld_alpha}
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x["logprobs"]}, **options),
         without_sft(inputs, name), **options,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_is_trls_wpo(dpo, name):
                 lambda x: peers.trl_dpo_loss(dpo, inputs | {"logprobs": x}, **options), inputs["logprobs"]
             )
         return
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(dpo, x, **options),
         inputs,
         1e-7 if name == "exo_pair" else 1e-12,
@@ -135,7 +135,7 @@ def test_is_trls_wpo(dpo, name):
 
 def test_is_trls_mpo(dpo):
     inputs = make_inputs(8, 40, dtype=torch.float64)
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(
             dpo, x, loss_type=["sigmoid", "bco_pair", "sft", "aot"], loss_weights=[0.8, 0.2, 1.0, 0.5]
         ),
@@ -150,7 +150,7 @@ def test_trl_does_not_smooth_the_labels_of_sigmoid(dpo):
     assert error(peers.trl_dpo_loss(dpo, inputs, label_smoothing=0.2), plain) < 1e-12
     assert error(rlkernel.preference_loss(**inputs, label_smoothing=0.2).loss, plain) > 1e-3
     both = {"loss_type": ["sigmoid", "robust"], "label_smoothing": [0.0, 0.2]}  # TRL's 0.2 for both
-    same(
+    check_same(
         lambda x: peers.trl_dpo_loss(dpo, x, loss_type=["sigmoid", "robust"], label_smoothing=0.2),
         inputs,
         **both,
@@ -189,7 +189,7 @@ def test_is_trls_kto(kto, name, desirable):
     options = {"loss_type": name, "desirable_weight": 1.3, "undesirable_weight": 0.7}
     for kl in (torch.tensor([0.4, 3.0], dtype=torch.float64), torch.tensor([-2.0, 1.0], dtype=torch.float64)):
         ours = {"kl": kl.mean().clamp(min=0)} if name == "kto" else {}
-        same(lambda x, kl=kl: peers.trl_kto_loss(kto, x, kl, **options), inputs, **ours, **options)
+        check_same(lambda x, kl=kl: peers.trl_kto_loss(kto, x, kl, **options), inputs, **ours, **options)
 
 
 def test_trls_kto_drops_what_is_not_a_number(kto):
