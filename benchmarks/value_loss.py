@@ -107,7 +107,7 @@ def _compiled() -> Call:
 
 
 def _verl() -> Call:
-    core = _peers.module("verl.trainer.ppo.core_algos")
+    core = _peers.verl_core_algos()
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         loss, _ = core.compute_value_loss(
