@@ -55,7 +55,7 @@ class RolloutCorrection(NamedTuple):
                          to 100; tokens leave the mask (compute_off_policy_correction)
         nemo_rl:tis, icepop, seq_mask_tis   truncated_importance_sampling_type: min(r, 2); r in 0.5..5;
                          raw r in sequences with a geometric mean in 0.999..1.002 (ClippedPGLossFn)
-        slime:tis, icepop   --use-tis with --tis-clip 2 and --tis-clip-low 0; icepop_function with 0.5..2
+        slime:tis, icepop   --use-tis with its --tis-clip 2, --tis-clip-low 0; icepop_function with the same
         prime_rl:dppo    ("tv", 0.2, 0.2), for which old_logprobs are the rollout's
     """
 
@@ -109,7 +109,7 @@ CORRECTIONS = {
     "nemo_rl:icepop": RolloutCorrection(mode="mask", low=0.5, high=5.0),
     "nemo_rl:seq_mask_tis": RolloutCorrection(high=math.inf, reject=(("seq_mean_k1", 0.999, 1.002),)),
     "slime:tis": RolloutCorrection(),
-    "slime:icepop": RolloutCorrection(mode="mask", low=0.5, high=2.0),
+    "slime:icepop": RolloutCorrection(mode="mask"),
     "prime_rl:dppo": _NONE._replace(dppo=("tv", 0.2, 0.2)),
 }
 
