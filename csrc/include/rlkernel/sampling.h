@@ -1,0 +1,93 @@
+// Arguments of the sampling kernels: a token, its log-probabilities and the set that a filter keeps, from logits [rows, vocab].
+//
+// Pass A (sampling_statistics) reads the logits once and leaves one record for each 4096 tokens of a row; pass B
+// (sampling_finish) puts the records of a row together and, where a filter is on or a rank is wanted, reads again the groups of
+// 64 tokens that can matter. Splits and groups are counted from the start of the vocabulary, so a row's bits do not depend on
+// the tiles it comes in, nor on the rows around it.
+#pragma once
+#include <cstdint>
+
+#include "rlkernel/logprob.h"
+
+namespace rlkernel {
+
+constexpr int64_t kSamplingSplit = 4096;
+constexpr int64_t kSamplingGroup = 64;
+
+// What a split leaves, as doubles: [rows, splits, kRecord].
+enum SamplingRecord : int {
+  kMaxZ = 0,       // -inf where nothing is finite
+  kArgmax = 1,     // its lowest id
+  kSumZ = 2,       // sum of e = exp((z - max z) / T); NaN where x or z holds NaN or +inf
+  kWeighted = 3,   // sum of e * (z - max z) / T
+  kFinite = 4,     // number of z > -inf
+  kMean = 5,       // of the finite z
+  kM2 = 6,         // sum of (z - mean)^2 over them
+  kMaxX = 7,       // of the logits as given
+  kSumX = 8,       // sum of exp(x - max x)
+  kKey = 9,        // of the draw, relative to max z / T; +inf: this split has the forced token; -inf: nothing to draw
+  kToken = 10,
+  kTokenZ = 11,
+  kTokenX = 12,
+  kRecord = 13,
+};
+
+// A value for each row, or one for all where `each` is null.
+template <class T>
+struct PerRow {
+  const T* each;
+  T all;
+};
+
+struct SamplingInputs {
+  const void* logits;            // row r starts r * row_stride elements on; may be null in pass B when nothing is read again
+  Dtype dtype;
+  int64_t rows, row_stride;
+  int64_t vocab, vocab_start;    // of this tile; vocab_start is a multiple of the split
+  int64_t whole_vocab;
+  const float* adjusted;         // z, at the same places as the logits; null: z is x
+  int64_t adjusted_stride;
+  const int32_t* bitmask;        // bit i % 32 of word i / 32: token i (of the whole vocabulary) is allowed; null: all are
+  int64_t bitmask_stride;
+  PerRow<float> temperature;     // 0: greedy
+  PerRow<int64_t> top_k;         // off below 1 and from V on
+  PerRow<float> top_p;           // off from 1 on
+  PerRow<float> min_p;           // off from 0 down
+  PerRow<float> top_n_sigma;     // off at infinity
+  const int64_t *seeds, *positions;  // [rows]; null with token_ids
+  const int64_t* token_ids;      // forced tokens; null: draw
+  const uint8_t* skip;           // rows that are neither read nor written; null: none
+  bool joint, gumbel;
+  bool raw, entropy, sigma;      // what pass A computes beyond the sums of z
+  double* records;               // [rows, splits of whole_vocab, kRecord]
+  float* group_max;              // [rows, groups of whole_vocab]; null: there is no second read
+};
+
+struct SamplingOutputs {
+  int64_t* token_ids;
+  float *raw_logprobs, *tempered_logprobs, *processed_logprobs, *kept_mass;  // raw_logprobs may be null
+  int64_t* kept_count;
+  float* entropy;                // or null
+  int64_t* rank;                 // or null
+  int32_t* support;              // [rows, support_size], or null
+  int64_t support_size;
+  bool* valid;
+  float *row_max, *log_sum;
+  void* scratch;                 // scratch_size bytes for each row, or null where none is asked for
+  int64_t scratch_size;
+};
+
+namespace cpu {
+int sampling_statistics(const SamplingInputs&, void* stream);
+int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
+}
+namespace cuda {
+int sampling_statistics(const SamplingInputs&, void* stream);
+int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
+}
+namespace hip {
+int sampling_statistics(const SamplingInputs&, void* stream);
+int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
+}
+
+}  // namespace rlkernel
