@@ -5,6 +5,7 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
@@ -15,6 +16,7 @@ from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_log
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
+from rlkernel.ops.sampling import sample, score_tokens
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.types import (
@@ -28,6 +30,7 @@ from rlkernel.types import (
     PolicyLossOutput,
     PreferenceLossOutput,
     RunningOutput,
+    SampleOutput,
     ValueLossOutput,
 )
 
@@ -38,11 +41,13 @@ __all__ = [
     "LogprobOutput",
     "POLICY_METRICS",
     "PREFERENCE_METRICS",
+    "Penalties",
     "PolicyLossOutput",
     "PreferenceLossOutput",
     "RolloutCorrection",
     "RunningMoments",
     "RunningOutput",
+    "SampleOutput",
     "VALUE_METRICS",
     "ValueLossOutput",
     "__version__",
@@ -64,6 +69,8 @@ __all__ = [
     "preference_loss",
     "preference_loss_preset",
     "running_normalize",
+    "sample",
+    "score_tokens",
     "selective_log_softmax",
     "use_backend",
     "value_loss",

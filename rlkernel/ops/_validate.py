@@ -28,14 +28,16 @@ def same_device(argument: str, tensor: Tensor, other: str, device: torch.device)
         raise ValueError(f"{argument} must be on {other}'s device {device}, got {tensor.device}")
 
 
-def target_ids(ids: Tensor, shape: torch.Size, source: str, device: torch.device) -> Tensor:
+def target_ids(
+    ids: Tensor, shape: torch.Size, source: str, device: torch.device, argument: str = "target_ids"
+) -> Tensor:
     if not isinstance(ids, Tensor):
-        raise ValueError(f"target_ids must be a tensor, got {type(ids).__name__}")
+        raise ValueError(f"{argument} must be a tensor, got {type(ids).__name__}")
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"target_ids must be integers, got {name(ids.dtype)}")
+        raise ValueError(f"{argument} must be integers, got {name(ids.dtype)}")
     if ids.shape != shape:
-        raise ValueError(f"target_ids must have the shape {tuple(shape)} of {source}, got {tuple(ids.shape)}")
-    same_device("target_ids", ids, source.split(" ")[-1].split(".")[0], device)
+        raise ValueError(f"{argument} must have the shape {tuple(shape)} of {source}, got {tuple(ids.shape)}")
+    same_device(argument, ids, source.split(" ")[-1].split(".")[0], device)
     return ids.to(torch.int64)
 
 

@@ -1,0 +1,220 @@
+"""The arguments of ``sample`` and its kin, checked and normalised."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug
+from rlkernel.ops import _validate
+from rlkernel.types import Sampling
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FILTER_ORDERS = ("sequential", "joint")
+METHODS = ("grouped", "gumbel")
+LOGPROBS = ("raw", "tempered", "processed")
+
+
+def rows_of(logits: Tensor) -> tuple[torch.Size, Tensor]:
+    """The leading shape of ``logits`` [..., V], and [B, V] with dense rows."""
+    _validate.floating("logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
+    flat = logits.detach().reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+    return logits.shape[:-1], flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
+
+
+def sampling(
+    shape: torch.Size,
+    vocab: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    temperature: float | Tensor,
+    top_k: int | Tensor | None,
+    top_p: float | Tensor | None,
+    min_p: float | Tensor | None,
+    top_n_sigma: float | Tensor | None,
+    seeds: int | Tensor | None,
+    positions: int | Tensor | None,
+    token_ids: Tensor | None,
+    token_bitmask: Tensor | None,
+    filter_order: str,
+    method: str,
+    return_logprobs: tuple[str, ...],
+    return_entropy: bool,
+    return_rank: bool,
+    return_support: int,
+) -> Sampling:
+    """Raises ValueError for what is off."""
+    _validate.choice("filter_order", filter_order, FILTER_ORDERS)
+    _validate.choice("method", method, METHODS)
+    if isinstance(return_logprobs, str):
+        raise ValueError(f"return_logprobs must be a tuple of names, got {return_logprobs!r}")
+    for each in return_logprobs:
+        _validate.choice("return_logprobs", each, LOGPROBS)
+    count("return_support", return_support, 2**31 - 1)
+    where = shape, device
+    if token_ids is None:
+        seeds = _seeds(seeds, *where)
+        positions = _integers("positions", 0 if positions is None else positions, *where)
+    wide = torch.promote_types(dtype, torch.float32)
+    return Sampling(
+        temperature=_floats("temperature", temperature, 0, math.inf, *where, dtype=wide),
+        top_k=_top_k(top_k, *where),
+        top_p=1.0 if top_p is None else _floats("top_p", top_p, 0, 1, *where, above=True),
+        min_p=0.0 if min_p is None else _floats("min_p", min_p, 0, 1, *where),
+        top_n_sigma=math.inf
+        if top_n_sigma is None
+        else _floats("top_n_sigma", top_n_sigma, 0, math.inf, *where, above=True, unbounded=True),
+        seeds=seeds if token_ids is None else None,  # type: ignore[arg-type]
+        positions=positions if token_ids is None else None,  # type: ignore[arg-type]
+        token_ids=token_ids,
+        token_bitmask=_bitmask(token_bitmask, vocab, *where),
+        skip=None,
+        joint=filter_order == "joint",
+        gumbel=method == "gumbel",
+        raw="raw" in return_logprobs,
+        entropy=bool(return_entropy),
+        rank=bool(return_rank),
+        support=int(return_support),
+    )
+
+
+def count(argument: str, value: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{argument} must be an integer in [0, {most}], got {value!r}")
+    return value
+
+
+def forced(token_ids: Tensor, shape: torch.Size, vocab: int, device: torch.device) -> Tensor:
+    token_ids = _validate.target_ids(token_ids, shape, "the rows of logits", device, "token_ids")
+    if debug.may_read(token_ids) and token_ids.numel():
+        bad = (token_ids < 0) | (token_ids >= vocab)
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"token_ids{where or ''} = {token_ids[tuple(where)].item()} is outside [0, {vocab})"
+            )
+    return token_ids.reshape(-1).contiguous()
+
+
+def _seeds(value: int | Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
+    if value is not None:
+        return _integers("seeds", value, shape, device)
+    # torch's generator: reproducible by torch.manual_seed, and it advances inside a CUDA graph
+    return torch.randint(-(2**63), 2**63 - 1, (math.prod(shape),), dtype=torch.int64, device=device)
+
+
+def _integers(argument: str, value: int | Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.dtype not in INTEGERS:
+            raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
+        return _per_row(argument, value, shape, device).to(torch.int64).contiguous()
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{argument} must be a 64-bit integer or a tensor, got {value!r}")
+    return torch.full((math.prod(shape),), value, dtype=torch.int64, device=device)
+
+
+def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) -> int | Tensor:
+    """0 and -1 mean all, as in vLLM and SGLang."""
+    if value is None:
+        return 0
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+            raise ValueError(f"top_k must be an integer >= 1, or 0 or -1 for all, got {value!r}")
+        return max(value, 0)
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
+    value = _per_row("top_k", value, shape, device).to(torch.int64).contiguous()
+    _look("top_k", value, value >= -1, ">= 1, or 0 or -1 for all")
+    return value
+
+
+def _floats(
+    argument: str,
+    value: float | Tensor,
+    low: float,
+    high: float,
+    shape: torch.Size,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    above: bool = False,
+    unbounded: bool = False,
+) -> float | Tensor:
+    """One number, or one per row; ``above``: more than ``low``; ``unbounded``: infinity is a value."""
+    if high == math.inf:
+        want = f"{'>' if above else '>='} {low:g}" + ("" if unbounded else " and finite")
+    else:
+        want = f"in {'(' if above else '['}{low:g}, {high:g}]"
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+        inside = (low < value if above else low <= value) and value <= high
+        if not inside or (value == math.inf and not unbounded):
+            raise ValueError(f"{argument} must be {want}, got {value}")
+        return float(value)
+    if value.requires_grad:
+        raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
+    value = _per_row(argument, value, shape, device).to(dtype).contiguous()
+    good = (value > low if above else value >= low) & (value <= high)
+    _look(argument, value, good if unbounded else good & (value < math.inf), want)
+    return value
+
+
+def _per_row(argument: str, value: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    if value.dim() and value.shape != shape:
+        want = f"one value or have shape {tuple(shape)}"
+        raise ValueError(f"{argument} must be {want}, got {tuple(value.shape)}")
+    if value.dim():
+        _validate.same_device(argument, value, "logits", device)
+    return value.to(device).expand(shape).reshape(-1)
+
+
+def _look(argument: str, value: Tensor, good: Tensor, want: str) -> None:
+    """Looks at the values: on a CPU, and on a GPU in debug mode."""
+    if debug.may_read(value) and value.numel() and not good.all():
+        where = (~good).nonzero()[0].tolist()
+        raise ValueError(f"{argument}{where} must be {want}, got {value[tuple(where)].item()}")
+
+
+def _bitmask(bitmask: Tensor | None, vocab: int, shape: torch.Size, device: torch.device) -> Tensor | None:
+    if bitmask is None:
+        return None
+    want = (*shape, -(-vocab // 32))
+    if not isinstance(bitmask, Tensor) or bitmask.dtype != torch.int32 or bitmask.shape != want:
+        got = type(bitmask).__name__
+        if isinstance(bitmask, Tensor):
+            got = f"{_validate.name(bitmask.dtype)} {tuple(bitmask.shape)}"
+        raise ValueError(f"token_bitmask must be int32 of shape {want}, got {got}")
+    _validate.same_device("token_bitmask", bitmask, "logits", device)
+    return bitmask.reshape(math.prod(shape), want[-1]).contiguous()
+
+
+def adjusted(logits: Tensor, shape: torch.Size, logit_bias: Any, penalties: Any) -> Tensor | None:
+    """The logits [B, V] after bias and penalties, in that order as in vLLM; None where there are none."""
+    if logit_bias is None and penalties is None:
+        return None
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logit_bias is not None:
+        z = z + _bias(logit_bias, shape, z)
+    return z if penalties is None else penalties.apply(z)
+
+
+def _bias(bias: Any, shape: torch.Size, z: Tensor) -> Tensor:
+    vocab = z.shape[1]
+    if isinstance(bias, dict):
+        for token in bias:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise ValueError(f"logit_bias must have token ids in [0, {vocab}) as keys, got {token!r}")
+        made = torch.zeros(vocab, dtype=z.dtype)
+        made[list(bias)] = torch.tensor(list(bias.values()), dtype=z.dtype)
+        return made.to(z.device)
+    _validate.floating("logit_bias", bias)
+    if bias.shape not in ((vocab,), (*shape, vocab)):
+        want = f"{(vocab,)} or {(*shape, vocab)}"
+        raise ValueError(f"logit_bias must have shape {want}, got {tuple(bias.shape)}")
+    _validate.same_device("logit_bias", bias, "logits", z.device)
+    return bias.detach().to(z.dtype).reshape(-1, vocab)

@@ -1,0 +1,349 @@
+"""Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import dispatch
+from rlkernel.ops import _sampling_inputs as inputs
+from rlkernel.ops._penalties import Penalties
+from rlkernel.types import SampleOutput, SampleStats, Sampling
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    top_n_sigma: float | Tensor | None = None,
+    seeds: int | Tensor | None = None,
+    positions: int | Tensor | None = None,
+    token_bitmask: Tensor | None = None,
+    logit_bias: Tensor | dict[int, float] | None = None,
+    penalties: Penalties | None = None,
+    filter_order: str = "sequential",
+    method: str = "grouped",
+    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_entropy: bool = False,
+    return_rank: bool = False,
+    top_logprobs: int = 0,
+    return_support: int = 0,
+    out: SampleOutput | None = None,
+) -> SampleOutput:
+    """Draw a token of each row, with its log-probability under three distributions, in one pass.
+
+    Equal to, with ``z`` the logits after ``logit_bias``, ``penalties`` and ``token_bitmask``,
+
+        raw       = log_softmax(logits)                    at the token
+        tempered  = log_softmax(z / T)                     at the token
+        processed = log_softmax(z / T, -inf outside kept)  at the token, which is drawn from this distribution
+
+    Each filter keeps the first tokens in the order (z descending, id ascending): ``top_k`` the first k;
+    ``min_p`` those with at least ``min_p`` times the largest probability; ``top_n_sigma`` those with
+    ``z >= max z - n * std(z)``; ``top_p`` a token while those before it have less than ``top_p`` of the mass.
+    A row with T = 0 takes the likeliest token (lowest id), is not filtered, and has ``processed = 0`` and the
+    other two at T = 1.
+
+    The draw is a function of (row, seed, position): the same alone, in any batch and in any order (batch-
+    invariant), and the same call gives the same bits (run-to-run).  Masses are summed as integers, so that
+    the kept set does not depend on any order of summation either.
+
+    Args:
+        logits: [..., V] fp16, bf16, fp32 or fp64; not modified.
+        temperature: a number >= 0, or one per row [...], as all parameters below may be.
+        top_k: >= 1; 0, -1 or None keep all.
+        top_p: in (0, 1]; 1 or None keep all.
+        min_p: in [0, 1]; 0 or None keep all.
+        top_n_sigma: > 0; infinity or None keep all.
+        seeds: 64-bit integers; None draws them from torch's generator.
+        positions: the token's place in its sequence, 64-bit integers; None means 0.
+        token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
+        logit_bias: [V], [..., V] or {token: bias}, added first.
+        penalties: ``Penalties``, applied after the bias.
+        filter_order: "sequential": top_p takes its share of what the other filters keep (vLLM, HF); "joint":
+            of the whole distribution (FlashInfer's joint, AITER).
+        method: "grouped": one Gumbel variable for each 64 tokens and an exact draw inside the best group;
+            "gumbel": one for each token, the stream of vLLM's model runner.
+        return_logprobs: which of the three to return.
+        return_entropy: also the entropy of ``softmax(z / T)``.
+        return_rank: also the token's place in the order, from 1.
+        top_logprobs: how many of the likeliest tokens to return, with their tempered log-probabilities.
+        return_support: room for the kept tokens of a row; 0 does not return them.
+        out: a SampleOutput of an earlier call, whose tensors receive the results.
+
+    Returns:
+        SampleOutput of [...] tensors in nats, fp32 (fp64 for fp64 logits); constants without a gradient.  A
+        row that holds NaN or +inf, or no finite logit, is not ``valid``: token -1, NaN, counts 0.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.  Values of tensors are
+            checked on a CPU, and on a GPU only in debug mode (``RLKERNEL_DEBUG=1``), because that
+            synchronises.
+
+    The grouped draw rests on the max-stability of Gumbel variables, as FlashSampling (arXiv 2603.15854);
+    top-p follows Holtzman et al. (arXiv 1904.09751), min-p Nguyen et al. (arXiv 2407.01082), top-n-sigma
+    arXiv 2411.07641.
+    """
+    shape, flat = inputs.rows_of(logits)
+    request = inputs.sampling(
+        shape, flat.shape[1], flat.dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=None,
+        token_bitmask=token_bitmask, filter_order=filter_order, method=method,
+        return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
+        return_support=return_support,
+    )  # fmt: skip
+    needs = {"seeds"} if seeds is not None else set()
+    z = inputs.adjusted(flat, shape, logit_bias, penalties)
+    return _sampled(shape, flat, z, request, needs, return_logprobs, top_logprobs, out)
+
+
+def score_tokens(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    top_n_sigma: float | Tensor | None = None,
+    token_bitmask: Tensor | None = None,
+    logit_bias: Tensor | dict[int, float] | None = None,
+    penalties: Penalties | None = None,
+    filter_order: str = "sequential",
+    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_entropy: bool = False,
+    return_rank: bool = False,
+    top_logprobs: int = 0,
+    return_support: int = 0,
+    out: SampleOutput | None = None,
+) -> SampleOutput:
+    """What ``sample`` returns of its token, of given ones: prompt log-probabilities, replay of a rollout.
+
+    Equal to ``sample`` where it had drawn ``token_ids`` [...], bit for bit.  A token that the filters leave
+    out has ``processed = -inf``, in a row with T = 0 every token but the likeliest.
+
+    Raises:
+        ValueError: as ``sample``; a token id is outside [0, V).
+    """
+    shape, flat = inputs.rows_of(logits)
+    token_ids = inputs.forced(token_ids, shape, flat.shape[1], flat.device)
+    request = inputs.sampling(
+        shape, flat.shape[1], flat.dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, top_n_sigma=top_n_sigma, seeds=None, positions=None, token_ids=token_ids,
+        token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
+        return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
+        return_support=return_support,
+    )  # fmt: skip
+    z = inputs.adjusted(flat, shape, logit_bias, penalties)
+    return _sampled(shape, flat, z, request, {"token_ids"}, return_logprobs, top_logprobs, out)
+
+
+def _sampled(
+    shape: torch.Size,
+    logits: Tensor,
+    adjusted: Tensor | None,
+    request: Sampling,
+    needs: set[str],
+    return_logprobs: tuple[str, ...],
+    top_logprobs: int,
+    out: SampleOutput | None,
+) -> SampleOutput:
+    vocab = logits.shape[1]
+    inputs.count("top_logprobs", top_logprobs, vocab)
+    wanted = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
+              "support": request.support, "top_logprobs": top_logprobs}  # fmt: skip
+    needs |= {name for name, want in wanted.items() if want}
+    run = _compiled if torch.compiler.is_compiling() else _forward
+    stats = run(logits, adjusted, request, frozenset(needs))
+    top_ids = top_values = None
+    if top_logprobs:
+        top_ids, top_values = _top(run, logits, adjusted, request, stats, top_logprobs)
+    ids = offsets = overflow = None
+    if stats.support is not None:
+        ids, offsets, overflow = compact(stats, request, vocab)
+
+    def rows(x: Tensor | None, *more: int) -> Any:
+        return None if x is None else x.reshape(*shape, *more)
+
+    made = SampleOutput(
+        token_ids=rows(stats.token_ids),
+        raw_logprobs=rows(stats.raw_logprobs),
+        tempered_logprobs=rows(stats.tempered_logprobs) if "tempered" in return_logprobs else None,
+        processed_logprobs=rows(stats.processed_logprobs) if "processed" in return_logprobs else None,
+        kept_mass=rows(stats.kept_mass),
+        kept_count=rows(stats.kept_count),
+        entropy=rows(stats.entropy),
+        rank=rows(stats.rank),
+        top_ids=rows(top_ids, top_logprobs),
+        top_logprobs=rows(top_values, top_logprobs),
+        support_ids=ids,
+        support_offsets=offsets,
+        support_overflow=rows(overflow),
+        valid=rows(stats.valid),
+    )
+    return made if out is None else _written(out, made)
+
+
+def _written(out: SampleOutput, made: SampleOutput) -> SampleOutput:
+    """``out`` with the results in its tensors; nothing is written when one does not fit."""
+    for name, mine, theirs in zip(made._fields, made, out, strict=True):
+        if mine is None:
+            continue
+        want = f"{str(mine.dtype).removeprefix('torch.')} {tuple(mine.shape)}"
+        if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+            got = "None"
+            if theirs is not None:
+                got = f"{str(theirs.dtype).removeprefix('torch.')} {tuple(theirs.shape)}"
+            raise ValueError(f"out.{name} must be {want}, got {got}")
+    for mine, theirs in zip(made, out, strict=True):
+        if mine is not None and theirs is not None:
+            theirs.copy_(mine)
+    return out
+
+
+def compact(stats: SampleStats, request: Sampling, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``support_ids`` [B * K] with the rows' kept ids one after another and -1 behind the last,
+    ``support_offsets`` [B + 1] and ``support_overflow`` [B]."""
+    table = stats.support
+    assert table is not None
+    rows, room = table.shape
+    counts = (table >= 0).sum(-1)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    place = offsets[:-1, None] + torch.arange(room, device=table.device)
+    ids = torch.full((rows * room + 1,), -1, dtype=torch.int32, device=table.device)
+    # what is padding goes to a last element that is cut off
+    ids.scatter_(0, torch.where(table >= 0, place, rows * room).flatten(), table.flatten())
+    return ids[:-1], offsets, _is_filtered(stats, request, vocab) & (stats.kept_count > room)
+
+
+def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
+    """Rows whose distribution is not the whole one: a filter is on and does not keep the vocabulary."""
+    k = request.top_k
+    in_range = (k >= 1) & (k < vocab)
+    on = in_range | (request.top_p < 1) | (request.min_p > 0) | (request.top_n_sigma < torch.inf)
+    on = on | (request.token_bitmask is not None)
+    return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
+
+
+def _top(
+    run: Callable[..., SampleStats],
+    logits: Tensor,
+    adjusted: Tensor | None,
+    request: Sampling,
+    stats: SampleStats,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` likeliest ids, ties by the lowest, and their tempered log-probabilities."""
+    z = logits.to(stats.row_max.dtype) if adjusted is None else adjusted
+    if count < logits.shape[1]:
+        first = torch.zeros_like(stats.token_ids)
+        plain = request._replace(
+            temperature=1.0, top_k=count, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None,
+            positions=None, token_ids=first, raw=False, entropy=False, rank=False, support=count,
+        )  # fmt: skip
+        ids = run(logits, adjusted, plain, frozenset({"token_ids", "support"})).support
+        assert ids is not None
+        ids = ids.long()
+    else:
+        ids = torch.arange(count, device=z.device).expand(z.shape[0], count)
+    values = z.gather(-1, ids.clamp(min=0))
+    if request.token_bitmask is not None:
+        word = request.token_bitmask.gather(-1, ids.clamp(min=0) // 32)
+        values = values.masked_fill((word >> (ids % 32).to(torch.int32)) & 1 == 0, -torch.inf)
+    values, place = values.masked_fill(ids < 0, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    t = request.temperature
+    if isinstance(t, Tensor):
+        t = torch.where(t == 0, 1, t)[:, None]
+    elif t == 0:
+        t = 1.0
+    logprobs = (values - stats.row_max[:, None]) / t - stats.log_sum[:, None]
+    ids = ids.gather(-1, place)
+    return torch.where(stats.valid[:, None], ids, -1), logprobs
+
+
+@torch.no_grad()
+def _forward(
+    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
+) -> SampleStats:
+    impl = dispatch.pick("sampling", logits, sampling=request, needs=needs)
+    return impl.forward(logits, adjusted, request)
+
+
+# Under torch.compile the op is one opaque node.  A custom op takes and gives tensors and scalars: a parameter
+# is a number and a tensor that may stand for it, and what is absent is an empty tensor.
+
+
+def _compiled(
+    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
+) -> SampleStats:
+    pairs: list[Any] = []
+    for value in request[:5]:
+        pairs += (1, value) if isinstance(value, Tensor) else (value, None)
+    stats = _op(logits, adjusted, *pairs, *request[5:9], *request[10:], ",".join(sorted(needs)))
+    wanted = [True] * 12
+    for place, want in ((1, request.raw), (6, request.entropy), (7, request.rank), (8, request.support > 0)):
+        wanted[place] = bool(want)
+    kept: list[Any] = [x if want else None for x, want in zip(stats, wanted, strict=True)]
+    return SampleStats(*kept)
+
+
+@torch.library.custom_op("rlkernel::sampling", mutates_args=())
+def _op(
+    logits: Tensor,
+    adjusted: Tensor | None,
+    temperature: float,
+    temperatures: Tensor | None,
+    top_k: int,
+    top_ks: Tensor | None,
+    top_p: float,
+    top_ps: Tensor | None,
+    min_p: float,
+    min_ps: Tensor | None,
+    top_n_sigma: float,
+    top_n_sigmas: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    token_ids: Tensor | None,
+    token_bitmask: Tensor | None,
+    joint: bool,
+    gumbel: bool,
+    raw: bool,
+    entropy: bool,
+    rank: bool,
+    support: int,
+    needs: str,
+) -> list[Tensor]:
+    pairs = (
+        (temperature, temperatures), (top_k, top_ks), (top_p, top_ps), (min_p, min_ps),
+        (top_n_sigma, top_n_sigmas),
+    )  # fmt: skip
+    values: list[Any] = [number if tensor is None else tensor for number, tensor in pairs]
+    values += [seeds, positions, token_ids, token_bitmask, None, joint, gumbel, raw, entropy, rank, support]
+    request = Sampling(*values)
+    stats = _forward(logits, adjusted, request, frozenset(needs.split(",")) - {""})
+    empty = logits.new_empty(0)
+    # an output of a custom op is no input of it: forced tokens come back as a copy
+    token = stats.token_ids if token_ids is None else stats.token_ids.clone()
+    return [empty.clone() if x is None else x for x in (token, *stats[1:])]
+
+
+@_op.register_fake
+def _op_fake(  # type: ignore[no-untyped-def]
+    logits, adjusted, *rest
+):
+    raw, entropy, rank, support = rest[-5:-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    rows = logits.shape[0]
+
+    def row(dtype: torch.dtype, want: bool = True) -> Tensor:
+        return logits.new_empty(rows if want else 0, dtype=dtype if want else logits.dtype)
+
+    table = logits.new_empty(rows, support, dtype=torch.int32) if support else row(dtype, False)
+    return [
+        row(torch.int64), row(dtype, raw), row(dtype), row(dtype), row(dtype), row(torch.int64),
+        row(dtype, entropy), row(torch.int64, rank), table, row(torch.bool), row(dtype), row(dtype),
+    ]  # fmt: skip

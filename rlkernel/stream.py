@@ -1,0 +1,54 @@
+"""The random stream of sampling: stateless 32-bit words, keyed by (seed, position, token or group).
+
+MurmurHash3 of four 32-bit words, as vLLM's model runner publishes it: a row's place in the batch is no part
+of the key, so a request draws the same tokens alone, in any batch and in any order.  Kernels have their own
+copy of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.
+"""
+
+import torch
+from torch import Tensor
+
+# What a word is for: words of different domains are independent.  0 is vLLM's, one word a token.
+TOKEN = 0
+GROUP = (0x9E3779B9, 0x7F4A7C15)  # high and low word of a 64-bit uniform, one for each group of 64 tokens
+INSIDE = (0xBF58476D, 0x94D049BB)  # the draw inside the winning group
+REDRAW = (0x2545F491, 0x4F6CDD1D)  # of a row whose first draw was filtered out
+
+_WORD = 0xFFFFFFFF
+
+
+def _rotate(value: Tensor, bits: int) -> Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & _WORD
+
+
+def _mix(h: Tensor, key: Tensor) -> Tensor:
+    key = _rotate((key * 0xCC9E2D51) & _WORD, 15)
+    h = _rotate(h ^ ((key * 0x1B873593) & _WORD), 13)
+    return (h * 5 + 0xE6546B64) & _WORD
+
+
+def words(domain: int, seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """32 random bits for each broadcast (seed, position, offset), as int64 in [0, 2**32)."""
+    h = torch.full_like(seeds, domain)
+    h = _mix(_mix(h, seeds & _WORD), (seeds >> 32) & _WORD)
+    h = _mix(_mix(h, positions & _WORD), offsets & _WORD) ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
+    return h ^ (h >> 16)
+
+
+def uniform32(domain: int, seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """Multiples of 2**-32, plus a half, in (0, 1); fp64."""
+    return (words(domain, seeds, positions, offsets).double() + 0.5) * 2.0**-32
+
+
+def uniform64(domain: tuple[int, int], seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """In (0, 1), as small as 2**-65: the digits of a small number are those of both words; fp64."""
+    high, low = (words(d, seeds, positions, offsets).double() for d in domain)
+    return high * 2.0**-32 + (low + 0.5) * 2.0**-64
+
+
+def uniform53(domain: tuple[int, int], seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """Multiples of 2**-53, plus a half, in (0, 1): what picks a place in a sum of integers; fp64."""
+    high, low = (words(d, seeds, positions, offsets) for d in domain)
+    return (((high << 21) | (low >> 11)).double() + 0.5) * 2.0**-53
