@@ -47,8 +47,8 @@ def tile_statistics(
     partials: Tensor,
     group_max: Tensor | None,
 ) -> None:
-    """Leave in ``partials`` and ``group_max``, those of all ``vocab`` tokens, what the ``tile`` [B, Vt] of the
-    tokens from ``vocab_start`` on says.  ``vocab_start`` is a multiple of the split."""
+    """Leave in ``partials`` and ``group_max``, which are those of all ``vocab`` tokens, what the ``tile``
+    [B, Vt] of the tokens from ``vocab_start`` on says.  ``vocab_start`` is a multiple of the split."""
     if tile.numel():
         arguments = _inputs(tile, tile.shape[1], adjusted, vocab_start, vocab, sampling, partials, group_max)
         launch("sampling_statistics", tile.device, *arguments)
@@ -62,8 +62,8 @@ def finish(
     partials: Tensor,
     group_max: Tensor | None,
 ) -> SampleStats:
-    """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] and ``group_max`` may be None
-    where no row can be filtered and no rank is wanted."""
+    """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] and ``group_max`` may be
+    None where no row can be filtered and no rank is wanted."""
     rows, device = len(partials), partials.device
 
     def empty(dtype: torch.dtype = torch.float32) -> Tensor:
