@@ -352,13 +352,11 @@ int sampling_statistics(const SamplingInputs& in) {
 
 int sampling_finish(const SamplingFinish& f) {
   const SamplingInputs& in = f.inputs;
-#pragma omp parallel if (in.rows > 1 && in.group_max != nullptr && in.rows * in.whole_vocab >= kParallel)
-  {
-    const FlushDenormals scope;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t row = 0; row < in.rows; ++row)
-      if (in.skip == nullptr || in.skip[row] == 0) finish(in, f.outputs, row);
-  }
+  // without FlushDenormals: a logit may be one, and here it is compared
+#pragma omp parallel for schedule(dynamic, 1) \
+    if (in.rows > 1 && in.group_max != nullptr && in.rows * in.whole_vocab >= kParallel)
+  for (int64_t row = 0; row < in.rows; ++row)
+    if (in.skip == nullptr || in.skip[row] == 0) finish(in, f.outputs, row);
   return 0;
 }
 

@@ -144,6 +144,7 @@ class Filter {
 
   Prefix totals(Scope scope) {
     Prefix all;
+    all.pivot = scope.lowest;
     MassSum mass;
     each_vector_of(scope, [&](Floats, Floats d, int64_t, Ints lanes) {
       all.count += __builtin_popcount(mask_of(lanes));
@@ -160,6 +161,7 @@ class Filter {
       append(c_.z.data(), c_.ids.data(), c_.n, z, mask_of(lanes), token);
     });
     Prefix all;
+    all.pivot = scope.lowest;
     all.count = c_.n;
     all.mass = weigh();
     return all;
@@ -201,7 +203,7 @@ class Filter {
       if (all.mass < target) return result;
       cut = select<true>(c_, {}, target);
     }
-    return cut.count < result.count ? cut : result;
+    return cut.count <= result.count ? cut : result;  // at equal counts too: `all` is only what is near
   }
 
   // The same of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies above
