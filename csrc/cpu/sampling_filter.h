@@ -156,7 +156,7 @@ class Filter {
   Prefix gather(Scope scope) {
     c_.n = 0;
     each_vector_of(scope, [&](Floats z, Floats, int64_t token, Mask lanes) {
-      append(c_.z.data(), c_.ids.data(), c_.n, z, bits_of(lanes), token);
+      if (const unsigned bits = bits_of(lanes)) append(c_.z.data(), c_.ids.data(), c_.n, z, bits, token);
     });
     Prefix all;
     all.pivot = scope.lowest;

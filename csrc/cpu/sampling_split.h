@@ -254,9 +254,10 @@ struct RowStream {
 };
 
 inline Bits iota(uint32_t first) {
+  static const uint32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Bits b;
-  for (int i = 0; i < kWidth; ++i) b[i] = first + static_cast<uint32_t>(i);
-  return b;
+  std::memcpy(&b, places, sizeof b);
+  return b + first;
 }
 inline Bits broadcast_bits(uint32_t x) { return x - Bits{}; }
 
