@@ -154,10 +154,13 @@ class Filter {
 
   // The tokens of the scope become the candidates.
   Prefix gather(Scope scope) {
-    c_.n = 0;
+    float* const values = c_.z.data();
+    int32_t* const ids = c_.ids.data();
+    int64_t n = 0;
     each_vector_of(scope, [&](Floats z, Floats, int64_t token, Mask lanes) {
-      if (const unsigned bits = bits_of(lanes)) append(c_.z.data(), c_.ids.data(), c_.n, z, bits, token);
+      append(values, ids, n, z, bits_of(lanes), token);
     });
+    c_.n = n;
     Prefix all;
     all.pivot = scope.lowest;
     all.count = c_.n;
@@ -222,16 +225,18 @@ class Filter {
     guess(p, scope, low, high);
     for (;;) {
       MassSum total, top;
-      c_.n = 0;
+      float* const values = c_.z.data();
+      int32_t* const ids = c_.ids.data();
+      int64_t n = 0;
       const Floats from = broadcast(low), to = broadcast(high);
       each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Mask lanes) {
         const Masses masses(e_of(d));
         const Mask over = at_least(d, to);
         total.add(masses, lanes);
         top.add(masses, over);
-        if (const unsigned about = bits_of(without(lanes & at_least(d, from), over)))
-          append(c_.z.data(), c_.ids.data(), c_.n, z, about, token);
+        append(values, ids, n, z, bits_of(without(lanes & at_least(d, from), over)), token);
       });
+      c_.n = n;
       Prefix above;
       above.count = top.count;
       above.mass = top.value();
@@ -256,16 +261,20 @@ class Filter {
     double sums[kBins] = {}, squares[kBins] = {};
     const int64_t n = passing(scope), step = std::max<int64_t>(1, n / kSampled);
     alignas(64) float buffer[kGroup], e[kSampleWidth];
+    alignas(64) int32_t bins[kSampleWidth];
     int64_t sampled = 0;
     const float unit = -massless() / kBins;
     for (int64_t j = 0; j < n; j += step, sampled += kSampleWidth) {
+      if (j + 4 * step < n) read_.prefetch_group(c_.groups[j + 4 * step]);
       const float* group = read_(c_.groups[j], buffer) + j / step % (kGroup / kSampleWidth) * kSampleWidth;
-      for (int i = 0; i < kSampleWidth; i += kWidth)
-        store(e + i, e_of(load(group + i) - broadcast(max_)));
+      for (int i = 0; i < kSampleWidth; i += kWidth) {
+        const Floats d = load(group + i) - broadcast(max_), cut = max(d, broadcast(scope.cutoff));
+        store(e + i, where(at_least(d, cut), e_of(d)));
+        const Ints bin = __builtin_convertvector((cut - broadcast(scope.cutoff)) * broadcast(1 / unit), Ints);
+        std::memcpy(bins + i, &bin, sizeof bin);
+      }
       for (int i = 0; i < kSampleWidth; ++i) {
-        const float d = group[i] - max_;
-        if (!(d >= scope.cutoff)) continue;
-        const int bin = std::min(kBins - 1, static_cast<int>((d - scope.cutoff) / unit));
+        const int bin = std::min(kBins - 1, bins[i]);
         sums[bin] += e[i];
         squares[bin] += static_cast<double>(e[i]) * e[i];
       }

@@ -321,13 +321,20 @@ inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, flo
 template <class T>
 inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const ScaledExp& exp,
                          const RowStream& stream, uint32_t first_group) {
-  PerGroup keys;
+  // E = -log(1 - u) is from u to u / (1 - u), which tells most groups that they lose without a logarithm
+  PerGroup uniforms, most, keys;
+  Floats least = {};
   for (int j = 0; j < kGroups / kWidth; ++j) {
     const Bits id = iota(first_group + static_cast<uint32_t>(j * kWidth));
     const Floats high = __builtin_convertvector(stream_word(broadcast_bits(stream.group[0]), id), Floats);
     const Floats low = __builtin_convertvector(stream_word(broadcast_bits(stream.group[1]), id), Floats);
-    keys.v[j] = log(masses.v[j] / exponential(high * 0x1p-32f + (low + 0.5f) * 0x1p-64f));
+    uniforms.v[j] = high * 0x1p-32f + (low + 0.5f) * 0x1p-64f;
+    most.v[j] = masses.v[j] / uniforms.v[j];
+    least = max(most.v[j] - masses.v[j], least);
   }
+  const Floats bound = broadcast(largest_lane(least) * 0.9999f);
+  for (int j = 0; j < kGroups / kWidth; ++j)
+    keys.v[j] = bits_of(at_least(most.v[j], bound)) != 0 ? log(masses.v[j] / exponential(uniforms.v[j])) : broadcast(-kInf);
   const float best = keys.largest();
   const int group = keys.find(best);
 
