@@ -113,7 +113,7 @@ def finish(
     top_k = sampling.top_k if isinstance(sampling.top_k, Tensor) else min(sampling.top_k, vocab)
     warps = 1
     if rereads:  # entries that are loaded one by one take more registers: fewer of them a thread
-        warps = 16 if _scattered(logits, adjusted) else 8
+        warps = 16 if vocab > SPLIT and _scattered(logits, adjusted) else 8
     with torch.cuda.device_of(partials):
         finish_kernel[(rows,)](
             *_rows_of(logits if rereads else None), *_rows_of(adjusted if rereads else None),
@@ -168,10 +168,11 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "temperature": rows, "top_k": rows.to(torch.int64), "top_p": rows, "min_p": rows,
         "top_n_sigma": rows, "skip": rows > 0, "entropy": True, "rank": True, "support": 512,
     }  # fmt: skip
-    forced = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
+    forced: dict[str, Any] = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
     return {
         "bf16": lambda: run(151936, bf16),
         "fp16 odd V": lambda: run(50257, fp16, temperature=rows, entropy=True),
+        "fp32 V = 1": lambda: run(1, fp32, top_k=rows.to(torch.int64), rank=True),
         "fp32 gumbel": lambda: run(151936, fp32, gumbel=True),
         "bf16 forced rank": lambda: run(151936, bf16, **forced, rank=True, entropy=True),
         "bf16 top-k top-p": lambda: run(151936, bf16, top_k=50, top_p=0.9, support=512),
