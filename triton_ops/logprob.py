@@ -276,13 +276,12 @@ def _forward(
     vocab = tile.shape[-1]
     lanes, vec, warps = _row_plan(vocab, tile.dtype)
     scattered = any(x % 16 for x in (vocab, *strides, tile.data_ptr()))
-    whole = first and last
     if rows:
         with torch.cuda.device_of(tile):
             forward_kernel[(rows,)](
                 tile, inner, *strides, vocab, vocab_start, target_ids.contiguous(), ignore_index,
                 *per_row(temperature), bias, _unless_one(logit_scale), softcap,
-                None if whole or state is None else state, 0 if state is None else state.stride(0), *outputs,
+                state, 0 if state is None else state.stride(0), *outputs,
                 FIRST=first, LAST=last, SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
