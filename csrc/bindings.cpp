@@ -6,6 +6,7 @@
 #include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
+#include "rlkernel/bind_sampling.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
 #include "rlkernel/errors.h"
@@ -125,5 +126,17 @@ PYBIND11_MODULE(_C, m) {
   bind::preference_sums(m, "preference_sums_hip", hip::preference_sums, hip::error_string);
   bind::preference_loss(m, "preference_loss_hip", hip::preference_loss, hip::error_string);
   bind::preference_backward(m, "preference_backward_hip", hip::preference_backward, hip::error_string);
+#endif
+
+  // sampling
+  bind::sampling_statistics(m, "sampling_statistics_cpu", cpu::sampling_statistics, cpu::error_string);
+  bind::sampling_finish(m, "sampling_finish_cpu", cpu::sampling_finish, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::sampling_statistics(m, "sampling_statistics_cuda", cuda::sampling_statistics, cuda::error_string);
+  bind::sampling_finish(m, "sampling_finish_cuda", cuda::sampling_finish, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::sampling_statistics(m, "sampling_statistics_hip", hip::sampling_statistics, hip::error_string);
+  bind::sampling_finish(m, "sampling_finish_hip", hip::sampling_finish, hip::error_string);
 #endif
 }

@@ -53,6 +53,19 @@ inline Floats max(Floats a, Floats b) {
 #endif
 }
 
+// As max: b where either is NaN.
+inline Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(kAll, a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 inline Floats abs(Floats x) { return (Floats)((Bits)x & 0x7fffffffu); }
 inline Floats copy_sign(Floats magnitude, Floats sign) { return (Floats)((Bits)magnitude | ((Bits)sign & 0x80000000u)); }
 
@@ -75,6 +88,21 @@ inline bool any(Bits mask) {
   uint32_t result = 0;
   for (int i = 0; i < kWidth; ++i) result |= mask[i];
   return result != 0;
+}
+
+// The lanes of a comparison as bits.
+inline unsigned mask_of(Ints lanes) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)lanes);
+#elif defined(__AVX2__)
+  return static_cast<unsigned>(_mm256_movemask_ps((__m256)lanes));
+#elif defined(__SSE2__)
+  return static_cast<unsigned>(_mm_movemask_ps((__m128)lanes));
+#else
+  unsigned mask = 0;
+  for (int i = 0; i < kWidth; ++i) mask |= static_cast<unsigned>(lanes[i] != 0) << i;
+  return mask;
+#endif
 }
 
 // Lanes from `count` on become `filler`.
@@ -246,6 +274,27 @@ struct ScaledExp {
     return p * (Floats)((Bits)shifted << 23);
   }
 };
+
+// log(x) within 1 ulp for x that is 0 or normal; NaN where x is.
+inline Floats log(Floats x) {
+  const Bits bits = (Bits)x - 0x3f3504f3u;  // x = 2^n * (1 + f) with 1 + f in [sqrt(1/2), sqrt(2))
+  const Floats n = __builtin_convertvector((Ints)bits >> 23, Floats);
+  const Floats f = (Floats)((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
+  Floats p = broadcast(6.91799596e-2f);
+  p = fma(p, f, broadcast(-1.17796749e-1f));
+  p = fma(p, f, broadcast(1.18660346e-1f));
+  p = fma(p, f, broadcast(-1.23857968e-1f));
+  p = fma(p, f, broadcast(1.42199188e-1f));
+  p = fma(p, f, broadcast(-1.66691974e-1f));
+  p = fma(p, f, broadcast(2.00021520e-1f));
+  p = fma(p, f, broadcast(-2.49999866e-1f));
+  p = fma(p, f, broadcast(3.33333105e-1f));
+  Floats tail = f * f * (f * p);
+  tail = fma(n, broadcast(-2.12194440e-4f), tail);
+  tail = fma(f * f, broadcast(-0.5f), tail);
+  const Floats result = fma(n, broadcast(0.693359375f), f + tail);
+  return x > 0.0f ? result : (x == 0.0f ? broadcast(-__builtin_inff()) : broadcast(__builtin_nanf("")));
+}
 
 // tanh(x) and its derivative 1 - tanh(x)^2, each to a few ulp, from one exp: with E = exp(-2|x|),
 // tanh|x| = (1 - E) / (1 + E), an odd polynomial where that cancels, and the derivative is 4E / (1 + E)^2.

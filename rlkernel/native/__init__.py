@@ -36,6 +36,8 @@ class Kernels:
     preference_sums: Callable[..., None]
     preference_loss: Callable[..., None]
     preference_backward: Callable[..., None]
+    sampling_statistics: Callable[..., None]
+    sampling_finish: Callable[..., None]
 
     @classmethod
     def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":

@@ -1,0 +1,294 @@
+// The tokens that the filters of a row keep. The row is read again, but only the groups whose maximum says that they matter.
+#pragma once
+
+#include "sampling_row.h"
+#include "sampling_select.h"
+
+namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
+
+constexpr double kMassOne = 0x1p40;  // of the likeliest token
+constexpr int64_t kManyGroups = 256;
+constexpr int64_t kSampled = 256;    // groups
+constexpr int kSampleWidth = 16;     // tokens of each
+
+class Filter {
+ public:
+  Filter(const SamplingInputs& in, int64_t row, const Reader& reader, const Softmax& softmax, float temperature,
+         Candidates& candidates)
+      : exp_(temperature), temperature_(temperature), sum_(softmax.sum), max_(softmax.max), vocab_(in.whole_vocab),
+        groups_((in.whole_vocab + kGroup - 1) / kGroup), group_max_(in.group_max + row * groups_), read_(reader),
+        c_(candidates) {
+    c_.reserve(vocab_);
+  }
+
+  // Finds the kept tokens; `cutoff` is that of min_p and top_n_sigma on d = z - max, -inf without them.
+  void run(int64_t k, float p, float cutoff, bool joint) {
+    const bool k_on = k >= 1 && k < vocab_, p_on = p < 1;
+    cutoff_ = cutoff;
+    Scope scope{kLowest, cutoff};
+    // k groups have a token as large as their k-th largest maximum
+    if (k_on && k <= groups_) scope.lowest = std::fmax(kLowest, largest_group(k));
+    if (!p_on) {
+      kept = k_on ? first(k, gather(scope)) : totals(scope);
+      return;
+    }
+    scope.cutoff = std::fmax(cutoff, massless());
+    if (k_on && !joint) {
+      kept = first(k, gather(scope));
+      kept = select<true>(c_, {}, share(p, kept.mass));
+    } else if (!k_on && cutoff == -kInf && passing(near(scope, p, estimate().least)) > kManyGroups) {
+      kept = bracketed(p);
+    } else {
+      kept = nucleus(k_on ? k : vocab_, p, scope, joint || cutoff == -kInf ? estimate() : exactly(totals(scope).mass));
+    }
+  }
+
+  bool keeps(float z, int64_t token) const {
+    return z - max_ >= cutoff_ && (z > kept.pivot || (z == kept.pivot && token <= kept.last));
+  }
+
+  // Calls body(z, first token, mask of the kept) for the vectors that hold kept tokens, ascending, until it returns false.
+  template <class Body>
+  void each_kept(Body body) const {
+    const Floats pivot = broadcast(kept.pivot);
+    alignas(64) float buffer[kGroup];
+    for (int64_t g = 0; g < groups_; ++g) {
+      if (group_max_[g] < kept.pivot || group_max_[g] - max_ < cutoff_) continue;
+      const float* group = read_(g, buffer);
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t token = g * kGroup + i * kWidth;
+        const Floats z = load(group + i * kWidth);
+        const unsigned inside = mask_of(z - broadcast(max_) >= broadcast(cutoff_));
+        unsigned ties = mask_of(z == pivot);
+        if (ties != 0 && kept.last < token + kWidth - 1)
+          ties &= kept.last < token ? 0u : (2u << (kept.last - token)) - 1u;
+        const unsigned mask = inside & (mask_of(z > pivot) | ties);
+        if (mask != 0 && !body(z, token, mask)) return;
+      }
+    }
+  }
+
+  Prefix kept;
+
+ private:
+  struct Scope {
+    float lowest, cutoff;  // of z, and of z - max
+  };
+  struct Range {
+    double least, most;
+  };
+
+  // Below this a token has no mass.
+  float massless() const { return -29.0f * temperature_; }
+
+  static int64_t share(float p, double mass) {
+    return static_cast<int64_t>(std::ceil(static_cast<double>(p) * mass));
+  }
+
+  static Range exactly(int64_t mass) { return {static_cast<double>(mass), static_cast<double>(mass)}; }
+
+  // The mass of all tokens as pass A's sum tells it: enough, unless a token stands just at top_p.
+  Range estimate() const {
+    const double slack = 4e-5, sum = sum_ * kMassOne, rounding = static_cast<double>(vocab_);
+    return {sum * (1 - slack) - rounding, sum * (1 + slack) + rounding};
+  }
+
+  // Without tokens that cannot be in the nucleus: those below the new cutoff have less than (1 - p) of the mass together.
+  Scope near(Scope scope, float p, double mass) const {
+    const double tokens = static_cast<double>(vocab_);  // as many times, the rounding to an integer mass errs
+    const double each = ((1 - static_cast<double>(p)) * mass - tokens) / kMassOne / tokens;
+    const float floor = each > 0 ? static_cast<float>(temperature_ * (std::log(each) - 0.01)) : massless();
+    return {scope.lowest, std::fmax(scope.cutoff, floor)};
+  }
+
+  // Notes the groups that hold a token of the scope.
+  int64_t passing(Scope scope) {
+    int32_t* const ids = c_.groups.data();
+    int64_t n = 0, g = 0;
+#if defined(__AVX512F__)
+    const Floats lowest = broadcast(scope.lowest), cutoff = broadcast(scope.cutoff), max = broadcast(max_);
+    for (; g + kWidth <= groups_; g += kWidth) {
+      const Floats top = load(group_max_ + g);
+      const unsigned mask = mask_of((top >= lowest) & (top - max >= cutoff));
+      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask),
+                                                               (__m512i)iota(static_cast<uint32_t>(g))));
+      n += __builtin_popcount(mask);
+    }
+#endif
+    for (; g < groups_; ++g) {
+      ids[n] = static_cast<int32_t>(g);
+      n += group_max_[g] >= scope.lowest && group_max_[g] - max_ >= scope.cutoff;
+    }
+    return n;
+  }
+
+  // Calls body(z, d, first token, lanes of the scope) for the vectors of the groups that pass.
+  template <class Body>
+  void each_vector_of(Scope scope, Body body) {
+    const int64_t n = passing(scope);
+    const Floats lowest = broadcast(scope.lowest), cutoff = broadcast(scope.cutoff), max = broadcast(max_);
+    alignas(64) float buffer[kGroup];
+    for (int64_t j = 0; j < n; ++j) {
+      if (j + 8 < n) read_.prefetch_group(c_.groups[j + 8]);
+      const int64_t g = c_.groups[j];
+      const float* group = read_(g, buffer);
+      for (int i = 0; i < kVectors; ++i) {
+        const Floats z = load(group + i * kWidth), d = z - max;
+        body(z, d, g * kGroup + i * kWidth, (z >= lowest) & (d >= cutoff));
+      }
+    }
+  }
+
+  Floats e_of(Floats d, Ints lanes) const { return (Floats)((Ints)exp_(exp_.cut(d)) & lanes); }
+
+  Prefix totals(Scope scope) {
+    Prefix all;
+    all.pivot = scope.lowest;
+    MassSum mass;
+    each_vector_of(scope, [&](Floats, Floats d, int64_t, Ints lanes) {
+      all.count += __builtin_popcount(mask_of(lanes));
+      mass.add(e_of(d, lanes));
+    });
+    all.mass = mass.value();
+    return all;
+  }
+
+  // The tokens of the scope become the candidates.
+  Prefix gather(Scope scope) {
+    c_.n = 0;
+    each_vector_of(scope, [&](Floats z, Floats, int64_t token, Ints lanes) {
+      append(c_.z.data(), c_.ids.data(), c_.n, z, mask_of(lanes), token);
+    });
+    Prefix all;
+    all.pivot = scope.lowest;
+    all.count = c_.n;
+    all.mass = weigh();
+    return all;
+  }
+
+  // The candidates' masses and their sum.
+  int64_t weigh() {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < c_.n; i += kWidth) {
+      alignas(64) float e[kWidth];
+      store(e, exp_(exp_.cut(load(c_.z.data() + i) - broadcast(max_))));
+      for (int j = 0; j < kWidth; ++j) c_.masses[i + j] = stream_mass(e[j]);
+    }
+    for (int64_t i = 0; i < c_.n; ++i) sum += c_.masses[i];
+    return sum;
+  }
+
+  float largest_group(int64_t k) {
+    for (int64_t g = 0; g < groups_; ++g) {
+      c_.z[g] = group_max_[g];
+      c_.ids[g] = static_cast<int32_t>(g);
+      c_.masses[g] = 0;
+    }
+    c_.n = groups_;
+    return select<false>(c_, {}, k).pivot;
+  }
+
+  Prefix first(int64_t k, Prefix all) { return all.count > k ? select<false>(c_, {}, k) : all; }
+
+  // top_p's share of a mass that all tokens have (or those above the cutoff), and at most k tokens.
+  Prefix nucleus(int64_t k, float p, Scope scope, Range mass) {
+    Prefix all = gather(near(scope, p, mass.least));
+    Prefix result = first(k, all);
+    int64_t low = share(p, mass.least), high = share(p, mass.most);
+    if (all.mass < low) return result;
+    Prefix cut = select<true>(c_, {}, low);
+    if (cut.mass < high) {  // the sum of pass A is not exact enough
+      const int64_t target = share(p, static_cast<double>(totals({kLowest, massless()}).mass));
+      if (all.mass < target) return result;
+      cut = select<true>(c_, {}, target);
+    }
+    return cut.count <= result.count ? cut : result;  // at equal counts too: `all` is only what is near
+  }
+
+  // The same of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies above
+  // and takes only the tokens about there as candidates.
+  Prefix bracketed(float p) {
+    const Scope scope{kLowest, massless()};
+    float low, high;
+    guess(p, scope, low, high);
+    for (;;) {
+      Prefix above;
+      MassSum total, mass;
+      c_.n = 0;
+      const Floats from = broadcast(low), to = broadcast(high);
+      each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Ints lanes) {
+        const Floats e = e_of(d, lanes);
+        const Ints top = d >= to;
+        total.add(e);
+        mass.add((Floats)((Ints)e & top));
+        above.count += __builtin_popcount(mask_of(top));
+        if (const unsigned mask = mask_of(lanes & ~top & (d >= from)))
+          append(c_.z.data(), c_.ids.data(), c_.n, z, mask, token);
+      });
+      above.mass = mass.value();
+      const int64_t target = share(p, static_cast<double>(total.value()));
+      const int64_t candidates = weigh();
+      if (above.mass >= target) {
+        low = high;
+        high = kInf;
+      } else if (above.mass + candidates < target) {
+        high = low;
+        low = -kInf;
+      } else {
+        return select<true>(c_, above, target);
+      }
+    }
+  }
+
+  // Bounds on d about the end of the nucleus: a histogram of sampled tokens by d, from below, because the mass below is the sum
+  // of many small ones.
+  void guess(float p, Scope scope, float& low, float& high) {
+    constexpr int kBins = 1024;
+    double sums[kBins] = {}, squares[kBins] = {};
+    const int64_t n = passing(scope), step = std::max<int64_t>(1, n / kSampled);
+    alignas(64) float buffer[kGroup], e[kSampleWidth];
+    int64_t sampled = 0;
+    const float unit = -massless() / kBins;
+    for (int64_t j = 0; j < n; j += step, sampled += kSampleWidth) {
+      const float* group = read_(c_.groups[j], buffer) + j / step % (kGroup / kSampleWidth) * kSampleWidth;
+      for (int i = 0; i < kSampleWidth; i += kWidth)
+        store(e + i, exp_(exp_.cut(load(group + i) - broadcast(max_))));
+      for (int i = 0; i < kSampleWidth; ++i) {
+        const float d = group[i] - max_;
+        if (!(d >= scope.cutoff)) continue;
+        const int bin = std::min(kBins - 1, static_cast<int>((d - scope.cutoff) / unit));
+        sums[bin] += e[i];
+        squares[bin] += static_cast<double>(e[i]) * e[i];
+      }
+    }
+    const double tail = (1 - static_cast<double>(p)) * sum_ / (static_cast<double>(n) * kGroup / sampled);
+    low = -kInf;
+    high = kInf;
+    double sum = 0, square = 0;
+    for (int bin = 0; bin < kBins; ++bin) {
+      sum += sums[bin];
+      square += squares[bin];
+      const double error = 4 * std::sqrt(square);
+      if (sum + error <= tail) low = scope.cutoff + unit * static_cast<float>(bin + 1);
+      if (sum - error >= tail) {
+        high = scope.cutoff + unit * static_cast<float>(bin + 2);
+        return;
+      }
+    }
+  }
+
+  ScaledExp exp_;
+  float temperature_;
+  double sum_;
+  float max_;
+  int64_t vocab_, groups_;
+  const float* group_max_;
+  const Reader& read_;
+  Candidates& c_;
+  float cutoff_ = -kInf;
+  static constexpr float kLowest = -std::numeric_limits<float>::max();
+};
+
+}  // namespace
+}  // namespace rlkernel::cpu::RLKERNEL_ISA

@@ -1,0 +1,340 @@
+// Pass A of sampling: one split of a row, that is 4096 tokens. The first look takes the maxima and brings the tokens into the
+// L1 cache, the second one their exp. The sums run in an order that follows from the place in the row alone.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "rlkernel/sampling.h"
+#include "rlkernel/sampling_stream.h"
+#include "simd.h"
+
+namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr int kGroup = static_cast<int>(kSamplingGroup);
+constexpr int kGroups = static_cast<int>(kSamplingSplit / kSamplingGroup);  // of a split
+constexpr int kVectors = kGroup / kWidth;                                   // of a group
+
+inline float minus_infinity(float) { return -kInf; }
+inline fp16 minus_infinity(fp16) { return {0xfc00}; }
+inline bf16 minus_infinity(bf16) { return {0xff80}; }
+
+template <class T>
+inline float widen_one(T value) { return load_part(&value, 1)[0]; }
+inline float widen_one(float value) { return value; }
+
+// Up to a split of tokens as whole groups: a last one that is not whole is padded with -inf.
+template <class T>
+struct Groups {
+  const T* begin;
+  int whole, count;
+  alignas(64) T last[kGroup];
+
+  Groups(const T* x, int tokens) : begin(x), whole(tokens / kGroup), count((tokens + kGroup - 1) / kGroup) {
+    if (whole == count) return;
+    for (int i = 0; i < kGroup; ++i) {
+      const int token = whole * kGroup + i;
+      last[i] = token < tokens ? x[token] : minus_infinity(T{});
+    }
+  }
+
+  const T* operator[](int g) const { return g < whole ? begin + g * kGroup : last; }
+};
+
+template <int... I>
+struct Lanes {
+  template <int kStep>
+  static Floats own(Floats a, Floats b) {  // lanes whose bit kStep is set from b
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + I : I)...);
+#else
+    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + I : I)...});
+#endif
+  }
+  template <int kStep>
+  static Floats other(Floats a, Floats b) {  // the same, each from the lane across
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + (I ^ kStep) : (I ^ kStep))...);
+#else
+    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + (I ^ kStep) : (I ^ kStep))...});
+#endif
+  }
+};
+#if defined(__AVX512F__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
+#elif defined(__AVX2__)
+using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
+#else
+using AllLanes = Lanes<0, 1, 2, 3>;
+#endif
+
+// Lane i of the result combines the lanes of v[i]: kWidth groups at a time become one number each.
+template <int kStep = 1, class Combine>
+inline Floats across(const Floats* v, Combine combine) {
+  if constexpr (kStep == kWidth) {
+    return v[0];
+  } else {
+    Floats half[kWidth / kStep / 2];
+    for (int j = 0; j < kWidth / kStep / 2; ++j)
+      half[j] = combine(AllLanes::own<kStep>(v[2 * j], v[2 * j + 1]), AllLanes::other<kStep>(v[2 * j], v[2 * j + 1]));
+    return across<kStep * 2>(half, combine);
+  }
+}
+
+// A number for each group of a split, in `count` groups of which the rest holds `filler`.
+struct alignas(64) PerGroup {
+  Floats v[kGroups / kWidth];
+
+  template <class Combine>
+  PerGroup(const Floats* parts, Combine combine) {
+    for (int j = 0; j < kGroups / kWidth; ++j) v[j] = across(parts + j * kWidth, combine);
+  }
+  const float* values() const { return reinterpret_cast<const float*>(v); }
+  float largest() const {
+    Floats top = v[0];
+    for (int j = 1; j < kGroups / kWidth; ++j) top = max(v[j], top);
+    return RLKERNEL_ISA::largest(top);
+  }
+  // The first group that has the value; -1 where none has.
+  int find(float value) const {
+    for (int j = 0; j < kGroups / kWidth; ++j)
+      if (const unsigned mask = mask_of(v[j] == broadcast(value))) return j * kWidth + __builtin_ctz(mask);
+    return -1;
+  }
+};
+
+template <class T>
+inline int find_in_group(const T* group, float value) {
+  for (int i = 0; i < kVectors; ++i)
+    if (const unsigned mask = mask_of(load(group + i * kWidth) == broadcast(value))) return i * kWidth + __builtin_ctz(mask);
+  return 0;  // of a NaN
+}
+
+struct Peaks {
+  PerGroup groups;
+  float largest;
+  bool whole_groups_finite;
+};
+
+// NaN is passed over: the sum reports it.
+template <class T>
+inline Peaks peaks_of(const Groups<T>& z) {
+  Floats parts[kGroups], least = broadcast(kInf);
+  const auto one = [&](int g, const T* group) {
+    Floats top = broadcast(-kInf);
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats v = load(group + i * kWidth);
+      top = max(v, top);
+      if (g < z.whole) least = min(v, least);
+    }
+    parts[g] = top;
+  };
+  for (int g = 0; g < z.whole; ++g) one(g, z.begin + g * kGroup);
+  if (z.whole < z.count) one(z.whole, z.last);
+  for (int g = z.count; g < kGroups; ++g) parts[g] = broadcast(-kInf);
+  const PerGroup groups(parts, [](Floats a, Floats b) { return max(a, b); });
+  return {groups, groups.largest(), !any((Bits)(least == broadcast(-kInf)))};
+}
+
+template <class T>
+inline bool has_nan(const Groups<T>& z) {
+  Bits nan{};
+  for (int g = 0; g < z.count; ++g)
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats v = load(z[g] + i * kWidth);
+      nan |= (Bits)(v != v);
+    }
+  return any(nan);
+}
+
+template <class T>
+inline int finite_count(const Groups<T>& z) {
+  int count = 0;
+  for (int g = 0; g < z.count; ++g)
+    for (int i = 0; i < kVectors; ++i)
+      count += __builtin_popcount(mask_of(load(z[g] + i * kWidth) > broadcast(-kInf)));
+  return count;
+}
+
+// Masses of the groups relative to the split's maximum, and the sum of e * d.
+template <class T, bool kEntropy>
+inline PerGroup masses_of(const Groups<T>& z, float top, const ScaledExp& exp, int64_t ahead, double& weighted) {
+  const Floats top_z = broadcast(top);
+  Floats parts[kGroups], products[kVectors] = {};
+  const auto one = [&](int g, const T* group) {
+    Floats e[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats d = exp.cut(load(group + i * kWidth) - top_z);
+      e[i] = exp(d);
+      if constexpr (kEntropy) products[i] = fma(e[i], d, products[i]);
+    }
+    for (int half = kVectors / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) e[i] += e[i + half];
+    parts[g] = e[0];
+  };
+  for (int g = 0; g < z.whole; ++g) {
+    // the next split streams in while this one is computed
+    for (unsigned line = 0; line < kGroup * sizeof(T); line += 64)
+      prefetch(reinterpret_cast<const char*>(z.begin + g * kGroup + ahead) + line);
+    one(g, z.begin + g * kGroup);
+  }
+  if (z.whole < z.count) one(z.whole, z.last);
+  for (int g = z.count; g < kGroups; ++g) parts[g] = Floats{};
+  if constexpr (kEntropy) {
+    for (int half = kVectors / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) products[i] += products[i + half];
+    weighted = total(products[0]);
+  }
+  return PerGroup(parts, [](Floats a, Floats b) { return a + b; });
+}
+
+inline double sum_of(const PerGroup& masses) {
+  double sum = 0;
+  for (int j = 0; j < kGroups / kWidth; ++j) sum += total(masses.v[j]);
+  return sum;
+}
+
+// Mean of the finite values and the sum of their squared deviations, in two looks.
+template <class T>
+inline void moments_of(const Groups<T>& z, int count, double& mean, double& squares) {
+  double sum = 0;
+  squares = mean = 0;
+  if (count == 0) return;
+  for (int g = 0; g < z.count; ++g) {
+    Floats part = {};
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats v = load(z[g] + i * kWidth);
+      part += v > broadcast(-kInf) ? v : Floats{};
+    }
+    sum += total(part);
+  }
+  mean = sum / count;
+  const Floats middle = broadcast(static_cast<float>(mean));
+  double off = 0;
+  for (int g = 0; g < z.count; ++g) {
+    Floats part = {}, deviation = {};
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats v = load(z[g] + i * kWidth), d = v > broadcast(-kInf) ? v - middle : Floats{};
+      deviation += d;
+      part = fma(d, d, part);
+    }
+    squares += total(part);
+    off += total(deviation);
+  }
+  mean = static_cast<double>(middle[0]) + off / count;  // what rounding the middle left out
+  squares -= off * off / count;
+}
+
+// What a row draws with.
+struct RowStream {
+  uint32_t gumbel, group[2], member[2];
+
+  RowStream(const SamplingInputs& in, int64_t row) {
+    const int64_t seed = in.seeds[row], position = in.positions[row];
+    gumbel = stream_prefix(kGumbelDomain, seed, position);
+    group[0] = stream_prefix(kGroupDomain.high, seed, position);
+    group[1] = stream_prefix(kGroupDomain.low, seed, position);
+    member[0] = stream_prefix(kMemberDomain.high, seed, position);
+    member[1] = stream_prefix(kMemberDomain.low, seed, position);
+  }
+};
+
+inline Bits iota(uint32_t first) {
+  Bits b;
+  for (int i = 0; i < kWidth; ++i) b[i] = first + static_cast<uint32_t>(i);
+  return b;
+}
+inline Bits broadcast_bits(uint32_t x) { return x - Bits{}; }
+
+inline Floats exponential(Floats u) {
+  const Floats far = -log(max(1.0f - u, broadcast(0x1p-24f)));
+  return u < broadcast(0.25f) ? stream_series(u) : far;
+}
+
+// The winner among tokens so far by d / T + noise, the noise being a Gumbel variable of each token.
+struct Gumbel {
+  uint32_t prefix;
+  float temperature, best = -kInf;
+  Floats bound = broadcast(kInf);
+  int64_t token = -1;
+
+  Gumbel(uint32_t stream, float t) : prefix(stream), temperature(t) {}
+
+  // Of tokens from `first` on, those whose e = exp(d / T) is not 0. Taking logarithms only where u <= e / exp(best), with some
+  // room for rounding, drops none that could win: -log(1 - u) >= u.
+  void look(Floats d, Floats e, int64_t first) {
+    const Bits word = stream_word(broadcast_bits(prefix), iota(static_cast<uint32_t>(first)));
+    const Floats high = __builtin_convertvector((Ints)(word >> 16), Floats);
+    const Floats low = __builtin_convertvector((Ints)(word & 0xffffu), Floats);
+    const Floats u = high * 0x1p-16f + (low + 0.5f) * 0x1p-32f;
+    unsigned mask = mask_of(u <= e * bound);
+    if (mask == 0) return;
+    const Floats key = d / broadcast(temperature) - log(exponential(u));
+    bool better = false;
+    for (; mask != 0; mask &= mask - 1) {
+      const int lane = __builtin_ctz(mask);
+      if (key[lane] > best) {
+        best = key[lane];
+        token = first + lane;
+        better = true;
+      }
+    }
+    if (better) bound = broadcast(std::exp(-best) * 1.001f);
+  }
+};
+
+struct Draw {
+  double key = -std::numeric_limits<double>::infinity();
+  int token = -1;  // in the split
+};
+
+template <class T>
+inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, float temperature, uint32_t prefix,
+                        int64_t first) {
+  Gumbel winner(prefix, temperature);
+  const Floats top_z = broadcast(top);
+  for (int g = 0; g < z.count; ++g)
+    for (int i = 0; i < kVectors; ++i) {
+      const Floats d = exp.cut(load(z[g] + i * kWidth) - top_z);
+      winner.look(d, exp(d), first + g * kGroup + i * kWidth);
+    }
+  if (winner.token < 0) return {};
+  return {winner.best, static_cast<int>(winner.token - first)};
+}
+
+// One exponential for each group: its best noisy logit is log(mass) - log(exponential). Then one integer draw inside.
+template <class T>
+inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const ScaledExp& exp,
+                         const RowStream& stream, uint32_t first_group) {
+  Floats keys[kGroups / kWidth];
+  for (int j = 0; j < kGroups / kWidth; ++j) {
+    const Bits id = iota(first_group + static_cast<uint32_t>(j * kWidth));
+    const Floats high = __builtin_convertvector(stream_word(broadcast_bits(stream.group[0]), id), Floats);
+    const Floats low = __builtin_convertvector(stream_word(broadcast_bits(stream.group[1]), id), Floats);
+    keys[j] = log(masses.v[j]) - log(exponential(high * 0x1p-32f + (low + 0.5f) * 0x1p-64f));
+  }
+  float best = -kInf;
+  for (const Floats& k : keys) best = std::fmax(best, largest(k));
+  int group = 0;
+  for (int j = kGroups / kWidth; j-- > 0;)
+    if (const unsigned mask = mask_of(keys[j] == broadcast(best))) group = j * kWidth + __builtin_ctz(mask);
+
+  alignas(64) float e[kGroup];
+  alignas(64) int64_t mass[kGroup];
+  const Floats top = broadcast(group_max.values()[group]);
+  for (int i = 0; i < kVectors; ++i) store(e + i * kWidth, exp(exp.cut(load(z[group] + i * kWidth) - top)));
+  int64_t sum = 0;
+  for (int i = 0; i < kGroup; ++i) mass[i] = stream_mass(e[i]);
+  for (int i = 0; i < kGroup; ++i) sum += mass[i];
+  const uint32_t id = first_group + static_cast<uint32_t>(group);
+  int64_t left = stream_below(stream_word(stream.member[0], id), stream_word(stream.member[1], id), sum);
+  int token = 0;
+  while (token < kGroup - 1 && left >= mass[token]) left -= mass[token++];
+  return {best, group * kGroup + token};
+}
+
+}  // namespace
+}  // namespace rlkernel::cpu::RLKERNEL_ISA

@@ -1,0 +1,133 @@
+"""``sampling`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device.
+
+Also its two kernels one by one: ``sample_linear`` takes the statistics of its tiles, ``logprob`` those of a
+filtered row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.native import kernels_for, launch
+from rlkernel.types import SampleStats, Sampling
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
+SPLIT, GROUP, RECORD = 4096, 64, 13  # rlkernel::kSamplingSplit, kSamplingGroup, kRecord
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    reasons = []
+    for name, x in zip(("logits", "adjusted"), tensors, strict=False):
+        if x.dtype not in DTYPES:
+            dtype = str(x.dtype).removeprefix("torch.")
+            reasons.append(f"{name} must be fp16, bf16 or fp32, got {dtype}")
+        if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+            reasons.append(f"the last stride of {name} must be 1, got {x.stride(-1)}")
+    kernels = kernels_for(tensors[0].device)
+    return [*reasons, kernels] if isinstance(kernels, str) else reasons
+
+
+def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> SampleStats:
+    rows, vocab = logits.shape
+    device = logits.device
+    partials = torch.empty(rows, -(-vocab // SPLIT), RECORD, dtype=torch.float64, device=device)
+    group_max = None
+    if sampling.rank or sampling.may_filter(vocab):
+        group_max = torch.empty(rows, -(-vocab // GROUP), dtype=torch.float32, device=device)
+    tile_statistics(logits, adjusted, 0, vocab, sampling, partials, group_max)
+    return finish(logits, adjusted, vocab, sampling, partials, group_max)
+
+
+def tile_statistics(
+    tile: Tensor,
+    adjusted: Tensor | None,
+    vocab_start: int,
+    vocab: int,
+    sampling: Sampling,
+    partials: Tensor,
+    group_max: Tensor | None,
+) -> None:
+    """Leave in ``partials`` and ``group_max``, which are those of all ``vocab`` tokens, what the ``tile``
+    [B, Vt] of the tokens from ``vocab_start`` on says.  ``vocab_start`` is a multiple of the split."""
+    if tile.numel():
+        arguments = _inputs(tile, tile.shape[1], adjusted, vocab_start, vocab, sampling, partials, group_max)
+        launch("sampling_statistics", tile.device, *arguments)
+
+
+def finish(
+    logits: Tensor | None,
+    adjusted: Tensor | None,
+    vocab: int,
+    sampling: Sampling,
+    partials: Tensor,
+    group_max: Tensor | None,
+) -> SampleStats:
+    """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] and ``group_max`` may be
+    None where no row can be filtered and no rank is wanted."""
+    rows, device = len(partials), partials.device
+
+    def empty(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, dtype=dtype, device=device)
+
+    stats = SampleStats(
+        token_ids=empty(torch.int64),
+        raw_logprobs=empty() if sampling.raw else None,
+        tempered_logprobs=empty(),
+        processed_logprobs=empty(),
+        kept_mass=empty(),
+        kept_count=empty(torch.int64),
+        entropy=empty() if sampling.entropy else None,
+        rank=empty(torch.int64) if sampling.rank else None,
+        support=_support(rows, sampling.support, device),
+        valid=empty(torch.bool),
+        row_max=empty(),
+        log_sum=empty(),
+    )
+    if rows == 0:
+        return stats
+    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
+    *results, valid, row_max, log_sum = map(_address, stats)
+    outputs = (*results, sampling.support, valid, row_max, log_sum, 0, 0)
+    launch("sampling_finish", device, *arguments, *outputs)
+    return stats
+
+
+def _support(rows: int, size: int, device: torch.device) -> Tensor | None:
+    return torch.empty(rows, size, dtype=torch.int32, device=device) if size else None
+
+
+def _inputs(
+    logits: Tensor | None,
+    tile_vocab: int,
+    adjusted: Tensor | None,
+    vocab_start: int,
+    vocab: int,
+    sampling: Sampling,
+    partials: Tensor,
+    group_max: Tensor | None,
+) -> tuple[Any, ...]:
+    """The fields of SamplingInputs, in order."""
+    bitmask, top_k = sampling.token_bitmask, sampling.top_k
+    if not isinstance(top_k, Tensor):
+        top_k = min(top_k, vocab)  # a number of any size is one
+    per_row = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.top_n_sigma)
+    return (
+        _address(logits), 0 if logits is None else DTYPES[logits.dtype], len(partials), _stride(logits),
+        tile_vocab, vocab_start, vocab, _address(adjusted), _stride(adjusted), _address(bitmask),
+        _stride(bitmask), *(field for x in per_row for field in _per_row(x)), _address(sampling.seeds),
+        _address(sampling.positions), _address(sampling.token_ids), _address(sampling.skip), sampling.joint,
+        sampling.gumbel, sampling.raw, sampling.entropy, sampling.may_use_sigma, partials.data_ptr(),
+        _address(group_max),
+    )  # fmt: skip
+
+
+def _per_row(x: float | Tensor) -> tuple[int, float]:
+    return (x.data_ptr(), 0) if isinstance(x, Tensor) else (0, x)
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
