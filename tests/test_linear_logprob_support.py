@@ -217,6 +217,7 @@ def test_sums_in_order_as_a_gpu_takes_them(dtype):
 def test_gradcheck():
     inputs = make_inputs(4, 3, 9, dtype=torch.float64, ignored=0.3)
     support = supports(inputs["target_ids"], 9, (4, 0, 1))
+    leaves = [inputs["hidden"], inputs["weight"], torch.rand(9).double()]
     with rlkernel.use_backend("reference"):
         assert torch.autograd.gradcheck(
             lambda h, w, b: tuple(
@@ -225,7 +226,7 @@ def test_gradcheck():
                     return_entropy=True, **support,
                 )
             ),
-            (*(inputs[k].requires_grad_() for k in ("hidden", "weight")), torch.rand(9).double().requires_grad_()),
+            [x.requires_grad_() for x in leaves],
         )  # fmt: skip
 
 
@@ -247,7 +248,9 @@ def test_compiles_as_one_graph(frozen):
     hidden, weight, target_ids = inputs.values()
 
     def loss(h, w):
-        out = rlkernel.linear_logprob(h * 2, w, target_ids, temperature=0.8, return_entropy=not frozen, **support)
+        out = rlkernel.linear_logprob(
+            h * 2, w, target_ids, temperature=0.8, return_entropy=not frozen, **support
+        )
         return sum((o * g).sum() for o, g in zip(out, upstream, strict=True) if o is not None)
 
     grads = []

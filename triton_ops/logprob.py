@@ -85,8 +85,8 @@ def support_forward(
     options = ignore_index, support_ids, values, gathered
     _support_forward(logits, target_ids, temperature, support_offsets, stats, *options)
     if not gathered:
-        options = target_ids, temperature, ignore_index, support_offsets
-        stats = whole_rows.filled(sampling.forward, stats, logits, *options)
+        row = target_ids, temperature, ignore_index, support_offsets
+        stats = whole_rows.filled(sampling.forward, stats, logits, *row)
     return *stats, values
 
 
@@ -144,10 +144,11 @@ def support_backward(
         size = target_ids[0].numel()
         for i in range(len(target_ids)):
             offsets = support_offsets[i * size : (i + 1) * size + 1]
-            stats = (_at(x, i) for x in (logprobs, entropy, row_max, log_sum, out))
-            grads = (_at(x, i) for x in (grad_logprobs, grad_entropy, grad_lse))
-            row = target_ids[i], _at(temperature, i), ignore_index, support_ids, offsets
-            support_backward(*grads, values, *row, *stats)
+            support_backward(
+                _at(grad_logprobs, i), _at(grad_entropy, i), _at(grad_lse, i), values, target_ids[i],
+                _at(temperature, i), ignore_index, support_ids, offsets, logprobs[i], _at(entropy, i),
+                row_max[i], log_sum[i], out[i],
+            )  # fmt: skip
         return out
     rows, inner, (strides,) = layout
     if rows:

@@ -1,7 +1,7 @@
 """The Triton kernels of ``logprob`` over supports: a program takes the tokens that one row keeps.
 
-With d the distances of their logits to the largest, ``m = round(2**40 * exp(d / T))`` are integers, whose sums
-have no order: a row's bits are those of ``sampling``, whatever the order of the ids and the layout that
+With d the distances of their logits to the largest, ``m = round(2**40 * exp(d / T))`` are integers, whose
+sums have no order: a row's bits are those of ``sampling``, whatever the order of the ids and the layout that
 Triton picks.
 """
 
@@ -15,7 +15,7 @@ EXACT = tl.constexpr(2.0**23)  # from here on every float is an integer
 
 @triton.jit
 def mass_of(e):
-    """The nearest integer of ``2**40 * e``, ties to even: the scaling is exact, and so is the sum's rounding."""
+    """The nearest integer of ``2**40 * e``, ties to even; the scaling is exact."""
     x = e * FIXED_POINT
     size = tl.abs(x)
     rounded = (size + EXACT) - EXACT

@@ -27,14 +27,14 @@ def linear_logprob(
     need_direction: bool,
     keep: bool,
     support: Support,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     """Logprobs, entropy and lse of ``rlkernel.linear_logprob`` with a support; all is checked and flat."""
     if torch.compiler.is_compiling():
-        options = return_entropy, algorithm, need_direction
-        every = _op(hidden, weight, head.bias, target_ids, *whole._scalars(head), *options, *support)
+        choices = return_entropy, algorithm, need_direction
+        every = _op(hidden, weight, head.bias, target_ids, *whole._scalars(head), *choices, *support)
         return every[:3]
     options = head, return_entropy, algorithm, need_direction, keep, support
-    return _LinearLogprob.apply(hidden, weight, head.bias, target_ids, *options)  # type: ignore[no-any-return]
+    return _LinearLogprob.apply(hidden, weight, head.bias, target_ids, *options)
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -72,7 +72,7 @@ class _LinearLogprob(torch.autograd.Function):
         head = ctx.head._replace(bias=bias)
         if per_row is not None:
             head = head._replace(temperature=per_row)
-        rows = saved[0], *saved[2:5], tuple(saved[5:]), u
+        rows = (saved[0], *saved[2:5]), saved[5:], u
         needs = ctx.needs_input_grad[:3]
         result = _backward(ctx.impls, grads, hidden, weight, target_ids, head, rows, (ids, offsets), needs)
         return *result, *(None,) * 7
@@ -109,7 +109,7 @@ def _forward(
         row = target_ids, head.temperature, head.ignore_index, return_entropy
         *stats, _ = impls[1].support_forward(support_products.capped(u, head), *row, *support, True)
     _validate.healthy("hidden", stats[2])
-    return of_whole, tuple(stats), u  # type: ignore[return-value]
+    return of_whole, tuple(stats), u
 
 
 def _merged(
@@ -133,12 +133,12 @@ def _backward(
     needs: tuple[bool, bool, bool],
 ) -> LinearGrads:
     """``saved``: entropy, row_max, log_sum and direction of the whole rows; statistics of the others; u."""
-    *of_whole, (logprobs, entropy, _, row_max, log_sum), u = saved
+    (h, m, s, direction), (logprobs, entropy, _, row_max, log_sum), u = saved
     filtered = support[1][1:] > support[1][:-1]
-    upstream = tuple(None if g is None else g.to(row_max.dtype).contiguous() for g in grads)
-    of_rest = tuple(None if g is None else torch.where(filtered, 0, g) for g in upstream)
+    upstream = [None if g is None else g.to(row_max.dtype).contiguous() for g in grads]
+    a, b, c = (None if g is None else torch.where(filtered, 0, g) for g in upstream)
     whole_ids = without_support(target_ids, support[1], head.ignore_index)
-    result = whole._backward(impls[0], of_rest, hidden, weight, whole_ids, head, *of_whole, needs)  # type: ignore[arg-type]
+    result = whole._backward(impls[0], (a, b, c), hidden, weight, whole_ids, head, h, m, s, direction, needs)
     with torch.autocast(hidden.device.type, enabled=False):
         row = target_ids, head.temperature, head.ignore_index
         stats = logprobs, entropy, row_max, log_sum
@@ -227,7 +227,7 @@ def _op_backward(
     if grad_entropy is None:
         entropy_of_whole = entropy = None  # type: ignore[assignment]
     of_whole = entropy_of_whole, row_max, log_sum, direction if need_direction else None
-    rows = *of_whole, (logprobs, entropy, *rest), u
+    rows = of_whole, (logprobs, entropy, *rest), u
     upstream = grad_logprobs, grad_entropy, grad_lse
     grads = _backward(impls, upstream, hidden, weight, target_ids, head, rows, support, tuple(needs))  # type: ignore[arg-type]
     return tuple(row_max.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]

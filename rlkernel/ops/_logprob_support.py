@@ -11,6 +11,9 @@ from rlkernel import dispatch
 from rlkernel.ops import _validate
 from rlkernel.types import LogprobOutput, RowGrads
 
+# logprobs, entropy, lse, row_max, log_sum, and the logits at the supports
+Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
+
 
 def logprob(
     logits: Tensor,
@@ -25,8 +28,8 @@ def logprob(
     """``rlkernel.logprob`` with a support; the arguments are checked already."""
     if torch.compiler.is_compiling():
         scalar, tensor = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
-        arguments = tensor, scalar, ignore_index, return_entropy, support_ids, support_offsets
-        logprobs, entropy, lse, *_ = _op(logits, target_ids, *arguments)
+        options = ignore_index, return_entropy, support_ids, support_offsets
+        logprobs, entropy, lse, *_ = _op(logits, target_ids, tensor, scalar, *options)
         return LogprobOutput(logprobs, entropy if return_entropy else None, lse)
     arguments = temperature, ignore_index, return_entropy, inplace_backward, support_ids, support_offsets
     return LogprobOutput(*_Logprob.apply(logits, target_ids, *arguments))
@@ -64,7 +67,9 @@ class _Logprob(torch.autograd.Function):
             # other users of the logits in this graph then raise instead of computing nonsense
             torch.autograd.graph.increment_version(logits)
         options = temperature, ctx.ignore_index, ids, offsets
-        return _backward(ctx.impl, grads, logits, target_ids, *options, *stats, ctx.inplace), *(None,) * 7
+        return _backward(ctx.impl, grads, logits, target_ids, *options, tuple(stats), ctx.inplace), *(
+            None,
+        ) * 7
 
 
 def _forward(
@@ -76,7 +81,7 @@ def _forward(
     return_entropy: bool,
     support_ids: Tensor,
     support_offsets: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+) -> Stats:
     _validate.values(target_ids, logits.shape[-1], temperature, ignore_index)
     options = temperature, ignore_index, return_entropy, support_ids, support_offsets, False
     stats = impl.support_forward(logits, target_ids, *options)
@@ -93,15 +98,11 @@ def _backward(
     ignore_index: int,
     support_ids: Tensor,
     support_offsets: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    lse: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    values: Tensor,
+    stats: Stats,
     inplace: bool,
 ) -> Tensor:
     """Whole rows by ``backward``, to which rows with a support are ignored ones: it leaves zeros there."""
+    logprobs, entropy, _, row_max, log_sum, values = stats
     upstream = [None if g is None else g.to(row_max.dtype).contiguous() for g in grads]
     whole_ids = without_support(target_ids, support_offsets, ignore_index)
     grad = impl.backward(
@@ -172,7 +173,7 @@ def _op_backward(
     impl = dispatch.pick("logprob", logits, target_ids)
     stats = logprobs, entropy, lse, row_max, log_sum, values
     options = t, ignore_index, support_ids, support_offsets
-    return _backward(impl, grads, logits, target_ids, *options, *stats, False)
+    return _backward(impl, grads, logits, target_ids, *options, stats, False)
 
 
 @_op_backward.register_fake

@@ -1,4 +1,4 @@
-"""The support of a filtered rollout, as ``logprob`` and ``linear_logprob`` take it: checked and normalised."""
+"""The support of a filtered rollout, as ``logprob`` takes it: checked and normalised."""
 
 import torch
 from torch import Tensor

@@ -161,7 +161,7 @@ def _call(
     if supported is not None:
         choices = head, return_entropy, algorithm, need_direction, keep, supported
         some = _linear_support.linear_logprob(flat, weight, ids, *choices)
-        outputs = (*some, *(None,) * len(NAMES))
+        outputs = (*some, *(ids for _ in NAMES))  # nobody asks for these
     elif torch.compiler.is_compiling():
         head_parts = _scalars(head)
         names = ",".join(statistics)

@@ -92,7 +92,8 @@ def support_forward(
     values = logits if gathered else logits.new_zeros(support_ids.shape)
     if not gathered and used.any():
         index = torch.unravel_index(row[used], shape) if shape else ()
-        values[used] = logits[(*index, support_ids[used].long())]
+        place = *index, support_ids[used].long()
+        values[used] = logits[place]
     row, y = row[used], values[used].to(torch.promote_types(logits.dtype, torch.float32))
     t = _per_row(temperature, y, n)
     row_max = y.new_full((n,), -torch.inf).scatter_reduce(0, row, y, "amax")
@@ -142,11 +143,10 @@ def support_backward(
     used &= (target_ids.reshape(-1) != ignore_index)[row.clamp(0, n - 1)] if n else used
     row, ids, y = row[used], support_ids[used].long(), values[used].to(row_max.dtype)
     t = _per_row(temperature, y, n)
-    flat = (None if x is None else x.reshape(-1)[row] for x in (logprobs, entropy, row_max, log_sum))
-    logprob, h, m, log_s = flat
+    logprob, m, log_s = (x.reshape(-1)[row] for x in (logprobs, row_max, log_sum))
     grads = (None if g is None else g.reshape(-1)[row] for g in (grad_logprobs, grad_entropy, grad_lse))
     g_logprob, g_entropy, g_lse = grads
-    logp = torch.where(y == -torch.inf, -torch.inf, y - m) / t[row] - log_s  # type: ignore[operator]
+    logp = torch.where(y == -torch.inf, -torch.inf, y - m) / t[row] - log_s
     p, grad = logp.exp(), torch.zeros_like(y)
     if g_logprob is not None:
         is_target = ids == target_ids.reshape(-1)[row]
@@ -155,13 +155,15 @@ def support_backward(
     if g_lse is not None:
         grad = grad + g_lse * p
     if g_entropy is not None:
-        grad = grad - g_entropy * torch.where(p == 0, 0, p * (logp + h))
+        assert entropy is not None
+        grad = grad - g_entropy * torch.where(p == 0, 0, p * (logp + entropy.reshape(-1)[row]))
     grad = grad / t[row]
     if out is None:
         return torch.zeros_like(values, dtype=row_max.dtype).masked_scatter_(used, grad)
     if len(row):
         index = torch.unravel_index(row, target_ids.shape) if target_ids.shape else ()
-        out[(*index, ids)] = grad.to(out.dtype)
+        place = *index, ids
+        out[place] = grad.to(out.dtype)
     return out
 
 
