@@ -194,10 +194,10 @@ uint64_t exchange(uint64_t value, int source_lane, int width, Site site) {
   return fiber.value;
 }
 
-uint64_t vote(bool value, Site site) {
+uint64_t vote(bool value, int width, Site site) {
   Fiber& fiber = Block::running_block->current();
   fiber.value = value;
-  fiber.width = RLKERNEL_WARP;
+  fiber.width = width;
   Block::running_block->wait(State::voting, site);
   return fiber.value;
 }

@@ -57,7 +57,7 @@ void* shared_memory(const void* site, size_t bytes);
 
 // All `width` lanes that `lane` belongs to must call them.
 uint64_t exchange(uint64_t value, int source_lane, int width, Site site);
-uint64_t vote(bool value, Site site);
+uint64_t vote(bool value, int width, Site site);
 
 // Throws std::runtime_error where threads wait for others that never come.
 void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
@@ -85,7 +85,14 @@ T shuffle_down(T value, int distance, int width, Site site = {__builtin_FILE(), 
   return shuffle(value, source / width == lane() / width ? source : lane(), width, site);
 }
 
-inline uint64_t ballot(bool value, Site site = {__builtin_FILE(), __builtin_LINE()}) { return vote(value, site); }
+template <class T>
+T shuffle_from(T value, int source, int width, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+  return shuffle(value, source, width, site);
+}
+
+inline uint64_t ballot(bool value, int width = RLKERNEL_WARP, Site site = {__builtin_FILE(), __builtin_LINE()}) {
+  return vote(value, width, site);
+}
 
 // Fibers of one CPU thread take turns, so a plain update is atomic.
 template <class T>
@@ -93,6 +100,11 @@ T atomic_add(T* address, T value) {
   const T before = *address;
   *address = before + value;
   return before;
+}
+
+template <class T>
+void atomic_min(T* address, T value) {
+  if (value < *address) *address = value;
 }
 
 }  // namespace rlkernel::emulation

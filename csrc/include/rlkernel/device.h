@@ -63,6 +63,55 @@ __device__ __forceinline__ T shuffle_down(T value, int distance) {
 #endif
 }
 
+// The value of lane `source` of the group. Every lane of the group of 32 must call it.
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int source) {
+#if defined(RLKERNEL_EMULATION)
+  return emulation::shuffle_from(value, source, kLanes);
+#elif defined(__HIP__)
+  return __shfl(value, source, kLanes);
+#else
+  return __shfl_sync(0xffffffffu, value, source, kLanes);
+#endif
+}
+
+// Bit i: what lane i of the group says. Every lane of the group of 32 must call it.
+__device__ __forceinline__ uint32_t ballot(bool value) {
+#if defined(RLKERNEL_EMULATION)
+  return static_cast<uint32_t>(emulation::ballot(value, kLanes));
+#elif defined(__HIP__)
+  return static_cast<uint32_t>(__ballot(value) >> (threadIdx.x & 32u));  // this half of the wavefront
+#else
+  return __ballot_sync(0xffffffffu, value);
+#endif
+}
+
+// The lowest bit that is set; there must be one.
+__device__ __forceinline__ int lowest_bit(uint32_t mask) {
+#if defined(RLKERNEL_EMULATION)
+  return __builtin_ctz(mask);
+#else
+  return __ffs(static_cast<int>(mask)) - 1;
+#endif
+}
+
+// Adds to a word of shared memory; what it held. Integers only: their sums do not depend on the order.
+__device__ __forceinline__ uint32_t atomic_add(uint32_t* address, uint32_t value) {
+#if defined(RLKERNEL_EMULATION)
+  return emulation::atomic_add(address, value);
+#else
+  return atomicAdd(address, value);
+#endif
+}
+
+__device__ __forceinline__ void atomic_min(int* address, int value) {
+#if defined(RLKERNEL_EMULATION)
+  emulation::atomic_min(address, value);
+#else
+  atomicMin(address, value);
+#endif
+}
+
 inline int launch_error() {
 #if defined(RLKERNEL_EMULATION)
   return 0;

@@ -1,0 +1,421 @@
+// Pass A of sampling: what 4096 tokens of a row have to say, in one read of them.
+//
+// Floor: V * sizeof(T) bytes a row and 104 written for each 4096 tokens, with a second read to come 4 for each 64 tokens more.
+// On an H100 a multiprocessor gets 14.5 bytes of the 3.35 TB/s a clock, 7.2 tokens of bf16, and issues 128 lanes: 17.7
+// instructions a token keep pace. A token costs convert, max, min (is any -inf?), subtract, multiply, 2^u, add: 7, and 3 more
+// for the raw sum where T is not 1. The rest is paid per thread: folding the groups' masses and maxima, one exponential for
+// each group, the sums and the winner, about 500 instructions. With 64 tokens a thread that is 8 a token, with 32 it would be
+// 14: hence 64 threads, of which as many vectors are in flight as a group has, so that after the fold each lane holds just one
+// group. 64 to 110 registers let 9 to 16 blocks share a multiprocessor: 74 KiB on their way, of which 12 KiB cover the latency.
+#pragma once
+
+#include "rlkernel/reduce.cuh"
+#include "rlkernel/sampling_row.cuh"
+
+namespace rlkernel::RLKERNEL_DEVICE {
+
+constexpr int kStatisticsThreads = 64, kStatisticsWarps = kStatisticsThreads / kLanes;
+
+struct Place {  // of a split
+  int64_t row;
+  int first, count;  // tokens, from the start of the tile
+  int64_t split;     // of the whole vocabulary
+};
+
+enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSums = 4 };
+enum SplitMoment : int { kSumApart = 0, kSumSquares = 1, kMoments = 2 };  // of z - max z
+
+// What a block's threads tell each other. Each member is written before a barrier and read after it, and not written again
+// until the next barrier but one: a block goes on to its next split without another.
+struct SplitShared {
+  float max[kStatisticsWarps];
+  int argmax;
+  double sums[kStatisticsWarps][kSums], moments[kStatisticsWarps][kMoments];
+  float best[kStatisticsWarps];
+  int winner[kStatisticsWarps];
+};
+
+// This thread's tokens, vector k of which starts at (k * threads + thread) * kSize of the split: one group lies in kVectors
+// consecutive threads. Behind the end: -inf.
+template <class T>
+struct Tokens {
+  static constexpr int kSize = kVector<T>, kVectors = kSplit / kStatisticsThreads / kSize;
+  static_assert(kVectors * kSize == kGroup, "a lane ends with one group");
+  float z[kVectors][kSize];
+
+  // Tokens from this thread's first on: a constant once the loop over k is unrolled, where all places would fill registers.
+  static __device__ __forceinline__ constexpr int step(int k) { return k * kStatisticsThreads * kSize; }
+  static __device__ __forceinline__ int start() { return static_cast<int>(threadIdx.x) * kSize; }
+  // The group of the split that this lane has after a fold over kVectors lanes.
+  static __device__ __forceinline__ int group() {
+    return static_cast<int>(threadIdx.x) % kVectors * (kStatisticsThreads / kVectors) + static_cast<int>(threadIdx.x) / kVectors;
+  }
+
+  template <int kAlign, bool kWhole>
+  __device__ __forceinline__ void read(const T* first, int count) {
+    Bytes16 bytes[kVectors], last = {};
+    const int whole = count / kSize * kSize, rest = count - start();
+    if (!kWhole && whole / kSize % kStatisticsThreads == static_cast<int>(threadIdx.x))
+      last = read_part(first + whole, count - whole);  // of one thread; all other vectors are whole or behind the end
+    const char* own = reinterpret_cast<const char*>(first + start());
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const bool inside = kWhole || step(k) + kSize <= rest;
+      bytes[k] = inside ? read_again<kAlign>(own + step(k) * sizeof(T)) : last;
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) z[k][i] = kWhole || step(k) + i < rest ? element<T>(bytes[k], i) : -infinity();
+  }
+
+  template <int kAlign>
+  __device__ __forceinline__ void read(const T* first, int count) {
+    if (count == kSplit) read<kAlign, true>(first, count);
+    else read<kAlign, false>(first, count);
+  }
+
+  __device__ __forceinline__ void read(const T* first, int count) {
+    const int align = alignment_of(first);
+    if (align == 16) read<16>(first, count);
+    else if (sizeof(T) == 4 || align == 4) read<4>(first, count);
+    else read<sizeof(T) == 2 ? 2 : 4>(first, count);
+  }
+};
+
+template <int kSize>
+__device__ __forceinline__ float tree_sum(float (&values)[kSize]) {
+#pragma unroll
+  for (int half = kSize / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  return values[0];
+}
+
+struct Wanted {
+  bool entropy, sigma;
+  bool other_x;  // x is z, but T is not 1: the sum over x is another
+};
+
+// The sums of a thread, with e = exp((z - center) / T); `masses` are its parts of the sums of kVectors groups. All sums of a
+// vector come from one z - center: kept for a second loop, 64 of them would not fit the registers.
+template <int kVectors, int kSize>
+__device__ __forceinline__ void add_up(const float (&z)[kVectors][kSize], float center, float scale, const Wanted& wanted,
+                                       float (&masses)[kVectors], double (&sums)[kSums], double (&moments)[kMoments]) {
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    float d[kSize], e[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      d[i] = z[k][i] - center;
+      e[i] = exp2_fast(d[i] * scale);
+    }
+    if (wanted.entropy) {
+      float weighted = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) weighted = fmaf(e[i], max_or_nan(d[i] * scale, kLowestPower), weighted);  // not 0 * -inf
+      sums[kSumWeighted] += static_cast<double>(weighted);
+    }
+    masses[k] = tree_sum(e);
+    sums[kSumOfZ] += static_cast<double>(masses[k]);
+    if (wanted.other_x) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) e[i] = exp2_fast(d[i] * kLog2E);
+      sums[kSumOfX] += static_cast<double>(tree_sum(e));
+    }
+    if (wanted.sigma) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const bool finite = z[k][i] > -infinity();
+        const double apart = finite ? static_cast<double>(z[k][i]) - static_cast<double>(center) : 0.0;
+        moments[kSumApart] += apart;
+        moments[kSumSquares] += apart * apart;
+      }
+    }
+  }
+}
+
+// Reads the split where z is not x. The logits as given are summed on the way: their maximum is another.
+template <class T>
+__device__ __forceinline__ Softmax read_adjusted(const SamplingInputs& in, const Place& at, Tokens<T>& tokens, bool& bad) {
+  constexpr int kSize = Tokens<T>::kSize;
+  const T* x = static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first;
+  const Logits<float> z(in, in.adjusted, in.adjusted_stride, at.row);
+  const int align = alignment_of(x), z_align = alignment_of(z.z + at.first);
+  Softmax given = nothing_seen();
+#pragma unroll
+  for (int k = 0; k < Tokens<T>::kVectors; ++k) {
+    const int place = Tokens<T>::start() + Tokens<T>::step(k), rest = at.count - place;
+    const Bytes16 bytes = read_vector(x + place, rest, align);
+    float own[kSize], peak = -infinity();
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      own[i] = i < rest ? element<T>(bytes, i) : -infinity();
+      bad = bad || !(own[i] < infinity());
+      peak = fmaxf(peak, own[i]);
+    }
+    if (in.raw) {
+      if (peak > given.max) given = raised(given, peak, kLog2E);
+      const float center = given.max == -infinity() ? 0.0f : given.max;
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum += exp2_fast((own[i] - center) * kLog2E);
+      given.sum += static_cast<double>(sum);
+    }
+    if (in.adjusted != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) {
+        const Bytes16 four = read_vector(z.z + at.first + place + i, rest - i, z_align);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) own[i + j] = i + j < rest ? from_bits(four.word[j]) : -infinity();
+      }
+    }
+    const uint32_t allowed = rest > 0 ? z.allowed(at.first + place) : ~0u;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) tokens.z[k][i] = (allowed >> i & 1u) != 0 ? own[i] : -infinity();
+  }
+  return given;
+}
+
+// The draw of a split, known by its first 32 lanes: the largest key and the id, within the split, of its group or token.
+struct Winner {
+  float key;
+  int id;  // -1: nothing to draw
+};
+
+__device__ __forceinline__ Winner better(Winner a, Winner b) {
+  const bool second = b.id >= 0 && (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id));
+  return second ? b : a;
+}
+
+__device__ __forceinline__ Winner reduce_lanes(Winner mine) {
+  const float best = reduce_lanes(mine.id >= 0 ? mine.key : -infinity(), Larger());
+  const int id = reduce_lanes(mine.id >= 0 && mine.key == best ? mine.id : kSplit, Least());
+  return {best, id < kSplit ? id : -1};
+}
+
+// By max-stability the best noisy logit of a group is log(mass) - log(E): one exponential E for its 64 tokens. mass / E has
+// the same order and needs no logarithm.
+__device__ __forceinline__ Winner draw_group(const SamplingInputs& in, const Place& at, float mass, int group) {
+  const int64_t seed = in.seeds[at.row], position = in.positions[at.row];
+  const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group);
+  const uint32_t high = stream_word(kGroupDomain.high, seed, position, offset);
+  const uint32_t low = stream_word(kGroupDomain.low, seed, position, offset);
+  const float exponential = stream_exponential(stream_uniform(high, low), [](float x) { return log_exact(x); });
+  return {mass / exponential, mass > 0.0f ? group : -1};
+}
+
+// A variable for each token. The tokens are read once more, from the nearest cache, and not kept in registers for it.
+template <class T>
+__device__ __forceinline__ Winner draw_token(const SamplingInputs& in, const Place& at, const Logits<T>& logits, float center,
+                                             float temperature) {
+  const uint32_t prefix = stream_prefix(kGumbelDomain, in.seeds[at.row], in.positions[at.row]);
+  Winner best = {-infinity(), -1};
+  for (int i = threadIdx.x; i < at.count; i += kStatisticsThreads) {
+    const float d = logits.at(at.first + i) - center;
+    if (!(d > -infinity())) continue;
+    const float key = d / temperature + gumbel_noise(prefix, static_cast<uint32_t>(at.split * kSplit + i));
+    if (best.id < 0 || key > best.key) best = {key, i};
+  }
+  return best;
+}
+
+__device__ __forceinline__ void write_token(const SamplingInputs& in, const Place& at, double key, int place, float z,
+                                            double* record) {
+  record[kKey] = key;
+  record[kToken] = static_cast<double>(at.split * kSplit + place);
+  record[kTokenZ] = static_cast<double>(z);
+  record[kTokenX] = static_cast<double>(logit_at(in, at.row, at.first + place));
+}
+
+// The first 32 lanes: a token of the group that won, by its integer masses.
+template <class T>
+__device__ __forceinline__ void draw_member(const SamplingInputs& in, const Place& at, const Logits<T>& logits, Winner group,
+                                            float scale, double* record) {
+  const int place = group.id * kGroup + 2 * static_cast<int>(threadIdx.x % kLanes);
+  const float first = place < at.count ? logits.at(at.first + place) : -infinity();
+  const float second = place + 1 < at.count ? logits.at(at.first + place + 1) : -infinity();
+  const float max = reduce_lanes(fmaxf(first, second), Larger());
+  const int64_t n = stream_mass(exp2_fast((first - max) * scale));
+  const int64_t both = n + stream_mass(exp2_fast((second - max) * scale));
+  const int64_t upto = running_sum(both), total = shuffle(upto, kLanes - 1);
+  const int64_t seed = in.seeds[at.row], position = in.positions[at.row];
+  const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group.id);
+  const int64_t t = stream_below(stream_word(kMemberDomain.high, seed, position, offset),
+                                 stream_word(kMemberDomain.low, seed, position, offset), total);
+  if (upto - both <= t && t < upto) {
+    const bool is_first = upto - both + n > t;
+    write_token(in, at, static_cast<double>(log_exact(group.key)), place + !is_first, is_first ? first : second, record);
+  }
+}
+
+// Mean and sum of squared distances from it. Of fp32 numbers in fp64, and relative to one of them: c being the largest,
+// (mean - c)^2 <= M2, so M2 + n * (mean - c)^2, from which M2 comes, is at most n + 1 times M2. That costs 12 of 53 bits.
+__device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsWarps][kMoments], float center, double finite,
+                                              double* record) {
+  double apart = parts[0][kSumApart], squares = parts[0][kSumSquares];
+#pragma unroll
+  for (int w = 1; w < kStatisticsWarps; ++w) {
+    apart += parts[w][kSumApart];
+    squares += parts[w][kSumSquares];
+  }
+  const double mean = finite > 0 ? apart / finite : 0.0, rest = squares - apart * mean;
+  record[kMean] = finite > 0 ? static_cast<double>(center) + mean : 0.0;
+  record[kM2] = rest > 0 ? rest : 0.0;
+}
+
+template <class T, bool kAdjusted>
+__device__ __forceinline__ void split_statistics(const SamplingInputs& in, const Place& at) {
+  constexpr int kVectors = Tokens<T>::kVectors;
+  RLKERNEL_SHARED(SplitShared, shared);
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int64_t splits = (in.whole_vocab + kSplit - 1) / kSplit;
+  double* const record = in.records + (at.row * splits + at.split) * kRecord;
+
+  Tokens<T> tokens;
+  Softmax given = nothing_seen();
+  bool bad = false;
+  if constexpr (kAdjusted) {
+    given = read_adjusted(in, at, tokens, bad);
+  } else {
+    tokens.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count);
+  }
+  const float asked = of_row(in.temperature, at.row), temperature = softmax_temperature(asked);
+  const float scale = power_scale(temperature);
+
+  float peaks[kVectors], own = -infinity(), least = infinity();
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    peaks[k] = -infinity();
+#pragma unroll
+    for (int i = 0; i < Tokens<T>::kSize; ++i) {
+      peaks[k] = fmaxf(peaks[k], tokens.z[k][i]);
+      least = fminf(least, tokens.z[k][i]);
+    }
+    own = fmaxf(own, peaks[k]);
+  }
+  if (in.group_max != nullptr) {
+    const float peak = fold<kVectors>(peaks, Larger());
+    const int64_t groups = (in.whole_vocab + kGroup - 1) / kGroup;
+    const int group = Tokens<T>::group();
+    if (group * kGroup < at.count) in.group_max[at.row * groups + at.split * (kSplit / kGroup) + group] = peak;
+  }
+  const float warp_max = reduce_lanes(own, Larger());
+  if (lane == 0) shared.max[warp] = warp_max;
+  if (threadIdx.x == 0) shared.argmax = kSplit;
+  __syncthreads();  // the warps' maxima are written
+  float max = shared.max[0];
+#pragma unroll
+  for (int w = 1; w < kStatisticsWarps; ++w) max = fmaxf(max, shared.max[w]);
+  if (own == max) {
+    int first = kSplit;
+#pragma unroll
+    for (int k = kVectors - 1; k >= 0; --k)
+#pragma unroll
+      for (int i = Tokens<T>::kSize - 1; i >= 0; --i) first = tokens.z[k][i] == max ? Tokens<T>::step(k) + i : first;
+    atomic_min(&shared.argmax, Tokens<T>::start() + first);
+  }
+
+  const float center = max == -infinity() ? 0.0f : max;  // -inf - -inf would be NaN
+  const Wanted wanted = {in.entropy, in.sigma, in.raw && !kAdjusted && temperature != 1.0f};
+  float masses[kVectors];
+  double sums[kSums] = {}, moments[kMoments] = {};
+  add_up(tokens.z, center, scale, wanted, masses, sums, moments);
+  if (bad) sums[kSumOfZ] = static_cast<double>(nan());
+  int finite = kVectors * Tokens<T>::kSize;
+  if (least == -infinity()) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+      for (int i = 0; i < Tokens<T>::kSize; ++i) finite -= tokens.z[k][i] == -infinity();
+  }
+  sums[kCountFinite] = static_cast<double>(finite);
+  if (kAdjusted && in.raw) given = reduce_block(given, kLog2E);
+
+  const bool draws = in.token_ids == nullptr && asked != 0.0f;
+  Winner winner = {-infinity(), -1};
+  if (draws) {
+    if (in.gumbel) {
+      const bool separate = kAdjusted && in.adjusted != nullptr;
+      winner = separate ? draw_token(in, at, Logits<float>(in, in.adjusted, in.adjusted_stride, at.row), center, temperature)
+                        : draw_token(in, at, Logits<T>(in, in.logits, in.row_stride, at.row), center, temperature);
+    } else {
+      winner = draw_group(in, at, fold<kVectors>(masses, Add()), Tokens<T>::group());
+    }
+    winner = reduce_lanes(winner);
+  }
+  const double sum = fold<kLanes>(sums, Add());
+  if (lane % (kLanes / kSums) == 0) shared.sums[warp][lane / (kLanes / kSums)] = sum;
+  if (in.sigma) {
+    const double moment = fold<kLanes>(moments, Add());
+    if (lane % (kLanes / kMoments) == 0) shared.moments[warp][lane / (kLanes / kMoments)] = moment;
+  }
+  if (lane == 0) {
+    shared.best[warp] = winner.key;
+    shared.winner[warp] = winner.id;
+  }
+  __syncthreads();  // the warps' sums and winners are written
+  if (warp != 0) return;
+
+  if (lane < kSums) {
+    double total = shared.sums[0][lane];
+#pragma unroll
+    for (int w = 1; w < kStatisticsWarps; ++w) total += shared.sums[w][lane];
+    if (lane == kSumOfZ) {
+      record[kMaxZ] = static_cast<double>(max);
+      record[kArgmax] = static_cast<double>(at.split * kSplit + shared.argmax);
+      record[kSumZ] = total;
+      record[kMaxX] = static_cast<double>(kAdjusted && in.raw ? given.max : max);
+      if (!wanted.other_x) record[kSumX] = kAdjusted && in.raw ? given.sum : total;
+    } else if (lane == kSumOfX) {
+      if (wanted.other_x) record[kSumX] = total;
+    } else if (lane == kSumWeighted) {
+      record[kWeighted] = total * static_cast<double>(kLn2);
+    } else {
+      record[kFinite] = total;
+      if (in.sigma) write_moments(shared.moments, center, total, record);
+    }
+  }
+#pragma unroll
+  for (int w = 1; w < kStatisticsWarps; ++w) winner = better(winner, {shared.best[w], shared.winner[w]});
+  const bool separate = kAdjusted && in.adjusted != nullptr;
+  const Logits<T> given_logits(in, in.logits, in.row_stride, at.row);
+  const Logits<float> adjusted(in, in.adjusted, in.adjusted_stride, at.row);
+  if (winner.id >= 0 && !in.gumbel) {
+    if (separate) draw_member(in, at, adjusted, winner, scale, record);
+    else draw_member(in, at, given_logits, winner, scale, record);
+  } else if (lane == 0) {
+    int place = winner.id;
+    double key = static_cast<double>(winner.key);
+    if (in.token_ids != nullptr) {
+      const int64_t forced = in.token_ids[at.row] - at.split * kSplit;
+      place = forced >= 0 && forced < at.count ? static_cast<int>(forced) : -1;
+      key = static_cast<double>(infinity());
+    } else if (asked == 0.0f) {
+      place = max > -infinity() ? shared.argmax : -1;
+      key = 0.0;
+    }
+    if (place >= 0) {
+      write_token(in, at, key, place, separate ? adjusted.at(at.first + place) : given_logits.at(at.first + place), record);
+    } else {
+      record[kKey] = static_cast<double>(-infinity());
+      record[kToken] = -1.0;
+      record[kTokenZ] = record[kTokenX] = static_cast<double>(nan());
+    }
+  }
+}
+
+template <class T, bool kAdjusted>
+__global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, kAdjusted ? 6 : 8)
+    statistics_kernel(SamplingInputs in) {
+  const int64_t splits = (in.vocab + kSplit - 1) / kSplit, places = in.rows * splits;
+  for (int64_t p = blockIdx.x; p < places; p += gridDim.x) {
+    // a division of 64 bits takes as long as ten tokens
+    const int64_t row = places >> 32 == 0 ? static_cast<uint32_t>(p) / static_cast<uint32_t>(splits) : p / splits;
+    if (in.skip != nullptr && in.skip[row]) continue;
+    const int first = static_cast<int>(p - row * splits) * kSplit, rest = static_cast<int>(in.vocab) - first;
+    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, in.vocab_start / kSplit + first / kSplit});
+  }
+}
+
+}  // namespace rlkernel::RLKERNEL_DEVICE
