@@ -8,9 +8,19 @@ Triton picks.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.logprob_kernels import FIXED_POINT, LN2, LOG2E, load_temperature
+from rlkernel.triton_ops.logprob_kernels import FIXED_POINT, LN2, LOG2E
 
 EXACT = tl.constexpr(2.0**23)  # from here on every float is an integer
+
+
+@triton.jit
+def fp32_temperature(temperatures, temperature, row):
+    """In fp64, by way of fp32, in which ``sampling`` takes it."""
+    if temperatures is not None:
+        t = tl.load(temperatures + row)
+    else:
+        t = tl.full((), temperature, tl.float32)
+    return t.to(tl.float64)
 
 
 @triton.jit
@@ -26,7 +36,7 @@ def mass_of(e):
 @triton.jit(do_not_specialize=["inner", "V", "ignore_index"])
 def support_forward_kernel(
     logits, inner: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, V,
-    target_ids, ignore_index: tl.int64, temperatures, temperature: tl.float32,  # fp32, as sampling takes it
+    target_ids, ignore_index: tl.int64, temperatures, temperature: tl.float32,
     ids, offsets, values, logprobs, entropy, lse, row_max, log_sum,
     GATHERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +80,7 @@ def support_forward_kernel(
     is_kept = tl.max(found, axis=0) > 0
     sound = (tl.max(bad, axis=0) == 0) & (m > float("-inf"))
     safe = tl.where(sound, m, 0.0)
-    t = load_temperature(temperatures, temperature, row)
+    t = fp32_temperature(temperatures, temperature, row)
     c = (1.0 / t * LOG2E).to(tl.float32)
     masses = tl.zeros((BLOCK,), tl.int64)
     weighted = tl.zeros((BLOCK,), tl.int64)
@@ -111,7 +121,7 @@ def support_backward_kernel(
     target = tl.load(target_ids + row)
     if (count <= 0) | (target == ignore_index):
         return
-    t = load_temperature(temperatures, temperature, row)
+    t = fp32_temperature(temperatures, temperature, row)
     m = tl.load(row_max + row)
     log_s = tl.load(log_sum + row).to(tl.float64)
     logprob = tl.load(logprobs + row).to(tl.float64)
