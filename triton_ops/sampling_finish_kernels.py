@@ -1,0 +1,303 @@
+"""Pass B of ``sampling``: one program puts the records of a row together, and reads again what a filter needs.
+
+What the statistics mean stands in rlkernel/reference/sampling.py.  A row without a filter is done after its
+records; of others only groups of 64 tokens that can matter are read.
+"""
+
+import triton
+import triton.language as tl
+
+from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero
+from rlkernel.triton_ops.sampling_kernels import (
+    FIXED_POINT,
+    GROUP,
+    RECORD,
+    load_entries,
+    load_scalar,
+    masses,
+    pair_sums,
+)
+from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise
+from rlkernel.triton_ops.sampling_select_kernels import (
+    BATCH,
+    NO_TOKEN,
+    UNLIMITED,
+    find_pivot,
+    is_kept,
+    kept_ties,
+    kth_group,
+    list_groups,
+    list_groups_from,
+    load_survivors,
+    survey,
+    tie_id,
+    token_at_mass,
+)
+
+
+@triton.jit
+def scaled_sum(maxima, sums, top, t, N: tl.constexpr):
+    """Sums relative to the maxima of their splits, together and relative to ``top``; in the order of splits."""
+    factor = tl.where(maxima == float("-inf"), 0.0, tl.exp((maxima - top) / t))
+    return tl.sum(pair_sums(sums * factor, N, N.bit_length() - 1))
+
+
+@triton.jit
+def standard_deviation(records, here, N: tl.constexpr):
+    """Of all finite z, from the number, mean and M2 of each split."""
+    count = tl.load(records + 4, mask=here, other=0.0)
+    mean = tl.load(records + 5, mask=here, other=0.0)
+    m2 = tl.load(records + 6, mask=here, other=0.0)
+    LEVELS: tl.constexpr = N.bit_length() - 1
+    total = tl.maximum(tl.sum(count), 1.0)  # whole numbers: any order
+    off = mean - tl.sum(pair_sums(mean * count, N, LEVELS)) / total
+    return tl.sqrt(tl.sum(pair_sums(m2 + off * off * count, N, LEVELS)) / total)
+
+
+@triton.jit
+def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, seed, position):
+    """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
+    best = tl.full((), float("-inf"), tl.float32)
+    winner = tl.full((), NO_TOKEN, tl.int32)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, tokens)
+        noisy = tl.where(is_kept(z, tokens, pivot, last), noisy, float("-inf"))
+        here = tl.max(noisy)
+        if here > best:
+            winner = tl.min(tl.where(noisy == here, tokens, NO_TOKEN))
+            best = here
+    return winner
+
+
+@triton.jit
+def select(
+    listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, t, c, k, k_on, p, p_on, cut,
+    JOINT: tl.constexpr, N: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """The kept set as ``(survivors, pivot, last id of its ties, count, mass)``."""
+    # a mass of less than half of 2**-40 is 0, and such a token in no nucleus
+    by_mass = tl.where(p_on, -41.5 / c, float("-inf"))
+    bound = tl.maximum(by_mass, cut)
+    if k_on:
+        bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
+    whole_mass = tl.full((), 0, tl.int64)
+    if JOINT:
+        if p_on:  # p counts the mass of all tokens
+            n = list_groups(listed, group_max, groups, top, by_mass, N)
+            whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
+    n = list_groups(listed, group_max, groups, top, bound, N)
+    count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
+    if not JOINT:
+        whole_mass = mass
+
+    pivot = lowest
+    last = tl.full((), NO_TOKEN, tl.int32)
+    most = tl.where(k_on, k, UNLIMITED)
+    cut_by_k = count > most
+    if p_on | cut_by_k:
+        limit = tl.full((), UNLIMITED, tl.int64)
+        n_from = count
+        # first, where p counts the mass of the first k tokens: which they are
+        phase = tl.where(p_on & cut_by_k, 0, 1)
+        if JOINT:
+            phase = tl.full((), 1, tl.int32)
+        while phase < 2:
+            if p_on & (phase == 1):
+                limit = tl.ceil(p.to(tl.float64) * whole_mass.to(tl.float64)).to(tl.int64)
+            pivot, n_from, n_above, m_above = find_pivot(
+                listed, n, x_ptr, adjusted, bitmask, V, top, c, most, limit, pivot, n_from, candidates, ROOM
+            )
+            ties, m = kept_ties(pivot, n_from, n_above, m_above, top, c, most, limit)
+            count = n_above + ties
+            mass = m_above + ties * m
+            whole_mass = tl.where(phase == 0, mass, whole_mass)
+            phase += 1
+        if count < n_from:
+            last = tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
+    return n, pivot, last, count, mass
+
+
+@triton.jit
+def write_support(
+    support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last, count, N: tl.constexpr
+):  # fmt: skip
+    """The kept ids in ascending order, -1 behind them; nothing but -1 where there are more than ``size``."""
+    fits = count <= size
+    used = tl.where(fits, count, 0)
+    for start in range(0, size, N):
+        i = start + tl.arange(0, N)
+        tl.store(support + i, tl.full((N,), -1, tl.int32), mask=(i >= used) & (i < size))
+    if fits & (count > 0):
+        written = tl.full((), 0, tl.int32)
+        for start in range(0, n, BATCH):
+            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+            keep = is_kept(z, tokens, pivot, last) & (z > float("-inf"))
+            keep = tl.reshape(keep.to(tl.int32), (BATCH * GROUP,))
+            place = written + tl.cumsum(keep, axis=0) - 1
+            tl.store(support + place, tl.reshape(tokens, (BATCH * GROUP,)), mask=keep != 0)
+            written += tl.sum(keep)
+
+
+@triton.jit
+def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
+    """1 + the number of tokens with a larger z, or the same and a lower id."""
+    n = list_groups_from(listed, group_max, groups, z_token, N)
+    rank = tl.full((), 1, tl.int64)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        before = (z > z_token) | ((z == z_token) & (tokens < token))
+        rank += tl.sum(before.to(tl.int32)).to(tl.int64)
+    return rank
+
+
+@triton.jit(do_not_specialize=["splits", "groups", "top_k", "support_size", "listed_size"])
+def finish_kernel(
+    logits, row_stride: tl.int64, adjusted, adjusted_stride: tl.int64, bitmask, bitmask_stride: tl.int64,
+    V, splits, groups, temperatures, temperature: tl.float32, top_ks, top_k: tl.int64,
+    top_ps, top_p: tl.float32, min_ps, min_p: tl.float32, sigmas, sigma: tl.float32,
+    seeds, positions, token_ids, skip, records, group_max,
+    token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
+    support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
+    listed, listed_size: tl.int64, candidates,
+    FILTER: tl.constexpr, JOINT: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if skip is not None:
+        if tl.load(skip + row):
+            return
+    t = load_scalar(temperatures, temperature, row).to(tl.float64)
+    greedy = t == 0.0
+    t = tl.where(greedy, 1.0, t)
+    c = (1.0 / t * LOG2E).to(tl.float32)
+
+    i = tl.arange(0, SPLITS)
+    here = i < splits
+    record = records + (row * splits + i) * RECORD
+    maxima = tl.load(record, mask=here, other=float("-inf"))
+    top64 = tl.max(maxima, axis=0)
+    top = top64.to(tl.float32)
+    safe = finite_or_zero(top64)
+    sums = tl.load(record + 2, mask=here, other=0.0)
+    s = scaled_sum(maxima, sums, safe, t, SPLITS)
+    finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int64)  # whole numbers: any order
+    valid = (s == s) & (finite > 0)
+    log_s = tl.log(s)
+    first_of_max = tl.where(maxima == top64, tl.load(record + 1, mask=here, other=0.0), V)
+    argmax = tl.min(first_of_max).to(tl.int64)
+
+    shift = (maxima - safe) / t
+    key = tl.load(record + 9, mask=here, other=float("-inf"))
+    score = tl.where((key == float("inf")) | (key == float("-inf")), key, key + shift)
+    best = tl.max(score, axis=0)
+    chosen = i == tl.min(tl.where(score == best, i, SPLITS - 1))
+    token = tl.sum(tl.where(chosen, tl.load(record + 10, mask=here, other=0.0), 0.0)).to(tl.int64)
+    z_token = tl.sum(tl.where(chosen, tl.load(record + 11, mask=here, other=0.0), 0.0)).to(tl.float32)
+    x_token = tl.sum(tl.where(chosen, tl.load(record + 12, mask=here, other=0.0), 0.0)).to(tl.float32)
+    outside = False
+    if token_ids is not None:
+        token = tl.load(token_ids + row)
+        outside = best != float("inf")
+        z_token = tl.where(outside, float("nan"), z_token)
+        x_token = tl.where(outside, float("nan"), x_token)
+
+    kept_count = tl.where(greedy, 1, finite)
+    kept_mass = tl.where(greedy, tl.exp(-log_s), 1.0)
+    log_kept = tl.full((), 0.0, tl.float64)
+    excluded = tl.full((), False, tl.int1)  # the token is not in the kept set
+    restricted = tl.full((), False, tl.int1)  # processed is not tempered
+    n = tl.full((), 0, tl.int32)
+    pivot = top
+    last = tl.full((), -1, tl.int32)
+    if FILTER:
+        k = load_scalar(top_ks, top_k, row).to(tl.int64)
+        p = load_scalar(top_ps, top_p, row)
+        least = load_scalar(min_ps, min_p, row)
+        width = load_scalar(sigmas, sigma, row)
+        k_on = (k >= 1) & (k < V)
+        p_on = p < 1.0
+        filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
+        if bitmask is not None:
+            bitmask += row * bitmask_stride
+            filtered = filtered | (finite < V)
+        if adjusted is not None:
+            adjusted += row * adjusted_stride
+        x_ptr = logits + row * row_stride
+        listed += row * listed_size
+        candidates += row * ROOM
+        group_max += row * groups
+        if filtered & valid & (not greedy):
+            cut = tl.full((), float("-inf"), tl.float32)
+            if least > 0.0:
+                cut = (t * tl.log(least.to(tl.float64))).to(tl.float32)
+            if width < float("inf"):
+                deviation = standard_deviation(record, here, SPLITS)
+                cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
+            n, pivot, last, kept_count, mass = select(
+                listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, t, c, k, k_on, p,
+                p_on, cut, JOINT, GROUPS, ROOM,
+            )  # fmt: skip
+            if kept_count < V:
+                restricted = tl.full((), True, tl.int1)
+                share = mass.to(tl.float64) * (1.0 / FIXED_POINT)
+                kept_mass = share / s
+                log_kept = tl.log(share)
+                excluded = not is_kept(z_token, token, pivot, last)
+                if token_ids is None:
+                    if excluded:  # one draw over what is kept
+                        seed, position = tl.load(seeds + row), tl.load(positions + row)
+                        if GUMBEL:
+                            token = noisiest(
+                                listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, seed, position
+                            ).to(tl.int64)
+                        else:
+                            zero = tl.full((), 0, tl.uint32)
+                            below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, seed, position, zero)
+                            token = token_at_mass(
+                                listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below
+                            ).to(tl.int64)
+                        x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
+                        excluded = tl.full((), False, tl.int1)
+
+    tempered = (z_token.to(tl.float64) - safe) / t - log_s
+    processed = tl.where(restricted, (z_token.to(tl.float64) - safe) / t - log_kept, tempered)
+    processed = tl.where(greedy, 0.0, processed)
+    excluded = excluded | (greedy & (token != argmax))
+    processed = tl.where(excluded, float("-inf"), processed)
+    if token_ids is not None:
+        processed = tl.where(outside, float("nan"), processed)
+
+    tl.store(valid_out + row, valid)
+    tl.store(token_out + row, tl.where(valid, token, -1))
+    tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
+    tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
+    tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
+    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0))
+    tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
+    tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    if raw_out is not None:
+        maxima_x = tl.load(record + 7, mask=here, other=float("-inf"))
+        top_x = finite_or_zero(tl.max(maxima_x, axis=0))
+        sum_x = scaled_sum(maxima_x, tl.load(record + 8, mask=here, other=0.0), top_x, 1.0, SPLITS)
+        raw = (x_token.to(tl.float64) - top_x) - tl.log(sum_x)
+        tl.store(raw_out + row, tl.where(valid, raw, float("nan")).to(tl.float32))
+    if entropy_out is not None:
+        weighted = tl.load(record + 3, mask=here, other=0.0)
+        weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
+        row_entropy = log_s - scaled_sum(maxima, weighted, safe, t, SPLITS) / s
+        tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
+    if support_out is not None:
+        # a greedy row is the set of its likeliest token
+        to_list = valid & (restricted | greedy)
+        write_support(
+            support_out + row * support_size, support_size, listed, n, x_ptr, adjusted, bitmask, V, pivot,
+            last, tl.where(valid & restricted, kept_count, 0), 256,
+        )  # fmt: skip
+    if rank_out is not None:
+        rank = tl.full((), 0, tl.int64)
+        if valid & (not outside):
+            rank = rank_of(
+                z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS
+            )
+        tl.store(rank_out + row, rank)
