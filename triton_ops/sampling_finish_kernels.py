@@ -119,24 +119,15 @@ def select(
 
 
 @triton.jit
-def write_support(
-    support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last, count, N: tl.constexpr
-):  # fmt: skip
-    """The kept ids in ascending order, -1 behind them; nothing but -1 where there are more than ``size``."""
-    fits = count <= size
-    used = tl.where(fits, count, 0)
-    for start in range(0, size, N):
-        i = start + tl.arange(0, N)
-        tl.store(support + i, tl.full((N,), -1, tl.int32), mask=(i >= used) & (i < size))
-    if fits & (count > 0):
-        written = tl.full((), 0, tl.int32)
-        for start in range(0, n, BATCH):
-            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-            keep = is_kept(z, tokens, pivot, last) & (z > float("-inf"))
-            keep = tl.reshape(keep.to(tl.int32), (BATCH * GROUP,))
-            place = written + tl.cumsum(keep, axis=0) - 1
-            tl.store(support + place, tl.reshape(tokens, (BATCH * GROUP,)), mask=keep != 0)
-            written += tl.sum(keep)
+def write_support(support, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
+    """The kept ids, ascending."""
+    written = tl.full((), 0, tl.int32)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        keep = tl.reshape(is_kept(z, tokens, pivot, last).to(tl.int32), (BATCH * GROUP,))
+        place = written + tl.cumsum(keep, axis=0) - 1
+        tl.store(support + place, tl.reshape(tokens, (BATCH * GROUP,)), mask=keep != 0)
+        written += tl.sum(keep)
 
 
 @triton.jit
@@ -151,7 +142,7 @@ def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask,
     return rank
 
 
-@triton.jit(do_not_specialize=["splits", "groups", "top_k", "support_size", "listed_size"])
+@triton.jit(do_not_specialize=["splits", "groups", "top_k", "support_size"])
 def finish_kernel(
     logits, row_stride: tl.int64, adjusted, adjusted_stride: tl.int64, bitmask, bitmask_stride: tl.int64,
     V, splits, groups, temperatures, temperature: tl.float32, top_ks, top_k: tl.int64,
@@ -159,7 +150,7 @@ def finish_kernel(
     seeds, positions, token_ids, skip, records, group_max,
     token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
     support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
-    listed, listed_size: tl.int64, candidates,
+    listed, candidates,
     FILTER: tl.constexpr, JOINT: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
     GROUPS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -210,6 +201,15 @@ def finish_kernel(
     n = tl.full((), 0, tl.int32)
     pivot = top
     last = tl.full((), -1, tl.int32)
+    x_ptr = logits
+    if FILTER or rank_out is not None:
+        x_ptr += row * row_stride
+        listed += row * groups
+        group_max += row * groups
+        if adjusted is not None:
+            adjusted += row * adjusted_stride
+        if bitmask is not None:
+            bitmask += row * bitmask_stride
     if FILTER:
         k = load_scalar(top_ks, top_k, row).to(tl.int64)
         p = load_scalar(top_ps, top_p, row)
@@ -219,14 +219,8 @@ def finish_kernel(
         p_on = p < 1.0
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:
-            bitmask += row * bitmask_stride
             filtered = filtered | (finite < V)
-        if adjusted is not None:
-            adjusted += row * adjusted_stride
-        x_ptr = logits + row * row_stride
-        listed += row * listed_size
         candidates += row * ROOM
-        group_max += row * groups
         if filtered & valid & (not greedy):
             cut = tl.full((), float("-inf"), tl.float32)
             if least > 0.0:
@@ -269,7 +263,9 @@ def finish_kernel(
         processed = tl.where(outside, float("nan"), processed)
 
     tl.store(valid_out + row, valid)
-    tl.store(token_out + row, tl.where(valid, token, -1))
+    if token_ids is None:
+        token = tl.where(valid, token, -1)
+    tl.store(token_out + row, token)
     tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
     tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
     tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
@@ -288,12 +284,17 @@ def finish_kernel(
         row_entropy = log_s - scaled_sum(maxima, weighted, safe, t, SPLITS) / s
         tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
     if support_out is not None:
-        # a greedy row is the set of its likeliest token
-        to_list = valid & (restricted | greedy)
-        write_support(
-            support_out + row * support_size, support_size, listed, n, x_ptr, adjusted, bitmask, V, pivot,
-            last, tl.where(valid & restricted, kept_count, 0), 256,
-        )  # fmt: skip
+        support_out += row * support_size
+        to_list = tl.where(valid & (restricted | greedy), kept_count, 0)
+        used = tl.where(to_list <= support_size, to_list, 0)
+        unused = tl.where(greedy, 0, used)  # a greedy row is the set of its likeliest token
+        for start in range(0, support_size, 256):
+            place = start + tl.arange(0, 256)
+            fill = tl.where(place < used, argmax, -1).to(tl.int32)
+            tl.store(support_out + place, fill, mask=(place >= unused) & (place < support_size))
+        if FILTER:
+            if restricted & (used > 0):
+                write_support(support_out, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
     if rank_out is not None:
         rank = tl.full((), 0, tl.int64)
         if valid & (not outside):
