@@ -127,7 +127,7 @@ def finish(
             *stats[:9], sampling.support, *stats[9:], listed, candidates,
             FILTER=filters, JOINT=sampling.joint, GUMBEL=sampling.gumbel,
             SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
-            GROUPS=max(64, min(4096, triton.next_power_of_2(groups))), ROOM=ROOM,
+            GROUPS=max(64, min(1024, triton.next_power_of_2(groups))), ROOM=ROOM,
             num_warps=8 if rereads else 1, enable_fp_fusion=False,
         )  # fmt: skip
     return stats
@@ -140,3 +140,42 @@ def _rows_of(x: Tensor | None) -> tuple[Tensor | None, int]:
 def _per_row(x: float | Tensor) -> tuple[Tensor | None, float]:
     """All numbers are fp32 in the kernels, one for all rows or one for each."""
     return (x, 1.0) if isinstance(x, Tensor) else (None, ctypes.c_float(x).value)
+
+
+def aot_cases() -> dict[str, Callable[[], object]]:
+    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
+
+    def run(
+        vocab: int, dtype: torch.dtype, adjusted: bool = False, masked: bool = False, **options: Any
+    ) -> None:
+        rows = torch.ones(2, dtype=torch.int64)
+        request: dict[str, Any] = {
+            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": float("inf"),
+            "seeds": rows, "positions": rows, "token_ids": None, "token_bitmask": None, "skip": None,
+            "joint": False, "gumbel": False, "raw": True, "entropy": False, "rank": False, "support": 0,
+        } | options  # fmt: skip
+        if masked:
+            request["token_bitmask"] = torch.zeros(2, triton.cdiv(vocab, 32), dtype=torch.int32)
+        z = torch.empty(2, vocab) if adjusted else None
+        forward(torch.empty(2, vocab, dtype=dtype), z, Sampling(**request))
+
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    rows = torch.ones(2)
+    everything: dict[str, Any] = {
+        "temperature": rows, "top_k": rows.to(torch.int64), "top_p": rows, "min_p": rows,
+        "top_n_sigma": rows, "skip": rows > 0, "entropy": True, "rank": True, "support": 512,
+    }  # fmt: skip
+    forced = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
+    return {
+        "bf16": lambda: run(151936, bf16),
+        "fp16 odd V": lambda: run(50257, fp16, temperature=rows, entropy=True),
+        "fp32 gumbel": lambda: run(151936, fp32, gumbel=True),
+        "bf16 forced rank": lambda: run(151936, bf16, **forced, rank=True, entropy=True),
+        "bf16 top-k top-p": lambda: run(151936, bf16, top_k=50, top_p=0.9, support=512),
+        "bf16 joint": lambda: run(151936, bf16, top_k=50, top_p=0.9, joint=True, raw=False),
+        "bf16 everything": lambda: run(151936, bf16, True, True, **everything),
+        "bf16 everything odd V": lambda: run(50257, bf16, True, True, **everything),
+        "fp32 everything gumbel joint": lambda: run(
+            151936, fp32, masked=True, **everything, gumbel=True, joint=True
+        ),
+    }

@@ -1,4 +1,4 @@
-"""Pass B of ``sampling``: one program puts the records of a row together, and reads again what a filter needs.
+"""Pass B of ``sampling``: one program puts a row's records together and reads again what a filter needs.
 
 What the statistics mean stands in rlkernel/reference/sampling.py.  A row without a filter is done after its
 records; of others only groups of 64 tokens that can matter are read.
@@ -7,17 +7,16 @@ records; of others only groups of 64 tokens that can matter are read.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero
+from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
     FIXED_POINT,
     GROUP,
     RECORD,
+    any_order_sum,
     load_entries,
     load_scalar,
-    masses,
-    pair_sums,
 )
-from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise
+from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise, stream_of
 from rlkernel.triton_ops.sampling_select_kernels import (
     BATCH,
     NO_TOKEN,
@@ -36,32 +35,30 @@ from rlkernel.triton_ops.sampling_select_kernels import (
 
 
 @triton.jit
-def scaled_sum(maxima, sums, top, t, N: tl.constexpr):
-    """Sums relative to the maxima of their splits, together and relative to ``top``; in the order of splits."""
-    factor = tl.where(maxima == float("-inf"), 0.0, tl.exp((maxima - top) / t))
-    return tl.sum(pair_sums(sums * factor, N, N.bit_length() - 1))
+def scales(maxima, top, per_t):
+    """``exp((maxima - top) / T)``, 0 for splits that hold nothing."""
+    return tl.where(maxima == float("-inf"), 0.0, tl.exp((maxima - top) * per_t))
 
 
 @triton.jit
-def standard_deviation(records, here, N: tl.constexpr):
+def standard_deviation(records, here):
     """Of all finite z, from the number, mean and M2 of each split."""
     count = tl.load(records + 4, mask=here, other=0.0)
     mean = tl.load(records + 5, mask=here, other=0.0)
     m2 = tl.load(records + 6, mask=here, other=0.0)
-    LEVELS: tl.constexpr = N.bit_length() - 1
     total = tl.maximum(tl.sum(count), 1.0)  # whole numbers: any order
-    off = mean - tl.sum(pair_sums(mean * count, N, LEVELS)) / total
-    return tl.sqrt(tl.sum(pair_sums(m2 + off * off * count, N, LEVELS)) / total)
+    off = mean - any_order_sum(mean * count) / total
+    return tl.sqrt(any_order_sum(m2 + off * off * count) / total)
 
 
 @triton.jit
-def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, seed, position):
+def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream):
     """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
     best = tl.full((), float("-inf"), tl.float32)
     winner = tl.full((), NO_TOKEN, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, tokens)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, tokens)
         noisy = tl.where(is_kept(z, tokens, pivot, last), noisy, float("-inf"))
         here = tl.max(noisy)
         if here > best:
@@ -72,20 +69,19 @@ def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, seed, 
 
 @triton.jit
 def select(
-    listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, t, c, k, k_on, p, p_on, cut,
+    listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on, cut,
     JOINT: tl.constexpr, N: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The kept set as ``(survivors, pivot, last id of its ties, count, mass)``."""
+    """``(survivors, pivot, last id of its ties, count, mass)`` of the kept set; k is V where it is off."""
     # a mass of less than half of 2**-40 is 0, and such a token in no nucleus
     by_mass = tl.where(p_on, -41.5 / c, float("-inf"))
     bound = tl.maximum(by_mass, cut)
-    if k_on:
+    if k < V:
         bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
     whole_mass = tl.full((), 0, tl.int64)
-    if JOINT:
-        if p_on:  # p counts the mass of all tokens
-            n = list_groups(listed, group_max, groups, top, by_mass, N)
-            whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
+    if JOINT and p_on:  # p counts the mass of all tokens
+        n = list_groups(listed, group_max, groups, top, by_mass, N)
+        whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
     n = list_groups(listed, group_max, groups, top, bound, N)
     count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
     if not JOINT:
@@ -93,11 +89,11 @@ def select(
 
     pivot = lowest
     last = tl.full((), NO_TOKEN, tl.int32)
-    most = tl.where(k_on, k, UNLIMITED)
-    cut_by_k = count > most
+    cut_by_k = count > k
     if p_on | cut_by_k:
         limit = tl.full((), UNLIMITED, tl.int64)
         n_from = count
+        ties = count
         # first, where p counts the mass of the first k tokens: which they are
         phase = tl.where(p_on & cut_by_k, 0, 1)
         if JOINT:
@@ -106,9 +102,9 @@ def select(
             if p_on & (phase == 1):
                 limit = tl.ceil(p.to(tl.float64) * whole_mass.to(tl.float64)).to(tl.int64)
             pivot, n_from, n_above, m_above = find_pivot(
-                listed, n, x_ptr, adjusted, bitmask, V, top, c, most, limit, pivot, n_from, candidates, ROOM
+                listed, n, x_ptr, adjusted, bitmask, V, top, c, k, limit, pivot, n_from, candidates, ROOM
             )
-            ties, m = kept_ties(pivot, n_from, n_above, m_above, top, c, most, limit)
+            ties, m = kept_ties(pivot, n_from, n_above, m_above, top, c, k, limit)
             count = n_above + ties
             mass = m_above + ties * m
             whole_mass = tl.where(phase == 0, mass, whole_mass)
@@ -155,13 +151,13 @@ def finish_kernel(
     GROUPS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if skip is not None:
-        if tl.load(skip + row):
-            return
+    if skip is not None and tl.load(skip + row):
+        return
     t = load_scalar(temperatures, temperature, row).to(tl.float64)
     greedy = t == 0.0
     t = tl.where(greedy, 1.0, t)
-    c = (1.0 / t * LOG2E).to(tl.float32)
+    per_t = 1.0 / t
+    c = (per_t * LOG2E).to(tl.float32)
 
     i = tl.arange(0, SPLITS)
     here = i < splits
@@ -171,30 +167,45 @@ def finish_kernel(
     top = top64.to(tl.float32)
     safe = finite_or_zero(top64)
     sums = tl.load(record + 2, mask=here, other=0.0)
-    s = scaled_sum(maxima, sums, safe, t, SPLITS)
-    finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int64)  # whole numbers: any order
-    valid = (s == s) & (finite > 0)
+    scale = scales(maxima, safe, per_t)
+    bad = tl.max((sums != sums).to(tl.int32)) > 0  # an integer cannot carry it
+    s = sum_lanes(sums * scale)
+    finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int32)  # whole numbers: any order
+    valid = (not bad) & (finite > 0)
     log_s = tl.log(s)
     first_of_max = tl.where(maxima == top64, tl.load(record + 1, mask=here, other=0.0), V)
-    argmax = tl.min(first_of_max).to(tl.int64)
+    argmax = tl.min(first_of_max).to(tl.int32)
 
-    shift = (maxima - safe) / t
+    shift = (maxima - safe) * per_t
     key = tl.load(record + 9, mask=here, other=float("-inf"))
     score = tl.where((key == float("inf")) | (key == float("-inf")), key, key + shift)
     best = tl.max(score, axis=0)
     chosen = i == tl.min(tl.where(score == best, i, SPLITS - 1))
-    token = tl.sum(tl.where(chosen, tl.load(record + 10, mask=here, other=0.0), 0.0)).to(tl.int64)
+    token = tl.sum(tl.where(chosen, tl.load(record + 10, mask=here, other=0.0), 0.0)).to(tl.int32)
     z_token = tl.sum(tl.where(chosen, tl.load(record + 11, mask=here, other=0.0), 0.0)).to(tl.float32)
     x_token = tl.sum(tl.where(chosen, tl.load(record + 12, mask=here, other=0.0), 0.0)).to(tl.float32)
     outside = False
     if token_ids is not None:
-        token = tl.load(token_ids + row)
         outside = best != float("inf")
         z_token = tl.where(outside, float("nan"), z_token)
         x_token = tl.where(outside, float("nan"), x_token)
 
+    # what no filter changes
+    tl.store(valid_out + row, valid)
+    tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
+    tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    if entropy_out is not None:
+        weighted = tl.load(record + 3, mask=here, other=0.0)
+        weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
+        row_entropy = log_s - sum_lanes(weighted * scale) / s
+        tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
+    if raw_out is not None:
+        maxima_x = tl.load(record + 7, mask=here, other=float("-inf"))
+        top_x = finite_or_zero(tl.max(maxima_x, axis=0))
+        sums_x = tl.load(record + 8, mask=here, other=0.0)
+        log_sum_x = tl.log(sum_lanes(sums_x * scales(maxima_x, top_x, 1.0)))
+
     kept_count = tl.where(greedy, 1, finite)
-    kept_mass = tl.where(greedy, tl.exp(-log_s), 1.0)
     log_kept = tl.full((), 0.0, tl.float64)
     excluded = tl.full((), False, tl.int1)  # the token is not in the kept set
     restricted = tl.full((), False, tl.int1)  # processed is not tempered
@@ -212,10 +223,11 @@ def finish_kernel(
             bitmask += row * bitmask_stride
     if FILTER:
         k = load_scalar(top_ks, top_k, row).to(tl.int64)
+        k_on = (k >= 1) & (k < V)
+        k = tl.where(k_on, k, V).to(tl.int32)
         p = load_scalar(top_ps, top_p, row)
         least = load_scalar(min_ps, min_p, row)
         width = load_scalar(sigmas, sigma, row)
-        k_on = (k >= 1) & (k < V)
         p_on = p < 1.0
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:
@@ -226,63 +238,50 @@ def finish_kernel(
             if least > 0.0:
                 cut = (t * tl.log(least.to(tl.float64))).to(tl.float32)
             if width < float("inf"):
-                deviation = standard_deviation(record, here, SPLITS)
+                deviation = standard_deviation(record, here)
                 cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
             n, pivot, last, kept_count, mass = select(
-                listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, t, c, k, k_on, p,
-                p_on, cut, JOINT, GROUPS, ROOM,
+                listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on,
+                cut, JOINT, GROUPS, ROOM,
             )  # fmt: skip
             if kept_count < V:
                 restricted = tl.full((), True, tl.int1)
-                share = mass.to(tl.float64) * (1.0 / FIXED_POINT)
-                kept_mass = share / s
-                log_kept = tl.log(share)
+                log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
                 excluded = not is_kept(z_token, token, pivot, last)
-                if token_ids is None:
-                    if excluded:  # one draw over what is kept
-                        seed, position = tl.load(seeds + row), tl.load(positions + row)
-                        if GUMBEL:
-                            token = noisiest(
-                                listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, seed, position
-                            ).to(tl.int64)
-                        else:
-                            zero = tl.full((), 0, tl.uint32)
-                            below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, seed, position, zero)
-                            token = token_at_mass(
-                                listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below
-                            ).to(tl.int64)
-                        x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
-                        excluded = tl.full((), False, tl.int1)
+                if token_ids is None and excluded:  # one draw over what is kept
+                    stream = stream_of(seeds, positions, row)
+                    if GUMBEL:
+                        token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream)
+                    else:
+                        zero = tl.full((), 0, tl.int32)
+                        below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, zero)
+                        token = token_at_mass(
+                            listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below
+                        )
+                    x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
+                    excluded = tl.full((), False, tl.int1)
 
-    tempered = (z_token.to(tl.float64) - safe) / t - log_s
-    processed = tl.where(restricted, (z_token.to(tl.float64) - safe) / t - log_kept, tempered)
+    above = (z_token.to(tl.float64) - top.to(tl.float64)) * per_t
+    tempered = above - log_s
+    processed = tl.where(restricted, above - log_kept, tempered)
     processed = tl.where(greedy, 0.0, processed)
     excluded = excluded | (greedy & (token != argmax))
     processed = tl.where(excluded, float("-inf"), processed)
     if token_ids is not None:
         processed = tl.where(outside, float("nan"), processed)
 
-    tl.store(valid_out + row, valid)
+    kept_mass = tl.where(restricted | greedy, tl.exp(log_kept - log_s), 1.0)
     if token_ids is None:
-        token = tl.where(valid, token, -1)
-    tl.store(token_out + row, token)
+        tl.store(token_out + row, tl.where(valid, token, -1).to(tl.int64))
+    else:
+        tl.store(token_out + row, tl.load(token_ids + row))
     tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
     tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
     tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
-    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0))
-    tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
-    tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0).to(tl.int64))
     if raw_out is not None:
-        maxima_x = tl.load(record + 7, mask=here, other=float("-inf"))
-        top_x = finite_or_zero(tl.max(maxima_x, axis=0))
-        sum_x = scaled_sum(maxima_x, tl.load(record + 8, mask=here, other=0.0), top_x, 1.0, SPLITS)
-        raw = (x_token.to(tl.float64) - top_x) - tl.log(sum_x)
+        raw = (x_token.to(tl.float64) - top_x) - log_sum_x
         tl.store(raw_out + row, tl.where(valid, raw, float("nan")).to(tl.float32))
-    if entropy_out is not None:
-        weighted = tl.load(record + 3, mask=here, other=0.0)
-        weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
-        row_entropy = log_s - scaled_sum(maxima, weighted, safe, t, SPLITS) / s
-        tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
     if support_out is not None:
         support_out += row * support_size
         to_list = tl.where(valid & (restricted | greedy), kept_count, 0)
@@ -292,13 +291,10 @@ def finish_kernel(
             place = start + tl.arange(0, 256)
             fill = tl.where(place < used, argmax, -1).to(tl.int32)
             tl.store(support_out + place, fill, mask=(place >= unused) & (place < support_size))
-        if FILTER:
-            if restricted & (used > 0):
-                write_support(support_out, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
+        if FILTER and restricted & (used > 0):
+            write_support(support_out, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
     if rank_out is not None:
         rank = tl.full((), 0, tl.int64)
         if valid & (not outside):
-            rank = rank_of(
-                z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS
-            )
+            rank = rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS)
         tl.store(rank_out + row, rank)

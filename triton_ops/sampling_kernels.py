@@ -22,6 +22,7 @@ from rlkernel.triton_ops.sampling_random import (
     draw_below,
     group_noise,
     gumbel_noise,
+    stream_of,
 )
 
 SPLIT = tl.constexpr(4096)
@@ -39,6 +40,14 @@ def pair_sums(x, N: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def any_order_sum(x):
+    """The sum of at most 4096 fp64 numbers, as multiples of 2**-50 of the largest: in any order the same."""
+    largest = tl.max(tl.abs(x))
+    unit = tl.where(largest > 0.0, largest, 1.0)
+    return tl.sum((x * (2.0**50 / unit)).to(tl.int64)).to(tl.float64) * (unit * 2.0**-50)
+
+
+@triton.jit
 def load_scalar(each, of_all, row):
     """The row's value of an argument that is a tensor or one number."""
     if each is not None:
@@ -50,7 +59,7 @@ def load_scalar(each, of_all, row):
 
 @triton.jit
 def masses(e):
-    """The nearest multiples of 2**-40 to e of [0, 1]; fp32 suffices: from 2**23 on all its numbers are whole."""
+    """e of [0, 1] in units of 2**-40, rounded to even; in fp32, whose numbers from 2**23 on are whole."""
     x = e * FIXED_POINT
     return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int64)
 
@@ -87,9 +96,8 @@ def statistics_kernel(
     SCATTERED: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tile_splits).to(tl.int64)
-    if skip is not None:
-        if tl.load(skip + row):
-            return
+    if skip is not None and tl.load(skip + row):
+        return
     start = (tl.program_id(0) % tile_splits) * SPLIT
     first = vocab_start + start
     split = (first // SPLIT).to(tl.int64)
@@ -141,17 +149,16 @@ def statistics_kernel(
         wide = z.to(tl.float64)
         known = z > float("-inf")
         count = tl.maximum(finite, 1).to(tl.float64)
-        mean = tl.sum(pair_sums(tl.where(known, wide, 0.0), SPLIT, 12)) / count
+        mean = any_order_sum(tl.where(known, wide, 0.0)) / count
         off = tl.where(known, wide - mean, 0.0)
-        m2 = tl.sum(pair_sums(off * off, SPLIT, 12))
+        m2 = any_order_sum(off * off)
     tl.store(record + 5, mean)
     tl.store(record + 6, m2)
     max_x = split_max
     total_x = total
-    if RAW:
-        if (adjusted is not None or bitmask is not None) or t != 1.0:
-            max_x = tl.max(tl.max(x, axis=1), axis=0)
-            total_x = exp_sum(x, finite_or_zero(max_x), LOG2E)[2]
+    if RAW and ((adjusted is not None or bitmask is not None) or t != 1.0):
+        max_x = tl.max(tl.max(x, axis=1), axis=0)
+        total_x = exp_sum(x, finite_or_zero(max_x), LOG2E)[2]
     tl.store(record + 7, max_x.to(tl.float64))
     tl.store(record + 8, total_x)
 
@@ -169,24 +176,24 @@ def statistics_kernel(
         column = tl.where(here, forced, start)
         key = tl.where(here, float("inf"), float("-inf"))
     elif GUMBEL:
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        stream = stream_of(seeds, positions, row)
         offsets = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, first + offsets)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, first + offsets)
         noisy = tl.where(z > float("-inf"), noisy, float("-inf"))
         best = tl.max(tl.max(noisy, axis=1), axis=0)
         column = start + tl.minimum(tl.min(tl.where(noisy == best, offsets, SPLIT)), SPLIT - 1)
         key = best
     else:
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        keys = tl.log(mass) + group_noise(seed, position, group_ids)
+        stream = stream_of(seeds, positions, row)
+        keys = tl.log(mass) + group_noise(stream, group_ids)
         key = tl.max(keys)
         group = tl.minimum(tl.min(tl.where(keys == key, i, 64)), 63)
         columns = start + group * GROUP + i
         _, z_group = load_entries(x_ptr, adjusted, bitmask, columns, columns < V, vocab_start)
         group_top = finite_or_zero(tl.max(z_group))
         sums = tl.cumsum(masses(tl.exp2((z_group - group_top) * c)), axis=0)
-        offset = (first // GROUP + group).to(tl.uint32)
-        below = draw_below(tl.max(sums), INSIDE_HIGH, INSIDE_LOW, seed, position, offset)
+        offset = first // GROUP + group
+        below = draw_below(tl.max(sums), INSIDE_HIGH, INSIDE_LOW, stream, offset)
         column = start + group * GROUP + tl.minimum(tl.sum((sums <= below).to(tl.int32)), 63)
     if token_ids is None:  # among greedy splits the one with the largest z wins: all have the same key
         column = tl.where(greedy, likeliest, column)

@@ -22,19 +22,28 @@ def rotate(x, LEFT: tl.constexpr):
 
 
 @triton.jit
-def mix(h, k):
-    k = rotate(k * 0xCC9E2D51, 15) * 0x1B873593
-    return rotate(h ^ k, 13) * 5 + 0xE6546B64
+def scramble(word):
+    return rotate(word.to(tl.uint32) * 0xCC9E2D51, 15) * 0x1B873593
 
 
 @triton.jit
-def random_bits(DOMAIN: tl.constexpr, seed, position, offset):
-    """32 bits for each uint32 ``offset``; all but the last mix is done once, for scalars."""
+def absorb(h, scrambled):
+    return rotate(h ^ scrambled, 13) * 5 + 0xE6546B64
+
+
+@triton.jit
+def stream_of(seeds, positions, row):
+    """The words of a row's (seed, position), as hashes of all domains take them."""
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    return scramble(seed & 0xFFFFFFFF), scramble((seed >> 32) & 0xFFFFFFFF), scramble(position & 0xFFFFFFFF)
+
+
+@triton.jit
+def random_bits(DOMAIN: tl.constexpr, stream, scrambled):
+    """32 bits for each offset, which is scrambled; all but its own mix is done once, for scalars."""
     h = tl.full((), DOMAIN, tl.uint32)
-    h = mix(h, (seed & 0xFFFFFFFF).to(tl.uint32))
-    h = mix(h, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-    h = mix(h, (position & 0xFFFFFFFF).to(tl.uint32))
-    h = mix(h, offset) ^ 16
+    h = absorb(absorb(absorb(h, stream[0]), stream[1]), stream[2])
+    h = absorb(h, scrambled) ^ 16
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -54,27 +63,28 @@ def exponential(v):
 
 
 @triton.jit
-def gumbel_noise(seed, position, tokens):
+def gumbel_noise(stream, tokens):
     """Standard Gumbel noise of each token, of one 32-bit uniform: vLLM's."""
-    h = random_bits(0, seed, position, tokens.to(tl.uint32))
+    h = random_bits(0, stream, scramble(tokens))
     high, low = (h >> 16).to(tl.int32).to(tl.float32), (h & 0xFFFF).to(tl.int32).to(tl.float32)
     u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
     return -tl.log(exponential(u))
 
 
 @triton.jit
-def group_noise(seed, position, groups):
+def group_noise(stream, groups):
     """Standard Gumbel noise of each group, of a 64-bit uniform: its tail reaches 2**-65."""
-    g = groups.to(tl.uint32)
-    high = random_bits(GROUP_HIGH, seed, position, g).to(tl.float32)
-    low = random_bits(GROUP_LOW, seed, position, g).to(tl.float32)
+    g = scramble(groups)
+    high = random_bits(GROUP_HIGH, stream, g).to(tl.float32)
+    low = random_bits(GROUP_LOW, stream, g).to(tl.float32)
     return -tl.log(exponential(high * 2.3283064365386963e-10 + (low + 0.5) * 5.421010862427522e-20))
 
 
 @triton.jit
-def draw_below(total, HIGH: tl.constexpr, LOW: tl.constexpr, seed, position, offset):
+def draw_below(total, HIGH: tl.constexpr, LOW: tl.constexpr, stream, offset):
     """A uniform integer of [0, total), of 53 random bits."""
-    high = random_bits(HIGH, seed, position, offset).to(tl.uint64)
-    low = random_bits(LOW, seed, position, offset).to(tl.uint64)
+    offset = scramble(offset)
+    high = random_bits(HIGH, stream, offset).to(tl.uint64)
+    low = random_bits(LOW, stream, offset).to(tl.uint64)
     r = ((((high << 32) | low) >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
     return tl.minimum((r * total.to(tl.float64)).to(tl.int64), total - 1)

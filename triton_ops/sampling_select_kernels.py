@@ -2,8 +2,8 @@
 
 Survivors are the groups of 64 tokens whose maximum passes a bound, listed in ascending order in global
 memory; their tokens are read again from the logits.  The last token that is kept is found by halving an
-interval of values, whose ends are values of tokens, until one is left.  Counts and masses are integers, so the
-result does not depend on the order of any sum.
+interval of values, whose ends are values of tokens, until one is left.  Counts and masses are integers, so
+the result does not depend on the order of any sum.
 """
 
 import triton
@@ -11,14 +11,14 @@ import triton.language as tl
 
 from rlkernel.triton_ops.sampling_kernels import GROUP, load_entries, masses
 
-BATCH = tl.constexpr(64)  # groups that are read at a time
+BATCH = tl.constexpr(32)  # groups that are read at a time
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-UNLIMITED = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+UNLIMITED = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # as a mass
 
 
 @triton.jit
 def list_groups(listed, group_max, groups, top, bound, N: tl.constexpr):
-    """List the groups with a maximum m of which ``m > -inf`` and ``m - top >= bound``; returns their number."""
+    """List the groups with a finite maximum m and ``m - top >= bound``; returns their number."""
     n = tl.full((), 0, tl.int32)
     tl.debug_barrier()  # others may still be reading the former list
     for start in range(0, groups, N):
@@ -48,7 +48,7 @@ def list_groups_from(listed, group_max, groups, value, N: tl.constexpr):
 
 @triton.jit
 def load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V):
-    """``(z, token ids)`` of the groups listed from ``start`` on, as [64, 64]; z is -inf where there is none."""
+    """``(z, token ids)`` [BATCH, 64] of the groups listed from ``start`` on; z is -inf where none is."""
     j = start + tl.arange(0, BATCH)
     here = j < n
     g = tl.load(listed + j, mask=here, other=0)
@@ -69,7 +69,7 @@ def middle(lo, hi):
 def count_above(z, m, value):
     """Number and mass of the z above ``value``, the largest z that is not, and the smallest that is."""
     up = z > value
-    count = tl.sum(up.to(tl.int32)).to(tl.int64)
+    count = tl.sum(up.to(tl.int32))
     mass = tl.sum(tl.where(up, m, 0))
     return count, mass, tl.max(tl.where(up, float("-inf"), z)), tl.min(tl.where(up, z, float("inf")))
 
@@ -94,27 +94,27 @@ def kth_group(group_max, groups, top, k, N: tl.constexpr):
     At least k tokens are as large, so no smaller one is among the first k.
     """
     lo = tl.full((), float("inf"), tl.float32)
-    n_lo = tl.full((), 0, tl.int64)
+    n_lo = tl.full((), 0, tl.int32)
     for start in range(0, groups, N):
         g = start + tl.arange(0, N)
         m = tl.load(group_max + g, mask=g < groups, other=float("-inf"))
         finite = m > float("-inf")
         lo = tl.minimum(lo, tl.min(tl.where(finite, m, float("inf"))))
-        n_lo += tl.sum(finite.to(tl.int32)).to(tl.int64)
+        n_lo += tl.sum(finite.to(tl.int32))
     if n_lo < k:
         lo = tl.full((), float("-inf"), tl.float32)
     else:
         hi = top
         while (lo < hi) & (n_lo > k + k // 8 + 8):
             value = middle(lo, hi)
-            count = tl.full((), 0, tl.int64)
+            count = tl.full((), 0, tl.int32)
             below = tl.full((), float("-inf"), tl.float32)
             over = tl.full((), float("inf"), tl.float32)
             for start in range(0, groups, N):
                 g = start + tl.arange(0, N)
                 m = tl.load(group_max + g, mask=g < groups, other=float("-inf"))
                 up = m > value
-                count += tl.sum(up.to(tl.int32)).to(tl.int64)
+                count += tl.sum(up.to(tl.int32))
                 below = tl.maximum(below, tl.max(tl.where(up, float("-inf"), m)))
                 over = tl.minimum(over, tl.min(tl.where(up, m, float("inf"))))
             hi = tl.where(count < k, below, hi)
@@ -126,13 +126,13 @@ def kth_group(group_max, groups, top, k, N: tl.constexpr):
 @triton.jit
 def survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c):
     """Number, mass and smallest of the tokens among the survivors with ``z - top >= bound``."""
-    count = tl.full((), 0, tl.int64)
+    count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0, tl.int64)
     lowest = top
     for start in range(0, n, BATCH):
         z, _ = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
         among = (z > float("-inf")) & (z - top >= bound)
-        count += tl.sum(among.to(tl.int32)).to(tl.int64)
+        count += tl.sum(among.to(tl.int32))
         mass += tl.sum(tl.where(among, masses(tl.exp2((z - top) * c)), 0))
         lowest = tl.minimum(lowest, tl.min(tl.where(among, z, top)))
     return count, mass, lowest
@@ -144,16 +144,16 @@ def find_pivot(
 ):  # fmt: skip
     """``(pivot, its ties and all above it, those above it, their mass)``.
 
-    The pivot is the smallest of the ``n_lo`` survivors from ``lo`` on of which fewer than k tokens, and a mass
-    less than ``limit``, are above.  The first passes read the survivors; as soon as the interval holds no more
-    than ROOM of them they are gathered in ``candidates``, and the rest is done in registers.
+    The pivot is the smallest of the ``n_lo`` tokens from ``lo`` on of which fewer than k tokens, and a mass
+    less than ``limit``, are above.  The first passes read the survivors; as soon as the interval holds no
+    more than ROOM tokens they are gathered in ``candidates``, and the rest is done in registers.
     """
     hi = top
-    n_hi = tl.full((), 0, tl.int64)
+    n_hi = tl.full((), 0, tl.int32)
     m_hi = tl.full((), 0, tl.int64)
     while (lo < hi) & (n_lo - n_hi > ROOM):
         value = middle(lo, hi)
-        count = tl.full((), 0, tl.int64)
+        count = tl.full((), 0, tl.int32)
         mass = tl.full((), 0, tl.int64)
         below = tl.full((), float("-inf"), tl.float32)
         over = tl.full((), float("inf"), tl.float32)
@@ -195,14 +195,14 @@ def kept_ties(pivot, n_from, n_above, m_above, top, c, k, limit):
     m = masses(tl.exp2((pivot - top) * c))
     room = tl.minimum(n_from, k) - n_above
     by_mass = (limit - 1 - m_above) // tl.maximum(m, 1) + 1  # with the first whose sum reaches the limit
-    return tl.where(m > 0, tl.minimum(room, by_mass), room), m
+    return tl.where(m > 0, tl.minimum(room, by_mass), room).to(tl.int32), m
 
 
 @triton.jit
 def tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, number):
     """The id of the tie with that number, from 1, in ascending order."""
     found = tl.full((), NO_TOKEN, tl.int32)
-    seen = tl.full((), 0, tl.int64)
+    seen = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     while (start < n) & (seen < number):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
@@ -210,7 +210,7 @@ def tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, number):
         place = seen + tl.cumsum(tie, axis=0)
         hit = (tie != 0) & (place == number)
         found = tl.minimum(found, tl.min(tl.where(hit, tl.reshape(tokens, (BATCH * GROUP,)), NO_TOKEN)))
-        seen += tl.sum(tie).to(tl.int64)
+        seen += tl.sum(tie)
         start += BATCH
     return found
 
