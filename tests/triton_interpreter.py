@@ -3,12 +3,14 @@
 The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardware rounds to nearest even,
 multiplies the raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install``
 makes each of them compute in fp32 and round once.  It also looks the language up once a launch, not once a
-call of a device function (ten times faster), and silences NumPy's warnings for what a GPU computes without
-comment: inf - inf, 0 / 0.
+call of a device function (ten times faster), leaves out checks of integer overflow whose result nothing reads
+outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment: inf - inf,
+0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
 
+import dataclasses
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,8 @@ def install() -> None:
     _correct_arithmetic(interpreter)
     _correct_reductions(interpreter)
     _patch_the_language_once(interpreter)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _installed = True
 
 

@@ -1,0 +1,300 @@
+"""Pass B of ``sampling``: one program puts a row's records together and reads again what a filter needs.
+
+What the statistics mean stands in rlkernel/reference/sampling.py.  A row without a filter is done after its
+records; of others only groups of 64 tokens that can matter are read.
+"""
+
+import triton
+import triton.language as tl
+
+from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
+from rlkernel.triton_ops.sampling_kernels import (
+    FIXED_POINT,
+    GROUP,
+    RECORD,
+    any_order_sum,
+    load_entries,
+    load_scalar,
+)
+from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise, stream_of
+from rlkernel.triton_ops.sampling_select_kernels import (
+    BATCH,
+    NO_TOKEN,
+    UNLIMITED,
+    find_pivot,
+    is_kept,
+    kept_ties,
+    kth_group,
+    list_groups,
+    list_groups_from,
+    load_survivors,
+    survey,
+    tie_id,
+    token_at_mass,
+)
+
+
+@triton.jit
+def scales(maxima, top, per_t):
+    """``exp((maxima - top) / T)``, 0 for splits that hold nothing."""
+    return tl.where(maxima == float("-inf"), 0.0, tl.exp((maxima - top) * per_t))
+
+
+@triton.jit
+def standard_deviation(records, here):
+    """Of all finite z, from the number, mean and M2 of each split."""
+    count = tl.load(records + 4, mask=here, other=0.0)
+    mean = tl.load(records + 5, mask=here, other=0.0)
+    m2 = tl.load(records + 6, mask=here, other=0.0)
+    total = tl.maximum(tl.sum(count), 1.0)  # whole numbers: any order
+    off = mean - any_order_sum(mean * count) / total
+    return tl.sqrt(any_order_sum(m2 + off * off * count) / total)
+
+
+@triton.jit
+def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream):
+    """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
+    best = tl.full((), float("-inf"), tl.float32)
+    winner = tl.full((), NO_TOKEN, tl.int32)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, tokens)
+        noisy = tl.where(is_kept(z, tokens, pivot, last), noisy, float("-inf"))
+        here = tl.max(noisy)
+        if here > best:
+            winner = tl.min(tl.where(noisy == here, tokens, NO_TOKEN))
+            best = here
+    return winner
+
+
+@triton.jit
+def select(
+    listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on, cut,
+    JOINT: tl.constexpr, N: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """``(survivors, pivot, last id of its ties, count, mass)`` of the kept set; k is V where it is off."""
+    # a mass of less than half of 2**-40 is 0, and such a token in no nucleus
+    by_mass = tl.where(p_on, -41.5 / c, float("-inf"))
+    bound = tl.maximum(by_mass, cut)
+    if k < V:
+        bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
+    whole_mass = tl.full((), 0, tl.int64)
+    if JOINT and p_on:  # p counts the mass of all tokens
+        n = list_groups(listed, group_max, groups, top, by_mass, N)
+        whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
+    n = list_groups(listed, group_max, groups, top, bound, N)
+    count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
+    if not JOINT:
+        whole_mass = mass
+
+    pivot = lowest
+    last = tl.full((), NO_TOKEN, tl.int32)
+    cut_by_k = count > k
+    if p_on | cut_by_k:
+        limit = tl.full((), UNLIMITED, tl.int64)
+        n_from = count
+        ties = count
+        # first, where p counts the mass of the first k tokens: which they are
+        phase = tl.where(p_on & cut_by_k, 0, 1)
+        if JOINT:
+            phase = tl.full((), 1, tl.int32)
+        while phase < 2:
+            if p_on & (phase == 1):
+                limit = tl.ceil(p.to(tl.float64) * whole_mass.to(tl.float64)).to(tl.int64)
+            pivot, n_from, n_above, m_above = find_pivot(
+                listed, n, x_ptr, adjusted, bitmask, V, top, c, k, limit, pivot, n_from, candidates, ROOM
+            )
+            ties, m = kept_ties(pivot, n_from, n_above, m_above, top, c, k, limit)
+            count = n_above + ties
+            mass = m_above + ties * m
+            whole_mass = tl.where(phase == 0, mass, whole_mass)
+            phase += 1
+        if count < n_from:
+            last = tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
+    return n, pivot, last, count, mass
+
+
+@triton.jit
+def write_support(support, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
+    """The kept ids, ascending."""
+    written = tl.full((), 0, tl.int32)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        keep = tl.reshape(is_kept(z, tokens, pivot, last).to(tl.int32), (BATCH * GROUP,))
+        place = written + tl.cumsum(keep, axis=0) - 1
+        tl.store(support + place, tl.reshape(tokens, (BATCH * GROUP,)), mask=keep != 0)
+        written += tl.sum(keep)
+
+
+@triton.jit
+def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
+    """1 + the number of tokens with a larger z, or the same and a lower id."""
+    n = list_groups_from(listed, group_max, groups, z_token, N)
+    rank = tl.full((), 1, tl.int64)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        before = (z > z_token) | ((z == z_token) & (tokens < token))
+        rank += tl.sum(before.to(tl.int32)).to(tl.int64)
+    return rank
+
+
+@triton.jit(do_not_specialize=["splits", "groups", "top_k", "support_size"])
+def finish_kernel(
+    logits, row_stride: tl.int64, adjusted, adjusted_stride: tl.int64, bitmask, bitmask_stride: tl.int64,
+    V, splits, groups, temperatures, temperature: tl.float32, top_ks, top_k: tl.int64,
+    top_ps, top_p: tl.float32, min_ps, min_p: tl.float32, sigmas, sigma: tl.float32,
+    seeds, positions, token_ids, skip, records, group_max,
+    token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
+    support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
+    listed, candidates,
+    FILTER: tl.constexpr, JOINT: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if skip is not None and tl.load(skip + row):
+        return
+    t = load_scalar(temperatures, temperature, row).to(tl.float64)
+    greedy = t == 0.0
+    t = tl.where(greedy, 1.0, t)
+    per_t = 1.0 / t
+    c = (per_t * LOG2E).to(tl.float32)
+
+    i = tl.arange(0, SPLITS)
+    here = i < splits
+    record = records + (row * splits + i) * RECORD
+    maxima = tl.load(record, mask=here, other=float("-inf"))
+    top64 = tl.max(maxima, axis=0)
+    top = top64.to(tl.float32)
+    safe = finite_or_zero(top64)
+    sums = tl.load(record + 2, mask=here, other=0.0)
+    scale = scales(maxima, safe, per_t)
+    bad = tl.max((sums != sums).to(tl.int32)) > 0  # an integer cannot carry it
+    s = sum_lanes(sums * scale)
+    finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int32)  # whole numbers: any order
+    valid = (not bad) & (finite > 0)
+    log_s = tl.log(s)
+    first_of_max = tl.where(maxima == top64, tl.load(record + 1, mask=here, other=0.0), V)
+    argmax = tl.min(first_of_max).to(tl.int32)
+
+    shift = (maxima - safe) * per_t
+    key = tl.load(record + 9, mask=here, other=float("-inf"))
+    score = tl.where((key == float("inf")) | (key == float("-inf")), key, key + shift)
+    best = tl.max(score, axis=0)
+    chosen = i == tl.min(tl.where(score == best, i, SPLITS - 1))
+    token = tl.sum(tl.where(chosen, tl.load(record + 10, mask=here, other=0.0), 0.0)).to(tl.int32)
+    z_token = tl.sum(tl.where(chosen, tl.load(record + 11, mask=here, other=0.0), 0.0)).to(tl.float32)
+    x_token = tl.sum(tl.where(chosen, tl.load(record + 12, mask=here, other=0.0), 0.0)).to(tl.float32)
+    outside = False
+    if token_ids is not None:
+        outside = best != float("inf")
+        z_token = tl.where(outside, float("nan"), z_token)
+        x_token = tl.where(outside, float("nan"), x_token)
+
+    # what no filter changes
+    tl.store(valid_out + row, valid)
+    tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
+    tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    if entropy_out is not None:
+        weighted = tl.load(record + 3, mask=here, other=0.0)
+        weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
+        row_entropy = log_s - sum_lanes(weighted * scale) / s
+        tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
+    if raw_out is not None:
+        maxima_x = tl.load(record + 7, mask=here, other=float("-inf"))
+        top_x = finite_or_zero(tl.max(maxima_x, axis=0))
+        sums_x = tl.load(record + 8, mask=here, other=0.0)
+        log_sum_x = tl.log(sum_lanes(sums_x * scales(maxima_x, top_x, 1.0)))
+
+    kept_count = tl.where(greedy, 1, finite)
+    log_kept = tl.full((), 0.0, tl.float64)
+    excluded = tl.full((), False, tl.int1)  # the token is not in the kept set
+    restricted = tl.full((), False, tl.int1)  # processed is not tempered
+    n = tl.full((), 0, tl.int32)
+    pivot = top
+    last = tl.full((), -1, tl.int32)
+    x_ptr = logits
+    if FILTER or rank_out is not None:
+        x_ptr += row * row_stride
+        listed += row * groups
+        group_max += row * groups
+        if adjusted is not None:
+            adjusted += row * adjusted_stride
+        if bitmask is not None:
+            bitmask += row * bitmask_stride
+    if FILTER:
+        k = load_scalar(top_ks, top_k, row).to(tl.int64)
+        k_on = (k >= 1) & (k < V)
+        k = tl.where(k_on, k, V).to(tl.int32)
+        p = load_scalar(top_ps, top_p, row)
+        least = load_scalar(min_ps, min_p, row)
+        width = load_scalar(sigmas, sigma, row)
+        p_on = p < 1.0
+        filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
+        if bitmask is not None:
+            filtered = filtered | (finite < V)
+        candidates += row * ROOM
+        if filtered & valid & (not greedy):
+            cut = tl.full((), float("-inf"), tl.float32)
+            if least > 0.0:
+                cut = (t * tl.log(least.to(tl.float64))).to(tl.float32)
+            if width < float("inf"):
+                deviation = standard_deviation(record, here)
+                cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
+            n, pivot, last, kept_count, mass = select(
+                listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on,
+                cut, JOINT, GROUPS, ROOM,
+            )  # fmt: skip
+            if kept_count < V:
+                restricted = tl.full((), True, tl.int1)
+                log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
+                excluded = not is_kept(z_token, token, pivot, last)
+                if token_ids is None and excluded:  # one draw over what is kept
+                    stream = stream_of(seeds, positions, row)
+                    if GUMBEL:
+                        token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream)
+                    else:
+                        zero = tl.full((), 0, tl.int32)
+                        below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, zero)
+                        token = token_at_mass(
+                            listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below
+                        )
+                    x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
+                    excluded = tl.full((), False, tl.int1)
+
+    above = (z_token.to(tl.float64) - top.to(tl.float64)) * per_t
+    tempered = above - log_s
+    processed = tl.where(restricted, above - log_kept, tempered)
+    processed = tl.where(greedy, 0.0, processed)
+    excluded = excluded | (greedy & (token != argmax))
+    processed = tl.where(excluded, float("-inf"), processed)
+    if token_ids is not None:
+        processed = tl.where(outside, float("nan"), processed)
+
+    kept_mass = tl.where(restricted | greedy, tl.exp(log_kept - log_s), 1.0)
+    if token_ids is None:
+        tl.store(token_out + row, tl.where(valid, token, -1).to(tl.int64))
+    else:
+        tl.store(token_out + row, tl.load(token_ids + row))
+    tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
+    tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
+    tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
+    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0).to(tl.int64))
+    if raw_out is not None:
+        raw = (x_token.to(tl.float64) - top_x) - log_sum_x
+        tl.store(raw_out + row, tl.where(valid, raw, float("nan")).to(tl.float32))
+    if support_out is not None:
+        support_out += row * support_size
+        to_list = tl.where(valid & (restricted | greedy), kept_count, 0)
+        used = tl.where(to_list <= support_size, to_list, 0)
+        unused = tl.where(greedy, 0, used)  # a greedy row is the set of its likeliest token
+        for start in range(0, support_size, 256):
+            place = start + tl.arange(0, 256)
+            fill = tl.where(place < used, argmax, -1).to(tl.int32)
+            tl.store(support_out + place, fill, mask=(place >= unused) & (place < support_size))
+        if FILTER and restricted & (used > 0):
+            write_support(support_out, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
+    if rank_out is not None:
+        rank = tl.full((), 0, tl.int64)
+        if valid & (not outside):
+            rank = rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS)
+        tl.store(rank_out + row, rank)

@@ -1,0 +1,90 @@
+"""The random stream of ``sampling``: murmur3 of (domain, seed, position, token or group), and its uniforms.
+
+Integers and plain fp32 alone: no generator of Triton's, whose smallest number is 4.7e-10, and no log1p of a
+vendor's library, so that all GPUs draw the same.
+"""
+
+import triton
+import triton.language as tl
+
+# streams that share no hash; 0 is the one of method "gumbel"
+GROUP_HIGH = tl.constexpr(0x9E3779B9)
+GROUP_LOW = tl.constexpr(0x7F4A7C15)
+INSIDE_HIGH = tl.constexpr(0xBF58476D)
+INSIDE_LOW = tl.constexpr(0x94D049BB)
+AGAIN_HIGH = tl.constexpr(0x2545F491)
+AGAIN_LOW = tl.constexpr(0x4F6CDD1D)
+
+
+@triton.jit
+def rotate(x, LEFT: tl.constexpr):
+    return (x << LEFT) | (x >> (32 - LEFT))
+
+
+@triton.jit
+def scramble(word):
+    return rotate(word.to(tl.uint32) * 0xCC9E2D51, 15) * 0x1B873593
+
+
+@triton.jit
+def absorb(h, scrambled):
+    return rotate(h ^ scrambled, 13) * 5 + 0xE6546B64
+
+
+@triton.jit
+def stream_of(seeds, positions, row):
+    """The words of a row's (seed, position), as hashes of all domains take them."""
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    return scramble(seed & 0xFFFFFFFF), scramble((seed >> 32) & 0xFFFFFFFF), scramble(position & 0xFFFFFFFF)
+
+
+@triton.jit
+def random_bits(DOMAIN: tl.constexpr, stream, scrambled):
+    """32 bits for each offset, which is scrambled; all but its own mix is done once, for scalars."""
+    h = tl.full((), DOMAIN, tl.uint32)
+    h = absorb(absorb(absorb(h, stream[0]), stream[1]), stream[2])
+    h = absorb(h, scrambled) ^ 16
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def exponential(v):
+    """``-log1p(-v)``: a series where 1 - v would lose the digits of v, and those decide who wins."""
+    p = tl.fma(v, 0.125, 0.14285714285714285)
+    p = tl.fma(p, v, 0.16666666666666666)
+    p = tl.fma(p, v, 0.2)
+    p = tl.fma(p, v, 0.25)
+    p = tl.fma(p, v, 0.3333333333333333)
+    p = tl.fma(p, v, 0.5)
+    p = tl.fma(p, v, 1.0)
+    return tl.where(v < 0.25, v * p, -tl.log(tl.maximum(1.0 - v, 5.960464477539063e-08)))
+
+
+@triton.jit
+def gumbel_noise(stream, tokens):
+    """Standard Gumbel noise of each token, of one 32-bit uniform: vLLM's."""
+    h = random_bits(0, stream, scramble(tokens))
+    high, low = (h >> 16).to(tl.int32).to(tl.float32), (h & 0xFFFF).to(tl.int32).to(tl.float32)
+    u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+    return -tl.log(exponential(u))
+
+
+@triton.jit
+def group_noise(stream, groups):
+    """Standard Gumbel noise of each group, of a 64-bit uniform: its tail reaches 2**-65."""
+    g = scramble(groups)
+    high = random_bits(GROUP_HIGH, stream, g).to(tl.float32)
+    low = random_bits(GROUP_LOW, stream, g).to(tl.float32)
+    return -tl.log(exponential(high * 2.3283064365386963e-10 + (low + 0.5) * 5.421010862427522e-20))
+
+
+@triton.jit
+def draw_below(total, HIGH: tl.constexpr, LOW: tl.constexpr, stream, offset):
+    """A uniform integer of [0, total), of 53 random bits."""
+    offset = scramble(offset)
+    high = random_bits(HIGH, stream, offset).to(tl.uint64)
+    low = random_bits(LOW, stream, offset).to(tl.uint64)
+    r = ((((high << 32) | low) >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    return tl.minimum((r * total.to(tl.float64)).to(tl.int64), total - 1)
