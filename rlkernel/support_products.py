@@ -14,6 +14,9 @@ from rlkernel import workspace
 from rlkernel.types import Head
 
 
+CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
+
+
 def row_of(offsets: Tensor, entries: int) -> Tensor:
     """The row of each entry; -1 and the number of rows for those outside all of them.
 
@@ -31,7 +34,7 @@ def products(hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, offsets: T
     if not hidden.shape[0]:
         return u
     row, inside = row_of(offsets, ids.numel()).clamp(0, hidden.shape[0] - 1), ids.clamp(0, vocab - 1)
-    for a, b in _chunks(ids.numel(), size, wide):
+    for a, b in _chunks(ids, size, wide):
         w = _gather(weight, inside[a:b], head.compute_dtype, wide)
         u[a:b] = w.mul_(_gather(hidden, row[a:b], head.compute_dtype, wide)).sum(-1)
     if wide == torch.float32:
@@ -94,7 +97,7 @@ def add_products(
     """
     ordered = keys.device.type != "cpu" if ordered is None else ordered
     carry, carry_key = grad.new_zeros(1, out.shape[1]), keys[:1]
-    for a, b in _chunks(keys.numel(), out.shape[1], grad.dtype):
+    for a, b in _chunks(keys, out.shape[1], grad.dtype):
         g, key = grad[a:b, None], keys[a:b]
         terms = _gather(source, index[a:b], dtype, grad.dtype).mul_(g).masked_fill_(g == 0, 0)  # no 0 * NaN
         begins = torch.cat([key.new_zeros(1), (key[1:] != key[:-1]).to(key.dtype)])
@@ -115,11 +118,12 @@ def add_products(
     out.index_add_(0, carry_key, carry.to(out.dtype))
 
 
-def _chunks(entries: int, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:
+def _chunks(entries: Tensor, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:
     """As many entries as the workspace's limit has room for: two gathered rows and a conversion each."""
-    step = max(1, workspace.limit() // (3 * wide.itemsize * size + 64))
-    for a in range(0, entries, step):
-        yield a, min(a + step, entries)
+    room = workspace.limit() if entries.device.type != "cpu" else min(workspace.limit(), CPU_CHUNK)
+    step = max(1, room // (3 * wide.itemsize * size + 64))
+    for a in range(0, entries.numel(), step):
+        yield a, min(a + step, entries.numel())
 
 
 def _gather(source: Tensor, index: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from rlkernel import debug
 from rlkernel.types import SampleStats, Sampling
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
@@ -28,7 +29,7 @@ def filled(
     """``stats``, of the rows that have a support, with those of the whole rows from ``sample``."""
     empty = (support_offsets[1:] == support_offsets[:-1]).view(target_ids.shape)
     whole = empty & (target_ids != ignore_index)
-    if not whole.numel() or (whole.device.type == "cpu" and not whole.any()):
+    if not whole.numel() or (debug.may_read(whole) and not whole.any()):
         return stats  # a GPU would have to be asked; its kernels leave at once
     entropy = stats[1] is not None
     per_row = temperature if isinstance(temperature, Tensor) else None
