@@ -86,7 +86,7 @@ int group_advantages(const GroupAdvantages& given, void*) {
   std::vector<Moments> batch;
   if (a.scale == RewardScale::batch) {
     const bool by_column = a.estimator == Estimator::gdpo;
-    for (int k = 0; k < (by_column ? a.columns : 1); ++k) batch.push_back(batch_moments(a, by_column ? k : kWeighted));
+    for (int k = 0; k < (by_column ? a.columns : 1); ++k) batch.push_back(batch_moments(a, by_column ? k : kWeightedColumn));
   }
   const bool plain = a.columns == 1 && a.mask == nullptr && a.reward_weights == nullptr;
   plain ? run<true>(a, batch) : run<false>(a, batch);

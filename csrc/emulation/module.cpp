@@ -21,6 +21,7 @@
 #include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
+#include "rlkernel/bind_sampling.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
 #include "rlkernel/gae.cuh"
@@ -31,6 +32,7 @@
 #include "rlkernel/logprob_support.cuh"
 #include "rlkernel/policy_loss.cuh"
 #include "rlkernel/preference_loss.cuh"
+#include "rlkernel/sampling.cuh"
 #include "rlkernel/value_loss.cuh"
 #include "rlkernel/whiten.cuh"
 
@@ -118,5 +120,7 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::preference_sums(m, "preference_sums", emulated::launch_preference_sums, describe);
   bind::preference_loss(m, "preference_loss", emulated::launch_preference_loss, describe);
   bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
+  bind::sampling_statistics(m, "sampling_statistics", emulated::launch_sampling_statistics, describe);
+  bind::sampling_finish(m, "sampling_finish", emulated::launch_sampling_finish, describe);
 #endif
 }

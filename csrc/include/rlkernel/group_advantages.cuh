@@ -41,7 +41,7 @@ struct Lanes {
 static __global__ void RLKERNEL_LAUNCH_BOUNDS(kWhitenThreads, 2) batch_kernel(GroupAdvantages a) {
   const int64_t chunks = chunks_of(a.n), columns = a.estimator == Estimator::gdpo ? a.columns : 1;
   for (int64_t slot = blockIdx.x; slot < chunks * columns; slot += gridDim.x) {
-    const int column = a.estimator == Estimator::gdpo ? static_cast<int>(slot / chunks) : kWeighted;
+    const int column = a.estimator == Estimator::gdpo ? static_cast<int>(slot / chunks) : kWeightedColumn;
     double x[kWhitenPerThread];
     float weight[kWhitenPerThread];
 #pragma unroll

@@ -13,13 +13,13 @@
 
 namespace rlkernel {
 
-constexpr int kWeighted = -1;  // the column that is the weighted sum of all
+constexpr int kWeightedColumn = -1;  // the column that is the weighted sum of all
 
 template <bool kPlain>
 RLKERNEL_TEAM_FUNCTION bool counts_at(const GroupAdvantages& a, int64_t response, int column) {
   if (kPlain || a.mask == nullptr) return true;
   const uint8_t* mask = a.mask + response * a.columns;
-  if (column != kWeighted) return mask[column] != 0;
+  if (column != kWeightedColumn) return mask[column] != 0;
   for (int k = 0; k < a.columns; ++k)
     if (mask[k] != 0) return true;
   return false;
@@ -31,7 +31,7 @@ RLKERNEL_TEAM_FUNCTION double reward_at(const GroupAdvantages& a, int64_t respon
   if (kPlain) return a.rewards[response];
   const float* rewards = a.rewards + response * a.columns;
   const uint8_t* mask = a.mask != nullptr ? a.mask + response * a.columns : nullptr;
-  if (column != kWeighted) return mask == nullptr || mask[column] != 0 ? rewards[column] : 0.0;
+  if (column != kWeightedColumn) return mask == nullptr || mask[column] != 0 ? rewards[column] : 0.0;
   double total = 0;
   for (int k = 0; k < a.columns; ++k) {
     const double weight = a.reward_weights != nullptr ? a.reward_weights[k] : 1.0;
@@ -174,7 +174,7 @@ RLKERNEL_TEAM_FUNCTION void group(const Team& team, const GroupAdvantages& a, in
   if (at.start == at.end) return;
   const bool by_column = a.estimator == Estimator::gdpo;
   for (int k = 0; k < (by_column ? a.columns : 1); ++k) {
-    const int column = by_column ? k : kWeighted;
+    const int column = by_column ? k : kWeightedColumn;
     GroupStatistics s = {};
     double scale = 1;
     if (a.estimator != Estimator::total) s = statistics(team, a, at.start, at.end, column);
@@ -197,7 +197,7 @@ RLKERNEL_TEAM_FUNCTION void group(const Team& team, const GroupAdvantages& a, in
         continue;
       }
       a.wide[i] = k == 0 ? result : a.wide[i] + result;
-      if (k == 0) a.counts[i] = counts_at<Team::kPlain>(a, i, kWeighted);
+      if (k == 0) a.counts[i] = counts_at<Team::kPlain>(a, i, kWeightedColumn);
     }
   }
 }

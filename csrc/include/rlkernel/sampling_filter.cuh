@@ -32,7 +32,7 @@ constexpr uint32_t kLowestKey = 0x00800000u;  // of -FLT_MAX: -inf is never kept
 struct FilterShared {
   uint32_t count[kBins], low[kBins], high[kBins];
   int64_t parts[kFinishWarps][2];
-  Token token;
+  Drawn token;
   int last;
 };
 
@@ -82,13 +82,13 @@ struct Filter {
 
   const SamplingInputs& in;
   FilterShared& shared;
-  const Summary& row;
+  const RowSummary& row;
   Logits<T> logits;
   const float* group_max;
   int align, groups, first, last;  // of this warp: consecutive groups
   float temperature, scale;
 
-  __device__ __forceinline__ Filter(const SamplingInputs& in, FilterShared& shared, const Summary& row, int64_t r)
+  __device__ __forceinline__ Filter(const SamplingInputs& in, FilterShared& shared, const RowSummary& row, int64_t r)
       : in(in), shared(shared), row(row),
         logits(in, in.adjusted != nullptr ? static_cast<const void*>(in.adjusted) : in.logits,
                in.adjusted != nullptr ? in.adjusted_stride : in.row_stride, r),
@@ -449,7 +449,7 @@ struct Filter {
   }
 
   // What is kept of a row that is not greedy.
-  __device__ __forceinline__ Kept keep(int64_t r) const {
+  __device__ __forceinline__ KeptSet keep(int64_t r) const {
     const int64_t k = of_row(in.top_k, r);
     const float p = of_row(in.top_p, r);
     const uint32_t high = ordered(row.max);
@@ -478,7 +478,7 @@ struct Filter {
   }
 
   // A token of the kept ones, by their integer masses in order of ids.
-  __device__ __forceinline__ void draw_kept(const Kept& kept, int64_t r) const {
+  __device__ __forceinline__ void draw_kept(const KeptSet& kept, int64_t r) const {
     const int64_t seed = in.seeds[r], position = in.positions[r];
     int64_t own = 0;
     walk(kept.z, [&](const float(&z)[kSize], int id) {
@@ -509,7 +509,7 @@ struct Filter {
   }
 
   // The kept token with the largest noisy logit.
-  __device__ __forceinline__ void draw_noisy(const Kept& kept, int64_t r) const {
+  __device__ __forceinline__ void draw_noisy(const KeptSet& kept, int64_t r) const {
     const uint32_t prefix = stream_prefix(kGumbelDomain, in.seeds[r], in.positions[r]);
     float best = -infinity(), best_z = 0.0f;
     int best_id = logits.vocab;
@@ -544,17 +544,17 @@ struct Filter {
     if (best_id == winner && winner < logits.vocab) shared.token = {best_id, best_z, 0.0f};
   }
 
-  __device__ __forceinline__ Token draw_again(const Kept& kept, int64_t r) const {
+  __device__ __forceinline__ Drawn draw_again(const KeptSet& kept, int64_t r) const {
     if (in.gumbel) draw_noisy(kept, r);
     else draw_kept(kept, r);
     __syncthreads();  // the token is written
-    Token token = shared.token;
+    Drawn token = shared.token;
     __syncthreads();  // the token is read
     token.x = logit_at(in, r, token.id);
     return token;
   }
 
-  __device__ __forceinline__ int64_t rank_of(const Token& token) const {
+  __device__ __forceinline__ int64_t rank_of(const Drawn& token) const {
     int64_t before = 0;
     walk(token.z, [&](const float(&z)[kSize], int id) {
 #pragma unroll
@@ -564,7 +564,7 @@ struct Filter {
   }
 
   // The kept ids in ascending order, behind them -1; only -1 where there are more than fit.
-  __device__ __forceinline__ void write_support(const Kept& kept, int32_t* support, int64_t size) const {
+  __device__ __forceinline__ void write_support(const KeptSet& kept, int32_t* support, int64_t size) const {
     const bool fits = kept.count <= size;
     for (int64_t i = (fits ? kept.count : 0) + threadIdx.x; i < size; i += kFinishThreads) support[i] = -1;
     if (!fits) return;
@@ -594,10 +594,10 @@ __device__ __forceinline__ void filter_row(const SamplingInputs& in, const Sampl
   RLKERNEL_SHARED(FilterShared, shared);
   const float temperature = of_row(in.temperature, r);
   const bool greedy = temperature == 0.0f;
-  const Summary row = combine(in, r, softmax_temperature(temperature));
+  const RowSummary row = combine(in, r, softmax_temperature(temperature));
   const bool valid = is_valid(row);
-  Kept kept = {};
-  Token token = row.token;
+  KeptSet kept = {};
+  Drawn token = row.token;
   int64_t rank = 1;
   if (valid) {
     const Filter<T> filter(in, shared, row, r);

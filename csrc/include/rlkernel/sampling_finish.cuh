@@ -9,19 +9,19 @@
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
-struct Token {
+struct Drawn {
   int id;  // -1: none was drawn, or a forced one is outside the vocabulary
   float z, x;
 };
 
 // What pass A found of a row. Every thread has it.
-struct Summary {
+struct RowSummary {
   float max;
   int argmax;
   double sum, weighted, finite;
   Moments moments;
   double max_x, sum_x;
-  Token token;
+  Drawn token;
 };
 
 __device__ __forceinline__ Moments from_lane(const Moments& m, int lane_mask) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ double at_maximum(double sum, double max, double to, 
 
 // By 32 lanes: lane l takes the splits l, l + 32, ... in order, then a butterfly. The tree follows from the length of the
 // vocabulary alone. Each warp of a block does it for itself: a broadcast would take longer.
-__device__ __forceinline__ Summary combine(const SamplingInputs& in, int64_t r, float temperature) {
+__device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t r, float temperature) {
   const int lane = threadIdx.x % kLanes;
   const int splits = static_cast<int>((in.whole_vocab + kSplit - 1) / kSplit);
   const double* const records = in.records + r * splits * kRecord;
@@ -52,7 +52,7 @@ __device__ __forceinline__ Summary combine(const SamplingInputs& in, int64_t r, 
   max = reduce_lanes(max, larger);
   max_x = reduce_lanes(max_x, larger);
 
-  Summary row = {};
+  RowSummary row = {};
   double best = none;
   int argmax = static_cast<int>(in.whole_vocab), winner = splits;
   for (int s = lane; s < splits; s += kLanes) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ Summary combine(const SamplingInputs& in, int64_t r, 
 }
 
 // What the filters keep: all tokens with a larger z and those with this one up to the id `last`.
-struct Kept {
+struct KeptSet {
   bool filtered;  // false: the row is whole, or greedy
   float z;
   int last;
@@ -112,8 +112,8 @@ struct Kept {
 };
 
 // Thread 0 writes what one value a row says.
-__device__ __forceinline__ void write_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r, const Summary& row,
-                                          const Kept& kept, const Token& token, int64_t rank, bool valid) {
+__device__ __forceinline__ void write_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r, const RowSummary& row,
+                                          const KeptSet& kept, const Drawn& token, int64_t rank, bool valid) {
   const float asked = of_row(in.temperature, r), temperature = softmax_temperature(asked);
   const bool greedy = asked == 0.0f, known = valid && token.id >= 0;
   const float log_sum = log_exact(row.sum), above = (token.z - row.max) / temperature, tempered = above - log_sum;
@@ -151,14 +151,14 @@ __device__ __forceinline__ void write_short_support(const SamplingOutputs& out, 
   for (int64_t i = threadIdx.x; i < out.support_size; i += blockDim.x) out.support[r * out.support_size + i] = i == 0 ? id : -1;
 }
 
-__device__ __forceinline__ bool is_valid(const Summary& row) { return row.sum == row.sum && row.finite > 0; }
+__device__ __forceinline__ bool is_valid(const RowSummary& row) { return row.sum == row.sum && row.finite > 0; }
 
 static __global__ void RLKERNEL_LAUNCH_BOUNDS(kLanes, 16) finish_kernel(SamplingInputs in, SamplingOutputs out) {
   for (int64_t r = blockIdx.x; r < in.rows; r += gridDim.x) {
     if (in.skip != nullptr && in.skip[r]) continue;
     const float temperature = of_row(in.temperature, r);
     const bool greedy = temperature == 0.0f;
-    const Summary row = combine(in, r, softmax_temperature(temperature));
+    const RowSummary row = combine(in, r, softmax_temperature(temperature));
     const bool valid = is_valid(row);
     write_short_support(out, r, valid && greedy ? row.argmax : -1);
     if (threadIdx.x == 0) write_row(in, out, r, row, {}, row.token, 1, valid);

@@ -16,7 +16,7 @@ namespace rlkernel::RLKERNEL_DEVICE {
 
 constexpr int kStatisticsThreads = 64, kStatisticsWarps = kStatisticsThreads / kLanes;
 
-struct Place {  // of a split
+struct SplitPlace {  // of a split
   int64_t row;
   int first, count;  // tokens, from the start of the tile
   int64_t split;     // of the whole vocabulary
@@ -38,7 +38,7 @@ struct SplitShared {
 // This thread's tokens, vector k of which starts at (k * threads + thread) * kSize of the split: one group lies in kVectors
 // consecutive threads. Behind the end: -inf.
 template <class T>
-struct Tokens {
+struct SplitTokens {
   static constexpr int kSize = kVector<T>, kVectors = kSplit / kStatisticsThreads / kSize;
   static_assert(kVectors * kSize == kGroup, "a lane ends with one group");
   float z[kVectors][kSize];
@@ -92,7 +92,7 @@ __device__ __forceinline__ float tree_sum(float (&values)[kSize]) {
   return values[0];
 }
 
-struct Wanted {
+struct WantedSums {
   bool entropy, sigma;
   bool other_x;  // x is z, but T is not 1: the sum over x is another
 };
@@ -100,7 +100,7 @@ struct Wanted {
 // The sums of a thread, with e = exp((z - center) / T); `masses` are its parts of the sums of kVectors groups. All sums of a
 // vector come from one z - center: kept for a second loop, 64 of them would not fit the registers.
 template <int kVectors, int kSize>
-__device__ __forceinline__ void add_up(const float (&z)[kVectors][kSize], float center, float scale, const Wanted& wanted,
+__device__ __forceinline__ void add_up(const float (&z)[kVectors][kSize], float center, float scale, const WantedSums& wanted,
                                        float (&masses)[kVectors], double (&sums)[kSums], double (&moments)[kMoments]) {
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -137,15 +137,15 @@ __device__ __forceinline__ void add_up(const float (&z)[kVectors][kSize], float 
 
 // Reads the split where z is not x. The logits as given are summed on the way: their maximum is another.
 template <class T>
-__device__ __forceinline__ Softmax read_adjusted(const SamplingInputs& in, const Place& at, Tokens<T>& tokens, bool& bad) {
-  constexpr int kSize = Tokens<T>::kSize;
+__device__ __forceinline__ Softmax read_adjusted(const SamplingInputs& in, const SplitPlace& at, SplitTokens<T>& tokens, bool& bad) {
+  constexpr int kSize = SplitTokens<T>::kSize;
   const T* x = static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first;
   const Logits<float> z(in, in.adjusted, in.adjusted_stride, at.row);
   const int align = alignment_of(x), z_align = alignment_of(z.z + at.first);
   Softmax given = nothing_seen();
 #pragma unroll
-  for (int k = 0; k < Tokens<T>::kVectors; ++k) {
-    const int place = Tokens<T>::start() + Tokens<T>::step(k), rest = at.count - place;
+  for (int k = 0; k < SplitTokens<T>::kVectors; ++k) {
+    const int place = SplitTokens<T>::start() + SplitTokens<T>::step(k), rest = at.count - place;
     const Bytes16 bytes = read_vector(x + place, rest, align);
     float own[kSize], peak = -infinity();
 #pragma unroll
@@ -178,17 +178,17 @@ __device__ __forceinline__ Softmax read_adjusted(const SamplingInputs& in, const
 }
 
 // The draw of a split, known by its first 32 lanes: the largest key and the id, within the split, of its group or token.
-struct Winner {
+struct SplitWinner {
   float key;
   int id;  // -1: nothing to draw
 };
 
-__device__ __forceinline__ Winner better(Winner a, Winner b) {
+__device__ __forceinline__ SplitWinner better(SplitWinner a, SplitWinner b) {
   const bool second = b.id >= 0 && (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id));
   return second ? b : a;
 }
 
-__device__ __forceinline__ Winner reduce_lanes(Winner mine) {
+__device__ __forceinline__ SplitWinner reduce_lanes(SplitWinner mine) {
   const float best = reduce_lanes(mine.id >= 0 ? mine.key : -infinity(), Larger());
   const int id = reduce_lanes(mine.id >= 0 && mine.key == best ? mine.id : kSplit, Least());
   return {best, id < kSplit ? id : -1};
@@ -196,7 +196,7 @@ __device__ __forceinline__ Winner reduce_lanes(Winner mine) {
 
 // By max-stability the best noisy logit of a group is log(mass) - log(E): one exponential E for its 64 tokens. mass / E has
 // the same order and needs no logarithm.
-__device__ __forceinline__ Winner draw_group(const SamplingInputs& in, const Place& at, float mass, int group) {
+__device__ __forceinline__ SplitWinner draw_group(const SamplingInputs& in, const SplitPlace& at, float mass, int group) {
   const int64_t seed = in.seeds[at.row], position = in.positions[at.row];
   const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group);
   const uint32_t high = stream_word(kGroupDomain.high, seed, position, offset);
@@ -207,10 +207,10 @@ __device__ __forceinline__ Winner draw_group(const SamplingInputs& in, const Pla
 
 // A variable for each token. The tokens are read once more, from the nearest cache, and not kept in registers for it.
 template <class T>
-__device__ __forceinline__ Winner draw_token(const SamplingInputs& in, const Place& at, const Logits<T>& logits, float center,
+__device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, const Logits<T>& logits, float center,
                                              float temperature) {
   const uint32_t prefix = stream_prefix(kGumbelDomain, in.seeds[at.row], in.positions[at.row]);
-  Winner best = {-infinity(), -1};
+  SplitWinner best = {-infinity(), -1};
   for (int i = threadIdx.x; i < at.count; i += kStatisticsThreads) {
     const float d = logits.at(at.first + i) - center;
     if (!(d > -infinity())) continue;
@@ -220,7 +220,7 @@ __device__ __forceinline__ Winner draw_token(const SamplingInputs& in, const Pla
   return best;
 }
 
-__device__ __forceinline__ void write_token(const SamplingInputs& in, const Place& at, double key, int place, float z,
+__device__ __forceinline__ void write_token(const SamplingInputs& in, const SplitPlace& at, double key, int place, float z,
                                             double* record) {
   record[kKey] = key;
   record[kToken] = static_cast<double>(at.split * kSplit + place);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void write_token(const SamplingInputs& in, const Plac
 
 // The first 32 lanes: a token of the group that won, by its integer masses.
 template <class T>
-__device__ __forceinline__ void draw_member(const SamplingInputs& in, const Place& at, const Logits<T>& logits, Winner group,
+__device__ __forceinline__ void draw_member(const SamplingInputs& in, const SplitPlace& at, const Logits<T>& logits, SplitWinner group,
                                             float scale, double* record) {
   const int place = group.id * kGroup + 2 * static_cast<int>(threadIdx.x % kLanes);
   const float first = place < at.count ? logits.at(at.first + place) : -infinity();
@@ -265,14 +265,14 @@ __device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsW
 }
 
 template <class T, bool kAdjusted>
-__device__ __forceinline__ void split_statistics(const SamplingInputs& in, const Place& at) {
-  constexpr int kVectors = Tokens<T>::kVectors;
+__device__ __forceinline__ void split_statistics(const SamplingInputs& in, const SplitPlace& at) {
+  constexpr int kVectors = SplitTokens<T>::kVectors;
   RLKERNEL_SHARED(SplitShared, shared);
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const int64_t splits = (in.whole_vocab + kSplit - 1) / kSplit;
   double* const record = in.records + (at.row * splits + at.split) * kRecord;
 
-  Tokens<T> tokens;
+  SplitTokens<T> tokens;
   Softmax given = nothing_seen();
   bool bad = false;
   if constexpr (kAdjusted) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   for (int k = 0; k < kVectors; ++k) {
     peaks[k] = -infinity();
 #pragma unroll
-    for (int i = 0; i < Tokens<T>::kSize; ++i) {
+    for (int i = 0; i < SplitTokens<T>::kSize; ++i) {
       peaks[k] = fmaxf(peaks[k], tokens.z[k][i]);
       least = fminf(least, tokens.z[k][i]);
     }
@@ -297,7 +297,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   if (in.group_max != nullptr) {
     const float peak = fold<kVectors>(peaks, Larger());
     const int64_t groups = (in.whole_vocab + kGroup - 1) / kGroup;
-    const int group = Tokens<T>::group();
+    const int group = SplitTokens<T>::group();
     if (group * kGroup < at.count) in.group_max[at.row * groups + at.split * (kSplit / kGroup) + group] = peak;
   }
   const float warp_max = reduce_lanes(own, Larger());
@@ -312,35 +312,35 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
 #pragma unroll
     for (int k = kVectors - 1; k >= 0; --k)
 #pragma unroll
-      for (int i = Tokens<T>::kSize - 1; i >= 0; --i) first = tokens.z[k][i] == max ? Tokens<T>::step(k) + i : first;
-    atomic_min(&shared.argmax, Tokens<T>::start() + first);
+      for (int i = SplitTokens<T>::kSize - 1; i >= 0; --i) first = tokens.z[k][i] == max ? SplitTokens<T>::step(k) + i : first;
+    atomic_min(&shared.argmax, SplitTokens<T>::start() + first);
   }
 
   const float center = max == -infinity() ? 0.0f : max;  // -inf - -inf would be NaN
-  const Wanted wanted = {in.entropy, in.sigma, in.raw && !kAdjusted && temperature != 1.0f};
+  const WantedSums wanted = {in.entropy, in.sigma, in.raw && !kAdjusted && temperature != 1.0f};
   float masses[kVectors];
   double sums[kSums] = {}, moments[kMoments] = {};
   add_up(tokens.z, center, scale, wanted, masses, sums, moments);
   if (bad) sums[kSumOfZ] = static_cast<double>(nan());
-  int finite = kVectors * Tokens<T>::kSize;
+  int finite = kVectors * SplitTokens<T>::kSize;
   if (least == -infinity()) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
 #pragma unroll
-      for (int i = 0; i < Tokens<T>::kSize; ++i) finite -= tokens.z[k][i] == -infinity();
+      for (int i = 0; i < SplitTokens<T>::kSize; ++i) finite -= tokens.z[k][i] == -infinity();
   }
   sums[kCountFinite] = static_cast<double>(finite);
   if (kAdjusted && in.raw) given = reduce_block(given, kLog2E);
 
   const bool draws = in.token_ids == nullptr && asked != 0.0f;
-  Winner winner = {-infinity(), -1};
+  SplitWinner winner = {-infinity(), -1};
   if (draws) {
     if (in.gumbel) {
       const bool separate = kAdjusted && in.adjusted != nullptr;
       winner = separate ? draw_token(in, at, Logits<float>(in, in.adjusted, in.adjusted_stride, at.row), center, temperature)
                         : draw_token(in, at, Logits<T>(in, in.logits, in.row_stride, at.row), center, temperature);
     } else {
-      winner = draw_group(in, at, fold<kVectors>(masses, Add()), Tokens<T>::group());
+      winner = draw_group(in, at, fold<kVectors>(masses, Add()), SplitTokens<T>::group());
     }
     winner = reduce_lanes(winner);
   }
