@@ -3,6 +3,7 @@
 #include "rlkernel/bind_group_advantages.h"
 #include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/bind_sampling.h"
@@ -38,15 +39,21 @@ PYBIND11_MODULE(_C, m) {
   bind::logprob_forward(m, "logprob_forward_cpu", cpu::logprob_forward, cpu::error_string);
   bind::logprob_backward(m, "logprob_backward_cpu", cpu::logprob_backward, cpu::error_string);
   bind::logprob_exp(m, "logprob_exp_cpu", cpu::logprob_exp, cpu::error_string);
+  bind::logprob_support_forward(m, "logprob_support_forward_cpu", cpu::logprob_support_forward, cpu::error_string);
+  bind::logprob_support_backward(m, "logprob_support_backward_cpu", cpu::logprob_support_backward, cpu::error_string);
 #ifdef RLKERNEL_BUILT_CUDA
   bind::logprob_forward(m, "logprob_forward_cuda", cuda::logprob_forward, cuda::error_string);
   bind::logprob_backward(m, "logprob_backward_cuda", cuda::logprob_backward, cuda::error_string);
   bind::logprob_exp(m, "logprob_exp_cuda", cuda::logprob_exp, cuda::error_string);
+  bind::logprob_support_forward(m, "logprob_support_forward_cuda", cuda::logprob_support_forward, cuda::error_string);
+  bind::logprob_support_backward(m, "logprob_support_backward_cuda", cuda::logprob_support_backward, cuda::error_string);
 #endif
 #ifdef RLKERNEL_BUILT_HIP
   bind::logprob_forward(m, "logprob_forward_hip", hip::logprob_forward, hip::error_string);
   bind::logprob_backward(m, "logprob_backward_hip", hip::logprob_backward, hip::error_string);
   bind::logprob_exp(m, "logprob_exp_hip", hip::logprob_exp, hip::error_string);
+  bind::logprob_support_forward(m, "logprob_support_forward_hip", hip::logprob_support_forward, hip::error_string);
+  bind::logprob_support_backward(m, "logprob_support_backward_hip", hip::logprob_support_backward, hip::error_string);
 #endif
 
   // value_loss

@@ -140,6 +140,15 @@ def test_frozen_head(backend, device, dtype, softcap, small_tiles):
         )
 
 
+@ON_EVERY_BACKEND
+def test_frozen_head_whose_vocabulary_is_one_tile(backend, device):
+    """Triton's direction once read a maximum that nothing had written: the state of a single tile."""
+    inputs = make_inputs(5, 32, 133, device=device)
+    able(backend, inputs)
+    upstream = [upstream_like(inputs["target_ids"])[0], None, None]
+    check_against_fp64(backend, inputs, upstream, needs=(True, False, False))
+
+
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=["trained", "frozen"])
 @ON_EVERY_BACKEND
 def test_as_under_graph_capture(backend, device, needs, small_tiles, monkeypatch):

@@ -15,6 +15,7 @@ from rlkernel.reference import (
     gae,
     group_advantages,
     kl_shaped_rewards,
+    logprob,
     policy_loss,
     preference_loss,
     value_loss,
@@ -90,6 +91,23 @@ def test_no_value_is_read_on_the_host(op, backend, device, monkeypatch):
     with running(backend), _NoReads():
         CALLS[op]()
     assert rlkernel.last_backend(op) == ("native" if backend.startswith("emulated") else backend)
+
+
+@pytest.mark.parametrize(("backend", "device"), of("logprob"))
+def test_logprob_over_supports_reads_no_value(backend, device, monkeypatch):
+    """Which rows have a support, and how many tokens it holds, stays on the GPU."""
+    if backend == "reference":
+        pytest.skip("the reference picks its entries by a mask")
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    inputs = logprob.make_inputs(6, 70)
+    support = {
+        "support_ids": torch.arange(30) % 7,
+        "support_offsets": torch.tensor([0, 7, 7, 14, 14, 21, 28]),
+    }
+    with running(backend), _NoReads():
+        inputs["logits"].requires_grad_()
+        out = rlkernel.logprob(**inputs, **support, return_entropy=True)
+        torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), inputs["logits"])
 
 
 READERS = [lambda x: x.sum().item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x[x > 0], torch.unique]

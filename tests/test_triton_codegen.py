@@ -81,6 +81,14 @@ REGISTERS = {
     ("logprob: tile backward fp32 head", "backward_kernel"): (48, 48, 48, 62),
     ("logprob: tile exp fp32 to bf16", "exp_kernel"): (26, 26, 26, 35),
     ("logprob: tile exp fp32 to bf16 head", "exp_kernel"): (32, 32, 41, 62),
+    ("logprob: support bf16", "support_forward_kernel"): (48, 48, 48, 32),
+    ("logprob: support bf16", "support_backward_kernel"): (30, 28, 32, 22),
+    ("logprob: support bf16 entropy", "support_forward_kernel"): (48, 48, 52, 40),
+    ("logprob: support bf16 entropy", "support_backward_kernel"): (32, 30, 32, 24),
+    ("logprob: support fp16 entropy", "support_forward_kernel"): (48, 48, 54, 40),
+    ("logprob: support fp16 entropy", "support_backward_kernel"): (32, 30, 32, 20),
+    ("logprob: support fp32 gathered", "support_forward_kernel"): (48, 45, 48, 36),
+    ("logprob: support fp32 gathered", "support_backward_kernel"): (32, 32, 32, 18),
     ("value_loss: fp32 clipped", "chunk_kernel"): (79, 78, 76, 42),
     ("value_loss: fp32 clipped", "total_kernel"): (64, 64, 64, 64),
     ("value_loss: fp32 clipped", "multiply_kernel"): (26, 26, 26, 10),
@@ -231,6 +239,7 @@ def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target
     binaries = reports[target]["binaries"]
     assert set(binaries) == {
         *("forward_kernel", "backward_kernel", "product_kernel", "merge_kernel"),
+        *("support_forward_kernel", "support_backward_kernel"),
         *("chunk_kernel", "total_kernel", "multiply_kernel", "gae_kernel"),
         *("moments_kernel", "scale_kernel", "kl_kernel", "batch_kernel", "group_kernel"),
         *("sums_kernel", "loss_kernel", "gradient_kernel"),

@@ -115,6 +115,11 @@ def binaries_of_varied_calls() -> dict[str, int]:
             ids, rows = torch.zeros(batch, length, dtype=torch.int64), torch.ones(batch, length)
             logprob.forward(logits, ids, t, ignore, True)
             logprob.backward(rows, rows, rows, logits, ids, t, ignore, rows, rows, rows, True)
+            kept = torch.zeros(7 * n, dtype=torch.int32), torch.arange(n + 1)
+            logprob.support_forward(logits, ids, t, ignore, True, *kept, False)
+            logprob.support_backward(
+                rows, rows, rows, torch.empty(7 * n), ids, t, ignore, *kept, rows, rows, rows, rows, logits
+            )
             head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
             linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False, False)
             # any address and stride too: the order of its sums must not follow from them

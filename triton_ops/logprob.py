@@ -11,10 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel import whole_rows
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB, backward_kernel, exp_kernel, forward_kernel
+from rlkernel.triton_ops.logprob_support_kernels import support_backward_kernel, support_forward_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
+SUPPORT = {"BLOCK": 256, "num_warps": 2, "enable_fp_fusion": False}  # most rows keep fewer tokens
 
 
 def unsupported(logits: Tensor, *tensors: Tensor, **options: object) -> list[str]:
@@ -60,6 +64,101 @@ def backward(
         logits, 0, target_ids, temperature, ignore_index, None, 1.0, None, grad_logprobs, grad_entropy,
         grad_lse, entropy, row_max, log_sum, out,
     )  # fmt: skip
+    return out
+
+
+def support_forward(
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    return_entropy: bool,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    gathered: bool,
+) -> SupportStats:
+    """One kernel takes rows with a support, ``sampling``'s the whole ones: see the reference."""
+    from rlkernel.triton_ops import sampling  # it imports this module itself
+
+    stats = empty_stats(target_ids.shape, logits.device, return_entropy)
+    values = logits.contiguous() if gathered else logits.new_zeros(support_ids.shape)
+    options = ignore_index, support_ids, values, gathered
+    _support_forward(logits, target_ids, temperature, support_offsets, stats, *options)
+    if not gathered:
+        row = target_ids, temperature, ignore_index, support_offsets
+        stats = whole_rows.filled(sampling.forward, stats, logits, *row)
+    return *stats, values
+
+
+def _support_forward(
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    support_offsets: Tensor,
+    stats: Stats,
+    ignore_index: int,
+    support_ids: Tensor,
+    values: Tensor,
+    gathered: bool,
+) -> None:
+    layout = (target_ids.numel(), 1, [(0, 0)]) if gathered else _rows(logits)
+    if layout is None:
+        size = target_ids[0].numel()
+        for i in range(len(target_ids)):
+            offsets = support_offsets[i * size : (i + 1) * size + 1]
+            part = tuple(_at(x, i) for x in stats)
+            options = ignore_index, support_ids, values, gathered
+            _support_forward(logits[i], target_ids[i], _at(temperature, i), offsets, part, *options)
+        return
+    rows, inner, (strides,) = layout
+    if rows:
+        with torch.cuda.device_of(logits):
+            support_forward_kernel[(rows,)](
+                logits, inner, *strides, logits.shape[-1], target_ids.contiguous(), ignore_index,
+                *per_row(temperature), support_ids, support_offsets, values, *stats,
+                GATHERED=gathered, **SUPPORT,
+            )  # fmt: skip
+
+
+def support_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    values: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    scattered = out is not None
+    if out is None:
+        out = torch.zeros_like(values, dtype=torch.float32)
+    layout = _rows(out) if scattered else (target_ids.numel(), 1, [(0, 0)])
+    if layout is None:
+        size = target_ids[0].numel()
+        for i in range(len(target_ids)):
+            offsets = support_offsets[i * size : (i + 1) * size + 1]
+            support_backward(
+                _at(grad_logprobs, i), _at(grad_entropy, i), _at(grad_lse, i), values, target_ids[i],
+                _at(temperature, i), ignore_index, support_ids, offsets, logprobs[i], _at(entropy, i),
+                row_max[i], log_sum[i], out[i],
+            )  # fmt: skip
+        return out
+    rows, inner, (strides,) = layout
+    if rows:
+        with torch.cuda.device_of(out):
+            support_backward_kernel[(rows,)](
+                values, target_ids.contiguous(), ignore_index, *per_row(temperature), support_ids,
+                support_offsets, grad_logprobs, grad_entropy, grad_lse, logprobs,
+                None if grad_entropy is None else entropy, row_max, log_sum, out, inner, *strides,
+                out.shape[-1], SCATTERED=scattered, **SUPPORT,
+            )  # fmt: skip
     return out
 
 
@@ -178,13 +277,12 @@ def _forward(
     vocab = tile.shape[-1]
     lanes, vec, warps = _row_plan(vocab, tile.dtype)
     scattered = any(x % 16 for x in (vocab, *strides, tile.data_ptr()))
-    whole = first and last
     if rows:
         with torch.cuda.device_of(tile):
             forward_kernel[(rows,)](
                 tile, inner, *strides, vocab, vocab_start, target_ids.contiguous(), ignore_index,
                 *per_row(temperature), bias, _unless_one(logit_scale), softcap,
-                None if whole or state is None else state, 0 if state is None else state.stride(0), *outputs,
+                state, 0 if state is None else state.stride(0), *outputs,
                 FIRST=first, LAST=last, SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -286,6 +384,19 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         arguments = head_tile(8192, torch.float32, head)
         tile_exp(**arguments, row_max=torch.ones(2), out=torch.empty(2, 8192, dtype=out_dtype))
 
+    def run_support(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool, gathered: bool) -> None:
+        tile, targets, t = rows(vocab, dtype)
+        ids, offsets = torch.zeros(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+        stats, h = empty_stats(targets.shape, tile.device, entropy), t if entropy else None
+        source, temperature = tile[0, :6] if gathered else tile, t if per_row else 0.7
+        values = tile[0, :6]
+        _support_forward(source, targets, temperature, offsets, stats, -100, ids, values, gathered)
+        row = targets, temperature, -100, ids, offsets, t, h, t, t
+        if gathered:
+            support_backward(t, h, None, values, *row, None)
+        else:
+            support_backward(t, h, t, values, *row, tile)
+
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     everything = "logprobs entropy lse"
     return {
@@ -310,4 +421,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "tile backward fp32 head": lambda: run_tile_backward(fp32, fp32, True),
         "tile exp fp32 to bf16": lambda: run_tile_exp(bf16, False),
         "tile exp fp32 to bf16 head": lambda: run_tile_exp(bf16, True),
+        "support bf16": lambda: run_support(151936, bf16, False, False, False),
+        "support bf16 entropy": lambda: run_support(50257, bf16, True, True, False),
+        "support fp16 entropy": lambda: run_support(151936, fp16, True, False, False),
+        "support fp32 gathered": lambda: run_support(151936, fp32, True, False, True),
     }

@@ -8,6 +8,7 @@
 #include "driver_losses.h"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
+#include "rlkernel/logprob_support.cuh"
 #include "rlkernel/preference_loss.cuh"
 #include "rlkernel/policy_loss.cuh"
 
@@ -75,6 +76,49 @@ bool run_all(uint64_t seed) {
   for (const int64_t vocab : {1, 5, 250, 2051})
     for (const int64_t offset : {0, 1, 2})
       for (const bool mapped : {false, true}) right &= run<T>({4, vocab, offset, mapped}, seed);
+  return right;
+}
+
+// Supports of no token, one, some and all, with an id outside the vocabulary in the last row.
+template <class T>
+bool run_support(int64_t vocab, uint64_t seed) {
+  const int64_t rows = 5, few = vocab < 3 ? 1 : vocab / 2, entries = 1 + few + vocab + 1;
+  const std::unique_ptr<T[]> logits(new T[rows * vocab]), values(new T[entries]), grad(new T[rows * vocab]);
+  const std::unique_ptr<int32_t[]> ids(new int32_t[entries]);
+  const std::unique_ptr<int64_t[]> offsets(new int64_t[rows + 1]), target_ids(new int64_t[rows]);
+  const std::unique_ptr<float[]> gathered(new float[entries]), ones(new float[rows]);
+  const std::unique_ptr<float[]> logprobs(new float[rows]), entropy(new float[rows]), lse(new float[rows]),
+      row_max(new float[rows]), log_sum(new float[rows]);
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < rows * vocab; ++i) logits[i] = from_float<T>(3 * normal(random)), grad[i] = from_float<T>(0);
+  const int64_t sizes[] = {0, 1, few, vocab, 1};
+  offsets[0] = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    offsets[r + 1] = offsets[r] + sizes[r], ones[r] = 1;
+    for (int64_t i = 0; i < sizes[r]; ++i) ids[offsets[r] + i] = static_cast<int32_t>(vocab - 1 - i);
+    target_ids[r] = vocab - 1;
+  }
+  ids[entries - 1] = static_cast<int32_t>(vocab);
+  const LogprobSupport support{rows, vocab, target_ids.get(), -100, nullptr, 0.8f, ids.get(), offsets.get()};
+  emulated::launch_support_forward({support, logits.get(), kDtype<T>, rows, 0, vocab, values.get(), logprobs.get(),
+                                    entropy.get(), lse.get(), row_max.get(), log_sum.get()}, nullptr);
+  emulated::launch_support_backward({support, values.get(), kDtype<T>, ones.get(), ones.get(), nullptr, logprobs.get(),
+                                     entropy.get(), row_max.get(), log_sum.get(), grad.get(), kDtype<T>, true, rows, 0, vocab},
+                                    nullptr);
+  emulated::launch_support_backward({support, values.get(), kDtype<T>, ones.get(), nullptr, ones.get(), logprobs.get(),
+                                     nullptr, row_max.get(), log_sum.get(), gathered.get(), Dtype::f32, false, rows, 0, 0},
+                                    nullptr);
+  bool right = logprobs[0] == 0 && logprobs[1] == 0 && logprobs[4] != logprobs[4];
+  for (const int64_t r : {2, 3}) {
+    const auto z = [&](int64_t i) { return to_float(logits[(r + 1) * vocab - 1 - i]) / 0.8; };
+    double max = z(0), sum = 0;
+    for (int64_t i = 1; i < sizes[r]; ++i) max = std::fmax(max, z(i));
+    for (int64_t i = 0; i < sizes[r]; ++i) sum += std::exp(z(i) - max);
+    right &= close(logprobs[r], z(0) - max - std::log(sum));
+  }
+  for (int64_t i = 0; i < vocab; ++i) right &= to_float(grad[i]) == 0;  // the whole row is another kernel's
+  if (!right) std::printf("wrong: support, vocab %ld\n", long(vocab));
   return right;
 }
 
@@ -172,6 +216,8 @@ int main() {
     right &= losses::run_all(seed);
     for (const int64_t length : {1, 37, 300}) right &= run_preference(length, false, seed) & run_preference(length, true, seed);
     right &= policy_loss(seed, false) & policy_loss(seed, true);
+    for (const int64_t vocab : {1, 5, 130, 301})
+      right &= run_support<float>(vocab, seed) & run_support<emulated::f16>(vocab, seed) & run_support<emulated::bf16>(vocab, seed);
     right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
   }
   return right ? 0 : 1;

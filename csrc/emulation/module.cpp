@@ -18,6 +18,7 @@
 #include "rlkernel/bind_group_advantages.h"
 #include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
+#include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/bind_sampling.h"
@@ -28,6 +29,7 @@
 #include "rlkernel/kl_shaped_rewards.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
+#include "rlkernel/logprob_support.cuh"
 #include "rlkernel/policy_loss.cuh"
 #include "rlkernel/preference_loss.cuh"
 #include "rlkernel/sampling.cuh"
@@ -92,6 +94,8 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::logprob_forward(m, "logprob_forward", emulated::launch_forward, describe);
   bind::logprob_backward(m, "logprob_backward", emulated::launch_backward, describe);
   bind::logprob_exp(m, "logprob_exp", emulated::launch_exp, describe);
+  bind::logprob_support_forward(m, "logprob_support_forward", emulated::launch_support_forward, describe);
+  bind::logprob_support_backward(m, "logprob_support_backward", emulated::launch_support_backward, describe);
 #endif
 #ifdef RLKERNEL_ONLY_VALUE_LOSS
   bind::value_loss_forward(m, "value_loss_forward", emulated::launch_value_forward, describe);

@@ -24,6 +24,8 @@ class Kernels:
     logprob_forward: Callable[..., None]
     logprob_backward: Callable[..., None]
     logprob_exp: Callable[..., None]
+    logprob_support_forward: Callable[..., None]
+    logprob_support_backward: Callable[..., None]
     policy_loss: Callable[..., None]
     value_loss_forward: Callable[..., None]
     value_loss_backward: Callable[..., None]

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
+from rlkernel import whole_rows
+from rlkernel.native import kernels_for, launch, sampling
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
 
@@ -75,6 +77,70 @@ def backward(
             inner = logits.shape[-1]
             address, outer = out.data_ptr() + part.first_row * inner * out.itemsize, part.inner * inner
         launch("logprob_backward", logits.device, *tile, *rows, address, DTYPES[out.dtype], outer, inner)
+    return out
+
+
+def support_forward(
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    return_entropy: bool,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    gathered: bool,
+) -> SupportStats:
+    """The kernel takes rows with a support, ``sampling``'s the whole ones: see the reference."""
+    target_ids = target_ids.contiguous()
+    logprobs, lse, row_max, log_sum = (
+        torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
+    entropy = torch.empty_like(logprobs) if return_entropy else None
+    values = logits.contiguous() if gathered else logits.new_zeros(support_ids.shape)
+    vocab = 2**31 - 1 if gathered else logits.shape[-1]
+    parts = _rows_of(target_ids) if gathered else _layout(logits)
+    for part in parts:
+        support = _support(part, vocab, target_ids, ignore_index, temperature, support_ids, support_offsets)
+        address = 0 if gathered else logits.data_ptr() + part.offset * logits.itemsize
+        rows = address, DTYPES[logits.dtype], part.inner, part.outer_stride, part.inner_stride
+        outputs = (_row(x, part) for x in (logprobs, entropy, lse, row_max, log_sum))
+        launch("logprob_support_forward", logits.device, *support, *rows, values.data_ptr(), *outputs)
+    stats: Stats = (logprobs, entropy, lse, row_max, log_sum)
+    if not gathered:
+        options = target_ids, temperature, ignore_index, support_offsets
+        stats = whole_rows.filled(sampling.forward, stats, logits, *options)
+    return *stats, values
+
+
+def support_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    values: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    scattered = out is not None
+    target_ids = target_ids.contiguous()
+    if out is None:
+        out = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+    vocab = out.shape[-1] if scattered else 2**31 - 1
+    for part in _layout(out) if scattered else _rows_of(target_ids):
+        support = _support(part, vocab, target_ids, ignore_index, temperature, support_ids, support_offsets)
+        columns = (grad_logprobs, grad_entropy, grad_lse, logprobs, entropy, row_max, log_sum)
+        rows = (_row(x, part) for x in columns)
+        address = out.data_ptr() + part.offset * out.itemsize
+        target = address, DTYPES[out.dtype], scattered, part.inner, part.outer_stride, part.inner_stride
+        source = values.data_ptr(), DTYPES[values.dtype]
+        launch("logprob_support_backward", out.device, *support, *source, *rows, *target)
     return out
 
 
@@ -203,6 +269,29 @@ def _tile(
         layout.outer_stride, layout.inner_stride, logits.shape[-1], vocab_start, _row(target_ids, layout),
         ignore_index, _row(per_row, layout), 1.0 if per_row is not None else temperature, _address(bias),
         logit_scale, softcap or 0.0,
+    )  # fmt: skip
+
+
+def _rows_of(target_ids: Tensor) -> Iterator[_Layout]:
+    """The rows where no logits lie behind them."""
+    if target_ids.numel():
+        yield _Layout(target_ids.numel(), target_ids.numel(), 0, 0)
+
+
+def _support(
+    layout: _Layout,
+    vocab: int,
+    target_ids: Tensor,
+    ignore_index: int,
+    temperature: float | Tensor,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+) -> tuple[Any, ...]:
+    """The fields of LogprobSupport, in order."""
+    per_row = temperature if isinstance(temperature, Tensor) else None
+    return (
+        layout.rows, vocab, _row(target_ids, layout), ignore_index, _row(per_row, layout),
+        1.0 if per_row is not None else temperature, support_ids.data_ptr(), _row(support_offsets, layout),
     )  # fmt: skip
 
 

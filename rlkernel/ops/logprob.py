@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
-from rlkernel.ops import _validate
+from rlkernel.ops import _logprob_support, _support, _validate
 from rlkernel.types import LogprobOutput
 
 
@@ -20,6 +20,8 @@ def logprob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     inplace_backward: bool = False,
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target token under ``softmax(logits / T)``, in one pass over the logits.
 
@@ -42,6 +44,14 @@ def logprob(
         return_entropy: also compute the entropy.
         inplace_backward: let backward write the gradient over the logits, which saves a tensor of their size.
             A second backward through the same graph then raises.
+        support_ids: int32 or int64, the tokens that a filtered rollout kept (``SampleOutput.support_ids``,
+            vLLM's and slime's sampling masks); each once in its row, in any order.
+        support_offsets: [N + 1] int32 or int64 over the N rows: row r keeps
+            ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
+
+    With a support, row r is ``softmax`` of the logits that it keeps, and its gradient is 0 elsewhere; a
+    target that it does not keep has ``logprobs = -inf`` and no gradient.  All rows, the whole ones too, then
+    have the bits of ``sample``'s ``processed_logprobs``: on-policy, the ratio is exactly 1.
 
     Returns:
         LogprobOutput of [...] tensors in nats, fp32 (fp64 for fp64 logits).
@@ -67,6 +77,12 @@ def logprob(
     if inplace_backward and any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
         strides = logits.stride()
         raise ValueError(f"logits must not be expanded with inplace_backward=True, got strides {strides}")
+    support = _support.checked(
+        support_ids, support_offsets, target_ids.numel(), logits.shape[-1], logits.device
+    )
+    if support is not None:
+        options = temperature, ignore_index, return_entropy, inplace_backward
+        return _logprob_support.logprob(logits, target_ids, *options, *support)
     if torch.compiler.is_compiling():
         scalar, tensor = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
         logprobs, entropy, lse, _, _ = _op(logits, target_ids, tensor, scalar, ignore_index, return_entropy)

@@ -5,7 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel import whole_rows
+from rlkernel.reference import sampling
+from rlkernel.support_products import row_of
+
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -63,6 +68,110 @@ def backward(
     grad = _gradient(grad_logprobs, grad_entropy, grad_lse, logp, target_ids, entropy) / t
     grad = torch.where(kept, grad, 0).to(logits.dtype)
     return logits.copy_(grad) if inplace else grad
+
+
+def support_forward(
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    return_entropy: bool,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    gathered: bool,
+) -> SupportStats:
+    """``forward`` of rows of which ``support_ids[support_offsets[r] : support_offsets[r + 1]]`` alone count.
+
+    A row without a support is whole, and has the statistics of ``sampling``.  Last comes what backward needs
+    of the logits: those at the support, [nnz].  ``gathered``: ``logits`` are these already, and whole rows
+    give 0.  A target outside its row's support gives -inf.
+    """
+    n, shape = target_ids.numel(), target_ids.shape
+    row = row_of(support_offsets, support_ids.numel())
+    used = (row >= 0) & (row < n)
+    values = logits if gathered else logits.new_zeros(support_ids.shape)
+    if not gathered and used.any():
+        index = torch.unravel_index(row[used], shape) if shape else ()
+        place = *index, support_ids[used].long()
+        values[used] = logits[place]
+    row, y = row[used], values[used].to(torch.promote_types(logits.dtype, torch.float32))
+    t = _per_row(temperature, y, n)
+    row_max = y.new_full((n,), -torch.inf).scatter_reduce(0, row, y, "amax")
+    scaled = torch.where(y == -torch.inf, -torch.inf, y - row_max[row]) / t[row]
+    mass = sampling.integer_mass(scaled.exp())
+    total = mass.new_zeros(n).index_add_(0, row, mass).double() / sampling.MASS_ONE
+    log_sum = total.log()
+    at_target = y.new_full((n,), -torch.inf)
+    is_target = support_ids[used] == target_ids.reshape(-1)[row]
+    at_target[row[is_target]] = scaled[is_target]
+    columns = [at_target.double() - log_sum, row_max.double() / t + log_sum, row_max, log_sum]
+    if return_entropy:
+        weighted = torch.where(mass == 0, 0, mass * scaled.double()) / sampling.MASS_ONE
+        columns.append(log_sum - total.new_zeros(n).index_add_(0, row, weighted) / total)
+    sound = row_max.isfinite()
+    kept = (support_offsets[1:] > support_offsets[:-1]) & (target_ids.reshape(-1) != ignore_index)
+    columns = [torch.where(kept, torch.where(sound, x, torch.nan), 0).to(y.dtype) for x in columns]
+    logprobs, lse, row_max, log_sum, *entropy = (x.view(shape) for x in columns)
+    stats = logprobs, entropy[0] if return_entropy else None, lse, row_max, log_sum
+    if not gathered:
+        options = target_ids, temperature, ignore_index, support_offsets
+        stats = whole_rows.filled(sampling.forward, stats, logits, *options)
+    return *stats, values
+
+
+def support_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    values: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    support_ids: Tensor,
+    support_offsets: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient at the support of each row, written to ``out`` [..., V], which holds 0 in these rows; as
+    [nnz] where ``out`` is None.  A target of probability 0 has no gradient."""
+    n = target_ids.numel()
+    row = row_of(support_offsets, support_ids.numel())
+    used = (row >= 0) & (row < n)
+    used &= (target_ids.reshape(-1) != ignore_index)[row.clamp(0, n - 1)] if n else used
+    row, ids, y = row[used], support_ids[used].long(), values[used].to(row_max.dtype)
+    t = _per_row(temperature, y, n)
+    logprob, m, log_s = (x.reshape(-1)[row] for x in (logprobs, row_max, log_sum))
+    grads = (None if g is None else g.reshape(-1)[row] for g in (grad_logprobs, grad_entropy, grad_lse))
+    g_logprob, g_entropy, g_lse = grads
+    logp = torch.where(y == -torch.inf, -torch.inf, y - m) / t[row] - log_s
+    p, grad = logp.exp(), torch.zeros_like(y)
+    if g_logprob is not None:
+        is_target = ids == target_ids.reshape(-1)[row]
+        grad = g_logprob * torch.where(is_target, -torch.expm1(logp), -p)
+        grad = torch.where(logprob == -torch.inf, 0, grad)
+    if g_lse is not None:
+        grad = grad + g_lse * p
+    if g_entropy is not None:
+        assert entropy is not None
+        grad = grad - g_entropy * torch.where(p == 0, 0, p * (logp + entropy.reshape(-1)[row]))
+    grad = grad / t[row]
+    if out is None:
+        return torch.zeros_like(values, dtype=row_max.dtype).masked_scatter_(used, grad)
+    if len(row):
+        index = torch.unravel_index(row, target_ids.shape) if target_ids.shape else ()
+        place = *index, ids
+        out[place] = grad.to(out.dtype)
+    return out
+
+
+def _per_row(temperature: float | Tensor, like: Tensor, rows: int) -> Tensor:
+    """A number by way of fp32, in which all backends take it."""
+    if isinstance(temperature, Tensor):
+        return temperature.reshape(-1)
+    return torch.full((rows,), temperature, dtype=torch.float32, device=like.device).to(like.dtype)
 
 
 def _gradient(

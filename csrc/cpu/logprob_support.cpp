@@ -1,0 +1,10 @@
+#include "rlkernel/logprob_support.h"
+
+#include "isa.h"
+
+namespace rlkernel::cpu {
+
+RLKERNEL_CPU_DISPATCH(logprob_support_forward, LogprobSupportForward)
+RLKERNEL_CPU_DISPATCH(logprob_support_backward, LogprobSupportBackward)
+
+}  // namespace rlkernel::cpu
