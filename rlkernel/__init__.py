@@ -7,6 +7,8 @@ from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._rollout_correction import RolloutCorrection
+from rlkernel.ops._seeds import split_seeds
+from rlkernel.ops._verify_chain import verify_chain
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
@@ -32,6 +34,7 @@ from rlkernel.types import (
     RunningOutput,
     SampleOutput,
     ValueLossOutput,
+    VerifyOutput,
 )
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "SampleOutput",
     "VALUE_METRICS",
     "ValueLossOutput",
+    "VerifyOutput",
     "__version__",
     "debug",
     "entropy_from_logits",
@@ -72,8 +76,10 @@ __all__ = [
     "sample",
     "score_tokens",
     "selective_log_softmax",
+    "split_seeds",
     "use_backend",
     "value_loss",
+    "verify_chain",
     "whiten",
     "workspace",
 ]

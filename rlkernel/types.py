@@ -340,6 +340,22 @@ class SampleOutput(NamedTuple):
     valid: Tensor
 
 
+class VerifyOutput(NamedTuple):
+    """What ``verify_chain`` makes of K drafted tokens: [B, K + 1], but ``accepted`` [B].
+
+    Row b has ``accepted[b]`` drafts and behind them one token of the target; the rest is padding: token -1,
+    log-probabilities 0, not ``valid``.  The log-probabilities are those of ``SampleOutput``, of the target;
+    None where they were not asked for.
+    """
+
+    token_ids: Tensor
+    accepted: Tensor
+    raw_logprobs: Tensor | None
+    tempered_logprobs: Tensor | None
+    processed_logprobs: Tensor | None
+    valid: Tensor
+
+
 class Sampling(NamedTuple):
     """What a sampling kernel is asked for, checked and normalised; per-row values are [B] or one number."""
 

@@ -163,7 +163,9 @@ def test_it_keeps_what_the_reference_keeps(name, filters, backend, monkeypatch):
     logits = logits_of()
     support = reference.forward(logits, None, request._replace(support=V)).support
     everything = support[:, 0] < 0  # of a whole row
-    kept = torch.zeros(6, V + 1, dtype=torch.bool).scatter_(1, torch.where(support < 0, V, support).long(), True)
+    kept = torch.zeros(6, V + 1, dtype=torch.bool).scatter_(
+        1, torch.where(support < 0, V, support).long(), True
+    )
     want = torch.where(kept[:, :V] | everything[:, None], logits, torch.inf).argmin(-1)
     got = backend.forward(logits, None, request)
     assert got.token_ids.dtype == torch.int64 and got.token_ids.tolist() == want.tolist()
