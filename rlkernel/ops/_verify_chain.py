@@ -44,8 +44,8 @@ def verify_chain(
     With ``draft_logprobs``, the log-probabilities q of the distribution that each draft was drawn from, a
     draft d is accepted when ``u < p(d) / q(d)``, p being the target's distribution after temperature and
     filters; in the place of the first that is not, a token is drawn from ``max(p - q, 0)``, normalised;
-    behind the last, one from p by ``sample``.  Every token is then distributed as p.  The first two draws have
-    words of their own in the stream of (seed, position), so a drafter may ``sample`` with the same seeds.
+    behind the last, one from p by ``sample``.  Every token is then distributed as p.  Acceptance and the
+    token drawn instead have words of their own in the stream: a drafter may ``sample`` with the same seeds.
 
     In both cases one row's result does not depend on the others (batch-invariant), nothing synchronises, and
     a row with T = 0 keeps the drafts that are the likeliest tokens.
@@ -130,8 +130,8 @@ def _checked(
 ) -> tuple[Tensor, Tensor]:
     _validate.floating("target_logits", logits)
     if logits.dim() != 3 or logits.shape[1] == 0 or logits.shape[2] == 0:
-        got = tuple(logits.shape)
-        raise ValueError(f"target_logits must be [B, K + 1, V] with K >= 0 and V >= 1, got {got}")
+        want = "[B, K + 1, V] with K >= 0 and V >= 1"
+        raise ValueError(f"target_logits must be {want}, got {tuple(logits.shape)}")
     rows, places, vocab = logits.shape
     drafts = _validate.target_ids(
         drafts,
@@ -142,8 +142,8 @@ def _checked(
     )
     if draft_logprobs is not None:
         _validate.constant("draft_logprobs", draft_logprobs)
-        want = (rows, places - 1, vocab)
-        if draft_logprobs.shape != want:
+        if draft_logprobs.shape != (rows, places - 1, vocab):
+            want = f"{(rows, places - 1, vocab)}"
             raise ValueError(f"draft_logprobs must be {want}, got {tuple(draft_logprobs.shape)}")
         _validate.same_device("draft_logprobs", draft_logprobs, "target_logits", logits.device)
     if lengths is None:

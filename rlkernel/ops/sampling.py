@@ -152,13 +152,28 @@ def _sampled(
     top_logprobs: int,
     out: SampleOutput | None,
 ) -> SampleOutput:
-    vocab = logits.shape[1]
-    inputs.count("top_logprobs", top_logprobs, vocab)
+    inputs.count("top_logprobs", top_logprobs, logits.shape[1])
     wanted = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
               "support": request.support, "top_logprobs": top_logprobs}  # fmt: skip
     needs |= {name for name, want in wanted.items() if want}
     run = _compiled if torch.compiler.is_compiling() else _forward
     stats = run(logits, adjusted, request, frozenset(needs))
+    return assemble(shape, logits, adjusted, request, stats, return_logprobs, top_logprobs, out)
+
+
+def assemble(
+    shape: torch.Size,
+    logits: Tensor,
+    adjusted: Tensor | None,
+    request: Sampling,
+    stats: SampleStats,
+    return_logprobs: tuple[str, ...],
+    top_logprobs: int,
+    out: SampleOutput | None,
+) -> SampleOutput:
+    """What the caller sees of ``stats``; values of the logits are looked up only for ``top_logprobs``."""
+    vocab = logits.shape[1]
+    run = _compiled if torch.compiler.is_compiling() else _forward
     top_ids = top_values = None
     if top_logprobs:
         top_ids, top_values = _top(run, logits, adjusted, request, stats, top_logprobs)
