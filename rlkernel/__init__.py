@@ -18,6 +18,7 @@ from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_log
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
+from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
@@ -74,6 +75,7 @@ __all__ = [
     "preference_loss_preset",
     "running_normalize",
     "sample",
+    "sample_linear",
     "score_tokens",
     "selective_log_softmax",
     "split_seeds",

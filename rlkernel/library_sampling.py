@@ -24,8 +24,6 @@ def reasons(library: str, logits: Tensor, sampling: Sampling | None, needs: froz
     for name in ("token_ids", "token_bitmask", "skip"):
         if getattr(sampling, name) is not None:
             why.append(f"{library} has no {name}")
-    if torch.compiler.is_compiling():
-        why.append(f"{library} does not run under torch.compile")
     return why
 
 

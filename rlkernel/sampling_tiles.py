@@ -1,4 +1,4 @@
-"""``sample_linear`` in tiles: a library GEMM, then the sampling statistics of the tile while it is in the caches.
+"""``sample_linear`` in tiles: a library GEMM, then the statistics of a tile that is in the caches.
 
 Shared by the backends that have the two kernels of sampling (``tile_statistics``, ``finish``: see
 ``rlkernel.native.sampling``).  The statistics of 4096 tokens are the same in any tile that starts at a

@@ -1,4 +1,4 @@
-"""``sample_linear`` over Triton: a library GEMM and the statistics of ``sampling`` per tile."""
+"""``sample_linear`` over Triton: a library GEMM, and the statistics of its tiles."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``sample_linear`` over the compiled extension: a library GEMM and the statistics of ``sampling`` per tile."""
+"""``sample_linear`` over the compiled extension: a library GEMM, and the statistics of its tiles."""
 
 from typing import Any
 
