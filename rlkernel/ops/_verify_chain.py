@@ -195,9 +195,8 @@ def _sampled(
 ) -> tuple[Tensor, SampleStats]:
     stats = _run()(logits, z, request, frozenset({"seeds"}))
     rows, count = drafts.shape
-    same = (drafts == stats.token_ids.view(rows, count + 1)[:, :count]) & stats.valid.view(rows, -1)[
-        :, :count
-    ]
+    token_ids, valid = (x.view(rows, count + 1)[:, :count] for x in (stats.token_ids, stats.valid))
+    same = (drafts == token_ids) & valid
     return _leading(same, lengths), stats
 
 
