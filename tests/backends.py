@@ -18,7 +18,7 @@ def of(op: str) -> list:
     """Pairs (backend, device) to parametrize a test of ``op`` with."""
     names = [name for name in dispatch.BACKENDS if name not in LIBRARIES and dispatch.has(name, op)]
     pairs = [(name, device) for name in names for device in DEVICES]
-    pairs += [(name, "cpu") for name in EMULATED]
+    pairs += [(name, "cpu") for name in EMULATED if dispatch.has("native", op)]
     return [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
 
 
