@@ -315,9 +315,9 @@ class SampleOutput(NamedTuple):
     ``raw_logprobs``, ``tempered_logprobs`` and ``processed_logprobs`` are the token's log-probability under
     ``softmax(logits)``, under the distribution after bias, penalties, bitmask and temperature, and under that
     one restricted to the kept tokens.  ``kept_mass`` and ``kept_count`` are the probability (under the
-    tempered distribution) and the number of the kept tokens; ``entropy`` is the tempered distribution's,
-    ``rank`` the token's place in it, from 1.  ``top_ids`` and ``top_logprobs`` [B, K] are its likeliest
-    tokens.
+    tempered distribution) and the number of the kept tokens, None from a library that gives the token alone;
+    ``entropy`` is the tempered distribution's, ``rank`` the token's place in it, from 1.  ``top_ids`` and
+    ``top_logprobs`` [B, K] are its likeliest tokens.
 
     ``support_ids[support_offsets[b] : support_offsets[b + 1]]`` are the kept tokens of row b, ascending; none
     for a row whose distribution is whole, or too large for the buffer (``support_overflow``).  ``valid`` is
@@ -328,8 +328,8 @@ class SampleOutput(NamedTuple):
     raw_logprobs: Tensor | None
     tempered_logprobs: Tensor | None
     processed_logprobs: Tensor | None
-    kept_mass: Tensor
-    kept_count: Tensor
+    kept_mass: Tensor | None
+    kept_count: Tensor | None
     entropy: Tensor | None
     rank: Tensor | None
     top_ids: Tensor | None

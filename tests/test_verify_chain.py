@@ -1,5 +1,10 @@
 """verify_chain: a speculative rollout is the plain one, token by token or in distribution."""
 
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from backends import is_slow, of, running, skip_unless_able
@@ -163,6 +168,76 @@ def test_the_chi_square_can_fail(fault, monkeypatch):
     assert chi_square(out.token_ids[:, 0], probs[0]) > 5
 
 
+def vllm_kernels(tmp_path):
+    """vLLM's kernels of acceptance out of its own file, as ``make`` fetched it; interpreted."""
+    file = Path(sys.prefix) / "peers/vllm/v1/sample/rejection_sampler.py"
+    if not file.is_file():
+        pytest.skip("vLLM's files are not here")
+    if torch.cuda.is_available():
+        pytest.skip("its kernels are interpreted here, on CPU tensors")
+    text = file.read_text()
+    names = ("rejection_random_sample_kernel", "rejection_greedy_sample_kernel")
+    found = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name in names]
+    assert len(found) == 2
+    lines = text.splitlines()
+    code = ["import triton", "import triton.language as tl"]
+    for node in found:
+        code += lines[node.decorator_list[0].lineno - 1 : node.end_lineno]
+    (tmp_path / "vllm_rejection_kernels.py").write_text("\n".join(code) + "\n")
+    spec = importlib.util.spec_from_file_location("vllm_kernels", tmp_path / "vllm_rejection_kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("drafted", ["by q", "given"])
+def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
+    """Fed with the uniforms of our stream; of given drafts, its greedy kernel, which has the same rule."""
+    kernels = vllm_kernels(tmp_path)
+    rows, places, size = 48, 4, 60
+    logits, q = logits_of(rows, places, size, seed=8), logits_of(rows, places - 1, size, seed=9)
+    q = (logits[:, :-1] * 0.7 + 0.6 * q).log_softmax(-1)
+    seeds, positions = torch.arange(rows) * 3, torch.arange(rows)
+    wide = seeds[:, None].expand(rows, places - 1)
+    drafts = rlkernel.sample(q, seeds=wide, positions=positions[:, None] + torch.arange(places - 1)).token_ids
+    lengths = torch.arange(rows) % places
+    want = torch.full((rows, places), -1, dtype=torch.int32)
+    inside = torch.arange(places - 1) < lengths[:, None]
+    flat, total = drafts[inside].to(torch.int32), lengths.cumsum(0).to(torch.int32)
+    bonus = torch.full((rows,), size + 1, dtype=torch.int32)
+    if drafted == "by q":
+        zero = torch.zeros_like(wide)
+        u = stream.uniform64(stream.ACCEPT, wide, positions[:, None] + torch.arange(places - 1), zero)
+        instead = torch.full_like(flat, size + 2)
+        kernels.rejection_random_sample_kernel[(rows,)](
+            want, total, flat, q.exp()[inside], logits.softmax(-1)[:, :-1][inside], bonus, instead,
+            u.float()[inside], torch.zeros(rows, dtype=torch.bool), places - 1, size, None,
+            NO_DRAFT_PROBS=False, SYNTHETIC_MODE=False,
+        )  # fmt: skip
+        got = rlkernel.verify_chain(
+            drafts, logits, draft_logprobs=q, draft_lengths=lengths, seeds=seeds, positions=positions
+        )
+        p = logits.softmax(-1)
+        replaced = (want == size + 2) & got.valid
+        row, place = replaced.nonzero().T
+        token = got.token_ids[row, place]
+        assert (p[row, place, token] > q.exp()[row, place, token]).all() and len(row) > 10
+    else:
+        best = logits.argmax(-1)
+        flat = torch.where(torch.arange(len(flat)) % 4 > 0, best[:, :-1][inside], flat).to(torch.int32)
+        drafts[inside] = flat.long()
+        kernels.rejection_greedy_sample_kernel[(rows,)](
+            want, total, flat, best[:, :-1][inside].to(torch.int32), bonus,
+            torch.ones(rows, dtype=torch.bool), places - 1, torch.zeros(flat.shape), None,
+            SYNTHETIC_MODE=False,
+        )  # fmt: skip
+        got = rlkernel.verify_chain(drafts, logits, draft_lengths=lengths, temperature=0.0)
+    known = (want >= 0) & (want < size)
+    assert torch.equal(got.valid, want >= 0)
+    assert torch.equal(got.token_ids[known], want[known].long())
+    assert 5 < int((got.accepted < lengths).sum()) < rows - 5
+
+
 def test_proposal_and_residual_share_no_noise():
     """The words that accept and redraw are not those of any other draw."""
     domains = [stream.TOKEN, *stream.GROUP, *stream.INSIDE, *stream.REDRAW]
@@ -275,6 +350,16 @@ def test_no_value_is_read_on_the_host(rejection, monkeypatch):
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
     with _NoReads():
         rlkernel.verify_chain(drafts, logits, draft_logprobs=q if rejection else None, seeds=seeds, top_p=0.9)
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+def test_it_compiles_in_one_graph(rejection):
+    drafts, logits, q, seeds = case()
+    options = {"draft_logprobs": q if rejection else None, "seeds": seeds, "top_p": 0.9}
+    compiled = torch.compile(rlkernel.verify_chain, fullgraph=True, backend="aot_eager")
+    want = rlkernel.verify_chain(drafts, logits, **options)
+    for name, a, b in zip(want._fields, compiled(drafts, logits, **options), want, strict=True):
+        assert_equal(name, a, b)
 
 
 def test_seeds_are_torchs_where_none_are_given():
