@@ -4,15 +4,20 @@ import re
 
 import pytest
 import torch
-from backends import is_slow, of, running, skip_unless_able
+from backends import EMULATED, is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
+from test_no_sync import _NoReads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import sampling_tiles, workspace
+from rlkernel import debug, sampling_tiles, workspace
 from rlkernel.reference.sample_linear import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sample_linear"))
+# The kernels are those of sample, whose tests emulate them at length: here a few calls of each kind do.
+ON_FAST_BACKENDS = pytest.mark.parametrize(
+    ("backend", "device"), [pair for pair in of("sample_linear") if pair.values[0] not in EMULATED]
+)
 pytestmark = pytest.mark.usefixtures("poison")
 SPLIT = sampling_tiles.SPLIT
 H = 16
@@ -86,20 +91,20 @@ HEADS = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_it_is_sample_of_the_logits(backend, device, asked):
     inputs, options = exact(3, SPLIT + 104, device), ASKED[asked](device)
     skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
     key = {name: inputs[name] for name in ("seeds", "positions")}
     want = draw(backend, rlkernel.sample, logits_of(inputs), **key, **options)
     assert_same(draw(backend, rlkernel.sample_linear, **inputs, **options), want)
-    assert rlkernel.last_backend("sample_linear") == ("native" if "emulated" in backend else backend)
+    assert rlkernel.last_backend("sample_linear") == backend
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}], ids=["whole", "filtered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("head", HEADS)
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_what_stands_between_the_product_and_the_softmax(backend, device, head, dtype, filters):
     if is_slow(backend, device) and (dtype == torch.float32) == bool(filters):
         return  # half of the square says the same in half the time
@@ -119,21 +124,20 @@ def test_what_stands_between_the_product_and_the_softmax(backend, device, head, 
 @ON_EVERY_BACKEND
 def test_tiles_change_no_bit(backend, device, monkeypatch):
     slow = is_slow(backend, device)
-    widths, vocab = ((1, 2), SPLIT + 333) if slow else ((1, 2, 4, 8), 8 * SPLIT - 333)
-    inputs = exact(5, vocab, device, torch.bfloat16)
+    vocab = SPLIT + 333 if slow else 8 * SPLIT - 333
+    inputs = exact(3 if slow else 5, vocab, device, torch.bfloat16)
     skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
     inputs["hidden"][1:3, 0] += 3  # rows whose largest logits lie in other tiles
     everything = {"return_entropy": True, "temperature": 0.9}
+    key = {name: inputs[name] for name in ("seeds", "positions")}
+    tilings = [(256, width, 2**28) for width in (1, 2, 4, 8)] + [(2, 1, 2**20), (2, 2, 2**20), (1, 8, 2**21)]
     for filters in ({}, {"top_p": 0.6, "return_rank": True, "return_support": 300}):
-        results = []
-        for width in widths:
-            for rows, limit in ((256, 2**28), (2, 2**20)):
-                for name in ("CPU_TILE", "GPU_TILE"):
-                    monkeypatch.setattr(sampling_tiles, name, (rows, width * SPLIT))
-                with workspace.limited(limit):
-                    results.append(draw(backend, rlkernel.sample_linear, **inputs, **everything, **filters))
-        for other in results[1:]:
-            assert_same(other, results[0])
+        want = draw(backend, rlkernel.sample, logits_of(inputs), **key, **everything, **filters)
+        for rows, width, limit in [(256, 2, 2**28), (2, 1, 2**20)] if slow else tilings:
+            for name in ("CPU_TILE", "GPU_TILE"):
+                monkeypatch.setattr(sampling_tiles, name, (rows, width * SPLIT))
+            with workspace.limited(limit):
+                assert_same(draw(backend, rlkernel.sample_linear, **inputs, **everything, **filters), want)
 
 
 @pytest.mark.parametrize("limit", [2**20, 2**22, 2**28])
@@ -195,7 +199,7 @@ def test_logits_are_in_memory_only_where_a_row_may_be_filtered():
     assert largest(top_p=0.9, logits_dtype=torch.bfloat16) == whole // 2
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_it_matches_fp64(backend, device):
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 3e-6)):
         inputs = make_inputs(4, 96, SPLIT + 50, dtype=dtype, device=device)
@@ -209,7 +213,7 @@ def test_it_matches_fp64(backend, device):
         torch.testing.assert_close(got.entropy.double(), entropy, rtol=tolerance, atol=tolerance)
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_rows_without_a_distribution_and_no_rows(backend, device):
     inputs = exact(3, 200, device)
     skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
@@ -246,6 +250,16 @@ def test_it_has_no_gradient_and_keeps_out():
     assert not first.raw_logprobs.requires_grad
     again = rlkernel.sample_linear(**inputs, out=first)
     assert again.token_ids is first.token_ids
+
+
+@ON_FAST_BACKENDS
+def test_no_value_is_read_on_the_host(backend, device, monkeypatch):
+    inputs = exact(3, 300, device)
+    skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    with running(backend), _NoReads():
+        for filters in ({}, {"top_p": 0.9, "return_support": 9, "return_rank": True, "top_logprobs": 2}):
+            rlkernel.sample_linear(**inputs, **filters, logits_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
