@@ -296,7 +296,8 @@ def _backends(settings: Settings, case: Case) -> list[str]:
     if settings.backends:
         return list(settings.backends)
     # a series is about what a user gets; the reference is the oracle
-    return [name for name in dispatch.BACKENDS if not case.axis or name != "reference"]
+    names = [name for name in dispatch.BACKENDS if not case.axis or name != "reference"]
+    return [name for name in names if dispatch.has(name, case.op)]
 
 
 def _wanted(peers: Iterable[Peer], settings: Settings, case: Case) -> list[Peer]:
