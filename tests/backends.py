@@ -16,7 +16,7 @@ EMULATED = {"emulated-warp32": 32, "emulated-warp64": 64}
 def of(op: str) -> list:
     """Pairs (backend, device) to parametrize a test of ``op`` with."""
     pairs = [(name, device) for name in dispatch.BACKENDS for device in DEVICES if _has(name, op)]
-    pairs += [(name, "cpu") for name in EMULATED]
+    pairs += [(name, "cpu") for name in EMULATED if _has("native", op)]
     return [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
 
 
