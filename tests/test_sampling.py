@@ -241,8 +241,18 @@ def test_shapes_and_strides(backend, device):
             assert_equal(f"{name}: {field}", a.reshape(b.shape), b)
     same = sample(backend, wide[:1, 3:].expand(4, 257), seeds=11, **options)
     assert len(set(same.token_ids.tolist())) == 1, "rows with a stride of 0"
-    one = sample(backend, wide[0], seeds=torch.tensor(3, device=device), return_support=5, top_k=2)
-    assert one.token_ids.shape == () and one.support_offsets.tolist() == [0, 2]
+
+
+@ON_EVERY_BACKEND
+def test_a_row_without_a_batch(backend, device):
+    logits = make_inputs(1, 260, device=device)["logits"]
+    options = {"top_k": 2, "return_support": 5, "top_logprobs": 4}
+    want = sample(backend, logits, seeds=3, **options)
+    got = sample(backend, logits[0], seeds=torch.tensor(3, device=device), **options)
+    assert got.token_ids.shape == () and got.top_ids.shape == (4,) and got.support_offsets.tolist() == [0, 2]
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        if b is not None:
+            assert_equal(name, a.reshape(b.shape), b)
 
 
 @ON_EVERY_BACKEND
