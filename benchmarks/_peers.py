@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
-
 from rlkernel.bench import parity
 from rlkernel.bench.cases import Case
 from rlkernel.bench.run import Contender
@@ -129,7 +127,7 @@ def _vllm_stubs() -> dict[str, dict[str, Any]]:
     Its CPU kernels are C++ of a build of its own. On POWER and RISC-V CPUs it samples in
     torch, and that is the machine that it is told of here; on a GPU it is told of none, with the same effect.
     """
-    import torch._dynamo  # vLLM compiles a function where it is imported; its stubs are not for torch's own imports
+    import torch._dynamo  # which the import of vLLM's files would start, beside stubs that are not for it
     import triton
     import triton.language as tl
 
@@ -162,7 +160,8 @@ def _vllm_stubs() -> dict[str, dict[str, Any]]:
         "vllm.triton_utils": {"triton": triton, "tl": tl, "HAS_TRITON": False},
         "vllm.utils.flashinfer": dict.fromkeys(
             (
-                "flashinfer_bf16_mm", "flashinfer_quant_nvfp4_8x4_sf_layout",
+                "flashinfer_bf16_mm",
+                "flashinfer_quant_nvfp4_8x4_sf_layout",
                 "is_flashinfer_cutedsl_bf16_gemm_supported",
             )
         ),  # fmt: skip

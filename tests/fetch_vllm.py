@@ -1,8 +1,9 @@
 """The files of vLLM that sample, to compare with: ``python tests/fetch_vllm.py DIRECTORY``.
 
-vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples. pip
-downloads the wheel of the version that ``requirements/constraints.txt`` pins, the files below are unpacked as they are, and the
-wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take vLLM for installed.
+vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples.
+pip downloads the wheel of the version that ``requirements/constraints.txt`` pins, the files below are unpacked
+as they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not
+take vLLM for installed.
 """
 
 import platform
@@ -48,4 +49,6 @@ if __name__ == "__main__":
     if (platform.system(), platform.machine()) in (("Linux", "x86_64"), ("Linux", "aarch64")):
         fetch(Path(sys.argv[1]))
     else:
-        print(f"vLLM has no wheel for {platform.system()} on {platform.machine()}: nothing is compared with it")
+        print(
+            f"vLLM has no wheel for {platform.system()} on {platform.machine()}: nothing is compared with it"
+        )

@@ -64,8 +64,8 @@ def request(logits, **changes):
     """What ``ops`` hands to a backend, for rows that are not filtered."""
     zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
     plain = Sampling(
-        1.0, 0, 1.0, 0.0, math.inf, seeds=zeros, positions=zeros, token_ids=None, token_bitmask=None, skip=None,
-        joint=False, gumbel=False, raw=True, entropy=False, rank=False, support=0,
+        1.0, 0, 1.0, 0.0, math.inf, seeds=zeros, positions=zeros, token_ids=None, token_bitmask=None,
+        skip=None, joint=False, gumbel=False, raw=True, entropy=False, rank=False, support=0,
     )  # fmt: skip
     return plain._replace(**changes)
 
@@ -86,7 +86,12 @@ def sample(backend, logits, **options):
 
 def everything(vocab):
     """Options that ask for all outputs."""
-    return {"return_entropy": True, "return_rank": True, "return_support": vocab, "top_logprobs": min(3, vocab)}
+    return {
+        "return_entropy": True,
+        "return_rank": True,
+        "return_support": vocab,
+        "top_logprobs": min(3, vocab),
+    }
 
 
 def per_row(options, device="cpu"):
@@ -108,7 +113,9 @@ def grid(vocab, names, dtype, device="cpu", seed=0):
 
 def bitmask(allowed):
     """int32 [B, ceil(V / 32)] of the bools ``allowed`` [B, V]: bit i % 32 of word i // 32."""
-    padded = torch.nn.functional.pad(allowed.to(torch.int64), (0, -allowed.shape[1] % 32)).unflatten(-1, (-1, 32))
+    padded = torch.nn.functional.pad(allowed.to(torch.int64), (0, -allowed.shape[1] % 32)).unflatten(
+        -1, (-1, 32)
+    )
     words = (padded << torch.arange(32, device=allowed.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

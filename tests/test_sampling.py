@@ -64,7 +64,9 @@ def check_statistics(out, logits, z, t):
     count = out.top_ids.shape[1]
     assert torch.equal(out.top_ids, z.sort(dim=-1, descending=True, stable=True).indices[:, :count])
     t = torch.where(t == 0, 1, t)[:, None]
-    logprobs = [(z.to(d) / t.to(d)).log_softmax(-1).gather(1, out.top_ids) for d in (torch.float32, torch.float64)]
+    logprobs = [
+        (z.to(d) / t.to(d)).log_softmax(-1).gather(1, out.top_ids) for d in (torch.float32, torch.float64)
+    ]
     check("top_logprobs", out.top_logprobs, *logprobs, magnitude=1)
 
 
@@ -164,16 +166,22 @@ def test_bias_and_penalties(backend, device):
             z[row][i] -= 0.25 * said.count(i) + presence
     z = torch.tensor(z, dtype=torch.float64, device=device)
     before = logits.clone()
-    out = sample(backend, logits, temperature=t, logit_bias=bias, penalties=penalties, top_k=9, **everything(vocab))
+    out = sample(
+        backend, logits, temperature=t, logit_bias=bias, penalties=penalties, top_k=9, **everything(vocab)
+    )
     assert torch.equal(logits, before), "the logits are not ours to change"
     for row in range(2):
         assert support(out, row) == sorted(z[row].topk(9).indices.tolist())
-    want = formulas(logits.double(), z, torch.full((2,), t, device=device), z >= z.topk(9).values[:, -1:], out.token_ids)
+    want = formulas(
+        logits.double(), z, torch.full((2,), t, device=device), z >= z.topk(9).values[:, -1:], out.token_ids
+    )
     for name, exact in want.items():
         assert (getattr(out, name) - exact).abs().max() < 5e-6, name
     only = sample(backend, logits, logit_bias={5: math.inf, 7: 1.0}, top_k=2)
     assert not only.valid.any(), "a bias of +inf is a logit of +inf"
-    banned = sample(backend, logits, logit_bias={int(i): -math.inf for i in logits[0].topk(3).indices}, temperature=0.0)
+    banned = sample(
+        backend, logits, logit_bias={int(i): -math.inf for i in logits[0].topk(3).indices}, temperature=0.0
+    )
     assert banned.token_ids[0] == logits[0].topk(4).indices[3]
 
 
@@ -195,7 +203,12 @@ def test_rows_that_cannot_be_sampled(backend, device):
     for row, breaks in enumerate(BROKEN.values()):
         breaks(logits[2 * row + 1][None])
     seeds = torch.arange(len(logits), device=device)
-    for filters in ({}, {"top_k": 12}, {"top_p": 0.8, "top_n_sigma": 3.0}, {"min_p": 0.1, "temperature": 0.0}):
+    for filters in (
+        {},
+        {"top_k": 12},
+        {"top_p": 0.8, "top_n_sigma": 3.0},
+        {"min_p": 0.1, "temperature": 0.0},
+    ):
         if is_slow(backend, device) and "top_k" in filters:
             continue
         options = filters | everything(700)
@@ -206,9 +219,19 @@ def test_rows_that_cannot_be_sampled(backend, device):
         for name in ("raw_logprobs", "tempered_logprobs", "processed_logprobs", "kept_mass", "entropy"):
             assert getattr(out, name)[1::2].isnan().all(), name
         alone = sample(backend, good, seeds=seeds[::2], **options)
-        for name in ("token_ids", "raw_logprobs", "processed_logprobs", "kept_mass", "entropy", "rank", "top_ids"):
+        for name in (
+            "token_ids",
+            "raw_logprobs",
+            "processed_logprobs",
+            "kept_mass",
+            "entropy",
+            "rank",
+            "top_ids",
+        ):
             assert_equal(name, getattr(out, name)[::2].contiguous(), getattr(alone, name))
-        assert [support(out, 2 * r) for r in range(len(good))] == [support(alone, r) for r in range(len(good))]
+        assert [support(out, 2 * r) for r in range(len(good))] == [
+            support(alone, r) for r in range(len(good))
+        ]
         assert not any(support(out, 2 * r + 1) for r in range(len(BROKEN)))
 
 
@@ -226,7 +249,13 @@ def test_a_mask_that_allows_nothing_and_logits_it_hides(backend, device):
 def test_shapes_and_strides(backend, device):
     wide = make_inputs(6, 260, device=device)["logits"]
     t = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.1, 0.9], device=device)
-    options = {"top_p": 0.9, "return_support": 257, "return_rank": True, "return_entropy": True, "top_logprobs": 2}
+    options = {
+        "top_p": 0.9,
+        "return_support": 257,
+        "return_rank": True,
+        "return_entropy": True,
+        "top_logprobs": 2,
+    }
     want = sample(backend, wide[:, 3:].contiguous(), temperature=t, **options)
     views = {
         "rows apart": wide[:, 3:],
@@ -308,7 +337,9 @@ def test_top_logprobs_of_fewer_tokens_than_asked_for(backend, device):
     logits[0, [60, 5]], logits[1] = 1.0, torch.nan
     out = sample(backend, logits, top_logprobs=3)
     assert out.top_ids.tolist() == [[5, 60, -1], [-1, -1, -1]]
-    assert out.top_logprobs[0].isneginf().tolist() == [False, False, True] and out.top_logprobs[1].isnan().all()
+    assert (
+        out.top_logprobs[0].isneginf().tolist() == [False, False, True] and out.top_logprobs[1].isnan().all()
+    )
     assert torch.allclose(out.top_logprobs[0, :2], torch.tensor(0.5, device=device).log())
 
 
@@ -335,7 +366,9 @@ def test_fp64_stays_fp64():
 MUTANTS = {
     "temperature is forgotten": lambda ref, x, z, r: ref.forward(x, z, r._replace(temperature=1.0)),
     "half precision inside": lambda ref, x, z, r: ref.forward(x.bfloat16().float(), z, r),
-    "raw is tempered": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(raw_logprobs=s.tempered_logprobs),
+    "raw is tempered": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(
+        raw_logprobs=s.tempered_logprobs
+    ),
     "processed is not": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(
         processed_logprobs=s.tempered_logprobs
     ),

@@ -4,7 +4,17 @@ import pytest
 import torch
 from backends import is_slow, running
 from bitwise import assert_batch_invariant, assert_equal, probe
-from sampling_cases import FEW, FILTERS, PAIRS, bitmask, everything, grid, per_row, sample, skip_unless_sampling
+from sampling_cases import (
+    FEW,
+    FILTERS,
+    PAIRS,
+    bitmask,
+    everything,
+    grid,
+    per_row,
+    sample,
+    skip_unless_sampling,
+)
 
 import rlkernel
 from rlkernel import stream
@@ -126,7 +136,9 @@ def test_filters_leave_the_other_numbers_alone(backend, device):
     skip_unless_sampling(backend, logits)
     with running(backend):
         for options in ({"top_k": 9}, {"top_p": 0.6}, {"top_n_sigma": 1.0}):
-            got = rlkernel.score_tokens(logits, plain.token_ids, temperature=0.8, **options, **everything(333))
+            got = rlkernel.score_tokens(
+                logits, plain.token_ids, temperature=0.8, **options, **everything(333)
+            )
             for name in ("raw_logprobs", "tempered_logprobs", "entropy", "rank", "top_ids", "top_logprobs"):
                 assert_equal(f"{options} {name}", getattr(got, name), getattr(plain, name))
 
@@ -184,7 +196,7 @@ def test_a_nucleus_of_float_sums_fails():
     def kept_by_floats(x, p):
         weights = (x - x.amax(-1, keepdim=True)).exp().sort(-1, descending=True).values
         # numpy adds in fp32, one after another; torch on a CPU would add in fp64
-        sums = weights.unflatten(-1, (2 ** min(len(x), 5), -1)).numpy().cumsum(-1)
+        sums = weights.unflatten(-1, (2 ** (len(x).bit_length() - 1), -1)).numpy().cumsum(-1)
         sums[:, 1:] += sums[:, :-1, -1:].cumsum(1)
         sums = torch.from_numpy(sums).flatten(1)
         return ((sums - weights < p[:, None] * sums[:, -1:]).sum(-1),)

@@ -19,8 +19,14 @@ ERRORS = {
     "temperature below 0": ({"temperature": -0.5}, "temperature must be >= 0 and finite, got -0.5"),
     "temperature NaN": ({"temperature": math.nan}, "temperature must be >= 0 and finite, got nan"),
     "temperature infinite": ({"temperature": math.inf}, "temperature must be >= 0 and finite, got inf"),
-    "temperatures": ({"temperature": torch.tensor([1.0, -1.0, 0.0])}, r"temperature\[1\] must be >= 0 and finite, got -1"),
-    "temperature of two rows": ({"temperature": torch.ones(2)}, r"temperature must be one value or have shape \(3,\), got \(2,\)"),
+    "temperatures": (
+        {"temperature": torch.tensor([1.0, -1.0, 0.0])},
+        r"temperature\[1\] must be >= 0 and finite, got -1",
+    ),
+    "temperature of two rows": (
+        {"temperature": torch.ones(2)},
+        r"temperature must be one value or have shape \(3,\), got \(2,\)",
+    ),
     "temperature by name": ({"temperature": "hot"}, "temperature must be a number or a tensor, got str"),
     "temperature with a gradient": (
         {"temperature": torch.ones(3, requires_grad=True)},
@@ -40,22 +46,46 @@ ERRORS = {
     "seeds' dtype": ({"seeds": some(1.0)}, "seeds must be integers, got float32"),
     "seeds of a float": ({"seeds": 1.5}, "seeds must be a 64-bit integer or a tensor, got 1.5"),
     "seeds too large": ({"seeds": 2**63}, "seeds must be a 64-bit integer"),
-    "positions' shape": ({"positions": torch.zeros(1, 3, dtype=torch.int64)}, r"positions must be .*\(3,\), got \(1, 3\)"),
+    "positions' shape": (
+        {"positions": torch.zeros(1, 3, dtype=torch.int64)},
+        r"positions must be .*\(3,\), got \(1, 3\)",
+    ),
     "positions' dtype": ({"positions": some(True, torch.bool)}, "positions must be integers, got bool"),
-    "filter_order": ({"filter_order": "top_k_first"}, "filter_order must be .*sequential.*joint.*, got 'top_k_first'"),
+    "filter_order": (
+        {"filter_order": "top_k_first"},
+        "filter_order must be .*sequential.*joint.*, got 'top_k_first'",
+    ),
     "method": ({"method": "multinomial"}, "method must be .*grouped.*gumbel.*, got 'multinomial'"),
-    "return_logprobs": ({"return_logprobs": ("raw", "temperature")}, "return_logprobs must be .*tempered.*, got 'temperature'"),
-    "return_logprobs of a name": ({"return_logprobs": "raw"}, "return_logprobs must be a tuple of names, got 'raw'"),
+    "return_logprobs": (
+        {"return_logprobs": ("raw", "temperature")},
+        "return_logprobs must be .*tempered.*, got 'temperature'",
+    ),
+    "return_logprobs of a name": (
+        {"return_logprobs": "raw"},
+        "return_logprobs must be a tuple of names, got 'raw'",
+    ),
     "return_support": ({"return_support": -1}, r"return_support must be an integer in \[0, "),
     "top_logprobs": ({"top_logprobs": 41}, r"top_logprobs must be an integer in \[0, 40\], got 41"),
     "bitmask's width": (
         {"token_bitmask": torch.zeros(3, 1, dtype=torch.int32)},
         r"token_bitmask must be int32 of shape \(3, 2\), got int32 \(3, 1\)",
     ),
-    "bitmask's dtype": ({"token_bitmask": torch.zeros(3, 2, dtype=torch.int64)}, "token_bitmask must be int32 .*, got int64"),
-    "bitmask of bools": ({"token_bitmask": torch.ones(3, 40, dtype=torch.bool)}, r"must be int32 .*, got bool \(3, 40\)"),
-    "bias' shape": ({"logit_bias": torch.zeros(3)}, r"logit_bias must have shape \(40,\) or \(3, 40\), got \(3,\)"),
-    "bias of no token": ({"logit_bias": {40: 1.0}}, r"logit_bias must have token ids in \[0, 40\) as keys, got 40"),
+    "bitmask's dtype": (
+        {"token_bitmask": torch.zeros(3, 2, dtype=torch.int64)},
+        "token_bitmask must be int32 .*, got int64",
+    ),
+    "bitmask of bools": (
+        {"token_bitmask": torch.ones(3, 40, dtype=torch.bool)},
+        r"must be int32 .*, got bool \(3, 40\)",
+    ),
+    "bias' shape": (
+        {"logit_bias": torch.zeros(3)},
+        r"logit_bias must have shape \(40,\) or \(3, 40\), got \(3,\)",
+    ),
+    "bias of no token": (
+        {"logit_bias": {40: 1.0}},
+        r"logit_bias must have token ids in \[0, 40\) as keys, got 40",
+    ),
     "penalised ids": (
         {"penalties": rlkernel.Penalties(torch.zeros(2, 5, dtype=torch.int64))},
         r"penalties.output_token_ids must be \[3, L\], got \(2, 5\)",
@@ -89,7 +119,10 @@ def test_what_is_off_is_named(case):
 @pytest.mark.parametrize(
     ("logits", "message"),
     [
-        (torch.zeros(3, 4, dtype=torch.int64), "logits must be float16, bfloat16, float32 or float64, got int64"),
+        (
+            torch.zeros(3, 4, dtype=torch.int64),
+            "logits must be float16, bfloat16, float32 or float64, got int64",
+        ),
         (torch.zeros(3, 0), r"logits must be \[..., V\] with V >= 1, got \(3, 0\)"),
         (torch.tensor(1.0), r"logits must be \[..., V\] with V >= 1, got \(\)"),
         ([[1.0, 2.0]], "logits must be a tensor, got list"),
@@ -119,7 +152,11 @@ def test_nothing_is_written_when_a_given_tensor_does_not_fit():
     kept = [None if x is None else x.clone() for x in out]
     for logits, options, message in (
         (torch.zeros(4, 40), {"return_support": 4}, r"out.token_ids must be int64 \(4,\), got int64 \(3,\)"),
-        (LOGITS.double(), {"return_support": 4}, r"out.raw_logprobs must be float64 \(3,\), got float32 \(3,\)"),
+        (
+            LOGITS.double(),
+            {"return_support": 4},
+            r"out.raw_logprobs must be float64 \(3,\), got float32 \(3,\)",
+        ),
         (LOGITS, {"return_support": 5}, r"out.support_ids must be int32 \(15,\), got int32 \(12,\)"),
         (LOGITS, {"return_entropy": True}, r"out.entropy must be float32 \(3,\), got None"),
     ):

@@ -52,7 +52,15 @@ def test_several_splits(backend, device, order, method):
     if is_slow(backend, device) and (order, method) == ("joint", "gumbel"):
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
     names = ("top_p",) if is_slow(backend, device) else FEW
-    check_grid(backend, device, 4097 if is_slow(backend, device) else 9001, names, torch.float32, order, method=method)
+    check_grid(
+        backend,
+        device,
+        4097 if is_slow(backend, device) else 9001,
+        names,
+        torch.float32,
+        order,
+        method=method,
+    )
 
 
 @ON_EVERY_BACKEND
@@ -86,7 +94,9 @@ def test_a_share_that_is_met_exactly_needs_no_further_token(backend, device, voc
     """Of equal tokens, one half of the mass is one half of the tokens; the next fp32 above needs one more."""
     logits = torch.full((3, vocab), -7.5, device=device)
     half = torch.tensor(0.5)
-    top_p = torch.stack([half, half.nextafter(torch.tensor(1.0)), half.nextafter(torch.tensor(0.0))]).to(device)
+    top_p = torch.stack([half, half.nextafter(torch.tensor(1.0)), half.nextafter(torch.tensor(0.0))]).to(
+        device
+    )
     for order in ("sequential", "joint"):
         out = sample(backend, logits, top_p=top_p, filter_order=order, return_support=vocab)
         assert out.kept_count.tolist() == [vocab // 2, vocab // 2 + 1, vocab // 2]
@@ -106,10 +116,20 @@ def test_sequential_takes_its_share_of_what_is_left_joint_of_all(backend, device
 def test_numbers_and_tensors_of_one_value_are_the_same(backend, device):
     """Also as 0-d tensors, fp64 and small integers: values reach the kernels as fp32 and int64."""
     logits = 2 * torch.randn(3, 150, generator=torch.Generator().manual_seed(3)).to(device)
-    values = {"temperature": 0.75, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "top_n_sigma": 2.5, "positions": 7}
+    values = {
+        "temperature": 0.75,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "top_n_sigma": 2.5,
+        "positions": 7,
+    }
     want = sample(backend, logits, **values, **everything(150))
     rows = {name: torch.full((3,), value, device=device) for name, value in values.items()}
-    wide = {n: torch.tensor(v, dtype=torch.float64 if isinstance(v, float) else torch.uint8) for n, v in values.items()}
+    wide = {
+        n: torch.tensor(v, dtype=torch.float64 if isinstance(v, float) else torch.uint8)
+        for n, v in values.items()
+    }
     for changed in (rows, {name: value.to(device) for name, value in wide.items()}):
         got = sample(backend, logits, **changed, **everything(150))
         for name, a, b in zip(got._fields, got, want, strict=True):
@@ -123,7 +143,9 @@ def test_token_bitmask(backend, device, share):
     logits, filters, temperatures = grid(vocab, names, torch.float32, device, seed=4)
     g = torch.Generator().manual_seed(6)
     allowed = torch.rand(logits.shape, generator=g).to(device) < share
-    allowed.scatter_(1, logits.argmax(-1, keepdim=True), True)  # a row without any token has a test of its own
+    allowed.scatter_(
+        1, logits.argmax(-1, keepdim=True), True
+    )  # a row without any token has a test of its own
     allowed[0] = True
     out = sample(
         backend, logits, temperature=temperatures, token_bitmask=bitmask(allowed), **per_row(filters, device),

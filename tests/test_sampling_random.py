@@ -1,4 +1,4 @@
-"""sampling: draws have the distribution that is promised, down to its tail, from the stream that is published."""
+"""sampling: draws have the promised distribution, down to its tail, from the published stream."""
 
 import math
 import struct
@@ -94,7 +94,9 @@ def test_distribution_over_positions_and_of_neighbouring_keys(backend, device, m
 @ON_EVERY_BACKEND
 def test_same_tokens_as_the_reference(backend, device, method):
     """The stream is the same on every backend: fp32 against fp64 could differ in a token of a million."""
-    logits, filters, t = grid(333, FEW if is_slow(backend, device) else FILTERS, torch.float32, device, seed=3)
+    logits, filters, t = grid(
+        333, FEW if is_slow(backend, device) else FILTERS, torch.float32, device, seed=3
+    )
     options = {"temperature": t, "method": method, **per_row(filters, device)}
     g = torch.Generator().manual_seed(1)
     keys = torch.randint(-(2**63), 2**63 - 1, (2, len(logits)), generator=g).to(device)
@@ -173,7 +175,9 @@ def test_grouped_draws_are_those_of_the_stream(backend, device):
         groups = [weights[i : i + 64] for i in range(0, 150, 64)]
         for g, members in enumerate(groups):
             high, low = (word(d, seed, 3, g) for d in stream.GROUP)
-            keys.append(math.log(math.fsum(members)) - math.log(-math.log1p(-(high + (low + 0.5) / 2**32) / 2**32)))
+            keys.append(
+                math.log(math.fsum(members)) - math.log(-math.log1p(-(high + (low + 0.5) / 2**32) / 2**32))
+            )
         best = keys.index(max(keys))
         high, low = (word(d, seed, 3, best) for d in stream.INSIDE)
         left = (((high << 32 | low) >> 11) + 0.5) * 2.0**-53 * math.fsum(groups[best])
@@ -186,7 +190,7 @@ def test_grouped_draws_are_those_of_the_stream(backend, device):
     assert out.token_ids.tolist() == want
 
 
-# A token of probability 2^-26 beside one that is nearly certain. These keys draw it, by a uniform below 2^-26.
+# A token of probability 2^-26 beside one that is nearly certain: these keys draw it, by a uniform below 2^-26
 RARE = 2.0**-26
 TAIL = {
     "gumbel": {"seed": 185271255, "vocab": 300, "certain": 3, "rare": 200},
