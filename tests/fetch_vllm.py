@@ -1,7 +1,7 @@
 """The files of vLLM that sample, to compare with: ``python tests/fetch_vllm.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples.
-pip downloads the wheel of the version that ``requirements/constraints.txt`` pins, the files below are unpacked
+pip downloads the wheel of the version that requirements/constraints.txt pins, the files below are unpacked
 as they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not
 take vLLM for installed.
 """
