@@ -254,7 +254,7 @@ def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: 
     inputs = parity.make_inputs(own, case, "cpu")
     grads = parity.upstream(own, case, inputs)
     if name == "rlkernel":
-        contender = Contender(name, parity.ours(op, "auto"), is_peer=False)
+        contender = Contender(name, parity.ours(own, op, "auto"), is_peer=False)
     else:
         peer = next(p for p in own.PEERS if p.name == name)
         try:

@@ -78,7 +78,7 @@ def skip_unless_sampling(backend, logits):
 def sample(backend, logits, **options):
     """``rlkernel.sample`` on one backend; the seeds of the rows are 0, 1, ... unless given."""
     flat = logits.reshape(-1, logits.shape[-1])
-    skip_unless_sampling(backend, flat)
+    skip_unless_sampling(backend, flat.contiguous())  # ops hands over dense rows
     options.setdefault("seeds", torch.arange(flat.shape[0], device=logits.device).view(logits.shape[:-1]))
     with running(backend):
         return rlkernel.sample(logits, **options)
