@@ -12,12 +12,13 @@ from sampling_cases import (
     everything,
     grid,
     per_row,
+    request,
     sample,
     skip_unless_sampling,
 )
 
 import rlkernel
-from rlkernel import stream
+from rlkernel import dispatch, stream
 from rlkernel.reference import sampling as reference
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
@@ -169,6 +170,72 @@ def test_same_bits_on_any_number_of_threads():
     for other in results[1:]:
         for number, (a, b) in enumerate(zip(other, results[0], strict=True)):
             assert_equal(f"output {number}", a, b)
+
+
+def asked_for(logits, names):
+    """What ``ops`` hands to a backend, for rows with filters of their own, with all outputs."""
+    seeds, positions, t, top_k, top_p, min_p, top_n_sigma = rows_for(logits, names)
+    return request(
+        logits, temperature=t, top_k=top_k, top_p=top_p, min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds,
+        positions=positions, entropy=True, rank=True, support=64,
+    )  # fmt: skip
+
+
+def in_tiles(impl, logits, tiles, asked, fill=torch.nan):
+    """The statistics of every tile of the vocabulary by itself, and the results of all of them."""
+    rows, vocab = logits.shape
+    partials = torch.full((rows, -(-vocab // 4096), 13), fill, dtype=torch.float64, device=logits.device)
+    group_max = torch.full((rows, -(-vocab // 64)), fill, device=logits.device)
+    for start, end in zip([0, *tiles], [*tiles, vocab], strict=True):
+        impl.tile_statistics(logits[:, start:end].clone(), None, start, vocab, asked, partials, group_max)
+    return partials, impl.finish(logits, None, vocab, asked, partials, group_max)
+
+
+@ON_EVERY_BACKEND
+def test_tiles_of_the_vocabulary(backend, device):
+    """Tiles that start at multiples of 4096, as ``sample_linear`` takes them, are the whole row to the bit."""
+    if backend == "reference":
+        pytest.skip("the reference takes a row as a whole")
+    logits = probe(3 if is_slow(backend, device) else len(FEW), 2 * 4096 + 70, torch.float32, device)
+    asked = asked_for(logits, ("all", "top_p", "k of 1") if is_slow(backend, device) else FEW)
+    skip_unless_sampling(backend, logits)
+    with running(backend):
+        impl = dispatch.pick("sampling", logits, sampling=asked, needs=frozenset({"logprobs"}))
+        whole = impl.forward(logits, None, asked)
+        for tiles in ([4096], [4096, 8192]):
+            _, stats = in_tiles(impl, logits, tiles, asked)
+            for name, a, b in zip(whole._fields, stats, whole, strict=True):
+                assert_equal(f"{tiles} {name}", a, b)
+
+
+@ON_EVERY_BACKEND
+def test_rows_to_skip_are_neither_read_nor_written(backend, device):
+    if backend == "reference":
+        pytest.skip("the reference takes all rows")
+    logits = probe(4, 333, torch.float32, device)
+    asked = asked_for(logits, FEW)
+    skip = torch.tensor([False, True, False, True], device=device)
+    skip_unless_sampling(backend, logits)
+    with running(backend):
+        impl = dispatch.pick("sampling", logits, sampling=asked, needs=frozenset({"logprobs"}))
+        partials, stats = in_tiles(impl, logits, [], asked._replace(skip=skip), fill=-7.0)
+        whole = impl.forward(logits, None, asked)
+    assert (partials[skip] == -7).all() and not (partials[~skip] == -7).any()
+    assert stats.tempered_logprobs[skip].isnan().all(), "written; what is fresh holds NaN"
+    for name, a, b in zip(whole._fields, stats, whole, strict=True):
+        assert_equal(name, a[~skip], b[~skip])
+
+
+@METHODS
+def test_same_bits_on_warps_of_32_and_of_64(method):
+    """NVIDIA's and AMD's: the sums of a group of 64 have one order."""
+    if not any(param.values[0] == "emulated-warp64" for param in PAIRS):
+        pytest.skip("the device kernels of sampling are not here")
+    logits = probe(6, 333, torch.bfloat16, "cpu")
+    rows = rows_for(logits, FEW)
+    on_32, on_64 = (runner(f"emulated-warp{warp}", method)(logits, *rows) for warp in (32, 64))
+    for number, (a, b) in enumerate(zip(on_32, on_64, strict=True)):
+        assert_equal(f"output {number}", a, b)
 
 
 # Mutants: what would make the tests above worthless if it passed
