@@ -193,7 +193,7 @@ def in_tiles(impl, logits, tiles, asked, fill=torch.nan):
 
 @ON_EVERY_BACKEND
 def test_tiles_of_the_vocabulary(backend, device):
-    """Tiles that start at multiples of 4096, as ``sample_linear`` takes them, are the whole row to the bit."""
+    """Tiles from multiples of 4096 on, as ``sample_linear`` takes them, are the whole row to the bit."""
     if backend == "reference":
         pytest.skip("the reference takes a row as a whole")
     logits = probe(3 if is_slow(backend, device) else len(FEW), 2 * 4096 + 70, torch.float32, device)
