@@ -102,11 +102,15 @@ def per_row(options, device="cpu"):
     }
 
 
-def grid(vocab, names, dtype, device="cpu", seed=0):
-    """Logits [R, vocab]: every vocabulary under every named filter; the filters, temperatures of the rows."""
+def grid(vocab, slow, dtype, device="cpu", seed=0):
+    """Logits [R, vocab]: every vocabulary under every filter; the filters, temperatures of the rows.
+
+    ``slow``: a row costs milliseconds, so every vocabulary is there twice and every kind of filter thrice.
+    """
     made = [shape(x[None]) for shape, x in zip(VOCABULARIES.values(), _rows(seed, 99, vocab), strict=False)]
-    logits = torch.cat([x for x in made for _ in names]).to(dtype)
-    options = [FILTERS[name] for _ in made for name in names]
+    names = [FEW[(2 * i) % len(FEW) :][:2] if slow else tuple(FILTERS) for i in range(len(made))]
+    logits = torch.cat([x for x, under in zip(made, names, strict=True) for _ in under]).to(dtype)
+    options = [FILTERS[name] for under in names for name in under]
     temperatures = torch.tensor([1.0, 0.7, 1.5, 0.25, 3.0])[torch.arange(len(options)) % 5]
     return logits.to(device), options, temperatures.to(device)
 

@@ -8,7 +8,6 @@ from accuracy import check
 from backends import is_slow, running
 from bitwise import assert_equal
 from sampling_cases import (
-    FEW,
     FILTERS,
     PAIRS,
     bitmask,
@@ -76,9 +75,9 @@ def check_statistics(out, logits, z, t):
 )
 @ON_EVERY_BACKEND
 def test_matches_fp64(backend, device, dtype, method):
-    if is_slow(backend, device) and (dtype, method) == (torch.float16, "gumbel"):
+    if is_slow(backend, device) and (dtype == torch.float32) == (method == "gumbel"):
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
-    logits, filters, t = grid(333, FEW if is_slow(backend, device) else FILTERS, dtype, device, seed=2)
+    logits, filters, t = grid(333, is_slow(backend, device), dtype, device, seed=2)
     kept = (logits > -torch.inf).sum(-1) >= 5  # top_logprobs of fewer tokens have a test of their own
     logits, t = logits[kept], t[kept]
     filters = [f for f, keep in zip(filters, kept.tolist(), strict=True) if keep]
@@ -209,7 +208,7 @@ def test_rows_that_cannot_be_sampled(backend, device):
         {"top_p": 0.8, "top_n_sigma": 3.0},
         {"min_p": 0.1, "temperature": 0.0},
     ):
-        if is_slow(backend, device) and "top_k" in filters:
+        if is_slow(backend, device) and "top_n_sigma" not in filters:
             continue
         options = filters | everything(700)
         out = sample(backend, logits, seeds=seeds, **options)
@@ -293,7 +292,7 @@ def test_no_rows(backend, device):
 
 @ON_EVERY_BACKEND
 def test_forced_tokens_have_the_statistics_that_drawn_ones_have(backend, device):
-    logits, filters, t = grid(333, FEW, torch.float32, device, seed=9)
+    logits, filters, t = grid(333, is_slow(backend, device), torch.float32, device, seed=9)
     t[::7] = 0
     options = {"temperature": t, **per_row(filters, device), **everything(333)}
     drawn = sample(backend, logits, **options)

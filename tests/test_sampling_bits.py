@@ -74,7 +74,10 @@ def rows_for(logits, names):
 @ON_EVERY_BACKEND
 def test_batch_invariant(backend, device, dtype, method):
     """Permuted, alone, the second half, at an odd address: with filters and temperatures of every kind."""
-    if is_slow(backend, device) and dtype == torch.float16:
+    if is_slow(backend, device) and (dtype, method) not in (
+        (torch.float32, "grouped"),
+        (torch.bfloat16, "gumbel"),
+    ):
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
     for vocab in (333,) if is_slow(backend, device) else (37, 333, 9001):
         logits = probe(len(FEW), vocab, dtype, device)
@@ -114,10 +117,12 @@ def test_padding_rows_change_nothing(backend, device):
 @METHODS
 @ON_EVERY_BACKEND
 def test_same_bits_every_time(backend, device, method):
-    logits, filters, t = grid(333, FEW[:2] if is_slow(backend, device) else FEW, torch.float32, device)
+    if is_slow(backend, device) and method == "gumbel":
+        pytest.skip(f"{backend} on a CPU takes milliseconds a row")
+    logits, filters, t = grid(333, is_slow(backend, device), torch.float32, device)
     options = {"temperature": t, "method": method, **per_row(filters, device), **everything(333)}
     first = sample(backend, logits, **options)
-    for _ in range(1 if is_slow(backend, device) else 100):
+    for _ in range(1 if is_slow(backend, device) else 100 if backend == "native" else 10):
         for name, a, b in zip(first._fields, sample(backend, logits, **options), first, strict=True):
             assert_equal(name, a, b)
 

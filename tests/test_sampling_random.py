@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from backends import is_slow, running
-from sampling_cases import FEW, FILTERS, PAIRS, bitmask, grid, per_row, sample, skip_unless_sampling, support
+from sampling_cases import FILTERS, PAIRS, bitmask, grid, per_row, sample, skip_unless_sampling, support
 
 import rlkernel
 from rlkernel import stream
@@ -63,7 +63,7 @@ LOGITS = {
 def test_distribution(backend, device, method, filters):
     if is_slow(backend, device):
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
-    for name, rows in (("100", 4000), ("600", 4000), ("9000", 200)):
+    for name, rows in (("100", 3000), ("600", 2000), ("9000", 150)):
         z = LOGITS[name]()
         logits = z.expand(rows, len(z)).to(device)
         out = sample(
@@ -94,9 +94,7 @@ def test_distribution_over_positions_and_of_neighbouring_keys(backend, device, m
 @ON_EVERY_BACKEND
 def test_same_tokens_as_the_reference(backend, device, method):
     """The stream is the same on every backend: fp32 against fp64 could differ in a token of a million."""
-    logits, filters, t = grid(
-        333, FEW if is_slow(backend, device) else FILTERS, torch.float32, device, seed=3
-    )
+    logits, filters, t = grid(333, is_slow(backend, device), torch.float32, device, seed=3)
     options = {"temperature": t, "method": method, **per_row(filters, device)}
     g = torch.Generator().manual_seed(1)
     keys = torch.randint(-(2**63), 2**63 - 1, (2, len(logits)), generator=g).to(device)
@@ -230,30 +228,31 @@ def test_uniforms_of_24_bits_do_not_reach_it(name, monkeypatch):
 @ON_EVERY_BACKEND
 def test_distinct_keys_draw_distinct_tokens(backend, device):
     """n > 1 samples of a prompt have seeds of their own; a sequence has its positions."""
-    rows = 24 if is_slow(backend, device) else 400
-    logits, count = torch.zeros(rows, 640, device=device), torch.arange(rows, device=device)
-    want = 640 * (1 - (1 - 1 / 640) ** rows)  # distinct tokens expected of independent draws
+    rows, vocab = (8, 130) if is_slow(backend, device) else (400, 640)
+    logits, count = torch.zeros(rows, vocab, device=device), torch.arange(rows, device=device)
+    want = vocab * (1 - (1 - 1 / vocab) ** rows)  # distinct tokens expected of independent draws
     for method in ("grouped", "gumbel"):
         for keys in ({"positions": count, "seeds": 1}, {"seeds": count}):
             tokens = sample(backend, logits, method=method, **keys).token_ids.tolist()
-            assert abs(len(set(tokens)) - want) < 5 * math.sqrt(rows), (method, keys)
+            assert abs(len(set(tokens)) - want) < 2 * math.sqrt(rows), (method, keys)
         one = sample(backend, logits, method=method, seeds=3, positions=4).token_ids
         assert (one == one[0]).all(), "one key is one draw"
 
 
 @ON_EVERY_BACKEND
 def test_seeds_of_torchs_generator(backend, device):
-    logits = torch.zeros(40, 200, device=device)
+    logits = torch.zeros(12, 10**4 if not is_slow(backend, device) else 1000, device=device)
     skip_unless_sampling(backend, logits)
     draws = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        with running(backend):
-            draws += [rlkernel.sample(logits).token_ids, rlkernel.sample(logits).token_ids]
-    assert torch.equal(draws[0], draws[2]) and torch.equal(draws[1], draws[3])
-    for other in (1, 4):
-        assert (draws[0] == draws[other]).float().mean() < 0.2, "another call, another seed: other tokens"
-    assert len(draws[0].unique()) > 20, "rows have seeds of their own"
+    with running(backend):
+        for seed in (7, 7, 8):
+            torch.manual_seed(seed)
+            draws.append(rlkernel.sample(logits).token_ids)
+        draws.append(rlkernel.sample(logits).token_ids)
+    assert torch.equal(draws[0], draws[1])
+    for a, b in ((0, 2), (2, 3)):
+        assert (draws[a] == draws[b]).sum() < 3, "another seed, another call: other tokens"
+    assert len(draws[0].unique()) > 9, "rows have seeds of their own"
 
 
 MUTANTS = {
