@@ -120,6 +120,8 @@ def test_same_bits_every_time(backend, device, method):
     if is_slow(backend, device) and method == "gumbel":
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
     logits, filters, t = grid(333, is_slow(backend, device), torch.float32, device)
+    if is_slow(backend, device):
+        logits, filters, t = logits[::3], filters[::3], t[::3]
     options = {"temperature": t, "method": method, **per_row(filters, device), **everything(333)}
     first = sample(backend, logits, **options)
     for _ in range(1 if is_slow(backend, device) else 100 if backend == "native" else 10):
@@ -131,17 +133,18 @@ def test_same_bits_every_time(backend, device, method):
 def test_filters_leave_the_other_numbers_alone(backend, device):
     """raw, tempered, entropy and rank of a token have the same bits with and without filters, and of a row
     whose filter keeps everything also processed; so has the token if it is kept."""
-    logits = probe(4, 333, torch.float32, device)
+    slow = is_slow(backend, device)
+    logits = probe(2 if slow else 4, 333, torch.float32, device)
     plain = sample(backend, logits, temperature=0.8, **everything(333))
-    mask = bitmask(torch.ones(4, 333, dtype=torch.bool, device=device))
-    whole = [{"top_k": 333}, {"top_p": 1.0, "min_p": 0.0}, {"token_bitmask": mask}, {"min_p": 1e-30}]
-    for options in whole:
+    mask = bitmask(torch.ones_like(logits, dtype=torch.bool))
+    whole = [{"token_bitmask": mask}, {"min_p": 1e-30}, {"top_k": 333}, {"top_p": 1.0, "min_p": 0.0}]
+    for options in whole[: 2 if slow else 4]:
         got = sample(backend, logits, temperature=0.8, **options, **everything(333))
         for name, a, b in zip(got._fields, got, plain, strict=True):
             assert_equal(f"{list(options)} {name}", a, b)
     skip_unless_sampling(backend, logits)
     with running(backend):
-        for options in ({"top_k": 9}, {"top_p": 0.6}, {"top_n_sigma": 1.0}):
+        for options in ({"top_k": 9, "top_p": 0.6}, {"top_n_sigma": 1.0}):
             got = rlkernel.score_tokens(
                 logits, plain.token_ids, temperature=0.8, **options, **everything(333)
             )

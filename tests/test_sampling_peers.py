@@ -9,6 +9,10 @@ from sampling_cases import PAIRS, bitmask, sample, skip_unless_sampling, support
 import rlkernel
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
+# the others keep what the oracle of test_sampling_filters.py keeps, as these do
+ON_FAST_BACKENDS = pytest.mark.parametrize(
+    ("backend", "device"), [pair for pair in PAIRS if not is_slow(*pair.values)]
+)
 FILTERS = {
     "none": {},
     "top_k": {"top_k": 20},
@@ -40,14 +44,14 @@ def check_same(out, processed):
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_vllms_sampler(backend, device, name, logits):
     processed = peers.vllm_processed(logits, 0.8, **FILTERS[name])
     options = {"temperature": 0.8, "return_support": VOCAB} | FILTERS[name]
     check_same(sample(backend, logits.to(device), **options), processed)
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_vllms_raw_logprobs_and_ranks(backend, device, logits):
     theirs = peers.vllm_sampler("raw_logprobs", logits, 0.8, num_logprobs=4, top_p=0.9)
     token_ids, table = theirs.sampled_token_ids[:, 0].long(), theirs.logprobs_tensors
@@ -60,7 +64,7 @@ def test_vllms_raw_logprobs_and_ranks(backend, device, logits):
     assert (out.top_logprobs.cpu() - table.logprobs[:, 1:]).abs().max() < 5e-6
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_vllms_allowed_tokens_and_bias(backend, device, logits):
     allowed = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     bias = {0: {3: 9.0, 5: -4.0}, 2: {690: 12.0}}
@@ -78,7 +82,7 @@ def test_vllms_allowed_tokens_and_bias(backend, device, logits):
     check_same(out, processed)
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_vllms_penalties(backend, device, logits, monkeypatch):
     g = torch.Generator().manual_seed(5)
     prompt = torch.randint(0, VOCAB + 40, (ROWS, 60), generator=g).clamp(max=VOCAB)  # V is padding
@@ -116,14 +120,14 @@ def test_vllms_runner_draws_the_same_tokens(backend, device):
     assert not torch.equal(other.token_ids, theirs)
 
 
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_vllms_runner_keeps_the_same_by_min_p(backend, device, logits):
     processed = peers.vllm_runner_min_p(logits, 0.03).log_softmax(-1)
     check_same(sample(backend, logits.to(device), min_p=0.03, return_support=VOCAB), processed)
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_hugging_faces_processors(backend, device, name, logits):
     """Their min_p comes last, so that top_p takes its share of what top_k alone has left."""
     filters = FILTERS[name]
@@ -145,7 +149,7 @@ def test_hugging_faces_processors(backend, device, name, logits):
 
 
 @pytest.mark.parametrize("top_k, top_p", [(20, 0.7), (700, 0.9), (5, 0.999), (40, 0.3)])
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_flashinfers_two_orders(backend, device, top_k, top_p, logits):
     p = logits.double().softmax(-1)
     for theirs, ours in (("top_k_first", "sequential"), ("joint", "joint")):
@@ -158,7 +162,7 @@ def test_flashinfers_two_orders(backend, device, top_k, top_p, logits):
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@ON_EVERY_BACKEND
+@ON_FAST_BACKENDS
 def test_sglangs_torch_sampler_is_joint(backend, device, name, logits):
     p, f = logits.double().softmax(-1), {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
     kept = torch.stack([peers.sglang_kept(row, **f) for row in p])
