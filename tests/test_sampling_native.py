@@ -1,5 +1,5 @@
-"""What is special to sampling's CPU kernels: threads, tiles, instruction sets, rows that are left out, and the
-ways in which they find a nucleus without sorting."""
+"""What is special to sampling's CPU kernels: threads, tiles, instruction sets, rows that are left out, and
+the ways in which they find a nucleus without sorting."""
 
 import os
 import random

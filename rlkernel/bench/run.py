@@ -104,7 +104,7 @@ class _Bench:
         self.inputs = parity.make_inputs(module, case, settings.device)
         self.grads = parity.upstream(module, case, self.inputs)
         self.backends = [
-            Contender(n, parity.ours(case.op, n), is_peer=False) for n in _backends(settings, case)
+            Contender(n, parity.ours(module, case.op, n), is_peer=False) for n in _backends(settings, case)
         ]
         self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
         self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings, case)]
