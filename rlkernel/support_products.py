@@ -13,7 +13,6 @@ from torch import Tensor
 from rlkernel import workspace
 from rlkernel.types import Head
 
-
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
 
 
