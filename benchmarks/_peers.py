@@ -5,10 +5,11 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rlkernel.bench import parity
@@ -69,19 +70,11 @@ def verl(path: str) -> ModuleType:
     for name, classes in _VERL_ONLY_IMPORTS.items():
         if name.startswith("verl.") or importlib.util.find_spec(name) is None:
             fakes[name] = _bare(name, None, *classes)
-    before = {name: loaded for name, loaded in sys.modules.items() if _top(name) in ("verl", *fakes)}
-    for name in before:
-        del sys.modules[name]
-    sys.modules.update(fakes)
-    try:
+    with _in_place_of(("verl",), fakes):
         groupwise = importlib.import_module("verl.utils.groupwise")
         for name in ("as_torch_index", "group_mean_std"):
             setattr(fakes["verl.utils"], name, getattr(groupwise, name))
         return importlib.import_module(path)
-    finally:
-        for name in [n for n in sys.modules if _top(n) in ("verl", *fakes)]:
-            del sys.modules[name]
-        sys.modules.update(before)
 
 
 def verl_core_algos() -> ModuleType:
@@ -98,6 +91,117 @@ _VERL_ONLY_IMPORTS = {
     "tensordict": ("TensorDict",),
     "omegaconf": ("DictConfig",),
 }
+
+
+@functools.cache
+def vllm(path: str) -> ModuleType:
+    """``vllm.<path>``: the installed package, or else vLLM's own file where ``make`` put it, beside stubs of
+    what that file imports and its torch path never uses.
+
+    Raises:
+        ImportError: neither is here, or the file does not import.
+    """
+    if importlib.util.find_spec("vllm") is not None:
+        return module(f"vllm.{path}")
+    folder = Path(sys.prefix) / "peers" / "vllm"
+    if not folder.is_dir():
+        raise ImportError("not installed")
+    fakes = {name: _bare(name, folder.joinpath(*name.split(".")[1:])) for name in _VLLM_PACKAGES}
+    for name, contents in _vllm_stubs().items():
+        fakes.setdefault(name, _bare(name, None)).__dict__.update(contents)
+    with _in_place_of(("vllm",), fakes):
+        return importlib.import_module(f"vllm.{path}")
+
+
+# vLLM's packages, whose __init__ would start its engine
+_VLLM_PACKAGES = (
+    "vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.layers", "vllm.utils", "vllm.v1",
+    "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.sample", "vllm.v1.sample.ops", "vllm.v1.worker",
+    "vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu", "vllm.v1.worker.gpu.sample",
+)  # fmt: skip
+
+
+def _vllm_stubs() -> dict[str, dict[str, Any]]:
+    """What the sampling files import from the rest of vLLM, by module.
+
+    Its CPU kernels are C++ of a build of its own. On POWER and RISC-V CPUs it samples in
+    torch, and that is the machine that it is told of here; on a GPU it is told of none, with the same effect.
+    """
+    import torch._dynamo  # which the import of vLLM's files would start, beside stubs that are not for it
+    import triton
+    import triton.language as tl
+
+    no = {name: lambda *_: False for name in ("is_cuda", "is_cuda_alike", "is_rocm", "is_xpu", "is_enabled")}
+    on_cpu = not torch.cuda.is_available()
+    platform = SimpleNamespace(
+        **no,
+        is_cpu=lambda: on_cpu,
+        get_cpu_architecture=lambda: "POWERPC",
+        import_kernels=lambda: None,
+        simple_compile_backend="eager",  # for the rank, where inductor would take a minute to start
+    )
+    anything = type("anything", (), {})
+    return {
+        "vllm": {"SamplingParams": anything},
+        "vllm._aiter_ops": {"rocm_aiter_ops": SimpleNamespace(**no)},
+        "vllm.compilation.cuda_graph": {"CUDAGraphStat": anything},
+        "vllm.config.model": {
+            "LogprobsMode": str,
+            "PROCESSED_LOGPROBS_MODES": ("processed_logits", "processed_logprobs"),
+        },
+        "vllm.envs": {"__getattr__": _vllm_switch},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.platforms": {
+            "current_platform": platform,
+            "CpuArchEnum": SimpleNamespace(RISCV="RISCV", POWERPC="POWERPC"),
+        },
+        "vllm.platforms.interface": {"DeviceCapability": anything},
+        "vllm.scalar_type": {"ScalarType": anything},
+        "vllm.triton_utils": {"triton": triton, "tl": tl, "HAS_TRITON": False},
+        "vllm.utils.flashinfer": dict.fromkeys(
+            (
+                "flashinfer_bf16_mm",
+                "flashinfer_quant_nvfp4_8x4_sf_layout",
+                "is_flashinfer_cutedsl_bf16_gemm_supported",
+            )
+        ),  # fmt: skip
+        "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": lambda **_: contextlib.nullcontext()},
+        "vllm.utils.math_utils": {"cdiv": None},
+        "vllm.utils.platform_utils": {"num_compute_units": None},
+        "vllm.utils.torch_utils": {
+            "PIN_MEMORY": False,
+            "async_tensor_h2d": lambda data, device, dtype: torch.tensor(data, device=device, dtype=dtype),
+            "direct_register_custom_op": lambda **_: None,
+            "make_tensor_with_pad": None,
+        },
+        "vllm.v1.core.sched.output": {"SchedulerOutput": anything},
+        "vllm.v1.sample.logits_processor": {"LogitsProcessors": anything},
+        "vllm.v1.sample.thinking_budget_state": {"ThinkingBudgetStateHolder": anything},
+    }
+
+
+def _vllm_switch(name: str) -> bool:
+    """Every switch of vLLM's environment is off."""
+    if name.startswith("VLLM_"):
+        return False
+    raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def _in_place_of(packages: tuple[str, ...], fakes: dict[str, ModuleType]) -> Iterator[None]:
+    """``fakes`` are what an import finds inside the block; afterwards ``packages`` are as they were."""
+
+    def ours() -> list[str]:
+        return [name for name in sys.modules if _top(name) in (*packages, *fakes)]
+
+    before = {name: sys.modules.pop(name) for name in ours()}
+    sys.modules.update(fakes)
+    try:
+        yield
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _bare(name: str, folder: Path | None, *classes: str) -> ModuleType:
@@ -150,7 +254,7 @@ def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: 
     inputs = parity.make_inputs(own, case, "cpu")
     grads = parity.upstream(own, case, inputs)
     if name == "rlkernel":
-        contender = Contender(name, parity.ours(op, "auto"), is_peer=False)
+        contender = Contender(name, parity.ours(own, op, "auto"), is_peer=False)
     else:
         peer = next(p for p in own.PEERS if p.name == name)
         try:

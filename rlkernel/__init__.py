@@ -7,6 +7,8 @@ from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._rollout_correction import RolloutCorrection
+from rlkernel.ops._seeds import split_seeds
+from rlkernel.ops._verify_chain import verify_chain
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
@@ -16,6 +18,7 @@ from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_log
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
+from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
@@ -32,6 +35,7 @@ from rlkernel.types import (
     RunningOutput,
     SampleOutput,
     ValueLossOutput,
+    VerifyOutput,
 )
 
 __all__ = [
@@ -50,6 +54,7 @@ __all__ = [
     "SampleOutput",
     "VALUE_METRICS",
     "ValueLossOutput",
+    "VerifyOutput",
     "__version__",
     "debug",
     "entropy_from_logits",
@@ -70,10 +75,13 @@ __all__ = [
     "preference_loss_preset",
     "running_normalize",
     "sample",
+    "sample_linear",
     "score_tokens",
     "selective_log_softmax",
+    "split_seeds",
     "use_backend",
     "value_loss",
+    "verify_chain",
     "whiten",
     "workspace",
 ]

@@ -21,6 +21,8 @@ from torch import Tensor
 # adding a line.
 BACKENDS = {
     "native": "rlkernel.native",  # csrc/: CPU, CUDA or HIP, by the tensor's device
+    "flashinfer": "rlkernel.flashinfer",  # libraries that have an op or two; only where they are installed
+    "aiter": "rlkernel.aiter",
     "triton": "rlkernel.triton_ops",
     "reference": "rlkernel.reference",
 }
@@ -68,6 +70,14 @@ def ops() -> list[str]:
     import rlkernel.ops
 
     return sorted(m.name for m in pkgutil.iter_modules(rlkernel.ops.__path__) if not m.name.startswith("_"))
+
+
+def has(name: str, op: str) -> bool:
+    """Whether backend ``name`` has ``op`` and the package under it, be it able to run here or not."""
+    try:
+        return all(importlib.util.find_spec(path) for path in (BACKENDS[name], f"{BACKENDS[name]}.{op}"))
+    except ImportError:  # the package says that what it stands on is not installed
+        return False
 
 
 def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:

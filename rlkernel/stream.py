@@ -13,6 +13,9 @@ TOKEN = 0
 GROUP = (0x9E3779B9, 0x7F4A7C15)  # high and low word of a 64-bit uniform, one for each group of 64 tokens
 INSIDE = (0xBF58476D, 0x94D049BB)  # the draw inside the winning group
 REDRAW = (0x2545F491, 0x4F6CDD1D)  # of a row whose first draw was filtered out
+ACCEPT = (0xD6E8FEB8, 0x94C849D5)  # whether a drafted token is accepted
+RESIDUAL = (0xA0761D64, 0xE7037ED1)  # the token in the place of one that was not
+SPLIT = (0x8EBC6AF0, 0x589965CC)  # seeds of the samples of one request
 
 _WORD = 0xFFFFFFFF
 

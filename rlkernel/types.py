@@ -315,9 +315,9 @@ class SampleOutput(NamedTuple):
     ``raw_logprobs``, ``tempered_logprobs`` and ``processed_logprobs`` are the token's log-probability under
     ``softmax(logits)``, under the distribution after bias, penalties, bitmask and temperature, and under that
     one restricted to the kept tokens.  ``kept_mass`` and ``kept_count`` are the probability (under the
-    tempered distribution) and the number of the kept tokens; ``entropy`` is the tempered distribution's,
-    ``rank`` the token's place in it, from 1.  ``top_ids`` and ``top_logprobs`` [B, K] are its likeliest
-    tokens.
+    tempered distribution) and the number of the kept tokens, None from a library that gives the token alone;
+    ``entropy`` is the tempered distribution's, ``rank`` the token's place in it, from 1.  ``top_ids`` and
+    ``top_logprobs`` [B, K] are its likeliest tokens.
 
     ``support_ids[support_offsets[b] : support_offsets[b + 1]]`` are the kept tokens of row b, ascending; none
     for a row whose distribution is whole, or too large for the buffer (``support_overflow``).  ``valid`` is
@@ -328,8 +328,8 @@ class SampleOutput(NamedTuple):
     raw_logprobs: Tensor | None
     tempered_logprobs: Tensor | None
     processed_logprobs: Tensor | None
-    kept_mass: Tensor
-    kept_count: Tensor
+    kept_mass: Tensor | None
+    kept_count: Tensor | None
     entropy: Tensor | None
     rank: Tensor | None
     top_ids: Tensor | None
@@ -337,6 +337,22 @@ class SampleOutput(NamedTuple):
     support_ids: Tensor | None
     support_offsets: Tensor | None
     support_overflow: Tensor | None
+    valid: Tensor
+
+
+class VerifyOutput(NamedTuple):
+    """What ``verify_chain`` makes of K drafted tokens: [B, K + 1], but ``accepted`` [B].
+
+    Row b has ``accepted[b]`` drafts and behind them one token of the target; the rest is padding: token -1,
+    log-probabilities 0, not ``valid``.  The log-probabilities are those of ``SampleOutput``, of the target;
+    None where they were not asked for.
+    """
+
+    token_ids: Tensor
+    accepted: Tensor
+    raw_logprobs: Tensor | None
+    tempered_logprobs: Tensor | None
+    processed_logprobs: Tensor | None
     valid: Tensor
 
 

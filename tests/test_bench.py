@@ -234,7 +234,7 @@ def test_truth_does_not_depend_on_its_slices(op, monkeypatch):
     assert sliced.slices.step == (sliced.slices.rows if whole_op else 1)
     for name, value in sliced.of(differentiated).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-14)
-        assert value.dtype == torch.float64
+        assert value.dtype == torch.float64 or not value.is_floating_point()
 
 
 def test_nan_is_an_infinite_error_and_never_passes():

@@ -1,4 +1,4 @@
-"""Losses and advantages never look at a value on the host: what a CUDA graph asks for, seen without a GPU.
+"""Ops never look at a value on the host: what a CUDA graph asks for, seen without a GPU.
 
 Every operator that hands a value to Python, or whose output's shape is data, is refused while the op runs on
 CPU tensors as it would on a GPU: ``debug.may_read`` says no.
@@ -18,6 +18,7 @@ from rlkernel.reference import (
     logprob,
     policy_loss,
     preference_loss,
+    sampling,
     value_loss,
     whiten,
 )
@@ -68,7 +69,19 @@ def _policy_losses():
         )
 
 
+def _samples():
+    inputs = sampling.make_inputs(4, 300)
+    rows = {"temperature": torch.tensor([0.0, 0.7, 1.0, 2.0]), "top_k": torch.tensor([5, 0, 40, 9])}
+    options = {"return_entropy": True, "return_rank": True, "return_support": 64, "top_logprobs": 2}
+    penalties = rlkernel.Penalties(torch.tensor([[1, 2], [3, -1], [4, 4], [-1, -1]]), presence=0.5)
+    bitmask = torch.full((4, 10), -1, dtype=torch.int32)
+    out = rlkernel.sample(**inputs, **rows, **options, top_p=0.9, penalties=penalties, token_bitmask=bitmask)
+    rlkernel.sample(inputs["logits"], temperature=0.8, out=out, **options)  # and seeds of torch's own
+    rlkernel.score_tokens(inputs["logits"], out.token_ids, min_p=0.1, logit_bias=torch.zeros(300))
+
+
 CALLS = {
+    "sampling": _samples,
     "preference_loss": lambda: _differentiated(
         rlkernel.preference_loss, preference_loss.make_inputs(6, 70), "logprobs"
     ),

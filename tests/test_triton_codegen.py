@@ -146,6 +146,26 @@ REGISTERS = {
     ("policy_loss: every rejection", "mean_weight_kernel"): (32, 32, 32, 13),
     ("policy_loss: every rejection", "sequence_kernel"): (186, 183, 174, 81),
     ("policy_loss: every rejection", "values_kernel"): (40, 36, 40, 26),
+    ("sampling: bf16", "statistics_kernel"): (72, 64, 77, 53),
+    ("sampling: bf16", "finish_kernel"): (52, 50, 54, 52),
+    ("sampling: fp16 odd V", "statistics_kernel"): (80, 95, 96, 78),
+    ("sampling: fp16 odd V", "finish_kernel"): (48, 48, 48, 58),
+    ("sampling: fp32 V = 1", "statistics_kernel"): (114, 80, 85, 64),
+    ("sampling: fp32 V = 1", "finish_kernel"): (120, 118, 110, 65),
+    ("sampling: fp32 gumbel", "statistics_kernel"): (112, 80, 96, 56),
+    ("sampling: fp32 gumbel", "finish_kernel"): (52, 50, 54, 52),
+    ("sampling: bf16 forced rank", "statistics_kernel"): (96, 96, 102, 74),
+    ("sampling: bf16 forced rank", "finish_kernel"): (40, 48, 48, 58),
+    ("sampling: bf16 top-k top-p", "statistics_kernel"): (72, 64, 72, 54),
+    ("sampling: bf16 top-k top-p", "finish_kernel"): (128, 128, 128, 67),
+    ("sampling: bf16 joint", "statistics_kernel"): (56, 72, 40, 47),
+    ("sampling: bf16 joint", "finish_kernel"): (122, 117, 114, 55),
+    ("sampling: bf16 everything", "statistics_kernel"): (191, 155, 193, 72),
+    ("sampling: bf16 everything", "finish_kernel"): (126, 128, 126, 75),
+    ("sampling: bf16 everything odd V", "statistics_kernel"): (192, 156, 198, 72),
+    ("sampling: bf16 everything odd V", "finish_kernel"): (112, 112, 108, 67),
+    ("sampling: fp32 everything gumbel joint", "statistics_kernel"): (234, 201, 222, 80),
+    ("sampling: fp32 everything gumbel joint", "finish_kernel"): (114, 117, 113, 65),
 }
 
 # bytes of shared memory of a program, where it is more than the 1 KiB that reductions take
@@ -154,6 +174,18 @@ SHARED = {
     "linear_logprob: fused bf16 entropy": (65536, 98304, 98320, 32768),
     "linear_logprob: fused bf16 entropy head": (65536, 98304, 98320, 32768),
     "linear_logprob: fused fp16 entropy odd H": (8192, 8192, 16400, 4096),
+    # sums over 64 tokens change the layout
+    "sampling: bf16": (2048,) * 4,
+    "sampling: fp16 odd V": (2048,) * 4,
+    "sampling: fp32 V = 1": (4096,) * 4,
+    "sampling: fp32 gumbel": (4096,) * 4,
+    "sampling: bf16 forced rank": (2048,) * 4,
+    "sampling: bf16 everything odd V": (4096,) * 4,
+    # so do the addresses of the candidates that are gathered
+    "sampling: bf16 top-k top-p": (16384, 16384, 16384, 8192),
+    "sampling: bf16 joint": (16384, 16384, 16384, 8192),
+    "sampling: bf16 everything": (16384, 16384, 16384, 8192),
+    "sampling: fp32 everything gumbel joint": (16384, 16384, 16384, 8192),
 }
 
 
@@ -211,6 +243,7 @@ def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target
         *("chunk_kernel", "total_kernel", "multiply_kernel", "gae_kernel"),
         *("moments_kernel", "scale_kernel", "kl_kernel", "batch_kernel", "group_kernel"),
         *("sums_kernel", "loss_kernel", "gradient_kernel"),
+        *("statistics_kernel", "finish_kernel"),
     }
     assert set(binaries.values()) == {1}, f"more than one binary of a kernel on {target}: {binaries}"
 

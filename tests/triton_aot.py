@@ -96,10 +96,11 @@ def binaries_of_varied_calls() -> dict[str, int]:
         linear_logprob,
         logprob,
         preference_loss,
+        sampling,
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, Head, PreferenceRule
+    from rlkernel.types import Aggregation, Head, PreferenceRule, Sampling
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -137,6 +138,10 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 stats, None, None, order, None, None, None, rule, torch.float32
             )
             preference_loss.backward(rows[0, 0], slopes, stats, pairs > 0, None, None, None, 1.0)
+            keys, k = torch.arange(n), int(16 * t)
+            numbers = (t, k, t / 9, t / 9, t)  # temperature to top_n_sigma
+            request = Sampling(*numbers, keys, keys, None, None, None, False, False, True, True, True, n)
+            sampling.forward(logits.reshape(n, 256), None, request)
             gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
             whiten.forward(values, values > 0, None, True, True, t, "std")
             kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", False, None)

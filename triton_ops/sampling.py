@@ -61,12 +61,6 @@ def tile_statistics(
         return
     # 16 bytes a thread and load; the bits do not depend on it
     vec = 16 // (tile.element_size() if adjusted is None else 4)
-    scattered = any(
-        x % 16
-        for t in (tile, adjusted)
-        if t is not None
-        for x in (width, t.stride(0) if rows > 1 else 0, t.data_ptr())
-    )
     splits = triton.cdiv(width, SPLIT)
     with torch.cuda.device_of(tile):
         statistics_kernel[(rows * splits,)](
@@ -75,8 +69,8 @@ def tile_statistics(
             *_per_row(sampling.temperature), sampling.seeds, sampling.positions, sampling.token_ids,
             sampling.skip, partials, group_max,
             RAW=sampling.raw, ENTROPY=sampling.entropy, SIGMA=sampling.may_use_sigma,
-            GUMBEL=sampling.gumbel, SCATTERED=scattered, LANES=SPLIT // vec, VEC=vec, num_warps=4,
-            enable_fp_fusion=False,
+            GUMBEL=sampling.gumbel, SCATTERED=_scattered(tile, adjusted), LANES=SPLIT // vec, VEC=vec,
+            num_warps=8 if sampling.may_use_sigma or sampling.gumbel else 4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -117,6 +111,9 @@ def finish(
     listed = empty(torch.int32, groups) if rereads else None
     candidates = empty(torch.float32, ROOM) if filters else None
     top_k = sampling.top_k if isinstance(sampling.top_k, Tensor) else min(sampling.top_k, vocab)
+    warps = 1
+    if rereads:  # entries that are loaded one by one take more registers: fewer of them a thread
+        warps = 16 if vocab > SPLIT and _scattered(logits, adjusted) else 8
     with torch.cuda.device_of(partials):
         finish_kernel[(rows,)](
             *_rows_of(logits if rereads else None), *_rows_of(adjusted if rereads else None),
@@ -128,9 +125,15 @@ def finish(
             FILTER=filters, JOINT=sampling.joint, GUMBEL=sampling.gumbel,
             SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
             GROUPS=max(64, min(1024, triton.next_power_of_2(groups))), ROOM=ROOM,
-            num_warps=8 if rereads else 1, enable_fp_fusion=False,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return stats
+
+
+def _scattered(*tensors: Tensor | None) -> bool:
+    """Whether rows start at other than multiples of 16 elements."""
+    present = [t for t in tensors if t is not None]
+    return any(x % 16 for t in present for x in (t.shape[1], *t.stride()[:-1], t.data_ptr()))
 
 
 def _rows_of(x: Tensor | None) -> tuple[Tensor | None, int]:
@@ -165,10 +168,11 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "temperature": rows, "top_k": rows.to(torch.int64), "top_p": rows, "min_p": rows,
         "top_n_sigma": rows, "skip": rows > 0, "entropy": True, "rank": True, "support": 512,
     }  # fmt: skip
-    forced = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
+    forced: dict[str, Any] = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
     return {
         "bf16": lambda: run(151936, bf16),
         "fp16 odd V": lambda: run(50257, fp16, temperature=rows, entropy=True),
+        "fp32 V = 1": lambda: run(1, fp32, top_k=rows.to(torch.int64), rank=True),
         "fp32 gumbel": lambda: run(151936, fp32, gumbel=True),
         "bf16 forced rank": lambda: run(151936, bf16, **forced, rank=True, entropy=True),
         "bf16 top-k top-p": lambda: run(151936, bf16, top_k=50, top_p=0.9, support=512),

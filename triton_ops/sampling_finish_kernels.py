@@ -10,7 +10,6 @@ import triton.language as tl
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
     FIXED_POINT,
-    GROUP,
     RECORD,
     any_order_sum,
     load_entries,
@@ -28,6 +27,7 @@ from rlkernel.triton_ops.sampling_select_kernels import (
     list_groups,
     list_groups_from,
     load_survivors,
+    sums_before,
     survey,
     tie_id,
     token_at_mass,
@@ -120,9 +120,8 @@ def write_support(support, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
     written = tl.full((), 0, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        keep = tl.reshape(is_kept(z, tokens, pivot, last).to(tl.int32), (BATCH * GROUP,))
-        place = written + tl.cumsum(keep, axis=0) - 1
-        tl.store(support + place, tl.reshape(tokens, (BATCH * GROUP,)), mask=keep != 0)
+        keep = is_kept(z, tokens, pivot, last).to(tl.int32)
+        tl.store(support + written + sums_before(keep), tokens, mask=keep != 0)
         written += tl.sum(keep)
 
 
@@ -162,21 +161,63 @@ def finish_kernel(
     i = tl.arange(0, SPLITS)
     here = i < splits
     record = records + (row * splits + i) * RECORD
-    maxima = tl.load(record, mask=here, other=float("-inf"))
-    top64 = tl.max(maxima, axis=0)
-    top = top64.to(tl.float32)
-    safe = finite_or_zero(top64)
+    top = tl.max(tl.load(record, mask=here, other=float("-inf")), axis=0).to(tl.float32)
     sums = tl.load(record + 2, mask=here, other=0.0)
-    scale = scales(maxima, safe, per_t)
-    bad = tl.max((sums != sums).to(tl.int32)) > 0  # an integer cannot carry it
-    s = sum_lanes(sums * scale)
     finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int32)  # whole numbers: any order
-    valid = (not bad) & (finite > 0)
+    valid = (tl.max((sums != sums).to(tl.int32)) == 0) & (finite > 0)
+
+    # the kept set first: what follows would only take registers from it
+    x_ptr = logits
+    if FILTER or rank_out is not None:
+        x_ptr += row * row_stride
+        listed += row * groups
+        group_max += row * groups
+        if adjusted is not None:
+            adjusted += row * adjusted_stride
+        if bitmask is not None:
+            bitmask += row * bitmask_stride
+    kept_count = tl.where(greedy, 1, finite)
+    restricted = tl.full((), False, tl.int1)  # processed is not tempered
+    log_kept = tl.full((), 0.0, tl.float64)
+    mass = tl.full((), 0, tl.int64)
+    n = tl.full((), 0, tl.int32)
+    pivot = top
+    last = tl.full((), -1, tl.int32)
+    if FILTER:
+        k = load_scalar(top_ks, top_k, row).to(tl.int64)
+        k_on = (k >= 1) & (k < V)
+        k = tl.where(k_on, k, V).to(tl.int32)
+        p = load_scalar(top_ps, top_p, row)
+        least = load_scalar(min_ps, min_p, row)
+        width = load_scalar(sigmas, sigma, row)
+        p_on = p < 1.0
+        filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
+        if bitmask is not None:
+            filtered = filtered | (finite < V)
+        if filtered & valid & (not greedy):
+            cut = tl.full((), float("-inf"), tl.float32)
+            if least > 0.0:
+                cut = (t * tl.log(least.to(tl.float64))).to(tl.float32)
+            if width < float("inf"):
+                deviation = standard_deviation(record, here)
+                cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
+            n, pivot, last, kept_count, mass = select(
+                listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
+                p, p_on, cut, JOINT, GROUPS, ROOM,
+            )  # fmt: skip
+            restricted = kept_count < V
+            log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
+
+    maxima = tl.load(record, mask=here, other=float("-inf"))
+    sums = tl.load(record + 2, mask=here, other=0.0)
+    top64 = tl.max(maxima, axis=0)
+    safe = finite_or_zero(top64)
+    scale = scales(maxima, safe, per_t)
+    shift = (maxima - safe) * per_t
+    s = sum_lanes(sums * scale)
     log_s = tl.log(s)
     first_of_max = tl.where(maxima == top64, tl.load(record + 1, mask=here, other=0.0), V)
     argmax = tl.min(first_of_max).to(tl.int32)
-
-    shift = (maxima - safe) * per_t
     key = tl.load(record + 9, mask=here, other=float("-inf"))
     score = tl.where((key == float("inf")) | (key == float("-inf")), key, key + shift)
     best = tl.max(score, axis=0)
@@ -190,10 +231,36 @@ def finish_kernel(
         z_token = tl.where(outside, float("nan"), z_token)
         x_token = tl.where(outside, float("nan"), x_token)
 
-    # what no filter changes
+    excluded = greedy & (token != argmax)  # from the kept set
+    if FILTER and restricted:
+        excluded = not is_kept(z_token, token, pivot, last)
+        if token_ids is None and excluded:  # one draw over what is kept
+            stream = stream_of(seeds, positions, row)
+            if GUMBEL:
+                token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream)
+            else:
+                below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, tl.full((), 0, tl.int32))
+                token = token_at_mass(listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below)
+            x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
+            excluded = tl.full((), False, tl.int1)
+
+    above = (z_token.to(tl.float64) - top.to(tl.float64)) * per_t
+    tempered = above - log_s
+    processed = tl.where(restricted, above - log_kept, tempered)
+    processed = tl.where(excluded, float("-inf"), tl.where(greedy, 0.0, processed))
+    if token_ids is None:
+        tl.store(token_out + row, tl.where(valid, token, -1).to(tl.int64))
+    else:
+        processed = tl.where(outside, float("nan"), processed)
+        tl.store(token_out + row, tl.load(token_ids + row))
+    kept_mass = tl.where(restricted | greedy, tl.exp(log_kept - log_s), 1.0)
     tl.store(valid_out + row, valid)
     tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
     tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
+    tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
+    tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
+    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0).to(tl.int64))
     if entropy_out is not None:
         weighted = tl.load(record + 3, mask=here, other=0.0)
         weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
@@ -204,82 +271,6 @@ def finish_kernel(
         top_x = finite_or_zero(tl.max(maxima_x, axis=0))
         sums_x = tl.load(record + 8, mask=here, other=0.0)
         log_sum_x = tl.log(sum_lanes(sums_x * scales(maxima_x, top_x, 1.0)))
-
-    kept_count = tl.where(greedy, 1, finite)
-    log_kept = tl.full((), 0.0, tl.float64)
-    excluded = tl.full((), False, tl.int1)  # the token is not in the kept set
-    restricted = tl.full((), False, tl.int1)  # processed is not tempered
-    n = tl.full((), 0, tl.int32)
-    pivot = top
-    last = tl.full((), -1, tl.int32)
-    x_ptr = logits
-    if FILTER or rank_out is not None:
-        x_ptr += row * row_stride
-        listed += row * groups
-        group_max += row * groups
-        if adjusted is not None:
-            adjusted += row * adjusted_stride
-        if bitmask is not None:
-            bitmask += row * bitmask_stride
-    if FILTER:
-        k = load_scalar(top_ks, top_k, row).to(tl.int64)
-        k_on = (k >= 1) & (k < V)
-        k = tl.where(k_on, k, V).to(tl.int32)
-        p = load_scalar(top_ps, top_p, row)
-        least = load_scalar(min_ps, min_p, row)
-        width = load_scalar(sigmas, sigma, row)
-        p_on = p < 1.0
-        filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
-        if bitmask is not None:
-            filtered = filtered | (finite < V)
-        candidates += row * ROOM
-        if filtered & valid & (not greedy):
-            cut = tl.full((), float("-inf"), tl.float32)
-            if least > 0.0:
-                cut = (t * tl.log(least.to(tl.float64))).to(tl.float32)
-            if width < float("inf"):
-                deviation = standard_deviation(record, here)
-                cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
-            n, pivot, last, kept_count, mass = select(
-                listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on,
-                cut, JOINT, GROUPS, ROOM,
-            )  # fmt: skip
-            if kept_count < V:
-                restricted = tl.full((), True, tl.int1)
-                log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
-                excluded = not is_kept(z_token, token, pivot, last)
-                if token_ids is None and excluded:  # one draw over what is kept
-                    stream = stream_of(seeds, positions, row)
-                    if GUMBEL:
-                        token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream)
-                    else:
-                        zero = tl.full((), 0, tl.int32)
-                        below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, zero)
-                        token = token_at_mass(
-                            listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below
-                        )
-                    x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
-                    excluded = tl.full((), False, tl.int1)
-
-    above = (z_token.to(tl.float64) - top.to(tl.float64)) * per_t
-    tempered = above - log_s
-    processed = tl.where(restricted, above - log_kept, tempered)
-    processed = tl.where(greedy, 0.0, processed)
-    excluded = excluded | (greedy & (token != argmax))
-    processed = tl.where(excluded, float("-inf"), processed)
-    if token_ids is not None:
-        processed = tl.where(outside, float("nan"), processed)
-
-    kept_mass = tl.where(restricted | greedy, tl.exp(log_kept - log_s), 1.0)
-    if token_ids is None:
-        tl.store(token_out + row, tl.where(valid, token, -1).to(tl.int64))
-    else:
-        tl.store(token_out + row, tl.load(token_ids + row))
-    tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
-    tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
-    tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
-    tl.store(kept_count_out + row, tl.where(valid, kept_count, 0).to(tl.int64))
-    if raw_out is not None:
         raw = (x_token.to(tl.float64) - top_x) - log_sum_x
         tl.store(raw_out + row, tl.where(valid, raw, float("nan")).to(tl.float32))
     if support_out is not None:

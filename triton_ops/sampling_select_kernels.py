@@ -9,7 +9,7 @@ the result does not depend on the order of any sum.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.sampling_kernels import GROUP, load_entries, masses
+from rlkernel.triton_ops.sampling_kernels import GROUP, masses
 
 BATCH = tl.constexpr(32)  # groups that are read at a time
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -52,10 +52,26 @@ def load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V):
     j = start + tl.arange(0, BATCH)
     here = j < n
     g = tl.load(listed + j, mask=here, other=0)
-    tokens = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    column = tl.arange(0, GROUP)[None, :]
+    tokens = g[:, None] * GROUP + column
     inside = here[:, None] & (tokens < V)
-    _, z = load_entries(x_ptr, adjusted, bitmask, tokens, inside, 0)
+    if adjusted is not None:
+        z = tl.load(adjusted + tokens, mask=inside, other=float("-inf"))
+    else:
+        z = tl.load(x_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    if bitmask is not None:  # two words for each group
+        first = tl.load(bitmask + 2 * g, mask=here, other=0)
+        second = tl.load(bitmask + 2 * g + 1, mask=here & (64 * g + 32 < V), other=0)
+        word = tl.where(column < 32, first[:, None], second[:, None])
+        z = tl.where(((word >> (column & 31)) & 1) != 0, z, float("-inf"))
     return z, tl.where(inside, tokens, NO_TOKEN)
+
+
+@triton.jit
+def sums_before(x):
+    """For each entry of x [BATCH, 64], the sum of those before it, row by row."""
+    rows = tl.sum(x, axis=1)
+    return (tl.cumsum(rows, axis=0) - rows)[:, None] + (tl.cumsum(x, axis=1) - x)
 
 
 @triton.jit
@@ -171,9 +187,8 @@ def find_pivot(
         tl.debug_barrier()  # the candidates of an earlier search have been read
         for start in range(0, n, BATCH):
             z, _ = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-            z = tl.reshape(z, (BATCH * GROUP,))
             keep = ((z >= lo) & (z <= hi)).to(tl.int32)
-            tl.store(candidates + gathered + tl.cumsum(keep, axis=0) - 1, z, mask=keep != 0)
+            tl.store(candidates + gathered + sums_before(keep), z, mask=keep != 0)
             gathered += tl.sum(keep)
         tl.debug_barrier()
         i = tl.arange(0, ROOM)
@@ -206,10 +221,9 @@ def tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, number):
     start = tl.full((), 0, tl.int32)
     while (start < n) & (seen < number):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        tie = tl.reshape((z == pivot).to(tl.int32), (BATCH * GROUP,))
-        place = seen + tl.cumsum(tie, axis=0)
-        hit = (tie != 0) & (place == number)
-        found = tl.minimum(found, tl.min(tl.where(hit, tl.reshape(tokens, (BATCH * GROUP,)), NO_TOKEN)))
+        tie = (z == pivot).to(tl.int32)
+        hit = (tie != 0) & (seen + sums_before(tie) + 1 == number)
+        found = tl.minimum(found, tl.min(tl.where(hit, tokens, NO_TOKEN)))
         seen += tl.sum(tie)
         start += BATCH
     return found
@@ -231,9 +245,7 @@ def token_at_mass(listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, b
         m = tl.where(is_kept(z, tokens, pivot, last), masses(tl.exp2((z - top) * c)), 0)
         total = tl.sum(m)
         if passed + total > below:
-            sums = passed + tl.cumsum(tl.reshape(m, (BATCH * GROUP,)), axis=0)
-            ids = tl.reshape(tokens, (BATCH * GROUP,))
-            found = tl.min(tl.where(sums > below, ids, NO_TOKEN))
+            found = tl.min(tl.where(passed + sums_before(m) + m > below, tokens, NO_TOKEN))
         passed += total
         start += BATCH
     return found

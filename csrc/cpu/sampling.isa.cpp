@@ -205,9 +205,9 @@ int64_t rank_of(const Reader& read, const float* group_max, int64_t vocab, float
     for (int i = 0; i < kVectors; ++i) {
       const Floats v = load(group + i * kWidth);
       const int64_t behind = token - (g * kGroup + i * kWidth);  // tokens of the vector that are before this one
-      unsigned ties = mask_of(v == value);
+      unsigned ties = bits_of(equal(v, value));
       if (!ahead && ties != 0 && behind < kWidth) ties &= behind > 0 ? (1u << behind) - 1u : 0u;
-      before += __builtin_popcount(mask_of(v > value) | ties);
+      before += __builtin_popcount(bits_of(above(v, value)) | ties);
     }
   }
   return 1 + before;

@@ -8,9 +8,10 @@ namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
 constexpr double kMassOne = 0x1p40;  // of the likeliest token
-constexpr int64_t kManyGroups = 256;
-constexpr int64_t kSampled = 256;    // groups
-constexpr int kSampleWidth = 16;     // tokens of each
+constexpr int64_t kManyGroups = 256;  // more than these are not all made candidates
+constexpr int64_t kFewGroups = 96;    // a peaked row's nucleus lies in as many
+constexpr int64_t kSampled = 256;     // groups of a row
+constexpr int kSampleWidth = 16;      // tokens of such a group
 
 class Filter {
  public:
@@ -38,7 +39,7 @@ class Filter {
       kept = first(k, gather(scope));
       kept = select<true>(c_, {}, share(p, kept.mass));
     } else if (!k_on && cutoff == -kInf && passing(near(scope, p, estimate().least)) > kManyGroups) {
-      kept = bracketed(p);
+      if (!peaked(p)) kept = bracketed(p);
     } else {
       kept = nucleus(k_on ? k : vocab_, p, scope, joint || cutoff == -kInf ? estimate() : exactly(totals(scope).mass));
     }
@@ -59,11 +60,11 @@ class Filter {
       for (int i = 0; i < kVectors; ++i) {
         const int64_t token = g * kGroup + i * kWidth;
         const Floats z = load(group + i * kWidth);
-        const unsigned inside = mask_of(z - broadcast(max_) >= broadcast(cutoff_));
-        unsigned ties = mask_of(z == pivot);
+        const unsigned inside = bits_of(at_least(z - broadcast(max_), broadcast(cutoff_)));
+        unsigned ties = bits_of(equal(z, pivot));
         if (ties != 0 && kept.last < token + kWidth - 1)
           ties &= kept.last < token ? 0u : (2u << (kept.last - token)) - 1u;
-        const unsigned mask = inside & (mask_of(z > pivot) | ties);
+        const unsigned mask = inside & (bits_of(above(z, pivot)) | ties);
         if (mask != 0 && !body(z, token, mask)) return;
       }
     }
@@ -110,10 +111,9 @@ class Filter {
     const Floats lowest = broadcast(scope.lowest), cutoff = broadcast(scope.cutoff), max = broadcast(max_);
     for (; g + kWidth <= groups_; g += kWidth) {
       const Floats top = load(group_max_ + g);
-      const unsigned mask = mask_of((top >= lowest) & (top - max >= cutoff));
-      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask),
-                                                               (__m512i)iota(static_cast<uint32_t>(g))));
-      n += __builtin_popcount(mask);
+      const Mask lanes = at_least(top, lowest) & at_least(top - max, cutoff);
+      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(lanes, (__m512i)iota(static_cast<uint32_t>(g))));
+      n += __builtin_popcount(lanes);
     }
 #endif
     for (; g < groups_; ++g) {
@@ -135,31 +135,32 @@ class Filter {
       const float* group = read_(g, buffer);
       for (int i = 0; i < kVectors; ++i) {
         const Floats z = load(group + i * kWidth), d = z - max;
-        body(z, d, g * kGroup + i * kWidth, (z >= lowest) & (d >= cutoff));
+        body(z, d, g * kGroup + i * kWidth, at_least(z, lowest) & at_least(d, cutoff));
       }
     }
   }
 
-  Floats e_of(Floats d, Ints lanes) const { return (Floats)((Ints)exp_(exp_.cut(d)) & lanes); }
+  Floats e_of(Floats d) const { return exp_(exp_.cut(d)); }
 
   Prefix totals(Scope scope) {
+    MassSum sum;
+    each_vector_of(scope, [&](Floats, Floats d, int64_t, Mask lanes) { sum.add(Masses(e_of(d)), lanes); });
     Prefix all;
     all.pivot = scope.lowest;
-    MassSum mass;
-    each_vector_of(scope, [&](Floats, Floats d, int64_t, Ints lanes) {
-      all.count += __builtin_popcount(mask_of(lanes));
-      mass.add(e_of(d, lanes));
-    });
-    all.mass = mass.value();
+    all.count = sum.count;
+    all.mass = sum.value();
     return all;
   }
 
   // The tokens of the scope become the candidates.
   Prefix gather(Scope scope) {
-    c_.n = 0;
-    each_vector_of(scope, [&](Floats z, Floats, int64_t token, Ints lanes) {
-      append(c_.z.data(), c_.ids.data(), c_.n, z, mask_of(lanes), token);
+    float* const values = c_.z.data();
+    int32_t* const ids = c_.ids.data();
+    int64_t n = 0;
+    each_vector_of(scope, [&](Floats z, Floats, int64_t token, Mask lanes) {
+      append(values, ids, n, z, bits_of(lanes), token);
     });
+    c_.n = n;
     Prefix all;
     all.pivot = scope.lowest;
     all.count = c_.n;
@@ -172,7 +173,7 @@ class Filter {
     int64_t sum = 0;
     for (int64_t i = 0; i < c_.n; i += kWidth) {
       alignas(64) float e[kWidth];
-      store(e, exp_(exp_.cut(load(c_.z.data() + i) - broadcast(max_))));
+      store(e, e_of(load(c_.z.data() + i) - broadcast(max_)));
       for (int j = 0; j < kWidth; ++j) c_.masses[i + j] = stream_mass(e[j]);
     }
     for (int64_t i = 0; i < c_.n; ++i) sum += c_.masses[i];
@@ -206,27 +207,39 @@ class Filter {
     return cut.count <= result.count ? cut : result;  // at equal counts too: `all` is only what is near
   }
 
-  // The same of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies above
+  // Whether the tokens of a few groups make up the nucleus, which it then is.
+  bool peaked(float p) {
+    const Range mass = estimate();
+    const int64_t low = share(p, mass.least), high = share(p, mass.most);
+    const Prefix all = gather({largest_group(kFewGroups), massless()});
+    if (all.mass < high) return false;
+    kept = select<true>(c_, {}, low);
+    return kept.mass >= high;
+  }
+
+  // top_p's share of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies above
   // and takes only the tokens about there as candidates.
   Prefix bracketed(float p) {
     const Scope scope{kLowest, massless()};
     float low, high;
     guess(p, scope, low, high);
     for (;;) {
-      Prefix above;
-      MassSum total, mass;
-      c_.n = 0;
+      MassSum total, top;
+      float* const values = c_.z.data();
+      int32_t* const ids = c_.ids.data();
+      int64_t n = 0;
       const Floats from = broadcast(low), to = broadcast(high);
-      each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Ints lanes) {
-        const Floats e = e_of(d, lanes);
-        const Ints top = d >= to;
-        total.add(e);
-        mass.add((Floats)((Ints)e & top));
-        above.count += __builtin_popcount(mask_of(top));
-        if (const unsigned mask = mask_of(lanes & ~top & (d >= from)))
-          append(c_.z.data(), c_.ids.data(), c_.n, z, mask, token);
+      each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Mask lanes) {
+        const Masses masses(e_of(d));
+        const Mask over = at_least(d, to);
+        total.add(masses, lanes);
+        top.add(masses, over);
+        append(values, ids, n, z, bits_of(without(lanes & at_least(d, from), over)), token);
       });
-      above.mass = mass.value();
+      c_.n = n;
+      Prefix above;
+      above.count = top.count;
+      above.mass = top.value();
       const int64_t target = share(p, static_cast<double>(total.value()));
       const int64_t candidates = weigh();
       if (above.mass >= target) {
@@ -248,16 +261,20 @@ class Filter {
     double sums[kBins] = {}, squares[kBins] = {};
     const int64_t n = passing(scope), step = std::max<int64_t>(1, n / kSampled);
     alignas(64) float buffer[kGroup], e[kSampleWidth];
+    alignas(64) int32_t bins[kSampleWidth];
     int64_t sampled = 0;
     const float unit = -massless() / kBins;
     for (int64_t j = 0; j < n; j += step, sampled += kSampleWidth) {
+      if (j + 4 * step < n) read_.prefetch_group(c_.groups[j + 4 * step]);
       const float* group = read_(c_.groups[j], buffer) + j / step % (kGroup / kSampleWidth) * kSampleWidth;
-      for (int i = 0; i < kSampleWidth; i += kWidth)
-        store(e + i, exp_(exp_.cut(load(group + i) - broadcast(max_))));
+      for (int i = 0; i < kSampleWidth; i += kWidth) {
+        const Floats d = load(group + i) - broadcast(max_), cut = max(d, broadcast(scope.cutoff));
+        store(e + i, where(at_least(d, cut), e_of(d)));
+        const Ints bin = __builtin_convertvector((cut - broadcast(scope.cutoff)) * broadcast(1 / unit), Ints);
+        std::memcpy(bins + i, &bin, sizeof bin);
+      }
       for (int i = 0; i < kSampleWidth; ++i) {
-        const float d = group[i] - max_;
-        if (!(d >= scope.cutoff)) continue;
-        const int bin = std::min(kBins - 1, static_cast<int>((d - scope.cutoff) / unit));
+        const int bin = std::min(kBins - 1, bins[i]);
         sums[bin] += e[i];
         squares[bin] += static_cast<double>(e[i]) * e[i];
       }

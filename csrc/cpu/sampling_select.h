@@ -10,51 +10,71 @@
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
-// Sums of integer masses: the nearest integers of e * 2^40 come from the rounding of a double, and their bits are summed.
-struct MassSum {
+// Integer masses of a vector, not yet integers: the sum with 2^52 rounds to one in the low bits of the double.
+struct Masses {
 #if defined(__AVX512F__)
-  __m512i sum = _mm512_setzero_si512();
-  int64_t calls = 0;
+  __m512i low, high;
+  explicit Masses(Floats e)
+      : low(biased(_mm512_maskz_extractf32x8_ps(0xff, e, 0))), high(biased(_mm512_maskz_extractf32x8_ps(0xff, e, 1))) {}
   static __m512i biased(__m256 e) {
     const __m512d wide = _mm512_maskz_cvtps_pd(0xff, e);
-    return _mm512_castpd_si512(_mm512_fmadd_pd(wide, _mm512_set1_pd(0x1p40), _mm512_set1_pd(0x1p52)));
-  }
-  void add(Floats e) {
-    sum = _mm512_add_epi64(sum, biased(_mm512_maskz_extractf32x8_ps(0xff, e, 0)));
-    sum = _mm512_add_epi64(sum, biased(_mm512_maskz_extractf32x8_ps(0xff, e, 1)));
-    calls += 2;
-  }
-  int64_t value() const {
-    uint64_t lanes[8], result = 0;
-    std::memcpy(lanes, &sum, sizeof lanes);
-    for (const uint64_t lane : lanes) result += lane;
-    return static_cast<int64_t>(result - static_cast<uint64_t>(calls) * 8 * 0x4330000000000000u);
+    return _mm512_castpd_si512(_mm512_fmadd_pd(wide, _mm512_set1_pd(kScale), _mm512_set1_pd(kBias)));
   }
 #elif defined(__AVX2__)
-  __m256i sum = _mm256_setzero_si256();
-  int64_t calls = 0;
+  __m256i low, high;
+  explicit Masses(Floats e) : low(biased(_mm256_castps256_ps128(e))), high(biased(_mm256_extractf128_ps(e, 1))) {}
   static __m256i biased(__m128 e) {
-    return _mm256_castpd_si256(
-        _mm256_fmadd_pd(_mm256_cvtps_pd(e), _mm256_set1_pd(0x1p40), _mm256_set1_pd(0x1p52)));
-  }
-  void add(Floats e) {
-    sum = _mm256_add_epi64(sum, biased(_mm256_castps256_ps128(e)));
-    sum = _mm256_add_epi64(sum, biased(_mm256_extractf128_ps(e, 1)));
-    calls += 2;
-  }
-  int64_t value() const {
-    uint64_t lanes[4], result = 0;
-    std::memcpy(lanes, &sum, sizeof lanes);
-    for (const uint64_t lane : lanes) result += lane;
-    return static_cast<int64_t>(result - static_cast<uint64_t>(calls) * 4 * 0x4330000000000000u);
+    return _mm256_castpd_si256(_mm256_fmadd_pd(_mm256_cvtps_pd(e), _mm256_set1_pd(kScale), _mm256_set1_pd(kBias)));
   }
 #else
+  int64_t each[kWidth];
+  explicit Masses(Floats e) {
+    for (int i = 0; i < kWidth; ++i) each[i] = stream_mass(e[i]);
+  }
+#endif
+  static constexpr double kScale = 0x1p40, kBias = 0x1p52;
+  static constexpr uint64_t kBiasBits = 0x4330000000000000u;
+};
+
+// Exact, so in any order.
+struct MassSum {
+  int64_t count = 0;  // lanes that were added
+
+#if defined(__AVX512F__)
+  __m512i sum = _mm512_setzero_si512();
+  void add(const Masses& m, Mask lanes) {
+    sum = _mm512_mask_add_epi64(sum, static_cast<__mmask8>(lanes), sum, m.low);
+    sum = _mm512_mask_add_epi64(sum, static_cast<__mmask8>(lanes >> 8), sum, m.high);
+    count += __builtin_popcount(lanes);
+  }
+  int64_t value() const { return unbiased<8>(&sum); }
+#elif defined(__AVX2__)
+  __m256i sum = _mm256_setzero_si256();
+  void add(const Masses& m, Mask lanes) {
+    const __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128((__m256i)lanes));
+    const __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256((__m256i)lanes, 1));
+    sum = _mm256_add_epi64(sum, _mm256_and_si256(m.low, low));
+    sum = _mm256_add_epi64(sum, _mm256_and_si256(m.high, high));
+    count += __builtin_popcount(bits_of(lanes));
+  }
+  int64_t value() const { return unbiased<4>(&sum); }
+#else
   int64_t sum = 0;
-  void add(Floats e) {
-    for (int i = 0; i < kWidth; ++i) sum += stream_mass(e[i]);
+  void add(const Masses& m, Mask lanes) {
+    for (int i = 0; i < kWidth; ++i) sum += m.each[i] & static_cast<int64_t>(lanes[i]);
+    count += __builtin_popcount(bits_of(lanes));
   }
   int64_t value() const { return sum; }
 #endif
+
+ private:
+  template <int kLanes>
+  int64_t unbiased(const void* sums) const {
+    uint64_t lanes[kLanes], result = 0;
+    std::memcpy(lanes, sums, sizeof lanes);
+    for (const uint64_t lane : lanes) result += lane;
+    return static_cast<int64_t>(result - static_cast<uint64_t>(count) * Masses::kBiasBits);
+  }
 };
 
 // Appends the lanes of `mask`; up to kWidth - 1 elements behind the last one are overwritten.
@@ -94,11 +114,10 @@ struct Candidates {
   std::vector<int32_t> ids;
   std::vector<int64_t> masses;
   int64_t n = 0;
-  std::vector<uint32_t> keys;  // what a selection still looks at
+  std::vector<uint32_t> keys, left_keys;  // left: what a selection still looks at
   std::vector<int32_t> left_ids;
   std::vector<int64_t> left_masses;
   std::vector<int32_t> groups;
-  std::vector<float> samples;
 
   void reserve(int64_t tokens) {
     const size_t size = static_cast<size_t>(tokens) + 2 * kWidth;
@@ -107,11 +126,33 @@ struct Candidates {
     ids.resize(size);
     masses.resize(size);
     keys.resize(size);
+    left_keys.resize(size);
     left_ids.resize(size);
     left_masses.resize(size);
     groups.resize(size / kGroup + 2 * kWidth);
   }
 };
+
+constexpr int kFew = 16;  // candidates that are sorted
+
+// The prefix among a few candidates.
+template <bool kByMass>
+Prefix walk(const uint32_t* key, const int32_t* id, const int64_t* mass, int n, Prefix prefix, int64_t target) {
+  int order[kFew];
+  for (int i = 0; i < n; ++i) {
+    int j = i;
+    for (; j > 0 && key[order[j - 1]] < key[i]; --j) order[j] = order[j - 1];
+    order[j] = i;
+  }
+  for (int i = 0; i < n; ++i) {
+    prefix.count += 1;
+    prefix.mass += mass[order[i]];
+    prefix.pivot = from_order_key(key[order[i]]);
+    prefix.last = id[order[i]];
+    if ((kByMass ? prefix.mass : prefix.count) >= target) break;
+  }
+  return prefix;
+}
 
 // The prefix that starts with what `before` counts and reaches the target inside the candidates, which stand in the order of
 // their ids. There is one: the caller has compared the sums.
@@ -119,39 +160,26 @@ template <bool kByMass>
 Prefix select(Candidates& c, Prefix before, int64_t target) {
   constexpr int kBins = 2048;
   int64_t counts[kBins], masses[kBins];
-  uint32_t* const key = c.keys.data();
-  int32_t* const id = c.left_ids.data();
-  int64_t* const mass = c.left_masses.data();
+  for (int64_t i = 0; i < c.n; ++i) c.keys[i] = order_key(c.z[i]);
+  const uint32_t* key = c.keys.data();
+  const int32_t* id = c.ids.data();
+  const int64_t* mass = c.masses.data();
   int64_t n = c.n;
-  for (int64_t i = 0; i < n; ++i) key[i] = order_key(c.z[i]);
-  std::memcpy(id, c.ids.data(), n * sizeof *id);
-  std::memcpy(mass, c.masses.data(), n * sizeof *mass);
   const auto have = [&](const Prefix& p) { return kByMass ? p.mass : p.count; };
 
   for (;;) {
     uint32_t low = key[0], high = key[0];
-    for (int64_t i = 1; i < n; ++i) low = std::min(low, key[i]), high = std::max(high, key[i]);
+    for (int64_t i = 1; i < n; ++i) {
+      low = std::min(low, key[i]);
+      high = std::max(high, key[i]);
+    }
     if (low == high) {  // ties: the lowest ids
       const int64_t missing = target - have(before), each = kByMass ? mass[0] : 1;
       const int64_t take = each > 0 ? (missing + each - 1) / each : n;
       return {from_order_key(low), id[take - 1], before.count + take, before.mass + take * mass[0]};
     }
-    if (n <= 16) {
-      int order[16];
-      for (int i = 0; i < n; ++i) {
-        int j = i;
-        for (; j > 0 && key[order[j - 1]] < key[i]; --j) order[j] = order[j - 1];
-        order[j] = i;
-      }
-      int i = 0;
-      for (;; ++i) {
-        before.count += 1;
-        before.mass += mass[order[i]];
-        if (have(before) >= target || i == n - 1) break;
-      }
-      return {from_order_key(key[order[i]]), id[order[i]], before.count, before.mass};
-    }
-    const int wanted = n > 2048 ? 11 : 8, bits = 32 - __builtin_clz(high - low);
+    if (n <= kFew) return walk<kByMass>(key, id, mass, static_cast<int>(n), before, target);
+    const int wanted = n > kBins ? 11 : 8, bits = 32 - __builtin_clz(high - low);
     const int shift = bits > wanted ? bits - wanted : 0;
     const uint32_t bins = ((high - low) >> shift) + 1;
     std::fill(counts, counts + bins, 0);
@@ -168,17 +196,19 @@ Prefix select(Candidates& c, Prefix before, int64_t target) {
       before.count = with.count;
       before.mass = with.mass;
     }
+    // only this bin goes on; in place after the first time, behind what is read
     int64_t kept = 0;
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t k = key[i];
-      const int32_t this_id = id[i];
-      const int64_t this_mass = mass[i];
-      key[kept] = k;
-      id[kept] = this_id;
-      mass[kept] = this_mass;
+      c.left_keys[kept] = k;
+      c.left_ids[kept] = id[i];
+      c.left_masses[kept] = mass[i];
       kept += (k - low) >> shift == bin;
     }
     n = kept;
+    key = c.left_keys.data();
+    id = c.left_ids.data();
+    mass = c.left_masses.data();
   }
 }
 

@@ -84,10 +84,21 @@ inline Floats across(const Floats* v, Combine combine) {
   }
 }
 
+// largest() of simd.h in as many steps as the width has bits.
+template <int kStep = kWidth / 2>
+inline float largest_lane(Floats x) {
+  if constexpr (kStep == 0) {
+    return x[0];
+  } else {
+    return largest_lane<kStep / 2>(max(AllLanes::other<kStep>(x, x), x));
+  }
+}
+
 // A number for each group of a split, in `count` groups of which the rest holds `filler`.
 struct alignas(64) PerGroup {
   Floats v[kGroups / kWidth];
 
+  PerGroup() = default;
   template <class Combine>
   PerGroup(const Floats* parts, Combine combine) {
     for (int j = 0; j < kGroups / kWidth; ++j) v[j] = across(parts + j * kWidth, combine);
@@ -96,20 +107,20 @@ struct alignas(64) PerGroup {
   float largest() const {
     Floats top = v[0];
     for (int j = 1; j < kGroups / kWidth; ++j) top = max(v[j], top);
-    return RLKERNEL_ISA::largest(top);
+    return largest_lane(top);
   }
-  // The first group that has the value; -1 where none has.
+  // The first group that has the value; 0 where none has.
   int find(float value) const {
     for (int j = 0; j < kGroups / kWidth; ++j)
-      if (const unsigned mask = mask_of(v[j] == broadcast(value))) return j * kWidth + __builtin_ctz(mask);
-    return -1;
+      if (const unsigned lanes = bits_of(equal(v[j], broadcast(value)))) return j * kWidth + __builtin_ctz(lanes);
+    return 0;
   }
 };
 
 template <class T>
 inline int find_in_group(const T* group, float value) {
   for (int i = 0; i < kVectors; ++i)
-    if (const unsigned mask = mask_of(load(group + i * kWidth) == broadcast(value))) return i * kWidth + __builtin_ctz(mask);
+    if (const unsigned lanes = bits_of(equal(load(group + i * kWidth), broadcast(value)))) return i * kWidth + __builtin_ctz(lanes);
   return 0;  // of a NaN
 }
 
@@ -155,7 +166,7 @@ inline int finite_count(const Groups<T>& z) {
   int count = 0;
   for (int g = 0; g < z.count; ++g)
     for (int i = 0; i < kVectors; ++i)
-      count += __builtin_popcount(mask_of(load(z[g] + i * kWidth) > broadcast(-kInf)));
+      count += __builtin_popcount(bits_of(above(load(z[g] + i * kWidth), broadcast(-kInf))));
   return count;
 }
 
@@ -243,9 +254,10 @@ struct RowStream {
 };
 
 inline Bits iota(uint32_t first) {
+  static const uint32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Bits b;
-  for (int i = 0; i < kWidth; ++i) b[i] = first + static_cast<uint32_t>(i);
-  return b;
+  std::memcpy(&b, places, sizeof b);
+  return b + first;
 }
 inline Bits broadcast_bits(uint32_t x) { return x - Bits{}; }
 
@@ -270,12 +282,12 @@ struct Gumbel {
     const Floats high = __builtin_convertvector((Ints)(word >> 16), Floats);
     const Floats low = __builtin_convertvector((Ints)(word & 0xffffu), Floats);
     const Floats u = high * 0x1p-16f + (low + 0.5f) * 0x1p-32f;
-    unsigned mask = mask_of(u <= e * bound);
-    if (mask == 0) return;
+    unsigned lanes = bits_of(at_least(e * bound, u));
+    if (lanes == 0) return;
     const Floats key = d / broadcast(temperature) - log(exponential(u));
     bool better = false;
-    for (; mask != 0; mask &= mask - 1) {
-      const int lane = __builtin_ctz(mask);
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
       if (key[lane] > best) {
         best = key[lane];
         token = first + lane;
@@ -305,33 +317,43 @@ inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, flo
   return {winner.best, static_cast<int>(winner.token - first)};
 }
 
-// One exponential for each group: its best noisy logit is log(mass) - log(exponential). Then one integer draw inside.
+// One exponential for each group: its best noisy logit is log(mass / exponential). Then one integer draw inside.
 template <class T>
 inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const ScaledExp& exp,
                          const RowStream& stream, uint32_t first_group) {
-  Floats keys[kGroups / kWidth];
+  // E = -log(1 - u) is from u to u / (1 - u), which tells most groups that they lose without a logarithm
+  PerGroup uniforms, most, keys;
+  Floats least = {};
   for (int j = 0; j < kGroups / kWidth; ++j) {
     const Bits id = iota(first_group + static_cast<uint32_t>(j * kWidth));
     const Floats high = __builtin_convertvector(stream_word(broadcast_bits(stream.group[0]), id), Floats);
     const Floats low = __builtin_convertvector(stream_word(broadcast_bits(stream.group[1]), id), Floats);
-    keys[j] = log(masses.v[j]) - log(exponential(high * 0x1p-32f + (low + 0.5f) * 0x1p-64f));
+    uniforms.v[j] = high * 0x1p-32f + (low + 0.5f) * 0x1p-64f;
+    most.v[j] = masses.v[j] / uniforms.v[j];
+    least = max(most.v[j] - masses.v[j], least);
   }
-  float best = -kInf;
-  for (const Floats& k : keys) best = std::fmax(best, largest(k));
-  int group = 0;
-  for (int j = kGroups / kWidth; j-- > 0;)
-    if (const unsigned mask = mask_of(keys[j] == broadcast(best))) group = j * kWidth + __builtin_ctz(mask);
+  const Floats bound = broadcast(largest_lane(least) * 0.9999f);
+  for (int j = 0; j < kGroups / kWidth; ++j)
+    keys.v[j] = bits_of(at_least(most.v[j], bound)) != 0 ? log(masses.v[j] / exponential(uniforms.v[j])) : broadcast(-kInf);
+  const float best = keys.largest();
+  const int group = keys.find(best);
 
   alignas(64) float e[kGroup];
   alignas(64) int64_t mass[kGroup];
   const Floats top = broadcast(group_max.values()[group]);
   for (int i = 0; i < kVectors; ++i) store(e + i * kWidth, exp(exp.cut(load(z[group] + i * kWidth) - top)));
-  int64_t sum = 0;
+  constexpr int kPart = 8;
+  int64_t parts[kGroup / kPart] = {}, sum = 0;
   for (int i = 0; i < kGroup; ++i) mass[i] = stream_mass(e[i]);
-  for (int i = 0; i < kGroup; ++i) sum += mass[i];
+  for (int i = 0; i < kGroup / kPart; ++i) {
+    for (int j = 0; j < kPart; ++j) parts[i] += mass[i * kPart + j];
+    sum += parts[i];
+  }
   const uint32_t id = first_group + static_cast<uint32_t>(group);
   int64_t left = stream_below(stream_word(stream.member[0], id), stream_word(stream.member[1], id), sum);
-  int token = 0;
+  int part = 0;
+  while (part < kGroup / kPart - 1 && left >= parts[part]) left -= parts[part++];
+  int token = part * kPart;
   while (token < kGroup - 1 && left >= mass[token]) left -= mass[token++];
   return {best, group * kGroup + token};
 }

@@ -90,20 +90,34 @@ inline bool any(Bits mask) {
   return result != 0;
 }
 
-// The lanes of a comparison as bits.
-inline unsigned mask_of(Ints lanes) {
+// Some of the lanes: what comparisons give. Masks combine with & and |.
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask((__m512i)lanes);
-#elif defined(__AVX2__)
-  return static_cast<unsigned>(_mm256_movemask_ps((__m256)lanes));
-#elif defined(__SSE2__)
-  return static_cast<unsigned>(_mm_movemask_ps((__m128)lanes));
+typedef __mmask16 Mask;
+inline Mask at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline Mask above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Mask equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline unsigned bits_of(Mask mask) { return mask; }
+inline Floats where(Mask mask, Floats x) { return _mm512_maskz_mov_ps(mask, x); }
+inline Mask without(Mask a, Mask b) { return static_cast<Mask>(a & ~b); }
 #else
-  unsigned mask = 0;
-  for (int i = 0; i < kWidth; ++i) mask |= static_cast<unsigned>(lanes[i] != 0) << i;
-  return mask;
+typedef Ints Mask;
+inline Mask at_least(Floats a, Floats b) { return a >= b; }
+inline Mask above(Floats a, Floats b) { return a > b; }
+inline Mask equal(Floats a, Floats b) { return a == b; }
+inline unsigned bits_of(Mask mask) {
+#if defined(__AVX2__)
+  return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
+#elif defined(__SSE2__)
+  return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
+#else
+  unsigned bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(mask[i] != 0) << i;
+  return bits;
 #endif
 }
+inline Floats where(Mask mask, Floats x) { return (Floats)((Ints)x & mask); }
+inline Mask without(Mask a, Mask b) { return a & ~b; }
+#endif
 
 // Lanes from `count` on become `filler`.
 inline Floats fill_tail(Floats x, int count, float filler) {

@@ -104,7 +104,7 @@ class _Bench:
         self.inputs = parity.make_inputs(module, case, settings.device)
         self.grads = parity.upstream(module, case, self.inputs)
         self.backends = [
-            Contender(n, parity.ours(case.op, n), is_peer=False) for n in _backends(settings, case)
+            Contender(n, parity.ours(module, case.op, n), is_peer=False) for n in _backends(settings, case)
         ]
         self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
         self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings, case)]
@@ -296,7 +296,8 @@ def _backends(settings: Settings, case: Case) -> list[str]:
     if settings.backends:
         return list(settings.backends)
     # a series is about what a user gets; the reference is the oracle
-    return [name for name in dispatch.BACKENDS if not case.axis or name != "reference"]
+    names = [name for name in dispatch.BACKENDS if not case.axis or name != "reference"]
+    return [name for name in names if dispatch.has(name, case.op)]
 
 
 def _wanted(peers: Iterable[Peer], settings: Settings, case: Case) -> list[Peer]:

@@ -1,6 +1,6 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -152,13 +152,28 @@ def _sampled(
     top_logprobs: int,
     out: SampleOutput | None,
 ) -> SampleOutput:
-    vocab = logits.shape[1]
-    inputs.count("top_logprobs", top_logprobs, vocab)
+    inputs.count("top_logprobs", top_logprobs, logits.shape[1])
     wanted = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
               "support": request.support, "top_logprobs": top_logprobs}  # fmt: skip
     needs |= {name for name, want in wanted.items() if want}
     run = _compiled if torch.compiler.is_compiling() else _forward
     stats = run(logits, adjusted, request, frozenset(needs))
+    return assemble(shape, logits, adjusted, request, stats, return_logprobs, top_logprobs, out)
+
+
+def assemble(
+    shape: torch.Size,
+    logits: Tensor,
+    adjusted: Tensor | None,
+    request: Sampling,
+    stats: SampleStats,
+    return_logprobs: tuple[str, ...],
+    top_logprobs: int,
+    out: SampleOutput | None,
+) -> SampleOutput:
+    """What the caller sees of ``stats``; values of the logits are looked up only for ``top_logprobs``."""
+    vocab = logits.shape[1]
+    run = _compiled if torch.compiler.is_compiling() else _forward
     top_ids = top_values = None
     if top_logprobs:
         top_ids, top_values = _top(run, logits, adjusted, request, stats, top_logprobs)
@@ -280,15 +295,52 @@ def _forward(
 def _compiled(
     logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
 ) -> SampleStats:
+    # the outputs of a node do not depend on the backend
+    needs |= {"every statistic"}
+    return listed(_op(logits, adjusted, *packed(request), ",".join(sorted(needs))), request)
+
+
+def packed(request: Sampling) -> list[Any]:
+    """``request`` without ``skip`` as arguments of a custom op."""
     pairs: list[Any] = []
     for value in request[:5]:
         pairs += (1, value) if isinstance(value, Tensor) else (value, None)
-    stats = _op(logits, adjusted, *pairs, *request[5:9], *request[10:], ",".join(sorted(needs)))
+    return [*pairs, *request[5:9], *request[10:]]
+
+
+def unpacked(values: Sequence[Any]) -> Sampling:
+    pairs = zip(values[0:10:2], values[1:10:2], strict=True)
+    fields: list[Any] = [number if tensor is None else tensor for number, tensor in pairs]
+    return Sampling(*[*fields, *values[10:14], None, *values[14:]])
+
+
+def listed(stats: Sequence[Tensor], request: Sampling) -> SampleStats:
+    """The results of a custom op, None where it gave an empty tensor for what is absent."""
     wanted = [True] * 12
     for place, want in ((1, request.raw), (6, request.entropy), (7, request.rank), (8, request.support > 0)):
         wanted[place] = bool(want)
     kept: list[Any] = [x if want else None for x, want in zip(stats, wanted, strict=True)]
     return SampleStats(*kept)
+
+
+def list_of(stats: SampleStats, forced: Tensor | None) -> list[Tensor]:
+    empty = stats.tempered_logprobs.new_empty(0)
+    # an output of a custom op is no input of it: forced tokens come back as a copy
+    token = stats.token_ids if forced is None else stats.token_ids.clone()
+    return [empty.clone() if x is None else x for x in (token, *stats[1:])]
+
+
+def fake_list(rows: int, like: Tensor, dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
+    raw, entropy, rank, support = values[-4:]
+
+    def row(kind: torch.dtype, want: bool = True) -> Tensor:
+        return like.new_empty(rows if want else 0, dtype=kind if want else dtype)
+
+    table = like.new_empty(rows, support, dtype=torch.int32) if support else row(dtype, False)
+    return [
+        row(torch.int64), row(dtype, raw), row(dtype), row(dtype), row(dtype), row(torch.int64),
+        row(dtype, entropy), row(torch.int64, rank), table, row(torch.bool), row(dtype), row(dtype),
+    ]  # fmt: skip
 
 
 @torch.library.custom_op("rlkernel::sampling", mutates_args=())
@@ -317,33 +369,14 @@ def _op(
     support: int,
     needs: str,
 ) -> list[Tensor]:
-    pairs = (
-        (temperature, temperatures), (top_k, top_ks), (top_p, top_ps), (min_p, min_ps),
-        (top_n_sigma, top_n_sigmas),
-    )  # fmt: skip
-    values: list[Any] = [number if tensor is None else tensor for number, tensor in pairs]
-    values += [seeds, positions, token_ids, token_bitmask, None, joint, gumbel, raw, entropy, rank, support]
-    request = Sampling(*values)
-    stats = _forward(logits, adjusted, request, frozenset(needs.split(",")) - {""})
-    empty = logits.new_empty(0)
-    # an output of a custom op is no input of it: forced tokens come back as a copy
-    token = stats.token_ids if token_ids is None else stats.token_ids.clone()
-    return [empty.clone() if x is None else x for x in (token, *stats[1:])]
+    request = unpacked([
+        temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
+        seeds, positions, token_ids, token_bitmask, joint, gumbel, raw, entropy, rank, support,
+    ])  # fmt: skip
+    return list_of(_forward(logits, adjusted, request, frozenset(needs.split(",")) - {""}), token_ids)
 
 
 @_op.register_fake
-def _op_fake(  # type: ignore[no-untyped-def]
-    logits, adjusted, *rest
-):
-    raw, entropy, rank, support = rest[-5:-1]
+def _op_fake(logits, adjusted, *rest):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    rows = logits.shape[0]
-
-    def row(dtype: torch.dtype, want: bool = True) -> Tensor:
-        return logits.new_empty(rows if want else 0, dtype=dtype if want else logits.dtype)
-
-    table = logits.new_empty(rows, support, dtype=torch.int32) if support else row(dtype, False)
-    return [
-        row(torch.int64), row(dtype, raw), row(dtype), row(dtype), row(dtype), row(torch.int64),
-        row(dtype, entropy), row(torch.int64, rank), table, row(torch.bool), row(dtype), row(dtype),
-    ]  # fmt: skip
+    return fake_list(logits.shape[0], logits, dtype, rest[:-1])

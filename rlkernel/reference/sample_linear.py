@@ -1,0 +1,50 @@
+"""What ``sample_linear`` means, in plain PyTorch, with the logits in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.reference import linear_logprob
+from rlkernel.reference import sampling as op
+from rlkernel.types import Head, SampleStats, Sampling
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, head: Head, sampling: Sampling, logits: Tensor | None
+) -> SampleStats:
+    """What ``sampling`` makes of the logits, which are left in ``logits`` [N, V] where it is given."""
+    if logits is None:
+        logits, _ = linear_logprob._logits(hidden, weight, head)
+    else:
+        product(hidden, weight, head, logits)
+    return op.forward(logits, None, sampling)
+
+
+def product(hidden: Tensor, weight: Tensor, head: Head, logits: Tensor) -> None:
+    """Leave in ``logits`` what ``linear_logprob`` takes the softmax of."""
+    logits.copy_(linear_logprob._logits(hidden, weight, head)[0])
+
+
+def make_inputs(
+    N: int,
+    H: int,
+    V: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    scale: float = 3.0,
+) -> dict[str, Any]:
+    """Arguments of ``sample_linear``: logits of standard deviation ``scale``, drawn as ``sample``'s are."""
+    g = torch.Generator(device).manual_seed(seed)
+    weight = torch.empty(V, H, device=device, dtype=dtype)
+    for rows in weight.split(8192):  # no fp32 copy of a large head
+        rows.copy_(torch.randn(rows.shape, generator=g, device=device) * (scale / H**0.5))
+    hidden = torch.randn(N, H, generator=g, device=device).to(dtype)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (N,), generator=g, device=device)
+    return {"hidden": hidden, "weight": weight, "seeds": seeds, "positions": torch.arange(N, device=device)}

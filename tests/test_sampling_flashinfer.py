@@ -1,0 +1,281 @@
+"""``sampling`` over FlashInfer and AITER: what they are asked for, and when they are not.
+
+Neither runs without its GPU.  Here stand-ins with their signatures take their place, which keep tokens by the
+rule of their kernels; the signatures are compared with the packages' sources where those are installed.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlkernel
+from rlkernel import dispatch, library_sampling
+from rlkernel.reference import sampling as reference
+from rlkernel.types import Sampling
+
+V = 40
+PLAIN = Sampling(
+    temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=torch.arange(6),
+    positions=torch.zeros(6, dtype=torch.int64), token_ids=None, token_bitmask=None, skip=None, joint=False,
+    gumbel=False, raw=False, entropy=False, rank=False, support=0,
+)  # fmt: skip
+
+
+def last_kept(probs, k=None, p=2.0, min_p=0.0):
+    """The least likely token that both kernels keep: fewer than k are likelier, and they have less than p."""
+    k = V if k is None else k
+    k, p, min_p = (torch.as_tensor(x).reshape(-1, 1) for x in (k, p, min_p))
+    likelier = probs[:, None, :] > probs[:, :, None]
+    count, mass = likelier.sum(-1), (likelier * probs[:, None, :]).sum(-1)
+    kept = (count < k) & (mass < p) & (probs >= min_p * probs.amax(-1, keepdim=True)) & (probs > 0)
+    return torch.where(kept, probs, 2.0).argmin(-1).to(torch.int32)
+
+
+def _renormed(probs, k):
+    likelier = (probs[:, None, :] > probs[:, :, None]).sum(-1)
+    kept = torch.where(likelier < torch.as_tensor(k).reshape(-1, 1), probs, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+# fmt: off
+class FlashInfer:
+    """``flashinfer.sampling`` of flashinfer-python 0.7.2."""
+
+    def sampling_from_probs(probs, indices=None, deterministic=True, generator=None, check_nan=False,
+                            seed=None, offset=None, return_valid=False):
+        return FlashInfer._checked(probs, seed, offset)
+
+    def top_p_sampling_from_probs(probs, top_p, indices=None, deterministic=True, generator=None,
+                                  check_nan=False, seed=None, offset=None, return_valid=False):
+        return FlashInfer._checked(probs, seed, offset, p=top_p)
+
+    def top_k_sampling_from_probs(probs, top_k, indices=None, deterministic=True, generator=None,
+                                  check_nan=False, seed=None, offset=None, return_valid=False):
+        return FlashInfer._checked(probs, seed, offset, k=top_k)
+
+    def min_p_sampling_from_probs(probs, min_p, indices=None, deterministic=True, generator=None,
+                                  check_nan=False, seed=None, offset=None, return_valid=False):
+        return FlashInfer._checked(probs, seed, offset, min_p=min_p)
+
+    def top_k_top_p_sampling_from_probs(probs, top_k, top_p, indices=None, filter_apply_order="top_k_first",
+                                        deterministic=True, generator=None, check_nan=False, seed=None,
+                                        offset=None, return_valid=False):
+        if filter_apply_order == "joint":
+            return FlashInfer._checked(probs, seed, offset, k=top_k, p=top_p)
+        return FlashInfer._checked(_renormed(probs, top_k), seed, offset, p=top_p)
+
+    def _checked(probs, seed, offset, k=None, p=2.0, min_p=0.0):
+        assert probs.dtype == torch.float32 and probs.is_contiguous() and not probs.isnan().any()
+        assert seed.dtype == offset.dtype == torch.int64 and seed.shape == offset.shape == probs.shape[:1]
+        assert seed.is_contiguous() and offset.is_contiguous()
+        assert not isinstance(k, torch.Tensor) or k.dtype == torch.int32
+        return last_kept(probs, k, p, min_p)
+
+
+class Aiter:
+    """``aiter.ops.sampling`` of amd-aiter 0.1.7."""
+
+    def top_k_renorm_probs(probs, maybe_top_k_arr, top_k_val):
+        return _renormed(probs, top_k_val if maybe_top_k_arr is None else maybe_top_k_arr)
+
+    def top_k_top_p_sampling_from_probs(probs, indices, maybe_top_k_arr, top_k_val, maybe_top_p_arr,
+                                        top_p_val, deterministic=False):
+        assert probs.dtype == torch.float32 and probs.is_contiguous() and not probs.isnan().any()
+        assert indices.tolist() == list(range(len(probs))) and indices.dtype == torch.int32
+        torch.cuda.default_generators[0].seed()  # as its kernel's launcher does
+        k = top_k_val if maybe_top_k_arr is None else maybe_top_k_arr
+        return last_kept(probs, k, top_p_val if maybe_top_p_arr is None else maybe_top_p_arr)
+# fmt: on
+
+
+LIBRARIES = {"flashinfer": (FlashInfer, "flashinfer.sampling"), "aiter": (Aiter, "aiter.ops.sampling")}
+both = pytest.mark.parametrize("name", LIBRARIES)
+
+
+@pytest.fixture
+def backend(name, monkeypatch):
+    """The backend's module over the stand-in."""
+    for package in LIBRARIES:
+        if importlib.util.find_spec(package) is None:
+            stand_in = types.ModuleType(package)
+            stand_in.__spec__ = importlib.machinery.ModuleSpec(package, None)
+            monkeypatch.setitem(sys.modules, package, stand_in)
+    for loaded in (f"rlkernel.{name}", f"rlkernel.{name}.sampling"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    module = importlib.import_module(f"rlkernel.{name}.sampling")
+    monkeypatch.setattr(module, "_library", lambda: (LIBRARIES[name][0], ""))
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    yield module
+    for loaded in (f"rlkernel.{name}", f"rlkernel.{name}.sampling"):
+        sys.modules.pop(loaded, None)
+    vars(rlkernel).pop(name, None)
+
+
+def on_gpu(monkeypatch, name):
+    """What ``unsupported`` looks at, of logits on the library's GPU."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if name == "aiter" else None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = types.SimpleNamespace(type="cuda")
+    return types.SimpleNamespace(device=device, dtype=torch.bfloat16, shape=(6, V))
+
+
+def logits_of(rows=6):
+    # no ties: at those the libraries keep more
+    order = torch.argsort(torch.rand(rows, V, generator=torch.Generator().manual_seed(3)), -1)
+    return order.float() / 9
+
+
+ROWS = torch.arange(6)
+FILTERS = {
+    "plain": {},
+    "top_k": {"top_k": 5},
+    "top_k per row, some off": {"top_k": torch.tensor([1, 5, 0, -1, V, 999])},
+    "top_p": {"top_p": 0.6},
+    "top_p per row, some off": {"top_p": torch.tensor([0.1, 0.5, 0.9, 1.0, 0.99, 1.0])},
+    "min_p": {"min_p": 0.2},
+    "min_p per row, some off": {"min_p": torch.tensor([0.0, 0.1, 0.3, 0.5, 0.9, 1.0])},
+    "sequential": {"top_k": 8, "top_p": 0.8},
+    "joint": {"top_k": 8, "top_p": 0.8, "joint": True},
+    "joint per row": {
+        "top_k": torch.tensor([3, 8, 0, 20, 30, 8]),
+        "top_p": torch.tensor([0.9, 0.8, 0.7, 1.0, 0.6, 0.5]),
+        "joint": True,
+    },
+}
+
+
+@both
+@pytest.mark.parametrize("filters", FILTERS)
+def test_it_keeps_what_the_reference_keeps(name, filters, backend, monkeypatch):
+    request = PLAIN._replace(**FILTERS[filters])
+    if reasons := backend.unsupported(on_gpu(monkeypatch, name), sampling=request):
+        assert name == "aiter" and reasons == ["aiter has no min_p"]
+        return
+    logits = logits_of()
+    support = reference.forward(logits, None, request._replace(support=V)).support
+    everything = support[:, 0] < 0  # of a whole row
+    kept = torch.zeros(6, V + 1, dtype=torch.bool).scatter_(
+        1, torch.where(support < 0, V, support).long(), True
+    )
+    want = torch.where(kept[:, :V] | everything[:, None], logits, torch.inf).argmin(-1)
+    got = backend.forward(logits, None, request)
+    assert got.token_ids.dtype == torch.int64 and got.token_ids.tolist() == want.tolist()
+    assert got.valid.all() and got.tempered_logprobs is None and got.kept_count is None
+
+
+@both
+def test_the_two_orders_differ_here(name, backend):
+    logits = logits_of()
+    request = PLAIN._replace(top_k=8, top_p=0.8)
+    one, other = (backend.forward(logits, None, request._replace(joint=j)).token_ids for j in (False, True))
+    assert (one != other).any()
+
+
+@both
+def test_rows_without_a_distribution(name, backend):
+    logits = logits_of()
+    logits[0, 7], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, 1:] = -torch.inf
+    got = backend.forward(logits, None, PLAIN._replace(top_k=3))
+    assert got.valid.tolist() == [False, True, False, False, True, True]
+    assert got.token_ids[~got.valid].tolist() == [-1, -1, -1] and got.token_ids[4] == 0
+
+
+@both
+def test_adjusted_logits_count_and_a_temperature_does_not_overflow(name, backend):
+    logits = logits_of()
+    top = backend.forward(logits, -logits, PLAIN._replace(top_k=1, temperature=1e-38))
+    assert top.token_ids.tolist() == logits.argmin(-1).tolist() and top.valid.all()
+
+
+@both
+def test_no_rows(name, backend):
+    got = backend.forward(torch.empty(0, V), None, PLAIN)
+    assert got.token_ids.shape == got.valid.shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["aiter"])
+def test_aiter_leaves_torchs_generator_as_it_was(name, backend):
+    before = torch.cuda.default_generators[0].manual_seed(5).get_state()
+    backend.forward(logits_of(), None, PLAIN)
+    assert torch.equal(torch.cuda.default_generators[0].get_state(), before)
+
+
+REFUSED = {
+    "seeds": ({}, {"needs": frozenset({"seeds"})}, "returns token ids only, asked for seeds"),
+    "logprobs": ({}, {"needs": frozenset({"logprobs"})}, "returns token ids only, asked for logprobs"),
+    "support": ({}, {"needs": frozenset({"support"})}, "asked for support"),
+    "gumbel": ({"gumbel": True}, {}, "asked for method 'gumbel'"),
+    "greedy": ({"temperature": 0.0}, {}, "no rows at temperature 0"),
+    "maybe greedy": ({"temperature": torch.ones(6)}, {}, "no rows at temperature 0"),
+    "top_n_sigma": ({"top_n_sigma": 1.0}, {}, "has no top_n_sigma"),
+    "forced": ({"token_ids": ROWS}, {}, "has no token_ids"),
+    "bitmask": ({"token_bitmask": torch.zeros(6, 2, dtype=torch.int32)}, {}, "has no token_bitmask"),
+    "skip": ({"skip": ROWS > 3}, {}, "has no skip"),
+    "min_p and top_p": ({"min_p": 0.1, "top_p": 0.9}, {}, "min_p"),
+}
+
+
+@both
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_says_why_not(name, case, backend, monkeypatch):
+    changes, options, reason = REFUSED[case]
+    logits = on_gpu(monkeypatch, name)
+    assert backend.unsupported(logits, sampling=PLAIN) == [] == backend.unsupported(logits)
+    reasons = backend.unsupported(logits, sampling=PLAIN._replace(**changes), **options)
+    assert len(reasons) == 1 and reason in reasons[0] and name in reasons[0]
+
+
+@both
+def test_it_says_which_tensors_it_takes(name, backend, monkeypatch):
+    logits = on_gpu(monkeypatch, name)
+    logits.dtype = torch.float64
+    assert backend.unsupported(logits) == ["logits must be float32, float16 or bfloat16, got torch.float64"]
+    vendor = "an AMD" if name == "aiter" else "an NVIDIA"
+    assert backend.unsupported(torch.zeros(2, V)) == [f"logits must be on {vendor} GPU, got cpu"]
+
+
+@both
+def test_a_package_that_does_not_import_is_a_reason(name, backend, monkeypatch):
+    monkeypatch.setattr(backend, "_library", lambda: (None, f"{name} does not import here: no such tool"))
+    reasons = backend.unsupported(on_gpu(monkeypatch, name), sampling=PLAIN)
+    assert reasons == [f"{name} does not import here: no such tool"]
+
+
+@both
+def test_a_package_that_is_absent_is_a_reason(name):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    reasons = rlkernel.explain("sampling", torch.zeros(2, V))
+    assert reasons[name] == [f"{name} is not installed"] and not dispatch.has(name, "sampling")
+
+
+@both
+def test_the_stand_in_has_the_signatures_of_the_package(name):
+    stand_in, path = LIBRARIES[name]
+    package = importlib.util.find_spec(name)
+    if package is None or not package.submodule_search_locations:
+        pytest.skip(f"{name} is not installed")
+    file = Path(package.submodule_search_locations[0]).joinpath(*path.split(".")[1:]).with_suffix(".py")
+    real = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+    for function, mine in vars(stand_in).items():
+        if not function.startswith("_"):
+            names = [x.arg for x in real[function].args.args]
+            defaults = [ast.literal_eval(x) for x in real[function].args.defaults]
+            parameters = inspect.signature(mine).parameters.values()
+            assert [p.name for p in parameters] == names, function
+            assert [p.default for p in parameters if p.default is not p.empty] == defaults, function
+
+
+def test_bounds_that_are_off():
+    assert library_sampling.top_k(0, 9) == library_sampling.top_k(9, 9) == 9 != library_sampling.top_k(8, 9)
+    assert library_sampling.top_p(1.0) > 1 and library_sampling.top_p(0.5) == 0.5

@@ -1,0 +1,23 @@
+"""``sample_linear`` over Triton: a library GEMM, and the statistics of its tiles."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlkernel import sampling_tiles
+from rlkernel.triton_ops import sampling as kernels
+from rlkernel.types import Head, SampleStats, Sampling
+
+
+def unsupported(hidden: Tensor, weight: Tensor, *tensors: Tensor, **options: Any) -> list[str]:
+    return sampling_tiles.unsupported(kernels, hidden, weight, options)
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, head: Head, sampling: Sampling, logits: Tensor | None
+) -> SampleStats:
+    return sampling_tiles.forward(kernels, hidden, weight, head, sampling, logits)
+
+
+def product(hidden: Tensor, weight: Tensor, head: Head, logits: Tensor) -> None:
+    sampling_tiles.product(hidden, weight, head, logits)
