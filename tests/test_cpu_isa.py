@@ -35,6 +35,7 @@ def test_narrower_instruction_sets(isa):
             *chosen,
             TESTS / "test_logprob.py",
             TESTS / "test_linear_logprob.py",
+            TESTS / "test_logprob_support.py",
         ],
         env=os.environ | {"RLKERNEL_CPU_ISA": isa},
         capture_output=True,

@@ -11,6 +11,7 @@ from rlkernel.support_products import row_of
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
+MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest, as in sampling
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -98,15 +99,15 @@ def support_forward(
     t = _per_row(temperature, y, n)
     row_max = y.new_full((n,), -torch.inf).scatter_reduce(0, row, y, "amax")
     scaled = torch.where(y == -torch.inf, -torch.inf, y - row_max[row]) / t[row]
-    mass = sampling.integer_mass(scaled.exp())
-    total = mass.new_zeros(n).index_add_(0, row, mass).double() / sampling.MASS_ONE
+    mass = (scaled.exp().double() * MASS_ONE).round().to(torch.int64)
+    total = mass.new_zeros(n).index_add_(0, row, mass).double() / MASS_ONE
     log_sum = total.log()
     at_target = y.new_full((n,), -torch.inf)
     is_target = support_ids[used] == target_ids.reshape(-1)[row]
     at_target[row[is_target]] = scaled[is_target]
     columns = [at_target.double() - log_sum, row_max.double() / t + log_sum, row_max, log_sum]
     if return_entropy:
-        weighted = torch.where(mass == 0, 0, mass * scaled.double()) / sampling.MASS_ONE
+        weighted = torch.where(mass == 0, 0, mass * scaled.double()) / MASS_ONE
         columns.append(log_sum - total.new_zeros(n).index_add_(0, row, weighted) / total)
     sound = row_max.isfinite()
     kept = (support_offsets[1:] > support_offsets[:-1]) & (target_ids.reshape(-1) != ignore_index)

@@ -17,26 +17,28 @@ constexpr float kSmallestExponent = -200.0f;  // 2^u is 0 there, and its product
 // The nearest integer, ties to even, of x: scaling by 2^40 was exact, and rintf is.
 __device__ __forceinline__ int64_t mass_of(float e) { return static_cast<int64_t>(rintf(e * kMassOne)); }
 
-struct Sums {
+struct SupportSums {
   int64_t mass, weighted;
 };
 
 // What every thread of the block sees after its own part of the row.
-struct Seen {
+struct SupportSeen {
   float max, at_target;  // at_target: -inf where no thread met the target, as its logit then is
   int found, bad;
 };
 
-__device__ __forceinline__ Seen merge(Seen a, Seen b) {
+__device__ __forceinline__ SupportSeen merge(SupportSeen a, SupportSeen b) {
   return {fmaxf(a.max, b.max), fmaxf(a.at_target, b.at_target), a.found | b.found, a.bad | b.bad};
 }
-__device__ __forceinline__ Sums merge(Sums a, Sums b) { return {a.mass + b.mass, a.weighted + b.weighted}; }
+__device__ __forceinline__ SupportSums merge(SupportSums a, SupportSums b) {
+  return {a.mass + b.mass, a.weighted + b.weighted};
+}
 
-__device__ __forceinline__ Seen other_lane(Seen s, int distance) {
+__device__ __forceinline__ SupportSeen other_lane(SupportSeen s, int distance) {
   return {shuffle_xor(s.max, distance), shuffle_xor(s.at_target, distance), shuffle_xor(s.found, distance),
           shuffle_xor(s.bad, distance)};
 }
-__device__ __forceinline__ Sums other_lane(Sums s, int distance) {
+__device__ __forceinline__ SupportSums other_lane(SupportSums s, int distance) {
   return {shuffle_xor(s.mass, distance), shuffle_xor(s.weighted, distance)};
 }
 
@@ -79,7 +81,7 @@ __device__ __forceinline__ void support_forward_row(const LogprobSupportForward&
   const bool given = x == nullptr;
   if (!given) x += r / f.inner * f.outer_stride + r % f.inner * f.inner_stride;
 
-  Seen seen{-infinity(), -infinity(), 0, 0};
+  SupportSeen seen{-infinity(), -infinity(), 0, 0};
   for (int64_t i = threadIdx.x; i < count; i += kSupportThreads) {
     const int32_t id = ids[i];
     const bool inside = id >= 0 && id < s.vocab;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void support_forward_row(const LogprobSupportForward&
   if (seen.bad || seen.max == -infinity()) return write_row(f, r, nan(), nan(), nan(), nan(), nan());
 
   const float temperature = row_temperature(s, r), scale = kLog2E / temperature;
-  Sums sums{0, 0};
+  SupportSums sums{0, 0};
   for (int64_t i = threadIdx.x; i < count; i += kSupportThreads) {
     const float u = (to_float(values[i]) - seen.max) * scale;
     const float e = exp2_fast(u);
