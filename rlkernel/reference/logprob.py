@@ -98,7 +98,7 @@ def support_forward(
     t = _per_row(temperature, y, n)
     row_max = y.new_full((n,), -torch.inf).scatter_reduce(0, row, y, "amax")
     scaled = torch.where(y == -torch.inf, -torch.inf, y - row_max[row]) / t[row]
-    mass = sampling.integer_mass(scaled.exp())
+    mass = sampling._integer_mass(scaled.exp())
     total = mass.new_zeros(n).index_add_(0, row, mass).double() / sampling.MASS_ONE
     log_sum = total.log()
     at_target = y.new_full((n,), -torch.inf)
