@@ -19,7 +19,6 @@ from sampling_cases import (
 
 import rlkernel
 from rlkernel import dispatch, stream
-from rlkernel.reference import sampling as reference
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 METHODS = pytest.mark.parametrize("method", ["grouped", "gumbel"])
