@@ -214,6 +214,19 @@ def test_it_matches_fp64(backend, device):
 
 
 @ON_FAST_BACKENDS
+def test_the_trainers_twin_has_the_rollouts_logprobs(backend, device):
+    inputs = exact(3, SPLIT + 104, device)
+    skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
+    t = rows_of([0.7, 1.0, 1.3], device)
+    out = draw(backend, rlkernel.sample_linear, **inputs, temperature=t, top_p=0.5, return_support=SPLIT)
+    assert (out.support_offsets[1:] > out.support_offsets[:-1]).all() and not out.support_overflow.any()
+    support = {"support_ids": out.support_ids, "support_offsets": out.support_offsets}
+    head = inputs["hidden"], inputs["weight"], out.token_ids
+    twin = draw(backend, rlkernel.linear_logprob, *head, temperature=t, **support)
+    assert_equal("processed_logprobs", twin.logprobs, out.processed_logprobs)
+
+
+@ON_FAST_BACKENDS
 def test_rows_without_a_distribution_and_no_rows(backend, device):
     inputs = exact(3, 200, device)
     skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])

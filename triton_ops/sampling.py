@@ -23,14 +23,14 @@ ROOM = 2048  # tokens that fit the registers of a program of pass B
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = device_reasons(tensors[0])
-    for name, x in zip(("logits", "adjusted"), tensors, strict=False):
-        if x.dtype not in DTYPES:
-            reasons.append(f"{name} must be float32, float16 or bfloat16, got {x.dtype}")
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
-            reasons.append(f"{name} must be dense in the last dimension, got strides {x.stride()}")
-    if tensors[0].shape[-1] > MAX_VOCAB:
-        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {tensors[0].shape[-1]}")
+    logits = tensors[0]
+    reasons = device_reasons(logits)
+    if logits.dtype not in DTYPES:
+        reasons.append(f"logits must be float32, float16 or bfloat16, got {logits.dtype}")
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        reasons.append(f"logits must be dense in the last dimension, got strides {logits.stride()}")
+    if logits.shape[-1] > MAX_VOCAB:
+        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {logits.shape[-1]}")
     return reasons
 
 

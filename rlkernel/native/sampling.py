@@ -16,14 +16,13 @@ SPLIT, GROUP, RECORD = 4096, 64, 13  # rlkernel::kSamplingSplit, kSamplingGroup,
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = []
-    for name, x in zip(("logits", "adjusted"), tensors, strict=False):
-        if x.dtype not in DTYPES:
-            dtype = str(x.dtype).removeprefix("torch.")
-            reasons.append(f"{name} must be fp16, bf16 or fp32, got {dtype}")
-        if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
-            reasons.append(f"the last stride of {name} must be 1, got {x.stride(-1)}")
-    kernels = kernels_for(tensors[0].device)
+    logits, reasons = tensors[0], []
+    if logits.dtype not in DTYPES:
+        dtype = str(logits.dtype).removeprefix("torch.")
+        reasons.append(f"logits must be fp16, bf16 or fp32, got {dtype}")
+    if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
+    kernels = kernels_for(logits.device)
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
 
 
