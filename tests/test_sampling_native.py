@@ -215,6 +215,28 @@ def test_nucleus_of_many(case):
         check(x, None, request(2, top_p=p, support=0))
 
 
+def test_zeros_of_both_signs_are_ties():
+    """They are one value, so the lower id comes first."""
+    for count in (30, 600):  # candidates that are sorted, and counted
+        x = torch.full((1, 4200), -20.0)
+        x[0, 7 : 7 + count] = torch.tensor([-0.0, 0.0]).repeat(count // 2)
+        x[0, 3000] = 1.0
+        for keep in (2, 3, 12, count - 1):
+            got = check(x, None, request(1, top_k=keep, support=1024))
+            assert got.support[0, : keep - 1].tolist() == list(range(7, 6 + keep))
+            check(x, None, request(1, top_p=keep / count))
+
+
+def test_nan_in_a_split_without_a_finite_logit():
+    x = logits(3, 13_000)
+    x[:, 4096:8192] = -INF
+    x[1, 5000] = torch.nan
+    assert check(x, None, request(3)).valid.tolist() == [True, False, True]
+    mask = torch.full((3, -(-13_000 // 32)), -1, dtype=torch.int32)
+    mask[:, 4096 // 32 : 8192 // 32] = 0  # hides the NaN, which counts all the same
+    assert check(x, None, request(3, token_bitmask=mask)).valid.tolist() == [True, False, True]
+
+
 def test_sum_that_is_too_rough_for_the_nucleus():
     """Equal tokens: a last one that stands just at the bound is decided by the exact mass."""
     x = torch.full((1, 640), -30.0)
