@@ -99,6 +99,36 @@ def test_tiles_leave_the_records_of_the_whole(device):
         assert not whole.isnan().any() and not tops[0].isnan().any()
 
 
+# top_k, top_p, joint -> how many of the tokens 65, 3, 10, 40, whose masses are 1, 1/2, 1/4 and 1/4
+EXACT = [
+    (0, 0.5, False, 1), (0, 0.75, False, 2), (0, 0.75001, False, 3), (0, 0.875, False, 3),
+    (0, 0.8751, False, 4), (1, 1.0, False, 1), (2, 1.0, True, 2), (3, 1.0, False, 3), (4, 1.0, False, 4),
+    (2, 0.6, False, 1), (2, 0.6, True, 2), (3, 0.9, False, 3), (3, 0.75, False, 2), (4, 0.5, True, 1),
+]  # fmt: skip
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("room", [sampling.ROOM, 2])
+def test_sets_whose_masses_are_powers_of_two(device, room, monkeypatch):
+    """A nucleus ends where the mass before a token is the bound, not where it exceeds it; ties end by id."""
+    monkeypatch.setattr(sampling, "ROOM", room)
+    logits = torch.full((len(EXACT), 4130), -60.0)
+    logits[:, [65, 3, 10, 40]] = torch.tensor([0.0, -1.0, -2.0, -2.0])
+    k, p, joint, want = (torch.tensor(column) for column in zip(*EXACT, strict=True))
+    for order in (False, True):
+        rows = joint == order
+        asked = request(
+            int(rows.sum()), device, temperature=1.4426950408889634, top_k=k[rows].to(device),
+            top_p=p[rows].to(device), joint=order, support=5,
+        )  # fmt: skip
+        stats = sampling.forward(logits[rows].to(device), None, asked)
+        assert stats.kept_count.tolist() == want[rows].tolist()
+        sets = [sorted([65, 3, 10, 40][:n]) + [-1] * (5 - n) for n in want[rows].tolist()]
+        assert stats.support.tolist() == sets
+        total = torch.tensor([0.0, 0.5, 0.75, 0.875, 1.0])[want[rows]]
+        torch.testing.assert_close(stats.kept_mass.cpu(), total, rtol=1e-6, atol=0)
+
+
 @ON_EVERY_DEVICE
 def test_a_small_buffer_of_candidates_changes_nothing(device, monkeypatch):
     """More candidates than the registers hold: survivors are read again and again, with the same result."""

@@ -115,13 +115,14 @@ def select(
 
 
 @triton.jit
-def write_support(support, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
+def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
     """The kept ids, ascending."""
     written = tl.full((), 0, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
         keep = is_kept(z, tokens, pivot, last).to(tl.int32)
-        tl.store(support + written + sums_before(keep), tokens, mask=keep != 0)
+        place = written + sums_before(keep)
+        tl.store(support + place, tokens, mask=(keep != 0) & (place < size))
         written += tl.sum(keep)
 
 
@@ -283,7 +284,7 @@ def finish_kernel(
             fill = tl.where(place < used, argmax, -1).to(tl.int32)
             tl.store(support_out + place, fill, mask=(place >= unused) & (place < support_size))
         if FILTER and restricted & (used > 0):
-            write_support(support_out, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
+            write_support(support_out, support_size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
     if rank_out is not None:
         rank = tl.full((), 0, tl.int64)
         if valid & (not outside):
