@@ -1,5 +1,5 @@
-// Sampling on the CPU. Pass A deals out (row, split) pairs, so that one row is work for many threads too; pass B deals out rows.
-// Neither the threads nor the other rows have a say in a row's bits.
+// Sampling on the CPU. Pass A deals out (row, split) pairs, so that one row is work for many threads too; pass B deals out
+// rows. Neither the threads nor the other rows have a say in a row's bits.
 #include "sampling_filter.h"
 #include "sampling_finish.h"
 
@@ -353,8 +353,7 @@ int sampling_statistics(const SamplingInputs& in) {
 int sampling_finish(const SamplingFinish& f) {
   const SamplingInputs& in = f.inputs;
   // without FlushDenormals: a logit may be one, and here it is compared
-#pragma omp parallel for schedule(dynamic, 1) \
-    if (in.rows > 1 && in.group_max != nullptr && in.rows * in.whole_vocab >= kParallel)
+#pragma omp parallel for schedule(dynamic, 1) if (in.rows > 1 && in.rows * in.whole_vocab >= kParallel)
   for (int64_t row = 0; row < in.rows; ++row)
     if (in.skip == nullptr || in.skip[row] == 0) finish(in, f.outputs, row);
   return 0;

@@ -217,8 +217,8 @@ class Filter {
     return kept.mass >= high;
   }
 
-  // top_p's share of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies above
-  // and takes only the tokens about there as candidates.
+  // top_p's share of all tokens, where many matter: a sample says about where the nucleus ends, and one reading sums what lies
+  // above and takes only the tokens about there as candidates.
   Prefix bracketed(float p) {
     const Scope scope{kLowest, massless()};
     float low, high;
@@ -228,13 +228,13 @@ class Filter {
       float* const values = c_.z.data();
       int32_t* const ids = c_.ids.data();
       int64_t n = 0;
-      const Floats from = broadcast(low), to = broadcast(high);
-      each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Mask lanes) {
+      const Floats from = broadcast(std::fmax(low, scope.cutoff)), to = broadcast(high);
+      each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Mask) {
         const Masses masses(e_of(d));
         const Mask over = at_least(d, to);
-        total.add(masses, lanes);
+        total.add(masses);  // 0 of what is not in the scope
         top.add(masses, over);
-        append(values, ids, n, z, bits_of(without(lanes & at_least(d, from), over)), token);
+        append(values, ids, n, z, bits_of(without(at_least(d, from), over)), token);
       });
       c_.n = n;
       Prefix above;

@@ -47,6 +47,10 @@ struct MassSum {
     sum = _mm512_mask_add_epi64(sum, static_cast<__mmask8>(lanes >> 8), sum, m.high);
     count += __builtin_popcount(lanes);
   }
+  void add(const Masses& m) {
+    sum = _mm512_add_epi64(sum, _mm512_add_epi64(m.low, m.high));
+    count += kWidth;
+  }
   int64_t value() const { return unbiased<8>(&sum); }
 #elif defined(__AVX2__)
   __m256i sum = _mm256_setzero_si256();
@@ -57,12 +61,20 @@ struct MassSum {
     sum = _mm256_add_epi64(sum, _mm256_and_si256(m.high, high));
     count += __builtin_popcount(bits_of(lanes));
   }
+  void add(const Masses& m) {
+    sum = _mm256_add_epi64(sum, _mm256_add_epi64(m.low, m.high));
+    count += kWidth;
+  }
   int64_t value() const { return unbiased<4>(&sum); }
 #else
   int64_t sum = 0;
   void add(const Masses& m, Mask lanes) {
     for (int i = 0; i < kWidth; ++i) sum += m.each[i] & static_cast<int64_t>(lanes[i]);
     count += __builtin_popcount(bits_of(lanes));
+  }
+  void add(const Masses& m) {
+    for (int i = 0; i < kWidth; ++i) sum += m.each[i];
+    count += kWidth;
   }
   int64_t value() const { return sum; }
 #endif

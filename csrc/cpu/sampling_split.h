@@ -120,7 +120,8 @@ struct alignas(64) PerGroup {
 template <class T>
 inline int find_in_group(const T* group, float value) {
   for (int i = 0; i < kVectors; ++i)
-    if (const unsigned lanes = bits_of(equal(load(group + i * kWidth), broadcast(value)))) return i * kWidth + __builtin_ctz(lanes);
+    if (const unsigned lanes = bits_of(equal(load(group + i * kWidth), broadcast(value))))
+      return i * kWidth + __builtin_ctz(lanes);
   return 0;  // of a NaN
 }
 

@@ -58,10 +58,10 @@ def _softmax(z: Tensor, t: Tensor) -> _Softmax:
     row_max = z.amax(-1) if z.shape[0] else z.new_empty(0)
     d = torch.where(z == -torch.inf, -torch.inf, z - row_max[:, None])
     e = (d / t).exp()
-    return _Softmax(z, t, row_max, d, e, integer_mass(e), e.sum(-1))
+    return _Softmax(z, t, row_max, d, e, _integer_mass(e), e.sum(-1))
 
 
-def integer_mass(e: Tensor) -> Tensor:
+def _integer_mass(e: Tensor) -> Tensor:
     """exp(d / T) as a multiple of 2**-40: sums of these do not depend on their order."""
     return (e.double() * MASS_ONE).round().to(torch.int64)
 
@@ -132,7 +132,7 @@ def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling)
     exponential = -(-stream.uniform64(stream.GROUP, *key, ids)).log1p()
     keys = (group_max - softmax.row_max[:, None]) / t + e.sum(-1).log() - exponential.log().to(z.dtype)
     group = torch.where(group_max == -torch.inf, -torch.inf, keys).argmax(-1, keepdim=True)
-    inside = integer_mass(e.gather(1, group[..., None].expand(-1, -1, GROUP))[:, 0])
+    inside = _integer_mass(e.gather(1, group[..., None].expand(-1, -1, GROUP))[:, 0])
     token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(stream.INSIDE, *key, group))
 
     # A winner that was filtered out has lost with the probability that the kept tokens do not have: a second,
