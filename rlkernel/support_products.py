@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlkernel import workspace
+from rlkernel import tiles, workspace
 from rlkernel.types import Head
 
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
@@ -33,7 +33,7 @@ def products(hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, offsets: T
     if not hidden.shape[0]:
         return u
     row, inside = row_of(offsets, ids.numel()).clamp(0, hidden.shape[0] - 1), ids.clamp(0, vocab - 1)
-    for a, b in _chunks(ids, size, wide):
+    for a, b in _chunks(ids[: _used(offsets, ids)], size, wide):
         w = _gather(weight, inside[a:b], head.compute_dtype, wide)
         u[a:b] = w.mul_(_gather(hidden, row[a:b], head.compute_dtype, wide)).sum(-1)
     if wide == torch.float32:
@@ -62,6 +62,8 @@ def gradients(
     """Add to the gradients of hidden, weight and bias what ``grad`` [nnz], of the capped logits, gives."""
     if not hidden.shape[0] or not ids.numel():
         return
+    used = _used(offsets, ids)
+    grad, u, ids = grad[:used], u[:used], ids[:used]
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * torch.cosh(u / head.softcap) ** -2)
     grad = grad * head.logit_scale
@@ -115,6 +117,15 @@ def add_products(
         # each key is here once, and beside them zeros for key 0: no order of these additions changes a bit
         out.index_add_(0, key_of, sums.index_fill_(0, last, 0).to(out.dtype))
     out.index_add_(0, carry_key, carry.to(out.dtype))
+
+
+def _used(offsets: Tensor, ids: Tensor) -> int:
+    """How many ids there are: ``sample`` returns them in a buffer with room for the largest supports.
+
+    Their number is data: reading it synchronises a GPU, as the choice of rows does in ``tiles``.  Under
+    capture the room behind them is multiplied too.
+    """
+    return ids.numel() if tiles.capturing(ids.device) else int(offsets[-1])
 
 
 def _chunks(entries: Tensor, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:

@@ -151,6 +151,25 @@ def test_rows_that_do_not_count(backend, device):
     assert (grads[1] == 0).all()
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_room_behind_the_ids_costs_nothing_but_under_capture(captured, monkeypatch):
+    """``sample`` returns its ids in a buffer; what lies behind them changes no bit."""
+    inputs = make_inputs(6, 32, 80)
+    support = supports(inputs["target_ids"], 80, (7, 0))
+    upstream = upstream_like(inputs["target_ids"])
+    want, want_grads = run("auto", **inputs, **support, upstream=upstream, return_entropy=True)
+    monkeypatch.setattr(support_products.tiles, "capturing", lambda device: captured)
+    rows = []
+    gather = support_products._gather
+    monkeypatch.setattr(support_products, "_gather", lambda *a: rows.append(len(a[1])) or gather(*a))
+    room = support["support_ids"].new_full((1000,), -1)
+    support["support_ids"] = torch.cat([support["support_ids"], room])
+    got, grads = run("auto", **inputs, **support, upstream=upstream, return_entropy=True)
+    for a, b in zip((*got, *grads), (*want, *want_grads), strict=True):
+        assert_equal("with room", a, b)
+    assert (sum(rows) > 1000) == captured
+
+
 @ON_EVERY_BACKEND
 def test_same_bits_every_time_and_without_gradients(backend, device):
     inputs = make_inputs(8, 64, 300, device=device, dtype=torch.bfloat16)
