@@ -172,11 +172,9 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     return {
         "bf16": lambda: run(151936, bf16),
         "fp16 odd V": lambda: run(50257, fp16, temperature=rows, entropy=True),
-        "fp32 V = 1": lambda: run(1, fp32, top_k=rows.to(torch.int64), rank=True),
         "fp32 gumbel": lambda: run(151936, fp32, gumbel=True),
         "bf16 forced rank": lambda: run(151936, bf16, **forced, rank=True, entropy=True),
         "bf16 top-k top-p": lambda: run(151936, bf16, top_k=50, top_p=0.9, support=512),
-        "bf16 joint": lambda: run(151936, bf16, top_k=50, top_p=0.9, joint=True, raw=False),
         "bf16 everything": lambda: run(151936, bf16, True, True, **everything),
         "bf16 everything odd V": lambda: run(50257, bf16, True, True, **everything),
         "fp32 everything gumbel joint": lambda: run(
