@@ -32,6 +32,7 @@ constexpr uint32_t kLowestKey = 0x00800000u;  // of -FLT_MAX: -inf is never kept
 struct FilterShared {
   uint32_t count[kBins], low[kBins], high[kBins];
   int64_t parts[kFinishWarps][2];
+  RowSummary row;
   Drawn token;
   int last;
 };
@@ -211,7 +212,7 @@ struct Filter {
   __device__ __forceinline__ void count_groups(const Bins& bins) const {
     for (int g = threadIdx.x; g < groups; g += kFinishThreads) {
       const float z = group_max[g];
-      if (z >= from_key(bins.low)) atomic_add(&shared.count[bins.of(z)], 1u);
+      if (z >= from_key(bins.low) && z < from_key(bins.high + 1)) atomic_add(&shared.count[bins.of(z)], 1u);
     }
   }
 
@@ -594,7 +595,13 @@ __device__ __forceinline__ void filter_row(const SamplingInputs& in, const Sampl
   RLKERNEL_SHARED(FilterShared, shared);
   const float temperature = of_row(in.temperature, r);
   const bool greedy = temperature == 0.0f;
-  const RowSummary row = combine(in, r, softmax_temperature(temperature));
+  __syncthreads();  // nobody reads the row before any more
+  if (threadIdx.x < kLanes) {
+    const RowSummary summary = combine(in, r, softmax_temperature(temperature));
+    if (threadIdx.x == 0) shared.row = summary;
+  }
+  __syncthreads();  // the summary is written
+  const RowSummary& row = shared.row;  // not in the registers of each thread
   const bool valid = is_valid(row);
   KeptSet kept = {};
   Drawn token = row.token;

@@ -35,7 +35,7 @@ __device__ __forceinline__ double at_maximum(double sum, double max, double to, 
 }
 
 // By 32 lanes: lane l takes the splits l, l + 32, ... in order, then a butterfly. The tree follows from the length of the
-// vocabulary alone. Each warp of a block does it for itself: a broadcast would take longer.
+// vocabulary alone.
 __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t r, float temperature) {
   const int lane = threadIdx.x % kLanes;
   const int splits = static_cast<int>((in.whole_vocab + kSplit - 1) / kSplit);

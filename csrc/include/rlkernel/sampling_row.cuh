@@ -75,6 +75,47 @@ __device__ __forceinline__ Bytes16 read_again(const char* p) {
   else return read_bytes<kAlign>(p);
 }
 
+// The larger, or smaller, of two 16-bit floats in each half of a word; a number where the other is NaN.
+template <class T, bool kMax>
+__device__ __forceinline__ uint32_t pick_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t c;
+  if constexpr (kIsBf16<T>) {
+    if constexpr (kMax) asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    else asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  } else {
+    if constexpr (kMax) asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    else asm("min.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  }
+  return c;
+#else
+  const auto of_half = [&](int shift) {
+    const T first{static_cast<uint16_t>(a >> shift)}, second{static_cast<uint16_t>(b >> shift)};
+    const float x = to_float(first), y = to_float(second);
+    const bool takes_second = x != x || (kMax ? y > x : y < x);
+    return static_cast<uint32_t>(takes_second ? second.bits : first.bits) << shift;
+  };
+  return of_half(0) | of_half(16);
+#endif
+}
+
+// The largest and the smallest of a vector; NaN only where there is nothing else.
+template <class T>
+__device__ __forceinline__ void extremes(const Bytes16& bytes, float& largest, float& least) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t* w = bytes.word;
+    const uint32_t high = pick_halves<T, true>(pick_halves<T, true>(w[0], w[1]), pick_halves<T, true>(w[2], w[3]));
+    const uint32_t low = pick_halves<T, false>(pick_halves<T, false>(w[0], w[1]), pick_halves<T, false>(w[2], w[3]));
+    const Bytes16 ends = {{high, low, 0, 0}};
+    largest = fmaxf(element<T>(ends, 0), element<T>(ends, 1));
+    least = fminf(element<T>(ends, 2), element<T>(ends, 3));
+  } else {
+    const float a = element<T>(bytes, 0), b = element<T>(bytes, 1), c = element<T>(bytes, 2), d = element<T>(bytes, 3);
+    largest = fmaxf(fmaxf(a, b), fmaxf(c, d));
+    least = fminf(fminf(a, b), fminf(c, d));
+  }
+}
+
 template <class T>
 __device__ __forceinline__ int alignment_of(const T* p) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(p);
@@ -86,6 +127,27 @@ template <int kAlign, class T>
 __device__ __forceinline__ Bytes16 read_vector(const T* p, int rest) {
   if (rest >= kVector<T>) return read_again<kAlign>(reinterpret_cast<const char*>(p));
   return rest > 0 ? read_part(p, rest) : Bytes16{};
+}
+
+// 16 bytes of -inf.
+template <class T>
+__device__ __forceinline__ Bytes16 nothing() {
+  constexpr uint32_t kWord = sizeof(T) == 4 ? 0xff800000u : kIsBf16<T> ? 0xff80ff80u : 0xfc00fc00u;
+  return {{kWord, kWord, kWord, kWord}};
+}
+
+// The `count` elements at a row's end, and -inf behind them.
+template <class T>
+__device__ __forceinline__ Bytes16 read_end(const T* p, int count) {
+  Bytes16 bytes = read_part(p, count);
+  const Bytes16 behind = nothing<T>();
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    const uint32_t half = kPerWord == 1 ? ~0u : i % 2 != 0 ? 0xffff0000u : 0xffffu;
+    if (i >= count) bytes.word[i / kPerWord] |= behind.word[i / kPerWord] & half;  // what is not read is 0
+  }
+  return bytes;
 }
 
 template <class T>

@@ -9,6 +9,8 @@
 // group. 64 to 110 registers let 9 to 16 blocks share a multiprocessor: 74 KiB on their way, of which 12 KiB cover the latency.
 #pragma once
 
+#include <type_traits>
+
 #include "rlkernel/reduce.cuh"
 #include "rlkernel/sampling_row.cuh"
 
@@ -20,6 +22,7 @@ struct SplitPlace {  // of a split
   int64_t row;
   int first, count;  // tokens, from the start of the tile
   int64_t split;     // of the whole vocabulary
+  int thread;        // threadIdx.x, in a way that leaves nothing which follows from it to be kept from split to split
 };
 
 enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSums = 4 };
@@ -35,51 +38,137 @@ struct SplitShared {
   int winner[kStatisticsWarps];
 };
 
-// This thread's tokens, vector k of which starts at (k * threads + thread) * kSize of the split: one group lies in kVectors
-// consecutive threads. Behind the end: -inf.
+// A thread's tokens: vector k starts at thread * kSize + step(k) of the split, so that a group lies in kVectors consecutive
+// threads. Unaligned rows are read by narrower reads of the same tokens.
 template <class T>
-struct SplitTokens {
+struct SplitLayout {
   static constexpr int kSize = kVector<T>, kVectors = kSplit / kStatisticsThreads / kSize;
   static_assert(kVectors * kSize == kGroup, "a lane ends with one group");
-  float z[kVectors][kSize];
 
-  // Tokens from this thread's first on: a constant once the loop over k is unrolled, where all places would fill registers.
+  // A constant once the loop over k is unrolled, where the places themselves would fill registers.
   static __device__ __forceinline__ constexpr int step(int k) { return k * kStatisticsThreads * kSize; }
-  static __device__ __forceinline__ int start() { return static_cast<int>(threadIdx.x) * kSize; }
+  static __device__ __forceinline__ int start(int thread) { return thread * kSize; }
   // The group of the split that this lane has after a fold over kVectors lanes.
-  static __device__ __forceinline__ int group() {
-    return static_cast<int>(threadIdx.x) % kVectors * (kStatisticsThreads / kVectors) + static_cast<int>(threadIdx.x) / kVectors;
+  static __device__ __forceinline__ int group(int thread) {
+    return thread % kVectors * (kStatisticsThreads / kVectors) + thread / kVectors;
   }
+};
 
-  template <int kAlign, bool kWhole>
-  __device__ __forceinline__ void read(const T* first, int count) {
-    Bytes16 bytes[kVectors], last = {};
-    const int whole = count / kSize * kSize, rest = count - start();
-    if (!kWhole && whole / kSize % kStatisticsThreads == static_cast<int>(threadIdx.x))
-      last = read_part(first + whole, count - whole);  // of one thread; all other vectors are whole or behind the end
-    const char* own = reinterpret_cast<const char*>(first + start());
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const bool inside = kWhole || step(k) + kSize <= rest;
-      bytes[k] = inside ? read_again<kAlign>(own + step(k) * sizeof(T)) : last;
-    }
+// Both kinds of tokens can `forget` what was computed from them: adding a zero that the compiler does not know of keeps it from
+// holding 64 converted numbers from one loop over them to another, which would not fit the registers.
+
+// The logits as given, kept as they lie in memory: 16-bit ones take half the registers so. Behind the end: -inf.
+template <class T>
+struct GivenTokens : SplitLayout<T> {
+  using Layout = SplitLayout<T>;
+  using Layout::kSize, Layout::kVectors, Layout::step, Layout::start;
+  Bytes16 bytes[kVectors];
+
+  __device__ __forceinline__ float z(int k, int i) const { return element<T>(bytes[k], i); }
+  __device__ __forceinline__ void forget(uint32_t zero) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) z[k][i] = kWhole || step(k) + i < rest ? element<T>(bytes[k], i) : -infinity();
+      for (int i = 0; i < 4; ++i) bytes[k].word[i] += zero;
+  }
+  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
+    extremes<T>(bytes[k], largest, least);
+  }
+
+  template <int kAlign, bool kWhole>
+  __device__ __forceinline__ void read(const T* first, int count, int thread) {
+    const char* own = reinterpret_cast<const char*>(first + start(thread));
+    const int rest = count - start(thread), last = count / kSize * kSize;
+    Bytes16 end = nothing<T>();
+    if (!kWhole && last < count && last / kSize % kStatisticsThreads == thread)
+      end = read_end(first + last, count - last);  // of one thread: all other vectors are whole or behind the end
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (kWhole || step(k) + kSize <= rest) bytes[k] = read_again<kAlign>(own + step(k) * static_cast<int>(sizeof(T)));
+      else bytes[k] = step(k) < rest ? end : nothing<T>();
+    }
   }
 
   template <int kAlign>
-  __device__ __forceinline__ void read(const T* first, int count) {
-    if (count == kSplit) read<kAlign, true>(first, count);
-    else read<kAlign, false>(first, count);
+  __device__ __forceinline__ void read(const T* first, int count, int thread) {
+    if (count == kSplit) read<kAlign, true>(first, count, thread);
+    else read<kAlign, false>(first, count, thread);
   }
 
-  __device__ __forceinline__ void read(const T* first, int count) {
+  __device__ __forceinline__ void read(const T* first, int count, int thread) {
     const int align = alignment_of(first);
-    if (align == 16) read<16>(first, count);
-    else if (sizeof(T) == 4 || align == 4) read<4>(first, count);
-    else read<sizeof(T) == 2 ? 2 : 4>(first, count);
+    if (align == 16) read<16>(first, count, thread);
+    else if (sizeof(T) == 4 || align == 4) read<4>(first, count, thread);
+    else read<sizeof(T) == 2 ? 2 : 4>(first, count, thread);
+  }
+};
+
+// z where it is not x.
+template <class T>
+struct AdjustedTokens : SplitLayout<T> {
+  using Layout = SplitLayout<T>;
+  using Layout::kSize, Layout::kVectors, Layout::step, Layout::start;
+  float values[kVectors][kSize];
+
+  __device__ __forceinline__ float z(int k, int i) const { return values[k][i]; }
+  __device__ __forceinline__ void forget(uint32_t zero) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[k][i] = from_bits(to_bits(values[k][i]) + zero);
+  }
+  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
+    largest = least = values[k][0];
+#pragma unroll
+    for (int i = 1; i < kSize; ++i) {
+      largest = fmaxf(largest, values[k][i]);
+      least = fminf(least, values[k][i]);
+    }
+  }
+
+  // Sums x on the way, whose maximum is another.
+  __device__ __forceinline__ Softmax read(const SamplingInputs& in, const SplitPlace& at, bool& bad) {
+    GivenTokens<T> x;
+    x.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
+    const Logits<float> adjusted(in, in.adjusted, in.adjusted_stride, at.row);
+    const float* own = adjusted.z + at.first + start(at.thread);
+    const bool vectors = at.count == kSplit && alignment_of(own) == 16;
+    Softmax given = nothing_seen();
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int rest = at.count - start(at.thread) - step(k);
+      float peak = -infinity(), sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        values[k][i] = x.z(k, i);
+        bad = bad || !(values[k][i] < infinity());
+        peak = fmaxf(peak, values[k][i]);
+      }
+      if (in.raw) {
+        if (peak > given.max) given = raised(given, peak, kLog2E);
+        const float center = given.max == -infinity() ? 0.0f : given.max;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) sum += exp2_fast((values[k][i] - center) * kLog2E);
+        given.sum += static_cast<double>(sum);
+      }
+      if (in.adjusted != nullptr) {
+        if (vectors) {
+#pragma unroll
+          for (int i = 0; i < kSize; i += 4) {
+            const Bytes16 four = read_again<16>(reinterpret_cast<const char*>(own + step(k) + i));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) values[k][i + j] = from_bits(four.word[j]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) values[k][i] = i < rest ? own[step(k) + i] : -infinity();
+        }
+      }
+      const uint32_t allowed = rest > 0 ? adjusted.allowed(at.first + start(at.thread) + step(k)) : ~0u;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[k][i] = (allowed >> i & 1u) != 0 ? values[k][i] : -infinity();
+    }
+    return given;
   }
 };
 
@@ -92,89 +181,69 @@ __device__ __forceinline__ float tree_sum(float (&values)[kSize]) {
   return values[0];
 }
 
-struct WantedSums {
-  bool entropy, sigma;
-  bool other_x;  // x is z, but T is not 1: the sum over x is another
-};
-
-// The sums of a thread, with e = exp((z - center) / T); `masses` are its parts of the sums of kVectors groups. All sums of a
-// vector come from one z - center: kept for a second loop, 64 of them would not fit the registers.
-template <int kVectors, int kSize>
-__device__ __forceinline__ void add_up(const float (&z)[kVectors][kSize], float center, float scale, const WantedSums& wanted,
-                                       float (&masses)[kVectors], double (&sums)[kSums], double (&moments)[kMoments]) {
+// The sums of a thread, with e = exp((z - center) / T); `masses` are its parts of the sums of kVectors groups. kOtherX: x is z,
+// but T is not 1, so that the sum over x is another. Not a flag within the loop: compilers then gather what it guards behind
+// the loop, and keep 64 values of z - center for it.
+template <bool kOtherX, class Tokens>
+__device__ __forceinline__ void add_up(const Tokens& tokens, float center, float scale, float (&masses)[Tokens::kVectors],
+                                       double (&sums)[kSums]) {
+  constexpr int kSize = Tokens::kSize;
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
+  for (int k = 0; k < Tokens::kVectors; ++k) {
     float d[kSize], e[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      d[i] = z[k][i] - center;
+      d[i] = tokens.z(k, i) - center;
       e[i] = exp2_fast(d[i] * scale);
-    }
-    if (wanted.entropy) {
-      float weighted = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) weighted = fmaf(e[i], max_or_nan(d[i] * scale, kLowestPower), weighted);  // not 0 * -inf
-      sums[kSumWeighted] += static_cast<double>(weighted);
     }
     masses[k] = tree_sum(e);
     sums[kSumOfZ] += static_cast<double>(masses[k]);
-    if (wanted.other_x) {
+    if constexpr (kOtherX) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) e[i] = exp2_fast(d[i] * kLog2E);
       sums[kSumOfX] += static_cast<double>(tree_sum(e));
     }
-    if (wanted.sigma) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const bool finite = z[k][i] > -infinity();
-        const double apart = finite ? static_cast<double>(z[k][i]) - static_cast<double>(center) : 0.0;
-        moments[kSumApart] += apart;
-        moments[kSumSquares] += apart * apart;
-      }
-    }
   }
 }
 
-// Reads the split where z is not x. The logits as given are summed on the way: their maximum is another.
-template <class T>
-__device__ __forceinline__ Softmax read_adjusted(const SamplingInputs& in, const SplitPlace& at, SplitTokens<T>& tokens, bool& bad) {
-  constexpr int kSize = SplitTokens<T>::kSize;
-  const T* x = static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first;
-  const Logits<float> z(in, in.adjusted, in.adjusted_stride, at.row);
-  const int align = alignment_of(x), z_align = alignment_of(z.z + at.first);
-  Softmax given = nothing_seen();
+template <class Tokens>
+__device__ __forceinline__ double count_finite(const Tokens& tokens) {
+  int finite = 0;
 #pragma unroll
-  for (int k = 0; k < SplitTokens<T>::kVectors; ++k) {
-    const int place = SplitTokens<T>::start() + SplitTokens<T>::step(k), rest = at.count - place;
-    const Bytes16 bytes = read_vector(x + place, rest, align);
-    float own[kSize], peak = -infinity();
+  for (int k = 0; k < Tokens::kVectors; ++k)
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      own[i] = i < rest ? element<T>(bytes, i) : -infinity();
-      bad = bad || !(own[i] < infinity());
-      peak = fmaxf(peak, own[i]);
+    for (int i = 0; i < Tokens::kSize; ++i) finite += tokens.z(k, i) != -infinity();
+  return static_cast<double>(finite);
+}
+
+// The sum of e * u with e = 2^u = exp((z - center) / T).
+template <class Tokens>
+__device__ __forceinline__ double weigh(const Tokens& tokens, float center, float scale) {
+  double sum = 0.0;
+#pragma unroll
+  for (int k = 0; k < Tokens::kVectors; ++k) {
+    float weighted = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Tokens::kSize; ++i) {
+      const float u = max_or_nan((tokens.z(k, i) - center) * scale, kLowestPower);  // 0 * -inf would be NaN
+      weighted = fmaf(exp2_fast(u), u, weighted);
     }
-    if (in.raw) {
-      if (peak > given.max) given = raised(given, peak, kLog2E);
-      const float center = given.max == -infinity() ? 0.0f : given.max;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) sum += exp2_fast((own[i] - center) * kLog2E);
-      given.sum += static_cast<double>(sum);
-    }
-    if (in.adjusted != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kSize; i += 4) {
-        const Bytes16 four = read_vector(z.z + at.first + place + i, rest - i, z_align);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) own[i + j] = i + j < rest ? from_bits(four.word[j]) : -infinity();
-      }
-    }
-    const uint32_t allowed = rest > 0 ? z.allowed(at.first + place) : ~0u;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) tokens.z[k][i] = (allowed >> i & 1u) != 0 ? own[i] : -infinity();
+    sum += static_cast<double>(weighted);
   }
-  return given;
+  return sum;
+}
+
+template <class Tokens>
+__device__ __forceinline__ void add_moments(const Tokens& tokens, float center, double (&moments)[kMoments]) {
+#pragma unroll
+  for (int k = 0; k < Tokens::kVectors; ++k)
+#pragma unroll
+    for (int i = 0; i < Tokens::kSize; ++i) {
+      const float z = tokens.z(k, i);
+      const double apart = z > -infinity() ? static_cast<double>(z) - static_cast<double>(center) : 0.0;
+      moments[kSumApart] += apart;
+      moments[kSumSquares] += apart * apart;
+    }
 }
 
 // The draw of a split, known by its first 32 lanes: the largest key and the id, within the split, of its group or token.
@@ -185,7 +254,7 @@ struct SplitWinner {
 
 __device__ __forceinline__ SplitWinner better(SplitWinner a, SplitWinner b) {
   const bool second = b.id >= 0 && (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id));
-  return second ? b : a;
+  return {second ? b.key : a.key, second ? b.id : a.id};
 }
 
 __device__ __forceinline__ SplitWinner reduce_lanes(SplitWinner mine) {
@@ -205,14 +274,22 @@ __device__ __forceinline__ SplitWinner draw_group(const SamplingInputs& in, cons
   return {mass / exponential, mass > 0.0f ? group : -1};
 }
 
+// A token of the split, read from memory.
+template <class T, bool kAdjusted>
+__device__ __forceinline__ float z_at(const SamplingInputs& in, const SplitPlace& at, int place) {
+  if (kAdjusted && in.adjusted != nullptr)
+    return Logits<float>(in, in.adjusted, in.adjusted_stride, at.row).at(at.first + place);
+  return Logits<T>(in, in.logits, in.row_stride, at.row).at(at.first + place);
+}
+
 // A variable for each token. The tokens are read once more, from the nearest cache, and not kept in registers for it.
-template <class T>
-__device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, const Logits<T>& logits, float center,
-                                             float temperature) {
+template <class T, bool kAdjusted>
+__device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, float center,
+                                                  float temperature) {
   const uint32_t prefix = stream_prefix(kGumbelDomain, in.seeds[at.row], in.positions[at.row]);
   SplitWinner best = {-infinity(), -1};
-  for (int i = threadIdx.x; i < at.count; i += kStatisticsThreads) {
-    const float d = logits.at(at.first + i) - center;
+  for (int i = at.thread; i < at.count; i += kStatisticsThreads) {
+    const float d = z_at<T, kAdjusted>(in, at, i) - center;
     if (!(d > -infinity())) continue;
     const float key = d / temperature + gumbel_noise(prefix, static_cast<uint32_t>(at.split * kSplit + i));
     if (best.id < 0 || key > best.key) best = {key, i};
@@ -229,12 +306,12 @@ __device__ __forceinline__ void write_token(const SamplingInputs& in, const Spli
 }
 
 // The first 32 lanes: a token of the group that won, by its integer masses.
-template <class T>
-__device__ __forceinline__ void draw_member(const SamplingInputs& in, const SplitPlace& at, const Logits<T>& logits, SplitWinner group,
-                                            float scale, double* record) {
-  const int place = group.id * kGroup + 2 * static_cast<int>(threadIdx.x % kLanes);
-  const float first = place < at.count ? logits.at(at.first + place) : -infinity();
-  const float second = place + 1 < at.count ? logits.at(at.first + place + 1) : -infinity();
+template <class T, bool kAdjusted>
+__device__ __forceinline__ void draw_member(const SamplingInputs& in, const SplitPlace& at, SplitWinner group, float scale,
+                                            double* record) {
+  const int place = group.id * kGroup + 2 * (at.thread % kLanes);
+  const float first = place < at.count ? z_at<T, kAdjusted>(in, at, place) : -infinity();
+  const float second = place + 1 < at.count ? z_at<T, kAdjusted>(in, at, place + 1) : -infinity();
   const float max = reduce_lanes(fmaxf(first, second), Larger());
   const int64_t n = stream_mass(exp2_fast((first - max) * scale));
   const int64_t both = n + stream_mass(exp2_fast((second - max) * scale));
@@ -266,81 +343,88 @@ __device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsW
 
 template <class T, bool kAdjusted>
 __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const SplitPlace& at) {
-  constexpr int kVectors = SplitTokens<T>::kVectors;
+  using Tokens = std::conditional_t<kAdjusted, AdjustedTokens<T>, GivenTokens<T>>;
+  constexpr int kVectors = Tokens::kVectors, kSize = Tokens::kSize;
   RLKERNEL_SHARED(SplitShared, shared);
-  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int lane = at.thread % kLanes, warp = at.thread / kLanes;
   const int64_t splits = (in.whole_vocab + kSplit - 1) / kSplit;
   double* const record = in.records + (at.row * splits + at.split) * kRecord;
 
-  SplitTokens<T> tokens;
+  Tokens tokens;
   Softmax given = nothing_seen();
   bool bad = false;
-  if constexpr (kAdjusted) {
-    given = read_adjusted(in, at, tokens, bad);
-  } else {
-    tokens.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count);
-  }
+  if constexpr (kAdjusted) given = tokens.read(in, at, bad);
+  else tokens.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
   const float asked = of_row(in.temperature, at.row), temperature = softmax_temperature(asked);
   const float scale = power_scale(temperature);
 
   float peaks[kVectors], own = -infinity(), least = infinity();
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    peaks[k] = -infinity();
-#pragma unroll
-    for (int i = 0; i < SplitTokens<T>::kSize; ++i) {
-      peaks[k] = fmaxf(peaks[k], tokens.z[k][i]);
-      least = fminf(least, tokens.z[k][i]);
-    }
+    float low;
+    tokens.extremes_of(k, peaks[k], low);
     own = fmaxf(own, peaks[k]);
+    least = fminf(least, low);
   }
   if (in.group_max != nullptr) {
     const float peak = fold<kVectors>(peaks, Larger());
     const int64_t groups = (in.whole_vocab + kGroup - 1) / kGroup;
-    const int group = SplitTokens<T>::group();
+    const int group = Tokens::group(at.thread);
     if (group * kGroup < at.count) in.group_max[at.row * groups + at.split * (kSplit / kGroup) + group] = peak;
   }
   const float warp_max = reduce_lanes(own, Larger());
   if (lane == 0) shared.max[warp] = warp_max;
-  if (threadIdx.x == 0) shared.argmax = kSplit;
+  if (at.thread == 0) shared.argmax = kSplit;
   __syncthreads();  // the warps' maxima are written
   float max = shared.max[0];
 #pragma unroll
   for (int w = 1; w < kStatisticsWarps; ++w) max = fmaxf(max, shared.max[w]);
   if (own == max) {
-    int first = kSplit;
+    int vector = kVectors;
 #pragma unroll
-    for (int k = kVectors - 1; k >= 0; --k)
+    for (int k = kVectors - 1; k >= 0; --k) vector = peaks[k] == max ? k : vector;
+    // read once more: of one thread, mostly, whose 64 tokens the others would have to keep converted
+    const int first = Tokens::start(at.thread) + vector * Tokens::step(1);
+    int place = kSplit;
 #pragma unroll
-      for (int i = SplitTokens<T>::kSize - 1; i >= 0; --i) first = tokens.z[k][i] == max ? SplitTokens<T>::step(k) + i : first;
-    atomic_min(&shared.argmax, SplitTokens<T>::start() + first);
+    for (int i = kSize - 1; i >= 0; --i) place = z_at<T, kAdjusted>(in, at, first + i) == max ? first + i : place;
+    atomic_min(&shared.argmax, place);
   }
 
   const float center = max == -infinity() ? 0.0f : max;  // -inf - -inf would be NaN
-  const WantedSums wanted = {in.entropy, in.sigma, in.raw && !kAdjusted && temperature != 1.0f};
+  const bool other_x = in.raw && !kAdjusted && temperature != 1.0f;
   float masses[kVectors];
   double sums[kSums] = {}, moments[kMoments] = {};
-  add_up(tokens.z, center, scale, wanted, masses, sums, moments);
-  if (bad) sums[kSumOfZ] = static_cast<double>(nan());
-  int finite = kVectors * SplitTokens<T>::kSize;
-  if (least == -infinity()) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-#pragma unroll
-      for (int i = 0; i < SplitTokens<T>::kSize; ++i) finite -= tokens.z[k][i] == -infinity();
+  const uint32_t zero = static_cast<uint32_t>(in.rows >> 62);
+  if (other_x) {
+    tokens.forget(zero);  // or what both loops have in common would be done before them
+    add_up<true>(tokens, center, scale, masses, sums);
+  } else {
+    add_up<false>(tokens, center, scale, masses, sums);
   }
-  sums[kCountFinite] = static_cast<double>(finite);
+  sums[kCountFinite] = static_cast<double>(kVectors * kSize);
+  if (least == -infinity()) {
+    tokens.forget(zero);
+    sums[kCountFinite] = count_finite(tokens);
+  }
+  if (in.entropy) {
+    tokens.forget(zero);
+    sums[kSumWeighted] = weigh(tokens, center, scale);
+  }
+  if (in.sigma) {
+    tokens.forget(zero);
+    add_moments(tokens, center, moments);
+  }
+  if (bad) sums[kSumOfZ] = static_cast<double>(nan());
   if (kAdjusted && in.raw) given = reduce_block(given, kLog2E);
 
   const bool draws = in.token_ids == nullptr && asked != 0.0f;
   SplitWinner winner = {-infinity(), -1};
   if (draws) {
     if (in.gumbel) {
-      const bool separate = kAdjusted && in.adjusted != nullptr;
-      winner = separate ? draw_token(in, at, Logits<float>(in, in.adjusted, in.adjusted_stride, at.row), center, temperature)
-                        : draw_token(in, at, Logits<T>(in, in.logits, in.row_stride, at.row), center, temperature);
+      winner = draw_token<T, kAdjusted>(in, at, center, temperature);
     } else {
-      winner = draw_group(in, at, fold<kVectors>(masses, Add()), SplitTokens<T>::group());
+      winner = draw_group(in, at, fold<kVectors>(masses, Add()), Tokens::group(at.thread));
     }
     winner = reduce_lanes(winner);
   }
@@ -366,9 +450,9 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
       record[kArgmax] = static_cast<double>(at.split * kSplit + shared.argmax);
       record[kSumZ] = total;
       record[kMaxX] = static_cast<double>(kAdjusted && in.raw ? given.max : max);
-      if (!wanted.other_x) record[kSumX] = kAdjusted && in.raw ? given.sum : total;
+      if (!other_x) record[kSumX] = kAdjusted && in.raw ? given.sum : total;
     } else if (lane == kSumOfX) {
-      if (wanted.other_x) record[kSumX] = total;
+      if (other_x) record[kSumX] = total;
     } else if (lane == kSumWeighted) {
       record[kWeighted] = total * static_cast<double>(kLn2);
     } else {
@@ -378,12 +462,8 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   }
 #pragma unroll
   for (int w = 1; w < kStatisticsWarps; ++w) winner = better(winner, {shared.best[w], shared.winner[w]});
-  const bool separate = kAdjusted && in.adjusted != nullptr;
-  const Logits<T> given_logits(in, in.logits, in.row_stride, at.row);
-  const Logits<float> adjusted(in, in.adjusted, in.adjusted_stride, at.row);
   if (winner.id >= 0 && !in.gumbel) {
-    if (separate) draw_member(in, at, adjusted, winner, scale, record);
-    else draw_member(in, at, given_logits, winner, scale, record);
+    draw_member<T, kAdjusted>(in, at, winner, scale, record);
   } else if (lane == 0) {
     int place = winner.id;
     double key = static_cast<double>(winner.key);
@@ -396,7 +476,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
       key = 0.0;
     }
     if (place >= 0) {
-      write_token(in, at, key, place, separate ? adjusted.at(at.first + place) : given_logits.at(at.first + place), record);
+      write_token(in, at, key, place, z_at<T, kAdjusted>(in, at, place), record);
     } else {
       record[kKey] = static_cast<double>(-infinity());
       record[kToken] = -1.0;
@@ -405,8 +485,16 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   }
 }
 
+// Blocks that are to share a multiprocessor: as many as the tokens they hold in registers allow. AMD: a wavefront a SIMD.
 template <class T, bool kAdjusted>
-__global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, kAdjusted ? 6 : 8)
+#if defined(__HIP__)
+constexpr int kStatisticsBlocks = 4;
+#else
+constexpr int kStatisticsBlocks = kAdjusted ? 6 : sizeof(T) == 2 ? 10 : 7;
+#endif
+
+template <class T, bool kAdjusted>
+__global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, (kStatisticsBlocks<T, kAdjusted>))
     statistics_kernel(SamplingInputs in) {
   const int64_t splits = (in.vocab + kSplit - 1) / kSplit, places = in.rows * splits;
   for (int64_t p = blockIdx.x; p < places; p += gridDim.x) {
@@ -414,7 +502,8 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, kAdjusted ? 6 : 8)
     const int64_t row = places >> 32 == 0 ? static_cast<uint32_t>(p) / static_cast<uint32_t>(splits) : p / splits;
     if (in.skip != nullptr && in.skip[row]) continue;
     const int first = static_cast<int>(p - row * splits) * kSplit, rest = static_cast<int>(in.vocab) - first;
-    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, in.vocab_start / kSplit + first / kSplit});
+    const int thread = static_cast<int>(threadIdx.x) + static_cast<int>(p >> 62);  // + 0, which compilers cannot know
+    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, in.vocab_start / kSplit + first / kSplit, thread});
   }
 }
 

@@ -1,0 +1,193 @@
+"""The sampling kernels that CUDA and HIP compile, run on the CPU: as the reference, with one set of bits."""
+
+import random
+
+import emulation
+import pytest
+import torch
+
+from rlkernel import native
+from rlkernel.native import sampling as kernels_of
+from rlkernel.reference import sampling as reference
+from rlkernel.types import Sampling
+
+WARPS = (32, 64)
+PLAIN = Sampling(
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None, positions=None,
+    token_ids=None, token_bitmask=None, skip=None, joint=False, gumbel=False, raw=True, entropy=True,
+    rank=False, support=0,
+)  # fmt: skip
+# what a row may be filtered by; the vocabulary below has three splits and a part of a group
+FILTERS = {
+    "none": {},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.02},
+    "sigma": {"top_n_sigma": 1.5},
+    "all": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "top_n_sigma": 3.0},
+    "joint": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "joint": True},
+}
+
+
+@pytest.fixture(params=WARPS)
+def kernels(request):
+    module = emulation.module(request.param)
+    with native.emulated(module):
+        yield module
+    module.configure()
+
+
+def request_of(rows, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    keys = {
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
+        "positions": torch.randint(0, 2**40, (rows,), generator=g),
+    }
+    return PLAIN._replace(**(keys if "token_ids" not in options else {}), **options)
+
+
+def logits_of(rows, vocab, dtype=torch.float32, scale=3.0, seed=0):
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def random_case(seed):
+    """Logits with ties, -inf, NaN and odd strides, and a request with anything on; T = 0 among the rows."""
+    rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, vocab = 3, rng.choice([1, 65, 1000, 4097, 9001])
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    x = torch.randn(rows, vocab + 3, generator=g) * rng.choice([0.1, 1.0, 8.0])
+    x = x.round() if rng.random() < 0.4 else x
+    if rng.random() < 0.4:
+        x = torch.where(torch.rand(x.shape, generator=g) < rng.choice([0.1, 0.9]), -torch.inf, x)
+    x = x.to(dtype)[:, rng.choice([0, 3]) :][:, :vocab]
+    if rng.random() < 0.3:
+        x[1, rng.randrange(vocab)] = rng.choice([float("nan"), float("inf")])
+    adjusted = x.float() + torch.randn(rows, vocab, generator=g) if rng.random() < 0.3 else None
+
+    def on(probability):
+        return rng.random() < probability
+
+    def each(values, dtype=torch.float32):
+        return (
+            rng.choice(values)
+            if on(0.5)
+            else torch.tensor([rng.choice(values) for _ in range(rows)], dtype=dtype)
+        )
+
+    mask = None
+    if on(0.3):
+        mask = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), generator=g).to(torch.int32)
+    options = {
+        "temperature": each([1.0, 0.0, 0.7, 2.0]),
+        "top_k": each([1, 5, 300, 0, vocab], torch.int64) if on(0.4) else 0,
+        "top_p": each([0.1, 0.9, 0.999, 1.0]) if on(0.5) else 1.0,
+        "min_p": each([0.0, 0.05, 1e-4, 1.0]) if on(0.3) else 0.0,
+        "top_n_sigma": each([0.5, 2.0, float("inf")]) if on(0.3) else float("inf"),
+        "token_bitmask": mask, "joint": on(0.5), "gumbel": on(0.3), "raw": on(0.7), "entropy": on(0.5),
+        "rank": on(0.5), "support": rng.choice([0, 7, 6000]),
+    }  # fmt: skip
+    if on(0.3):
+        options["token_ids"] = torch.randint(-1, vocab + 1, (rows,), generator=g)
+    return x, adjusted, request_of(rows, seed, **options)
+
+
+def assert_same(got, want, exact=True):
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if b is None:
+            continue
+        if exact or not b.is_floating_point():
+            assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)), (name, a, b)
+        else:
+            assert torch.allclose(a, b, rtol=3e-5, atol=3e-5, equal_nan=True), (name, a, b)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_means_what_the_reference_does(seed):
+    """Tokens and kept sets too: no draw of these seeds is so close that a rounding decides it."""
+    kernels = emulation.module(WARPS[seed % 2])
+    x, adjusted, request = random_case(seed)
+    kernels.configure(seed % 3, (1 << 20, 2)[seed % 2])
+    with native.emulated(kernels):
+        got = kernels_of.forward(x, adjusted, request)
+    kernels.configure()
+    assert_same(got, reference.forward(x, adjusted, request), exact=False)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bits_do_not_depend_on_schedule_warp_or_alignment(name, dtype):
+    """Whatever the order of threads and blocks, the size of a warp, and where a row starts."""
+    x = logits_of(3, 9001, dtype)
+    shifted = torch.empty(3, 9003, dtype=dtype)[:, 1:-1].copy_(x)
+    request = request_of(3, temperature=0.8, rank=True, support=400, **FILTERS[name])
+    runs = []
+    for warp, schedule, logits in ((32, (0,), x), (32, (1, 2), shifted), (64, (2,), x)):
+        kernels = emulation.module(warp)
+        kernels.configure(*schedule)
+        with native.emulated(kernels):
+            runs.append(kernels_of.forward(logits, None, request))
+        kernels.configure()
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+def test_bits_do_not_depend_on_other_rows(kernels):
+    """Alone, where nothing is filtered and the kernel is another, as in a batch whose other rows are."""
+    x = logits_of(3, 5000, torch.float16)
+    batch = request_of(3, top_p=torch.tensor([1.0, 0.9, 0.5]), temperature=torch.tensor([0.7, 1.0, 0.0]))
+    together = kernels_of.forward(x, None, batch)
+    for r in range(3):
+        row = slice(r, r + 1)
+        alone = batch._replace(
+            top_p=float(batch.top_p[r]), temperature=float(batch.temperature[r]), seeds=batch.seeds[row],
+            positions=batch.positions[row],
+        )  # fmt: skip
+        got = kernels_of.forward(x[row].clone(), None, alone)
+        assert_same(got, type(together)(*(None if v is None else v[row] for v in together)))
+
+
+def test_tiles_have_the_bits_of_the_whole(kernels):
+    x = logits_of(2, 9001)
+    request = request_of(2, top_p=0.9, temperature=1.3)
+    partials, group_max = torch.empty(2, 3, 13, dtype=torch.float64), torch.empty(2, 141)
+    for start, stop in ((0, 4096), (4096, 9001)):
+        tile = x[:, start:stop].contiguous()
+        kernels_of.tile_statistics(tile, None, start, 9001, request, partials, group_max)
+    got = kernels_of.finish(x, None, 9001, request, partials, group_max)
+    assert_same(got, kernels_of.forward(x, None, request))
+
+
+def test_skipped_rows_are_neither_read_nor_written(kernels):
+    x = logits_of(3, 300)
+    x[1] = torch.nan
+    request = request_of(3, top_k=5, skip=torch.tensor([False, True, False]))
+    partials, group_max = torch.full((3, 1, 13), -5.0, dtype=torch.float64), torch.full((3, 5), -5.0)
+    kernels_of.tile_statistics(x, None, 0, 300, request, partials, group_max)
+    assert (partials[1] == -5).all() and (group_max[1] == -5).all() and not (partials[::2, 0, 0] == -5).any()
+    got = kernels_of.finish(x, None, 300, request, partials, group_max)
+    rest = kernels_of.forward(
+        x[::2], None, request._replace(skip=None, seeds=request.seeds[::2], positions=request.positions[::2])
+    )
+    assert torch.equal(got.token_ids[::2], rest.token_ids)
+
+
+def test_what_no_kernel_runs_is_an_error(kernels):
+    partials = torch.empty(1, 2, 13, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="sampling_statistics: invalid arguments"):
+        kernels_of.tile_statistics(logits_of(1, 64), None, 64, 5000, request_of(1), partials, None)
+
+
+@pytest.mark.slow
+def test_a_missing_barrier_is_found():
+    """Histograms that are read before they are full keep other sets."""
+    fault = ("__syncthreads();  // the bins are empty", "//")
+    broken = emulation.load(emulation.build_module(32, {"sampling_filter.cuh": fault}))
+    x, request = logits_of(2, 5000), request_of(2, top_k=40, top_p=0.9)
+    want = reference.forward(x, None, request)
+    with native.emulated(broken):
+        wrong = 0
+        for seed in range(6):
+            broken.configure(seed)
+            wrong += not torch.equal(kernels_of.forward(x, None, request).kept_count, want.kept_count)
+    assert wrong > 0
