@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 _enabled: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
@@ -28,5 +29,8 @@ def checks(on: bool = True) -> Iterator[None]:
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Whether values of ``tensor`` may be looked at: free on a CPU, a synchronisation elsewhere."""
+    """Whether values of ``tensor`` may be looked at: free on a CPU, a synchronisation elsewhere; while
+    torch.compile traces there are none."""
+    if torch.compiler.is_compiling():
+        return False
     return tensor.device.type == "cpu" or (enabled() and tensor.device.type != "meta")
