@@ -490,7 +490,7 @@ template <class T, bool kAdjusted>
 #if defined(__HIP__)
 constexpr int kStatisticsBlocks = 4;
 #else
-constexpr int kStatisticsBlocks = kAdjusted ? 6 : sizeof(T) == 2 ? 10 : 7;
+constexpr int kStatisticsBlocks = kAdjusted || sizeof(T) == 4 ? 6 : 10;
 #endif
 
 template <class T, bool kAdjusted>
