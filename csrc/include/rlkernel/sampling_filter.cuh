@@ -5,28 +5,20 @@
 // which bin holds the end, and is made again of that bin alone: two rounds for 16 bits, four for 32, less where the largest
 // bits are known. Only groups of 64 tokens whose maximum reaches the interval are read: V / 64 floats tell which. The top k
 // tokens cannot lie below the k-th largest of those maxima. Top-p needs the exact mass of all tokens above 2^-42 of the
-// largest, a read of nearly the whole row: about 14 instructions a token, against 11 of pass A.
+// largest: a read of nearly the whole row, by then in the L2 cache where the batch's logits fit it, at some 15 instructions a
+// token, and two atomics on shared memory for each that may be in the nucleus.
 //
 // All sums are of integers, so their order, and that of the atomics on shared memory, is free.
 #pragma once
 
 #include "rlkernel/sampling_finish.cuh"
+#include "rlkernel/sampling_mass.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
 constexpr int kFinishThreads = 512, kFinishWarps = kFinishThreads / kLanes;
 constexpr int kBins = 256, kBinsPerLane = kBins / kLanes;
 constexpr int64_t kAll = int64_t{1} << 62;
-
-// Unsigned integers in the order of the floats, which must not be -0.
-__device__ __forceinline__ uint32_t key_of(float z) {
-  const uint32_t bits = to_bits(z);
-  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
-}
-// The key of a z of the row: -0 counts as 0.
-__device__ __forceinline__ uint32_t ordered(float z) { return key_of(z + 0.0f); }
-__device__ __forceinline__ float from_key(uint32_t key) { return from_bits(key >> 31 != 0 ? key & 0x7fffffffu : ~key); }
-constexpr uint32_t kLowestKey = 0x00800000u;  // of -FLT_MAX: -inf is never kept
 
 // Masses of 64 bits are added as two words: CUDA has no 64-bit addition in shared memory but a loop of compare-and-swap.
 struct FilterShared {
@@ -35,43 +27,6 @@ struct FilterShared {
   RowSummary row;
   Drawn token;
   int last;
-};
-
-// The integer mass of a token, e * 2^40 to the nearest, as high * 2^20 + low with |low| <= 2^19. Adding 1.5 * 2^23 leaves the
-// nearest integer in the low bits; no conversion, of which a multiprocessor has but 16 a clock.
-struct Mass {
-  static constexpr uint32_t kZero = 0x4B400000u;  // the bits of 1.5 * 2^23
-  uint32_t high, low;                             // plus kZero each
-
-  __device__ __forceinline__ explicit Mass(float e) {
-    const float shift = from_bits(kZero);
-    const float a = fmaf(e, 0x1p20f, shift), rest = fmaf(e, 0x1p20f, shift - a);  // exact
-    high = to_bits(a);
-    low = to_bits(fmaf(rest, 0x1p20f, shift));
-  }
-  __device__ __forceinline__ static int64_t value(uint32_t high, uint32_t low) {
-    return (static_cast<int64_t>(static_cast<int32_t>(high)) << 20) + static_cast<int32_t>(low);
-  }
-  __device__ __forceinline__ int64_t value() const { return value(high - kZero, low - kZero); }
-};
-
-struct Sums {
-  int64_t count, mass;
-};
-
-// What a search ended with: the key at which the running sum reaches the target.
-struct Crossing {
-  bool found;
-  uint32_t key;
-  Sums above, at;  // of tokens with a larger key, and of those with this one
-  Sums total;      // of all that were searched
-};
-
-// All tokens above `key` and the first `ties` of those at it. Sums are -1 where they are not known.
-struct Prefix {
-  uint32_t key;
-  int64_t ties, at;  // at: how many there are
-  Sums sums;
 };
 
 template <class T>

@@ -112,8 +112,9 @@ struct KeptSet {
 };
 
 // Thread 0 writes what one value a row says.
-__device__ __forceinline__ void write_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r, const RowSummary& row,
-                                          const KeptSet& kept, const Drawn& token, int64_t rank, bool valid) {
+__device__ __forceinline__ void write_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r,
+                                          const RowSummary& row, const KeptSet& kept, const Drawn& token, int64_t rank,
+                                          bool valid) {
   const float asked = of_row(in.temperature, r), temperature = softmax_temperature(asked);
   const bool greedy = asked == 0.0f, known = valid && token.id >= 0;
   const float log_sum = log_exact(row.sum), above = (token.z - row.max) / temperature, tempered = above - log_sum;

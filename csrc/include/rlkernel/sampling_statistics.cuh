@@ -2,28 +2,20 @@
 //
 // Floor: V * sizeof(T) bytes a row and 104 written for each 4096 tokens, with a second read to come 4 for each 64 tokens more.
 // On an H100 a multiprocessor gets 14.5 bytes of the 3.35 TB/s a clock, 7.2 tokens of bf16, and issues 128 lanes: 17.7
-// instructions a token keep pace. A token costs convert, max, min (is any -inf?), subtract, multiply, 2^u, add: 7, and 3 more
+// instructions a token keep pace. A token costs convert, max, min (is any -inf?), subtract, multiply, 2^u, add: 7, and 3.5 more
 // for the raw sum where T is not 1. The rest is paid per thread: folding the groups' masses and maxima, one exponential for
-// each group, the sums and the winner, about 500 instructions. With 64 tokens a thread that is 8 a token, with 32 it would be
-// 14: hence 64 threads, of which as many vectors are in flight as a group has, so that after the fold each lane holds just one
-// group. 64 to 110 registers let 9 to 16 blocks share a multiprocessor: 74 KiB on their way, of which 12 KiB cover the latency.
+// each group, the sums and the winner, some 600 instructions: with 64 tokens a thread 10 a token, with 32 it would be nearly
+// twice that. Hence 64 threads, of which as many vectors are in flight as a group has, so that after the fold each lane holds
+// just one group. 96 registers let 10 blocks share a multiprocessor: up to 80 KiB on their way, of which 12 KiB cover the
+// latency. Counted in the machine code for sm_90a, bf16, T = 1: 941 instructions a warp and 330 more for the one that ends the
+// split, 17.3 a token.
 #pragma once
 
 #include <type_traits>
 
-#include "rlkernel/reduce.cuh"
-#include "rlkernel/sampling_row.cuh"
+#include "rlkernel/sampling_tokens.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
-
-constexpr int kStatisticsThreads = 64, kStatisticsWarps = kStatisticsThreads / kLanes;
-
-struct SplitPlace {  // of a split
-  int64_t row;
-  int first, count;  // tokens, from the start of the tile
-  int64_t split;     // of the whole vocabulary
-  int thread;        // threadIdx.x, in a way that leaves nothing which follows from it to be kept from split to split
-};
 
 enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSums = 4 };
 enum SplitMoment : int { kSumApart = 0, kSumSquares = 1, kMoments = 2 };  // of z - max z
@@ -36,140 +28,6 @@ struct SplitShared {
   double sums[kStatisticsWarps][kSums], moments[kStatisticsWarps][kMoments];
   float best[kStatisticsWarps];
   int winner[kStatisticsWarps];
-};
-
-// A thread's tokens: vector k starts at thread * kSize + step(k) of the split, so that a group lies in kVectors consecutive
-// threads. Unaligned rows are read by narrower reads of the same tokens.
-template <class T>
-struct SplitLayout {
-  static constexpr int kSize = kVector<T>, kVectors = kSplit / kStatisticsThreads / kSize;
-  static_assert(kVectors * kSize == kGroup, "a lane ends with one group");
-
-  // A constant once the loop over k is unrolled, where the places themselves would fill registers.
-  static __device__ __forceinline__ constexpr int step(int k) { return k * kStatisticsThreads * kSize; }
-  static __device__ __forceinline__ int start(int thread) { return thread * kSize; }
-  // The group of the split that this lane has after a fold over kVectors lanes.
-  static __device__ __forceinline__ int group(int thread) {
-    return thread % kVectors * (kStatisticsThreads / kVectors) + thread / kVectors;
-  }
-};
-
-// Both kinds of tokens can `forget` what was computed from them: adding a zero that the compiler does not know of keeps it from
-// holding 64 converted numbers from one loop over them to another, which would not fit the registers.
-
-// The logits as given, kept as they lie in memory: 16-bit ones take half the registers so. Behind the end: -inf.
-template <class T>
-struct GivenTokens : SplitLayout<T> {
-  using Layout = SplitLayout<T>;
-  using Layout::kSize, Layout::kVectors, Layout::step, Layout::start;
-  Bytes16 bytes[kVectors];
-
-  __device__ __forceinline__ float z(int k, int i) const { return element<T>(bytes[k], i); }
-  __device__ __forceinline__ void forget(uint32_t zero) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bytes[k].word[i] += zero;
-  }
-  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
-    extremes<T>(bytes[k], largest, least);
-  }
-
-  template <int kAlign, bool kWhole>
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
-    const char* own = reinterpret_cast<const char*>(first + start(thread));
-    const int rest = count - start(thread), last = count / kSize * kSize;
-    Bytes16 end = nothing<T>();
-    if (!kWhole && last < count && last / kSize % kStatisticsThreads == thread)
-      end = read_end(first + last, count - last);  // of one thread: all other vectors are whole or behind the end
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (kWhole || step(k) + kSize <= rest) bytes[k] = read_again<kAlign>(own + step(k) * static_cast<int>(sizeof(T)));
-      else bytes[k] = step(k) < rest ? end : nothing<T>();
-    }
-  }
-
-  template <int kAlign>
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
-    if (count == kSplit) read<kAlign, true>(first, count, thread);
-    else read<kAlign, false>(first, count, thread);
-  }
-
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
-    const int align = alignment_of(first);
-    if (align == 16) read<16>(first, count, thread);
-    else if (sizeof(T) == 4 || align == 4) read<4>(first, count, thread);
-    else read<sizeof(T) == 2 ? 2 : 4>(first, count, thread);
-  }
-};
-
-// z where it is not x.
-template <class T>
-struct AdjustedTokens : SplitLayout<T> {
-  using Layout = SplitLayout<T>;
-  using Layout::kSize, Layout::kVectors, Layout::step, Layout::start;
-  float values[kVectors][kSize];
-
-  __device__ __forceinline__ float z(int k, int i) const { return values[k][i]; }
-  __device__ __forceinline__ void forget(uint32_t zero) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[k][i] = from_bits(to_bits(values[k][i]) + zero);
-  }
-  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
-    largest = least = values[k][0];
-#pragma unroll
-    for (int i = 1; i < kSize; ++i) {
-      largest = fmaxf(largest, values[k][i]);
-      least = fminf(least, values[k][i]);
-    }
-  }
-
-  // Sums x on the way, whose maximum is another.
-  __device__ __forceinline__ Softmax read(const SamplingInputs& in, const SplitPlace& at, bool& bad) {
-    GivenTokens<T> x;
-    x.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
-    const Logits<float> adjusted(in, in.adjusted, in.adjusted_stride, at.row);
-    const float* own = adjusted.z + at.first + start(at.thread);
-    const bool vectors = at.count == kSplit && alignment_of(own) == 16;
-    Softmax given = nothing_seen();
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int rest = at.count - start(at.thread) - step(k);
-      float peak = -infinity(), sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        values[k][i] = x.z(k, i);
-        bad = bad || !(values[k][i] < infinity());
-        peak = fmaxf(peak, values[k][i]);
-      }
-      if (in.raw) {
-        if (peak > given.max) given = raised(given, peak, kLog2E);
-        const float center = given.max == -infinity() ? 0.0f : given.max;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) sum += exp2_fast((values[k][i] - center) * kLog2E);
-        given.sum += static_cast<double>(sum);
-      }
-      if (in.adjusted != nullptr) {
-        if (vectors) {
-#pragma unroll
-          for (int i = 0; i < kSize; i += 4) {
-            const Bytes16 four = read_again<16>(reinterpret_cast<const char*>(own + step(k) + i));
-#pragma unroll
-            for (int j = 0; j < 4; ++j) values[k][i + j] = from_bits(four.word[j]);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) values[k][i] = i < rest ? own[step(k) + i] : -infinity();
-        }
-      }
-      const uint32_t allowed = rest > 0 ? adjusted.allowed(at.first + start(at.thread) + step(k)) : ~0u;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[k][i] = (allowed >> i & 1u) != 0 ? values[k][i] : -infinity();
-    }
-    return given;
-  }
 };
 
 template <int kSize>
@@ -485,12 +343,18 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   }
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kWideBlocks = 4;  // arithmetic on pairs of floats wants them side by side: more registers
+#else
+constexpr int kWideBlocks = 8;
+#endif
+
 // Blocks that are to share a multiprocessor: as many as the tokens they hold in registers allow. AMD: a wavefront a SIMD.
 template <class T, bool kAdjusted>
 #if defined(__HIP__)
 constexpr int kStatisticsBlocks = 4;
 #else
-constexpr int kStatisticsBlocks = kAdjusted ? 6 : sizeof(T) == 2 ? 10 : 7;
+constexpr int kStatisticsBlocks = kAdjusted ? 6 : sizeof(T) == 2 ? 10 : kWideBlocks;
 #endif
 
 template <class T, bool kAdjusted>
@@ -503,7 +367,8 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, (kStatisticsBlocks<T,
     if (in.skip != nullptr && in.skip[row]) continue;
     const int first = static_cast<int>(p - row * splits) * kSplit, rest = static_cast<int>(in.vocab) - first;
     const int thread = static_cast<int>(threadIdx.x) + static_cast<int>(p >> 62);  // + 0, which compilers cannot know
-    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, in.vocab_start / kSplit + first / kSplit, thread});
+    const int64_t split = in.vocab_start / kSplit + first / kSplit;
+    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, split, thread});
   }
 }
 
