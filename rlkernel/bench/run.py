@@ -107,6 +107,8 @@ class _Bench:
             Contender(n, parity.ours(module, case.op, n), is_peer=False) for n in _backends(settings, case)
         ]
         self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
+        if not case.gradients:  # nothing is differentiated: a second pass would be the first once more
+            self.passes = PASSES[:1]
         self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings, case)]
         # plain PyTorch is the yardstick of parity, also when it is not shown
         self.torch = next((p for p in self.peers if p.name == "torch"), None) or _peer(module.PEERS[0], case)
@@ -221,7 +223,7 @@ class _Bench:
         racers = [c for c in self.contenders if not c.failures]
         if all(c.is_peer for c in racers):
             return
-        for p in PASSES:
+        for p in self.passes:
             calls = {c.name: c.step(self.inputs, self.case, self.grads, p != "forward") for c in racers}
             times = measure.interleave(calls, self.settings.device, self.settings.seconds)
             for contender in racers:
