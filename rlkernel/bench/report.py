@@ -1,5 +1,6 @@
 """The JSON of a run: a header that says where the numbers come from, and flat rows."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ from rlkernel.bench import memory
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.run import Row
 
-PACKAGES = ("torch", "triton", "trl", "transformers", "liger-kernel", "verl")
+PACKAGES = ("torch", "triton", "trl", "transformers", "liger-kernel", "verl", "vllm", "flashinfer-python")
 
 
 def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
@@ -42,12 +43,10 @@ def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
 def _packages() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # it has no version to state
             found[package] = importlib.metadata.version(package)
-        except (
-            importlib.metadata.PackageNotFoundError
-        ):  # a peer that is not installed has no version to state
-            continue
+    for marker in (Path(sys.prefix) / "peers").glob("vllm-*"):  # of which `make` has only some files
+        found.setdefault("vllm", marker.name.removeprefix("vllm-"))
     return found
 
 
