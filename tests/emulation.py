@@ -61,6 +61,8 @@ def _op_of(header: str) -> str:
 def build_driver(warp: int, faults: Faults | None = None) -> Path:
     """Compiles the program that runs the kernels under the address and undefined-behaviour sanitizers."""
     flags = ["-O0", *SANITIZERS, f"-DRLKERNEL_WARP={warp}"]
+    if faults:
+        flags += ["-DRLKERNEL_ONLY_LOGPROB", "-Wno-unused-function"]
     return _compile(["driver.cpp", "emulation.cpp"], flags, f"driver{warp}", faults)
 
 

@@ -94,11 +94,12 @@ def by_python(rewards, values, mask, gamma, lam):
     ],
 )
 def test_a_sequence_of_70000(backend, device):
-    inputs = make_inputs(1, 70_000, device=device)
+    length = 20_000 if backend == "triton" and device == "cpu" else 70_000  # the interpreter takes 40 s
+    inputs = make_inputs(1, length, device=device)
     exact = by_python(*(x[0].tolist() for x in inputs.values()), 0.9999, 0.95)
     if backend == "reference":  # the truth of the other tests
         inputs = {k: wide(x) for k, x in inputs.items()}
-    ours = run(backend, **packed(inputs, [70_000]), gamma=0.9999).advantages
+    ours = run(backend, **packed(inputs, [length]), gamma=0.9999).advantages
     assert error(ours, exact) <= torch.finfo(torch.float32).eps * exact.abs().max().item()
 
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "sampling_split.h"
 
@@ -121,27 +120,55 @@ struct Prefix {
   int64_t count = 0, mass = 0;
 };
 
+// Memory that a thread keeps. std::vector would leave weak symbols, of which the linker keeps those of one instruction set
+// for all.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { delete[] data_; }
+
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+  size_t size() const { return size_; }
+
+  // What it held is gone.
+  void renew(size_t size) {
+    delete[] data_;
+    data_ = nullptr;  // should the allocation throw
+    size_ = 0;
+    data_ = new T[size]();
+    size_ = size;
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_ = 0;
+};
+
 struct Candidates {
-  std::vector<float> z;
-  std::vector<int32_t> ids;
-  std::vector<int64_t> masses;
+  Buffer<float> z;
+  Buffer<int32_t> ids;
+  Buffer<int64_t> masses;
   int64_t n = 0;
-  std::vector<uint32_t> keys, left_keys;  // left: what a selection still looks at
-  std::vector<int32_t> left_ids;
-  std::vector<int64_t> left_masses;
-  std::vector<int32_t> groups;
+  Buffer<uint32_t> keys, left_keys;  // left: what a selection still looks at
+  Buffer<int32_t> left_ids;
+  Buffer<int64_t> left_masses;
+  Buffer<int32_t> groups;
 
   void reserve(int64_t tokens) {
     const size_t size = static_cast<size_t>(tokens) + 2 * kWidth;
     if (z.size() >= size) return;
-    z.resize(size);
-    ids.resize(size);
-    masses.resize(size);
-    keys.resize(size);
-    left_keys.resize(size);
-    left_ids.resize(size);
-    left_masses.resize(size);
-    groups.resize(size / kGroup + 2 * kWidth);
+    z.renew(size);
+    ids.renew(size);
+    masses.renew(size);
+    keys.renew(size);
+    left_keys.renew(size);
+    left_ids.renew(size);
+    left_masses.renew(size);
+    groups.renew(size / kGroup + 2 * kWidth);
   }
 };
 
