@@ -1,63 +1,40 @@
 // The device kernels as a Python module that runs them on the CPU; the arguments are those of rlkernel._C.
 //
 // A build holds all ops, or with -DRLKERNEL_ONLY_<OP> that one: a planted fault is compiled in seconds.
-#if !(defined(RLKERNEL_ONLY_LOGPROB) || defined(RLKERNEL_ONLY_SAMPLING) || \
-      defined(RLKERNEL_ONLY_VALUE_LOSS) || defined(RLKERNEL_ONLY_GAE) || defined(RLKERNEL_ONLY_WHITEN) || \
-      defined(RLKERNEL_ONLY_KL_SHAPED_REWARDS) || defined(RLKERNEL_ONLY_GROUP_ADVANTAGES) || \
-      defined(RLKERNEL_ONLY_POLICY_LOSS) || defined(RLKERNEL_ONLY_PREFERENCE_LOSS))
+#if !(defined(RLKERNEL_ONLY_LOGPROB) || defined(RLKERNEL_ONLY_VALUE_LOSS) || defined(RLKERNEL_ONLY_GAE) || \
+      defined(RLKERNEL_ONLY_WHITEN) || defined(RLKERNEL_ONLY_GROUP_ADVANTAGES) || defined(RLKERNEL_ONLY_POLICY_LOSS) || \
+      defined(RLKERNEL_ONLY_PREFERENCE_LOSS))
 #define RLKERNEL_ONLY_LOGPROB
-#define RLKERNEL_ONLY_SAMPLING
 #define RLKERNEL_ONLY_VALUE_LOSS
 #define RLKERNEL_ONLY_GAE
 #define RLKERNEL_ONLY_WHITEN
-#define RLKERNEL_ONLY_KL_SHAPED_REWARDS
 #define RLKERNEL_ONLY_GROUP_ADVANTAGES
 #define RLKERNEL_ONLY_POLICY_LOSS
 #define RLKERNEL_ONLY_PREFERENCE_LOSS
+#define RLKERNEL_ONLY_KL_SHAPED_REWARDS  // no fault of its own is planted
 #endif
 
-#include "rlkernel/bind.h"
-#include "rlkernel/math.cuh"
-#include "rlkernel/vec.cuh"
-#ifdef RLKERNEL_ONLY_LOGPROB
+#include "rlkernel/bind_gae.h"
+#include "rlkernel/bind_group_advantages.h"
+#include "rlkernel/bind_kl_shaped_rewards.h"
 #include "rlkernel/bind_logprob.h"
 #include "rlkernel/bind_logprob_support.h"
+#include "rlkernel/bind_policy_loss.h"
+#include "rlkernel/bind_preference_loss.h"
+#include "rlkernel/bind_sampling.h"
+#include "rlkernel/bind_value_loss.h"
+#include "rlkernel/bind_whiten.h"
+#include "rlkernel/gae.cuh"
+#include "rlkernel/group_advantages.cuh"
+#include "rlkernel/kl_shaped_rewards.cuh"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/logprob_support.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_SAMPLING
-#include "rlkernel/bind_sampling.h"
-#include "rlkernel/sampling.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_VALUE_LOSS
-#include "rlkernel/bind_value_loss.h"
-#include "rlkernel/value_loss.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_GAE
-#include "rlkernel/bind_gae.h"
-#include "rlkernel/gae.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_WHITEN
-#include "rlkernel/bind_whiten.h"
-#include "rlkernel/whiten.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_KL_SHAPED_REWARDS
-#include "rlkernel/bind_kl_shaped_rewards.h"
-#include "rlkernel/kl_shaped_rewards.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_GROUP_ADVANTAGES
-#include "rlkernel/bind_group_advantages.h"
-#include "rlkernel/group_advantages.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_POLICY_LOSS
-#include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/policy_loss.cuh"
-#endif
-#ifdef RLKERNEL_ONLY_PREFERENCE_LOSS
-#include "rlkernel/bind_preference_loss.h"
 #include "rlkernel/preference_loss.cuh"
-#endif
+#include "rlkernel/sampling.cuh"
+#include "rlkernel/value_loss.cuh"
+#include "rlkernel/whiten.cuh"
 
 #include <pybind11/stl.h>
 
@@ -143,8 +120,6 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::preference_sums(m, "preference_sums", emulated::launch_preference_sums, describe);
   bind::preference_loss(m, "preference_loss", emulated::launch_preference_loss, describe);
   bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
-#endif
-#ifdef RLKERNEL_ONLY_SAMPLING
   bind::sampling_statistics(m, "sampling_statistics", emulated::launch_sampling_statistics, describe);
   bind::sampling_finish(m, "sampling_finish", emulated::launch_sampling_finish, describe);
 #endif
