@@ -17,15 +17,15 @@
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
-enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSums = 4 };
-enum SplitMoment : int { kSumApart = 0, kSumSquares = 1, kMoments = 2 };  // of z - max z
+enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSplitSums = 4 };
+enum SplitMoment : int { kSumApart = 0, kSumSquares = 1, kSplitMoments = 2 };  // of z - max z
 
 // What a block's threads tell each other. Each member is written before a barrier and read after it, and not written again
 // until the next barrier but one: a block goes on to its next split without another.
 struct SplitShared {
   float max[kStatisticsWarps];
   int argmax;
-  double sums[kStatisticsWarps][kSums], moments[kStatisticsWarps][kMoments];
+  double sums[kStatisticsWarps][kSplitSums], moments[kStatisticsWarps][kSplitMoments];
   float best[kStatisticsWarps];
   int winner[kStatisticsWarps];
 };
@@ -44,7 +44,7 @@ __device__ __forceinline__ float tree_sum(float (&values)[kSize]) {
 // the loop, and keep 64 values of z - center for it.
 template <bool kOtherX, class Tokens>
 __device__ __forceinline__ void add_up(const Tokens& tokens, float center, float scale, float (&masses)[Tokens::kVectors],
-                                       double (&sums)[kSums]) {
+                                       double (&sums)[kSplitSums]) {
   constexpr int kSize = Tokens::kSize;
 #pragma unroll
   for (int k = 0; k < Tokens::kVectors; ++k) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ double weigh(const Tokens& tokens, float center, floa
 }
 
 template <class Tokens>
-__device__ __forceinline__ void add_moments(const Tokens& tokens, float center, double (&moments)[kMoments]) {
+__device__ __forceinline__ void add_moments(const Tokens& tokens, float center, double (&moments)[kSplitMoments]) {
 #pragma unroll
   for (int k = 0; k < Tokens::kVectors; ++k)
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void draw_member(const SamplingInputs& in, const Spli
 
 // Mean and sum of squared distances from it. Of fp32 numbers in fp64, and relative to one of them: c being the largest,
 // (mean - c)^2 <= M2, so M2 + n * (mean - c)^2, from which M2 comes, is at most n + 1 times M2. That costs 12 of 53 bits.
-__device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsWarps][kMoments], float center, double finite,
+__device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsWarps][kSplitMoments], float center, double finite,
                                               double* record) {
   double apart = parts[0][kSumApart], squares = parts[0][kSumSquares];
 #pragma unroll
@@ -252,7 +252,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   const float center = max == -infinity() ? 0.0f : max;  // -inf - -inf would be NaN
   const bool other_x = in.raw && !kAdjusted && temperature != 1.0f;
   float masses[kVectors];
-  double sums[kSums] = {}, moments[kMoments] = {};
+  double sums[kSplitSums] = {}, moments[kSplitMoments] = {};
   const uint32_t zero = static_cast<uint32_t>(in.rows >> 62);
   if (other_x) {
     tokens.forget(zero);  // or what both loops have in common would be done before them
@@ -287,10 +287,10 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
     winner = reduce_lanes(winner);
   }
   const double sum = fold<kLanes>(sums, Add());
-  if (lane % (kLanes / kSums) == 0) shared.sums[warp][lane / (kLanes / kSums)] = sum;
+  if (lane % (kLanes / kSplitSums) == 0) shared.sums[warp][lane / (kLanes / kSplitSums)] = sum;
   if (in.sigma) {
     const double moment = fold<kLanes>(moments, Add());
-    if (lane % (kLanes / kMoments) == 0) shared.moments[warp][lane / (kLanes / kMoments)] = moment;
+    if (lane % (kLanes / kSplitMoments) == 0) shared.moments[warp][lane / (kLanes / kSplitMoments)] = moment;
   }
   if (lane == 0) {
     shared.best[warp] = winner.key;
@@ -299,7 +299,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   __syncthreads();  // the warps' sums and winners are written
   if (warp != 0) return;
 
-  if (lane < kSums) {
+  if (lane < kSplitSums) {
     double total = shared.sums[0][lane];
 #pragma unroll
     for (int w = 1; w < kStatisticsWarps; ++w) total += shared.sums[w][lane];
