@@ -18,6 +18,7 @@ from rlkernel.reference import (
     logprob,
     policy_loss,
     preference_loss,
+    sample_linear,
     sampling,
     value_loss,
     whiten,
@@ -80,8 +81,15 @@ def _samples():
     rlkernel.score_tokens(inputs["logits"], out.token_ids, min_p=0.1, logit_bias=torch.zeros(300))
 
 
+def _linear_samples():
+    inputs = sample_linear.make_inputs(3, 16, 300)
+    for filters in ({}, {"top_p": 0.9, "return_support": 9, "return_rank": True, "top_logprobs": 2}):
+        rlkernel.sample_linear(**inputs, **filters, logits_dtype=torch.bfloat16)
+
+
 CALLS = {
     "sampling": _samples,
+    "sample_linear": _linear_samples,
     "preference_loss": lambda: _differentiated(
         rlkernel.preference_loss, preference_loss.make_inputs(6, 70), "logprobs"
     ),

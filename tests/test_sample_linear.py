@@ -6,11 +6,10 @@ import pytest
 import torch
 from backends import EMULATED, is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
-from test_no_sync import _NoReads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import debug, sampling_tiles, workspace
+from rlkernel import sampling_tiles, workspace
 from rlkernel.reference.sample_linear import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sample_linear"))
@@ -263,16 +262,6 @@ def test_it_has_no_gradient_and_keeps_out():
     assert not first.raw_logprobs.requires_grad
     again = rlkernel.sample_linear(**inputs, out=first)
     assert again.token_ids is first.token_ids
-
-
-@ON_FAST_BACKENDS
-def test_no_value_is_read_on_the_host(backend, device, monkeypatch):
-    inputs = exact(3, 300, device)
-    skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
-    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
-    with running(backend), _NoReads():
-        for filters in ({}, {"top_p": 0.9, "return_support": 9, "return_rank": True, "top_logprobs": 2}):
-            rlkernel.sample_linear(**inputs, **filters, logits_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
