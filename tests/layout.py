@@ -190,7 +190,11 @@ def environment(root: Path) -> list[str]:
 def stubs(root: Path) -> list[str]:
     """``_C.pyi`` and ``bindings.cpp`` name the same functions."""
     bound = set(re.findall(r'(?:\bdef\(|\(m,)\s*"(\w+)"', _text(root / "csrc/bindings.cpp")))
+    tree = _parse(root / "rlkernel/_C.pyi")
     typed = set(_functions(root / "rlkernel/_C.pyi"))
+    typed |= {
+        t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+    }
     return [f"{n} is in only one of csrc/bindings.cpp and rlkernel/_C.pyi" for n in sorted(bound ^ typed)]
 
 

@@ -121,6 +121,12 @@ RULES = {
     "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),
     "environment": (layout.environment, (), plant("docs/lost.md", "RLKERNEL_SPEED"), "nothing reads it"),
     "stubs": (layout.stubs, (), plant("rlkernel/_C.pyi", ""), "scale_cpu is in only one"),
+    "stubs of a device": (
+        layout.stubs,
+        (),
+        plant("rlkernel/_C.pyi", "def scale_cpu(x: int) -> None: ...\nscale_hip = scale_cpu"),
+        "scale_hip is in only one",
+    ),
 }
 
 

@@ -298,15 +298,6 @@ void each_row(const LogprobTile& tile, void (*body)(const Arguments&, int64_t), 
   }
 }
 
-template <class Body>
-void with_type(Dtype dtype, Body body) {
-  switch (dtype) {
-    case Dtype::f32: return body(float{});
-    case Dtype::f16: return body(fp16{});
-    case Dtype::bf16: return body(bf16{});
-  }
-}
-
 bool is_mapped(const LogprobTile& tile) { return tile.bias != nullptr || tile.logit_scale != 1 || tile.softcap != 0; }
 
 }  // namespace

@@ -175,15 +175,6 @@ void each_row(const LogprobSupport& s, void (*body)(const Arguments&, int64_t), 
   }
 }
 
-template <class Body>
-void with_type(Dtype dtype, Body body) {
-  switch (dtype) {
-    case Dtype::f32: return body(float{});
-    case Dtype::f16: return body(fp16{});
-    case Dtype::bf16: return body(bf16{});
-  }
-}
-
 }  // namespace
 
 int logprob_support_forward(const LogprobSupportForward& f) {

@@ -321,15 +321,6 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   out.log_sum[row] = static_cast<float>(log_sum);
 }
 
-template <class Body>
-void with_type(Dtype dtype, Body body) {
-  switch (dtype) {
-    case Dtype::f32: return body(float{});
-    case Dtype::f16: return body(fp16{});
-    case Dtype::bf16: return body(bf16{});
-  }
-}
-
 }  // namespace
 
 int sampling_statistics(const SamplingInputs& in) {

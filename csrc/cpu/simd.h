@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "rlkernel/logprob.h"  // Dtype
+
 namespace rlkernel::cpu::RLKERNEL_ISA {
 
 #if defined(__AVX512F__)
@@ -27,6 +29,16 @@ typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
 
 struct fp16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };
+
+// Calls body with a value of the type that `dtype` names.
+template <class Body>
+void with_type(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::f32: return body(float{});
+    case Dtype::f16: return body(fp16{});
+    case Dtype::bf16: return body(bf16{});
+  }
+}
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 
