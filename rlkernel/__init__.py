@@ -17,11 +17,14 @@ from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
+from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
+from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import (
     POLICY_METRICS,
     PREFERENCE_METRICS,
@@ -48,6 +51,8 @@ __all__ = [
     "Penalties",
     "PolicyLossOutput",
     "PreferenceLossOutput",
+    "PrefixBatch",
+    "PrefixLayout",
     "RolloutCorrection",
     "RunningMoments",
     "RunningOutput",
@@ -73,6 +78,7 @@ __all__ = [
     "policy_loss_preset",
     "preference_loss",
     "preference_loss_preset",
+    "prefix_shared_attention",
     "running_normalize",
     "sample",
     "sample_linear",

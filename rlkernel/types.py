@@ -407,3 +407,12 @@ class SampleStats(NamedTuple):
     valid: Tensor
     row_max: Tensor
     log_sum: Tensor
+
+
+class AttentionRule(NamedTuple):
+    """What an attention score goes through, checked and normalised."""
+
+    scale: float  # s = scale * q . k
+    softcap: float  # then softcap * tanh(s / softcap); 0: not
+    window: int  # keys at most this many positions back, the row itself included; 0: all
+    bitwise: bool  # the bits of the same backend on the repeated prompts

@@ -1,0 +1,242 @@
+"""Causal attention over packed prompts and completions, each prompt's keys read by all of its completions."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel import dispatch
+from rlkernel.ops import _validate
+from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.types import AttentionRule
+
+PARITIES = ("fast", "bitwise")
+
+
+def prefix_shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PrefixBatch | PrefixLayout,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    parity: str = "fast",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from every row of a packed batch to its own sequence: shared prefix, then its own tokens.
+
+    Equal to, for row i of head h, which reads K/V head ``h * Hkv // Hq``, over the rows j of its sequence
+    with ``0 <= pos[i] - pos[j] < window``,
+
+        s_ij = softcap * tanh(scale * q_i . k_j / softcap)          scale * q_i . k_j without a softcap
+        lse_i = log(sum_j exp(s_ij) + exp(sinks[h]))                without the last term without sinks
+        out_i = sum_j exp(s_ij - lse_i) * v_j
+
+    which is what the ordinary causal attention gives each sample alone.  A prompt's rows are computed once,
+    whatever the number of completions, and so are their gradients, which sum over all completions in fp32 in
+    an order that the lengths alone decide: the same call gives the same bits (run-to-run).
+
+    Args:
+        q: [T, Hq, D] fp16, bf16, fp32 or fp64, in the row order of ``batch``.
+        k, v: [T, Hkv, D] of the same dtype; Hq is a multiple of Hkv.
+        batch: PrefixBatch, or its ``layout``: a forest of segments of any depth.
+        scale: None means ``1 / sqrt(D)``.
+        softcap: > 0, or None.
+        window: how many positions a row sees, itself included; None means all.  Follows ``sliding_window`` of
+            transformers; FlashAttention's left window is one less.
+        sinks: [Hq], a logit beside each row's that takes weight and gives nothing (gpt-oss); differentiable.
+        return_lse: also return ``lse`` [Hq, T] in natural log, fp32 (fp64 for fp64), the sinks included.
+            It has no gradient.
+        parity: "fast", or "bitwise": ``out`` and ``lse`` have the bits of the same call on
+            ``batch.layout.repeated()``, where every sample has its own copy of the prompt.
+
+    Returns:
+        out [T, Hq, D] in q's dtype, or (out, lse).
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.
+
+    The extra memory does not grow with the group: O(T) besides the result.  Follows Hydragen
+    (arXiv 2402.05099) in splitting a row's keys, and ring attention in giving backward the whole row's lse;
+    the tree of TRL's asynchronous GRPO trainer and PrefixGrouper (arXiv 2506.05433) do the same work.
+    """
+    layout = _check_tensors(q, k, v, batch, sinks)
+    rule = _check_options(scale, softcap, window, parity, q.shape[2])
+    if rule.window > layout.max_position:
+        rule = rule._replace(window=0)  # nothing is outside, and kernels without a window can run
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        out, lse = _op(q, k, v, sinks, layout.segments, *rule)
+    else:
+        out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, batch: PrefixBatch | PrefixLayout, sinks: Tensor | None
+) -> PrefixLayout:
+    if not isinstance(batch, (PrefixBatch, PrefixLayout)):
+        raise ValueError(f"batch must be a PrefixBatch or a PrefixLayout, got {type(batch).__name__}")
+    layout = batch.layout if isinstance(batch, PrefixBatch) else batch
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _validate.floating(name, x)
+        heads = "Hq" if name == "q" else "Hkv"
+        if x.dim() != 3 or x.shape[0] != layout.total:
+            want = f"[T, {heads}, D] with the batch's T = {layout.total}"
+            raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            want, got = _validate.name(q.dtype), _validate.name(x.dtype)
+            raise ValueError(f"{name} must have q's dtype {want}, got {got}")
+        _validate.same_device(name, x, "q", q.device)
+    _validate.like("v", v, "k", k)
+    if q.shape[2] != k.shape[2] or not q.shape[2]:
+        raise ValueError(f"k must have q's head dim {q.shape[2]}, at least 1, got {k.shape[2]}")
+    if not k.shape[1] or q.shape[1] % k.shape[1] or not q.shape[1]:
+        raise ValueError(f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]}")
+    if sinks is not None:
+        _validate.floating("sinks", sinks)
+        _validate.same_device("sinks", sinks, "q", q.device)
+        if sinks.shape != (q.shape[1],):
+            raise ValueError(f"sinks must have shape ({q.shape[1]},), one a head, got {tuple(sinks.shape)}")
+    return layout
+
+
+def _check_options(
+    scale: float | None, softcap: float | None, window: int | None, parity: str, head_dim: int
+) -> AttentionRule:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be > 0 and finite, or None, got {value!r}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be an integer >= 1, or None, got {window!r}")
+    _validate.choice("parity", parity, PARITIES)
+    return AttentionRule(
+        head_dim**-0.5 if scale is None else float(scale),
+        float(softcap or 0),
+        int(window or 0),
+        parity == "bitwise",
+    )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+    needs_grad: bool,
+) -> tuple[Any, Tensor, Tensor]:
+    impl = dispatch.pick(
+        "prefix_shared_attention", q, k, v, layout=layout, rule=rule, sinks=sinks, needs_grad=needs_grad
+    )
+    out, lse = impl.forward(q, k, v, layout, rule, sinks)
+    return impl, out, lse
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    # d lse / d sink = exp(sink - lse), and out shrinks with it
+    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # [Hq, T]
+    delta = torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype)).T
+    return -(weight * delta).sum(1).to(sinks.dtype)
+
+
+class _PrefixSharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, sinks, layout, rule):  # type: ignore[no-untyped-def]
+        needs_grad = any(ctx.needs_input_grad)
+        s = None if sinks is None else sinks.detach()
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl, out, lse = _forward(q, k, v, s, layout, rule, needs_grad)
+        if needs_grad:
+            ctx.save_for_backward(q, k, v, s, out, lse)
+        ctx.layout, ctx.rule = layout, rule
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads: tuple[Tensor | None, ...] = (None, None, None)
+        if any(ctx.needs_input_grad[:3]):
+            grads = ctx.impl.backward(grad_out, q, k, v, out, lse, ctx.layout, ctx.rule)
+        grad_sinks = _sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return *grads, grad_sinks, None, None
+
+
+# Under torch.compile the op is one opaque node.
+
+
+@torch.library.custom_op("rlkernel::prefix_shared_attention", mutates_args=())
+def _op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    segments: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    bitwise: bool,
+) -> tuple[Tensor, Tensor]:
+    rule = AttentionRule(scale, softcap, window, bitwise)
+    return _forward(q, k, v, sinks, PrefixLayout.of_segments(segments), rule, True)[1:]
+
+
+@_op.register_fake
+def _op_fake(q, k, v, sinks, segments, *rule):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("rlkernel::prefix_shared_attention_backward", mutates_args=())
+def _op_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    bitwise: bool,
+) -> list[Tensor]:
+    layout, rule = PrefixLayout.of_segments(segments), AttentionRule(scale, softcap, window, bitwise)
+    impl = dispatch.pick(
+        "prefix_shared_attention", q, k, v, layout=layout, rule=rule, sinks=sinks, needs_grad=True
+    )
+    grads = impl.backward(grad_out, q, k, v, out, lse, layout, rule)
+    return [*grads] if sinks is None else [*grads, _sink_gradient(grad_out, out, lse, sinks)]
+
+
+@_op_backward.register_fake
+def _op_backward_fake(grad_out, q, k, v, sinks, *rest):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, segments, *rule = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, segments)
+    ctx.rule = rule
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
+    q, k, v, sinks, out, lse, segments = ctx.saved_tensors
+    grads = _op_backward(grad_out, q, k, v, sinks, out, lse, segments, *ctx.rule)
+    return *grads, *(None,) * (9 - len(grads))
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,485 @@
+"""Prompts and their completions packed into one row of tokens, each shared token once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.prefix_layout import PrefixLayout, ranges
+
+
+@dataclass(frozen=True, eq=False)
+class _Tree:
+    """Token nodes, parents first; sample n is what stands from a root down to node ``ends[n]``."""
+
+    tokens: Tensor  # int64 [sum(lengths)] on the CPU, the nodes one after another
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    completion: tuple[bool, ...]
+    ends: tuple[int, ...]
+
+
+class PrefixBatch:
+    """A batch for models whose attention is ``prefix_shared_attention``: ``[prompts | completions]``.
+
+    A group of G completions of L tokens after a prompt of P tokens runs on ``P - 1 + G * L`` rows, not on
+    ``G * (P + L)``.  The last token of what is shared stands in front of every continuation instead, and a
+    completion's last token, which predicts nothing, is left out: so every row of the completions predicts
+    exactly one token, in order, no row of the prompts does, and the lm_head runs on one view of the hidden
+    states, ``completion_rows``.
+
+    Make one with ``pack``, ``pack_tree`` or ``from_padded``.
+
+    Attributes:
+        input_ids, position_ids: [1, T] int64.
+        labels: [M] int64: the token that row ``n_prefix + m`` predicts.
+        n_prefix: rows of prompts, in front.
+        layout: PrefixLayout: who sees whom.
+        samples: [N] int64: which of the samples given these are; ``split`` keeps their numbers.
+        completion_lengths: [N] int64: tokens of each sample that have a label or could not have one.
+        tokens_dense: tokens of all samples, each with its own copy of the prompt.
+    """
+
+    def __init__(
+        self,
+        tree: _Tree,
+        *,
+        width: int | None = None,
+        samples: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._tree = tree
+        self.device = torch.device("cpu" if device is None else device)
+        self.samples = torch.arange(len(tree.ends)) if samples is None else samples
+        self._build()
+        self._index_samples(width)
+
+    # making one
+
+    @classmethod
+    def pack(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[Sequence[int]]],
+        *,
+        device: torch.device | str | None = None,
+    ) -> PrefixBatch:
+        """Pack token lists: ``completions[b]`` are the completions of ``prompts[b]``.
+
+        Samples are numbered in that order.  Prompts and completions may be empty; the first token of a
+        completion without a prompt has no row that predicts it, as in any causal model.
+
+        Raises:
+            ValueError: the two lists differ in length, or hold something else than lists of integers.
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"completions must have a list for each of the {len(prompts)} prompts, got {len(completions)}"
+            )
+        nodes: list[Any] = []
+        parents: list[int] = []
+        ends: list[int] = []
+        for b, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
+            root = len(nodes)
+            nodes.append(_tokens(f"prompts[{b}]", prompt))
+            parents.append(-1)
+            for g, completion in enumerate(group):
+                ends.append(len(nodes))
+                nodes.append(_tokens(f"completions[{b}][{g}]", completion))
+                parents.append(root)
+        is_completion = tuple(parent >= 0 for parent in parents)
+        return cls(_tree(nodes, parents, is_completion, ends), device=device)
+
+    @classmethod
+    def pack_tree(
+        cls,
+        nodes: Sequence[Sequence[int]],
+        parents: Sequence[int],
+        completion: Sequence[bool],
+        *,
+        device: torch.device | str | None = None,
+    ) -> PrefixBatch:
+        """Pack a tree of any depth, such as ``system prompt > prompt > shared reasoning > continuation``.
+
+        Args:
+            nodes: the tokens of each node.
+            parents: the node above, which comes earlier; -1 for a root.
+            completion: whether a node's tokens are predicted; all nodes below such a one are.
+
+        The samples are the nodes with nothing below, in their order.  A token that several samples share is
+        predicted by one row, whose logprob ``unpack`` gives to each of them.
+
+        Raises:
+            ValueError: the lists differ in length, a parent is not an earlier node, or a node below a
+                completion is none.
+        """
+        if not len(nodes) == len(parents) == len(completion):
+            got = f"{len(nodes)}, {len(parents)} and {len(completion)}"
+            raise ValueError(f"nodes, parents and completion must have the same length, got {got}")
+        for i, parent in enumerate(parents):
+            if not -1 <= parent < i:
+                raise ValueError(f"parents[{i}] must be -1 or an earlier node, got {parent}")
+            if parent >= 0 and completion[parent] and not completion[i]:
+                raise ValueError(f"completion[{i}] must be True below completion node {parent}, got False")
+        tokens = [_tokens(f"nodes[{i}]", node) for i, node in enumerate(nodes)]
+        inner = set(parents)
+        ends = [i for i in range(len(nodes)) if i not in inner]
+        return cls(_tree(tokens, parents, tuple(map(bool, completion)), ends), device=device)
+
+    @classmethod
+    def from_padded(
+        cls,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        device: torch.device | str | None = None,
+    ) -> PrefixBatch:
+        """Pack the padded tensors of TRL and verl; samples with the same prompt form a group.
+
+        Args:
+            prompt_ids, prompt_mask: [N, P]; the mask is nonzero on tokens, which stand together on either
+                side (TRL and verl pad on the left).
+            completion_ids, completion_mask: [N, L], padded on the right.
+            device: of the batch; that of ``completion_ids`` unless given.
+
+        Sample n is row n, in whatever order the groups come; ``unpack`` gives [N, L].  Reads the ids on the
+        host, once.
+
+        Raises:
+            ValueError: shapes differ, ids are not integers, or a mask has a hole.
+        """
+        prompt_ids, prompt_mask = _padded("prompt", prompt_ids, prompt_mask)
+        home = completion_ids.device if isinstance(completion_ids, Tensor) and device is None else device
+        completion_ids, completion_mask = _padded("completion", completion_ids, completion_mask)
+        n = len(completion_ids)
+        if len(prompt_ids) != n:
+            raise ValueError(f"prompt_ids must have the {n} rows of completion_ids, got {len(prompt_ids)}")
+        if bool((completion_mask[:, 1:] & ~completion_mask[:, :-1]).any()):
+            raise ValueError("completion_mask must be padded on the right, got a gap or padding on the left")
+        groups = _same_prompt(prompt_ids, prompt_mask)
+        roots: dict[int, int] = {}  # group -> its first row
+        for row, group in enumerate(groups):
+            roots.setdefault(group, row)
+        place = {group: i for i, group in enumerate(roots)}
+        first = list(roots.values())
+        lengths = torch.cat([prompt_mask[first].sum(1), completion_mask.sum(1)])
+        tree = _Tree(
+            torch.cat([prompt_ids[first][prompt_mask[first]], completion_ids[completion_mask]]),
+            tuple(lengths.tolist()),
+            (-1,) * len(first) + tuple(place[group] for group in groups),
+            (False,) * len(first) + (True,) * n,
+            tuple(range(len(first), len(first) + n)),
+        )
+        return cls(tree, width=completion_ids.shape[1], device=home)
+
+    # the rows
+
+    def _build(self) -> None:
+        tree = self._tree
+        first = [0]
+        for length in tree.lengths:
+            first.append(first[-1] + length)
+        # Whatever no sample's label depends on is left out: prompts without completions.
+        labelled = [c and n > 0 for c, n in zip(tree.completion, tree.lengths, strict=True)]
+        for i in reversed(range(len(labelled))):
+            if labelled[i] and tree.parents[i] >= 0:
+                labelled[tree.parents[i]] = True
+        before: list[int] = []  # where the token in front of each node stands, -1 without one
+        runs: list[list[tuple[int, int]]] = []
+        labels: list[tuple[int, int]] = []
+        rows: list[int] = []
+        for i, (length, parent) in enumerate(zip(tree.lengths, tree.parents, strict=True)):
+            ahead = -1
+            if parent >= 0:
+                ahead = first[parent + 1] - 1 if tree.lengths[parent] else before[parent]
+            before.append(ahead)
+            body = [(ahead, ahead + 1)] if ahead >= 0 else []
+            body.append((first[i], first[i + 1] - 1))
+            if not length or not labelled[i]:
+                body = []
+            runs.append(body)
+            rows.append(sum(end - start for start, end in body))
+            labels.append((first[i] + (ahead < 0), first[i + 1]) if body else (first[i], first[i]))
+        self.layout, place = PrefixLayout.of(rows, tree.parents, tree.completion)
+        order = sorted((s, i) for i, s in enumerate(place) if s >= 0)
+        source = ranges([run for _, i in order for run in runs[i] if run[1] > run[0]])
+        self.n_prefix = self.layout.n_prefix
+        self.input_ids = tree.tokens[source][None].to(self.device)
+        self.position_ids = self.layout.row_tables().pos.long()[None].to(self.device)
+        predicted = [i for _, i in order if tree.completion[i]]
+        self.labels = tree.tokens[ranges([labels[i] for i in predicted])].to(self.device)
+        starts = _starts([rows[i] for i in predicted])
+        self._label_rows = {i: (at, at + rows[i]) for i, at in zip(predicted, starts, strict=True)}
+
+    def _index_samples(self, width: int | None) -> None:
+        """For each label of each sample: where ``unpack`` puts it, and which row's it is."""
+        tree = self._tree
+        lengths, dense, skipped = [], 0, []
+        sources: list[tuple[int, int]] = []
+        for end in tree.ends:
+            path = [end]
+            while tree.parents[path[-1]] >= 0:
+                path.append(tree.parents[path[-1]])
+            own = [i for i in reversed(path) if tree.completion[i]]
+            length = sum(tree.lengths[i] for i in own)
+            lengths.append(length)
+            dense += sum(tree.lengths[i] for i in path)
+            runs = [self._label_rows[i] for i in own if i in self._label_rows]
+            sources += runs
+            skipped.append(length - sum(b - a for a, b in runs))  # 1 where nothing stands in front
+        self.completion_lengths = torch.tensor(lengths, dtype=torch.int64)
+        self.tokens_dense = dense
+        self.width = max(lengths, default=0) if width is None else width
+        places = ranges(
+            [
+                (n * self.width + skip, n * self.width + length)
+                for n, (length, skip) in enumerate(zip(lengths, skipped, strict=True))
+            ]
+        )
+        self._places = places.to(self.device)
+        self._sources = ranges(sources)
+        shared = torch.bincount(self._sources, minlength=self.labels.numel())
+        self._is_shared = bool((shared > 1).any())
+        self._sources = self._sources.to(self.device)
+        if self._is_shared:
+            self._uses = shared.to(self.device)
+            self._by_source = torch.argsort(self._sources, stable=True)
+
+    # using it
+
+    @property
+    def total(self) -> int:
+        """T, the number of rows."""
+        return self.input_ids.shape[1]
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer rows than tokens of the samples: ``tokens_dense / total``."""
+        return self.tokens_dense / self.total if self.total else 1.0
+
+    def __len__(self) -> int:
+        return len(self._tree.ends)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixBatch({len(self)} samples, {self.tokens_dense} tokens in {self.total} rows, "
+            f"ratio {self.ratio:.2f}, {self.device})"
+        )
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """What a Hugging Face model on ``attn_implementation="rlkernel"`` takes: ``model(**model_kwargs())``.
+
+        The mask is a 4-d stand-in: transformers hands such a one on as it is, and makes none of its own.
+        """
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+            "use_cache": False,
+            "prefix_batch": self,
+        }
+
+    def completion_rows(self, hidden: Tensor) -> Tensor:
+        """The rows that have a label: [M, ...] of [1, T, ...] or [T, ...], a view."""
+        rows = hidden[0] if hidden.shape[:2] == (1, self.total) else hidden
+        if rows.shape[:1] != (self.total,):
+            raise ValueError(
+                f"hidden must have the batch's {self.total} rows, got shape {tuple(hidden.shape)}"
+            )
+        return rows[self.n_prefix :]
+
+    def unpack(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
+        """One value per label to the samples: [M] -> [N, L], ``fill`` where a sample has no label.
+
+        Differentiable.  A value that several samples share is given to each of them, and gets the sum of
+        their gradients, in a fixed order.
+        """
+        if per_token.shape[:1] != self.labels.shape:
+            want = tuple(self.labels.shape)
+            raise ValueError(
+                f"per_token must have shape {want} (one value a label), got {tuple(per_token.shape)}"
+            )
+        values = _Shared.apply(per_token, self) if self._is_shared else per_token[self._sources]
+        shape = (len(self), self.width, *per_token.shape[1:])
+        out = per_token.new_full((shape[0] * shape[1], *shape[2:]), fill)
+        return out.index_copy(0, self._places, values).view(shape)
+
+    def to(self, device: torch.device | str) -> PrefixBatch:
+        """The same batch on another device."""
+        if torch.device(device) == self.device:
+            return self
+        return PrefixBatch(self._tree, width=self.width, samples=self.samples, device=device)
+
+    def split(self, max_tokens: int) -> list[PrefixBatch]:
+        """Parts of at most ``max_tokens`` rows each, in order, that keep what shares a prompt together.
+
+        A group that is larger than the limit is cut between its completions, and only then is its prompt
+        computed again; one sample alone may exceed the limit.  ``samples`` of a part are the numbers in this
+        batch's ``samples``.
+        """
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"max_tokens must be an integer >= 1, got {max_tokens!r}")
+        parts: list[list[int]] = []
+        current: list[int] = []
+        size = 0
+        for group in self._groups():
+            cost = self._cost(group)
+            if size + cost <= max_tokens:
+                current, size = current + group, size + cost
+                continue
+            if current:
+                parts.append(current)
+            current, size = [], 0
+            for piece in [group] if cost <= max_tokens else self._pieces(group, max_tokens):
+                if current:
+                    parts.append(current)
+                current, size = piece, self._cost(piece)
+        if current or not parts:
+            parts.append(current)
+        return [self.select(part) for part in parts]
+
+    def select(self, samples: Sequence[int]) -> PrefixBatch:
+        """The batch of some samples, given by their place in this batch."""
+        tree = self._tree
+        wanted = [tree.ends[n] for n in samples]
+        kept = sorted(self._ancestry(wanted))
+        place = {i: k for k, i in enumerate(kept)} | {-1: -1}
+        first = _starts(tree.lengths)
+        part = _Tree(
+            tree.tokens[ranges([(first[i], first[i] + tree.lengths[i]) for i in kept])],
+            tuple(tree.lengths[i] for i in kept),
+            tuple(place[tree.parents[i]] for i in kept),
+            tuple(tree.completion[i] for i in kept),
+            tuple(place[i] for i in wanted),
+        )
+        numbers = self.samples[torch.tensor(list(samples), dtype=torch.int64)]
+        return PrefixBatch(part, width=self.width, samples=numbers, device=self.device)
+
+    @cached_property
+    def _roots(self) -> list[int]:
+        roots: list[int] = []
+        for i, parent in enumerate(self._tree.parents):
+            roots.append(i if parent < 0 else roots[parent])
+        return roots
+
+    def _groups(self) -> list[list[int]]:
+        """The samples below each root, in the order of their first one."""
+        groups: dict[int, list[int]] = {}
+        for n, end in enumerate(self._tree.ends):
+            groups.setdefault(self._roots[end], []).append(n)
+        return list(groups.values())
+
+    def _pieces(self, group: list[int], max_tokens: int) -> list[list[int]]:
+        pieces: list[list[int]] = []
+        current: list[int] = []
+        seen: set[int] = set()
+        size = 0
+        for n in group:
+            path = self._ancestry([self._tree.ends[n]])
+            extra = sum(self._tree.lengths[i] for i in path - seen)
+            if current and size + extra > max_tokens:
+                pieces.append(current)
+                current, seen, size = [], set(), 0
+                extra = sum(self._tree.lengths[i] for i in path)
+            current.append(n)
+            seen |= path
+            size += extra
+        return [*pieces, current]
+
+    def _ancestry(self, nodes: Sequence[int]) -> set[int]:
+        found: set[int] = set()
+        for i in nodes:
+            while i >= 0 and i not in found:
+                found.add(i)
+                i = self._tree.parents[i]
+        return found
+
+    def _cost(self, samples: list[int]) -> int:
+        """Rows of these samples, one per root too many at most."""
+        return sum(self._tree.lengths[i] for i in self._ancestry([self._tree.ends[n] for n in samples]))
+
+
+class _Shared(torch.autograd.Function):
+    """Values of labels to samples, where several samples share a label; gradients summed in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, per_token: Tensor, batch: PrefixBatch) -> Tensor:
+        ctx.batch = batch
+        return per_token[batch._sources]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        batch = ctx.batch
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sorted_grad = grad[batch._by_source].to(wide)
+        summed = torch.segment_reduce(sorted_grad, "sum", lengths=batch._uses, unsafe=True, initial=0)
+        return summed.to(grad.dtype), None
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    total, found = 0, []
+    for length in lengths:
+        found.append(total)
+        total += length
+    return found
+
+
+def _tree(
+    nodes: Sequence[Tensor], parents: Sequence[int], completion: Sequence[bool], ends: Sequence[int]
+) -> _Tree:
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *nodes])
+    return _Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends))
+
+
+def _tokens(argument: str, ids: Any) -> Tensor:
+    try:
+        tokens = ids.detach().cpu() if isinstance(ids, Tensor) else torch.tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}") from error
+    if not tokens.numel() and tokens.dim() == 1:
+        return torch.zeros(0, dtype=torch.int64)
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}")
+    return tokens.to(torch.int64)
+
+
+def _padded(name: str, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    for argument, tensor in ((f"{name}_ids", ids), (f"{name}_mask", mask)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ValueError(f"{argument} must have 2 dimensions (samples, tokens), got {tensor.dim()}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name}_ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"{name}_mask must have {name}_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
+        )
+    ids, mask = ids.detach().cpu().to(torch.int64), mask.detach().cpu() != 0
+    edges = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + (mask[:, :1].sum(1) if mask.shape[1] else 0)
+    if bool((edges > 1).any()):
+        row = int((edges > 1).nonzero()[0])
+        raise ValueError(f"{name}_mask[{row}] must have its tokens side by side, got a gap")
+    return ids, mask
+
+
+def _same_prompt(ids: Tensor, mask: Tensor) -> list[int]:
+    """A number per row, equal where the prompts are."""
+    n, width = ids.shape
+    if not n or not width:
+        return [0] * n
+    # left-aligned, so that the side of the padding does not matter
+    shift = mask.int().argmax(1)
+    columns = torch.arange(width)
+    length = mask.sum(1)
+    aligned = ids.gather(1, (columns + shift[:, None]).clamp_max(width - 1))
+    aligned = aligned.masked_fill(columns >= length[:, None], -1)
+    keyed = torch.cat([length[:, None], aligned], 1)
+    return torch.unique(keyed, dim=0, return_inverse=True)[1].tolist()

@@ -1,0 +1,292 @@
+"""Which rows of a packed batch attend to which: a forest of segments.
+
+A segment is a run of consecutive tokens that belong together: a prompt, a completion, a shared reasoning
+stem.  Its first token follows its parent's last one.  A row sees the rows of its segment up to itself and all
+rows of the segments above; two siblings never see each other.
+
+Rows are packed as ``[prompt segments | completion segments]``, each part in depth-first order.  So whatever
+stands below a segment is at most two runs of rows, one in each part, which kernels take as views.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]  # rows [first, end)
+
+
+class RowTables(NamedTuple):
+    """Per row of the batch, int32 [T] each.  Row i sees row j, ``window`` W rows back at most, where
+
+    ``first[j] <= first[i] < last[j]`` (i's segment is j's or below it) and ``0 <= pos[i] - pos[j] < W``.
+    """
+
+    first: Tensor  # number of the row's segment, depth first
+    last: Tensor  # one past the number of the last segment below
+    pos: Tensor  # position in the sequence
+
+
+class Gathered(NamedTuple):
+    """The batch as sequences of a varlen kernel: each segment's rows ask, all rows of its path answer.
+
+    The causal mask is aligned at the end (bottom right), as FlashAttention has it.
+    """
+
+    keys: Tensor  # int64 [K]: the row of each key
+    cu_seqlens_q: Tensor  # int32 [S + 1]
+    cu_seqlens_k: Tensor  # int32 [S + 1]
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLayout:
+    """Lengths, parents (-1: none) and part (True: completion) of non-empty segments, in the order of rows.
+
+    ``PrefixLayout.of`` takes any forest; this constructor takes only the order described above.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    completion: tuple[bool, ...]
+
+    # plain attributes, which torch.compile can read
+    starts: tuple[int, ...] = field(init=False)
+    """The first row of each segment."""
+    offsets: tuple[int, ...] = field(init=False)
+    """The position of each segment's first row: how many rows stand above it."""
+    total: int = field(init=False)
+    """T, the number of rows."""
+    n_prefix: int = field(init=False)
+    """The number of rows of prompt segments."""
+    max_position: int = field(init=False)
+    """The largest position of a row, -1 without one."""
+    segments: Tensor = field(init=False, repr=False)
+    """int64 [S, 3] on the CPU, (length, parent, is completion): what ``of_segments`` takes back."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        offsets: list[int] = []
+        for parent in self.parents:
+            offsets.append(offsets[parent] + self.lengths[parent] if parent >= 0 else 0)
+        *starts, total = _cumulative(self.lengths)
+        columns = [self.lengths, self.parents, [int(c) for c in self.completion]]
+        derived = {
+            "starts": tuple(starts),
+            "offsets": tuple(offsets),
+            "total": total,
+            "n_prefix": sum(n for n, c in zip(self.lengths, self.completion, strict=True) if not c),
+            "max_position": max((o + n for o, n in zip(offsets, self.lengths, strict=True)), default=0) - 1,
+            "segments": torch.tensor(columns, dtype=torch.int64).reshape(3, -1).T.contiguous(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        if not len(self.lengths) == len(self.parents) == len(self.completion):
+            got = f"{len(self.lengths)}, {len(self.parents)} and {len(self.completion)}"
+            raise ValueError(f"lengths, parents and completion must have one value a segment, got {got}")
+        for s, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            if length < 1:
+                raise ValueError(f"lengths[{s}] must be >= 1, got {length}")
+            if not -1 <= parent < s:
+                raise ValueError(f"parents[{s}] must be -1 or an earlier segment, got {parent}")
+            if parent >= 0 and self.completion[parent] and not self.completion[s]:
+                raise ValueError(f"completion[{s}] must be True below completion segment {parent}, got False")
+        if list(self.completion) != sorted(self.completion):
+            raise ValueError("completion must be False for the first segments and True for the rest")
+        for s, runs in enumerate(self._below):
+            for part, members in enumerate(runs):
+                if members and members[-1] - members[0] + 1 != len(members):
+                    what = ("prompt", "completion")[part]
+                    raise ValueError(f"the {what} segments below segment {s} must be consecutive")
+
+    # the forest
+
+    @cached_property
+    def _below(self) -> list[tuple[list[int], list[int]]]:
+        """The segments below each one, in the prompt part and in the completion part."""
+        below: list[tuple[list[int], list[int]]] = [([], []) for _ in self.lengths]
+        for s, is_completion in enumerate(self.completion):
+            above = self.parents[s]
+            while above >= 0:
+                below[above][is_completion].append(s)
+                above = self.parents[above]
+        return below
+
+    def rows(self, s: int) -> Run:
+        """The rows of segment s."""
+        return self.starts[s], self.starts[s] + self.lengths[s]
+
+    def path(self, s: int) -> list[int]:
+        """The segments above s from the root down, and s itself."""
+        found = [s]
+        while self.parents[found[-1]] >= 0:
+            found.append(self.parents[found[-1]])
+        return found[::-1]
+
+    def rows_below(self, s: int) -> list[Run]:
+        """The rows of all segments below s: no run, one or two, none of them empty."""
+        runs: list[Run] = []
+        for members in self._below[s]:
+            if members:
+                first, end = self.starts[members[0]], self.rows(members[-1])[1]
+                if runs and runs[-1][1] == first:
+                    runs[-1] = (runs[-1][0], end)
+                else:
+                    runs.append((first, end))
+        return runs
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The segments with nothing below."""
+        inner = set(self.parents)
+        return tuple(s for s in range(len(self.lengths)) if s not in inner)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether no segment has a parent that has one: prompts and completions, two levels at most."""
+        return all(p < 0 or self.parents[p] < 0 for p in self.parents)
+
+    # tables
+
+    @staticmethod
+    def of_segments(segments: Tensor) -> PrefixLayout:
+        """The layout whose ``segments`` these are, with the tables that it made before."""
+        return _known(tuple(map(tuple, segments.tolist())))
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, int], ...]:
+        """(number, one past the number of the last segment below) of each segment, counted depth first."""
+        children: list[list[int]] = [[] for _ in self.lengths]
+        roots: list[int] = []
+        for s, parent in enumerate(self.parents):
+            (children[parent] if parent >= 0 else roots).append(s)
+        first, last, count = [0] * len(children), [0] * len(children), 0
+        stack = [(s, False) for s in reversed(roots)]
+        while stack:
+            s, is_done = stack.pop()
+            if is_done:
+                last[s] = count
+                continue
+            first[s], count = count, count + 1
+            stack.append((s, True))
+            stack += [(c, False) for c in reversed(children[s])]
+        return tuple(zip(first, last, strict=True))
+
+    def row_tables(self, device: torch.device | str = "cpu") -> RowTables:
+        """The tables of who sees whom, made once for each device."""
+        return self._on(device, "rows", self._row_tables)
+
+    def _row_tables(self) -> RowTables:
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        per_segment = torch.tensor([*self.numbers], dtype=torch.int32).reshape(-1, 2)
+        first, last = per_segment.repeat_interleave(lengths, 0).unbind(1)
+        shift = torch.tensor(
+            [o - r for o, r in zip(self.offsets, self.starts, strict=True)], dtype=torch.int32
+        )
+        pos = torch.arange(self.total, dtype=torch.int32) + shift.repeat_interleave(lengths)
+        return RowTables(first.contiguous(), last.contiguous(), pos)
+
+    def gathered(self, device: torch.device | str = "cpu") -> Gathered:
+        """Keys gathered so that one varlen call does all, made once for each device."""
+        return self._on(device, "gathered", self._gathered)
+
+    def _gathered(self) -> Gathered:
+        paths = [[self.rows(a) for a in self.path(s)] for s in range(len(self.lengths))]
+        keys = [o + n for o, n in zip(self.offsets, self.lengths, strict=True)]
+        return Gathered(
+            ranges([run for path in paths for run in path]),
+            torch.tensor(_cumulative(self.lengths), dtype=torch.int32),
+            torch.tensor(_cumulative(keys), dtype=torch.int32),
+            max(self.lengths, default=0),
+            max(keys, default=0),
+        )
+
+    def _on(self, device: torch.device | str, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make()`` gives, with its tensors on the device; made once."""
+        key = (name, str(device))
+        if key not in self._tables:
+            host = self._tables.setdefault((name, "cpu"), make())
+            self._tables[key] = type(host)(*(t.to(device) if isinstance(t, Tensor) else t for t in host))
+        return self._tables[key]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, str], Any]:
+        return {}
+
+    # without sharing
+
+    def repeated(self) -> tuple[PrefixLayout, Tensor]:
+        """The same sequences, each with a copy of all that it shares, and the row of each of their tokens.
+
+        ``x[index]`` are the inputs of the ordinary, dense attention; a leaf is a sequence.
+        """
+        paths = [self.path(leaf) for leaf in self.leaves]
+        lengths = tuple(sum(self.lengths[s] for s in path) for path in paths)
+        n = len(lengths)
+        index = ranges([self.rows(s) for path in paths for s in path])
+        return PrefixLayout(lengths, (-1,) * n, (True,) * n), index
+
+    @staticmethod
+    def of(
+        lengths: Sequence[int], parents: Sequence[int], completion: Sequence[bool]
+    ) -> tuple[PrefixLayout, list[int]]:
+        """The layout of any forest whose parents come before their children, and where each segment went.
+
+        Empty segments drop out (-1), their children move up.  Siblings keep their order.
+        """
+        kept_parent: list[int] = []
+        for s, parent in enumerate(parents):
+            if not -1 <= parent < s:
+                raise ValueError(f"parents[{s}] must be -1 or an earlier segment, got {parent}")
+            kept_parent.append(parent if parent < 0 or lengths[parent] else kept_parent[parent])
+        children: list[list[int]] = [[] for _ in lengths]
+        roots: list[int] = []
+        for s, length in enumerate(lengths):
+            if length:
+                (children[kept_parent[s]] if kept_parent[s] >= 0 else roots).append(s)
+        order, stack = [], roots[::-1]
+        while stack:
+            s = stack.pop()
+            order.append(s)
+            stack += reversed(children[s])
+        order = [s for s in order if not completion[s]] + [s for s in order if completion[s]]
+        place = {s: i for i, s in enumerate(order)} | {-1: -1}
+        layout = PrefixLayout(
+            tuple(int(lengths[s]) for s in order),
+            tuple(place[kept_parent[s]] for s in order),
+            tuple(bool(completion[s]) for s in order),
+        )
+        return layout, [place.get(s, -1) for s in range(len(lengths))]
+
+
+def ranges(runs: Sequence[Run]) -> Tensor:
+    """The numbers of all runs, one after another: int64."""
+    if not runs:
+        return torch.zeros(0, dtype=torch.int64)
+    first, end = torch.tensor(runs, dtype=torch.int64).unbind(1)
+    lengths = end - first
+    shift = first - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+
+
+def _cumulative(lengths: Sequence[int]) -> tuple[int, ...]:
+    total, found = 0, [0]
+    for length in lengths:
+        total += length
+        found.append(total)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(segments: tuple[tuple[int, ...], ...]) -> PrefixLayout:
+    lengths, parents, completion = zip(*segments, strict=True) if segments else ((), (), ())
+    return PrefixLayout(lengths, parents, tuple(map(bool, completion)))

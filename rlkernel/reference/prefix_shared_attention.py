@@ -1,0 +1,147 @@
+"""What ``prefix_shared_attention`` means, in plain PyTorch; in fp64 it is the truth for other backends."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.prefix_layout import PrefixLayout, ranges
+from rlkernel.types import AttentionRule
+
+# Rows of a tile. Tiles are cut at positions in the sequence, and are always full: so a row takes part in the
+# same products whether its prompt is shared or not, and has the same bits.
+TILE = 64
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    return []
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``out`` [T, Hq, D] and ``lse`` [Hq, T], fp32 or fp64."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
+    for s, first in enumerate(layout.starts):
+        path = _path(layout, s, q.device)
+        n, skip = len(path), layout.offsets[s]
+        qs, ks, vs = (_padded(x[path].to(dtype)) for x in (q, k, v))
+        for a in range(skip // TILE * TILE, n, TILE):
+            b = a + TILE
+            scores, _ = _scores(qs[a:b], ks[:b], a, rule)
+            if sinks is not None:
+                sink = sinks.to(dtype)[:, None, None].expand(-1, TILE, 1)
+                scores = torch.cat([scores, sink], 2)
+            norm = scores.logsumexp(2)  # [Hq, TILE]
+            p = torch.exp(scores - norm[..., None])[..., :b]
+            rows = slice(max(a, skip) - a, min(b, n) - a)
+            to = slice(first + a + rows.start - skip, first + a + rows.stop - skip)
+            out[to] = _from_keys(p, vs[:b])[rows].to(q.dtype)
+            lse[:, to] = norm[:, rows]
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from the whole row's ``out`` and ``lse``; those of k and v summed wide."""
+    dtype = lse.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(2).T  # [Hq, T]
+    for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
+        path = _path(layout, s, q.device)
+        ks, vs = (x[path].to(dtype) for x in (k, v))
+        dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
+        for a in range(first, end, TILE):
+            to = slice(a, min(a + TILE, end))
+            at = layout.offsets[s] + a - first
+            seen = at + to.stop - a
+            scores, slope = _scores(q[to].to(dtype), ks[:seen], at, rule)
+            p = torch.exp(scores - lse[:, to, None])
+            grad = grad_out[to].to(dtype)
+            dp = _per_key(grad, vs[:seen])
+            ds = p * (dp - delta[:, to, None]) * slope * rule.scale
+            dq[to] = _from_keys(ds, ks[:seen])
+            dks[:seen] += _to_keys(ds, q[to].to(dtype), ks.shape[1])
+            dvs[:seen] += _to_keys(p, grad, vs.shape[1])
+        row = 0
+        for ancestor in layout.path(s):
+            run = slice(*layout.rows(ancestor))
+            length = run.stop - run.start
+            dk[run] += dks[row : row + length]
+            dv[run] += dvs[row : row + length]
+            row += length
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _path(layout: PrefixLayout, s: int, device: torch.device) -> Tensor:
+    return ranges([layout.rows(a) for a in layout.path(s)]).to(device)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -len(x) % TILE))
+
+
+def _scores(q: Tensor, k: Tensor, at: int, rule: AttentionRule) -> tuple[Tensor, Tensor | float]:
+    """[Hq, n, m] of rows at positions ``at``..., -inf where a key is not seen, and the softcap's slope."""
+    scores = _per_key(q, k) * rule.scale
+    slope: Tensor | float = 1.0
+    if rule.softcap:
+        capped = torch.tanh(scores / rule.softcap)
+        scores, slope = rule.softcap * capped, 1 - capped.square()
+    back = torch.arange(at, at + len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    seen = back >= 0
+    if rule.window:
+        seen &= back < rule.window
+    return scores.masked_fill(~seen, -math.inf), slope
+
+
+def _per_key(x: Tensor, k: Tensor) -> Tensor:
+    """[n, Hq, D] with [m, Hkv, D] -> [Hq, n, m]."""
+    n, heads, d = x.shape
+    kv_heads = k.shape[1]
+    grouped = x.transpose(0, 1).reshape(kv_heads, heads // kv_heads * n, d)
+    return (grouped @ k.permute(1, 2, 0)).view(heads, n, -1)
+
+
+def _from_keys(p: Tensor, v: Tensor) -> Tensor:
+    """[Hq, n, m] with [m, Hkv, D] -> [n, Hq, D]."""
+    heads, n, m = p.shape
+    kv_heads = v.shape[1]
+    return (p.reshape(kv_heads, -1, m) @ v.transpose(0, 1)).view(heads, n, -1).transpose(0, 1)
+
+
+def _to_keys(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+    """[Hq, n, m] with [n, Hq, D] -> [m, Hkv, D], summed over the rows and the heads of a group."""
+    _, _, m = p.shape
+    grouped = x.transpose(0, 1).reshape(kv_heads, -1, x.shape[2])
+    return (p.reshape(kv_heads, -1, m).transpose(1, 2) @ grouped).transpose(0, 1)
+
+
+def make_inputs(
+    layout: PrefixLayout,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v."""
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(h: int) -> Tensor:
+        return torch.randn(layout.total, h, head_dim, generator=g, device=device).to(dtype)
+
+    return {"q": normal(heads), "k": normal(kv_heads), "v": normal(kv_heads), "batch": layout}
