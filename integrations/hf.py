@@ -230,7 +230,7 @@ def _ordinary(
     attention, _ = _interfaces()
     by_default = ordinary is None
     if ordinary is None:
-        ordinary = "sdpa" if _runs_on_sdpa(type(module)) else "eager"
+        ordinary = "sdpa" if _runs_on_sdpa(type(module).__module__) else "eager"
     if ordinary in attention._global_mapping:
         seen: Any = module
         if "flash" in ordinary:  # it looks up which flash attention it is
@@ -261,14 +261,14 @@ class _Seen:
 
 
 @functools.cache
-def _runs_on_sdpa(attention: Any) -> bool:
-    """Whether the models of this file say that sdpa can run them; sinks and softcaps are why one cannot."""
+def _runs_on_sdpa(file: str) -> bool:
+    """Whether the models of a file say that sdpa can run them; sinks and softcaps are why one cannot."""
     from transformers import PreTrainedModel
 
-    models: list[Any] = [
+    models = [
         x
-        for x in vars(sys.modules[attention.__module__]).values()
-        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == attention.__module__
+        for x in vars(sys.modules[file]).values()
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == file
     ]
     return all(model._supports_sdpa for model in models)
 
