@@ -134,7 +134,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     if prefix_batch is None:
         return _ordinary(module, query, key, value, attention_mask, *args, ordinary=ordinary, **kwargs)
-    _check_call(module, query, key, prefix_batch, args, kwargs)
+    _check_call(module, query, key, attention_mask, prefix_batch, args, kwargs)
     calls = _calls.get()
     if calls is not None and not torch.compiler.is_compiling():
         calls.append(module)
@@ -154,7 +154,13 @@ def _attention(
 
 
 def _check_call(
-    module: nn.Module, query: Tensor, key: Tensor, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    batch: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     if not isinstance(batch, PrefixBatch):
         _refuse(module, f"prefix_batch must be a PrefixBatch, got {type(batch).__name__}")
@@ -172,6 +178,8 @@ def _check_call(
             f"keys must be the batch's own {batch.total} rows, got {key.shape[2]}: there is no cache and no "
             "cross-attention in a packed batch",
         )
+    if mask is not None and mask.shape[:3] != (1, 1, 1):
+        _refuse(module, f"attention_mask must be the batch's stand-in, got one of shape {tuple(mask.shape)}")
     if kwargs.get("use_cache"):
         _refuse(module, "use_cache must be False for a packed batch, got True")
     if kwargs.get("output_attentions"):
@@ -184,6 +192,12 @@ def _check_call(
     other = set(_config_layer_types(module)) - set(LAYER_TYPES)
     if other:
         _refuse(module, f"layer_types must be {' or '.join(LAYER_TYPES)}, got {', '.join(sorted(other))}")
+    layer_type = _layer_type(module)
+    window = kwargs.get("sliding_window")
+    if layer_type is not None and (layer_type == "sliding_attention") != (window is not None):
+        _refuse(
+            module, f"sliding_window must be given to sliding_attention only, got {window} in {layer_type}"
+        )
     for name, value in kwargs.items():
         if name not in OPTIONS and name not in IGNORED and value is not None:
             _refuse(module, f"{name} must be None, got {type(value).__name__}: its effect is not known")
@@ -212,6 +226,16 @@ def _refuse(module: nn.Module, reason: str) -> NoReturn:
 
 def _config_layer_types(module: nn.Module) -> list[str]:
     return getattr(getattr(module, "config", None), "layer_types", None) or []
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """What the mask of this layer would have been; None where the model does not say."""
+    types, layer = _config_layer_types(module), getattr(module, "layer_idx", None)
+    if types:
+        return types[layer] if isinstance(layer, int) and layer < len(types) else None
+    config: Any = getattr(module, "config", None)
+    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return "sliding_attention" if has_window else None
 
 
 # ordinary calls
@@ -265,7 +289,7 @@ def _runs_on_sdpa(file: str) -> bool:
     """Whether the models of a file say that sdpa can run them; sinks and softcaps are why one cannot."""
     from transformers import PreTrainedModel
 
-    models = [
+    models: list[Any] = [
         x
         for x in vars(sys.modules[file]).values()
         if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == file
@@ -341,7 +365,10 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
     if found.training and dropout:
         reasons.append(f"{name}: attention dropout must be 0 in training, got {dropout}")
     reasons += _check_rope(name, text, batch)
-    if any(hasattr(p, "ds_status") or type(p.data).__name__ == "DTensor" for p in model.parameters()):
+    if any(
+        hasattr(p, "ds_status") or type(p).__name__ in ("DTensor", "FlatParameter")
+        for p in model.parameters()
+    ):
         reasons.append(f"{name}: its parameters are sharded (ZeRO-3, FSDP)")
     return reasons
 
