@@ -214,8 +214,8 @@ def _logit_scale(config: Any) -> float:
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
             return float(scale)
-    scaling = getattr(config, "logits_scaling", None)  # Granite divides, HyperCLOVA X multiplies
-    if scaling is None:
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None or config.model_type == "minicpm3":  # which scales its hidden states, before the head
         return 1.0
     return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
 

@@ -139,6 +139,9 @@ def _attention(
     if calls is not None and not torch.compiler.is_compiling():
         calls.append(module)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # multi-head latent attention: what is added to v only widens out
+        v = nn.functional.pad(v, (0, q.shape[-1] - width))
     out = prefix_shared_attention(
         q,
         k,
@@ -150,7 +153,7 @@ def _attention(
         sinks=kwargs.get("s_aux"),
     )
     assert isinstance(out, Tensor)
-    return out[None], None
+    return out[None, ..., :width], None
 
 
 def _check_call(
