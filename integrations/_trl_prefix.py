@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations import hf
+from rlkernel.integrations._packed import _uses, _with_last_tokens
 from rlkernel.integrations._patch import PatchError
 from rlkernel.prefix_batch import PrefixBatch
 
@@ -33,6 +34,7 @@ METHOD_PARAMETERS = (
     "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
 SHUFFLE = "shuffle_sequence_dict"
+UNLABELLED = -100  # transformers' mark
 MIN_RATIO = 1.1  # where the time of a step meets that of TRL's padded batch
 
 Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies, aux loss
@@ -202,11 +204,6 @@ class _Call:
     def _pack(self) -> PrefixBatch:
         prompt_ids, ids = self.input_ids.tensor_split([-self.logits_to_keep], 1)
         prompt_mask, mask = self.attention_mask.tensor_split([-self.logits_to_keep], 1)
-        if self.aux_loss:
-            # A packed completion leaves out its last token, which the aux loss counts: one token more, whose
-            # label -100 no logprob is computed for.
-            ids = torch.nn.functional.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
-            mask = torch.nn.functional.pad(mask, (1, 0), value=1)
         return PrefixBatch.from_padded(prompt_ids, prompt_mask, ids, mask)
 
 
@@ -224,9 +221,8 @@ def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) 
     parts = [batch] if batch.total <= limit else batch.split(limit)
     scored = [_run(call, part, sharing) for part in parts]
     order = torch.cat([part.samples for part in parts]).argsort().to(call.input_ids.device)
-    width = call.logits_to_keep
-    logps = torch.cat([s[0] for s in scored])[order, :width]
-    entropies = torch.cat([s[1] for s in scored])[order, :width] if call.entropy else None
+    logps = torch.cat([s[0] for s in scored])[order]
+    entropies = torch.cat([s[1] for s in scored if s[1] is not None])[order] if call.entropy else None
     return logps, entropies, scored[0][2]
 
 
@@ -235,36 +231,29 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
     if not part.total:
         zeros = torch.zeros(len(part), part.width, device=part.device)
         return zeros, zeros, None
-    inputs = part.model_kwargs()
-    if hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
-        inputs["output_router_logits"] = call.aux_loss
-    if call.aux_loss:
-        inputs["attention_mask"] = _samples_of_rows(part)
-    labels = part.labels.new_full((1, part.total), -100)
-    labels[0, part.n_prefix :] = part.labels
-    layers = call.unwrapped.config.get_text_config().num_hidden_layers
-    with call.trainer.accelerator.autocast(), sharing.labels_after(part.n_prefix, part.total):
-        with hf.counted() as attention:
-            outputs = call.model(**inputs, shift_labels=labels, fused_lm_head=True)
-    if len(attention) != layers:
-        raise ValueError(
-            f"each of the {layers} layers must call the registered attention once, got {len(attention)} calls: "
-            "train this model without prefix_sharing"
-        )
-    logps = part.unpack(part.completion_rows(outputs.log_probs))
-    entropies = part.unpack(part.completion_rows(outputs.entropy)) if call.entropy else None
-    return logps, entropies, outputs.aux_loss if call.aux_loss else None
+    rows, labels, keep = part, part.labels, None
+    inputs: dict[str, Any] = {}
+    if call.aux_loss:  # counts the last tokens, which predict nothing, and a prompt for each of its samples
+        rows, keep = _with_last_tokens(part)
+        labels = rows.labels.masked_fill(~keep, UNLABELLED)
+        inputs = {"attention_mask": _uses(rows)[None, None, None], "output_router_logits": True}
+    elif hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
+        inputs = {"output_router_logits": False}  # else TRL would make the aux loss of a config that asks for it
+    shifted = labels.new_full((1, rows.total), UNLABELLED)
+    shifted[0, rows.n_prefix :] = labels
+    with (
+        call.trainer.accelerator.autocast(),
+        sharing.labels_after(rows.n_prefix, rows.total),
+        hf.every_layer(call.unwrapped),
+    ):
+        outputs = call.model(**(rows.model_kwargs() | inputs), shift_labels=shifted, fused_lm_head=True)
 
+    def unpacked(values: Tensor) -> Tensor:
+        values = rows.completion_rows(values)
+        return part.unpack(values if keep is None else values[keep])
 
-def _samples_of_rows(batch: PrefixBatch) -> Tensor:
-    """How many samples each row stands for, as a mask: transformers' aux loss weights rows by it."""
-    layout = batch.layout
-    samples = [int(below) for below in layout.completion]
-    for parent in layout.parents:
-        if parent >= 0:
-            samples[parent] += 1
-    weights = torch.tensor(samples, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
-    return weights[None, None, None].to(batch.device)
+    entropies = unpacked(outputs.entropy) if call.entropy else None
+    return unpacked(outputs.log_probs), entropies, outputs.aux_loss if call.aux_loss else None
 
 
 # The order of samples

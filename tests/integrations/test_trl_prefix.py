@@ -168,12 +168,12 @@ def test_aux_loss_is_that_of_the_samples_alone(trainer, length):
 
 
 @pytest.mark.parametrize(
-    "weights", [lambda batch: torch.ones(1, 1, 1, batch.total)], ids=["each row once"]
+    "weights", [lambda batch: torch.ones(batch.total)], ids=["each row once"]
 )
 def test_aux_loss_without_weights_fails(trainer, monkeypatch, weights):
     model, inputs = make_moe(), samples()
     stock = one_pass(trainer, model, *inputs, aux_loss=True)
-    monkeypatch.setattr(prefix, "_samples_of_rows", weights)
+    monkeypatch.setattr(prefix, "_uses", weights)
     with patch_trl(), pytest.raises(AssertionError):
         assert_same_pass(one_pass(trainer, model, *inputs, aux_loss=True), stock, 1e-3)
 
