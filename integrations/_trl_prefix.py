@@ -53,6 +53,7 @@ class PrefixSharing:
         self._models: list[tuple[weakref.ref[Any], str]] = []
         self._rows = self._unlabelled = 0
 
+        hf.register_hf()  # raises now if it cannot, not in the first step
         trainer = grpo.GRPOTrainer
         method = _checked(trainer, METHOD, METHOD_PARAMETERS)
         patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
@@ -171,9 +172,11 @@ class _Call:
             return reason
         if self.aux_loss and self.chunk < len(self.input_ids):
             return "the aux loss of several chunks"
-        prompt_mask = self.attention_mask[:, : -self.logits_to_keep]
-        if not bool((prompt_mask != 0).any(1).all()):
+        prompt_mask = self.attention_mask[:, : -self.logits_to_keep] != 0
+        if not bool(prompt_mask.any(1).all()):
             return "a prompt is empty"
+        if not _is_rotary(self.unwrapped) and not bool(prompt_mask.all()):
+            return "positions are not rotary, and TRL counts the padding of prompts"
         try:
             batch = self._pack()
         except ValueError:  # of the shapes that GRPOTrainer makes, only a gap can be refused
@@ -184,13 +187,11 @@ class _Call:
             return f"fewer than {sharing.min_ratio} tokens a row"
         if reasons := hf.check_model(self.unwrapped, batch):
             return reasons[0]
-        try:
-            sharing.attach(self.unwrapped)
-        except ValueError as error:
-            return str(error)
         return batch
 
     def _wrapper_reason(self) -> str | None:
+        if getattr(self.trainer, "use_transformers_continuous_batching", False):
+            return "continuous batching runs on no registered attention, and the model would be on one"
         if isinstance(self.model, torch.nn.DataParallel):
             return "DataParallel splits the batch by samples"
         kind = str(getattr(self.trainer.accelerator.distributed_type, "value", ""))
@@ -215,10 +216,15 @@ def _model_reason(model: Any) -> str | None:
     return "dropout: completions would share the masks of their prompt (disable_dropout=True)" if dropout else None
 
 
+def _is_rotary(model: Any) -> bool:
+    return any("rotary" in type(module).__name__.lower() for module in model.modules())
+
+
 def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:
     # TRL runs `chunk` padded samples at once. As many rows take no more memory, and hold more samples.
     limit = call.chunk * call.input_ids.shape[1]
     parts = [batch] if batch.total <= limit else batch.split(limit)
+    sharing.attach(call.unwrapped)
     scored = [_run(call, part, sharing) for part in parts]
     order = torch.cat([part.samples for part in parts]).argsort().to(call.input_ids.device)
     logps = torch.cat([s[0] for s in scored])[order]

@@ -348,11 +348,6 @@ def with_convolution(model):
     return model
 
 
-def on_another_attention(model):
-    model.config._attn_implementation_internal = "flex_attention"
-    return model
-
-
 def data_parallel(model):
     return torch.nn.DataParallel(model)
 
@@ -363,7 +358,6 @@ def data_parallel(model):
         (with_dropout, "dropout: completions would share the masks of their prompt"),
         (with_attention_dropout, "attention dropout must be 0 in training, got 0.1"),
         (with_convolution, "Conv1d mix tokens of neighbouring rows"),
-        (on_another_attention, "attn_implementation must be .* got 'flex_attention'"),
         (data_parallel, "DataParallel splits the batch by samples"),
     ],
 )
@@ -387,6 +381,32 @@ def _stub(ran):
     return method
 
 
+def test_continuous_batching_is_left_alone(trainer):
+    """It raises on an attention that is not transformers' own."""
+    batching = types.SimpleNamespace(**vars(trainer), use_transformers_continuous_batching=True)
+    model, (ids, mask) = make_model(), samples()
+    with patch_trl() as patch, torch.no_grad():
+        getattr(trl.GRPOTrainer, METHOD)(batching, model, ids, mask, COMPLETION)
+        assert model.config._attn_implementation == "sdpa"
+    (reason,) = patch.fallbacks
+    assert "continuous batching" in reason and METHOD not in patch.calls
+
+
+def test_learned_positions_are_packed_where_nothing_is_padded(trainer):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=211, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = make_model(GPT2LMHeadModel(config))
+    reason = f"{METHOD}: positions are not rotary, and TRL counts the padding of prompts"
+    for prompts, fallbacks in (((9, 9), {}), ((9, 5), {reason: 1})):
+        inputs = samples(prompts=prompts)
+        stock = one_pass(trainer, model, *inputs)
+        with patch_trl() as patch:
+            assert_same_pass(one_pass(trainer, model, *inputs), stock)
+        assert patch.fallbacks == fallbacks and patch.calls[METHOD] == 1 - len(fallbacks)
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
 def test_sharded_models_are_left_to_trl(kind):
     model, (ids, mask) = make_model(), samples()
@@ -408,7 +428,7 @@ def test_attention_that_goes_another_way_is_an_error(trainer):
     model, (ids, mask) = make_model(), samples()
     first = model.model.layers[0]
     first.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with patch_trl(), pytest.raises(ValueError, match="each of the 2 layers .* got 1 calls"):
+    with patch_trl(), pytest.raises(ValueError, match="each of its 2 layers .* got 1 calls"):
         getattr(trl.GRPOTrainer, METHOD)(trainer, model, ids, mask, COMPLETION)
 
 
