@@ -1,4 +1,4 @@
-"""One GRPO step of TRL's trainer with a long prompt: stock, and under rlkernel.patch_trl(prefix_sharing=True).
+"""One GRPO step of TRL's trainer with a long prompt, stock and under patch_trl(prefix_sharing=True).
 
     python examples/grpo_prefix.py                                # P=1024, L=64, G=16: a minute or two
     python examples/grpo_prefix.py --prompt 256 --completion 256  # where there is less to share
@@ -220,7 +220,11 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
         values = [result[mode]["summary"][key] for mode in MODES]
         cells = "".join(f"{value:>9.{0 if key == 'peak_mib' else 2}f}" for value in values)
         print(f"{label:40}{cells}{values[0] / values[-1]:>16.2f}x")
-    for label, key in (("tokens", "token_ratio"), ("FLOPs", "flop_ratio"), ("FLOPs without the head", "body_ratio")):
+    for label, key in (
+        ("tokens", "token_ratio"),
+        ("FLOPs", "flop_ratio"),
+        ("FLOPs without the head", "body_ratio"),
+    ):
         print(f"{label:40}{'':27}{result[key]:>16.2f}x")
     packed = result["packed"]
     print(f"\nLargest logprob difference in the first step: {result['logprob_difference']:.1e}.")

@@ -167,9 +167,7 @@ def test_aux_loss_is_that_of_the_samples_alone(trainer, length):
     assert_same_pass(packed, stock)
 
 
-@pytest.mark.parametrize(
-    "weights", [lambda batch: torch.ones(batch.total)], ids=["each row once"]
-)
+@pytest.mark.parametrize("weights", [lambda batch: torch.ones(batch.total)], ids=["each row once"])
 def test_aux_loss_without_weights_fails(trainer, monkeypatch, weights):
     model, inputs = make_moe(), samples()
     stock = one_pass(trainer, model, *inputs, aux_loss=True)
@@ -290,6 +288,12 @@ def empty_prompt(ids, mask):
     return ids, mask
 
 
+def padded_on_the_right(ids, mask):
+    mask = mask.clone()
+    mask[:, PROMPT - 1] = 0
+    return ids, mask
+
+
 def no_completion(ids, mask):
     mask = mask.clone()
     mask[:, PROMPT:] = 0
@@ -306,7 +310,8 @@ def different_prompts(ids, mask):
     "change, reason",
     [
         (hole, "attention_mask has a hole"),
-        (empty_prompt, "a prompt is empty"),
+        (empty_prompt, "a prompt is empty, or padded on the right"),
+        (padded_on_the_right, "a prompt is empty, or padded on the right"),
         (no_completion, "no completion has a token"),
         (different_prompts, "fewer than 1.1 tokens a row"),
     ],
@@ -338,6 +343,16 @@ def with_dropout(model):
     return model.train()
 
 
+def with_functional_dropout(model):
+    model.model.activation_dropout = 0.1
+    return model.train()
+
+
+def compiled(model):
+    model.compile()
+    return model
+
+
 def with_attention_dropout(model):
     model.config.attention_dropout = 0.1
     return model.train()
@@ -355,7 +370,10 @@ def data_parallel(model):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (with_dropout, "dropout: completions would share the masks of their prompt"),
+        (with_dropout, "dropout: completions would share the noise of their prompt"),
+        (with_functional_dropout, "dropout: completions would share the noise of their prompt"),
+        (compiled, "torch.compile would compile anew for every batch"),
+        (torch.compile, "torch.compile would compile anew for every batch"),
         (with_attention_dropout, "attention dropout must be 0 in training, got 0.1"),
         (with_convolution, "Conv1d mix tokens of neighbouring rows"),
         (data_parallel, "DataParallel splits the batch by samples"),
@@ -396,7 +414,9 @@ def test_learned_positions_are_packed_where_nothing_is_padded(trainer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=211, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        vocab_size=211, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     model = make_model(GPT2LMHeadModel(config))
     reason = f"{METHOD}: positions are not rotary, and TRL counts the padding of prompts"
     for prompts, fallbacks in (((9, 9), {}), ((9, 5), {reason: 1})):
@@ -523,8 +543,14 @@ def test_without_the_option_nothing_is_packed(trainer):
     [
         ({"prefix_sharing": 1}, "prefix_sharing must be True or False, got 1"),
         ({"prefix_min_ratio": 2}, "prefix_min_ratio must be None without prefix_sharing, got 2"),
-        ({"prefix_sharing": True, "prefix_min_ratio": 0.5}, "prefix_min_ratio must be a number >= 1, got 0.5"),
-        ({"prefix_sharing": True, "prefix_min_ratio": True}, "prefix_min_ratio must be a number >= 1, got True"),
+        (
+            {"prefix_sharing": True, "prefix_min_ratio": 0.5},
+            "prefix_min_ratio must be a number >= 1, got 0.5",
+        ),
+        (
+            {"prefix_sharing": True, "prefix_min_ratio": True},
+            "prefix_min_ratio must be a number >= 1, got True",
+        ),
         (
             {"prefix_sharing": True, "prefix_min_ratio": float("nan")},
             "prefix_min_ratio must be a number >= 1, got nan",
@@ -551,7 +577,9 @@ def test_refuses_a_method_of_another_contract(monkeypatch):
 
     monkeypatch.setattr(trl.GRPOTrainer, METHOD, other)
     monkeypatch.setitem(UPSTREAM, METHOD, other)
-    with pytest.raises(PatchError, match=rf"{METHOD} must take \(self, model, .*\), got \(self, model, input"):
+    with pytest.raises(
+        PatchError, match=rf"{METHOD} must take \(self, model, .*\), got \(self, model, input"
+    ):
         patch_trl()
     rlkernel.patch_trl().undo()  # which does not concern it
 
@@ -695,8 +723,10 @@ def test_accumulated_gradient_is_that_of_trls_shuffle(train):
     with patch_trl() as patch:
         packed = train(1, **options)
     assert not patch.fallbacks and patch.prefix.ratio > 1.5
-    assert_same_training(types.SimpleNamespace(**vars(packed) | {"history": []}),
-                         types.SimpleNamespace(**vars(stock) | {"history": []}))
+    assert_same_training(
+        types.SimpleNamespace(**vars(packed) | {"history": []}),
+        types.SimpleNamespace(**vars(stock) | {"history": []}),
+    )
 
 
 def test_a_shuffle_that_separates_groups_shows(train, monkeypatch):
