@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -87,6 +88,7 @@ def packed_logprobs(
     head = _Head(found, temperature, return_entropy, fp32_head)
     keep = None
     if return_aux_loss:
+        _load_balancing_loss(type(found).__module__)  # or the model would fail in the middle
         batch, keep = _with_last_tokens(batch)
     if not batch.total:
         none = head.module.weight.flatten()[:0].to(head.dtype)  # has a gradient: of nothing
@@ -137,7 +139,7 @@ class _Head:
         self.config = model.config.get_text_config()
         self.module = model.get_output_embeddings()
         if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
-            kind = type(self.module).__name__
+            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
             raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
         self.temperature, self.return_entropy, self.fp32 = temperature, return_entropy, fp32
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
@@ -274,12 +276,28 @@ def _uses(batch: PrefixBatch) -> Tensor:
 def _aux_loss(model: Any, routers: list[Any]) -> Tensor:
     logits = tuple(torch.cat(layer) for layer in zip(*(found for found, _ in routers), strict=True))
     weights = torch.cat([weight for _, weight in routers])
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", load_balancing_loss_func)
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or config.num_local_experts
-    return cast(Tensor, loss(logits, experts, config.num_experts_per_tok, weights))
+    loss = _load_balancing_loss(type(model).__module__)
+    return cast(Tensor, loss(logits, experts, config.num_experts_per_tok, weights[None, None, None]))
+
+
+@functools.cache
+def _load_balancing_loss(file: str) -> Any:
+    """transformers' own, which takes an attention mask, here a weight for each row."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss = getattr(sys.modules[file], "load_balancing_loss_func", load_balancing_loss_func)
+    try:
+        loss((torch.zeros(2, 4),), 4, 2, torch.ones(1, 1, 1, 2))
+    except ValueError as error:
+        import transformers
+
+        raise ValueError(
+            "return_aux_loss needs a transformers whose load-balancing loss takes masks of any shape, got "
+            f"{transformers.__version__}"
+        ) from error
+    return loss
 
 
 # parts

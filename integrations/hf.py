@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,10 @@ IGNORED = frozenset(
 OPTIONS = ("dropout", "output_attentions", "s_aux", "scaling", "sliding_window", "softcap", "use_cache")
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MIXERS = (
+    "deltanet", "lightningattention", "linearattention", "mamba", "recurrent", "rwkv", "shortconv", "xlstm",
+)  # fmt: skip
+SHARDED = ("DTensor", "FlatParameter")
 
 # name -> the implementation that serves ordinary calls under it, None for what transformers would choose
 _registered: dict[str, str | None] = {}
@@ -338,62 +342,61 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]:
-    """Why a model cannot run packed batches (this one); empty when it can.
+    """Why a model cannot run packed batches (or this one); empty when it can.
 
-    Needs no forward pass.  What only a pass can show, ``packed_logprobs`` raises.
+    Needs no forward pass.  What only a pass can show, ``packed_logprobs`` and ``every_layer`` raise.
     """
     try:
         found = causal_lm(model)
     except ValueError as error:
         return [str(error)]
     text = found.config.get_text_config()
-    name = type(found).__name__
     reasons = []
     if not found._can_set_attn_implementation():
-        reasons.append(f"{name}: its attention does not go through transformers' AttentionInterface")
-    if getattr(found.config, "is_encoder_decoder", False):
-        reasons.append(f"{name}: it is an encoder-decoder, whose attention is not all causal")
-    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
-        reasons.append(f"{name}: its attention is not causal")
-    other = set(getattr(text, "layer_types", None) or []) - set(LAYER_TYPES)
-    if other:
+        reasons.append("its attention does not go through transformers' AttentionInterface")
+    if _option(found.config, "is_encoder_decoder"):
+        reasons.append("it is an encoder-decoder, whose attention is not all causal")
+    if _option(text, "is_causal") is False or _option(text, "use_bidirectional_attention"):
+        reasons.append("its attention is not causal")
+    if other := set(_option(text, "layer_types") or []) - set(LAYER_TYPES):
         types = ", ".join(sorted(other))
-        reasons.append(f"{name}: layer_types must be {' or '.join(LAYER_TYPES)}, got {types}")
-    mixers = {type(m).__name__ for m in found.modules() if _mixes_tokens(m)}
-    if mixers:
-        reasons.append(f"{name}: {', '.join(sorted(mixers))} mix tokens of neighbouring rows")
-    if getattr(text, "attn_temperature_tuning", None):
-        reasons.append(f"{name}: attn_temperature_tuning counts rows, not positions")
-    dropout = getattr(text, "attention_dropout", None) or getattr(text, "attn_pdrop", None)
+        reasons.append(f"layer_types must be {' or '.join(LAYER_TYPES)}, got {types}")
+    if mixers := {type(m).__name__ for m in found.modules() if _mixes_tokens(m)}:
+        reasons.append(f"{', '.join(sorted(mixers))} mix tokens of neighbouring rows")
+    if _option(text, "attn_temperature_tuning"):
+        reasons.append("attn_temperature_tuning counts rows, not positions")
+    dropout = _option(text, "attention_dropout") or _option(text, "attn_pdrop")
     if found.training and dropout:
-        reasons.append(f"{name}: attention dropout must be 0 in training, got {dropout}")
-    reasons += _check_rope(name, text, batch)
-    if any(
-        hasattr(p, "ds_status") or type(p).__name__ in ("DTensor", "FlatParameter")
-        for p in model.parameters()
-    ):
-        reasons.append(f"{name}: its parameters are sharded (ZeRO-3, FSDP)")
-    return reasons
+        reasons.append(f"attention dropout must be 0 in training, got {dropout}")
+    if batch is not None and (kind := _rope_of_the_longest(text, batch)):
+        reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
+    if any(hasattr(p, "ds_status") or type(p).__name__ in SHARDED for p in model.parameters()):
+        reasons.append("its parameters are sharded (ZeRO-3, FSDP)")
+    return [f"{type(found).__name__}: {reason}" for reason in reasons]
+
+
+def _option(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # an option of each layer; its attention checks it
+        return None
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    words = ("mamba", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "recurrent")
-    return isinstance(module, nn.Conv1d) or any(word in name for word in words)
+    return isinstance(module, nn.Conv1d) or any(word in name for word in MIXERS)
 
 
-def _check_rope(name: str, text: Any, batch: PrefixBatch | None) -> list[str]:
-    """Frequencies that change with the longest sequence of a call differ from those of a sample alone."""
-    if batch is None:
-        return []
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    nested = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one a layer type
-    for parameters in nested:
+def _rope_of_the_longest(text: Any, batch: PrefixBatch) -> str | None:
+    """The kind of RoPE whose frequencies here are not those of a shorter sample alone."""
+    rope = _option(text, "rope_parameters") or _option(text, "rope_scaling") or {}
+    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:  # one a layer type
         kind = parameters.get("rope_type", parameters.get("type"))
-        limit = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
-        if kind in ("dynamic", "longrope") and batch.layout.max_position >= limit:
-            return [f"{name}: {kind} RoPE changes beyond {limit} tokens with the longest sequence of a call"]
-    return []
+        if kind in ("dynamic", "longrope"):
+            limit = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+            if batch.layout.max_position >= limit:
+                return cast(str, kind)
+    return None
 
 
 @contextlib.contextmanager
