@@ -157,10 +157,10 @@ def truth(forest: Forest, inputs: dict[str, Any], **options) -> Result:
 
 def torchs(forest: Forest, inputs: dict[str, Any], **options) -> Result:
     """The same from every sample alone as torch does it in this dtype; shared gradients summed in fp32."""
-    plain = inputs["sinks"] is None and not options.get("softcap")
-    found = dense(forest, inputs, fused if plain else eager, **options)
-    wide = {k: None if x is None else x.float() for k, x in inputs.items()}
-    return found._replace(lse=dense(forest, wide, eager, **options).lse)
+    found = dense(forest, inputs, eager, **options)
+    if inputs["sinks"] is not None or options.get("softcap"):
+        return found  # the fused kernels have neither
+    return dense(forest, inputs, fused, **options)._replace(lse=found.lse)
 
 
 def dense(forest: Forest, inputs: dict[str, Any], attention, **options) -> Result:
@@ -235,10 +235,10 @@ def _beside(inputs: dict[str, Any], want: Result, scale: float | None) -> dict[s
     """Gradients that are differences, in fp32, of numbers larger than themselves: how large those are."""
     if inputs["q"].dtype != torch.float32:
         return {}
-    delta = (want.out * inputs["grad_out"]).sum(2).abs()  # dq and dk sum p (dp - delta)
+    delta = (want.out * inputs["grad_out"]).abs().sum(2)  # dq and dk sum p (dp - delta)
     largest = delta.max().item() * (scale or inputs["q"].shape[2] ** -0.5)
     found = {"dq": largest * inputs["k"].abs().max().item(), "dk": largest * inputs["q"].abs().max().item()}
     if inputs["sinks"] is not None:
-        weight = torch.exp(inputs["sinks"].double()[:, None] - want.lse)
-        found["dsinks"] = (weight * delta.T).sum(1).max().item()
+        gap = inputs["sinks"].double()[:, None] - want.lse  # dsinks sums exp(gap) delta
+        found["dsinks"] = (gap.exp() * (1 - gap) * delta.T).sum(1).max().item()
     return found

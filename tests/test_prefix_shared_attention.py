@@ -133,13 +133,17 @@ def test_errors_are_at_most_twice_torchs(backend, device, dtype):
 def test_large_scores(backend, device):
     """Rows whose weight lies on one key, or whose scores overflow when nobody subtracts their maximum."""
     shape = FORESTS["ragged"]
-    inputs = widest(backend, device, shape, 2, 1, sinks=True)
+    inputs = widest(backend, device, shape, 2, 1)
     inputs["q"][::2] *= 200
     inputs["k"][1::3] *= 5
-    inputs["sinks"] *= 30
-    check_against_dense(backend, shape, inputs)
-    inputs["sinks"] -= 1e4
-    check_against_dense(backend, shape, inputs)
+    got = check_against_dense(backend, shape, inputs)
+    inputs["sinks"] = torch.full((2,), -1e4, dtype=inputs["q"].dtype, device=device)
+    low = run(backend, shape.layout(), inputs)
+    torch.testing.assert_close((low.out, low.lse), (got.out, got.lse))
+    assert not bool(low.dsinks.any())
+    high = run(backend, shape.layout(), inputs | {"sinks": -inputs["sinks"]})
+    assert not bool(high.out.any() or high.dq.any() or high.dk.any() or high.dv.any())
+    assert bool((high.lse == 1e4).all())
 
 
 @ON_EVERY_BACKEND
@@ -225,13 +229,14 @@ def assert_same(got: Result, want: Result):
             assert_equal(name, a, b)
 
 
-BITS = {"past tiles": FORESTS["past tiles"], "a depth of five": FORESTS["a depth of five"]}
+BITS = [FORESTS["past tiles"], FORESTS["a depth of five"], *LARGE.values()]
+FEW_BITS = [groups((37, [3, 20]), (16, [1, 7]))]
 
 
 @pytest.mark.parametrize("parity", ["fast", "bitwise"])
 @ON_EVERY_BACKEND
 def test_the_same_call_gives_the_same_bits(backend, device, parity):
-    for shape in BITS.values():
+    for shape in FEW_BITS if is_slow(backend, device) else BITS:
         inputs = inputs_of(shape, 2, 1, device=device, sinks=True)
         skip_unless_it_can(backend, shape.layout(), inputs, parity=parity)
         first = run(backend, shape.layout(), inputs, parity=parity)
@@ -245,8 +250,9 @@ def test_parity_with_repeated_prompts(backend, device, dtype, options):
     asked = dict(OPTIONS[options])
     sinks = asked.pop("sinks", False)
     slow = is_slow(backend, device)
-    shapes = [FORESTS["a depth of five"], groups((37, [3, 20]), (16, [1, 7]))]
-    for shape in shapes if slow else [*shapes, *BITS.values(), *LARGE.values()]:
+    if slow and (dtype == torch.bfloat16) != (options == "all"):
+        return
+    for shape in [*FEW_BITS, FORESTS["a depth of five"]] if slow else [*FEW_BITS, *BITS]:
         layout = shape.layout()
         inputs = inputs_of(shape, 2, 1, 32, dtype=dtype, device=device, sinks=sinks)
         inputs |= {name: like_hugging_face(inputs[name]) for name in "qkv"}
@@ -263,18 +269,20 @@ def test_parity_with_repeated_prompts(backend, device, dtype, options):
         torch.testing.assert_close(got.out, fast.out, rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("parity", ["fast", "bitwise"])
 @ON_EVERY_BACKEND
-def test_a_row_does_not_depend_on_other_groups(backend, device, parity):
+def test_a_row_does_not_depend_on_other_groups(backend, device):
+    """Bitwise parity makes a row batch-invariant too: its tiles are cut at its own positions."""
     sizes = [(37, [20, 5]), (70, [9, 66, 9]), (0, [4]), (16, [16])]
+    if is_slow(backend, device):
+        sizes = [(20, [6, 5]), (35, [9, 2]), (0, [4]), (3, [16])]
     shape = groups(*sizes)
     inputs = inputs_of(shape, 2, 1, 32, device=device)
-    skip_unless_it_can(backend, shape.layout(), inputs, parity=parity)
-    whole = run(backend, shape.layout(), inputs, parity=parity)
+    skip_unless_it_can(backend, shape.layout(), inputs, parity="bitwise")
+    whole = run(backend, shape.layout(), inputs, parity="bitwise")
     for order in ([3, 1, 0, 2], [1], [0, 3]):
         rows = torch.cat([rows_of(sizes, b)[0] for b in order] + [rows_of(sizes, b)[1] for b in order])
         part = {k: None if x is None else x[rows.to(device)] for k, x in inputs.items()}
-        got = run(backend, groups(*(sizes[b] for b in order)).layout(), part, parity=parity)
+        got = run(backend, groups(*(sizes[b] for b in order)).layout(), part, parity="bitwise")
         assert_equal(f"out of {order}", got.out, whole.out[rows.to(device)])
         assert_equal(f"lse of {order}", got.lse, whole.lse[:, rows.to(device)])
 
@@ -288,7 +296,7 @@ def rows_of(sizes, b):
 
 @ON_EVERY_BACKEND
 def test_siblings_may_stand_in_any_order(backend, device):
-    lengths = [9, 66, 9, 1, 30]
+    lengths = [9, 12, 9, 1, 30] if is_slow(backend, device) else [9, 66, 9, 1, 30]
     shape = groups((45, lengths))
     inputs = inputs_of(shape, 2, 1, 32, device=device)
     skip_unless_it_can(backend, shape.layout(), inputs, parity="bitwise")
