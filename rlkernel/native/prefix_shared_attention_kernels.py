@@ -1,4 +1,4 @@
-"""The small kernels around vendors' attention over shared prefixes, on tensors of any device that has them."""
+"""The small kernels around vendors' attention over shared prefixes, on any device that has them."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dt
 def attention_merge(
     out: Tensor, lse: Tensor, part: Tensor | None, part_lse: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """Merge the partial attention ``part`` [n, H, D], ``part_lse`` [H, n] of the same rows into ``out``, ``lse``.
+    """Merge the partial attention ``part`` [n, H, D], ``part_lse`` [H, n] into ``out``, ``lse`` of its rows.
 
     In place, with ``lse' = log(exp(lse) + exp(part_lse) + exp(sinks))`` equal to::
 
         out = exp(lse - lse') * out + exp(part_lse - lse') * part        lse = lse'
 
     ``lse`` and ``part_lse`` are fp32, -inf (or +inf, as FlashAttention 2 has it) of a row without keys, which
-    weighs 0; a row where nothing has a weight gets out 0 and lse -inf.  Without ``part`` only ``sinks`` count.
+    weighs 0; a row where nothing has a weight gets out 0 and lse -inf.  Without ``part`` only the sinks count.
     The last dimension of each tensor must be contiguous, other strides are free.
     """
     n, heads, head_dim = out.shape
@@ -29,12 +29,13 @@ def attention_merge(
     sinks = None if sinks is None else sinks.float().contiguous()
     launch(
         "attention_merge", out.device, out.data_ptr(), DTYPES[out.dtype], out.stride(0), out.stride(1),
-        lse.data_ptr(), lse.stride(0), *part_strides, 0 if sinks is None else sinks.data_ptr(), n, heads, head_dim,
+        lse.data_ptr(), lse.stride(0), *part_strides, 0 if sinks is None else sinks.data_ptr(), n, heads,
+        head_dim,
     )  # fmt: skip
 
 
 def gather_kv(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """``k[index], v[index]`` for [T, H, D] whose last dimension is contiguous, ``index`` int64, in one launch."""
+    """``k[index], v[index]`` in one launch: [T, H, D] whose last dimension is contiguous, ``index`` int64."""
     shape = (len(index), *k.shape[1:])
     out_k, out_v = (torch.empty(shape, dtype=k.dtype, device=k.device) for _ in range(2))
     launch(
