@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.native import kernels_for
 from rlkernel.native import prefix_shared_attention_cpu as cpu
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule
@@ -11,10 +12,11 @@ from rlkernel.types import AttentionRule
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     q, k, v = tensors
+    found = kernels_for(q.device)
+    if isinstance(found, str):
+        return [found]
     if q.device.type == "cpu":
         return []
-    if q.device.type != "cuda":
-        return [f"has kernels for cpu and cuda tensors, got {q.device.type}"]
     from rlkernel.native import prefix_shared_attention_flash as flash
 
     names = ("layout", "rule", "sinks", "needs_grad")

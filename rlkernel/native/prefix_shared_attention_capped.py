@@ -1,4 +1,4 @@
-"""Dense attention with a softcap, which torch's CPU flash kernels do not have: products over tiles of rows."""
+"""Dense attention with a softcap, which torch's CPU flash kernels lack: products over tiles of rows."""
 
 import math
 

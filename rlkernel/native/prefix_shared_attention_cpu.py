@@ -1,7 +1,7 @@
-"""``prefix_shared_attention`` from torch's own CPU flash kernels: each segment alone, then on those above.
+"""``prefix_shared_attention`` from torch's CPU flash kernels: each segment on itself, then on those above.
 
-Partial results are merged by their log-sum-exps.  Backward makes the same calls with the merged output and the
-whole row's log-sum-exp: the probabilities are then the right ones, and nothing differentiates the merge.
+Partial results are merged by their log-sum-exps.  Backward makes the same calls with the merged output and
+the whole row's log-sum-exp: the probabilities are the whole row's, and nothing differentiates the merge.
 """
 
 import math
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import prefix_shared_attention_capped as capped
+from rlkernel.native import prefix_shared_attention_kernels as kernels
 from rlkernel.native.prefix_shared_attention_plan import BITWISE_TILE, TILE, Batch, plan
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule
@@ -140,10 +141,15 @@ def _attend_backward(
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, norm: Tensor) -> None:
-    """Combine, in place, what rows have of some keys with what they have of others."""
-    both = torch.logaddexp(lse, norm)
-    out.mul_(torch.exp(lse - both)[..., None]).add_(part * torch.exp(norm - both)[..., None])
-    lse.copy_(both)
+    """Combine, in place, what rows [Hkv, r, N, D] have of some keys with what they have of others."""
+    if lse.dtype == torch.float64:
+        both = torch.logaddexp(lse, norm)
+        out.mul_(torch.exp(lse - both)[..., None]).add_(part * torch.exp(norm - both)[..., None])
+        lse.copy_(both)
+        return
+    norm = norm.contiguous()
+    for h in range(len(out)):  # the r heads of one have one stride in torch's result, all Hq have not
+        kernels.attention_merge(out[h].transpose(0, 1), lse[h], part[h].transpose(0, 1), norm[h])
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
