@@ -37,15 +37,37 @@ NO_WINDOW = 2**31 - 1
 
 
 class Blocks(NamedTuple):
-    """Rows of queries and keys of a tile, and how its program runs.
+    """Rows of queries and of keys that are multiplied at a time, and how a program runs.
 
-    The first two decide the order of sums, so they follow from head dim and dtype (and the vendor) alone.
+    The first two decide the order of sums: they follow from head dim, dtype and rule, and from the vendor.
     """
 
     q: int
     k: int
     warps: int
     stages: int
+
+
+# (widths of the two bytes, of four bytes) -> kernel -> blocks.  The largest that spill nowhere and that keep
+# the memory of stages below what sm_80 has; tests/test_triton_codegen.py compiles them.  fp32 is exact, which
+# takes ordinary multiply-adds on NVIDIA.  AMD has 64 KiB of shared memory, and registers for four warps.
+NVIDIA = {
+    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
+    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
+    (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 128): (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 256): (Blocks(32, 32, 8, 2), Blocks(16, 16, 4, 2), Blocks(32, 16, 8, 2)),
+}
+AMD = {
+    (2, 64): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 128, 4, 2)),
+    (2, 128): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    (2, 256): (Blocks(64, 32, 4, 2), Blocks(64, 16, 4, 2), Blocks(16, 64, 4, 2)),
+    (4, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
+    (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+}
+KERNELS = ("forward", "query grad", "key grad")
 
 
 def unsupported(
@@ -68,7 +90,7 @@ def forward(
     total, heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    blocks = _blocks("forward", head_dim, q.dtype)
+    blocks = _blocks("forward", head_dim, q.dtype, rule)
     plan = _query_plan(layout, rule, blocks, q.device)
     keys = layout.gathered(q.device).keys if rule.bitwise else None
     if total:
@@ -122,7 +144,7 @@ def _query_grad(
     rule: AttentionRule,
 ) -> None:
     total, heads, head_dim = q.shape
-    blocks = _blocks("query grad", head_dim, q.dtype)
+    blocks = _blocks("query grad", head_dim, q.dtype, rule)
     plan = _query_plan(layout, rule._replace(bitwise=False), blocks, q.device)
     attention_query_grad_kernel[(len(plan.tiles) * heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
@@ -145,7 +167,7 @@ def _key_grads(
 ) -> None:
     total, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    blocks = _blocks("key grad", head_dim, q.dtype)
+    blocks = _blocks("key grad", head_dim, q.dtype, rule)
     slot = kv_heads * blocks.k * head_dim  # numbers of a partial sum
     plan: KeyPlan = layout._on(
         q.device,
@@ -199,8 +221,13 @@ def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
     }
 
 
-def _blocks(kernel: str, head_dim: int, dtype: torch.dtype) -> Blocks:
-    return Blocks(16, 16, 4, 2)
+def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule) -> Blocks:
+    nvidia = torch.version.hip is None
+    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, max(64, _width(head_dim))][KERNELS.index(kernel)]
+    visited = "q" if kernel == "key grad" else "k"
+    if rule.softcap and getattr(blocks, visited) > (32 if nvidia else 16):  # its polynomial takes registers
+        return blocks._replace(**{visited: getattr(blocks, visited) // 2})
+    return blocks
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
