@@ -6,6 +6,7 @@
 #include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
+#include "rlkernel/bind_prefix_shared_attention.h"
 #include "rlkernel/bind_sampling.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
@@ -126,6 +127,21 @@ PYBIND11_MODULE(_C, m) {
   bind::preference_sums(m, "preference_sums_hip", hip::preference_sums, hip::error_string);
   bind::preference_loss(m, "preference_loss_hip", hip::preference_loss, hip::error_string);
   bind::preference_backward(m, "preference_backward_hip", hip::preference_backward, hip::error_string);
+#endif
+
+  // prefix_shared_attention
+  bind::attention_merge(m, "attention_merge_cpu", cpu::attention_merge, cpu::error_string);
+  bind::segment_reduce(m, "segment_reduce_cpu", cpu::segment_reduce, cpu::error_string);
+  bind::gather_kv(m, "gather_kv_cpu", cpu::gather_kv, cpu::error_string);
+#ifdef RLKERNEL_BUILT_CUDA
+  bind::attention_merge(m, "attention_merge_cuda", cuda::attention_merge, cuda::error_string);
+  bind::segment_reduce(m, "segment_reduce_cuda", cuda::segment_reduce, cuda::error_string);
+  bind::gather_kv(m, "gather_kv_cuda", cuda::gather_kv, cuda::error_string);
+#endif
+#ifdef RLKERNEL_BUILT_HIP
+  bind::attention_merge(m, "attention_merge_hip", hip::attention_merge, hip::error_string);
+  bind::segment_reduce(m, "segment_reduce_hip", hip::segment_reduce, hip::error_string);
+  bind::gather_kv(m, "gather_kv_hip", hip::gather_kv, hip::error_string);
 #endif
 
   // sampling

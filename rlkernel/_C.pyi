@@ -393,6 +393,69 @@ def preference_backward_cpu(
 preference_backward_cuda = preference_backward_cpu
 preference_backward_hip = preference_backward_cpu
 
+def attention_merge_cpu(
+    out: int,
+    dtype: int,
+    out_stride: int,
+    out_head_stride: int,
+    lse: int,
+    lse_stride: int,
+    part: int,
+    part_stride: int,
+    part_head_stride: int,
+    part_lse: int,
+    part_lse_stride: int,
+    sinks: int,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    stream: int,
+) -> None: ...
+
+attention_merge_cuda = attention_merge_cpu
+attention_merge_hip = attention_merge_cpu
+
+def segment_reduce_cpu(
+    source_k: int,
+    source_v: int,
+    dtype: int,
+    source_k_stride: int,
+    source_v_stride: int,
+    index: int,
+    offsets: int,
+    rows: int,
+    width: int,
+    out_k: int,
+    out_v: int,
+    out_dtype: int,
+    out_k_stride: int,
+    out_v_stride: int,
+    stream: int,
+) -> None: ...
+
+segment_reduce_cuda = segment_reduce_cpu
+segment_reduce_hip = segment_reduce_cpu
+
+def gather_kv_cpu(
+    k: int,
+    v: int,
+    bytes: int,
+    k_stride: int,
+    v_stride: int,
+    k_head_stride: int,
+    v_head_stride: int,
+    index: int,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    out_k: int,
+    out_v: int,
+    stream: int,
+) -> None: ...
+
+gather_kv_cuda = gather_kv_cpu
+gather_kv_hip = gather_kv_cpu
+
 def sampling_statistics_cpu(
     logits: int,
     dtype: int,

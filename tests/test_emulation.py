@@ -12,6 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel import native
+from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.reference import preference_loss, value_loss
 
 WARPS = (32, 64)
@@ -365,6 +366,54 @@ def test_a_barrier_missing_in_preference_loss_is_found(barrier, max_blocks):
         assert "divergent barrier" in str(error)
     else:
         assert not all(torch.equal(right, result) for result in results)
+
+
+def prefix_kernels(kernels, schedules):
+    """Merge, gather and reduction of rows over several turns of a block, under each (seed, max_blocks)."""
+    generator = torch.Generator().manual_seed(0)
+    out, part = torch.randn(2, 200, 3, 40, generator=generator)
+    lse, part_lse = 4 * torch.randn(2, 3, 200, generator=generator)
+    index = torch.randint(200, (900,), generator=generator)
+    offsets = torch.arange(0, 901, 9)
+    results = []
+    with native.emulated(kernels):
+        for seed, max_blocks in schedules:
+            kernels.configure(seed, max_blocks)
+            merged, total = out.clone(), lse.clone()
+            attention_merge(merged, total, part, part_lse, torch.zeros(3))
+            k, v = gather_kv(merged, part, index)
+            dk, dv = segment_reduce(out, part, index, offsets)
+            results.append(torch.cat([x.flatten() for x in (merged, total, k, v, dk, dv)]).nan_to_num(7.0))
+    kernels.configure()
+    return results
+
+
+def test_prefix_kernels_do_not_depend_on_the_schedule(kernels):
+    first, *others = prefix_kernels(kernels, [(0, 1 << 20), (1, 6), (2, 6), (3, 1), (4, 2)])
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_prefix_kernels_have_the_same_bits_with_both_warp_sizes():
+    first, second = (prefix_kernels(emulation.module(warp), [(0, 1 << 20)])[0] for warp in WARPS)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text, fault, max_blocks",
+    [
+        ("__syncthreads();  // the rows' weights are written", "//", 8),
+        ("__syncthreads();  // the rows' weights are read: the next turn may overwrite them", "//", 1),
+        ("k < end; ++k", "k < end - 1; ++k", 8),  # a row's last source left out
+    ],
+    ids=["weights not written", "weights overwritten", "a source left out"],
+)
+def test_a_fault_in_the_prefix_kernels_is_found(text, fault, max_blocks):
+    right = prefix_kernels(emulation.module(32), [(0, 8)])[0]
+    results = prefix_kernels(
+        broken("prefix_shared_attention.cuh", text, fault), [(s, max_blocks) for s in range(8)]
+    )
+    assert not all(torch.equal(right, result) for result in results)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "driver_losses.h"
+#include "driver_prefix.h"
 #include "driver_sampling.h"
 #include "rlkernel/logprob_backward.cuh"
 #include "rlkernel/logprob_forward.cuh"
@@ -216,6 +217,7 @@ int main() {
     emulation::settings() = {seed, 3};
 #ifndef RLKERNEL_ONLY_LOGPROB  // with it, a planted fault is compiled with those kernels alone
     right &= losses::run_all(seed);
+    right &= prefix::run_all(seed);
     if (seed) right &= sampling::run_all(seed);
     for (const int64_t length : {1, 37, 300}) right &= run_preference(length, false, seed) & run_preference(length, true, seed);
     right &= policy_loss(seed, false) & policy_loss(seed, true);

@@ -3,7 +3,7 @@
 // A build holds all ops, or with -DRLKERNEL_ONLY_<OP> that one: a planted fault is compiled in seconds.
 #if !(defined(RLKERNEL_ONLY_LOGPROB) || defined(RLKERNEL_ONLY_VALUE_LOSS) || defined(RLKERNEL_ONLY_GAE) || \
       defined(RLKERNEL_ONLY_WHITEN) || defined(RLKERNEL_ONLY_GROUP_ADVANTAGES) || defined(RLKERNEL_ONLY_POLICY_LOSS) || \
-      defined(RLKERNEL_ONLY_PREFERENCE_LOSS))
+      defined(RLKERNEL_ONLY_PREFERENCE_LOSS) || defined(RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION))
 #define RLKERNEL_ONLY_LOGPROB
 #define RLKERNEL_ONLY_VALUE_LOSS
 #define RLKERNEL_ONLY_GAE
@@ -11,6 +11,7 @@
 #define RLKERNEL_ONLY_GROUP_ADVANTAGES
 #define RLKERNEL_ONLY_POLICY_LOSS
 #define RLKERNEL_ONLY_PREFERENCE_LOSS
+#define RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION
 #define RLKERNEL_ONLY_KL_SHAPED_REWARDS  // no fault of its own is planted
 #endif
 
@@ -21,6 +22,7 @@
 #include "rlkernel/bind_logprob_support.h"
 #include "rlkernel/bind_policy_loss.h"
 #include "rlkernel/bind_preference_loss.h"
+#include "rlkernel/bind_prefix_shared_attention.h"
 #include "rlkernel/bind_sampling.h"
 #include "rlkernel/bind_value_loss.h"
 #include "rlkernel/bind_whiten.h"
@@ -32,6 +34,7 @@
 #include "rlkernel/logprob_support.cuh"
 #include "rlkernel/policy_loss.cuh"
 #include "rlkernel/preference_loss.cuh"
+#include "rlkernel/prefix_shared_attention.cuh"
 #include "rlkernel/sampling.cuh"
 #include "rlkernel/value_loss.cuh"
 #include "rlkernel/whiten.cuh"
@@ -122,5 +125,10 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
   bind::sampling_statistics(m, "sampling_statistics", emulated::launch_sampling_statistics, describe);
   bind::sampling_finish(m, "sampling_finish", emulated::launch_sampling_finish, describe);
+#endif
+#ifdef RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION
+  bind::attention_merge(m, "attention_merge", emulated::launch_attention_merge, describe);
+  bind::segment_reduce(m, "segment_reduce", emulated::launch_segment_reduce, describe);
+  bind::gather_kv(m, "gather_kv", emulated::launch_gather_kv, describe);
 #endif
 }

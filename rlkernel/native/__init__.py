@@ -36,6 +36,9 @@ class Kernels:
     preference_sums: Callable[..., None]
     preference_loss: Callable[..., None]
     preference_backward: Callable[..., None]
+    attention_merge: Callable[..., None]
+    segment_reduce: Callable[..., None]
+    gather_kv: Callable[..., None]
     sampling_statistics: Callable[..., None]
     sampling_finish: Callable[..., None]
 
