@@ -11,6 +11,7 @@ from rlkernel.integrations import _packed, hf
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 models = pytest.importorskip("hf_models")
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`", "ignore:None of the inputs")
 rlkernel.register_hf()
 
 
@@ -108,7 +109,6 @@ def test_batches_without_a_label(return_aux_loss):
 # mixtures of experts
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("max_tokens", (None, 20))
 @pytest.mark.parametrize("name", ("qwen3_moe", "gpt_oss", "mixtral"))
 def test_the_auxiliary_loss_is_that_of_the_padded_batch(name, max_tokens):
@@ -158,8 +158,7 @@ def test_weights_count_every_token_of_every_sample():
 
 def test_reentrant_checkpointing_cuts_the_router_off():
     model = packed_model("mixtral")
-    with pytest.warns(FutureWarning):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(ValueError, match="router_logits have no gradient.* {'use_reentrant': False}"):
         rlkernel.packed_logprobs(model, pack(), return_aux_loss=True)
     with torch.no_grad():
@@ -249,8 +248,7 @@ def test_frozen_models_train_what_is_not_frozen():
     logprobs, _, _ = models.dense("llama")
     model = packed_model().requires_grad_(False)
     model.model.layers[0].self_attn.k_proj.weight.requires_grad_()
-    with pytest.warns(FutureWarning):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     w = models.weights(len(logprobs))
     found = models.gradients(model, (rlkernel.packed_logprobs(model, pack()).logprobs * w).sum())
     other = models.make("llama")
