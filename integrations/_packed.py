@@ -248,7 +248,7 @@ def _with_last_tokens(batch: PrefixBatch) -> tuple[PrefixBatch, Tensor]:
         extended.add(end)
         ends.append(end)
     longer = PrefixBatch(
-        Tree(torch.cat(tokens), tuple(lengths), tuple(parents), tuple(completion), tuple(ends)),
+        Tree(torch.cat([more[:0], *tokens]), tuple(lengths), tuple(parents), tuple(completion), tuple(ends)),
         device=batch.device,
     )
     keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
@@ -270,7 +270,7 @@ def _uses(batch: PrefixBatch) -> Tensor:
         if layout.parents[s] >= 0:
             uses[layout.parents[s]] += uses[s]
     counts = torch.tensor(uses, dtype=torch.float32)
-    return counts.repeat_interleave(torch.tensor(layout.lengths)).to(batch.device)
+    return counts.repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64)).to(batch.device)
 
 
 def _aux_loss(model: Any, routers: list[Any]) -> Tensor:

@@ -142,6 +142,9 @@ def _attention(
     calls = _calls.get()
     if calls is not None and not torch.compiler.is_compiling():
         calls.append(module)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = v.shape[-1]
     if width < q.shape[-1]:  # multi-head latent attention: what is added to v only widens out

@@ -1,5 +1,7 @@
 """The small kernels around vendors' attention over shared prefixes, on any device that has them."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,11 @@ def attention_merge(
         out = exp(lse - lse') * out + exp(part_lse - lse') * part        lse = lse'
 
     ``lse`` and ``part_lse`` are fp32, -inf (or +inf, as FlashAttention 2 has it) of a row without keys, which
-    weighs 0; a row where nothing has a weight gets out 0 and lse -inf.  Without ``part`` only the sinks count.
+    weighs 0; a row where nothing has a weight gets out 0 and lse -inf.  Without ``part``, sinks alone count.
     The last dimension of each tensor must be contiguous, other strides are free.
     """
+    if out.dtype not in DTYPES:
+        return _merge_fp64(out, lse, part, part_lse, sinks)
     n, heads, head_dim = out.shape
     part_strides = (0, 0, 0, 0, 0)
     if part is not None and part_lse is not None:
@@ -54,6 +58,9 @@ def segment_reduce(
     once, to ``dtype``: fp32 or the sources' own, which is the default.
     """
     dtype = dtype or source_k.dtype
+    if source_k.dtype not in DTYPES:
+        k, v = (torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (source_k, source_v))
+        return k, v
     shape = (len(offsets) - 1, *source_k.shape[1:])
     width = shape[1] * shape[2]
     out_k, out_v = (torch.empty(shape, dtype=dtype, device=source_k.device) for _ in range(2))
@@ -63,3 +70,18 @@ def segment_reduce(
         out_k.data_ptr(), out_v.data_ptr(), DTYPES[dtype], width, width,
     )  # fmt: skip
     return out_k, out_v
+
+
+def _merge_fp64(
+    out: Tensor, lse: Tensor, part: Tensor | None, part_lse: Tensor | None, sinks: Tensor | None
+) -> None:
+    """For the proofs in fp64: the kernels read at most fp32."""
+    none = torch.full_like(lse, -math.inf)
+    a, b = (none if x is None else torch.where(x == math.inf, none, x) for x in (lse, part_lse))
+    sink = none if sinks is None else sinks.to(lse.dtype)[:, None].expand_as(lse)
+    total = torch.stack([a, b, sink]).logsumexp(0)
+    weights = ((x - total).exp().masked_fill(x == -math.inf, 0).T[..., None] for x in (a, b))
+    values = out, out if part is None else part
+    x, y = (torch.where(w == 0, 0, w * value) for w, value in zip(weights, values, strict=True))
+    out.copy_(x + y)
+    lse.copy_(total)

@@ -13,6 +13,7 @@ from rlkernel.integrations import hf
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 models = pytest.importorskip("hf_models")
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`", "ignore:None of the inputs")
 rlkernel.register_hf()
 
 CHECKPOINTING = (None, {"use_reentrant": False}, {"use_reentrant": True})
@@ -35,7 +36,6 @@ def packed_model(name, checkpointing=None, **options):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING, ids=("plain", "checkpointing", "reentrant"))
 @pytest.mark.parametrize("name", models.TEN)
 def test_every_sample_as_if_alone(name, checkpointing):

@@ -1,0 +1,327 @@
+"""Three vendors' varlen attention kernels behind one contract, forward and backward, each called by name.
+
+lse is [Hq, T] in natural log; a row without keys has +inf (FlashAttention 2, torch) or -inf (3).  backward
+takes the out and the lse of whole rows, so that the parts of a row's keys can be computed one by one; its
+gradients do not depend on how threads race.
+
+Signatures are those of ``flash_attn_interface.py`` in flash-attn 2.8 and in FlashAttention 3, and of
+``aten::_flash_attention_forward`` in torch 2.13.  They change: a function that lacks a parameter, or wants
+one more, is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Sequences(NamedTuple):
+    """What a call computes: int32 tables of B + 1 offsets each, the longest sequences, and the rule."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    scale: float
+    causal: bool  # aligned at the end of each sequence
+    window: int = 0  # positions that a row sees, itself included; 0: all
+    softcap: float = 0.0
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, int, int]:
+        # FlashAttention 2 turns a batch of single rows to another kernel, whose bits depend on the device
+        return self.cu_q, self.cu_k, max(2, self.max_q), self.max_k
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """What a row sees to its left and to its right besides itself, -1 for all."""
+        return (self.window - 1 if self.window else -1), (0 if self.causal else -1)
+
+
+class ByName:
+    """A function that takes its arguments by name; ``reason`` says why it cannot be called so."""
+
+    def __init__(self, function: Callable[..., Any], name: str, parameters: str) -> None:
+        self.function, self.names = function, parameters.split()
+        known, needed = _parameters(function)
+        missing = [n for n in self.names if n not in known]
+        more = [n for n in needed if n not in self.names]
+        self.reason = ""
+        if missing:
+            self.reason = f"its {name} has no parameter {missing[0]}"
+        elif more:
+            self.reason = f"its {name} needs {more[0]}"
+
+    def __call__(self, *values: Any) -> Any:
+        return self.function(**dict(zip(self.names, values, strict=True)))
+
+
+def _parameters(function: Any) -> tuple[list[str], list[str]]:
+    """The names of all parameters, and of those without a default."""
+    # a torch.library.custom_op, then an operator: Python sees only *args of both
+    overload = getattr(function, "_opoverload", None) or getattr(function, "default", None)
+    if overload is not None:
+        arguments = overload._schema.arguments
+        return [a.name for a in arguments], [a.name for a in arguments if not a.has_default_value()]
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters], [p.name for p in parameters if p.default is p.empty]
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def library(name: str) -> Any:
+    """The module, or in one line why there is none."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a build for another CUDA fails with an error of any kind
+        return f"{name} does not import here: {error}"
+
+
+class Varlen:
+    """What the kernels share: their limits, and the form of what they return."""
+
+    name: str
+    devices: tuple[str, range]  # compute capabilities: in words, and the majors
+
+    def functions(self) -> tuple[ByName, ByName] | str:
+        """forward and backward, or why there are none."""
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
+    ) -> Grads:
+        raise NotImplementedError
+
+    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+        return []
+
+    def reasons(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+        found = []
+        if q.dtype not in DTYPES:
+            found.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+        if q.shape[2] % 8 or q.shape[2] > MAX_HEAD_DIM:
+            want = f"a multiple of 8 and at most {MAX_HEAD_DIM}"
+            found.append(f"the head dim must be {want}, got {q.shape[2]}")
+        if found:
+            return [f"{self.name}: {reason}" for reason in found]
+        words, majors = self.devices
+        if capability(q.device)[0] not in majors:
+            got = ".".join(map(str, capability(q.device)))
+            found.append(f"compute capability must be {words}, got {got}")
+        found += self.limits(q, softcap, needs_grad)
+        if not found:  # an import takes seconds
+            functions = self.functions()
+            found += [functions] if isinstance(functions, str) else [f.reason for f in functions if f.reason]
+        return [f"{self.name}: {reason}" for reason in found]
+
+    def found(self) -> tuple[ByName, ByName]:
+        functions = self.functions()
+        assert not isinstance(functions, str)
+        return functions
+
+    def _checked(self, out: Tensor, lse: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        if lse.shape != (q.shape[1], q.shape[0]):  # [B, H, longest] before FlashAttention 2.6
+            want = (q.shape[1], q.shape[0])
+            raise RuntimeError(f"{self.name}'s lse must have shape [Hq, T] = {want}, got {tuple(lse.shape)}")
+        return out.contiguous(), lse.contiguous()
+
+
+class FlashAttention3(Varlen):
+    name = "FlashAttention 3"
+    devices = ("9", range(9, 10))
+
+    def functions(self) -> tuple[ByName, ByName] | str:
+        return _of_library(
+            "flash_attn_interface",
+            (
+                "_flash_attn_forward",
+                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal "
+                "window_size_left window_size_right softcap num_splits",
+            ),
+            (
+                "_flash_attn_backward",
+                "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dq dk dv "
+                "softmax_scale is_causal window_size_left window_size_right softcap deterministic",
+            ),
+        )
+
+    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+        is_wide = needs_grad and q.shape[2] > 192  # rounded up to 256, which refuses deterministic=True
+        return [f"backward is not deterministic above head dim 192, got {q.shape[2]}"] if is_wide else []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+        function, _ = self.found()
+        out, lse, *_ = function(
+            *map(aligned, (q, k, v)), *s.tables, s.scale, s.causal, *s.sides, s.softcap, 1
+        )  # fmt: skip
+        return self._checked(out, lse, q)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
+    ) -> Grads:
+        _, function = self.found()
+        grads = _empty_like(q, k, v)
+        function(
+            *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *s.tables, *grads, s.scale, s.causal,
+            *s.sides, s.softcap, True,
+        )  # fmt: skip
+        return grads
+
+
+class FlashAttention2(Varlen):
+    name = "FlashAttention 2"
+    devices = ("8.0 or above", range(8, 100))
+
+    def functions(self) -> tuple[ByName, ByName] | str:
+        return _of_library(
+            "flash_attn.flash_attn_interface",
+            (
+                "_flash_attn_varlen_forward",
+                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+                "window_size_left window_size_right softcap",
+            ),
+            (
+                "_flash_attn_varlen_backward",
+                "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+                "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+                "deterministic",
+            ),
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+        function, _ = self.found()
+        out, lse, *_ = function(
+            *map(aligned, (q, k, v)), *s.tables, 0.0, s.scale, s.causal, *s.sides, s.softcap
+        )  # fmt: skip
+        return self._checked(out, lse, q)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
+    ) -> Grads:
+        _, function = self.found()
+        grads = _empty_like(q, k, v)
+        function(
+            *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *grads, *s.tables, 0.0, s.scale,
+            s.causal, *s.sides, s.softcap, None, True,
+        )  # fmt: skip
+        return grads
+
+
+class Aten(Varlen):
+    """FlashAttention 2 as torch has it: nothing to install, no softcap."""
+
+    name = "torch's flash attention"
+    devices = ("8.0 or above", range(8, 100))
+
+    def functions(self) -> tuple[ByName, ByName] | str:
+        forward = (
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
+            "window_size_left window_size_right"
+        )
+        backward = (
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+            "rng_state unused scale window_size_left window_size_right"
+        )
+        ops = library("torch").ops.aten
+        if "num_splits" in _parameters(ops._flash_attention_forward)[0]:
+            forward += " num_splits"
+        return (
+            ByName(ops._flash_attention_forward, "_flash_attention_forward", forward),
+            ByName(ops._flash_attention_backward, "_flash_attention_backward", backward),
+        )
+
+    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+        found = ["it has no softcap"] if softcap else []
+        if needs_grad and q.shape[2] > 192 and capability(q.device) not in ((8, 0), (9, 0), (10, 0)):
+            found.append(f"backward above head dim 192 needs an A100, H100 or B200, got {q.shape[2]}")
+        return found
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+        function, _ = self.found()
+        # left to itself, a version that can split keys over blocks does so by the batch's longest sequence
+        splits = [1] if function.names[-1] == "num_splits" else []
+        out, lse, *_ = function(
+            *map(aligned, (q, k, v)), *s.tables, 0.0, s.causal, False, s.scale, *s.sides, *splits
+        )  # fmt: skip
+        return self._checked(out, lse, q)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
+    ) -> Grads:
+        _, function = self.found()
+        # of dropout, which there is none of
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        with deterministic():
+            dq, dk, dv = function(
+                *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *s.tables, 0.0, s.causal, state,
+                unused, s.scale, *s.sides,
+            )  # fmt: skip
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _of_library(module: str, *functions: tuple[str, str]) -> tuple[ByName, ByName] | str:
+    found = library(module)
+    if isinstance(found, str):
+        return found
+    calls = []
+    for name, parameters in functions:
+        if not hasattr(found, name):
+            return f"{module} has no {name}"
+        calls.append(ByName(getattr(found, name), name, parameters))
+    forward, backward = calls
+    return forward, backward
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch's flash backward adds up dq with atomics, unless the global flag stands and is no mere warning.
+
+    It stands while the kernel is launched, then is what it was; fresh memory is not filled meanwhile.  It
+    belongs to the process: another thread that launches at that moment gets its deterministic kernels too.
+    """
+    options: Any = torch.utils.deterministic
+    fills = options.fill_uninitialized_memory
+    stands = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        options.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(stands, warn_only=warns)
+        options.fill_uninitialized_memory = fills
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where rows do not start at 16 bytes, which the kernels read at once without asking."""
+    unit = 16 // x.element_size()
+    rows, heads, last = x.stride()
+    is_fine = x.data_ptr() % 16 == 0 and rows > 0 and heads > 0 and last == 1  # 0: expanded
+    if is_fine and rows % unit == 0 and heads % unit == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _empty_like(*tensors: Tensor) -> Grads:
+    q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+    return q, k, v
+
+
+KERNELS: tuple[Varlen, ...] = (FlashAttention3(), FlashAttention2(), Aten())
