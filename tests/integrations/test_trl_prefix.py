@@ -399,15 +399,22 @@ def _stub(ran):
     return method
 
 
-def test_continuous_batching_is_left_alone(trainer):
-    """It raises on an attention that is not transformers' own."""
-    batching = types.SimpleNamespace(**vars(trainer), use_transformers_continuous_batching=True)
+@pytest.mark.parametrize(
+    "setting, reason",
+    [
+        # it raises on an attention that is not transformers' own
+        ("use_transformers_continuous_batching", "continuous batching"),
+        ("_is_vlm", "a vision-language model makes positions of its own"),
+    ],
+)
+def test_trainers_that_are_left_alone(trainer, setting, reason):
+    special = types.SimpleNamespace(**vars(trainer), **{setting: True})
     model, (ids, mask) = make_model(), samples()
     with patch_trl() as patch, torch.no_grad():
-        getattr(trl.GRPOTrainer, METHOD)(batching, model, ids, mask, COMPLETION)
+        getattr(trl.GRPOTrainer, METHOD)(special, model, ids, mask, COMPLETION)
         assert model.config._attn_implementation == "sdpa"
-    (reason,) = patch.fallbacks
-    assert "continuous batching" in reason and METHOD not in patch.calls
+    (found,) = patch.fallbacks
+    assert reason in found and METHOD not in patch.calls
 
 
 def test_learned_positions_are_packed_where_nothing_is_padded(trainer):
