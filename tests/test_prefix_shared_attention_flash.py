@@ -380,7 +380,7 @@ def test_parameters_of_a_custom_op():
 
 def test_torch_has_these_functions():
     """The installed torch's schemas, and the stand-in's parameters beside them."""
-    forward, backward = varlen.Aten().functions()
+    forward, backward = varlen.Aten().functions
     assert not forward.reason and not backward.reason
     for name in ("_flash_attention_forward", "_flash_attention_backward"):
         schema = getattr(torch.ops.aten, name).default._schema
