@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.prefix_layout import PrefixLayout, ranges
+
+_ON_THE_HOST = ("samples", "completion_lengths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,11 @@ class _Tree:
     parents: tuple[int, ...]
     completion: tuple[bool, ...]
     ends: tuple[int, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each node's tokens begin, and where the last one's end."""
+        return [0, *itertools.accumulate(self.lengths)]
 
 
 class PrefixBatch:
@@ -40,8 +49,9 @@ class PrefixBatch:
         labels: [M] int64: the token that row ``n_prefix + m`` predicts.
         n_prefix: rows of prompts, in front.
         layout: PrefixLayout: who sees whom.
-        samples: [N] int64: which of the samples given these are; ``split`` keeps their numbers.
-        completion_lengths: [N] int64: tokens of each sample that have a label or could not have one.
+        samples: [N] int64 on the CPU: which of the samples given these are; ``split`` keeps their numbers.
+        completion_lengths: [N] int64 on the CPU: tokens of each sample that are predicted, the first one
+            also where nothing stands in front of it.
         tokens_dense: tokens of all samples, each with its own copy of the prompt.
     """
 
@@ -88,6 +98,8 @@ class PrefixBatch:
             root = len(nodes)
             nodes.append(_tokens(f"prompts[{b}]", prompt))
             parents.append(-1)
+            if not isinstance(group, Iterable):
+                raise ValueError(f"completions[{b}] must be a list of completions, got {group!r:.80}")
             for g, completion in enumerate(group):
                 ends.append(len(nodes))
                 nodes.append(_tokens(f"completions[{b}][{g}]", completion))
@@ -183,9 +195,7 @@ class PrefixBatch:
 
     def _build(self) -> None:
         tree = self._tree
-        first = [0]
-        for length in tree.lengths:
-            first.append(first[-1] + length)
+        first = tree.starts
         # Whatever no sample's label depends on is left out: prompts without completions.
         labelled = [c and n > 0 for c, n in zip(tree.completion, tree.lengths, strict=True)]
         for i in reversed(range(len(labelled))):
@@ -215,8 +225,8 @@ class PrefixBatch:
         self.position_ids = self.layout.row_tables().pos.long()[None].to(self.device)
         predicted = [i for _, i in order if tree.completion[i]]
         self.labels = tree.tokens[ranges([labels[i] for i in predicted])].to(self.device)
-        starts = _starts([rows[i] for i in predicted])
-        self._label_rows = {i: (at, at + rows[i]) for i, at in zip(predicted, starts, strict=True)}
+        ends = itertools.accumulate(rows[i] for i in predicted)
+        self._label_rows = {i: (end - rows[i], end) for i, end in zip(predicted, ends, strict=True)}
 
     def _index_samples(self, width: int | None) -> None:
         """For each label of each sample: where ``unpack`` puts it, and which row's it is."""
@@ -315,7 +325,12 @@ class PrefixBatch:
         """The same batch on another device."""
         if torch.device(device) == self.device:
             return self
-        return PrefixBatch(self._tree, width=self.width, samples=self.samples, device=device)
+        moved = copy.copy(self)
+        moved.device = torch.device(device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in _ON_THE_HOST:
+                setattr(moved, name, value.to(device))
+        return moved
 
     def split(self, max_tokens: int) -> list[PrefixBatch]:
         """Parts of at most ``max_tokens`` rows each, in order, that keep what shares a prompt together.
@@ -346,14 +361,19 @@ class PrefixBatch:
         return [self.select(part) for part in parts]
 
     def select(self, samples: Sequence[int]) -> PrefixBatch:
-        """The batch of some samples, given by their place in this batch."""
+        """The batch of some samples, given by their place in this batch; ``samples`` are their numbers here.
+
+        Raises:
+            ValueError: a place that this batch does not have.
+        """
+        if any(not 0 <= n < len(self) for n in samples):
+            raise ValueError(f"samples must be places in [0, {len(self)}), got {list(samples)}")
         tree = self._tree
         wanted = [tree.ends[n] for n in samples]
         kept = sorted(self._ancestry(wanted))
         place = {i: k for k, i in enumerate(kept)} | {-1: -1}
-        first = _starts(tree.lengths)
         part = _Tree(
-            tree.tokens[ranges([(first[i], first[i] + tree.lengths[i]) for i in kept])],
+            tree.tokens[ranges([(tree.starts[i], tree.starts[i + 1]) for i in kept])],
             tuple(tree.lengths[i] for i in kept),
             tuple(place[tree.parents[i]] for i in kept),
             tuple(tree.completion[i] for i in kept),
@@ -421,14 +441,6 @@ class _Shared(torch.autograd.Function):
         sorted_grad = grad[batch._by_source].to(wide)
         summed = torch.segment_reduce(sorted_grad, "sum", lengths=batch._uses, unsafe=True, initial=0)
         return summed.to(grad.dtype), None
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    total, found = 0, []
-    for length in lengths:
-        found.append(total)
-        total += length
-    return found
 
 
 def _tree(

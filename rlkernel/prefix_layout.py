@@ -46,6 +46,20 @@ class Gathered(NamedTuple):
     max_seqlen_k: int
 
 
+@dataclass
+class _Span:
+    """Segments found so far: how many, and the range that they lie in."""
+
+    first: int = 0
+    end: int = 0
+    count: int = 0
+
+    def add(self, first: int, end: int, count: int) -> None:
+        self.first = min(self.first, first) if self.count else first
+        self.end = max(self.end, end)
+        self.count += count
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixLayout:
     """Lengths, parents (-1: none) and part (True: completion) of non-empty segments, in the order of rows.
@@ -102,23 +116,25 @@ class PrefixLayout:
                 raise ValueError(f"completion[{s}] must be True below completion segment {parent}, got False")
         if list(self.completion) != sorted(self.completion):
             raise ValueError("completion must be False for the first segments and True for the rest")
-        for s, runs in enumerate(self._below):
-            for part, members in enumerate(runs):
-                if members and members[-1] - members[0] + 1 != len(members):
+        for s, spans in enumerate(self._below):
+            for part, span in enumerate(spans):
+                if span.count != span.end - span.first:
                     what = ("prompt", "completion")[part]
                     raise ValueError(f"the {what} segments below segment {s} must be consecutive")
 
     # the forest
 
     @cached_property
-    def _below(self) -> list[tuple[list[int], list[int]]]:
+    def _below(self) -> list[tuple[_Span, _Span]]:
         """The segments below each one, in the prompt part and in the completion part."""
-        below: list[tuple[list[int], list[int]]] = [([], []) for _ in self.lengths]
-        for s, is_completion in enumerate(self.completion):
-            above = self.parents[s]
-            while above >= 0:
-                below[above][is_completion].append(s)
-                above = self.parents[above]
+        below = [(_Span(), _Span()) for _ in self.lengths]
+        for s in reversed(range(len(below))):  # children before their parents
+            parent = self.parents[s]
+            if parent >= 0:
+                below[parent][self.completion[s]].add(s, s + 1, 1)
+                for span, part in zip(below[parent], below[s], strict=True):
+                    if part.count:
+                        span.add(part.first, part.end, part.count)
         return below
 
     def rows(self, s: int) -> Run:
@@ -135,9 +151,9 @@ class PrefixLayout:
     def rows_below(self, s: int) -> list[Run]:
         """The rows of all segments below s: no run, one or two, none of them empty."""
         runs: list[Run] = []
-        for members in self._below[s]:
-            if members:
-                first, end = self.starts[members[0]], self.rows(members[-1])[1]
+        for span in self._below[s]:
+            if span.count:
+                first, end = self.starts[span.first], self.rows(span.end - 1)[1]
                 if runs and runs[-1][1] == first:
                     runs[-1] = (runs[-1][0], end)
                 else:

@@ -1,0 +1,82 @@
+"""Dense attention with a softcap, which torch's CPU flash kernels lack: products over tiles of rows."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkernel.types import AttentionRule
+
+SCORES = 1 << 20  # of a tile: memory does not grow with the number of rows
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """[B, r, N, D] on [B, r, M, D], the r heads of k and v being one: output [B, r, N, D] and lse [B, r, N].
+
+    ``mask`` is added to the scores; True: row i sees the first i + 1 keys; False: all.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = k[:, 0].to(dtype), v[:, 0].to(dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    for a, b, m in _tiles(q, k, mask):
+        x = q[:, :, a:b].to(dtype).flatten(1, 2)
+        p = _scores(x, k[:, :m], mask, a, b, rule)[0]
+        norm = p.logsumexp(2, keepdim=True)
+        p.sub_(norm).exp_()
+        out[:, :, a:b] = (p @ v[:, :m]).unflatten(1, (-1, b - a))
+        lse[:, :, a:b] = norm.view(*q.shape[:2], b - a)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | bool,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [B, r, N, D], and of k and v [B, M, D]: all in lse's precision."""
+    k, v = k[:, 0], v[:, 0]
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    for a, b, m in _tiles(q, k, mask):
+        x, g, o = (y[:, :, a:b].flatten(1, 2) for y in (q, grad, out))
+        p, slope = _scores(x, k[:, :m], mask, a, b, rule)
+        p.sub_(lse[:, :, a:b].flatten(1, 2)[..., None]).exp_()
+        dv[:, :m] += p.transpose(1, 2) @ g
+        delta = torch.linalg.vecdot(g, o)[..., None]
+        ds = (g @ v[:, :m].transpose(1, 2)).sub_(delta).mul_(p).mul_(slope)
+        dq[:, :, a:b] = (ds @ k[:, :m]).mul_(rule.scale).unflatten(1, (-1, b - a))
+        dk[:, :m] += (ds.transpose(1, 2) @ x).mul_(rule.scale)
+    return dq, dk, dv
+
+
+def _tiles(q: Tensor, k: Tensor, mask: Tensor | bool) -> list[tuple[int, int, int]]:
+    """(first row, end, keys that they see)"""
+    batch, r, n, _ = q.shape
+    m = k.shape[1]
+    size = max(SCORES // (batch * r * m), 16)
+    ends = [(a, min(a + size, n)) for a in range(0, n, size)]
+    return [(a, b, b if mask is True else m) for a, b in ends]
+
+
+def _scores(
+    x: Tensor, k: Tensor, mask: Tensor | bool, a: int, b: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """[B, r * n, m] of rows [a, b), and the softcap's slope."""
+    capped = (x @ k.transpose(1, 2)).mul_(rule.scale / rule.softcap).tanh_()
+    slope = 1 - capped.square()
+    scores = capped.mul_(rule.softcap)
+    by_row = scores.unflatten(1, (-1, b - a))
+    if isinstance(mask, Tensor):
+        by_row.add_(mask[a:b])
+    elif mask:
+        later = torch.arange(k.shape[1]) > torch.arange(a, b)[:, None]
+        by_row.masked_fill_(later, -math.inf)
+    return scores, slope

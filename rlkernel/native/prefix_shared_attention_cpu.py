@@ -1,0 +1,194 @@
+"""``prefix_shared_attention`` from torch's CPU flash kernels: each segment on itself, then on those above.
+
+Partial results are merged by their log-sum-exps.  Backward makes the same calls with the merged output and
+the whole row's log-sum-exp: the probabilities are the whole row's, and nothing differentiates the merge.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkernel.native import prefix_shared_attention_capped as capped
+from rlkernel.native import prefix_shared_attention_kernels as kernels
+from rlkernel.native.prefix_shared_attention_plan import BITWISE_TILE, TILE, Batch, plan
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.types import AttentionRule
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
+    calls = plan(layout, rule.window, rule.bitwise)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    q4, out4 = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (q, out))  # [Hkv, r, T, D]
+    k4, v4 = (x.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in (k, v))
+    lse3 = lse.unflatten(0, (kv_heads, -1))
+    mask = _band(calls.most_above, rule, q.dtype)
+    for batch in calls.batches:
+        qs, ks, vs = _gathered(batch, q4, k4, v4)
+        o, norm = _attend(qs, ks, vs, _mask_of(mask, batch, calls.most_above), rule)
+        if sinks is not None and rule.bitwise:
+            _add_sinks(o, norm, sinks)  # here, where shapes are fixed: exp's bits depend on a row's place
+        out.index_copy_(0, batch.to, _rows(o, batch, kv_heads))
+        lse3.index_copy_(
+            2, batch.to, norm.unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)[:, :, batch.take]
+        )
+    for rows, keys, causal in calls.blocks:
+        part, seen = slice(*rows), slice(*keys)
+        o, norm = _attend(q4[:, :, part], k4[:, :, seen], v4[:, :, seen], causal, rule)
+        if causal:
+            out4[:, :, part] = o
+            lse3[:, :, part] = norm
+        else:
+            _merge(out4[:, :, part], lse3[:, :, part], o, norm)
+    if sinks is not None and not rule.bitwise:
+        _add_sinks(out4, lse3, sinks)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    calls = plan(layout, rule.window, False)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dtype = lse.dtype
+    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+    grad4, q4, out4, dq4 = (
+        x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (grad_out, q, out, dq)
+    )
+    k4, v4 = (x.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in (k, v))
+    lse3 = lse.unflatten(0, (kv_heads, -1))
+    mask = _band(calls.most_above, rule, dtype)
+    for batch in calls.batches:
+        qs, ks, vs, outs, grads = _gathered(batch, q4, k4, v4, out4, grad4)
+        norm = lse3.index_select(2, batch.rows).unflatten(2, (batch.n, -1)).transpose(1, 2).flatten(0, 1)
+        real = torch.zeros(len(batch.rows), dtype=torch.bool)
+        real[batch.take] = True
+        grads = grads.masked_fill(~real.view(batch.n, 1, -1, 1).repeat(kv_heads, 1, 1, 1), 0)  # padding
+        dqs, dks, dvs = _attend_backward(
+            grads, qs, ks, vs, outs, norm, _mask_of(mask, batch, calls.most_above), rule, dtype
+        )
+        dq.index_copy_(0, batch.to, _rows(dqs, batch, kv_heads))
+        for to, part in ((dk, dks), (dv, dvs)):
+            rows = part.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
+            if batch.above:
+                for at, (a, b) in batch.runs:
+                    to[a:b] += rows[at : at + b - a]
+            else:
+                to.index_add_(0, batch.to, rows[batch.take])
+    for rows, keys, causal in calls.blocks:
+        part, seen = slice(*rows), slice(*keys)
+        dqs, dks, dvs = _attend_backward(
+            grad4[:, :, part], q4[:, :, part], k4[:, :, seen], v4[:, :, seen], out4[:, :, part],
+            lse3[:, :, part], causal, rule, dtype,
+        )  # fmt: skip
+        if causal:
+            dq4[:, :, part] = dqs
+        else:
+            dq4[:, :, part] += dqs
+        dk[seen] += dks.transpose(0, 1)
+        dv[seen] += dvs.transpose(0, 1)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    """[B, r, N, D] on [B, r, M, D]: their part of the output, [B, r, N, D], and its lse [B, r, N]."""
+    if rule.softcap:
+        return capped.forward(q, k, v, mask, rule)
+    if isinstance(mask, Tensor):
+        return _flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scale)
+    return _flash(q, k, v, 0.0, mask, scale=rule.scale)
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | bool,
+    rule: AttentionRule,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [B, r, N, D], and of k and v [B, M, D], summed over the r heads that read them."""
+    # in half precision the kernel would add up dk and dv in it, and fp16 is twenty times slower than fp32
+    r = q.shape[1]
+    k, v = (x[:, :1].to(dtype).expand(-1, r, -1, -1) for x in (k, v))
+    grad, q, out = (x.to(dtype) for x in (grad, q, out))
+    if rule.softcap:
+        return capped.backward(grad, q, k, v, out, lse, mask, rule)
+    causal, attn_mask = (False, mask) if isinstance(mask, Tensor) else (mask, None)
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=attn_mask, scale=rule.scale)
+    return (dq, dk[:, 0], dv[:, 0]) if r == 1 else (dq, dk.sum(1), dv.sum(1))
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, norm: Tensor) -> None:
+    """Combine, in place, what rows [Hkv, r, N, D] have of some keys with what they have of others."""
+    if lse.dtype == torch.float64:
+        both = torch.logaddexp(lse, norm)
+        out.mul_(torch.exp(lse - both)[..., None]).add_(part * torch.exp(norm - both)[..., None])
+        lse.copy_(both)
+        return
+    norm = norm.contiguous()
+    for h in range(len(out)):  # the r heads of one have one stride in torch's result, all Hq have not
+        kernels.attention_merge(out[h].transpose(0, 1), lse[h], part[h].transpose(0, 1), norm[h])
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """In place: [B, r, N, D] and [B, r, N], B being the K/V heads, take in the sinks [Hq]."""
+    both = torch.logaddexp(lse, sinks.to(lse.dtype).view(len(lse), -1, 1))
+    out.mul_(torch.exp(lse - both)[..., None])
+    lse.copy_(both)
+
+
+def _band(above: int, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
+    """0 where a tile's row sees a key, -inf elsewhere, if the first row has ``above`` keys before it."""
+    if not rule.window and not rule.bitwise:
+        return None
+    size = max(TILE, BITWISE_TILE)
+    back = torch.arange(size)[:, None] + above - torch.arange(above + size)
+    seen = (back >= 0) & (back < (rule.window or above + size))
+    return torch.zeros(back.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+
+def _mask_of(band: Tensor | None, batch: Batch, most: int) -> Tensor | bool:
+    if band is None:
+        return True
+    size, skip = len(batch.rows) // batch.n, most - batch.above
+    return band[:size, skip : most + size]
+
+
+def _gathered(batch: Batch, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
+    """[Hkv, r, T, D] -> [Hkv * n, r, N, D] of the batch's rows, or M keys."""
+    found = []
+    for i, x in enumerate((q, k, v, *more)):
+        is_key = i in (1, 2)
+        wide = x[:, :1] if is_key else x
+        rows = wide.transpose(1, 2).index_select(1, batch.keys if is_key else batch.rows)
+        rows = rows.unflatten(1, (batch.n, -1)).flatten(0, 1).transpose(1, 2)
+        found.append(rows.expand(-1, x.shape[1], -1, -1))
+    return found
+
+
+def _rows(x: Tensor, batch: Batch, kv_heads: int) -> Tensor:
+    """[Hkv * n, r, N, D] -> [rows, Hq, D] of the batch's rows that are no padding."""
+    x = x.transpose(1, 2).unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, n * N, r, D]
+    return x[:, batch.take].transpose(0, 1).flatten(1, 2)

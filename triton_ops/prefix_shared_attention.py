@@ -1,0 +1,234 @@
+"""``prefix_shared_attention`` over Triton: one pass forward, no merge, no copies of shared keys.
+
+Backward is three kernels without atomics: the gradients of q, those of k and v, and the sum of what several
+programs found for one tile of keys.  Its extra memory is delta [Hq, T] and at most ``PARTIAL_BYTES`` of fp32
+partial sums.  Operands are 7 products of tiles where FlashAttention's are 5: the price of a fixed order.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.triton_ops.logprob import DTYPES, device_reasons
+from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
+    attention_key_grad_kernel,
+    attention_sum_kernel,
+)
+from rlkernel.triton_ops.prefix_shared_attention_kernels import (
+    attention_delta_kernel,
+    attention_forward_kernel,
+    attention_query_grad_kernel,
+)
+from rlkernel.triton_ops.prefix_shared_attention_plan import (
+    KeyPlan,
+    QueryPlan,
+    key_plan,
+    logical_plan,
+    query_plan,
+)
+from rlkernel.types import AttentionRule
+
+MAX_HEAD_DIM = 256
+NO_WINDOW = 2**31 - 1
+
+
+class Blocks(NamedTuple):
+    """Rows of queries and of keys that are multiplied at a time, and how a program runs.
+
+    The first two decide the order of sums: they follow from head dim, dtype and rule, and from the vendor.
+    """
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+# (widths of the two bytes, of four bytes) -> kernel -> blocks.  The largest that spill nowhere and that keep
+# the memory of stages below what sm_80 has; tests/test_triton_codegen.py compiles them.  fp32 is exact, which
+# takes ordinary multiply-adds on NVIDIA.  AMD has 64 KiB of shared memory, and registers for four warps.
+NVIDIA = {
+    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
+    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
+    (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 128): (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 256): (Blocks(32, 32, 8, 2), Blocks(16, 16, 4, 2), Blocks(32, 16, 8, 2)),
+}
+AMD = {
+    (2, 64): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 128, 4, 2)),
+    (2, 128): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    (2, 256): (Blocks(64, 32, 4, 2), Blocks(64, 16, 4, 2), Blocks(16, 64, 4, 2)),
+    (4, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
+    (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+}
+KERNELS = ("forward", "query grad", "key grad")
+
+
+def unsupported(
+    q: Tensor, *tensors: Tensor, layout: PrefixLayout | None = None, **options: object
+) -> list[str]:
+    reasons = device_reasons(q)
+    if q.dtype not in DTYPES:
+        reasons.append(f"q must be float32, float16 or bfloat16, got {q.dtype}")
+    if q.shape[-1] > MAX_HEAD_DIM:
+        reasons.append(f"the head dim must be at most {MAX_HEAD_DIM}, got {q.shape[-1]}")
+    for name, x in zip("qkv", (q, *tensors), strict=False):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            reasons.append(f"{name} must be dense in the last dimension, got strides {x.stride()}")
+    return reasons
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total, heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    blocks = _blocks("forward", head_dim, q.dtype, rule)
+    plan = _query_plan(layout, rule, blocks, q.device)
+    keys = layout.gathered(q.device).keys if rule.bitwise else None
+    if total:
+        with torch.cuda.device_of(q):
+            attention_forward_kernel[(len(plan.tiles) * heads,)](
+                *_strided(q), *_strided(k), *_strided(v), None if sinks is None else sinks.contiguous(),
+                out, lse, plan.tiles, plan.runs, keys, *layout.row_tables(q.device), total, *_numbers(rule),
+                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+            )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, heads, head_dim = q.shape
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if not total:
+        return dq, dk, dv
+    if grad_out.stride(2) != 1:  # of a sum, which is expanded from one number
+        grad_out = grad_out.contiguous()
+    out = out.contiguous()
+    with torch.cuda.device_of(q):
+        delta = torch.empty_like(lse)
+        rows = 64
+        attention_delta_kernel[(triton.cdiv(total, rows) * heads,)](
+            *_strided(grad_out), out, delta, total,
+            HEADS=heads, D=head_dim, WIDTH=_width(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
+        _query_grad(grad_out, q, k, v, lse, delta, dq, layout, rule)
+        _key_grads(grad_out, q, k, v, lse, delta, dk, dv, layout, rule)
+    return dq, dk, dv
+
+
+def _query_grad(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> None:
+    total, heads, head_dim = q.shape
+    blocks = _blocks("query grad", head_dim, q.dtype, rule)
+    plan = _query_plan(layout, rule._replace(bitwise=False), blocks, q.device)
+    attention_query_grad_kernel[(len(plan.tiles) * heads,)](
+        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
+        plan.tiles, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
+        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+    )  # fmt: skip
+
+
+def _key_grads(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> None:
+    total, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    blocks = _blocks("key grad", head_dim, q.dtype, rule)
+    slot = kv_heads * blocks.k * head_dim  # numbers of a partial sum
+    plan: KeyPlan = layout._on(
+        q.device,
+        f"triton keys {blocks.q} {blocks.k} {slot} {rule.window}",
+        lambda: key_plan(layout, rule.window, blocks.q, blocks.k, 8 * slot),
+    )
+    parts = torch.empty(2, plan.slots, slot, dtype=torch.float32, device=q.device)
+    attention_key_grad_kernel[(len(plan.items) * kv_heads,)](
+        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dk, dv, *parts,
+        plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks),
+    )  # fmt: skip
+    rows = min(16, blocks.k)
+    for part, grad in zip(parts, (dk, dv), strict=True):
+        if len(plan.sums):
+            attention_sum_kernel[(len(plan.sums) * (blocks.k // rows) * kv_heads,)](
+                part, grad, plan.sums,
+                KV_HEADS=kv_heads, D=head_dim, WIDTH=_width(head_dim), BK=blocks.k, ROWS=rows, num_warps=4,
+            )  # fmt: skip
+
+
+def _query_plan(
+    layout: PrefixLayout, rule: AttentionRule, blocks: Blocks, device: torch.device
+) -> QueryPlan:
+    make = logical_plan if rule.bitwise else query_plan
+    name = f"triton {make.__name__} {blocks.q} {blocks.k} {rule.window}"
+    plan: QueryPlan = layout._on(device, name, lambda: make(layout, rule.window, blocks.q, blocks.k))
+    return plan
+
+
+def _strided(x: Tensor) -> tuple[Tensor, int, int]:
+    return x, x.stride(0), x.stride(1)
+
+
+def _numbers(rule: AttentionRule) -> tuple[float, float | None, int]:
+    return rule.scale, rule.softcap or None, rule.window or NO_WINDOW
+
+
+def _width(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
+    return {
+        "D": head_dim,
+        "WIDTH": _width(head_dim),
+        "BQ": blocks.q,
+        "BK": blocks.k,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule) -> Blocks:
+    nvidia = torch.version.hip is None
+    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, max(64, _width(head_dim))][KERNELS.index(kernel)]
+    visited = "q" if kernel == "key grad" else "k"
+    if rule.softcap and getattr(blocks, visited) > (32 if nvidia else 16):  # its polynomial takes registers
+        return blocks._replace(**{visited: getattr(blocks, visited) // 2})
+    return blocks
+
+
+def aot_cases() -> dict[str, Callable[[], object]]:
+    return {}

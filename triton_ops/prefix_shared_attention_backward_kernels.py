@@ -1,0 +1,113 @@
+"""The kernels of ``prefix_shared_attention`` that take a tile of keys: the gradients of k and v.
+
+A program visits the runs of queries that the plan lists for its item, once for each head that reads these
+keys, in their order.  Nothing is added to memory: sums that several programs make go to slots of their own,
+which a second kernel adds up in their order.
+"""
+
+import triton
+import triton.language as tl
+
+from rlkernel.triton_ops.logprob_kernels import LOG2E
+from rlkernel.triton_ops.prefix_shared_attention_kernels import (
+    load_rows,
+    load_tables,
+    scored,
+    sees,
+    store_rows,
+)
+
+
+@triton.jit
+def push(
+    key, value, q, q_stride, grad_out, g_stride, lse, delta, rows, ok, dk, dv, scale, softcap,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of a tile's keys and values what a block of queries gives."""
+    query = load_rows(q, rows, q_stride, D, WIDTH)
+    scores, slope = scored(tl.dot(key, tl.trans(query), input_precision="ieee"), scale, softcap)
+    if MASKED:
+        scores = tl.where(ok, scores, float("-inf"))
+    p = tl.exp2(scores - (tl.load(lse + rows) * LOG2E)[None, :])
+    g = load_rows(grad_out, rows, g_stride, D, WIDTH)
+    dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
+    ds = p * (tl.dot(value, tl.trans(g), input_precision="ieee") - tl.load(delta + rows)[None, :])
+    if softcap is not None:
+        ds *= slope
+    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def attention_key_grad_kernel(
+    q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
+    v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
+    lse, delta, dk, dv, part_dk, part_dv, items, runs, first, last, pos, T, scale, softcap, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * 6
+    begin, end, slot = tl.load(item), tl.load(item + 1), tl.load(item + 5)
+    plain, masked, stop = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    index = begin + tl.arange(0, BK)
+    inside = index < end
+    j = tl.minimum(index, end - 1)  # keys beyond the end repeat the last, and are not stored
+    key = load_rows(k + kv_head.to(tl.int64) * k_head, j, k_stride, D, WIDTH)
+    value = load_rows(v + kv_head.to(tl.int64) * v_head, j, v_stride, D, WIDTH)
+    first_j, last_j, pos_j = load_tables(first, last, pos, j)
+    sum_dk = tl.zeros((BK, WIDTH), tl.float32)
+    sum_dv = tl.zeros((BK, WIDTH), tl.float32)
+    for member in range(GROUP):
+        head = (kv_head * GROUP + member).to(tl.int64)
+        q_here, g_here = q + head * q_head, grad_out + head * g_head
+        lse_here, delta_here = lse + head * T, delta + head * T
+        for run in range(plain, masked):
+            for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BQ):
+                rows = start + tl.arange(0, BQ)
+                sum_dk, sum_dv = push(
+                    key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, True,
+                    sum_dk, sum_dv, scale, softcap, D, WIDTH, False,
+                )  # fmt: skip
+        for run in range(masked, stop):
+            run_end = tl.load(runs + run * 2 + 1)
+            for start in range(tl.load(runs + run * 2), run_end, BQ):
+                rows = tl.minimum(start + tl.arange(0, BQ), run_end - 1)
+                first_i, _, pos_i = load_tables(first, last, pos, rows)
+                ok = sees(
+                    first_i[None, :], pos_i[None, :], first_j[:, None], last_j[:, None], pos_j[:, None], window
+                )
+                ok &= (start + tl.arange(0, BQ) < run_end)[None, :]
+                sum_dk, sum_dv = push(
+                    key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, ok,
+                    sum_dk, sum_dv, scale, softcap, D, WIDTH, True,
+                )  # fmt: skip
+    sum_dk *= scale
+    if slot < 0:
+        store_rows(dk + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dk, D, WIDTH)
+        store_rows(dv + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dv, D, WIDTH)
+    else:
+        to = (slot.to(tl.int64) * KV_HEADS + kv_head) * (BK * D)
+        store_rows(part_dk + to, tl.arange(0, BK), D, inside, sum_dk, D, WIDTH)
+        store_rows(part_dv + to, tl.arange(0, BK), D, inside, sum_dv, D, WIDTH)
+
+
+@triton.jit
+def attention_sum_kernel(
+    part, out, sums,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up the slots of a tile, ROWS rows of them; ``part`` [slots, KV_HEADS, BK, D]."""
+    PIECES: tl.constexpr = BK // ROWS
+    kv_head = tl.program_id(0) % KV_HEADS
+    piece = tl.program_id(0) // KV_HEADS % PIECES
+    tile = sums + tl.program_id(0) // (KV_HEADS * PIECES) * 4
+    n = piece * ROWS + tl.arange(0, ROWS)
+    j = tl.load(tile) + n
+    inside = j < tl.load(tile + 1)
+    n = tl.where(inside, n, 0)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for slot in range(tl.load(tile + 2), tl.load(tile + 3)):
+        at = part + (tl.cast(slot, tl.int64) * KV_HEADS + kv_head) * (BK * D)
+        total += load_rows(at, n, D, D, WIDTH)
+    store_rows(out + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, total, D, WIDTH)

@@ -1,0 +1,216 @@
+"""The kernels of ``prefix_shared_attention`` that take a tile of queries: forward, and the gradient of q.
+
+A program visits the runs of keys that the plan lists for its tile and one head.  Scores are in units of log 2.
+"""
+
+import triton
+import triton.language as tl
+
+from rlkernel.triton_ops.logprob_kernels import LN2, LOG2E, bounded, finite_or_zero
+
+
+@triton.jit
+def load_rows(x, rows, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+    """``x[rows, :D]`` as [len(rows), WIDTH], 0 beyond D."""
+    d = tl.arange(0, WIDTH)
+    at = x + rows.to(tl.int64)[:, None] * stride + d[None, :]
+    if WIDTH == D:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=d[None, :] < D, other=0.0)
+
+
+@triton.jit
+def store_rows(x, rows, stride, inside, value, D: tl.constexpr, WIDTH: tl.constexpr):
+    d = tl.arange(0, WIDTH)
+    at = x + rows.to(tl.int64)[:, None] * stride + d[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=inside[:, None] & (d[None, :] < D))
+
+
+@triton.jit
+def scored(products, scale, softcap):
+    """The scores, and the derivative of the softcap (unused without one)."""
+    if softcap is not None:
+        scores, slope = bounded(products * scale, softcap)
+        scores *= LOG2E
+    else:
+        scores = products * (scale * LOG2E)
+        slope = scores
+    return scores, slope
+
+
+@triton.jit
+def load_tables(first, last, pos, rows):
+    return tl.load(first + rows), tl.load(last + rows), tl.load(pos + rows)
+
+
+@triton.jit
+def sees(first_i, pos_i, first_j, last_j, pos_j, window):
+    """Whether row i sees row j: ``PrefixLayout.row_tables``."""
+    back = pos_i - pos_j
+    return (first_j <= first_i) & (first_i < last_j) & (back >= 0) & (back < window)
+
+
+@triton.jit
+def key_rows(keys, start, end, BK: tl.constexpr):
+    """The rows of a block of keys; those beyond the end repeat the last."""
+    index = tl.minimum(start + tl.arange(0, BK), end - 1)
+    if keys is None:
+        return index
+    else:
+        return tl.load(keys + index)
+
+
+@triton.jit
+def attend(
+    query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Continue the softmax of a tile's rows with a block of keys."""
+    key = load_rows(k, rows, k_stride, D, WIDTH)
+    scores, _ = scored(tl.dot(query, tl.trans(key), input_precision="ieee"), scale, softcap)
+    if MASKED:
+        scores = tl.where(ok, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    safe = finite_or_zero(new_top)
+    p = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    value = load_rows(v, rows, v_stride, D, WIDTH)
+    total = total * shrink + tl.sum(p, axis=1)
+    sums = tl.dot(p.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+    return new_top, total, sums
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def attention_forward_kernel(
+    q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
+    v, v_stride: tl.int64, v_head: tl.int64, sinks, out, lse,
+    tiles, runs, keys, first, last, pos, T, scale, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # neighbours in the grid are heads of one tile, which find the keys in the cache
+    head = tl.program_id(0) % HEADS
+    tile = tiles + tl.program_id(0) // HEADS * 5
+    begin, end = tl.load(tile), tl.load(tile + 1)
+    plain, masked, stop = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    q += head.to(tl.int64) * q_head
+    k += (head // GROUP).to(tl.int64) * k_head
+    v += (head // GROUP).to(tl.int64) * v_head
+    index = begin + tl.arange(0, BQ)
+    inside = index < end
+    i = tl.minimum(index, end - 1)  # rows beyond the end repeat the last, and are not stored
+    query = load_rows(q, i, q_stride, D, WIDTH)
+    first_i, _, pos_i = load_tables(first, last, pos, i)
+    top = tl.full((BQ,), float("-inf"), tl.float32)
+    total = tl.zeros((BQ,), tl.float32)
+    if sinks is not None:  # a key whose value is 0
+        top = tl.zeros((BQ,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
+        total += 1.0
+    sums = tl.zeros((BQ, WIDTH), tl.float32)
+    if keys is None:
+        for run in range(plain, masked):
+            for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BK):
+                rows = start + tl.arange(0, BK)
+                top, total, sums = attend(
+                    query, k, k_stride, v, v_stride, rows, True, top, total, sums, scale, softcap,
+                    D, WIDTH, False,
+                )  # fmt: skip
+    for run in range(masked, stop):
+        run_end = tl.load(runs + run * 2 + 1)
+        for start in range(tl.load(runs + run * 2), run_end, BK):
+            rows = key_rows(keys, start, run_end, BK)
+            first_j, last_j, pos_j = load_tables(first, last, pos, rows)
+            ok = sees(
+                first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
+            )
+            ok &= (start + tl.arange(0, BK) < run_end)[None, :]
+            top, total, sums = attend(
+                query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap, D, WIDTH, True
+            )
+    out += head.to(tl.int64) * D
+    store_rows(out, i, HEADS * D, inside, sums / total[:, None], D, WIDTH)
+    lse += head.to(tl.int64) * T
+    tl.store(lse + i, (top + tl.log2(total)) * LN2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def attention_delta_kernel(
+    grad_out, g_stride: tl.int64, g_head: tl.int64, out, delta, T,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``delta`` [H, T]: the sum of ``grad_out * out`` of a row."""
+    head = tl.program_id(0) % HEADS
+    index = tl.program_id(0) // HEADS * ROWS + tl.arange(0, ROWS)
+    i = tl.minimum(index, T - 1)
+    g = load_rows(grad_out + head.to(tl.int64) * g_head, i, g_stride, D, WIDTH)
+    o = load_rows(out + head.to(tl.int64) * D, i, HEADS * D, D, WIDTH)
+    total = tl.sum(g.to(tl.float32) * o.to(tl.float32), axis=1)
+    tl.store(delta + head.to(tl.int64) * T + i, total, mask=index < T)
+
+
+@triton.jit
+def pull(
+    query, g, lse, delta, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradient of a tile's queries what a block of keys gives."""
+    key = load_rows(k, rows, k_stride, D, WIDTH)
+    value = load_rows(v, rows, v_stride, D, WIDTH)
+    scores, slope = scored(tl.dot(query, tl.trans(key), input_precision="ieee"), scale, softcap)
+    if MASKED:
+        scores = tl.where(ok, scores, float("-inf"))
+    p = tl.exp2(scores - lse[:, None])
+    ds = p * (tl.dot(g, tl.trans(value), input_precision="ieee") - delta[:, None])
+    if softcap is not None:
+        ds *= slope
+    return tl.dot(ds.to(key.dtype), key, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def attention_query_grad_kernel(
+    q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
+    v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
+    lse, delta, dq, tiles, runs, first, last, pos, T, scale, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    tile = tiles + tl.program_id(0) // HEADS * 5
+    begin, end = tl.load(tile), tl.load(tile + 1)
+    plain, masked, stop = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    q += head.to(tl.int64) * q_head
+    grad_out += head.to(tl.int64) * g_head
+    k += (head // GROUP).to(tl.int64) * k_head
+    v += (head // GROUP).to(tl.int64) * v_head
+    lse += head.to(tl.int64) * T
+    delta += head.to(tl.int64) * T
+    index = begin + tl.arange(0, BQ)
+    inside = index < end
+    i = tl.minimum(index, end - 1)
+    query = load_rows(q, i, q_stride, D, WIDTH)
+    g = load_rows(grad_out, i, g_stride, D, WIDTH)
+    first_i, _, pos_i = load_tables(first, last, pos, i)
+    lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
+    sums = tl.zeros((BQ, WIDTH), tl.float32)
+    for run in range(plain, masked):
+        for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BK):
+            rows = start + tl.arange(0, BK)
+            sums = pull(
+                query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
+                D, WIDTH, False,
+            )  # fmt: skip
+    for run in range(masked, stop):
+        run_end = tl.load(runs + run * 2 + 1)
+        for start in range(tl.load(runs + run * 2), run_end, BK):
+            rows = key_rows(None, start, run_end, BK)
+            first_j, last_j, pos_j = load_tables(first, last, pos, rows)
+            ok = sees(
+                first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
+            )
+            ok &= (start + tl.arange(0, BK) < run_end)[None, :]
+            sums = pull(
+                query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
+                D, WIDTH, True,
+            )  # fmt: skip
+    store_rows(dq + head.to(tl.int64) * D, i, HEADS * D, inside, sums * scale, D, WIDTH)

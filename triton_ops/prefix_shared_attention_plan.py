@@ -1,0 +1,279 @@
+"""Which tiles the kernels of ``prefix_shared_attention`` compute, and which rows each of them visits.
+
+A tile is a run of rows: of queries, or of keys.  What it visits is a list of runs, first the plain ones (every
+pair of the tile and the run sees each other, whole blocks of rows), then those whose pairs the kernel looks up
+in ``PrefixLayout.row_tables``.  Rows that no row of the tile sees, siblings and rows outside of the window,
+are in neither.
+
+All of it follows from lengths, block sizes and head counts, never from the device: the same sums in the same
+order everywhere.  Tiles that take longest come first, so that the last programs of a launch are short ones.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.prefix_layout import PrefixLayout, Run
+
+CHUNK = 2048  # rows that one program visits for a tile of keys, at least: partial sums cost 4 % of its time
+PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together
+
+
+class QueryPlan(NamedTuple):
+    tiles: Tensor  # int32 [N, 5]: first row, end; first run, first masked run, end
+    runs: Tensor  # int32 [R, 2]: first row of keys, end
+
+
+class KeyPlan(NamedTuple):
+    items: Tensor  # int32 [N, 6]: as tiles, and where the partial sum goes; -1: it is the whole sum
+    runs: Tensor  # int32 [R, 2]: first row of queries, end
+    sums: Tensor  # int32 [M, 4]: first row and end of a tile in several items, its first partial sum, end
+    slots: int  # number of partial sums
+
+
+class Part(NamedTuple):
+    """Rows of a tile that belong to one segment."""
+
+    segment: int
+    first: int
+    end: int
+
+
+class Visits(NamedTuple):
+    parts: list[Part]
+    plain: list[Run]
+    masked: list[Run]
+
+    @property
+    def rows(self) -> Run:
+        return self.parts[0].first, self.parts[-1].end
+
+    def blocks(self, block: int) -> int:
+        return sum(-(-(end - first) // block) for first, end in self.plain + self.masked)
+
+
+def query_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
+    """Tiles span siblings: short completions of a prompt fill a tile together."""
+    visits = [_keys_of(layout, parts, window, block_k) for parts in query_tiles(layout, block_q)]
+    return _queries(visits, block_k)
+
+
+def logical_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
+    """Runs of ``layout.gathered().keys`` whose blocks are cut at positions in the sequence.
+
+    So a row takes part in the same operations, in the same order, whatever it shares.
+    """
+    visits, before = [], 0
+    for s, (start, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
+        offset = layout.offsets[s]
+        for first in range(start, end, block_q):
+            stop = min(first + block_q, end)
+            lowest = max(0, offset + first - start - window + 1) if window else 0
+            run = before + lowest // block_k * block_k, before + offset + stop - start
+            visits.append(Visits([Part(s, first, stop)], [], [run]))
+        before += offset + end - start
+    return _queries(visits, block_k)
+
+
+def _queries(visits: list[Visits], block_k: int) -> QueryPlan:
+    tiles: list[tuple[int, ...]] = []
+    runs: list[Run] = []
+    for visit in sorted(visits, key=lambda x: -x.blocks(block_k)):
+        begin, masked = len(runs), len(runs) + len(visit.plain)
+        runs += visit.plain + visit.masked
+        tiles.append((*visit.rows, begin, masked, len(runs)))
+    return QueryPlan(_table(tiles, 5), _table(runs, 2))
+
+
+def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot_bytes: int) -> KeyPlan:
+    """``slot_bytes``: what the partial sums of one tile take.
+
+    A prompt's keys are visited by all of its completions, which is many times what a completion's are.  So a
+    tile's rows are cut into chunks, whose sums a second kernel adds up in their order.  The chunk grows until
+    all partial sums fit in ``PARTIAL_BYTES``: more rows are then in longer chunks, and where there are many
+    tiles, in one.
+    """
+    visits = [_queries_of(layout, parts, window, block_q) for parts in key_tiles(layout, block_k)]
+    sizes = [visit.blocks(block_q) for visit in visits]
+    chunk = max(1, CHUNK // block_q)
+    while (slots := sum(-(-n // chunk) for n in sizes if n > chunk)) * slot_bytes > PARTIAL_BYTES:
+        chunk *= 2
+    items: list[tuple[int, tuple[int, ...], list[Run], list[Run]]] = []
+    sums: list[tuple[int, ...]] = []
+    slot = 0
+    for visit, size in zip(visits, sizes, strict=True):
+        if size <= chunk:
+            items.append((size, (*visit.rows, -1), visit.plain, visit.masked))
+            continue
+        begin = slot
+        for plain, masked in _chunks(visit, chunk, block_q):
+            blocks = Visits([], plain, masked).blocks(block_q)
+            items.append((blocks, (*visit.rows, slot), plain, masked))
+            slot += 1
+        sums.append((*visit.rows, begin, slot))
+    rows: list[tuple[int, ...]] = []
+    runs: list[Run] = []
+    for _, (first, end, to), plain, masked in sorted(items, key=lambda x: -x[0]):
+        begin = len(runs)
+        runs += plain + masked
+        rows.append((first, end, begin, begin + len(plain), len(runs), to))
+    return KeyPlan(_table(rows, 6), _table(runs, 2), _table(sums, 4), slots)
+
+
+# tiles
+
+
+def query_tiles(layout: PrefixLayout, block: int) -> Iterator[list[Part]]:
+    """A tile goes on into the next segment where it visits already all that stands above that one."""
+    parts: list[Part] = []
+    above: set[int] = set()
+    for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
+        if parts and layout.parents[s] >= 0 and layout.parents[s] not in above:
+            yield parts
+            parts = []
+        while first < end:
+            if not parts:
+                above = set(layout.path(s))
+            above.add(s)
+            stop = min(end, first + block - _size(parts))
+            parts = [*parts, Part(s, first, stop)]
+            first = stop
+            if _size(parts) == block:
+                yield parts
+                parts = []
+    if parts:
+        yield parts
+
+
+def key_tiles(layout: PrefixLayout, block: int) -> Iterator[list[Part]]:
+    """A tile goes on into the next segment unless completions stand below a prompt segment of the two."""
+    parts: list[Part] = []
+    alone_before = False
+    for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
+        alone = not layout.completion[s] and any(stop > layout.n_prefix for _, stop in layout.rows_below(s))
+        if parts and (alone or alone_before):
+            yield parts
+            parts = []
+        alone_before = alone
+        while first < end:
+            stop = min(end, first + block - _size(parts))
+            parts = [*parts, Part(s, first, stop)]
+            first = stop
+            if _size(parts) == block:
+                yield parts
+                parts = []
+    if parts:
+        yield parts
+
+
+def _size(parts: list[Part]) -> int:
+    return parts[-1].end - parts[0].first if parts else 0
+
+
+# what a tile visits
+
+
+def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+    plain: list[Run] = []
+    masked: list[Run] = []
+    mine = {part.segment: part for part in parts}
+    for a in {a for part in parts for a in layout.path(part.segment)}:
+        start, stop = layout.rows(a)
+        own = mine.get(a)
+        seeing = [p for p in parts if _is_below(layout, p.segment, a)] if layout.rows_below(a) else [own]
+        if seeing == [own]:
+            stop = own.end
+        # keys [begin, end) are seen by every row
+        begin, end = start, (own.first if own else stop) if len(seeing) == len(parts) else start
+        low = start
+        if window:
+            oldest = [p.first + _shift(layout, p.segment) for p in seeing]
+            newest = [p.end - 1 + _shift(layout, p.segment) for p in seeing]
+            low = max(start, min(oldest) - window + 1 - _shift(layout, a))
+            begin = max(start, max(newest) - window + 1 - _shift(layout, a))
+        if begin < end:
+            masked += [(low, begin), (end, stop)]
+            plain.append((begin, end))
+        else:
+            masked.append((low, stop))
+    return _whole_blocks(parts, plain, masked, block)
+
+
+def _queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+    plain: list[Run] = []
+    masked: list[Run] = []
+    for part in parts:
+        s, (_, end) = part.segment, layout.rows(part.segment)
+        after, below = (part.end, end), layout.rows_below(s)
+        masked.append((part.first, part.end))
+        if not window:
+            (plain if len(parts) == 1 else masked).extend([after, *below])
+            continue
+        newest, oldest = (row + _shift(layout, s) for row in (part.end - 1, part.first))
+        for b, (row, stop) in [(s, after), *((b, layout.rows(b)) for b in _inside(layout, below))]:
+            reach = min(stop, newest + window - _shift(layout, b))  # no row from here on sees any key
+            whole = len(parts) == 1 and reach <= oldest + window - _shift(layout, b)
+            (plain if whole else masked).append((row, reach))
+    return _whole_blocks(parts, plain, masked, block)
+
+
+def _whole_blocks(parts: list[Part], plain: list[Run], masked: list[Run], block: int) -> Visits:
+    """Runs that continue each other are one; what plain runs have beyond whole blocks is masked."""
+    whole = []
+    for first, end in _union(plain):
+        stop = end - (end - first) % block
+        whole.append((first, stop))
+        masked = [*masked, (stop, end)]
+    return Visits(parts, [run for run in whole if run[0] < run[1]], _union(masked))
+
+
+def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[tuple[list[Run], list[Run]]]:
+    """The visit's runs in pieces of ``chunk`` blocks."""
+    pieces: tuple[list[Run], list[Run]] = ([], [])
+    room = chunk
+    for kind, runs in enumerate((visit.plain, visit.masked)):
+        for first, end in runs:
+            while first < end:
+                stop = min(end, first + room * block)
+                pieces[kind].append((first, stop))
+                room -= -(-(stop - first) // block)
+                first = stop
+                if not room:
+                    yield pieces
+                    pieces, room = ([], []), chunk
+    if pieces[0] or pieces[1]:
+        yield pieces
+
+
+def _union(runs: Iterable[Run]) -> list[Run]:
+    found: list[Run] = []
+    for first, end in sorted(run for run in runs if run[0] < run[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
+
+
+def _is_below(layout: PrefixLayout, s: int, a: int) -> bool:
+    """Whether segment s is a or stands below it."""
+    first, last = layout.numbers[a]
+    return first <= layout.numbers[s][0] < last
+
+
+def _inside(layout: PrefixLayout, runs: list[Run]) -> list[int]:
+    """The segments whose rows the runs are."""
+    borders = [(bisect_left(layout.starts, first), bisect_left(layout.starts, end)) for first, end in runs]
+    return [s for first, end in borders for s in range(first, end)]
+
+
+def _shift(layout: PrefixLayout, s: int) -> int:
+    """What is added to a row of segment s to have its position."""
+    return layout.offsets[s] - layout.starts[s]
+
+
+def _table(rows: list[tuple[int, ...]] | list[Run], columns: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)
