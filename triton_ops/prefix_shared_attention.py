@@ -189,9 +189,7 @@ def _key_grads(
             )  # fmt: skip
 
 
-def _query_plan(
-    layout: PrefixLayout, rule: AttentionRule, blocks: Blocks, device: torch.device
-) -> QueryPlan:
+def _query_plan(layout: PrefixLayout, rule: AttentionRule, blocks: Blocks, device: torch.device) -> QueryPlan:
     make = logical_plan if rule.bitwise else query_plan
     name = f"triton {make.__name__} {blocks.q} {blocks.k} {rule.window}"
     plan: QueryPlan = layout._on(device, name, lambda: make(layout, rule.window, blocks.q, blocks.k))
@@ -223,10 +221,14 @@ def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
 
 def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule) -> Blocks:
     nvidia = torch.version.hip is None
-    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, max(64, _width(head_dim))][KERNELS.index(kernel)]
-    visited = "q" if kernel == "key grad" else "k"
-    if rule.softcap and getattr(blocks, visited) > (32 if nvidia else 16):  # its polynomial takes registers
-        return blocks._replace(**{visited: getattr(blocks, visited) // 2})
+    width = max(64, _width(head_dim))
+    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, width][KERNELS.index(kernel)]
+    # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
+    # half as many rows at a time, but enough for tensor cores
+    if rule.softcap or (not nvidia and head_dim < width):
+        visited = "q" if kernel == "key grad" else "k"
+        least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
+        return blocks._replace(**{visited: max(least, getattr(blocks, visited) // 2)})
     return blocks
 
 
