@@ -136,7 +136,7 @@ def measured(p: int, length: int, g: int, seconds: float) -> dict[str, Any]:
     # what both hold in the end, and not the group's
     gradients = sum(x.nbytes for x in parameters)
     held = {name: peak - gradients for name, peak in peaks.items()}
-    compared = {"time": times, "flops": work, "memory": held}
+    compared: dict[str, dict[str, Any]] = {"time": times, "flops": work, "memory": held}
     ratio = {name: x["repeated"] / x["packed"] for name, x in compared.items()}
     ratio["tokens"] = dense / batch.total
     return {
@@ -186,9 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps({"header": head, "rows": rows}, indent=1) + "\n")
     print(table(rows))
-    print(
-        "ratios are repeated / packed; time/FLOPs: how much of what is saved arrives; memory: peak beyond the gradients"
-    )
+    print("ratios are repeated / packed; time/FLOPs: how much of what is saved arrives")
+    print("memory: the peak beyond the gradients, which both hold")
     return 0
 
 
