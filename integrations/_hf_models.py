@@ -51,7 +51,7 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         reasons.append("its attention does not go through transformers' AttentionInterface")
     if _option(found.config, "is_encoder_decoder"):
         reasons.append("it is an encoder-decoder, whose attention is not all causal")
-    if _option(text, "is_causal") is False or _option(text, "use_bidirectional_attention"):
+    if _option(text, "is_causal") is False or _option(text, "use_bidirectional_attention") in (True, "all"):
         reasons.append("its attention is not causal")
     if other := set(_option(text, "layer_types") or []) - set(LAYER_TYPES):
         types = ", ".join(sorted(other))

@@ -143,21 +143,21 @@ def _attention(
         dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    width = v.shape[-1]
-    if width < q.shape[-1]:  # multi-head latent attention: what is added to v only widens out
-        v = nn.functional.pad(v, (0, q.shape[-1] - width))
+    narrow, width = sorted((q.shape[-1], v.shape[-1]))
+    if narrow < width:  # multi-head latent attention; zeros add nothing to a product
+        q, k, v = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     out = prefix_shared_attention(
         q,
         k,
         v,
         prefix_batch,
-        scale=kwargs.get("scaling"),
+        scale=query.shape[-1] ** -0.5 if (scale := kwargs.get("scaling")) is None else scale,
         softcap=kwargs.get("softcap"),
         window=kwargs.get("sliding_window"),
         sinks=kwargs.get("s_aux"),
     )
     assert isinstance(out, Tensor)
-    return out[None, ..., :width], None
+    return out[None, ..., : value.shape[-1]], None
 
 
 def _check_call(

@@ -43,9 +43,9 @@ def test_the_example_of_its_documentation():
         assert error(row[: len(completion)], expected[:, 0]) <= 1e-12 if completion else (row == 0).all()
 
 
-@pytest.mark.parametrize("name", ("granite", "cohere", "minicpm3", "gpt2", "gemma2"))
+@pytest.mark.parametrize("name", ("granite", "cohere", "minicpm3", "deepseek_v2", "gpt2", "gemma2"))
 def test_what_models_do_to_logits(name):
-    """Scales, softcaps, learned positions, and values narrower than keys (minicpm3)."""
+    """Scales, softcaps, learned positions, values narrower than keys (minicpm3) and wider (deepseek_v2)."""
     model = models.make(name)
     expected = torch.cat([x for x, _ in models.alone(model, temperature=0.7)])
     w = models.weights(len(expected))
