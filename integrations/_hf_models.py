@@ -65,6 +65,8 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         reasons.append(f"attention dropout must be 0 in training, got {dropout}")
     if batch is not None and (kind := _rope_of_the_longest(text, batch)):
         reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
+    if any(getattr(m, "_compiled_call_impl", None) is not None for m in found.modules()):
+        reasons.append("it is compiled, and what its layers do cannot be watched")
     if any(hasattr(p, "ds_status") or type(p).__name__ in SHARDED for p in model.parameters()):
         reasons.append("its parameters are sharded (ZeRO-3, FSDP)")
     return [f"{type(found).__name__}: {reason}" for reason in reasons]
