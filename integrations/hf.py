@@ -19,11 +19,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from rlkernel.integrations._hf_models import LAYER_TYPES, causal_lm
+from rlkernel.integrations._hf_models import check_model as check_model  # for adapters
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.prefix_batch import PrefixBatch
 
@@ -40,11 +42,6 @@ IGNORED = frozenset(
 
 OPTIONS = ("dropout", "output_attentions", "s_aux", "scaling", "sliding_window", "softcap", "use_cache")
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-MIXERS = (
-    "deltanet", "lightningattention", "linearattention", "mamba", "recurrent", "rwkv", "shortconv", "xlstm",
-)  # fmt: skip
-SHARDED = ("DTensor", "FlatParameter")
 
 # name -> the implementation that serves ordinary calls under it, None for what transformers would choose
 _registered: dict[str, str | None] = {}
@@ -146,21 +143,21 @@ def _attention(
         dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    width = v.shape[-1]
-    if width < q.shape[-1]:  # multi-head latent attention: what is added to v only widens out
-        v = nn.functional.pad(v, (0, q.shape[-1] - width))
+    narrow, width = sorted((q.shape[-1], v.shape[-1]))
+    if narrow < width:  # multi-head latent attention; zeros add nothing to a product
+        q, k, v = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     out = prefix_shared_attention(
         q,
         k,
         v,
         prefix_batch,
-        scale=kwargs.get("scaling"),
+        scale=query.shape[-1] ** -0.5 if (scale := kwargs.get("scaling")) is None else scale,
         softcap=kwargs.get("softcap"),
         window=kwargs.get("sliding_window"),
         sinks=kwargs.get("s_aux"),
     )
     assert isinstance(out, Tensor)
-    return out[None, ..., :width], None
+    return out[None, ..., : value.shape[-1]], None
 
 
 def _check_call(
@@ -318,88 +315,6 @@ def _as_eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | 
         return mask
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask, zero, torch.finfo(query.dtype).min)
-
-
-# what a model must be
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The transformers model inside DDP and PEFT wrappers.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from transformers import PreTrainedModel
-
-    found: Any = model
-    while not isinstance(found, PreTrainedModel):
-        if isinstance(found, nn.parallel.DistributedDataParallel):
-            found = found.module
-        elif callable(getattr(found, "get_base_model", None)):  # PEFT
-            found = found.get_base_model()
-        else:
-            raise ValueError(
-                f"model must be a transformers model, alone or in DDP or PEFT, got {type(found).__name__}"
-            )
-    return found
-
-
-def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]:
-    """Why a model cannot run packed batches (or this one); empty when it can.
-
-    Needs no forward pass.  What only a pass can show, ``packed_logprobs`` and ``every_layer`` raise.
-    """
-    try:
-        found = causal_lm(model)
-    except ValueError as error:
-        return [str(error)]
-    text = found.config.get_text_config()
-    reasons = []
-    if not found._can_set_attn_implementation():
-        reasons.append("its attention does not go through transformers' AttentionInterface")
-    if _option(found.config, "is_encoder_decoder"):
-        reasons.append("it is an encoder-decoder, whose attention is not all causal")
-    if _option(text, "is_causal") is False or _option(text, "use_bidirectional_attention"):
-        reasons.append("its attention is not causal")
-    if other := set(_option(text, "layer_types") or []) - set(LAYER_TYPES):
-        types = ", ".join(sorted(other))
-        reasons.append(f"layer_types must be {' or '.join(LAYER_TYPES)}, got {types}")
-    if mixers := {type(m).__name__ for m in found.modules() if _mixes_tokens(m)}:
-        reasons.append(f"{', '.join(sorted(mixers))} mix tokens of neighbouring rows")
-    if _option(text, "attn_temperature_tuning"):
-        reasons.append("attn_temperature_tuning counts rows, not positions")
-    dropout = _option(text, "attention_dropout") or _option(text, "attn_pdrop")
-    if found.training and dropout:
-        reasons.append(f"attention dropout must be 0 in training, got {dropout}")
-    if batch is not None and (kind := _rope_of_the_longest(text, batch)):
-        reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
-    if any(hasattr(p, "ds_status") or type(p).__name__ in SHARDED for p in model.parameters()):
-        reasons.append("its parameters are sharded (ZeRO-3, FSDP)")
-    return [f"{type(found).__name__}: {reason}" for reason in reasons]
-
-
-def _option(config: Any, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # an option of each layer; its attention checks it
-        return None
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return isinstance(module, nn.Conv1d) or any(word in name for word in MIXERS)
-
-
-def _rope_of_the_longest(text: Any, batch: PrefixBatch) -> str | None:
-    """The kind of RoPE whose frequencies here are not those of a shorter sample alone."""
-    rope = _option(text, "rope_parameters") or _option(text, "rope_scaling") or {}
-    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:  # one a layer type
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind in ("dynamic", "longrope"):
-            limit = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
-            if batch.layout.max_position >= limit:
-                return cast(str, kind)
-    return None
 
 
 @contextlib.contextmanager

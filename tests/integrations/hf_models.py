@@ -46,6 +46,14 @@ CONFIGS = {
             "qk_rope_head_dim": 8, "v_head_dim": 8,
         },
     ),  # fmt: skip
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    ),  # fmt: skip
     "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
 }  # fmt: skip
 TEN = tuple(CONFIGS)[:10]

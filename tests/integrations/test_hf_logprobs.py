@@ -1,6 +1,8 @@
 """packed_logprobs: through wrappers, in parts, with a mixture's auxiliary loss, and what it leaves behind."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,9 +43,9 @@ def test_the_example_of_its_documentation():
         assert error(row[: len(completion)], expected[:, 0]) <= 1e-12 if completion else (row == 0).all()
 
 
-@pytest.mark.parametrize("name", ("granite", "cohere", "minicpm3", "gpt2", "gemma2"))
+@pytest.mark.parametrize("name", ("granite", "cohere", "minicpm3", "deepseek_v2", "gpt2", "gemma2"))
 def test_what_models_do_to_logits(name):
-    """Scales, softcaps, learned positions, and values narrower than keys (minicpm3)."""
+    """Scales, softcaps, learned positions, values narrower than keys (minicpm3) and wider (deepseek_v2)."""
     model = models.make(name)
     expected = torch.cat([x for x, _ in models.alone(model, temperature=0.7)])
     w = models.weights(len(expected))
@@ -360,3 +362,17 @@ def test_a_head_of_another_kind():
 def test_refused_models_say_why():
     with pytest.raises(ValueError, match="model must run packed batches exactly: .* dropout must be 0"):
         rlkernel.packed_logprobs(packed_model(attention_dropout=0.1), pack())
+
+
+def test_the_example():
+    path = Path(__file__).parents[2] / "examples" / "packed_grpo.py"
+    spec = importlib.util.spec_from_file_location("packed_grpo", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.make_model(layers=2, hidden=32)
+    rollout = example.make_rollout(prompt=24, length=6, group=4, groups=2)
+    dense, packed = (
+        example.step(model, rollout, score, 4) for score in (example.dense_logprobs, example.packed_logprobs)
+    )
+    assert abs(dense[0] - packed[0]) <= 1e-6
+    assert error(dense[1], packed[1]) <= 1e-5 * float(dense[1].abs().max())
