@@ -130,10 +130,17 @@ def gathers(layout: PrefixLayout, rule: AttentionRule, heads: int, kv_heads: int
     them.  So K * Hkv <= R * Hq; with G completions of L tokens under a prompt of P, K = G * (P + L), R = G *
     L: P <= (Hq / Hkv - 1) * L.  Derived, and not yet measured.
     """
-    above = [parent >= 0 for parent in layout.parents]
-    if rule.window or rule.bitwise or not any(above):
-        return True  # without sharing nothing is copied, and it is one call
-    lengths = zip(above, layout.offsets, layout.lengths, strict=True)
-    keys = sum(offset + length for is_below, offset, length in lengths if is_below)
-    rows = sum(b - a for s in range(len(layout.lengths)) for a, b in layout.rows_below(s))
-    return keys * kv_heads <= rows * heads
+    keys, rows = layout._on("cpu", "shared", lambda: _shared(layout))
+    # without sharing nothing is copied, and it is one call
+    return bool(rule.window or rule.bitwise or not rows or keys * kv_heads <= rows * heads)
+
+
+class _Shared(NamedTuple):
+    keys: int  # in the paths of segments with something above
+    rows: int  # once for each segment above them
+
+
+def _shared(layout: PrefixLayout) -> _Shared:
+    segments = zip(layout.parents, layout.offsets, layout.lengths, strict=True)
+    keys = sum(offset + length for parent, offset, length in segments if parent >= 0)
+    return _Shared(keys, sum(b - a for s in range(len(layout.lengths)) for a, b in layout.rows_below(s)))

@@ -1,4 +1,4 @@
-"""Merge, gather and fixed-order reduction: the CPU's kernels, the device's in emulation, and CUDA's with a GPU."""
+"""Merge, gather and fixed-order reduction: the CPU's kernels, the device's emulated, CUDA's with a GPU."""
 
 import contextlib
 
@@ -57,15 +57,14 @@ def test_merge(device, dtype, shape, given):
     attention_merge(out, lse, part, part_lse, sinks)
     rounded = want.to(dtype).double()
     unit = torch.finfo(dtype).eps
-    assert (out.double() - want).abs().max() <= (
-        rounded - want
-    ).abs().max() + 4e-7 * want.abs().max() + unit / 8
+    allowed = (rounded - want).abs().max() + 4e-7 * want.abs().max() + unit / 8
+    assert (out.double() - want).abs().max() <= allowed
     assert (lse.double() - want_lse).abs().max() <= 4e-7 * want_lse.abs().max() + 1e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_of_rows_and_heads_with_strides(device, dtype):
-    """Rows [r0, r1) of a transposed view, a partial with the heads outside; nothing beside them is written."""
+    """Some rows of a transposed view, a partial with the heads outside; nothing beside them is written."""
     whole = normal(4, 50, 24, dtype=dtype, device=device)
     out, lse = whole[:, :, :16].transpose(0, 1), normal(4, 50, device=device, seed=1)
     part, part_lse = (
@@ -83,7 +82,7 @@ def test_merge_of_rows_and_heads_with_strides(device, dtype):
 
 
 def test_merge_of_rows_without_keys(device):
-    """Weight 0 whatever their values are: -inf as FlashAttention 3 says it, +inf as 2 does; NaN stays in its row."""
+    """They weigh 0 whatever they hold: -inf as FlashAttention 3 says it, +inf as 2; NaN stays in its row."""
     nan = float("nan")
     lse = torch.tensor([[INF, -INF, 1.0, 1.0, INF, -INF, nan, 1.0, 1.0]], device=device)
     part_lse = torch.tensor([[2.0, 2.0, INF, -INF, INF, -INF, 1.0, nan, 1.0]], device=device)

@@ -35,8 +35,12 @@ def unsupported_flash(
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
     softcap = rule.softcap if rule is not None else 0.0
-    every = [kernel.reasons(q, softcap, needs_grad) for kernel in varlen.KERNELS]
-    reasons = [] if not all(every) else [reason for found in every for reason in found]
+    reasons: list[str] = []
+    for kernel in varlen.KERNELS:
+        if not (found := kernel.reasons(q, softcap, needs_grad)):
+            reasons = []
+            break
+        reasons += found
     kernels = kernels_for(q.device)
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
 
@@ -198,7 +202,7 @@ def _cascade_backward(
             (dv, parts[2], call.keys, call.answered),
         ):
             for run in runs:
-                total[slice(*run)] += part[_inside(run, whole)]
+                total[slice(*run)].add_(part[_inside(run, whole)])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

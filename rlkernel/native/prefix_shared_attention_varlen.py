@@ -97,6 +97,7 @@ class Varlen:
     name: str
     devices: tuple[str, range]  # compute capabilities: in words, and the majors
 
+    @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
         """forward and backward, or why there are none."""
         raise NotImplementedError
@@ -127,12 +128,12 @@ class Varlen:
             found.append(f"compute capability must be {words}, got {got}")
         found += self.limits(q, softcap, needs_grad)
         if not found:  # an import takes seconds
-            functions = self.functions()
+            functions = self.functions
             found += [functions] if isinstance(functions, str) else [f.reason for f in functions if f.reason]
         return [f"{self.name}: {reason}" for reason in found]
 
     def found(self) -> tuple[ByName, ByName]:
-        functions = self.functions()
+        functions = self.functions
         assert not isinstance(functions, str)
         return functions
 
@@ -147,6 +148,7 @@ class FlashAttention3(Varlen):
     name = "FlashAttention 3"
     devices = ("9", range(9, 10))
 
+    @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
         return _of_library(
             "flash_attn_interface",
@@ -189,6 +191,7 @@ class FlashAttention2(Varlen):
     name = "FlashAttention 2"
     devices = ("8.0 or above", range(8, 100))
 
+    @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
         return _of_library(
             "flash_attn.flash_attn_interface",
@@ -230,6 +233,7 @@ class Aten(Varlen):
     name = "torch's flash attention"
     devices = ("8.0 or above", range(8, 100))
 
+    @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
         forward = (
             "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "

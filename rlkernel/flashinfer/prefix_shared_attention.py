@@ -1,0 +1,124 @@
+"""``prefix_shared_attention`` over FlashInfer, where no gradient is asked for: old and reference logprobs.
+
+One ragged prefill call, each segment's rows on a copy of all keys of its path.  Its plan is made on the host,
+once for the layers of a model, which pass the same layout one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.types import AttentionRule
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)  # what its kernels are compiled for
+WORKSPACE = 128 * 2**20  # bytes; what its documentation recommends
+
+
+def unsupported(
+    q: Tensor,
+    *tensors: Tensor,
+    rule: AttentionRule | None = None,
+    needs_grad: bool = False,
+    **options: Any,
+) -> list[str]:
+    reasons = ["flashinfer has no backward, a gradient is asked for"] if needs_grad else []
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        reasons.append(f"q must be on an NVIDIA GPU, got {q.device}")
+    if q.dtype not in DTYPES:
+        reasons.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+    if q.shape[2] not in HEAD_DIMS:
+        reasons.append(f"the head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {q.shape[2]}")
+    if rule is not None and rule.bitwise:
+        reasons.append("parity must be 'fast': flashinfer splits keys by the size of the batch")
+    if not reasons:  # an import takes seconds and sets up CUDA
+        _, missing = _library()
+        reasons += [missing] if missing else []
+    return reasons
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not layout.total:
+        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    gathered = layout.gathered(q.device)
+    if len(gathered.keys) > len(k):
+        k, v = k[gathered.keys], v[gathered.keys]
+    wrapper = _planned(layout, _Plan(rule, q.shape[1], k.shape[1], q.shape[2], q.dtype), q.device)
+    # the default of every version: base 2, [T, Hq]
+    out, lse2 = wrapper.run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
+    lse = lse2.T * math.log(2)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.float()[:, None])
+        out = (out * torch.exp(lse - total).T[..., None]).to(q.dtype)
+        lse = total
+    return out, lse.contiguous()
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PrefixLayout,
+    rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("flashinfer has no backward")
+
+
+class _Plan(NamedTuple):
+    rule: AttentionRule
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class _Wrapper:
+    """FlashInfer's wrapper, and what it was planned for last."""
+
+    def __init__(self, device: torch.device) -> None:
+        library, _ = _library()
+        assert library is not None
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self.wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self.layout: weakref.ref[PrefixLayout] | None = None
+        self.plan: _Plan | None = None
+
+
+def _planned(layout: PrefixLayout, plan: _Plan, device: torch.device) -> Any:
+    kept = _wrapper(device, torch.cuda.current_stream(device).cuda_stream)
+    if kept.plan != plan or kept.layout is None or kept.layout() is not layout:
+        host = layout.gathered()  # it copies tables to the host otherwise
+        kept.wrapper.plan(
+            host.cu_seqlens_q, host.cu_seqlens_k, plan.heads, plan.kv_heads, plan.head_dim, causal=True,
+            window_left=plan.rule.window - 1, logits_soft_cap=plan.rule.softcap or None,
+            sm_scale=plan.rule.scale, q_data_type=plan.dtype, kv_data_type=plan.dtype,
+        )  # fmt: skip
+        kept.layout, kept.plan = weakref.ref(layout), plan
+    return kept.wrapper
+
+
+@functools.cache
+def _wrapper(device: torch.device, stream: int) -> _Wrapper:
+    return _Wrapper(device)  # its workspace belongs to one stream
+
+
+@functools.cache
+def _library() -> tuple[ModuleType | None, str]:
+    try:
+        import flashinfer.prefill as library
+    except Exception as error:  # a CUDA that it does not know fails with an error of any kind
+        return None, f"flashinfer does not import here: {error}"
+    return library, ""

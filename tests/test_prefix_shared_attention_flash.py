@@ -1,0 +1,445 @@
+"""Gather and cascade over vendors' kernels, with stand-ins of the vendors' contracts in their place."""
+
+import inspect
+import itertools
+import math
+import random
+import types
+
+import pytest
+import torch
+import varlen_stand_ins as vendors
+
+from rlkernel.native import prefix_shared_attention_flash as flash
+from rlkernel.native import prefix_shared_attention_varlen as varlen
+from rlkernel.prefix_cascade import cascade, gathers
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.reference import prefix_shared_attention as reference
+from rlkernel.types import AttentionRule
+
+KERNELS = {"fa2": varlen.FlashAttention2, "fa3": varlen.FlashAttention3, "aten": varlen.Aten}
+
+
+def groups(*samples):
+    """Prompts of some tokens with completions of some: (prompt, completion, completion, ...) each."""
+    lengths, parents, completion = [], [], []
+    for prompt, *completions in samples:
+        root = len(lengths)
+        lengths += [prompt, *completions]
+        parents += [-1, *(root for _ in completions)]
+        completion += [False, *(True for _ in completions)]
+    return PrefixLayout.of(lengths, parents, completion)[0]
+
+
+def forest(seed, size=12):
+    r = random.Random(seed)
+    parents = [r.randrange(-1, s) for s in range(size)]
+    completion: list[bool] = []
+    for parent in parents:
+        completion.append((parent >= 0 and completion[parent]) or r.random() < 0.4)
+    return PrefixLayout.of([r.randrange(0, 7) for _ in parents], parents, completion)[0]
+
+
+LAYOUTS = {
+    "group": groups((7, 3, 1, 5)),
+    "ragged": groups((4, 1, 9), (3,), (5, 2, 2, 2), (0, 4, 3), (1, 6)),
+    "no prompt": groups((0, 3), (0, 4)),
+    "one row": groups((1,)),
+    "many": groups((40, *[1] * 30)),
+    "tree": PrefixLayout.of([5, 3, 4, 2, 3, 1, 4], [-1, 0, 0, 1, 1, 2, 3], [False] * 3 + [True] * 4)[0],
+    **{f"forest {seed}": forest(seed) for seed in range(6)},
+}
+RULES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "window": {"window": 5},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    return install(request.param, monkeypatch)
+
+
+def install(name, monkeypatch, modules=vendors.MODULES):
+    """The adapter ``name`` over its stand-in, on the CPU as if it were an H100, in any dtype."""
+    monkeypatch.setattr(varlen, "library", lambda module: modules.get(module, f"{module} is not installed"))
+    monkeypatch.setattr(varlen, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+    adapter = KERNELS[name]()
+    monkeypatch.setattr(varlen, "KERNELS", (adapter,))
+    vendors.CALLS.clear()
+    return adapter
+
+
+def force(monkeypatch, way):
+    monkeypatch.setattr(flash, "gathers", lambda *_: way == "gather")
+
+
+def inputs(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, **rule):
+    """(q, k, v), layout, rule, sinks, the gradient of out: what both() takes."""
+    made = reference.make_inputs(layout, heads, kv_heads, head_dim, dtype=dtype)
+    sinks = torch.linspace(-1, 2, heads, dtype=dtype) if rule.pop("sinks", False) else None
+    options = {"scale": 0.4, "softcap": 0.0, "window": 0, "bitwise": False} | rule
+    generator = torch.Generator().manual_seed(9)
+    grad = torch.randn(made["q"].shape, generator=generator, dtype=torch.float64).to(dtype)
+    return (made["q"], made["k"], made["v"]), layout, AttentionRule(**options), sinks, grad
+
+
+def both(impl, tensors, layout, rule, sinks, grad):
+    out, lse = impl.forward(*tensors, layout, rule, sinks)
+    return out, lse, *impl.backward(grad, *tensors, out, lse, layout, rule)
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def error(got, want):
+    """The largest difference, NaN where there is one."""
+    found = [
+        float((g.double() - w.double()).abs().max()) for g, w in zip(got, want, strict=True) if w.numel()
+    ]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def matters(name, way, rule):
+    """A cascade has no window and torch's kernel no softcap: gathers() and reasons() say so."""
+    return not (way == "cascade" and rule == "window") and not (name == "aten" and rule == "softcap")
+
+
+CASES = [case for case in itertools.product(KERNELS, ("gather", "cascade"), RULES) if matters(*case)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name, way, rule", CASES)
+@pytest.mark.usefixtures("poison")
+def test_matches_the_reference(name, way, rule, layout, monkeypatch):
+    install(name, monkeypatch)
+    force(monkeypatch, way)
+    case = inputs(LAYOUTS[layout], **RULES[rule])
+    for field, got, want in zip(NAMES, both(flash, *case), both(reference, *case), strict=True):
+        assert got.is_contiguous() and got.dtype == want.dtype and got.shape == want.shape, field
+        assert error([got], [want]) <= 1e-11, field
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 1), (6, 3), (8, 1)])
+@pytest.mark.parametrize("way", ["gather", "cascade"])
+def test_grouped_heads(heads, kv_heads, way, monkeypatch):
+    install("fa2", monkeypatch)
+    force(monkeypatch, way)
+    case = inputs(LAYOUTS["forest 1"], heads, kv_heads, sinks=True)
+    assert error(both(flash, *case), both(reference, *case)) <= 1e-11
+
+
+def in_fp64(tensors, layout, rule, sinks, grad):
+    return [x.double() for x in tensors], layout, rule, sinks.double(), grad.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["gather", "cascade"])
+@pytest.mark.usefixtures("poison")
+def test_narrow_types(kernel, way, dtype, monkeypatch):
+    """Over the native merge, gather and reduction: at most twice the error of the same kernel, dense."""
+    force(monkeypatch, way)
+    case = inputs(LAYOUTS["ragged"], head_dim=64, dtype=dtype, sinks=True)
+    got, truth, plain = both(flash, *case), both(reference, *in_fp64(*case)), both(reference, *case)
+    tensors, layout, rule, sinks, grad = case
+    repeated, index = layout.repeated()
+    dense_case = [x[index] for x in tensors], repeated, rule, sinks, grad[index]
+    dense, dense_truth = both(flash, *dense_case), both(reference, *in_fp64(*dense_case))
+    unit = torch.finfo(dtype).eps
+    for at, field in enumerate(NAMES):
+        g, t = [got[at]], [truth[at]]
+        if field in ("out", "lse"):
+            allowed = 2 * error([dense[at]], [dense_truth[at]]) + torch.finfo(got[at].dtype).eps
+        else:  # two terms are rounded before they are added up
+            allowed = 2 * error([plain[at]], t) + 2 * unit * float(truth[at].abs().max())
+        assert error(g, t) <= allowed, field
+
+
+def test_launches(kernel, monkeypatch):
+    """What runs: gather is one call each way, a group's cascade two, whatever the number of completions."""
+
+    def launches(layout, way):
+        force(monkeypatch, way)
+        vendors.CALLS.clear()
+        both(flash, *inputs(layout))
+        assert vendors.CALLS.count("forward") == vendors.CALLS.count("backward")
+        return vendors.CALLS.count("forward")
+
+    assert launches(LAYOUTS["many"], "gather") == 1
+    assert launches(LAYOUTS["many"], "cascade") == 2
+    assert launches(groups(*[(5, 2, 3)] * 8), "cascade") == 2  # eight groups side by side
+    assert launches(LAYOUTS["ragged"], "cascade") == 2  # a prompt alone, completions without one
+    assert launches(LAYOUTS["tree"], "cascade") == 4  # a row with three segments above it
+    assert launches(LAYOUTS["no prompt"], "cascade") == 1
+
+
+def test_without_sharing_nothing_is_copied(kernel, monkeypatch):
+    monkeypatch.setattr(flash, "gather_kv", None)
+    case = inputs(LAYOUTS["no prompt"], window=2)
+    assert error(both(flash, *case), both(reference, *case)) <= 1e-11
+
+
+@pytest.mark.parametrize("r", [1, 2, 4, 7])
+def test_the_rule_of_a_group(r):
+    """gather where P <= (Hq / Hkv - 1) * L, whatever G."""
+    rule = AttentionRule(1.0, 0.0, 0, False)
+    for prompt, length, n in [(64, 64, 16), (65, 64, 2), (192, 64, 8), (193, 64, 8), (1, 50, 3)]:
+        layout = groups((prompt, *[length] * n), (prompt, *[length] * n))
+        assert gathers(layout, rule, 2 * r, 2) == (prompt <= (r - 1) * length)
+    layout = groups((500, 3, 3))
+    assert not gathers(layout, rule, 2 * r, 2)
+    assert gathers(layout, rule._replace(window=9), 2 * r, 2)
+    assert gathers(layout, rule._replace(bitwise=True), 2 * r, 2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_calls_ask_each_key_once(name):
+    """Own and other calls together: the pairs that the layout's row tables allow, none of them twice."""
+    layout = LAYOUTS[name]
+    tables, counts = cascade(layout), torch.zeros(layout.total, layout.total, dtype=torch.int64)
+    for first, end in map(layout.rows, range(len(layout.lengths))):
+        counts[first:end, first:end] += torch.ones(end - first, end - first).tril().long()
+    for call in tables.calls:
+        cu_rows, cu_keys = (x[slice(*call.cu_seqlens)] for x in (tables.cu_rows, tables.cu_keys))
+        assert int(cu_rows[-1]) == call.rows[1] - call.rows[0]
+        assert int(cu_keys[-1]) == call.keys[1] - call.keys[0]
+        asked, answered = set(), set()
+        for rows, keys in vendors.sequences(cu_rows + call.rows[0], cu_keys + call.keys[0]):
+            counts[rows, keys] += 1
+            if rows.start < rows.stop and keys.start < keys.stop:
+                asked |= set(range(rows.start, rows.stop))
+                answered |= set(range(keys.start, keys.stop))
+        assert asked == {i for run in call.asked for i in range(*run)}
+        assert answered == {i for run in call.answered for i in range(*run)}
+    first, last, pos = layout.row_tables()
+    seen = (first[None] <= first[:, None]) & (first[:, None] < last[None]) & (pos[:, None] >= pos[None])
+    assert torch.equal(counts, seen.long())
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("name", ["ragged", "tree", "forest 2"])
+def test_gather_has_the_bits_of_the_dense_call(kernel, name, window):
+    layout = LAYOUTS[name]
+    tensors, _, rule, sinks, _ = inputs(layout, dtype=torch.float32, window=window, bitwise=True, sinks=True)
+    repeated, index = layout.repeated()
+    out, lse = flash.forward(*tensors, layout, rule, sinks)
+    dense = flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)
+    assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])
+
+
+def test_a_cascade_has_other_bits(monkeypatch):
+    """So the test above can fail: what parity="bitwise" must not take."""
+    install("fa2", monkeypatch)
+    force(monkeypatch, "cascade")
+    layout = LAYOUTS["many"]
+    tensors, _, rule, sinks, _ = inputs(layout, dtype=torch.float32)
+    repeated, index = layout.repeated()
+    out, _ = flash.forward(*tensors, layout, rule, sinks)
+    assert not torch.equal(out[index], flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)[0])
+
+
+def test_strided_and_expanded(kernel, monkeypatch):
+    """Views of transformers, views whose rows start anywhere, gradients of a sum and of a mean over rows."""
+    layout = LAYOUTS["forest 0"]
+    (q, k, v), _, rule, sinks, grad = inputs(layout)
+    want = both(reference, (q, k, v), layout, rule, sinks, grad)
+    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    odd = [torch.cat([x, x[..., :1]], 2)[..., : x.shape[2]] for x in (q, k, v)]
+    for way in ("gather", "cascade"):
+        force(monkeypatch, way)
+        for tensors in (by_head, odd):
+            assert error(both(flash, tensors, layout, rule, sinks, grad), want) <= 1e-11
+        for expanded in (grad[:1, :1, :1].expand_as(grad), grad[:1].expand_as(grad)):
+            got = both(flash, (q, k, v), layout, rule, sinks, expanded)
+            assert error(got, both(reference, (q, k, v), layout, rule, sinks, expanded)) <= 1e-11
+
+
+def test_no_rows(kernel):
+    out, lse, *grads = both(flash, *inputs(groups()))
+    assert out.shape == (0, 4, 8) and lse.shape == (4, 0) and [len(x) for x in grads] == [0, 0, 0]
+
+
+def worst(layout, monkeypatch, way="cascade"):
+    force(monkeypatch, way)
+    case = inputs(layout)
+    found = error(both(flash, *case), both(reference, *case))
+    return math.inf if math.isnan(found) else found
+
+
+@pytest.mark.parametrize(
+    "name, mutate",
+    [
+        ("group", lambda calls: ()),  # no call on segments above
+        ("tree", lambda calls: calls[1:]),  # one of them left out
+        # what a vendor says about rows without keys, and about keys without rows, read
+        ("ragged", lambda calls: tuple(c._replace(asked=(c.rows,)) for c in calls)),
+        ("ragged", lambda calls: tuple(c._replace(answered=(c.keys,)) for c in calls)),
+    ],
+)
+def test_mutants_of_the_calls_are_found(kernel, name, mutate, monkeypatch):
+    layout, real = LAYOUTS[name], flash.cascade
+    assert worst(layout, monkeypatch) <= 1e-11
+    monkeypatch.setattr(flash, "cascade", lambda *a: real(*a)._replace(calls=mutate(real(*a).calls)))
+    assert worst(layout, monkeypatch) > 1e-3
+
+
+def test_mutants_of_the_sums_are_found(kernel, monkeypatch):
+    layout = LAYOUTS["tree"]
+    merge, reduce = flash.attention_merge, flash.segment_reduce
+    monkeypatch.setattr(flash, "attention_merge", lambda *a: None)
+    assert worst(layout, monkeypatch) > 1e-3
+    monkeypatch.setattr(flash, "attention_merge", lambda o, l, p, pl, *s: merge(o, l, p, pl + 0.1, *s))
+    assert worst(layout, monkeypatch) > 1e-3
+    assert worst(layout, monkeypatch, "gather") <= 1e-11
+    monkeypatch.setattr(flash, "segment_reduce", lambda k, v, i, o: reduce(k, v, i.flip(0), o))
+    assert worst(layout, monkeypatch, "gather") > 1e-3
+
+
+def test_the_parts_own_lse_is_wrong_in_backward(kernel, monkeypatch):
+    """What autograd through a merge comes to: vendors' backward takes no gradient of a lse."""
+
+    class Naive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, sequences):
+            out, lse = kernel.forward(q, k, v, sequences)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.sequences = sequences
+            return out, lse
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return *kernel.backward(grad.contiguous(), *ctx.saved_tensors, ctx.sequences), None
+
+    layout = LAYOUTS["group"]
+    tensors, _, rule, sinks, grad = inputs(layout)
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    tables, n = cascade(layout), layout.n_prefix
+    own, own_lse = Naive.apply(q, k, v, flash._own(tables, rule))
+    part, part_lse = Naive.apply(q[n:], k[:n], v[:n], flash._above(tables, tables.calls[0], rule))
+    lse = torch.logaddexp(own_lse[:, n:], part_lse)
+    merged = [torch.exp(x - lse).T[..., None] * o for x, o in ((own_lse[:, n:], own[n:]), (part_lse, part))]
+    out = torch.cat([own[:n], merged[0] + merged[1]])
+    want = both(reference, tensors, layout, rule, sinks, grad)
+    assert error([out.detach()], want[:1]) <= 1e-11
+    out.backward(grad)
+    assert error([q.grad, k.grad], want[2:4]) > 1e-2
+
+
+def changed(function, without=None, more=None):
+    """The function with a parameter left out, or one more that must be given, as another version has it."""
+
+    def other(*a, **kw):
+        return function(*a, **kw)
+
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != without]
+    if more:
+        parameters.insert(0, inspect.Parameter(more, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+    other.__signature__ = inspect.Signature(parameters)
+    return other
+
+
+def test_other_signatures_are_refused(monkeypatch):
+    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    real = vendors.FlashAttention2
+    forward, backward = real._flash_attn_varlen_forward, real._flash_attn_varlen_backward
+
+    def reasons(**functions):
+        module = types.SimpleNamespace(**functions)
+        adapter = install("fa2", monkeypatch, {"flash_attn.flash_attn_interface": module})
+        return adapter.reasons(q, 0.0, True)
+
+    names = {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
+    assert reasons(**names) == []
+    older = names | {"_flash_attn_varlen_forward": changed(forward, without="softcap")}
+    assert reasons(**older) == ["FlashAttention 2: its _flash_attn_varlen_forward has no parameter softcap"]
+    newer = names | {"_flash_attn_varlen_backward": changed(backward, more="sm_count")}
+    assert reasons(**newer) == ["FlashAttention 2: its _flash_attn_varlen_backward needs sm_count"]
+    (reason,) = reasons(_flash_attn_varlen_forward=forward)
+    assert reason == "FlashAttention 2: flash_attn.flash_attn_interface has no _flash_attn_varlen_backward"
+    missing = install("fa3", monkeypatch, {})
+    assert missing.reasons(q, 0.0, False) == ["FlashAttention 3: flash_attn_interface is not installed"]
+
+
+def test_parameters_of_a_custom_op():
+    """FlashAttention's functions are torch.library.custom_ops, whose Python signature is *args, **kwargs."""
+
+    @torch.library.custom_op("rlkernel_test::varlen", mutates_args=("dq",))
+    def op(q: torch.Tensor, dq: torch.Tensor, scale: float, window: int = -1) -> torch.Tensor:
+        dq.copy_(q * scale)
+        return q + window
+
+    q, dq = torch.ones(2), torch.zeros(2)
+    function = varlen.ByName(op, "f", "scale q dq")
+    assert not function.reason and function(3.0, q, dq).tolist() == [0, 0] and dq.tolist() == [3, 3]
+    assert varlen.ByName(op, "f", "q dq").reason == "its f needs scale"
+    assert varlen.ByName(op, "f", "q dq scale softcap").reason == "its f has no parameter softcap"
+
+
+def test_torch_has_these_functions():
+    """The installed torch's schemas, and the stand-in's parameters beside them."""
+    forward, backward = varlen.Aten().functions
+    assert not forward.reason and not backward.reason
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        schema = getattr(torch.ops.aten, name).default._schema
+        played = varlen._parameters(getattr(vendors.Aten, name))[0]
+        assert [a.name for a in schema.arguments] == played[: len(schema.arguments)]
+
+
+def test_limits(monkeypatch):
+    def reasons(name, dtype=torch.bfloat16, head_dim=64, softcap=0.0, needs_grad=True, capability=(9, 0)):
+        adapter = install(name, monkeypatch)
+        monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16))
+        monkeypatch.setattr(varlen, "capability", lambda device: capability)
+        return adapter.reasons(torch.zeros(3, 2, head_dim, dtype=dtype), softcap, needs_grad)
+
+    for name in KERNELS:
+        assert not reasons(name) and not reasons(name, torch.float16, 192)
+        assert "q must be float16 or bfloat16, got float32" in reasons(name, torch.float32)[0]
+        assert "must be a multiple of 8 and at most 256, got 100" in reasons(name, head_dim=100)[0]
+        assert "got 264" in reasons(name, head_dim=264)[0]
+        assert "compute capability must be" in reasons(name, capability=(7, 5))[0]
+    assert "must be 9, got 10.0" in reasons("fa3", capability=(10, 0))[0]
+    assert not reasons("fa2", capability=(10, 0))
+    assert "not deterministic above head dim 192" in reasons("fa3", head_dim=256)[0]
+    assert not reasons("fa3", head_dim=256, needs_grad=False)
+    assert "it has no softcap" in reasons("aten", softcap=30.0)[0] and not reasons("fa2", softcap=30.0)
+    assert "needs an A100" in reasons("aten", head_dim=256, capability=(8, 6))[0]
+
+
+def test_a_kernel_that_can_do_backward_goes_first(monkeypatch):
+    """So that a rollout takes the trainer's; what cannot do backward runs where nothing else can."""
+    install("fa2", monkeypatch)
+    q, rule = torch.zeros(3, 2, 256, dtype=torch.bfloat16), AttentionRule(1.0, 0.0, 0, False)
+    fa3, aten = varlen.FlashAttention3(), varlen.Aten()
+    monkeypatch.setattr(varlen, "KERNELS", (fa3, aten))
+    assert flash._kernel(q, rule) is aten and flash._kernel(q[..., :64], rule) is fa3
+    assert flash._kernel(q, rule._replace(softcap=1.0)) is fa3
+    monkeypatch.setattr(varlen, "KERNELS", (aten,))
+    with pytest.raises(NotImplementedError, match="it has no softcap"):
+        flash._kernel(q, rule._replace(softcap=1.0))
+
+
+def test_cpu_tensors_are_refused():
+    assert flash.unsupported_flash(torch.zeros(3, 2, 64)) == ["q must be on an NVIDIA GPU, got cpu"]
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
+def test_the_deterministic_flag_is_put_back(before):
+    stands = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        with pytest.raises(KeyError), varlen.deterministic():
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert not torch.utils.deterministic.fill_uninitialized_memory
+            raise KeyError
+        assert torch.are_deterministic_algorithms_enabled() == before[0]
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == before[1]
+        assert torch.utils.deterministic.fill_uninitialized_memory == fills
+    finally:
+        torch.use_deterministic_algorithms(stands, warn_only=warns)
