@@ -396,6 +396,13 @@ def refused_models():
         "chunked_attention",
         lambda: small("Llama4TextConfig", intermediate_size_mlp=32, num_local_experts=2, head_dim=8),
     )
+
+    def compiled():
+        model = models.make("llama")
+        model.model.layers[1].compile()
+        return model
+
+    yield "compiled", "it is compiled, and what its layers do cannot be watched", compiled
     yield (
         "no model",
         "a transformers model, alone or in DDP or PEFT, got Linear",
