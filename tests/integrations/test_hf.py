@@ -253,7 +253,7 @@ def test_names_that_mean_something_else(name):
 def test_versions(monkeypatch):
     hf._interfaces.cache_clear()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.0")
-    with pytest.raises(ImportError, match=r"version of transformers must be >=5.0,<5.24, got 4.40.0"):
+    with pytest.raises(ImportError, match=r"version of transformers must be >=5.16,<5.24, got 4.40.0"):
         rlkernel.register_hf("old")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "transformers", None)
