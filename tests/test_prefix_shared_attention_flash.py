@@ -10,6 +10,8 @@ import pytest
 import torch
 import varlen_stand_ins as vendors
 
+import rlkernel
+from rlkernel.native import prefix_shared_attention as native
 from rlkernel.native import prefix_shared_attention_flash as flash
 from rlkernel.native import prefix_shared_attention_varlen as varlen
 from rlkernel.prefix_cascade import cascade, gathers
@@ -221,13 +223,16 @@ def test_calls_ask_each_key_once(name):
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("name", ["ragged", "tree", "forest 2"])
-def test_gather_has_the_bits_of_the_dense_call(kernel, name, window):
+def test_gather_has_the_bits_of_the_dense_call(kernel, name, window, monkeypatch):
     layout = LAYOUTS[name]
     tensors, _, rule, sinks, _ = inputs(layout, dtype=torch.float32, window=window, bitwise=True, sinks=True)
     repeated, index = layout.repeated()
+    forward, longest = kernel.forward, []
+    monkeypatch.setattr(kernel, "forward", lambda *a: longest.append(a[3].tables[2:]) or forward(*a))
     out, lse = flash.forward(*tensors, layout, rule, sinks)
     dense = flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)
     assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])
+    assert len(longest) == 2 and longest[0] == longest[1]  # what vendors choose their kernels by
 
 
 def test_a_cascade_has_other_bits(monkeypatch):
@@ -260,6 +265,23 @@ def test_strided_and_expanded(kernel, monkeypatch):
 def test_no_rows(kernel):
     out, lse, *grads = both(flash, *inputs(groups()))
     assert out.shape == (0, 4, 8) and lse.shape == (4, 0) and [len(x) for x in grads] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["ragged", "tree"])
+def test_the_public_op(kernel, name, monkeypatch):
+    """As on a GPU, but for the device: autograd, sinks, a module's transposed views."""
+    monkeypatch.setattr(native, "_path", lambda q: flash)
+    (q, k, v), layout, rule, _, grad = inputs(LAYOUTS[name])
+    results = []
+    for backend in ("native", "reference"):
+        leaves = [x.transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+        leaves.append(torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True))
+        with rlkernel.use_backend(backend):
+            views = [x.transpose(0, 1) for x in leaves[:3]]
+            out = rlkernel.prefix_shared_attention(*views, layout, scale=rule.scale, sinks=leaves[3])
+        out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    assert vendors.CALLS and error(*results) <= 1e-11
 
 
 def worst(layout, monkeypatch, way="cascade"):

@@ -11,7 +11,7 @@ from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gat
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PARTS = ["cpu", *EMULATED, *(["cuda"] if torch.cuda.is_available() else [])]
+PARTS = ["native-cpu", *EMULATED, *(["native-cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(params=PARTS)
@@ -22,7 +22,7 @@ def device(request):
             import emulation
 
             stack.enter_context(native.emulated(emulation.module(EMULATED[request.param])))
-        yield "cuda" if request.param == "cuda" else "cpu"
+        yield "cuda" if request.param == "native-cuda" else "cpu"
 
 
 def normal(*shape, dtype=torch.float32, device="cpu", seed=0):

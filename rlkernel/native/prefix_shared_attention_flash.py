@@ -111,8 +111,12 @@ def _copies(keys: Tensor) -> Copies:
 
 
 def _sequences(gathered: Gathered, rule: AttentionRule) -> Sequences:
-    tables = gathered.cu_seqlens_q, gathered.cu_seqlens_k, gathered.max_seqlen_q, gathered.max_seqlen_k
-    return Sequences(*tables, rule.scale, True, rule.window, rule.softcap)
+    # vendors may choose a kernel by the longest sequence that asks: for the dense call's bits, its longest
+    longest = gathered.max_seqlen_k if rule.bitwise else gathered.max_seqlen_q
+    return Sequences(
+        gathered.cu_seqlens_q, gathered.cu_seqlens_k, longest, gathered.max_seqlen_k, rule.scale, True,
+        rule.window, rule.softcap,
+    )  # fmt: skip
 
 
 def _gathered(k: Tensor, v: Tensor, gathered: Gathered) -> tuple[Tensor, Tensor]:
