@@ -465,3 +465,47 @@ def test_the_deterministic_flag_is_put_back(before):
         assert torch.utils.deterministic.fill_uninitialized_memory == fills
     finally:
         torch.use_deterministic_algorithms(stands, warn_only=warns)
+
+
+BIG = {
+    "groups": groups((300, 40, 70, 1), (5, 130), (0, 64), (64,), (129, 3, 3)),
+    "tree": PrefixLayout.of([100, 30, 70, 20, 33, 5, 90], [-1, 0, 0, 1, 1, 2, 3], [False] * 3 + [True] * 4)[
+        0
+    ],
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the vendors' own kernels need a GPU")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 50}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("layout", BIG)
+@pytest.mark.parametrize("way", ["gather", "cascade"])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.usefixtures("poison")
+def test_the_vendors_own_kernels(name, way, layout, head_dim, options, monkeypatch):
+    """bf16 against fp64, each way: errors of a few units, the same bits again, and bitwise those of dense."""
+    if way == "cascade" and "window" in options:
+        pytest.skip("a cascade has no window")
+    adapter = KERNELS[name]()
+    case = inputs(BIG[layout], head_dim=head_dim, dtype=torch.bfloat16, **options)
+    tensors, layout, rule, sinks, grad = case
+    if reasons := adapter.reasons(tensors[0].cuda(), rule.softcap, True):
+        pytest.skip("; ".join(reasons))
+    monkeypatch.setattr(varlen, "KERNELS", (adapter,))
+    force(monkeypatch, way)
+    on_gpu = [x.cuda() for x in tensors], layout, rule, None if sinks is None else sinks.cuda(), grad.cuda()
+    got, again = both(flash, *on_gpu), both(flash, *on_gpu)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    wide_sinks = None if sinks is None else sinks.double()
+    truth = both(reference, [x.double() for x in tensors], layout, rule, wide_sinks, grad.double())
+    plain = both(reference, *case)  # rounded once
+    for field, g, p, t in zip(NAMES, got, plain, truth, strict=True):
+        rounded = 1e-3 if field == "lse" else 2 * torch.finfo(torch.bfloat16).eps
+        assert error([g.cpu()], [t]) <= 2 * error([p], [t]) + rounded * float(t.abs().max()), field
+    if way == "gather":
+        bitwise = rule._replace(bitwise=True)
+        repeated, index = layout.repeated()
+        out, lse = flash.forward(*on_gpu[0], layout, bitwise, on_gpu[3])
+        dense = flash.forward(*(x[index.cuda()] for x in on_gpu[0]), repeated, bitwise, on_gpu[3])
+        index = index.cuda()
+        assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])

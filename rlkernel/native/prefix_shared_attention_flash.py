@@ -30,14 +30,14 @@ def unsupported_flash(
     layout: PrefixLayout | None = None,
     rule: AttentionRule | None = None,
     sinks: Tensor | None = None,
-    needs_grad: bool = False,
+    needs_grad: bool | None = False,
 ) -> list[str]:
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
     softcap = rule.softcap if rule is not None else 0.0
     reasons: list[str] = []
     for kernel in varlen.KERNELS:
-        if not (found := kernel.reasons(q, softcap, needs_grad)):
+        if not (found := kernel.reasons(q, softcap, bool(needs_grad))):
             reasons = []
             break
         reasons += found
