@@ -15,6 +15,14 @@
     gemm(case)               (m, n, k) of the GEMM whose rate bounds it, or None
     QUICK, PRESETS           cases of the default run; cases by name
     PEERS                    rivals, plain PyTorch first: it is the yardstick of the errors
+
+and, where tensors are not [rows, ...] of the sizes, or there is more to say,
+
+    make_inputs              in place of the reference's
+    first_rows(inputs, grads, count)
+                             inputs and gradients of the case with ``count`` as its first size
+    upstream_shape(case)     shape of an output's gradient
+    ratios(case, backward)   columns beside the times: how much less is to do than plain PyTorch does, by name
 """
 
 if __name__ != "rlkernel.benchmarks":

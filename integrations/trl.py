@@ -13,7 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from rlkernel.integrations._patch import Patch, PatchError
 from rlkernel.ops import logprob as ops
 from rlkernel.ops.linear_logprob import linear_logprob_statistics
+
+if TYPE_CHECKING:
+    from rlkernel.integrations._trl_prefix import PrefixSharing
 
 SUPPORTED = (
     ">=1.15,<1.17"  # the versions that have been run; patch() compares the parameters below all the same
@@ -53,6 +56,13 @@ class TrlPatch(Patch):
         """How often rlkernel ran in place of which TRL function."""
         self.fallbacks: Counter[str] = Counter()
         """How often TRL's own function ran after all, and why. Neither counts what torch.compile traces."""
+        self.prefix: PrefixSharing | None = None
+        """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
+
+    def undo(self) -> None:
+        super().undo()
+        if self.prefix is not None:
+            self.prefix.undo()
 
     def count(self, counter: Counter[str], key: str) -> None:
         if not torch.compiler.is_compiling():  # it would guard on the number and compile anew every call
@@ -62,18 +72,26 @@ class TrlPatch(Patch):
 _active: TrlPatch | None = None
 
 
-def patch() -> TrlPatch:
+def patch(*, prefix_sharing: bool = False, prefix_min_ratio: float | None = None) -> TrlPatch:
     """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
 
     A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.
 
+    Args:
+        prefix_sharing: GRPOTrainer computes each prompt once per group, in all its passes, and keeps groups
+            together when it shuffles.
+        prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
+
     Raises:
+        ValueError: ``prefix_min_ratio`` is not a number >= 1, or is given without ``prefix_sharing``.
         ImportError: TRL is not installed. PatchError: the version of TRL is not supported, or what is to be
-        replaced is not what that version has.
+        replaced is not what that version has, or the patch is on with other options.
             Nothing is replaced then.
     """
     global _active
+    _check_options(prefix_sharing, prefix_min_ratio)
     if _active is not None and _active.active:
+        _check_same(_active, prefix_sharing, prefix_min_ratio)
         _active.share()
         return _active
     utils = _supported_utils()
@@ -83,9 +101,39 @@ def patch() -> TrlPatch:
     for name, make in _HELPERS.items():
         original = _checked(utils, name, HELPER_PARAMETERS[name])
         result.replace_everywhere("trl", name, make(original, result), expected=original)
+    if prefix_sharing:
+        from rlkernel.integrations import _trl_prefix  # imports GRPOTrainer, which takes seconds
+
+        result.prefix = _trl_prefix.PrefixSharing(result, prefix_min_ratio)
     result.apply()
     _active = result
     return result
+
+
+def _check_options(prefix_sharing: bool, prefix_min_ratio: float | None) -> None:
+    if not isinstance(prefix_sharing, bool):
+        raise ValueError(f"prefix_sharing must be True or False, got {prefix_sharing!r}")
+    if prefix_min_ratio is None:
+        return
+    if not prefix_sharing:
+        raise ValueError(f"prefix_min_ratio must be None without prefix_sharing, got {prefix_min_ratio!r}")
+    if (
+        isinstance(prefix_min_ratio, bool)
+        or not isinstance(prefix_min_ratio, int | float)
+        or not prefix_min_ratio >= 1
+    ):
+        raise ValueError(f"prefix_min_ratio must be a number >= 1, got {prefix_min_ratio!r}")
+
+
+def _check_same(active: TrlPatch, prefix_sharing: bool, prefix_min_ratio: float | None) -> None:
+    """A caller who asks for what the patch in place does not do would believe that it does."""
+    if prefix_sharing and active.prefix is None:
+        raise PatchError("prefix_sharing must be what the patch in place has, False, got True: undo it first")
+    if prefix_min_ratio is not None and active.prefix and active.prefix.min_ratio != prefix_min_ratio:
+        raise PatchError(
+            f"prefix_min_ratio must be what the patch in place has, {active.prefix.min_ratio}, got "
+            f"{prefix_min_ratio}: undo it first"
+        )
 
 
 def _supported_utils() -> ModuleType:
@@ -151,13 +199,17 @@ class _Head:
                 final_logit_softcapping, logit_scale, outputs,
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
+        skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
         with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
             scores = linear_logprob_statistics(
-                hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
-                softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
+                hidden[skipped:], weight, targets[skipped:], bias=bias, temperature=temperature,
+                logit_scale=logit_scale, softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
                 statistics=tuple(name for name in OUTPUTS[1:] if name in outputs),
             )  # fmt: skip
-        return scores.logprobs, *(getattr(scores, name) for name in OUTPUTS)
+        results = (scores.logprobs, *(getattr(scores, name) for name in OUTPUTS))
+        if not skipped:
+            return results
+        return tuple(x if x is None else torch.nn.functional.pad(x, (skipped, 0)) for x in results)
 
 
 def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:

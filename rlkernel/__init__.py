@@ -73,12 +73,14 @@ __all__ = [
     "linear_policy_loss",
     "logprob",
     "logprobs_from_logits",
+    "packed_logprobs",
     "patch_trl",
     "policy_loss",
     "policy_loss_preset",
     "preference_loss",
     "preference_loss_preset",
     "prefix_shared_attention",
+    "register_hf",
     "running_normalize",
     "sample",
     "sample_linear",
@@ -98,3 +100,17 @@ def patch_trl(**options: Any) -> Any:
     from rlkernel.integrations import trl  # needs TRL, which rlkernel itself does not
 
     return trl.patch(**options)
+
+
+def register_hf(name: str = "rlkernel") -> str:
+    """Register packed attention with transformers; see ``rlkernel.integrations.hf.register_hf``."""
+    from rlkernel.integrations import hf  # transformers, which rlkernel itself does not need
+
+    return hf.register_hf(name)
+
+
+def packed_logprobs(model: Any, batch: PrefixBatch, **options: Any) -> Any:
+    """Logprobs of a packed batch; see ``rlkernel.integrations._packed.packed_logprobs``."""
+    from rlkernel.integrations import _packed
+
+    return _packed.packed_logprobs(model, batch, **options)

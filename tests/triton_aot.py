@@ -89,6 +89,7 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
+    from rlkernel.prefix_layout import PrefixLayout
     from rlkernel.triton_ops import (
         gae,
         group_advantages,
@@ -96,11 +97,12 @@ def binaries_of_varied_calls() -> dict[str, int]:
         linear_logprob,
         logprob,
         preference_loss,
+        prefix_shared_attention,
         sampling,
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, Head, PreferenceRule, Sampling
+    from rlkernel.types import Aggregation, AttentionRule, Head, PreferenceRule, Sampling
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -149,6 +151,11 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 values.reshape(-1, 1), None, None, length, None, None, None, None, "grpo", "batch", True, t,
                 "zero", 0.0, "std",
             )  # fmt: skip
+            layout = PrefixLayout((60 + n, 4096, length), (-1, 0, 0), (False, True, True))
+            rule = AttentionRule(t, 0.0, 5000 if t > 1 else 0, False)
+            q, kv = (torch.empty(layout.total, h, 64, dtype=torch.bfloat16) for h in (8, 2))
+            out, lse = prefix_shared_attention.forward(q, kv, kv, layout, rule, torch.ones(8))
+            prefix_shared_attention.backward(q, q, kv, kv, out, lse, layout, rule)
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 

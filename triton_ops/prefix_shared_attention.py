@@ -24,6 +24,7 @@ from rlkernel.triton_ops.prefix_shared_attention_kernels import (
     attention_query_grad_kernel,
 )
 from rlkernel.triton_ops.prefix_shared_attention_plan import (
+    CHUNK,
     KeyPlan,
     QueryPlan,
     key_plan,
@@ -122,7 +123,7 @@ def backward(
     out = out.contiguous()
     with torch.cuda.device_of(q):
         delta = torch.empty_like(lse)
-        rows = 64
+        rows = 4096 // max(64, _width(head_dim))
         attention_delta_kernel[(triton.cdiv(total, rows) * heads,)](
             *_strided(grad_out), out, delta, total,
             HEADS=heads, D=head_dim, WIDTH=_width(head_dim), ROWS=rows, num_warps=4,
@@ -180,7 +181,7 @@ def _key_grads(
         plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks),
     )  # fmt: skip
-    rows = min(16, blocks.k)
+    rows = min(16, 2048 // _width(head_dim))
     for part, grad in zip(parts, (dk, dv), strict=True):
         if len(plan.sums):
             attention_sum_kernel[(len(plan.sums) * (blocks.k // rows) * kv_heads,)](
@@ -189,9 +190,7 @@ def _key_grads(
             )  # fmt: skip
 
 
-def _query_plan(
-    layout: PrefixLayout, rule: AttentionRule, blocks: Blocks, device: torch.device
-) -> QueryPlan:
+def _query_plan(layout: PrefixLayout, rule: AttentionRule, blocks: Blocks, device: torch.device) -> QueryPlan:
     make = logical_plan if rule.bitwise else query_plan
     name = f"triton {make.__name__} {blocks.q} {blocks.k} {rule.window}"
     plan: QueryPlan = layout._on(device, name, lambda: make(layout, rule.window, blocks.q, blocks.k))
@@ -223,12 +222,33 @@ def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
 
 def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule) -> Blocks:
     nvidia = torch.version.hip is None
-    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, max(64, _width(head_dim))][KERNELS.index(kernel)]
-    visited = "q" if kernel == "key grad" else "k"
-    if rule.softcap and getattr(blocks, visited) > (32 if nvidia else 16):  # its polynomial takes registers
-        return blocks._replace(**{visited: getattr(blocks, visited) // 2})
+    width = max(64, _width(head_dim))
+    blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, width][KERNELS.index(kernel)]
+    # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
+    # half as many rows at a time, but enough for tensor cores
+    if rule.softcap or (not nvidia and head_dim < width):
+        visited = "q" if kernel == "key grad" else "k"
+        least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
+        return blocks._replace(**{visited: max(least, getattr(blocks, visited) // 2)})
     return blocks
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
-    return {}
+    """As in ``logprob``: a prompt whose keys take several programs, and its completions."""
+
+    def run(head_dim: int, dtype: torch.dtype, softcap: float, sinks: bool, bitwise: bool) -> None:
+        layout = PrefixLayout((65, CHUNK, 65), (-1, 0, 0), (False, True, True))
+        rule = AttentionRule(head_dim**-0.5, softcap, 0, bitwise)
+        q, kv = (torch.empty(layout.total, h, head_dim, dtype=dtype) for h in (8, 2))
+        out, lse = forward(q, kv, kv, layout, rule, torch.ones(8) if sinks else None)
+        if not bitwise:
+            backward(q, q, kv, kv, out, lse, layout, rule)
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return {
+        "bf16 D = 64": lambda: run(64, bf16, 0.0, True, False),
+        "bf16 D = 128": lambda: run(128, bf16, 0.0, False, False),
+        "bf16 D = 128 bitwise": lambda: run(128, bf16, 0.0, False, True),
+        "bf16 D = 256 softcap": lambda: run(256, bf16, 50.0, False, False),
+        "fp32 D = 128": lambda: run(128, fp32, 0.0, False, False),
+    }

@@ -75,7 +75,12 @@ def attention_key_grad_kernel(
                 rows = tl.minimum(start + tl.arange(0, BQ), run_end - 1)
                 first_i, _, pos_i = load_tables(first, last, pos, rows)
                 ok = sees(
-                    first_i[None, :], pos_i[None, :], first_j[:, None], last_j[:, None], pos_j[:, None], window
+                    first_i[None, :],
+                    pos_i[None, :],
+                    first_j[:, None],
+                    last_j[:, None],
+                    pos_j[:, None],
+                    window,
                 )
                 ok &= (start + tl.arange(0, BQ) < run_end)[None, :]
                 sum_dk, sum_dv = push(

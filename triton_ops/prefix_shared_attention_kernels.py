@@ -1,6 +1,7 @@
 """The kernels of ``prefix_shared_attention`` that take a tile of queries: forward, and the gradient of q.
 
-A program visits the runs of keys that the plan lists for its tile and one head.  Scores are in units of log 2.
+A program visits the runs of keys that the plan lists for its tile, for one head.  Scores are in units of
+log 2.
 """
 
 import triton

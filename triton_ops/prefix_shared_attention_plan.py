@@ -1,9 +1,9 @@
 """Which tiles the kernels of ``prefix_shared_attention`` compute, and which rows each of them visits.
 
-A tile is a run of rows: of queries, or of keys.  What it visits is a list of runs, first the plain ones (every
-pair of the tile and the run sees each other, whole blocks of rows), then those whose pairs the kernel looks up
-in ``PrefixLayout.row_tables``.  Rows that no row of the tile sees, siblings and rows outside of the window,
-are in neither.
+A tile is a run of rows: of queries, or of keys.  What it visits is a list of runs, first the plain ones
+(every pair of the tile and the run sees each other, whole blocks of rows), then those whose pairs the kernel
+looks up in ``PrefixLayout.row_tables``.  Rows that no row of the tile sees, siblings and rows outside of the
+window, are in neither.
 
 All of it follows from lengths, block sizes and head counts, never from the device: the same sums in the same
 order everywhere.  Tiles that take longest come first, so that the last programs of a launch are short ones.
@@ -183,11 +183,13 @@ def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -
     for a in {a for part in parts for a in layout.path(part.segment)}:
         start, stop = layout.rows(a)
         own = mine.get(a)
-        seeing = [p for p in parts if _is_below(layout, p.segment, a)] if layout.rows_below(a) else [own]
+        seeing = [p for p in parts if _is_below(layout, p.segment, a)] if layout.rows_below(a) else [mine[a]]
         if seeing == [own]:
-            stop = own.end
+            stop = seeing[0].end
         # keys [begin, end) are seen by every row
-        begin, end = start, (own.first if own else stop) if len(seeing) == len(parts) else start
+        begin, end = start, start
+        if len(seeing) == len(parts):
+            end = stop if own is None else own.first
         low = start
         if window:
             oldest = [p.first + _shift(layout, p.segment) for p in seeing]

@@ -66,6 +66,11 @@ class Case:
         return " ".join(parts)
 
     @property
+    def rows(self) -> int:
+        """The first size."""
+        return next(iter(self.sizes.values()))
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 

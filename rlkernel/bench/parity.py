@@ -31,8 +31,9 @@ class Error:
 def make_inputs(module: ModuleType, case: Case, device: str) -> dict[str, Any]:
     """The case's inputs, by the ``make_inputs`` that the tests use; gradients are not attached."""
     reference = __import__(f"rlkernel.reference.{case.op}", fromlist=["make_inputs"])
+    make = getattr(module, "make_inputs", reference.make_inputs)
     options = {**module.INPUTS, **case.inputs}
-    return reference.make_inputs(*case.sizes.values(), dtype=case.torch_dtype, device=device, **options)
+    return make(*case.sizes.values(), dtype=case.torch_dtype, device=device, **options)
 
 
 def ours(module: ModuleType, op: str, backend: str) -> Call:
@@ -50,14 +51,14 @@ def ours(module: ModuleType, op: str, backend: str) -> Call:
 
 def upstream(module: ModuleType, case: Case, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """A fixed gradient for every differentiated output: one value per row, none of them alike; one for all
-    where the op sums its rows up to a SCALAR."""
+    where the op sums its rows up to a SCALAR; as many as the benchmark says where a row has several."""
     device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
     generator = torch.Generator(device).manual_seed(1)
     names = case.upstream or module.OUTPUTS(case)
-    rows = next(iter(case.sizes.values()))
+    shape = module.upstream_shape(case) if hasattr(module, "upstream_shape") else (case.rows,)
     scalars = getattr(module, "SCALARS", ())
     return {
-        name: torch.randn(() if name in scalars else (rows,), generator=generator, device=device)
+        name: torch.randn(() if name in scalars else shape, generator=generator, device=device)
         for name in names
     }
 
@@ -85,7 +86,7 @@ class Slices:
         self, module: ModuleType, case: Case, inputs: Mapping[str, Any], grads: Mapping[str, Tensor]
     ) -> None:
         self.case, self.inputs, self.grads = case, inputs, grads
-        self.rows = next(iter(case.sizes.values()))
+        self.rows = case.rows
         # an output of all rows has no slices
         whole = getattr(module, "WHOLE", False) or bool(getattr(module, "SCALARS", ()))
         self.step = max(1, self.rows if whole else _CHUNK_ELEMENTS // module.row_elements(case))

@@ -45,6 +45,7 @@ def _op_table(op: str, rows: list[Row]) -> Table:
     ran = [row for row in rows if not row["skipped"]]
     ratio = _ratio if any(row["seconds"] for row in ran) else _error_ratio
     peers = _peers(ran)
+    ratios = list(dict.fromkeys(name for row in ran for name in row.get("ratios", ())))
     body = []
     for row in ran:
         cells = [
@@ -56,9 +57,12 @@ def _op_table(op: str, rows: list[Row]) -> Table:
             _scientific(row["torch_error"]),
         ]
         cells += [_ms(row["seconds"]), rate(row), _percent(row["floor_share"]), _mib(row["peak_extra_bytes"])]
+        counted = row.get("ratios", {})
+        cells += [f"{counted[name]:.2f}x" if name in counted else "" for name in ratios]
         body.append(cells + [ratio(row, row["peers"].get(peer)) for peer in peers])
-    shown = [i for i in range(len(HEAD) + len(peers)) if any(cells[i] for cells in body)]
-    table = Table(op, [[*HEAD, *peers][i] for i in shown], [[cells[i] for i in shown] for cells in body])
+    columns = [*HEAD, *ratios, *peers]
+    shown = [i for i in range(len(columns)) if any(cells[i] for cells in body)]
+    table = Table(op, [columns[i] for i in shown], [[cells[i] for i in shown] for cells in body])
     table.notes = _notes(rows)
     return table
 

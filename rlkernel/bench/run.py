@@ -148,6 +148,8 @@ class _Bench:
         return 16 * self.module.row_elements(self.case) * self._tokens
 
     def _first_rows(self, count: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if hasattr(self.module, "first_rows"):
+            return self.module.first_rows(self.inputs, self.grads, count)
         shared = self.module.SHARED
         inputs = {
             k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count]
@@ -265,6 +267,7 @@ class _Bench:
             "rounds": len(backend.seconds.get(p, ())),
             "bytes": self.module.bytes_moved(case, backward),
             "flops": self.module.flops(case, backward),
+            "ratios": self.module.ratios(case, backward) if hasattr(self.module, "ratios") else {},
             "floor_share": self.floor[p] / seconds if seconds and p in self.floor else None,
             "peak_extra_bytes": backend.peak.get(p, backend.peak.get("foreseen")),
             "peak_resident_bytes": backend.resident.get(p),

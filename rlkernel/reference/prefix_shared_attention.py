@@ -129,7 +129,7 @@ def _to_keys(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
 
 
 def make_inputs(
-    layout: PrefixLayout,
+    layout: PrefixLayout | None = None,
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 64,
@@ -138,10 +138,15 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v."""
-    g = torch.Generator(device).manual_seed(seed)
+    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v.
+
+    Without a layout: a prompt of 8 rows and completions of 5 and 3.
+    """
+    if layout is None:
+        layout = PrefixLayout((8, 5, 3), (-1, 0, 0), (False, True, True))
+    g, total = torch.Generator(device).manual_seed(seed), layout.total
 
     def normal(h: int) -> Tensor:
-        return torch.randn(layout.total, h, head_dim, generator=g, device=device).to(dtype)
+        return torch.randn(total, h, head_dim, generator=g, device=device).to(dtype)
 
     return {"q": normal(heads), "k": normal(kv_heads), "v": normal(kv_heads), "batch": layout}

@@ -1,0 +1,96 @@
+"""Which models of transformers can run packed batches exactly."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from rlkernel.prefix_batch import PrefixBatch
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MIXERS = (
+    "deltanet", "lightningattention", "linearattention", "mamba", "recurrent", "rwkv", "shortconv", "xlstm",
+)  # fmt: skip
+SHARDED = ("DTensor", "FlatParameter")
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model inside DDP and PEFT wrappers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    found: Any = model
+    while not isinstance(found, PreTrainedModel):
+        if isinstance(found, nn.parallel.DistributedDataParallel):
+            found = found.module
+        elif callable(getattr(found, "get_base_model", None)):  # PEFT
+            found = found.get_base_model()
+        else:
+            raise ValueError(
+                f"model must be a transformers model, alone or in DDP or PEFT, got {type(found).__name__}"
+            )
+    return found
+
+
+def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]:
+    """Why a model cannot run packed batches (or this one); empty when it can.
+
+    Needs no forward pass.  What only a pass can show, ``packed_logprobs`` and ``every_layer`` raise.
+    """
+    try:
+        found = causal_lm(model)
+    except ValueError as error:
+        return [str(error)]
+    text = found.config.get_text_config()
+    reasons = []
+    if not found._can_set_attn_implementation():
+        reasons.append("its attention does not go through transformers' AttentionInterface")
+    if _option(found.config, "is_encoder_decoder"):
+        reasons.append("it is an encoder-decoder, whose attention is not all causal")
+    if _option(text, "is_causal") is False or _option(text, "use_bidirectional_attention") in (True, "all"):
+        reasons.append("its attention is not causal")
+    if other := set(_option(text, "layer_types") or []) - set(LAYER_TYPES):
+        types = ", ".join(sorted(other))
+        reasons.append(f"layer_types must be {' or '.join(LAYER_TYPES)}, got {types}")
+    if mixers := {type(m).__name__ for m in found.modules() if _mixes_tokens(m)}:
+        reasons.append(f"{', '.join(sorted(mixers))} mix tokens of neighbouring rows")
+    if _option(text, "attn_temperature_tuning"):
+        reasons.append("attn_temperature_tuning counts rows, not positions")
+    dropout = _option(text, "attention_dropout") or _option(text, "attn_pdrop")
+    if found.training and dropout:
+        reasons.append(f"attention dropout must be 0 in training, got {dropout}")
+    if batch is not None and (kind := _rope_of_the_longest(text, batch)):
+        reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
+    if any(getattr(m, "_compiled_call_impl", None) is not None for m in found.modules()):
+        reasons.append("it is compiled, and what its layers do cannot be watched")
+    if any(hasattr(p, "ds_status") or type(p).__name__ in SHARDED for p in model.parameters()):
+        reasons.append("its parameters are sharded (ZeRO-3, FSDP)")
+    return [f"{type(found).__name__}: {reason}" for reason in reasons]
+
+
+def _option(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # an option of each layer; its attention checks it
+        return None
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return isinstance(module, nn.Conv1d) or any(word in name for word in MIXERS)
+
+
+def _rope_of_the_longest(text: Any, batch: PrefixBatch) -> str | None:
+    """The kind of RoPE whose frequencies here are not those of a shorter sample alone."""
+    rope = _option(text, "rope_parameters") or _option(text, "rope_scaling") or {}
+    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:  # one a layer type
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind in ("dynamic", "longrope"):
+            limit = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+            if batch.layout.max_position >= limit:
+                return cast(str, kind)
+    return None

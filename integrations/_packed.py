@@ -1,0 +1,329 @@
+"""Logprobs of a packed batch from a Hugging Face model, whose lm_head never makes the logits.
+
+The model is called as it is, through whatever wraps it (DDP, PEFT, accelerate's autocast), and only its
+lm_head computes something else for the time of the call: logprobs of the rows that have a label. It answers
+with a few probe values in place of logits, and what the model makes of those shows whether it does to logits
+what ``linear_logprob`` was told.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlkernel.integrations import hf
+from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix_batch import _Tree as Tree
+
+PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 1.0, 8.0, 40.0)
+
+
+class PackedLogprobs(NamedTuple):
+    logprobs: Tensor  # [M], one a label of the batch
+    entropy: Tensor | None  # [M]
+    aux_loss: Tensor | None  # the load-balancing loss of a mixture of experts
+
+
+def packed_logprobs(
+    model: nn.Module,
+    batch: PrefixBatch,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    return_aux_loss: bool = False,
+    max_tokens: int | None = None,
+    fp32_head: bool = False,
+) -> PackedLogprobs:
+    """Logprobs of all labels of a packed batch, each shared token computed once through the whole model.
+
+    Equal to, over the samples run alone, in the order of ``batch.labels``,
+
+        log_softmax(model(prompt + completion).logits / temperature)[completion]
+
+    and so are the gradients.  ``batch.unpack(logprobs)`` gives [N, L].
+
+    The model must be on the implementation that ``register_hf`` registered
+    (``model.set_attn_implementation("rlkernel")``), and stays on it: gradient checkpointing looks it up again
+    in backward.  The call goes through wrappers (DDP, PEFT) and runs in the mode that the model is in, under
+    the caller's ``no_grad`` and autocast.
+
+    Args:
+        model: a causal language model of transformers, alone or in DDP or PEFT.
+        batch: on the model's device.
+        temperature: of the logprobs and the entropy.
+        return_entropy: also return the entropy of each label's distribution.
+        return_aux_loss: also return the load-balancing loss of a mixture of experts: that of the samples
+            padded into one batch, every token counted as often as samples hold it.  Costs one row a sample,
+            for the last tokens, which predict nothing but are routed.
+        max_tokens: run ``batch.split(max_tokens)``, one part after another.  Without gradients the memory is
+            that of the largest part.
+        fp32_head: compute the lm_head in fp32, outside autocast.
+
+    Returns:
+        PackedLogprobs: ``logprobs`` [M], ``entropy`` [M] or None, fp32 (fp64 for fp64 models), and
+        ``aux_loss`` or None.
+
+    Raises:
+        ValueError: the model is not on the implementation, or cannot run packed exactly; says why.
+    """
+    found = hf.causal_lm(model)
+    if not isinstance(batch, PrefixBatch):
+        raise ValueError(f"batch must be a PrefixBatch, got {type(batch).__name__}")
+    if reasons := hf.check_model(model, batch):
+        raise ValueError("model must run packed batches exactly: " + "; ".join(reasons))
+    implementation = found.config.get_text_config()._attn_implementation
+    if not hf.is_registered(implementation):
+        raise ValueError(
+            "model must be on packed attention, rlkernel.register_hf() and "
+            f"model.set_attn_implementation('rlkernel'), got {implementation!r}"
+        )
+    head = _Head(found, temperature, return_entropy, fp32_head)
+    keep = None
+    if return_aux_loss:
+        _load_balancing_loss(type(found).__module__)  # or the model would fail in the middle
+        batch, keep = _with_last_tokens(batch)
+    if not batch.total:
+        none = head.module.weight.flatten()[:0].to(head.dtype)  # has a gradient: of nothing
+        return PackedLogprobs(none, none if return_entropy else None, none.sum() if return_aux_loss else None)
+    parts = [batch] if max_tokens is None else [part for part in batch.split(max_tokens) if part.total]
+    done = [_run(model, head, part, return_aux_loss) for part in parts]
+    values = [(part.logprobs, part.entropy) for part in done]
+    logprobs, entropy = values[0] if len(parts) == 1 else _gather(values, _places(batch, parts))
+    if keep is not None:
+        logprobs, entropy = logprobs[keep], None if entropy is None else entropy[keep]
+    aux_loss = _aux_loss(found, [part.router for part in done]) if return_aux_loss else None
+    return PackedLogprobs(logprobs, entropy, aux_loss)
+
+
+class _Part(NamedTuple):
+    logprobs: Tensor
+    entropy: Tensor | None
+    router: tuple[tuple[Tensor, ...], Tensor] | None  # logits of each layer [T, E], weight of each row [T]
+
+
+def _run(model: nn.Module, head: _Head, batch: PrefixBatch, with_router: bool) -> _Part:
+    inputs, uses = batch.model_kwargs(), None
+    if with_router:
+        uses = _uses(batch)
+        # 4-d, so transformers passes it on; attention ignores it, the model's own loss takes it as weights
+        inputs |= {"attention_mask": uses[None, None, None], "output_router_logits": True}
+    with hf.every_layer(model), head.scoring(batch):
+        output = model(**inputs)
+    logprobs, entropy = head.results(output)
+    if uses is None:
+        return _Part(logprobs, entropy, None)
+    logits = getattr(output, "router_logits", None)
+    if not isinstance(logits, tuple) or not logits:
+        raise ValueError(f"{head.name}: it must return router_logits for return_aux_loss, got {logits!r}")
+    if logprobs.requires_grad and not logits[0].requires_grad:
+        raise ValueError(
+            f"{head.name}: router_logits have no gradient, reentrant gradient checkpointing cuts it off; "
+            "gradient_checkpointing_kwargs must be {'use_reentrant': False}"
+        )
+    return _Part(logprobs, entropy, (logits, uses))
+
+
+class _Head:
+    """The lm_head of a model: its logprobs in place of logits, and a check of what becomes of logits."""
+
+    def __init__(self, model: Any, temperature: float, return_entropy: bool, fp32: bool) -> None:
+        self.name = type(model).__name__
+        self.config = model.config.get_text_config()
+        self.module = model.get_output_embeddings()
+        if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
+            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
+            raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
+        self.temperature, self.return_entropy, self.fp32 = temperature, return_entropy, fp32
+        self.softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.scale = _logit_scale(self.config)
+        self.dtype = torch.promote_types(self.module.weight.dtype, torch.float32)
+        self._scores: Any = None
+
+    @contextlib.contextmanager
+    def scoring(self, batch: PrefixBatch) -> Iterator[None]:
+        """Inside, a call of the module scores the labels; a call of the model is to make one."""
+        module, self._scores = self.module, None
+        before = vars(module).get("forward")
+
+        def forward(hidden: Tensor) -> Tensor:
+            if self._scores is not None:
+                raise ValueError(f"{self.name}: it must call its lm_head once, got a second call")
+            if hidden.dim() != 3 or hidden.shape[:2] != (1, batch.total):
+                want = (1, batch.total, module.in_features)
+                raise ValueError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
+            self._scores = self._score(batch.completion_rows(hidden), batch.labels)
+            probe = hidden.new_tensor(PROBE)
+            # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
+            link = self._scores.logprobs.sum().nan_to_num(0, 0, 0).to(probe.dtype) * 0
+            return (probe + link)[None, :, None]
+
+        module.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+    def _score(self, hidden: Tensor, labels: Tensor) -> Any:
+        kind = hidden.device.type
+        off = torch.autocast(kind, enabled=False) if self.fp32 else contextlib.nullcontext()
+        with off:
+            return linear_logprob(
+                hidden.float() if self.fp32 and hidden.dtype.itemsize < 4 else hidden,
+                self.module.weight,
+                labels,
+                bias=self.module.bias,
+                temperature=self.temperature,
+                logit_scale=self.scale,
+                softcap=self.softcap,
+                return_entropy=self.return_entropy,
+            )
+
+    def results(self, output: Any) -> tuple[Tensor, Tensor | None]:
+        scores, self._scores = self._scores, None
+        if scores is None:
+            raise ValueError(f"{self.name}: it must call its lm_head once, got no call")
+        self._check_probe(output)
+        return scores.logprobs, scores.entropy
+
+    def _check_probe(self, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        found = None if logits is None else logits.detach().flatten().double().cpu()
+        want = torch.tensor(PROBE, dtype=torch.float64) * self.scale
+        if self.softcap:
+            want = self.softcap * torch.tanh(want / self.softcap)
+        rounding = 8 * torch.finfo(torch.bfloat16).eps
+        if found is None or found.shape != want.shape or not torch.allclose(found, want, rounding, 1e-6):
+            got = None if found is None else [round(x, 4) for x in found.tolist()]
+            raise ValueError(
+                f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
+                f"its config says, got {got} for {list(PROBE)}"
+            )
+
+
+def _logit_scale(config: Any) -> float:
+    """The factor of the logits, under the names that the families give it."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (scale := getattr(config, name, None)) is not None:
+            return float(scale)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None or config.model_type == "minicpm3":  # which scales its hidden states, before the head
+        return 1.0
+    return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
+
+
+# mixtures of experts
+
+
+def _with_last_tokens(batch: PrefixBatch) -> tuple[PrefixBatch, Tensor]:
+    """The batch with a row for every sample's last token too, and which of its labels are the batch's.
+
+    One more token behind each sample gives the token before it a row, whose label means nothing.
+    """
+    tree = batch._tree
+    tokens = list(tree.tokens.split(list(tree.lengths)))
+    lengths, parents, completion = list(tree.lengths), list(tree.parents), list(tree.completion)
+    more = tree.tokens.new_zeros(1)
+    ends, extended = [], set()
+    for end in tree.ends:
+        if not completion[end]:  # a prompt that nothing continues
+            tokens.append(more)
+            lengths.append(1)
+            parents.append(end)
+            completion.append(True)
+            end = len(lengths) - 1
+        elif end not in extended:
+            tokens[end] = torch.cat([tokens[end], more])
+            lengths[end] += 1
+        extended.add(end)
+        ends.append(end)
+    longer = PrefixBatch(
+        Tree(torch.cat([more[:0], *tokens]), tuple(lengths), tuple(parents), tuple(completion), tuple(ends)),
+        device=batch.device,
+    )
+    keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
+    for end in extended:
+        if end in longer._label_rows:
+            keep[longer._label_rows[end][1] - 1] = False
+    return longer, keep.to(batch.device)
+
+
+def _uses(batch: PrefixBatch) -> Tensor:
+    """How many samples hold the token of each row; of a batch with a row for every sample's last token."""
+    layout = batch.layout
+    uses = [0] * len(layout.lengths)
+    for end in batch._tree.ends:
+        if end in batch._label_rows:  # else it has no tokens at all
+            last = batch.n_prefix + batch._label_rows[end][1] - 1
+            uses[bisect.bisect_right(layout.starts, last) - 1] += 1
+    for s in reversed(range(len(uses))):
+        if layout.parents[s] >= 0:
+            uses[layout.parents[s]] += uses[s]
+    counts = torch.tensor(uses, dtype=torch.float32)
+    return counts.repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64)).to(batch.device)
+
+
+def _aux_loss(model: Any, routers: list[Any]) -> Tensor:
+    logits = tuple(torch.cat(layer) for layer in zip(*(found for found, _ in routers), strict=True))
+    weights = torch.cat([weight for _, weight in routers])
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss = _load_balancing_loss(type(model).__module__)
+    return cast(Tensor, loss(logits, experts, config.num_experts_per_tok, weights[None, None, None]))
+
+
+@functools.cache
+def _load_balancing_loss(file: str) -> Any:
+    """transformers' own, which takes an attention mask, here a weight for each row."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss = getattr(sys.modules[file], "load_balancing_loss_func", load_balancing_loss_func)
+    try:
+        loss((torch.zeros(2, 4),), 4, 2, torch.ones(1, 1, 1, 2))
+    except ValueError as error:
+        import transformers
+
+        raise ValueError(
+            "return_aux_loss needs a transformers whose load-balancing loss takes masks of any shape, got "
+            f"{transformers.__version__}"
+        ) from error
+    return loss
+
+
+# parts
+
+
+def _places(batch: PrefixBatch, parts: list[PrefixBatch]) -> list[Tensor]:
+    """For each part, which label of the batch each of its labels is."""
+    number = torch.arange(1, batch.labels.numel() + 1, device=batch.device)
+    whole = batch.unpack(number)  # [N, L], 0 without a label
+    row = {sample: i for i, sample in enumerate(batch.samples.tolist())}
+    places = []
+    for part in parts:
+        rows = torch.tensor([row[s] for s in part.samples.tolist()], device=batch.device)
+        mine = part.unpack(torch.arange(1, part.labels.numel() + 1, device=batch.device))
+        has = mine > 0
+        place = torch.zeros(part.labels.numel(), dtype=torch.int64, device=batch.device)
+        place[mine[has] - 1] = whole[rows][has] - 1
+        places.append(place)
+    return places
+
+
+def _gather(values: list[tuple[Tensor, Tensor | None]], places: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """One value a label; where two parts have computed one, that of the last of them."""
+    place = torch.cat(places)
+    source = torch.zeros(int(place.max()) + 1, dtype=torch.int64, device=place.device)
+    source[place] = torch.arange(place.numel(), device=place.device)
+    logprobs = torch.cat([x for x, _ in values])[source]
+    entropies = [x for _, x in values if x is not None]
+    return logprobs, torch.cat(entropies)[source] if entropies else None

@@ -1,0 +1,312 @@
+"""TRL's GRPOTrainer on packed batches: a prompt runs through the model once per group, not per completion.
+
+The trainer scores tokens in one method, for the loss as well as for the old and the reference policy. Its
+model answers with the logprobs of whatever row has a label, so a packed batch goes through the same call:
+wrappers, autocast, temperature and the head stay TRL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.integrations import hf
+from rlkernel.integrations._packed import _uses, _with_last_tokens
+from rlkernel.integrations._patch import PatchError
+from rlkernel.prefix_batch import PrefixBatch
+
+if TYPE_CHECKING:
+    from rlkernel.integrations.trl import TrlPatch
+
+METHOD = "_get_per_token_logps_and_entropies"
+METHOD_PARAMETERS = (
+    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
+    "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask",
+    "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+SHUFFLE = "shuffle_sequence_dict"
+UNLABELLED = -100  # transformers' mark
+MIN_RATIO = 1.1  # on the CPU a step takes as long as TRL's from 1.06 on; where TRL skips prompts' rows, 1.11
+
+Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies, aux loss
+
+
+class PrefixSharing:
+    """The part of a ``TrlPatch`` that packs the passes of GRPOTrainer and keeps its groups together."""
+
+    def __init__(self, patch: TrlPatch, min_ratio: float | None) -> None:
+        import trl.trainer.grpo_trainer as grpo
+
+        self.patch = patch
+        self.min_ratio = MIN_RATIO if min_ratio is None else min_ratio
+        self.tokens: Counter[str] = Counter()
+        """Tokens of TRL's padded batches ("padded"), and the rows that ran in their place ("packed")."""
+        self._models: list[tuple[weakref.ref[Any], str]] = []
+        self._rows = self._unlabelled = 0
+
+        hf.register_hf()  # raises now if it cannot, not in the first step
+        trainer = grpo.GRPOTrainer
+        method = _checked(trainer, METHOD, METHOD_PARAMETERS)
+        patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
+        shuffle = _checked(grpo, SHUFFLE, ("seq_dict",))
+        patch.replace(grpo, SHUFFLE, _group_shuffle(shuffle, patch), expected=shuffle)
+
+    @property
+    def ratio(self) -> float:
+        """How many tokens of TRL's padded batches each packed row stood for, 1 before the first."""
+        return self.tokens["padded"] / self.tokens["packed"] if self.tokens["packed"] else 1.0
+
+    def attach(self, model: Any) -> None:
+        """Put a model on packed attention until ``undo()``; ordinary calls stay what they are."""
+        found = hf.causal_lm(model)
+        if not hf.is_registered(found.config.get_text_config()._attn_implementation):
+            self._models.append((weakref.ref(found), hf.use_packed(found)))
+
+    def undo(self) -> None:
+        while self._models:
+            model, former = self._models.pop()
+            if (alive := model()) is not None:
+                alive.set_attn_implementation(former)
+
+    @contextlib.contextmanager
+    def labels_after(self, n_prefix: int, rows: int) -> Iterator[None]:
+        """Inside, the head's first rows have no label. Off GPUs, TRL hands it all rows nevertheless."""
+        self._rows, self._unlabelled = rows, n_prefix
+        try:
+            yield
+        finally:
+            self._rows = self._unlabelled = 0
+
+    def unlabelled(self, rows: int) -> int:
+        """How many of the head's rows have no label, all in front."""
+        return self._unlabelled if rows == self._rows else 0
+
+
+def _checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    original: Any = vars(owner).get(name)
+    found = tuple(inspect.signature(original).parameters) if callable(original) else None
+    if found != parameters:
+        got = repr(original) if found is None else f"({', '.join(found)})"
+        raise PatchError(f"{owner.__name__}.{name} must take ({', '.join(parameters)}), got {got}")
+    return original
+
+
+# The passes
+
+
+def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> Callable[..., Scores]:
+    from trl.extras.profiling import profiling_decorator
+
+    patch = sharing.patch
+    timed = profiling_decorator(_scores)
+
+    def packed_logps_and_entropies(
+        self: Any,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        *rest: Any,
+        **multimodal: Any,
+    ) -> Scores:
+        call = _Call(
+            self, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids),
+            compute_entropy, compute_aux_loss,
+        )  # fmt: skip
+        batch = call.batch(sharing, rest, multimodal)
+        if isinstance(batch, PrefixBatch):
+            patch.count(patch.calls, METHOD)
+            sharing.tokens.update(padded=input_ids.numel(), packed=batch.total)
+            return timed(self, call, batch, sharing)
+        patch.count(patch.fallbacks, f"{METHOD}: {batch}")
+        return original(
+            self, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy,
+            compute_aux_loss, *rest, **multimodal,
+        )  # fmt: skip
+
+    packed_logps_and_entropies.__qualname__ = packed_logps_and_entropies.__name__
+    return packed_logps_and_entropies
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one pass, as GRPOTrainer gives them."""
+
+    trainer: Any
+    model: Any
+    input_ids: Tensor  # [N, P + L], prompts padded on the left and completions on the right
+    attention_mask: Tensor
+    logits_to_keep: int  # L
+    chunk: int  # samples that TRL would run at once
+    entropy: bool
+    aux_loss: bool
+
+    @functools.cached_property
+    def unwrapped(self) -> Any:
+        return self.trainer.accelerator.unwrap_model(self.model)
+
+    def batch(
+        self, sharing: PrefixSharing, rest: Sequence[Any], multimodal: dict[str, Any]
+    ) -> PrefixBatch | str:
+        """The samples packed, or why TRL runs them."""
+        given = sorted(name for name, value in multimodal.items() if value is not None)
+        if given or any(value is not None for value in rest):
+            return f"{given[0] if given else 'a further argument'} is given"
+        if reason := self._wrapper_reason():
+            return reason
+        if reasons := hf.check_model(self.unwrapped):
+            return reasons[0]
+        if reason := _model_reason(self.unwrapped):
+            return reason
+        if self.aux_loss and self.chunk < len(self.input_ids):
+            return "the aux loss of several chunks"
+        prompt_mask = self.attention_mask[:, : -self.logits_to_keep] != 0
+        if not bool(prompt_mask[:, -1:].any(1).all()):  # TRL predicts from whatever stands there
+            return "a prompt is empty, or padded on the right"
+        if not _is_rotary(self.unwrapped) and not bool(prompt_mask.all()):
+            return "positions are not rotary, and TRL counts the padding of prompts"
+        try:
+            batch = self._pack()
+        except ValueError:  # of the shapes that GRPOTrainer makes, only a gap can be refused
+            return "attention_mask has a hole"
+        if not batch.total:
+            return "no completion has a token"
+        if self.input_ids.numel() < sharing.min_ratio * batch.total:
+            return f"fewer than {sharing.min_ratio} tokens a row"
+        if reasons := hf.check_model(self.unwrapped, batch):
+            return reasons[0]
+        return batch
+
+    def _wrapper_reason(self) -> str | None:
+        if getattr(self.trainer, "use_transformers_continuous_batching", False):
+            return "continuous batching runs on no registered attention, and the model would be on one"
+        if isinstance(self.model, torch.nn.DataParallel):
+            return "DataParallel splits the batch by samples"
+        kind = str(getattr(self.trainer.accelerator.distributed_type, "value", ""))
+        # Packed, the ranks may differ in the number of passes, and each gathers its shards with the others.
+        if kind in ("FSDP", "MEGATRON_LM", "XLA"):
+            return "the model is sharded, and ranks would differ in the number of passes"
+        if hasattr(self.unwrapped, "_orig_mod") or self.unwrapped._compiled_call_impl is not None:
+            return "torch.compile would compile anew for every batch"
+        return None
+
+    def _pack(self) -> PrefixBatch:
+        prompt_ids, ids = self.input_ids.tensor_split([-self.logits_to_keep], 1)
+        prompt_mask, mask = self.attention_mask.tensor_split([-self.logits_to_keep], 1)
+        return PrefixBatch.from_padded(prompt_ids, prompt_mask, ids, mask)
+
+
+def _model_reason(model: Any) -> str | None:
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in configs.values()):
+        return "PEFT puts virtual tokens in front of each prompt"
+    if any(_is_noisy(module) for module in model.modules() if module.training):
+        return "dropout: completions would share the noise of their prompt"
+    return None
+
+
+def _is_noisy(module: Any) -> bool:
+    if isinstance(module, torch.nn.Dropout):
+        return module.p > 0
+    noise = [x for name, x in vars(module).items() if "dropout" in name or "jitter" in name]
+    return any(isinstance(x, float) and x > 0 for x in noise)
+
+
+def _is_rotary(model: Any) -> bool:
+    return any("rotary" in type(module).__name__.lower() for module in model.modules())
+
+
+def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:
+    # TRL runs `chunk` padded samples at once. As many rows take no more memory, and hold more samples.
+    limit = call.chunk * call.input_ids.shape[1]
+    parts = [batch] if batch.total <= limit else batch.split(limit)
+    sharing.attach(call.unwrapped)
+    scored = [_run(call, part, sharing) for part in parts]
+    order = torch.cat([part.samples for part in parts]).argsort().to(call.input_ids.device)
+    logps = torch.cat([s[0] for s in scored])[order]
+    entropies = torch.cat([s[1] for s in scored if s[1] is not None])[order] if call.entropy else None
+    return logps, entropies, scored[0][2]
+
+
+def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
+    """One packed pass, and its values where TRL has them: [samples, L], 0 behind each completion."""
+    if not part.total:
+        zeros = torch.zeros(len(part), part.width, device=part.device)
+        return zeros, zeros, None
+    rows, labels, keep = part, part.labels, None
+    inputs: dict[str, Any] = {}
+    if call.aux_loss:  # counts the last tokens, which predict nothing, and a prompt for each of its samples
+        rows, keep = _with_last_tokens(part)
+        labels = rows.labels.masked_fill(~keep, UNLABELLED)
+        inputs = {"attention_mask": _uses(rows)[None, None, None], "output_router_logits": True}
+    elif hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
+        # a config that asks for them would make TRL compute the aux loss
+        inputs = {"output_router_logits": False}
+    shifted = labels.new_full((1, rows.total), UNLABELLED)
+    shifted[0, rows.n_prefix :] = labels
+    with (
+        call.trainer.accelerator.autocast(),
+        sharing.labels_after(rows.n_prefix, rows.total),
+        hf.every_layer(call.unwrapped),
+    ):
+        outputs = call.model(**(rows.model_kwargs() | inputs), shift_labels=shifted, fused_lm_head=True)
+
+    def unpacked(values: Tensor) -> Tensor:
+        values = rows.completion_rows(values)
+        return part.unpack(values if keep is None else values[keep])
+
+    entropies = unpacked(outputs.entropy) if call.entropy else None
+    return unpacked(outputs.log_probs), entropies, outputs.aux_loss if call.aux_loss else None
+
+
+# The order of samples
+
+
+def _group_shuffle(
+    original: Callable[..., dict[str, Any]], patch: TrlPatch
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def shuffle_groups(seq_dict: dict[str, Any]) -> dict[str, Any]:
+        prompts = seq_dict.get("prompt_ids")
+        if not isinstance(prompts, Tensor) or prompts.ndim != 2:
+            patch.count(patch.fallbacks, f"{SHUFFLE}: no prompt_ids")
+            return original(seq_dict)
+        patch.count(patch.calls, SHUFFLE)
+        order = _by_groups(torch.randperm(len(prompts)), prompts)
+        return {key: _permuted(values, order) for key, values in seq_dict.items()}
+
+    shuffle_groups.__qualname__ = shuffle_groups.__name__
+    return shuffle_groups
+
+
+def _by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:
+    """``permutation`` with the rows of each group, neighbours with one prompt, put where its first one is.
+
+    The draw is TRL's own, so all random numbers after it are those of a run without the patch.
+    """
+    new = torch.ones(len(prompts), dtype=torch.bool)
+    new[1:] = (prompts[1:] != prompts[:-1]).any(1).cpu()
+    group = (new.cumsum(0) - 1)[permutation]
+    first = torch.full((int(new.sum()),), len(prompts)).scatter_reduce(
+        0, group, torch.arange(len(prompts)), "amin"
+    )
+    return permutation[first[group].argsort(stable=True)]
+
+
+def _permuted(values: Any, order: Tensor) -> Any:
+    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
+        return values
+    return (
+        values[order.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
+    )

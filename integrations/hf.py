@@ -1,0 +1,339 @@
+"""Hugging Face transformers: one model serves packed batches, where a group's prompt runs once, and all else.
+
+``register_hf()`` gives transformers an attention implementation. A call with the keyword argument
+``prefix_batch`` runs ``prefix_shared_attention``; every other call runs what transformers would have chosen
+for the model. So a model is put on it once and for all,
+
+    rlkernel.register_hf()
+    model.set_attn_implementation("rlkernel")
+
+and not around a call: gradient checkpointing looks the implementation up again in backward, when the call is
+long over. For the same reason the batch travels as an argument, which checkpointing keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from rlkernel.integrations._hf_models import LAYER_TYPES, causal_lm
+from rlkernel.integrations._hf_models import check_model as check_model  # for adapters
+from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
+from rlkernel.prefix_batch import PrefixBatch
+
+SUPPORTED = ">=5.0,<5.24"  # the versions whose interfaces are these; 5.23 is the one that the tests run
+
+# What reaches an attention function and changes nothing that it computes.
+IGNORED = frozenset(
+    {
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q",
+        "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
+        "position_ids", "return_dict", "seq_idx",
+    }
+)  # fmt: skip
+
+OPTIONS = ("dropout", "output_attentions", "s_aux", "scaling", "sliding_window", "softcap", "use_cache")
+
+
+# name -> the implementation that serves ordinary calls under it, None for what transformers would choose
+_registered: dict[str, str | None] = {}
+
+_calls: ContextVar[list[nn.Module] | None] = ContextVar("rlkernel_attention_calls", default=None)
+_seen_positions: weakref.WeakKeyDictionary[PrefixBatch, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+
+
+def register_hf(name: str = "rlkernel") -> str:
+    """Register packed attention with transformers under ``name``, and return it.
+
+    A model on it (``attn_implementation=name``) takes ``**batch.model_kwargs()`` of a ``PrefixBatch``, and
+    serves ordinary calls, ``generate`` among them, as it would by default: on sdpa, or on its own eager code
+    where sdpa lacks what it needs (sinks, a softcap).  ``use_packed`` keeps another implementation for them.
+    A second call has no effect.
+
+    Raises:
+        ImportError: transformers is not installed, or its version is not supported.
+        ValueError: ``name`` means something else to transformers already.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "sdpa" in name:
+        raise ValueError(f"name must be an identifier without 'flash' or 'sdpa' in it, got {name!r}")
+    _register(name, None)
+    return name
+
+
+def _register(name: str, ordinary: str | None) -> None:
+    attention, masks = _interfaces()
+    if name in _registered:
+        return
+    if name == "eager" or name in attention._global_mapping or name in masks._global_mapping:
+        raise ValueError(f"name must be free, got {name!r}, another attention of transformers")
+    attention.register(name, functools.partial(_attention, ordinary=ordinary))
+    masks.register(name, functools.partial(_mask, ordinary=ordinary))
+    _registered[name] = ordinary
+
+
+def is_registered(implementation: str | None) -> bool:
+    """Whether a model on this ``config._attn_implementation`` takes packed batches."""
+    return implementation in _registered
+
+
+def use_packed(model: nn.Module, name: str = "rlkernel") -> str:
+    """Put a model on packed attention, its ordinary calls on what it is on now; returns that.
+
+    ``model.set_attn_implementation(<that>)`` takes it back.
+    """
+    found = causal_lm(model)
+    former: str = found.config.get_text_config()._attn_implementation
+    if is_registered(former):
+        return former
+    register_hf(name)
+    if former != ("sdpa" if found._supports_sdpa else "eager"):
+        # transformers acts upon some words in a name
+        suffix = former.replace("flash_attention_", "fa").replace("flash", "fa").replace("/", ".")
+        name = f"{name}|{suffix}"
+        _register(name, former)
+    found.set_attn_implementation(name)
+    return former
+
+
+@functools.cache
+def _interfaces() -> tuple[Any, Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"rlkernel.register_hf() needs pip install 'transformers{SUPPORTED}'") from error
+    from packaging.specifiers import SpecifierSet  # transformers depends on it
+
+    if not SpecifierSet(SUPPORTED).contains(transformers.__version__, prereleases=True):
+        raise ImportError(f"the version of transformers must be {SUPPORTED}, got {transformers.__version__}")
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    return AttentionInterface, AttentionMaskInterface
+
+
+# the attention function
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    ordinary: str | None,
+    prefix_batch: PrefixBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if prefix_batch is None:
+        return _ordinary(module, query, key, value, attention_mask, *args, ordinary=ordinary, **kwargs)
+    _check_call(module, query, key, attention_mask, prefix_batch, args, kwargs)
+    calls = _calls.get()
+    if calls is not None and not torch.compiler.is_compiling():
+        calls.append(module)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    narrow, width = sorted((q.shape[-1], v.shape[-1]))
+    if narrow < width:  # multi-head latent attention; zeros add nothing to a product
+        q, k, v = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out = prefix_shared_attention(
+        q,
+        k,
+        v,
+        prefix_batch,
+        scale=query.shape[-1] ** -0.5 if (scale := kwargs.get("scaling")) is None else scale,
+        softcap=kwargs.get("softcap"),
+        window=kwargs.get("sliding_window"),
+        sinks=kwargs.get("s_aux"),
+    )
+    assert isinstance(out, Tensor)
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    batch: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if not isinstance(batch, PrefixBatch):
+        _refuse(module, f"prefix_batch must be a PrefixBatch, got {type(batch).__name__}")
+    if args:
+        _refuse(module, f"attention options must be given by name, got {len(args)} by position")
+    if query.shape[0] != 1:
+        _refuse(
+            module, f"input_ids must be the batch's, of shape (1, {batch.total}), got {query.shape[0]} rows"
+        )
+    if query.shape[2] != batch.total:
+        _refuse(module, f"input_ids must have the batch's {batch.total} tokens, got {query.shape[2]}")
+    if key.shape[2] != batch.total:
+        _refuse(
+            module,
+            f"keys must be the batch's own {batch.total} rows, got {key.shape[2]}: there is no cache and no "
+            "cross-attention in a packed batch",
+        )
+    if mask is not None and mask.shape[:3] != (1, 1, 1):
+        _refuse(module, f"attention_mask must be the batch's stand-in, got one of shape {tuple(mask.shape)}")
+    if kwargs.get("use_cache"):
+        _refuse(module, "use_cache must be False for a packed batch, got True")
+    if kwargs.get("output_attentions"):
+        _refuse(module, "output_attentions must be False for a packed batch, got True")
+    if kwargs.get("dropout"):
+        _refuse(module, f"attention dropout must be 0 in training, got {kwargs['dropout']}")
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        _refuse(module, "attention must be causal, got is_causal=False")
+    other = set(_config_layer_types(module)) - set(LAYER_TYPES)
+    if other:
+        _refuse(module, f"layer_types must be {' or '.join(LAYER_TYPES)}, got {', '.join(sorted(other))}")
+    layer_type = _layer_type(module)
+    window = kwargs.get("sliding_window")
+    if layer_type is not None and (layer_type == "sliding_attention") != (window is not None):
+        _refuse(
+            module, f"sliding_window must be given to sliding_attention only, got {window} in {layer_type}"
+        )
+    for name, value in kwargs.items():
+        if name not in OPTIONS and name not in IGNORED and value is not None:
+            _refuse(module, f"{name} must be None, got {type(value).__name__}: its effect is not known")
+    if not _are_positions(kwargs.get("position_ids"), batch):
+        _refuse(module, "position_ids must be the batch's, got others")
+
+
+def _are_positions(found: Tensor | None, batch: PrefixBatch) -> bool:
+    want = batch.position_ids
+    if found is None or found is want or torch.compiler.is_compiling():
+        return True
+    seen = _seen_positions.get(batch)
+    if seen is not None and seen() is found:
+        return True
+    if found.shape[-1:] != want.shape[-1:] or not bool((found.to(want.device) == want).all()):
+        return False
+    _seen_positions[batch] = weakref.ref(found)  # the comparison waits for the GPU: once, not in every layer
+    return True
+
+
+def _refuse(module: nn.Module, reason: str) -> NoReturn:
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
+    raise ValueError(f"{where}: {reason}")
+
+
+def _config_layer_types(module: nn.Module) -> list[str]:
+    return getattr(getattr(module, "config", None), "layer_types", None) or []
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """What the mask of this layer would have been; None where the model does not say."""
+    types, layer = _config_layer_types(module), getattr(module, "layer_idx", None)
+    if types:
+        return types[layer] if isinstance(layer, int) and layer < len(types) else None
+    config: Any = getattr(module, "config", None)
+    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return "sliding_attention" if has_window else None
+
+
+# ordinary calls
+
+
+def _ordinary(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    ordinary: str | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    attention, _ = _interfaces()
+    by_default = ordinary is None
+    if ordinary is None:
+        ordinary = "sdpa" if _runs_on_sdpa(type(module).__module__) else "eager"
+    if ordinary in attention._global_mapping:
+        seen: Any = module
+        if "flash" in ordinary:  # it looks up which flash attention it is
+            seen = _Seen(module, config=_Seen(module.config, _attn_implementation=ordinary))
+        return attention._global_mapping[ordinary](seen, query, key, value, attention_mask, *args, **kwargs)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        _refuse(module, "its module must define eager_attention_forward for ordinary calls, got none")
+    if by_default:
+        attention_mask = _as_eager_mask(attention_mask, query, key)
+    return eager(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _mask(*, ordinary: str | None, **kwargs: Any) -> Any:
+    _, masks = _interfaces()
+    make = masks._global_mapping.get(ordinary or "sdpa")
+    return None if make is None else make(**kwargs)
+
+
+class _Seen:
+    """An object of which some attributes look different."""
+
+    def __init__(self, target: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+@functools.cache
+def _runs_on_sdpa(file: str) -> bool:
+    """Whether the models of a file say that sdpa can run them; sinks and softcaps are why one cannot."""
+    from transformers import PreTrainedModel
+
+    models: list[Any] = [
+        x
+        for x in vars(sys.modules[file]).values()
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == file
+    ]
+    return all(model._supports_sdpa for model in models)
+
+
+def _as_eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask that sdpa takes as the one that eager code adds, None being plain causal attention."""
+    rows, keys = query.shape[2], key.shape[2]
+    if mask is None and rows == 1:
+        return None
+    if mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.finfo(query.dtype).min)
+
+
+@contextlib.contextmanager
+def every_layer(model: nn.Module) -> Iterator[None]:
+    """Raises at the end of the block unless each layer of the model has run packed in it, once.
+
+    Raises:
+        ValueError: some attention went past transformers' AttentionInterface, or the model did not run once.
+    """
+    calls: list[nn.Module] = []
+    token = _calls.set(calls)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+    found = causal_lm(model)
+    wanted = found.config.get_text_config().num_hidden_layers
+    if len(calls) != wanted:
+        raise ValueError(
+            f"{type(found).__name__}: each of its {wanted} layers must call the registered attention once, "
+            f"got {len(calls)} calls: its attention does not all go through transformers' AttentionInterface"
+        )
