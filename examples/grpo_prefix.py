@@ -70,7 +70,8 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     samples = args.groups * args.group
-    record: dict[str, Any] = {"step_seconds": [], "reference_seconds": [], "peak_bytes": [], "loss": []}
+    kept = ("step_seconds", "cpu_seconds", "reference_seconds", "peak_bytes", "loss")
+    record: dict[str, Any] = {key: [] for key in kept}
     scored: list[Any] = []
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -107,10 +108,11 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begin = time.perf_counter()
+            self.begin = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            record["step_seconds"].append(time.perf_counter() - self.begin)
+            record["step_seconds"].append(time.perf_counter() - self.begin[0])
+            record["cpu_seconds"].append(time.process_time() - self.begin[1])
 
         def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "loss" in logs:
@@ -174,6 +176,7 @@ def run_apart(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, An
     record = json.loads((folder / f"{mode}.json").read_text())
     record["summary"] = {  # the first step warms caches up
         "step_seconds": statistics.median(record["step_seconds"][1:]),
+        "cpu_seconds": statistics.median(record["cpu_seconds"][1:]),
         "reference_seconds": statistics.median(record["reference_seconds"][1:]),
         "peak_mib": max(record["peak_bytes"]) / MIB,
     }
@@ -215,6 +218,7 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     for label, key in (
         ("TRL step without generation, s", "step_seconds"),
         ("  of it the reference pass, s", "reference_seconds"),
+        ("CPU time of the step, all threads, s", "cpu_seconds"),
         ("peak extra memory of the step, MiB", "peak_mib"),
     ):
         values = [result[mode]["summary"][key] for mode in MODES]

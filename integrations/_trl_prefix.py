@@ -192,6 +192,8 @@ class _Call:
     def _wrapper_reason(self) -> str | None:
         if getattr(self.trainer, "use_transformers_continuous_batching", False):
             return "continuous batching runs on no registered attention, and the model would be on one"
+        if getattr(self.trainer, "_is_vlm", False):
+            return "a vision-language model makes positions of its own"
         if isinstance(self.model, torch.nn.DataParallel):
             return "DataParallel splits the batch by samples"
         kind = str(getattr(self.trainer.accelerator.distributed_type, "value", ""))
