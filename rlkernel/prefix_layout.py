@@ -202,14 +202,11 @@ class PrefixLayout:
         return self._on(device, "rows", self._row_tables)
 
     def _row_tables(self) -> RowTables:
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        per_segment = torch.tensor([*self.numbers], dtype=torch.int32).reshape(-1, 2)
-        first, last = per_segment.repeat_interleave(lengths, 0).unbind(1)
-        shift = torch.tensor(
-            [o - r for o, r in zip(self.offsets, self.starts, strict=True)], dtype=torch.int32
-        )
-        pos = torch.arange(self.total, dtype=torch.int32) + shift.repeat_interleave(lengths)
-        return RowTables(first.contiguous(), last.contiguous(), pos)
+        first, last = zip(*self.numbers, strict=True) if self.numbers else ((), ())
+        shift = [o - r for o, r in zip(self.offsets, self.starts, strict=True)]
+        per_segment = torch.tensor([first, last, shift], dtype=torch.int32)
+        per_row = per_segment.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64), 1)
+        return RowTables(per_row[0], per_row[1], per_row[2] + torch.arange(self.total, dtype=torch.int32))
 
     def gathered(self, device: torch.device | str = "cpu") -> Gathered:
         """Keys gathered so that one varlen call does all, made once for each device."""
@@ -286,8 +283,8 @@ class PrefixLayout:
 
 def ranges(runs: Sequence[Run]) -> Tensor:
     """The numbers of all runs, one after another: int64."""
-    if not runs:
-        return torch.zeros(0, dtype=torch.int64)
+    if len(runs) < 8:  # the few of a small batch, in fewer calls
+        return torch.cat([torch.arange(0), *(torch.arange(first, end) for first, end in runs)])
     first, end = torch.tensor(runs, dtype=torch.int64).unbind(1)
     lengths = end - first
     shift = first - (lengths.cumsum(0) - lengths)

@@ -36,6 +36,7 @@ def test_narrower_instruction_sets(isa):
             TESTS / "test_logprob.py",
             TESTS / "test_linear_logprob.py",
             TESTS / "test_logprob_support.py",
+            TESTS / "test_prefix_shared_attention_kernels.py",
         ],
         env=os.environ | {"RLKERNEL_CPU_ISA": isa},
         capture_output=True,

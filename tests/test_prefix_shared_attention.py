@@ -381,6 +381,26 @@ def test_some_gradients_only(backend, device):
     assert not lse.requires_grad  # nobody may differentiate a merge through it
 
 
+def test_backends_are_told_whether_a_gradient_is_wanted(monkeypatch):
+    """Some have no backward: a rollout's or a reference model's pass may run on them."""
+    shape = FORESTS["ragged"]
+    inputs = inputs_of(shape, sinks=True)
+    asked = []
+
+    def unsupported(*_, needs_grad, **__):
+        asked.append(needs_grad)
+        return []
+
+    monkeypatch.setattr(reference, "unsupported", unsupported)
+    for name in ("q", "k", "v", "sinks", None):
+        x = {n: inputs[n].detach().requires_grad_(n == name) for n in ("q", "k", "v", "sinks")}
+        with running("reference"):
+            rlkernel.prefix_shared_attention(**x, batch=shape.layout())
+            with torch.no_grad():
+                rlkernel.prefix_shared_attention(**x, batch=shape.layout())
+    assert asked == [True, False] * 4 + [False, False]
+
+
 @pytest.mark.parametrize("options", ["plain", "all"])
 def test_compile_without_graph_breaks(options):
     asked = dict(OPTIONS[options])

@@ -10,6 +10,8 @@ import pytest
 import torch
 import varlen_stand_ins as vendors
 
+import rlkernel
+from rlkernel.native import prefix_shared_attention as native
 from rlkernel.native import prefix_shared_attention_flash as flash
 from rlkernel.native import prefix_shared_attention_varlen as varlen
 from rlkernel.prefix_cascade import cascade, gathers
@@ -221,13 +223,16 @@ def test_calls_ask_each_key_once(name):
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("name", ["ragged", "tree", "forest 2"])
-def test_gather_has_the_bits_of_the_dense_call(kernel, name, window):
+def test_gather_has_the_bits_of_the_dense_call(kernel, name, window, monkeypatch):
     layout = LAYOUTS[name]
     tensors, _, rule, sinks, _ = inputs(layout, dtype=torch.float32, window=window, bitwise=True, sinks=True)
     repeated, index = layout.repeated()
+    forward, longest = kernel.forward, []
+    monkeypatch.setattr(kernel, "forward", lambda *a: longest.append(a[3].tables[2:]) or forward(*a))
     out, lse = flash.forward(*tensors, layout, rule, sinks)
     dense = flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)
     assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])
+    assert len(longest) == 2 and longest[0] == longest[1]  # what vendors choose their kernels by
 
 
 def test_a_cascade_has_other_bits(monkeypatch):
@@ -260,6 +265,23 @@ def test_strided_and_expanded(kernel, monkeypatch):
 def test_no_rows(kernel):
     out, lse, *grads = both(flash, *inputs(groups()))
     assert out.shape == (0, 4, 8) and lse.shape == (4, 0) and [len(x) for x in grads] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["ragged", "tree"])
+def test_the_public_op(kernel, name, monkeypatch):
+    """As on a GPU, but for the device: autograd, sinks, a module's transposed views."""
+    monkeypatch.setattr(native, "_path", lambda q: flash)
+    (q, k, v), layout, rule, _, grad = inputs(LAYOUTS[name])
+    results = []
+    for backend in ("native", "reference"):
+        leaves = [x.transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+        leaves.append(torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True))
+        with rlkernel.use_backend(backend):
+            views = [x.transpose(0, 1) for x in leaves[:3]]
+            out = rlkernel.prefix_shared_attention(*views, layout, scale=rule.scale, sinks=leaves[3])
+        out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    assert vendors.CALLS and error(*results) <= 1e-11
 
 
 def worst(layout, monkeypatch, way="cascade"):
@@ -443,3 +465,47 @@ def test_the_deterministic_flag_is_put_back(before):
         assert torch.utils.deterministic.fill_uninitialized_memory == fills
     finally:
         torch.use_deterministic_algorithms(stands, warn_only=warns)
+
+
+BIG = {
+    "groups": groups((300, 40, 70, 1), (5, 130), (0, 64), (64,), (129, 3, 3)),
+    "tree": PrefixLayout.of([100, 30, 70, 20, 33, 5, 90], [-1, 0, 0, 1, 1, 2, 3], [False] * 3 + [True] * 4)[
+        0
+    ],
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the vendors' own kernels need a GPU")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 50}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("layout", BIG)
+@pytest.mark.parametrize("way", ["gather", "cascade"])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.usefixtures("poison")
+def test_the_vendors_own_kernels(name, way, layout, head_dim, options, monkeypatch):
+    """bf16 against fp64, each way: errors of a few units, the same bits again, and bitwise those of dense."""
+    if way == "cascade" and "window" in options:
+        pytest.skip("a cascade has no window")
+    adapter = KERNELS[name]()
+    case = inputs(BIG[layout], head_dim=head_dim, dtype=torch.bfloat16, **options)
+    tensors, layout, rule, sinks, grad = case
+    if reasons := adapter.reasons(tensors[0].cuda(), rule.softcap, True):
+        pytest.skip("; ".join(reasons))
+    monkeypatch.setattr(varlen, "KERNELS", (adapter,))
+    force(monkeypatch, way)
+    on_gpu = [x.cuda() for x in tensors], layout, rule, None if sinks is None else sinks.cuda(), grad.cuda()
+    got, again = both(flash, *on_gpu), both(flash, *on_gpu)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    wide_sinks = None if sinks is None else sinks.double()
+    truth = both(reference, [x.double() for x in tensors], layout, rule, wide_sinks, grad.double())
+    plain = both(reference, *case)  # rounded once
+    for field, g, p, t in zip(NAMES, got, plain, truth, strict=True):
+        rounded = 1e-3 if field == "lse" else 2 * torch.finfo(torch.bfloat16).eps
+        assert error([g.cpu()], [t]) <= 2 * error([p], [t]) + rounded * float(t.abs().max()), field
+    if way == "gather":
+        bitwise = rule._replace(bitwise=True)
+        repeated, index = layout.repeated()
+        out, lse = flash.forward(*on_gpu[0], layout, bitwise, on_gpu[3])
+        dense = flash.forward(*(x[index.cuda()] for x in on_gpu[0]), repeated, bitwise, on_gpu[3])
+        index = index.cuda()
+        assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])

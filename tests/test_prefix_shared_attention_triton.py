@@ -66,7 +66,7 @@ def dense(q, k, v, layout, rule, sinks=None):
     scores = q.transpose(0, 1) @ k.mT * rule.scale
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~visible(layout, rule.window).to(q.device), -math.inf)
+    scores = scores.masked_fill(~visible(layout, rule.window), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], 2)
     weights = scores.softmax(2)[..., : len(q)]
@@ -86,9 +86,10 @@ def run(inputs, layout, rule, sinks=None):
 
 
 def run_dense(inputs, layout, rule, dtype, sinks=None):
-    *qkv, grad_out = (x.to(dtype) for x in inputs)
+    """On the CPU: cuBLAS refuses to run in deterministic mode, which ``poison`` needs."""
+    *qkv, grad_out = (x.to("cpu", dtype) for x in inputs)
     qkv = [x.requires_grad_() for x in qkv]
-    out, lse = dense(*qkv, layout, rule, None if sinks is None else sinks.to(dtype))
+    out, lse = dense(*qkv, layout, rule, None if sinks is None else sinks.cpu())
     return out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, grad_out)
 
 

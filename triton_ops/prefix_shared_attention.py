@@ -1,8 +1,9 @@
 """``prefix_shared_attention`` over Triton: one pass forward, no merge, no copies of shared keys.
 
-Backward is three kernels without atomics: the gradients of q, those of k and v, and the sum of what several
-programs found for one tile of keys.  Its extra memory is delta [Hq, T] and at most ``PARTIAL_BYTES`` of fp32
-partial sums.  Operands are 7 products of tiles where FlashAttention's are 5: the price of a fixed order.
+Backward has a kernel for the gradient of q and one for those of k and v, both without atomics, and one that
+adds up what several programs found for one tile of keys.  That takes 7 products of tiles where
+FlashAttention takes 5: the price of a fixed order.  Memory besides the results is delta [Hq, T] and fp32
+partial sums, at most ``PARTIAL_BYTES`` whatever the lengths.
 """
 
 from collections.abc import Callable
@@ -49,9 +50,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# (widths of the two bytes, of four bytes) -> kernel -> blocks.  The largest that spill nowhere and that keep
-# the memory of stages below what sm_80 has; tests/test_triton_codegen.py compiles them.  fp32 is exact, which
-# takes ordinary multiply-adds on NVIDIA.  AMD has 64 KiB of shared memory, and registers for four warps.
+# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest that spill on none of sm_80, sm_90,
+# sm_100 and gfx942, with and without softcap, in shared memory that all of them have (AMD: 64 KiB; its four
+# warps have twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is
+# exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192, for their masks.
+KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
     (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
     (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
@@ -68,12 +71,9 @@ AMD = {
     (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
     (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
 }
-KERNELS = ("forward", "query grad", "key grad")
 
 
-def unsupported(
-    q: Tensor, *tensors: Tensor, layout: PrefixLayout | None = None, **options: object
-) -> list[str]:
+def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
     reasons = device_reasons(q)
     if q.dtype not in DTYPES:
         reasons.append(f"q must be float32, float16 or bfloat16, got {q.dtype}")

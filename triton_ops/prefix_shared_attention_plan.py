@@ -7,6 +7,7 @@ window, are in neither.
 
 All of it follows from lengths, block sizes and head counts, never from the device: the same sums in the same
 order everywhere.  Tiles that take longest come first, so that the last programs of a launch are short ones.
+The host's work grows with the number of tiles and segments, and is done once for a layout, not once a layer.
 """
 
 from bisect import bisect_left

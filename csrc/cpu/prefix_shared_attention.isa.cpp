@@ -101,24 +101,28 @@ void reduce(const SegmentReduce& s) {
 int attention_merge(const AttentionMerge& m) {
   if (m.rows <= 0) return 0;
   const int64_t tiles = (m.rows + kMergeRows - 1) / kMergeRows;
+  int error = 1;  // of a dtype that there is none of
   with_type(m.dtype, [&](auto element) {
     using T = decltype(element);
 #pragma omp parallel for schedule(static) collapse(2) if (m.rows * m.heads * m.head_dim >= kParallel)
     for (int64_t tile = 0; tile < tiles; ++tile)  // a thread's rows are all heads of consecutive ones
       for (int64_t head = 0; head < m.heads; ++head)
         merge_rows<T>(m, head, tile * kMergeRows, smaller(m.rows, (tile + 1) * kMergeRows));
+    error = 0;
   });
-  return 0;
+  return error;
 }
 
 int segment_reduce(const SegmentReduce& s) {
   if (s.out_dtype != Dtype::f32 && s.out_dtype != s.dtype) return 1;
+  int error = 1;  // of a dtype that there is none of
   with_type(s.dtype, [&](auto element) {
     using T = decltype(element);
     if (s.out_dtype == s.dtype) reduce<T, T>(s);
     else reduce<T, float>(s);
+    error = 0;
   });
-  return 0;
+  return error;
 }
 
 int gather_kv(const GatherKv& g) {

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkernel.native import prefix_shared_attention_capped as capped
 from rlkernel.native import prefix_shared_attention_kernels as kernels
 from rlkernel.native.prefix_shared_attention_plan import BITWISE_TILE, TILE, Batch, plan
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix_layout import PrefixLayout, Run
 from rlkernel.types import AttentionRule
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -32,14 +32,12 @@ def forward(
     lse3 = lse.unflatten(0, (kv_heads, -1))
     mask = _band(calls.most_above, rule, q.dtype)
     for batch in calls.batches:
-        qs, ks, vs = _gathered(batch, q4, k4, v4)
+        qs, ks, vs = _rows(q4, batch), _keys(k4, batch), _keys(v4, batch)
         o, norm = _attend(qs, ks, vs, _mask_of(mask, batch, calls.most_above), rule)
         if sinks is not None and rule.bitwise:
             _add_sinks(o, norm, sinks)  # here, where shapes are fixed: exp's bits depend on a row's place
-        out.index_copy_(0, batch.to, _rows(o, batch, kv_heads))
-        lse3.index_copy_(
-            2, batch.to, norm.unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)[:, :, batch.take]
-        )
+        out[batch.to] = _unpadded(o, batch)
+        lse[:, batch.to] = _unpadded(norm[..., None], batch).squeeze(2).T
     for rows, keys, causal in calls.blocks:
         part, seen = slice(*rows), slice(*keys)
         o, norm = _attend(q4[:, :, part], k4[:, :, seen], v4[:, :, seen], causal, rule)
@@ -75,22 +73,22 @@ def backward(
     lse3 = lse.unflatten(0, (kv_heads, -1))
     mask = _band(calls.most_above, rule, dtype)
     for batch in calls.batches:
-        qs, ks, vs, outs, grads = _gathered(batch, q4, k4, v4, out4, grad4)
-        norm = lse3.index_select(2, batch.rows).unflatten(2, (batch.n, -1)).transpose(1, 2).flatten(0, 1)
-        real = torch.zeros(len(batch.rows), dtype=torch.bool)
-        real[batch.take] = True
-        grads = grads.masked_fill(~real.view(batch.n, 1, -1, 1).repeat(kv_heads, 1, 1, 1), 0)  # padding
+        grads, qs, outs, norm = (_rows(x, batch) for x in (grad4, q4, out4, lse3[..., None]))
+        if isinstance(batch.take, Tensor):  # padding gives nothing
+            real = torch.zeros(batch.n * batch.size, dtype=torch.bool).index_fill_(0, batch.take, True)
+            grads = torch.where(real.view(-1, 1, batch.size, 1).repeat(kv_heads, 1, 1, 1), grads, 0)
         dqs, dks, dvs = _attend_backward(
-            grads, qs, ks, vs, outs, norm, _mask_of(mask, batch, calls.most_above), rule, dtype
-        )
-        dq.index_copy_(0, batch.to, _rows(dqs, batch, kv_heads))
+            grads, qs, _keys(k4, batch), _keys(v4, batch), outs, norm.squeeze(3),
+            _mask_of(mask, batch, calls.most_above), rule, dtype,
+        )  # fmt: skip
+        dq[batch.to] = _unpadded(dqs, batch)
         for to, part in ((dk, dks), (dv, dvs)):
-            rows = part.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
+            flat = part.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
             if batch.above:
                 for at, (a, b) in batch.runs:
-                    to[a:b] += rows[at : at + b - a]
+                    to[a:b] += flat[at : at + b - a]
             else:
-                to.index_add_(0, batch.to, rows[batch.take])
+                to[batch.to] += flat[batch.take]
     for rows, keys, causal in calls.blocks:
         part, seen = slice(*rows), slice(*keys)
         dqs, dks, dvs = _attend_backward(
@@ -172,23 +170,31 @@ def _band(above: int, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
 def _mask_of(band: Tensor | None, batch: Batch, most: int) -> Tensor | bool:
     if band is None:
         return True
-    size, skip = len(batch.rows) // batch.n, most - batch.above
-    return band[:size, skip : most + size]
+    return band[: batch.size, most - batch.above : most + batch.size]
 
 
-def _gathered(batch: Batch, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:
-    """[Hkv, r, T, D] -> [Hkv * n, r, N, D] of the batch's rows, or M keys."""
-    found = []
-    for i, x in enumerate((q, k, v, *more)):
-        is_key = i in (1, 2)
-        wide = x[:, :1] if is_key else x
-        rows = wide.transpose(1, 2).index_select(1, batch.keys if is_key else batch.rows)
-        rows = rows.unflatten(1, (batch.n, -1)).flatten(0, 1).transpose(1, 2)
-        found.append(rows.expand(-1, x.shape[1], -1, -1))
-    return found
+def _rows(x: Tensor, batch: Batch) -> Tensor:
+    """[Hkv, r, T, D] -> [Hkv * n, r, N, D]"""
+    return _taken(x, batch.rows, batch.size, batch.n)
 
 
-def _rows(x: Tensor, batch: Batch, kv_heads: int) -> Tensor:
-    """[Hkv * n, r, N, D] -> [rows, Hq, D] of the batch's rows that are no padding."""
-    x = x.transpose(1, 2).unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, n * N, r, D]
+def _keys(x: Tensor, batch: Batch) -> Tensor:
+    """[Hkv, r, T, D], the r heads being one -> [Hkv * n, r, M, D]"""
+    return _taken(x[:, :1], batch.keys, batch.above + batch.size, batch.n).expand(-1, x.shape[1], -1, -1)
+
+
+def _taken(x: Tensor, rows: list[Run] | Tensor, size: int, n: int) -> Tensor:
+    """Fresh, contiguous memory whatever the rows: torch's products may have other bits elsewhere."""
+    x = x.transpose(1, 2)
+    if isinstance(rows, Tensor):
+        return x[:, rows].unflatten(1, (n, size)).flatten(0, 1).transpose(1, 2)
+    parts = [x[:, a:b] for a, b in rows]
+    if short := size - sum(b - a for a, b in rows):
+        parts.append(parts[-1][:, -1:].expand(-1, short, -1, -1))
+    return torch.cat(parts, 1).transpose(1, 2)
+
+
+def _unpadded(x: Tensor, batch: Batch) -> Tensor:
+    """[Hkv * n, r, N, D] -> [rows, Hq, D]"""
+    x = x.transpose(1, 2).unflatten(0, (-1, batch.n)).flatten(1, 2)  # [Hkv, n * N, r, D]
     return x[:, batch.take].transpose(0, 1).flatten(1, 2)

@@ -30,14 +30,14 @@ def unsupported_flash(
     layout: PrefixLayout | None = None,
     rule: AttentionRule | None = None,
     sinks: Tensor | None = None,
-    needs_grad: bool = False,
+    needs_grad: bool | None = False,
 ) -> list[str]:
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
     softcap = rule.softcap if rule is not None else 0.0
     reasons: list[str] = []
     for kernel in varlen.KERNELS:
-        if not (found := kernel.reasons(q, softcap, needs_grad)):
+        if not (found := kernel.reasons(q, softcap, bool(needs_grad))):
             reasons = []
             break
         reasons += found
@@ -111,8 +111,12 @@ def _copies(keys: Tensor) -> Copies:
 
 
 def _sequences(gathered: Gathered, rule: AttentionRule) -> Sequences:
-    tables = gathered.cu_seqlens_q, gathered.cu_seqlens_k, gathered.max_seqlen_q, gathered.max_seqlen_k
-    return Sequences(*tables, rule.scale, True, rule.window, rule.softcap)
+    # vendors may choose a kernel by the longest sequence that asks: for the dense call's bits, its longest
+    longest = gathered.max_seqlen_k if rule.bitwise else gathered.max_seqlen_q
+    return Sequences(
+        gathered.cu_seqlens_q, gathered.cu_seqlens_k, longest, gathered.max_seqlen_k, rule.scale, True,
+        rule.window, rule.softcap,
+    )  # fmt: skip
 
 
 def _gathered(k: Tensor, v: Tensor, gathered: Gathered) -> tuple[Tensor, Tensor]:

@@ -40,12 +40,13 @@ class Batch(NamedTuple):
     A copy comes after all rows of its tile, which do not see it.
     """
 
-    rows: Tensor  # int64 [n * N]
-    keys: Tensor  # int64 [n * M]; M = above + N
     n: int
-    above: int
-    take: Tensor  # int64: of the n * N rows, those that are no padding
-    to: Tensor  # int64: their rows in the packed batch
+    size: int  # N, rows of a tile
+    above: int  # of its N + above keys
+    rows: list[Run] | Tensor  # of one tile the runs, of more the index [n * N]
+    keys: list[Run] | Tensor
+    take: slice | Tensor  # of the n * N rows, those that are no padding and belong here
+    to: slice | Tensor  # their rows in the packed batch
     runs: list[tuple[int, Run]]  # real keys: where a run's first one stands in n * M, and its rows
 
 
@@ -107,39 +108,51 @@ def _cut(path: list[Run], first: int, end: int) -> list[Run]:
 
 
 def _batches(tiles: list[Tile], bitwise: bool) -> Iterator[Batch]:
-    def rows(tile: Tile) -> int:
-        return sum(b - a for a, b in tile.rows)
-
     if bitwise:
         for tile in tiles:
             yield _batch([tile], BITWISE_TILE)
         return
     # within a factor of two in length, so that less than half is padding
-    order = sorted(tiles, key=lambda tile: (tile.above, rows(tile)))
-    while order:
-        first, n = order[0], 1
-        while n < len(order):
-            size = rows(order[n])
-            if order[n].above != first.above or size >= 2 * rows(first):
-                break
-            if (n + 1) * (size + first.above) > BATCH_ROWS:
-                break
-            n += 1
-        yield _batch(order[:n], rows(order[n - 1]))
-        order = order[n:]
+    order = sorted(tiles, key=lambda tile: (tile.above, _length(tile.rows)))
+    found: list[Tile] = []
+    for tile in order:
+        if found:
+            size, first = _length(tile.rows), found[0]
+            is_full = (len(found) + 1) * (size + first.above) > BATCH_ROWS
+            if is_full or tile.above != first.above or size >= 2 * _length(first.rows):
+                yield _batch(found, _length(found[-1].rows))
+                found = []
+        found.append(tile)
+    if found:
+        yield _batch(found, _length(found[-1].rows))
 
 
 def _batch(tiles: list[Tile], size: int) -> Batch:
-    rows, keys, take, to, runs = [], [], [], [], []
-    above = tiles[0].above
+    above, runs = tiles[0].above, []
     for i, tile in enumerate(tiles):
-        row, key = ranges(tile.rows), ranges(tile.keys)
-        take.append(torch.arange(i * size + tile.skip, i * size + len(row)))
-        to.append(row[tile.skip :])
-        rows += [row, row[-1:].expand(size - len(row))]
-        keys += [key, key[-1:].expand(above + size - len(key))]
         at = i * (above + size)
         for a, b in tile.keys:
             runs.append((at, (a, b)))
             at += b - a
-    return Batch(*map(torch.cat, (rows, keys)), len(tiles), above, torch.cat(take), torch.cat(to), runs)
+    if len(tiles) == 1:
+        (tile,) = tiles
+        end = tile.rows[-1][1]  # the rows that belong here are of one segment, the last one
+        length = _length(tile.rows)
+        take, to = slice(tile.skip, length), slice(end - (length - tile.skip), end)
+        return Batch(1, size, above, tile.rows, tile.keys, take, to, runs)
+    rows = [_index(tile.rows, size) for tile in tiles]
+    keys = [_index(tile.keys, above + size) for tile in tiles]
+    real = [slice(i * size, i * size + _length(tile.rows)) for i, tile in enumerate(tiles)]
+    every, index = torch.arange(len(tiles) * size), torch.cat(rows)
+    taken = torch.cat([every[part] for part in real])
+    return Batch(len(tiles), size, above, index, torch.cat(keys), taken, index[taken], runs)
+
+
+def _length(runs: list[Run]) -> int:
+    return sum(b - a for a, b in runs)
+
+
+def _index(runs: list[Run], length: int) -> Tensor:
+    """The rows of the runs, and the last one again up to a length."""
+    index = ranges(runs)
+    return torch.cat([index, index[-1:].expand(length - len(index))])

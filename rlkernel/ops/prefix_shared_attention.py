@@ -74,7 +74,10 @@ def prefix_shared_attention(
     if torch.compiler.is_compiling():
         out, lse = _op(q, k, v, sinks, layout.segments, *rule)
     else:
-        out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule)
+        needs_grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        )
+        out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule, needs_grad)
     return (out, lse) if return_lse else out
 
 
@@ -151,8 +154,7 @@ def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
 
 class _PrefixSharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, sinks, layout, rule):  # type: ignore[no-untyped-def]
-        needs_grad = any(ctx.needs_input_grad)
+    def forward(ctx: Any, q, k, v, sinks, layout, rule, needs_grad):  # type: ignore[no-untyped-def]
         s = None if sinks is None else sinks.detach()
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl, out, lse = _forward(q, k, v, s, layout, rule, needs_grad)
@@ -170,7 +172,7 @@ class _PrefixSharedAttention(torch.autograd.Function):
         if any(ctx.needs_input_grad[:3]):
             grads = ctx.impl.backward(grad_out, q, k, v, out, lse, ctx.layout, ctx.rule)
         grad_sinks = _sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return *grads, grad_sinks, None, None
+        return *grads, grad_sinks, None, None, None
 
 
 # Under torch.compile the op is one opaque node.

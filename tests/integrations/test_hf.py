@@ -253,7 +253,7 @@ def test_names_that_mean_something_else(name):
 def test_versions(monkeypatch):
     hf._interfaces.cache_clear()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.0")
-    with pytest.raises(ImportError, match=r"version of transformers must be >=5.0,<5.24, got 4.40.0"):
+    with pytest.raises(ImportError, match=r"version of transformers must be >=5.16,<5.24, got 4.40.0"):
         rlkernel.register_hf("old")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -396,6 +396,13 @@ def refused_models():
         "chunked_attention",
         lambda: small("Llama4TextConfig", intermediate_size_mlp=32, num_local_experts=2, head_dim=8),
     )
+
+    def compiled():
+        model = models.make("llama")
+        model.model.layers[1].compile()
+        return model
+
+    yield "compiled", "it is compiled, and what its layers do cannot be watched", compiled
     yield (
         "no model",
         "a transformers model, alone or in DDP or PEFT, got Linear",

@@ -167,6 +167,13 @@ def test_reentrant_checkpointing_cuts_the_router_off():
         assert rlkernel.packed_logprobs(model, pack(), return_aux_loss=True).aux_loss > 0
 
 
+def test_a_config_that_asks_for_router_logits():
+    model = packed_model("mixtral", output_router_logits=True)
+    found = rlkernel.packed_logprobs(model, pack())
+    assert found.aux_loss is None and error(found.logprobs, models.dense("mixtral")[0]) <= 1e-12
+    assert rlkernel.packed_logprobs(model, pack(), return_aux_loss=True).aux_loss > 0
+
+
 def test_dense_models_have_no_auxiliary_loss():
     with pytest.raises(
         ValueError, match="LlamaForCausalLM: it must return router_logits for return_aux_loss"
@@ -201,8 +208,8 @@ def process_group(tmp_path):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("find_unused_parameters", (False, True))
-def test_ddp_reduces_the_gradients(tmp_path, find_unused_parameters):
+@pytest.mark.parametrize("find_unused_parameters, max_tokens", ((False, None), (True, None), (False, 20)))
+def test_ddp_reduces_the_gradients(tmp_path, find_unused_parameters, max_tokens):
     logprobs, entropy, grads = models.dense("qwen2")
     model = models.make("qwen2")
     w = models.weights(len(logprobs))
@@ -218,7 +225,7 @@ def test_ddp_reduces_the_gradients(tmp_path, find_unused_parameters):
 
         wrapped.register_comm_hook(None, doubled)
         hf.use_packed(wrapped)
-        found = rlkernel.packed_logprobs(wrapped, pack(), return_entropy=True)
+        found = rlkernel.packed_logprobs(wrapped, pack(), return_entropy=True, max_tokens=max_tokens)
         loss = (found.logprobs * w).sum() + (found.entropy * w.flip(0)).sum()
         reduced = models.gradients(model, loss)
     assert error(found.logprobs, logprobs) <= 1e-12
@@ -335,6 +342,15 @@ def test_a_model_that_does_more_to_its_logits(monkeypatch):
         rlkernel.packed_logprobs(model, pack())
     model.config.logit_scale = 2.0  # as Cohere's
     rlkernel.packed_logprobs(model, pack())
+
+
+def test_logits_are_looked_at_once(monkeypatch):
+    model, looks = packed_model(), []
+    real = _packed._Head._check_probe
+    monkeypatch.setattr(_packed._Head, "_check_probe", lambda *a: looks.append(1) or real(*a))
+    for _ in range(3):
+        rlkernel.packed_logprobs(model, pack())
+    assert len(looks) == 1
 
 
 def test_a_head_that_is_called_twice_or_never(monkeypatch):

@@ -1,0 +1,425 @@
+"""The CPU path: which calls it makes, that every one is needed, its bits and its memory."""
+
+import contextlib
+import itertools
+import random
+
+import bitwise
+import pytest
+import torch
+from accuracy import error
+from prefix_cases import FORESTS, LARGE, groups
+from torch.profiler import ProfilerActivity, profile
+
+import rlkernel
+from rlkernel.native import prefix_shared_attention as native
+from rlkernel.native import prefix_shared_attention_capped as capped
+from rlkernel.native import prefix_shared_attention_cpu as cpu
+from rlkernel.native import prefix_shared_attention_plan as planning
+from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.reference import prefix_shared_attention as reference
+from rlkernel.types import AttentionRule
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+RULES = {
+    "plain": AttentionRule(0.3, 0.0, 0, False),
+    "softcap": AttentionRule(0.3, 2.0, 0, False),
+    "window": AttentionRule(0.3, 0.0, 9, False),
+    "window of one": AttentionRule(0.3, 0.0, 1, False),
+    "softcap and window": AttentionRule(0.3, 2.0, 70, False),
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles so small that small forests have several of every kind."""
+    for name, value in {"ROWS": 7, "SHORT": 3, "BATCH_ROWS": 10, "TILE": 4}.items():
+        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(cpu, "TILE", 4)
+    monkeypatch.setattr(capped, "SCORES", 1)
+
+
+def a_forest(seed: int) -> PrefixLayout:
+    """Some roots, and below any node others, of 0 to 40 tokens."""
+    draw = random.Random(seed)
+    lengths, parents, completion = [], [], []
+    for node in range(draw.randint(1, 14)):
+        parent = draw.randint(-1, node - 1)
+        is_below = parent >= 0 and completion[parent]
+        lengths.append(draw.choice([0, 1, 2, 3, draw.randint(4, 40)]))
+        parents.append(parent)
+        completion.append(is_below or draw.random() < 0.6)
+    return PrefixLayout.of(lengths, parents, completion)[0]
+
+
+def tensors(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (heads, kv_heads, kv_heads, heads)
+    return [
+        torch.randn(layout.total, h, head_dim, generator=g, dtype=torch.float64).to(dtype) for h in shapes
+    ]
+
+
+def run(backend, layout, inputs, rule, sinks=None):
+    q, k, v, grad = inputs
+    out, lse = backend.forward(q, k, v, layout, rule, sinks)
+    return out, lse, *backend.backward(grad, q, k, v, out, lse, layout, rule)
+
+
+def assert_exact(layout, inputs, rule, sinks=None):
+    got, want = (run(b, layout, inputs, rule, sinks) for b in (native, reference))
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        size = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        assert (wrong := error(a, b)) <= 1e-11 * size, f"{name}: {wrong:.3e} from the reference"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("forest", FORESTS)
+def test_exact_with_small_tiles(forest, rule, small, poison):
+    layout = FORESTS[forest].layout()
+    assert_exact(layout, tensors(layout), RULES[rule])
+    assert_exact(layout, tensors(layout, 3, 1), RULES[rule], torch.randn(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_on_random_forests(seed, small, poison):
+    layout = a_forest(seed)
+    for rule in RULES.values():
+        assert_exact(layout, tensors(layout, seed=seed), rule)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("forest", LARGE)
+def test_exact_with_real_tiles(forest, rule, heads):
+    layout = LARGE[forest].layout()
+    assert_exact(layout, tensors(layout, *heads), RULES[rule], torch.randn(heads[0], dtype=torch.float64))
+
+
+def test_exact_past_a_call_of_rows():
+    layout = groups((40, [700, 500, 33])).layout()
+    assert layout.total > planning.ROWS
+    for rule in RULES.values():
+        assert_exact(layout, tensors(layout, 2, 1), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_to_do(rule):
+    layout = PrefixLayout((), (), ())
+    shapes = [tuple(x.shape) for x in run(native, layout, tensors(layout), RULES[rule], torch.zeros(4))]
+    assert shapes == [(0, 4, 8), (4, 0), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_any_strides(rule):
+    layout = groups((70, [33, 66, 2, 5])).layout()
+    q, k, v, grad = tensors(layout)
+    want = run(native, layout, (q, k, v, grad), RULES[rule])
+    turned = [torch.cat([x, x], 2).transpose(0, 1).contiguous().transpose(0, 1)[..., :8] for x in (q, k, v)]
+    got = run(native, layout, (*turned, grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)), RULES[rule])
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=name)
+    one = grad[:1, :1, :1].expand(grad.shape)
+    got, want = (run(native, layout, (q, k, v, g), RULES[rule]) for g in (one, one.contiguous()))
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=name)
+
+
+# calls
+
+
+def calls(layout, rule) -> tuple[int, int]:
+    """How often forward and backward call torch's kernels."""
+    counts = [0, 0]
+    attend, attend_backward = cpu._attend, cpu._attend_backward
+
+    def counted(i, function, *arguments):
+        counts[i] += 1
+        return function(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_attend", lambda *a: counted(0, attend, *a))
+        patch.setattr(cpu, "_attend_backward", lambda *a: counted(1, attend_backward, *a))
+        run(native, layout, tensors(layout, 2, 1, dtype=torch.float32), rule)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(
+    ("forest", "rule", "number"),
+    [
+        (groups((500, [2] * 64)), "plain", 3),  # the prompt, all completions, all of them on the prompt
+        (groups((500, [2, 3, 5, 7, 9, 12, 17, 31])), "plain", 1 + 4 + 1),  # up to twice the length together
+        (groups((500, [64] * 32)), "plain", 1 + 32 + 2),  # 2048 rows are two calls
+        (groups((10, [2] * 8), (12, [3] * 8)), "plain", 2 + 2),  # short ones of all groups
+        (groups((500, [2] * 64)), "window", 3),  # the prompt's first tile, its others, all completions
+    ],
+)
+def test_number_of_calls(forest, rule, number):
+    assert calls(forest.layout(), RULES[rule]) == (number, number)
+
+
+def test_a_window_reads_what_it_sees():
+    """Keys of all calls: T * (window + tile), not T * T."""
+    layout = groups((3000, [2000])).layout()
+    plan = planning.plan(layout, 100, False)
+    keys = sum(batch.n * (batch.above + batch.size) for batch in plan.batches)
+    assert keys <= (layout.total / planning.TILE + 2) * (100 + planning.TILE)
+    assert not plan.blocks
+
+
+def test_a_plan_is_made_once():
+    layout = groups((50, [40, 3])).layout()
+    assert planning.plan(layout, 0, False) is planning.plan(layout, 0, False)
+    assert planning.plan(layout, 0, False) is not planning.plan(layout, 9, False)
+
+
+# each of these must break the result
+
+
+def without_the_segments_above(patch):
+    made = planning.plan
+    patch.setattr(cpu, "plan", lambda *a: made(*a)._replace(blocks=[b for b in made(*a).blocks if b.causal]))
+
+
+def without_a_batch(patch):
+    made = planning.plan
+    patch.setattr(cpu, "plan", lambda *a: made(*a)._replace(batches=made(*a).batches[:-1]))
+
+
+def lse_is_not_merged(patch):
+    merge = cpu._merge
+    patch.setattr(cpu, "_merge", lambda out, lse, part, norm: merge(out, lse.clone(), part, norm))
+
+
+def parts_weigh_the_same(patch):
+    merge = cpu._merge
+    patch.setattr(cpu, "_merge", lambda out, lse, part, norm: merge(out, lse, part, lse.clone()))
+
+
+def backward_on_its_own_lse(patch):
+    backward = cpu._attend_backward
+
+    def partial(grad, q, k, v, out, lse, mask, rule, dtype):
+        return backward(grad, q, k, v, *cpu._attend(q, k, v, mask, rule), mask, rule, dtype)
+
+    patch.setattr(cpu, "_attend_backward", partial)
+
+
+def heads_are_not_summed(patch):
+    backward = cpu._attend_backward
+
+    def first(grad, q, k, v, *rest):
+        dq, dk, dv = backward(grad, q, k, v, *rest)
+        return dq, dk, dv / q.shape[1]
+
+    patch.setattr(cpu, "_attend_backward", first)
+
+
+def padding_has_a_gradient(patch):
+    made = planning.plan
+
+    def unmarked(*a):
+        every = [torch.arange(b.n * b.size) for b in made(*a).batches]
+        batches = [
+            b if isinstance(b.take, slice) else b._replace(take=e, to=b.rows)
+            for b, e in zip(made(*a).batches, every, strict=True)
+        ]
+        return made(*a)._replace(batches=batches)
+
+    patch.setattr(cpu, "plan", unmarked)
+
+
+MUTANTS = (
+    without_the_segments_above,
+    without_a_batch,
+    lse_is_not_merged,
+    parts_weigh_the_same,
+    backward_on_its_own_lse,
+    heads_are_not_summed,
+    padding_has_a_gradient,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_fail(mutant, monkeypatch):
+    layout = groups((70, [33, 66, 2, 3]), (5, [40])).layout()
+    assert_exact(layout, tensors(layout), RULES["plain"])
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match="from the reference|non-finite"):
+        assert_exact(layout, tensors(layout), RULES["plain"])
+
+
+# numerics
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shared_gradients_are_summed_in_fp32(dtype, monkeypatch):
+    """A prompt's dk and dv are rounded once, after all completions; torch's kernel rounds at every tile."""
+    layout = groups((8, [40] * 64)).layout()
+    inputs = tensors(layout, 4, 1, 64, dtype)
+    rule = AttentionRule(64**-0.5, 0.0, 0, False)
+    wide = run(native, layout, [x.double() for x in inputs], rule)
+
+    def wrong() -> float:
+        got = run(native, layout, inputs, rule)
+        return error(got[4][:8], wide[4][:8]) / wide[4][:8].abs().max().item()
+
+    assert (ours := wrong()) <= 2 * torch.finfo(dtype).eps
+    backward = cpu._attend_backward
+    monkeypatch.setattr(cpu, "_attend_backward", lambda *a: backward(*a[:-1], dtype))
+    assert wrong() > 1.5 * ours
+
+
+def test_a_nan_stays_with_its_sample():
+    """In a short and in a long completion, of which others are in the same calls."""
+    layout = groups((40, [3, 2, 3, 50, 60])).layout()
+    for rule, bad in itertools.product(RULES.values(), (1, 4)):
+        q, k, v, grad = tensors(layout)
+        rows = slice(*layout.rows(bad))
+        q[rows], k[rows], v[rows] = torch.nan, torch.nan, torch.nan
+        out, lse, dq, _, _ = run(native, layout, (q, k, v, grad), rule)
+        whole = out.isfinite().flatten(1).all(1) & lse.isfinite().all(0) & dq.isfinite().flatten(1).all(1)
+        assert not whole[rows].any() and int(whole.sum()) == layout.total - layout.lengths[bad]
+
+
+# bits
+
+
+@contextlib.contextmanager
+def threads(number: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("number", "rule"),
+    [*((1, rule) for rule in RULES), *((n, rule) for n in (2, 4) for rule in ("plain", "window"))],
+)
+def test_the_same_bits_again(number, rule):
+    layout = groups((130, [33, 66, 2, 3, 3]), (5, [40])).layout()
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = tensors(layout, 4, 2, 40, dtype)
+        with threads(number):
+            first, again = (run(native, layout, inputs, RULES[rule]) for _ in range(2))
+        for name, a, b in zip(NAMES, first, again, strict=True):
+            bitwise.assert_equal(name, a, b)
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_forward_has_the_same_bits_on_any_number_of_threads(head_dim):
+    layout = groups((130, [33, 66, 2, 3, 3]), (5, [40])).layout()
+    for name, dtype in itertools.product(("plain", "window"), (torch.float32, torch.bfloat16)):
+        inputs = tensors(layout, 4, 2, head_dim, dtype)[:3]
+        results = []
+        for number in (1, 2, 4):
+            with threads(number):
+                results.append(native.forward(*inputs, layout, RULES[name], None))
+        for got in results[1:]:
+            bitwise.assert_equal("out", got[0], results[0][0])
+            bitwise.assert_equal("lse", got[1], results[0][1])
+
+
+def parity(layout, rule, dtype, heads, head_dim=40, sinks=None):
+    q, k, v, _ = tensors(layout, *heads, head_dim, dtype)
+    alone, index = layout.repeated()
+    out, lse = native.forward(q, k, v, layout, rule, sinks)
+    want_out, want_lse = native.forward(q[index], k[index], v[index], alone, rule, sinks)
+    bitwise.assert_equal("out", out[index], want_out)
+    bitwise.assert_equal("lse", lse[:, index], want_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_bits_of_the_repeated_prompts(rule, dtype):
+    rule = RULES[rule]._replace(bitwise=True)
+    for forest, heads, sinks in (
+        (LARGE["long stems"], (4, 2), None),
+        (groups((77, [60, 1, 130]), (3, [64])), (3, 1), torch.tensor([0.3, -1.0, 2.0])),
+    ):
+        layout = forest.layout()
+        out, lse = parity(layout, rule, dtype, heads, sinks=sinks)
+        wide = [x.double() for x in tensors(layout, *heads, 40, dtype)[:3]]
+        want = reference.forward(*wide, layout, rule, None if sinks is None else sinks.double())
+        allowed = {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
+        assert error(out, want[0]) <= allowed and error(lse, want[1]) <= max(allowed, 1e-5)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_bits_of_the_repeated_prompts_on_threads(number):
+    with threads(number):
+        for heads in ((1, 1), (6, 2)):
+            parity(LARGE["long stems"].layout(), RULES["plain"]._replace(bitwise=True), torch.float32, heads)
+
+
+def test_the_fast_path_has_other_bits():
+    """So the tests of parity look at something."""
+    with pytest.raises(AssertionError, match="differ"):
+        parity(LARGE["long stems"].layout(), RULES["plain"], torch.float32, (4, 2))
+
+
+def test_sinks_after_all_tiles_would_have_other_bits(monkeypatch):
+    """exp's bits depend on whether a row falls into a whole vector: so they come in while a tile is one."""
+    layout = groups((20, [7, 2])).layout()
+    rule = RULES["plain"]._replace(bitwise=True)
+    add = cpu._add_sinks
+    monkeypatch.setattr(cpu, "_add_sinks", lambda *a: None)
+
+    def late(q, k, v, layout, rule, sinks):
+        out, lse = cpu.forward(q, k, v, layout, rule, sinks)
+        add(out.transpose(0, 1)[None], lse[None], sinks)
+        return out, lse
+
+    monkeypatch.setattr(native, "forward", late)
+    with pytest.raises(AssertionError, match="differ"):
+        for head_dim in range(1, 40):
+            parity(layout, rule, torch.float32, (3, 1), head_dim, sinks=torch.tensor([0.3, -1.0, 2.0]))
+
+
+# memory
+
+
+def extra_memory(function) -> int:
+    """Bytes at the peak besides those of the results."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        results = function()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = [*itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))]
+    assert now[-1] >= sum(x.nbytes for x in results)
+    return max(now) - now[-1]
+
+
+def extra_of_a_group(members: int, rule: AttentionRule) -> tuple[int, int]:
+    layout = groups((300, [64] * members)).layout()
+    q, k, v, grad = tensors(layout, 4, 2, 32, torch.float32)
+    out, lse = native.forward(q, k, v, layout, rule, None)
+    return (
+        extra_memory(lambda: native.forward(q, k, v, layout, rule, None)),
+        extra_memory(lambda: native.backward(grad, q, k, v, out, lse, layout, rule)),
+    )
+
+
+@pytest.mark.parametrize("rule", ["plain", "window", "softcap"])
+def test_extra_memory_does_not_grow_with_the_group(rule):
+    """From the size on where every kind of call has as many rows as it ever has."""
+    assert extra_of_a_group(40, RULES[rule]) == extra_of_a_group(90, RULES[rule])
+
+
+# ability
+
+
+def test_reasons():
+    q = torch.empty(3, 4, 8, device="meta")
+    assert native.unsupported(q, q, q) == ["rlkernel._C has kernels for cpu and cuda tensors, got meta"]
+    q = torch.empty(3, 4, 8)
+    assert native.unsupported(q, q, q) == []
+    assert rlkernel.explain("prefix_shared_attention", q, q, q)["native"] == []
