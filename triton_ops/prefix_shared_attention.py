@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 # (bytes of a number, head dim) -> blocks of each of KERNELS: the largest that spill on none of sm_80, sm_90,
 # sm_100 and gfx942, with and without softcap, in shared memory that all of them have (AMD: 64 KiB; its four
 # warps have twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is
-# exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192, for their masks.
+# exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
     (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
