@@ -300,6 +300,32 @@ def test_real_peers_agree_with_the_truth(op, peer):
     assert max((error.relative for error in errors.values()), default=0) < 1e-5
 
 
+def test_what_is_left_to_do_stands_beside_the_times(tmp_path):
+    path = tmp_path / "report.json"
+    arguments = ["speed", "--op", "prefix_shared_attention", "--preset", "tiny", "--backend", "reference"]
+    arguments += ["--peers", "torch", "--seconds", "0.01", "--device", "cpu", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    (table,) = render.tables(report.load(path)["rows"])
+    # P=9, L=3, G=3: 3 * 11 rows repeated, 8 + 3 * 3 packed; a row sees itself and what is above it
+    seen = {"fewer tokens": 33 / 17, "fewer FLOPs": 3 * 66 / (36 + 3 * (3 * 8 + 6))}
+    for name, ratio in seen.items():
+        assert [cells[table.columns.index(name)] for cells in table.rows] == [f"{ratio:.2f}x"] * 2
+
+
+def test_a_whole_model_repeated_and_packed(tmp_path, capsys):
+    model = importlib.import_module("rlkernel.benchmarks.prefix_shared_attention_model")
+    path, threads = tmp_path / "report.json", torch.get_num_threads()
+    try:
+        arguments = ["--shape", "9", "3", "3", "--seconds", "0.01", "--threads", "1", "--json", str(path)]
+        assert model.main(arguments) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (row,) = report.load(path)["rows"]
+    assert row["ratio"]["tokens"] == 36 / 17 and row["logprob_error"] < 1e-5 and row["gradient_error"] < 1e-4
+    assert 1 < row["ratio"]["flops"] < 36 / 17 and all(x > 0 for x in row["ratio"].values())
+    assert "2.12x" in capsys.readouterr().out
+
+
 def test_scaled_cases_shrink_the_peers_tiles_and_restore_them():
     chunked = pytest.importorskip("trl.kernels.chunked_logprob")
     module = cases.modules(["linear_logprob"])["linear_logprob"]

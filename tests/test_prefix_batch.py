@@ -293,6 +293,31 @@ def test_the_host_does_work_linear_in_the_batch(what):
     assert calls(400) < 4.5 * calls(100)
 
 
+def siblings_in_a_row(batch):
+    parents = list(batch.layout.parents)
+    parents[-1] = len(parents) - 2
+    batch.layout = PrefixLayout(batch.layout.lengths, tuple(parents), batch.layout.completion)
+    batch.position_ids = batch.layout.row_tables().pos.long()[None]
+
+
+MUTANTS = {
+    "labels of the next row": lambda batch: setattr(batch, "labels", batch.labels.roll(1)),
+    "a row's token": lambda batch: setattr(batch, "input_ids", batch.input_ids.roll(1)),
+    "positions that start again": lambda batch: batch.position_ids[0, batch.n_prefix :].sub_(2),
+    "a value at its neighbour's place": lambda batch: setattr(batch, "_places", batch._places.flip(0)),
+    "a sibling is seen": siblings_in_a_row,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_fails(mutant):
+    batch, samples = packed([([1, 2, 3], [[4, 5], [6, 7, 8]])])
+    check(batch, samples)
+    MUTANTS[mutant](batch)
+    with pytest.raises(AssertionError):
+        check(batch, samples)
+
+
 # Errors
 
 
