@@ -56,8 +56,8 @@ class Blocks(NamedTuple):
 # exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
-    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
-    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
+    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
+    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)),
     (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
     (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
     (4, 128): (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
@@ -71,6 +71,7 @@ AMD = {
     (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
     (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
 }
+TIGHT_KEY_GRAD = {(True, 2, 128): Blocks(32, 32, 4, 2), (False, 2, 256): Blocks(16, 32, 4, 2)}
 
 
 def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
@@ -99,7 +100,7 @@ def forward(
             attention_forward_kernel[(len(plan.tiles) * heads,)](
                 *_strided(q), *_strided(k), *_strided(v), None if sinks is None else sinks.contiguous(),
                 out, lse, plan.tiles, plan.runs, keys, *layout.row_tables(q.device), total, *_numbers(rule),
-                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
             )  # fmt: skip
     return out, lse
 
@@ -150,7 +151,7 @@ def _query_grad(
     attention_query_grad_kernel[(len(plan.tiles) * heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
         plan.tiles, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
     )  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def _key_grads(
     attention_key_grad_kernel[(len(plan.items) * kv_heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dk, dv, *parts,
         plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks, blocks.q),
     )  # fmt: skip
     rows = min(16, 2048 // _width(head_dim))
     for part, grad in zip(parts, (dk, dv), strict=True):
@@ -209,12 +210,13 @@ def _width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
+def _shape(head_dim: int, blocks: Blocks, visited: int) -> dict[str, int]:
     return {
         "D": head_dim,
         "WIDTH": _width(head_dim),
         "BQ": blocks.q,
         "BK": blocks.k,
+        "STEP": max(16, visited // 2),
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
@@ -227,6 +229,8 @@ def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule)
     # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
     # half as many rows at a time, but enough for tensor cores
     if rule.softcap or (not nvidia and head_dim < width):
+        if kernel == "key grad" and (nvidia, dtype.itemsize, width) in TIGHT_KEY_GRAD:
+            return TIGHT_KEY_GRAD[nvidia, dtype.itemsize, width]
         visited = "q" if kernel == "key grad" else "k"
         least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
         return blocks._replace(**{visited: max(least, getattr(blocks, visited) // 2)})
