@@ -50,18 +50,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest that spill on none of sm_80, sm_90,
-# sm_100 and gfx942, with and without softcap, in shared memory that all of them have (AMD: 64 KiB; its four
-# warps have twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is
-# exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192.
+# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest found that spill on none of sm_80,
+# sm_90, sm_100 and gfx942, in shared memory that all of them have (AMD: 64 KiB; its four warps have twice the
+# registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is exact, which on NVIDIA
+# means ordinary multiply-adds; there some spill with a softcap, or at head dims between these.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
     (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
     (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)),
     (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
     (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
-    (4, 128): (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
-    (4, 256): (Blocks(32, 32, 8, 2), Blocks(16, 16, 4, 2), Blocks(32, 16, 8, 2)),
+    (4, 128): (Blocks(64, 16, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 2)),
+    (4, 256): (Blocks(16, 16, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
 }
 AMD = {
     (2, 64): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 128, 4, 2)),
@@ -71,7 +71,11 @@ AMD = {
     (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
     (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
 }
-TIGHT_KEY_GRAD = {(True, 2, 128): Blocks(32, 32, 4, 2), (False, 2, 256): Blocks(16, 32, 4, 2)}
+TIGHT_KEY_GRAD = {
+    (True, 2, 128): Blocks(32, 32, 4, 2),
+    (False, 2, 256): Blocks(16, 32, 4, 2),
+    (False, 4, 256): Blocks(32, 16, 4, 1),
+}
 
 
 def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
@@ -232,8 +236,9 @@ def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule)
         if kernel == "key grad" and (nvidia, dtype.itemsize, width) in TIGHT_KEY_GRAD:
             return TIGHT_KEY_GRAD[nvidia, dtype.itemsize, width]
         visited = "q" if kernel == "key grad" else "k"
+        rows: int = getattr(blocks, visited)
         least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
-        return blocks._replace(**{visited: max(least, getattr(blocks, visited) // 2)})
+        return blocks._replace(**{visited: min(rows, max(least, rows // 2))})
     return blocks
 
 
