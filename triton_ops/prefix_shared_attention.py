@@ -50,18 +50,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest that spill on none of sm_80, sm_90,
-# sm_100 and gfx942, with and without softcap, in shared memory that all of them have (AMD: 64 KiB; its four
-# warps have twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is
-# exact, which on NVIDIA means ordinary multiply-adds; there it spills at head dims 96 and 192.
+# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest found that spill on none of sm_80,
+# sm_90, sm_100 and gfx942, in shared memory that all of them have (AMD: 64 KiB; its four warps have twice the
+# registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is exact, which on NVIDIA
+# means ordinary multiply-adds; there some spill with a softcap, or at head dims between these.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
-    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(32, 128, 8, 2)),
-    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
+    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
+    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)),
     (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
     (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
-    (4, 128): (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
-    (4, 256): (Blocks(32, 32, 8, 2), Blocks(16, 16, 4, 2), Blocks(32, 16, 8, 2)),
+    (4, 128): (Blocks(64, 16, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 2)),
+    (4, 256): (Blocks(16, 16, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
 }
 AMD = {
     (2, 64): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 128, 4, 2)),
@@ -70,6 +70,11 @@ AMD = {
     (4, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1)),
     (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
     (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+}
+TIGHT_KEY_GRAD = {
+    (True, 2, 128): Blocks(32, 32, 4, 2),
+    (False, 2, 256): Blocks(16, 32, 4, 2),
+    (False, 4, 256): Blocks(32, 16, 4, 1),
 }
 
 
@@ -99,7 +104,7 @@ def forward(
             attention_forward_kernel[(len(plan.tiles) * heads,)](
                 *_strided(q), *_strided(k), *_strided(v), None if sinks is None else sinks.contiguous(),
                 out, lse, plan.tiles, plan.runs, keys, *layout.row_tables(q.device), total, *_numbers(rule),
-                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
             )  # fmt: skip
     return out, lse
 
@@ -150,7 +155,7 @@ def _query_grad(
     attention_query_grad_kernel[(len(plan.tiles) * heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
         plan.tiles, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks),
+        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
     )  # fmt: skip
 
 
@@ -179,7 +184,7 @@ def _key_grads(
     attention_key_grad_kernel[(len(plan.items) * kv_heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dk, dv, *parts,
         plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks, blocks.q),
     )  # fmt: skip
     rows = min(16, 2048 // _width(head_dim))
     for part, grad in zip(parts, (dk, dv), strict=True):
@@ -209,12 +214,13 @@ def _width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _shape(head_dim: int, blocks: Blocks) -> dict[str, int]:
+def _shape(head_dim: int, blocks: Blocks, visited: int) -> dict[str, int]:
     return {
         "D": head_dim,
         "WIDTH": _width(head_dim),
         "BQ": blocks.q,
         "BK": blocks.k,
+        "STEP": max(16, visited // 2),
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
@@ -227,9 +233,12 @@ def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule)
     # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
     # half as many rows at a time, but enough for tensor cores
     if rule.softcap or (not nvidia and head_dim < width):
+        if kernel == "key grad" and (nvidia, dtype.itemsize, width) in TIGHT_KEY_GRAD:
+            return TIGHT_KEY_GRAD[nvidia, dtype.itemsize, width]
         visited = "q" if kernel == "key grad" else "k"
+        rows: int = getattr(blocks, visited)
         least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
-        return blocks._replace(**{visited: max(least, getattr(blocks, visited) // 2)})
+        return blocks._replace(**{visited: min(rows, max(least, rows // 2))})
     return blocks
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from rlkernel.triton_ops.logprob_kernels import LOG2E
 from rlkernel.triton_ops.prefix_shared_attention_kernels import (
+    finite,
     load_rows,
     load_tables,
     scored,
@@ -25,13 +26,17 @@ def push(
 ):  # fmt: skip
     """Add to the gradients of a tile's keys and values what a block of queries gives."""
     query = load_rows(q, rows, q_stride, D, WIDTH)
-    scores, slope = scored(tl.dot(key, tl.trans(query), input_precision="ieee"), scale, softcap)
-    if MASKED:
-        scores = tl.where(ok, scores, float("-inf"))
-    p = tl.exp2(scores - (tl.load(lse + rows) * LOG2E)[None, :])
     g = load_rows(grad_out, rows, g_stride, D, WIDTH)
+    lse_i, delta_i = tl.load(lse + rows) * LOG2E, tl.load(delta + rows)
+    if MASKED:  # a row whose query or gradient is not finite has no finite lse or delta
+        query, g = finite(query), finite(g)
+        lse_i, delta_i = lse_i + (delta_i - delta_i), finite(delta_i)
+    scores, slope = scored(tl.dot(key, tl.trans(query), input_precision="ieee"), scale, softcap)
+    p = tl.exp2(scores - lse_i[None, :])
+    if MASKED:
+        p = tl.where(ok, p, 0.0)
     dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
-    ds = p * (tl.dot(value, tl.trans(g), input_precision="ieee") - tl.load(delta + rows)[None, :])
+    ds = p * (tl.dot(value, tl.trans(g), input_precision="ieee") - delta_i[None, :])
     if softcap is not None:
         ds *= slope
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
@@ -44,7 +49,7 @@ def attention_key_grad_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
     lse, delta, dk, dv, part_dk, part_dv, items, runs, first, last, pos, T, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * 6
@@ -71,8 +76,8 @@ def attention_key_grad_kernel(
                 )  # fmt: skip
         for run in range(masked, stop):
             run_end = tl.load(runs + run * 2 + 1)
-            for start in range(tl.load(runs + run * 2), run_end, BQ):
-                rows = tl.minimum(start + tl.arange(0, BQ), run_end - 1)
+            for start in range(tl.load(runs + run * 2), run_end, STEP):
+                rows = tl.minimum(start + tl.arange(0, STEP), run_end - 1)
                 first_i, _, pos_i = load_tables(first, last, pos, rows)
                 ok = sees(
                     first_i[None, :],
@@ -82,7 +87,7 @@ def attention_key_grad_kernel(
                     pos_j[:, None],
                     window,
                 )
-                ok &= (start + tl.arange(0, BQ) < run_end)[None, :]
+                ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
                 sum_dk, sum_dv = push(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, ok,
                     sum_dk, sum_dv, scale, softcap, D, WIDTH, True,

@@ -1,7 +1,7 @@
 """The kernels of ``prefix_shared_attention`` that take a tile of queries: forward, and the gradient of q.
 
-A program visits the runs of keys that the plan lists for its tile, for one head.  Scores are in units of
-log 2.
+A program visits the runs of keys that the plan lists for its tile, for one head: plain ones BK keys at a
+time, masked ones STEP, because masks take registers.  Scores are in units of log 2.
 """
 
 import triton
@@ -26,6 +26,12 @@ def store_rows(x, rows, stride, inside, value, D: tl.constexpr, WIDTH: tl.conste
     d = tl.arange(0, WIDTH)
     at = x + rows.to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=inside[:, None] & (d[None, :] < D))
+
+
+@triton.jit
+def finite(x):
+    """What is not finite replaced by 0: a pair that is masked multiplies it, and 0 * NaN is NaN."""
+    return tl.where(x - x == 0.0, x, 0.0)
 
 
 @triton.jit
@@ -78,6 +84,10 @@ def attend(
     shrink = tl.exp2(top - safe)
     value = load_rows(v, rows, v_stride, D, WIDTH)
     total = total * shrink + tl.sum(p, axis=1)
+    if MASKED:  # rows that see a value which is not finite get NaN from its weight, others nothing
+        not_finite = tl.sum((value - value).to(tl.float32), axis=1)
+        p = tl.where(ok, p + not_finite[None, :], 0.0)
+        value = finite(value)
     sums = tl.dot(p.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
     return new_top, total, sums
 
@@ -88,7 +98,7 @@ def attention_forward_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, sinks, out, lse,
     tiles, runs, keys, first, last, pos, T, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     # neighbours in the grid are heads of one tile, which find the keys in the cache
     head = tl.program_id(0) % HEADS
@@ -119,13 +129,13 @@ def attention_forward_kernel(
                 )  # fmt: skip
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
-        for start in range(tl.load(runs + run * 2), run_end, BK):
-            rows = key_rows(keys, start, run_end, BK)
+        for start in range(tl.load(runs + run * 2), run_end, STEP):
+            rows = key_rows(keys, start, run_end, STEP)
             first_j, last_j, pos_j = load_tables(first, last, pos, rows)
             ok = sees(
                 first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
             )
-            ok &= (start + tl.arange(0, BK) < run_end)[None, :]
+            ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
             top, total, sums = attend(
                 query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap, D, WIDTH, True
             )
@@ -158,13 +168,15 @@ def pull(
     """Add to the gradient of a tile's queries what a block of keys gives."""
     key = load_rows(k, rows, k_stride, D, WIDTH)
     value = load_rows(v, rows, v_stride, D, WIDTH)
+    if MASKED:  # rows that see a key which is not finite have no finite lse
+        key = finite(key)
     scores, slope = scored(tl.dot(query, tl.trans(key), input_precision="ieee"), scale, softcap)
-    if MASKED:
-        scores = tl.where(ok, scores, float("-inf"))
     p = tl.exp2(scores - lse[:, None])
     ds = p * (tl.dot(g, tl.trans(value), input_precision="ieee") - delta[:, None])
     if softcap is not None:
         ds *= slope
+    if MASKED:
+        ds = tl.where(ok, ds, 0.0)
     return tl.dot(ds.to(key.dtype), key, sums, input_precision="ieee")
 
 
@@ -174,7 +186,7 @@ def attention_query_grad_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
     lse, delta, dq, tiles, runs, first, last, pos, T, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     tile = tiles + tl.program_id(0) // HEADS * 5
@@ -203,13 +215,13 @@ def attention_query_grad_kernel(
             )  # fmt: skip
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
-        for start in range(tl.load(runs + run * 2), run_end, BK):
-            rows = key_rows(None, start, run_end, BK)
+        for start in range(tl.load(runs + run * 2), run_end, STEP):
+            rows = key_rows(None, start, run_end, STEP)
             first_j, last_j, pos_j = load_tables(first, last, pos, rows)
             ok = sees(
                 first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
             )
-            ok &= (start + tl.arange(0, BK) < run_end)[None, :]
+            ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
                 D, WIDTH, True,
