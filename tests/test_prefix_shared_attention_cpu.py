@@ -152,7 +152,7 @@ def calls(layout, rule) -> tuple[int, int]:
         (groups((500, [2, 3, 5, 7, 9, 12, 17, 31])), "plain", 1 + 4 + 1),  # up to twice the length together
         (groups((500, [64] * 32)), "plain", 1 + 32 + 2),  # 2048 rows are two calls
         (groups((10, [2] * 8), (12, [3] * 8)), "plain", 2 + 2),  # short ones of all groups
-        (groups((500, [2] * 64)), "window", 3),  # the prompt's first tile, its others, all completions
+        (groups((500, [2] * 40)), "window", 3),  # the prompt's first tile, its others, all completions
     ],
 )
 def test_number_of_calls(forest, rule, number):

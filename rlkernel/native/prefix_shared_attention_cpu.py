@@ -61,7 +61,8 @@ def backward(
     layout: PrefixLayout,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    calls = plan(layout, rule.window, False)
+    rule = rule._replace(bitwise=False)
+    calls = plan(layout, rule.window, rule.bitwise)
     heads, kv_heads = q.shape[1], k.shape[1]
     dtype = lse.dtype
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
@@ -82,8 +83,8 @@ def backward(
             _mask_of(mask, batch, calls.most_above), rule, dtype,
         )  # fmt: skip
         dq[batch.to] = _unpadded(dqs, batch)
-        for to, part in ((dk, dks), (dv, dvs)):
-            flat = part.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
+        for to, found in ((dk, dks), (dv, dvs)):
+            flat = found.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
             if batch.above:
                 for at, (a, b) in batch.runs:
                     to[a:b] += flat[at : at + b - a]
@@ -161,7 +162,7 @@ def _band(above: int, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
     """0 where a tile's row sees a key, -inf elsewhere, if the first row has ``above`` keys before it."""
     if not rule.window and not rule.bitwise:
         return None
-    size = max(TILE, BITWISE_TILE)
+    size = BITWISE_TILE if rule.bitwise else TILE
     back = torch.arange(size)[:, None] + above - torch.arange(above + size)
     seen = (back >= 0) & (back < (rule.window or above + size))
     return torch.zeros(back.shape, dtype=dtype).masked_fill_(~seen, -math.inf)

@@ -12,7 +12,7 @@ from rlkernel.prefix_layout import PrefixLayout, Run, ranges
 
 ROWS = 1024  # of one call on a segment above: kernels take their largest tile, and temporaries stay small
 SHORT = 32  # segments up to this length are padded and attended to together
-BATCH_ROWS = 1024  # of such a batch
+BATCH_ROWS = 512  # keys of such a batch: more calls cost nothing then, and a copy stays in the cache
 TILE = 128  # rows that share a window's keys
 BITWISE_TILE = 64
 
