@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -279,7 +280,11 @@ def main() -> None:
     result["settings"] = {key: value for key, value in vars(args).items() if isinstance(value, int | float)}
     show(result, args)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        from rlkernel.bench import report
+
+        head = report.header([], "cpu") | {"threads": args.threads}
+        head["command"] = shlex.join(["python", "examples/grpo_prefix.py", *sys.argv[1:]])
+        args.json.write_text(json.dumps({"header": head, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
