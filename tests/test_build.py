@@ -37,8 +37,11 @@ def tree(tmp_path_factory):
         shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignored)
     for name in FILES:
         shutil.copy2(ROOT / name, root / name)
+    for path in (root / "csrc/cpu").glob("*.isa.cpp"):
+        path.write_text("")  # nothing here is run, and a shared library may lack symbols
     (root / "csrc/cpu/logprob.isa.cpp").write_text(KERNELS)
     setup = (root / "setup.py").read_text()
+    setup = setup.replace("-O3", "-O0")
     (root / "setup.py").write_text(re.sub(r'"/(usr/local/cuda|opt/rocm)/bin"', "", setup))
     return root
 
@@ -135,9 +138,9 @@ def test_a_second_build_compiles_nothing(tree, tmp_path):
     assert "rlkernel: built cpu" in output and "cuda" not in output
     status, output = build(tree, **environment)
     assert status == 0 and "no work to do" in output
-    (tree / "csrc/bindings.cpp").touch()
+    (tree / "csrc/cpu/whiten.cpp").touch()
     status, output = build(tree, **environment)
-    assert status == 0 and "[2/2]" in output, output  # the bindings and the link
+    assert status == 0 and "[2/2]" in output, output  # that file and the link
 
 
 @pytest.mark.slow

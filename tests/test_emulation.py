@@ -205,9 +205,8 @@ def test_unknown_arguments_are_an_error(kernels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warp", WARPS)
-def test_sanitizers_find_nothing(warp):
-    run = subprocess.run([emulation.build_driver(warp)], capture_output=True, text=True)
+def test_sanitizers_find_nothing():
+    run = subprocess.run([emulation.build_driver(32)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

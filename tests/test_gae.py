@@ -125,7 +125,7 @@ def test_the_mask_hides_whatever_stands_there(backend, device):
     for name, a, b in zip(clean._fields, run(backend, **dirty), clean, strict=True):
         assert_equal(name, a, b)
         assert (a[~inputs["mask"]] == 0).all(), name
-    for dtype in (torch.float32, torch.int64, torch.uint8):
+    for dtype in (torch.float32,) if is_slow(backend, device) else (torch.float32, torch.int64, torch.uint8):
         assert_equal("mask", run(backend, **inputs | {"mask": inputs["mask"].to(dtype)})[0], clean[0])
 
 
@@ -175,10 +175,11 @@ def test_any_strides_and_dtypes(backend, device):
 @QUICK_ON_EVERY_BACKEND
 def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
     """Alone, in another order, at another address, packed, and with more padding behind it."""
-    inputs = make_inputs(5, 1100, device=device, masked=0.2)
-    options = {"last_values": torch.arange(5.0, device=device)}
+    b = 3 if is_slow(backend, device) else 5
+    inputs = make_inputs(b, 1100, device=device, masked=0.2)
+    options = {"last_values": torch.arange(float(b), device=device)}
     whole = run(backend, **inputs, **options)
-    order = torch.tensor([3, 1, 4, 0, 2], device=device)
+    order = torch.tensor([3, 1, 4, 0, 2], device=device) % b
     variants = {
         "again": (slice(None), inputs),
         "permuted": (order, {k: x[order] for k, x in inputs.items()}),
@@ -186,14 +187,14 @@ def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
     }
     for name, (index, given_inputs) in variants.items():
         out = run(backend, **given_inputs, last_values=options["last_values"][index])
-        for a, b in zip(out, whole, strict=True):
-            assert_equal(name, a, b[index])
-    flat = run(backend, **packed(inputs, [1100] * 5), **options)
-    more = {k: torch.cat([x, x.new_zeros(5, 600)], 1) for k, x in inputs.items()}
+        for one, two in zip(out, whole, strict=True):
+            assert_equal(name, one, two[index])
+    flat = run(backend, **packed(inputs, [1100] * b), **options)
+    more = {k: torch.cat([x, x.new_zeros(b, 600)], 1) for k, x in inputs.items()}
     longer = run(backend, **more, **options)
-    for a, b, c in zip(flat, longer, whole, strict=True):
-        assert_equal("packed", a.view(5, 1100), c)
-        assert_equal("padded", b[:, :1100], c)
+    for one, two, three in zip(flat, longer, whole, strict=True):
+        assert_equal("packed", one.view(b, 1100), three)
+        assert_equal("padded", two[:, :1100], three)
 
 
 def test_bits_do_not_depend_on_threads_or_schedule():
