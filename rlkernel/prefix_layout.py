@@ -206,7 +206,9 @@ class PrefixLayout:
         shift = [o - r for o, r in zip(self.offsets, self.starts, strict=True)]
         per_segment = torch.tensor([first, last, shift], dtype=torch.int32)
         per_row = per_segment.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64), 1)
-        return RowTables(per_row[0], per_row[1], per_row[2] + torch.arange(self.total, dtype=torch.int32))
+        position = per_row[2] + torch.arange(self.total, dtype=torch.int32)
+        # memory of its own for each: Triton compiles anew where an address is no multiple of 16 bytes
+        return RowTables(per_row[0].clone(), per_row[1].clone(), position)
 
     def gathered(self, device: torch.device | str = "cpu") -> Gathered:
         """Keys gathered so that one varlen call does all, made once for each device."""

@@ -3,7 +3,8 @@
 // A build holds all ops, or with -DRLKERNEL_ONLY_<OP> that one: a planted fault is compiled in seconds.
 #if !(defined(RLKERNEL_ONLY_LOGPROB) || defined(RLKERNEL_ONLY_VALUE_LOSS) || defined(RLKERNEL_ONLY_GAE) || \
       defined(RLKERNEL_ONLY_WHITEN) || defined(RLKERNEL_ONLY_GROUP_ADVANTAGES) || defined(RLKERNEL_ONLY_POLICY_LOSS) || \
-      defined(RLKERNEL_ONLY_PREFERENCE_LOSS) || defined(RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION))
+      defined(RLKERNEL_ONLY_PREFERENCE_LOSS) || defined(RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION) || \
+      defined(RLKERNEL_ONLY_SAMPLING))
 #define RLKERNEL_ONLY_LOGPROB
 #define RLKERNEL_ONLY_VALUE_LOSS
 #define RLKERNEL_ONLY_GAE
@@ -12,6 +13,7 @@
 #define RLKERNEL_ONLY_POLICY_LOSS
 #define RLKERNEL_ONLY_PREFERENCE_LOSS
 #define RLKERNEL_ONLY_PREFIX_SHARED_ATTENTION
+#define RLKERNEL_ONLY_SAMPLING
 #define RLKERNEL_ONLY_KL_SHAPED_REWARDS  // no fault of its own is planted
 #endif
 
@@ -123,6 +125,8 @@ PYBIND11_MODULE(RLKERNEL_MODULE, m) {
   bind::preference_sums(m, "preference_sums", emulated::launch_preference_sums, describe);
   bind::preference_loss(m, "preference_loss", emulated::launch_preference_loss, describe);
   bind::preference_backward(m, "preference_backward", emulated::launch_preference_backward, describe);
+#endif
+#ifdef RLKERNEL_ONLY_SAMPLING
   bind::sampling_statistics(m, "sampling_statistics", emulated::launch_sampling_statistics, describe);
   bind::sampling_finish(m, "sampling_finish", emulated::launch_sampling_finish, describe);
 #endif
