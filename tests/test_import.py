@@ -99,9 +99,9 @@ def test_an_import_writes_nothing():
 def test_an_import_costs_less_than_300_ms_beyond_torch():
     code = """
 import time, torch
-start = time.process_time()  # other work on the machine does not count
+start = time.perf_counter()
 import rlkernel
-print(time.process_time() - start)
+print(time.perf_counter() - start)
 """
     assert min(float(run(code).stdout) for _ in range(3)) < 0.3
 
