@@ -355,9 +355,12 @@ def test_bits_of_the_repeated_prompts(rule, dtype):
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_bits_of_the_repeated_prompts_on_threads(number):
-    with threads(number):
-        for heads in ((1, 1), (6, 2)):
-            parity(LARGE["long stems"].layout(), RULES["plain"]._replace(bitwise=True), torch.float32, heads)
+    layout, rule = LARGE["long stems"].layout(), RULES["plain"]._replace(bitwise=True)
+    for heads in ((1, 1), (6, 2)):
+        alone = parity(layout, rule, torch.float32, heads)
+        with threads(number):
+            together = parity(layout, rule, torch.float32, heads)
+        assert torch.equal(together[0], alone[0]) and torch.equal(together[1], alone[1])
 
 
 def test_the_fast_path_has_other_bits():

@@ -395,9 +395,13 @@ def test_parameters_of_a_custom_op():
 
     q, dq = torch.ones(2), torch.zeros(2)
     function = varlen.ByName(op, "f", "scale q dq")
-    assert not function.reason and function(3.0, q, dq).tolist() == [0, 0] and dq.tolist() == [3, 3]
+    values = {"q": q, "dq": dq, "scale": 3.0, "softcap": 1.0}
+    assert not function.reason and function(values).tolist() == [0, 0] and dq.tolist() == [3, 3]
     assert varlen.ByName(op, "f", "q dq").reason == "its f needs scale"
     assert varlen.ByName(op, "f", "q dq scale softcap").reason == "its f has no parameter softcap"
+    optional = varlen.ByName(op, "f", "q dq scale softcap? window?")
+    assert not optional.reason and optional.names == ["q", "dq", "scale", "window"]
+    assert optional(values | {"window": 4}).tolist() == [5, 5]
 
 
 def test_torch_has_these_functions():

@@ -23,6 +23,16 @@ from rlkernel.types import AttentionRule
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+class Saved(NamedTuple):
+    """What backward reads of forward, whole rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def unsupported_flash(
     q: Tensor,
     k: Tensor | None = None,
@@ -71,7 +81,7 @@ def backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     way = _gather_backward if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade_backward
     # the calls of a cascade read it again and again, some of them by 16 bytes: no copy each time
-    return way(_kernel(q, rule), varlen.aligned(grad_out), q, k, v, out, lse, layout, rule)
+    return way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
 
 
 def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:
@@ -133,16 +143,9 @@ def _gather(
 
 
 def _gather_backward(
-    kernel: Varlen,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
+    kernel: Varlen, grad_out: Tensor, saved: Saved, layout: PrefixLayout, rule: AttentionRule
 ) -> Grads:
+    q, k, v, out, lse = saved
     gathered = layout.gathered(q.device)
     # again, rather than kept from forward for each layer: they are as large as G prompts
     ks, vs = _gathered(k, v, gathered)
@@ -181,16 +184,9 @@ def _cascade(
 
 
 def _cascade_backward(
-    kernel: Varlen,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
+    kernel: Varlen, grad_out: Tensor, saved: Saved, layout: PrefixLayout, rule: AttentionRule
 ) -> Grads:
+    q, k, v, out, lse = saved
     tables = cascade(layout, q.device)
     dq, dk, dv = kernel.backward(grad_out, q, k, v, out, lse, _own(tables, rule))
     if len(tables.calls) > 1:  # more than two terms; two are added in fp32 and rounded once as they are

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +51,17 @@ class Sequences(NamedTuple):
 
 
 class ByName:
-    """A function that takes its arguments by name; ``reason`` says why it cannot be called so."""
+    """A function that takes its arguments by name; ``reason`` says why it cannot be called so.
+
+    ``parameters`` are the names that it takes, a question mark behind those that only some versions have.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str, parameters: str) -> None:
-        self.function, self.names = function, parameters.split()
         known, needed = _parameters(function)
+        asked = parameters.split()
+        self.function = function
+        self.names = [n for n in asked if not n.endswith("?")]
+        self.names += [n[:-1] for n in asked if n.endswith("?") and n[:-1] in known]
         missing = [n for n in self.names if n not in known]
         more = [n for n in needed if n not in self.names]
         self.reason = ""
@@ -63,8 +70,9 @@ class ByName:
         elif more:
             self.reason = f"its {name} needs {more[0]}"
 
-    def __call__(self, *values: Any) -> Any:
-        return self.function(**dict(zip(self.names, values, strict=True)))
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """With those of the values that it has a parameter for."""
+        return self.function(**{name: values[name] for name in self.names})
 
 
 def _parameters(function: Any) -> tuple[list[str], list[str]]:
@@ -92,25 +100,33 @@ def library(name: str) -> Any:
 
 
 class Varlen:
-    """What the kernels share: their limits, and the form of what they return."""
+    """A vendor's kernels: where they are and what they are called, their limits, how they are called."""
 
     name: str
     devices: tuple[str, range]  # compute capabilities: in words, and the majors
+    module: str
+    calls: tuple[
+        tuple[str, str], tuple[str, str]
+    ]  # forward, backward: the name in the module, the parameters
 
     @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
         """forward and backward, or why there are none."""
-        raise NotImplementedError
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
-    ) -> Grads:
-        raise NotImplementedError
+        module = library(self.module)
+        if isinstance(module, str):
+            return module
+        found = []
+        for path, parameters in self.calls:
+            name = path.rpartition(".")[2]
+            try:
+                found.append(ByName(attrgetter(path)(module), name, parameters))
+            except AttributeError:
+                return f"{self.module} has no {name}"
+        forward, backward = found
+        return forward, backward
 
     def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+        """What this vendor alone cannot do."""
         return []
 
     def reasons(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
@@ -132,99 +148,94 @@ class Varlen:
             found += [functions] if isinstance(functions, str) else [f.reason for f in functions if f.reason]
         return [f"{self.name}: {reason}" for reason in found]
 
-    def found(self) -> tuple[ByName, ByName]:
-        functions = self.functions
-        assert not isinstance(functions, str)
-        return functions
-
-    def _checked(self, out: Tensor, lse: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._found()[0](_values(q, k, v, s))
         if lse.shape != (q.shape[1], q.shape[0]):  # [B, H, longest] before FlashAttention 2.6
             want = (q.shape[1], q.shape[0])
             raise RuntimeError(f"{self.name}'s lse must have shape [Hq, T] = {want}, got {tuple(lse.shape)}")
         return out.contiguous(), lse.contiguous()
 
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
+    ) -> Grads:
+        _, function = self._found()
+        grad_out, out, lse = aligned(grad_out), aligned(out), lse.contiguous()
+        values = _values(q, k, v, s)
+        values |= {"dout": grad_out, "grad_out": grad_out, "out": out, "softmax_lse": lse, "logsumexp": lse}
+        if "dq" in function.names:  # written into memory of the caller
+            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+            function(values | {"dq": dq, "dk": dk, "dv": dv})
+            return dq, dk, dv
+        # of dropout, which there is none of
+        values["rng_state"] = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        values["unused"] = torch.empty(0, device=q.device)
+        with deterministic():
+            dq, dk, dv = function(values)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+    def _found(self) -> tuple[ByName, ByName]:
+        functions = self.functions
+        assert not isinstance(functions, str)
+        return functions
+
+
+def _values(q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> dict[str, Any]:
+    """The arguments that forward and backward share, under each name that a vendor has for them."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    cu_q, cu_k, max_q, max_k = s.tables
+    left, right = s.sides
+    return {
+        "q": q, "k": k, "v": v,
+        "query": q, "key": k, "value": v,
+        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k,
+        "cum_seq_q": cu_q, "cum_seq_k": cu_k, "max_q": max_q, "max_k": max_k,
+        "softmax_scale": s.scale, "scale": s.scale, "causal": s.causal, "is_causal": s.causal,
+        "window_size_left": left, "window_size_right": right, "softcap": s.softcap,
+        "dropout_p": 0.0, "alibi_slopes": None, "return_debug_mask": False, "deterministic": True,
+        # left to itself, a version that can split keys over blocks does so by the batch's longest sequence
+        "num_splits": 1,
+    }  # fmt: skip
+
 
 class FlashAttention3(Varlen):
     name = "FlashAttention 3"
     devices = ("9", range(9, 10))
-
-    @functools.cached_property
-    def functions(self) -> tuple[ByName, ByName] | str:
-        return _of_library(
-            "flash_attn_interface",
-            (
-                "_flash_attn_forward",
-                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal "
-                "window_size_left window_size_right softcap num_splits",
-            ),
-            (
-                "_flash_attn_backward",
-                "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dq dk dv "
-                "softmax_scale is_causal window_size_left window_size_right softcap deterministic",
-            ),
-        )
+    module = "flash_attn_interface"
+    calls = (
+        (
+            "_flash_attn_forward",
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal "
+            "window_size_left window_size_right softcap num_splits",
+        ),
+        (
+            "_flash_attn_backward",
+            "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dq dk dv "
+            "softmax_scale is_causal window_size_left window_size_right softcap deterministic",
+        ),
+    )
 
     def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
         is_wide = needs_grad and q.shape[2] > 192  # rounded up to 256, which refuses deterministic=True
         return [f"backward is not deterministic above head dim 192, got {q.shape[2]}"] if is_wide else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
-        function, _ = self.found()
-        out, lse, *_ = function(
-            *map(aligned, (q, k, v)), *s.tables, s.scale, s.causal, *s.sides, s.softcap, 1
-        )  # fmt: skip
-        return self._checked(out, lse, q)
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
-    ) -> Grads:
-        _, function = self.found()
-        grads = _empty_like(q, k, v)
-        function(
-            *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *s.tables, *grads, s.scale, s.causal,
-            *s.sides, s.softcap, True,
-        )  # fmt: skip
-        return grads
-
 
 class FlashAttention2(Varlen):
     name = "FlashAttention 2"
     devices = ("8.0 or above", range(8, 100))
-
-    @functools.cached_property
-    def functions(self) -> tuple[ByName, ByName] | str:
-        return _of_library(
-            "flash_attn.flash_attn_interface",
-            (
-                "_flash_attn_varlen_forward",
-                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
-                "window_size_left window_size_right softcap",
-            ),
-            (
-                "_flash_attn_varlen_backward",
-                "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
-                "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
-                "deterministic",
-            ),
-        )
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
-        function, _ = self.found()
-        out, lse, *_ = function(
-            *map(aligned, (q, k, v)), *s.tables, 0.0, s.scale, s.causal, *s.sides, s.softcap
-        )  # fmt: skip
-        return self._checked(out, lse, q)
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
-    ) -> Grads:
-        _, function = self.found()
-        grads = _empty_like(q, k, v)
-        function(
-            *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *grads, *s.tables, 0.0, s.scale,
-            s.causal, *s.sides, s.softcap, None, True,
-        )  # fmt: skip
-        return grads
+    module = "flash_attn.flash_attn_interface"
+    calls = (
+        (
+            "_flash_attn_varlen_forward",
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+            "window_size_left window_size_right softcap",
+        ),
+        (
+            "_flash_attn_varlen_backward",
+            "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+            "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+            "deterministic",
+        ),
+    )
 
 
 class Aten(Varlen):
@@ -232,65 +243,25 @@ class Aten(Varlen):
 
     name = "torch's flash attention"
     devices = ("8.0 or above", range(8, 100))
-
-    @functools.cached_property
-    def functions(self) -> tuple[ByName, ByName] | str:
-        forward = (
+    module = "torch"
+    calls = (
+        (
+            "ops.aten._flash_attention_forward",
             "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
-            "window_size_left window_size_right"
-        )
-        backward = (
+            "window_size_left window_size_right num_splits?",
+        ),
+        (
+            "ops.aten._flash_attention_backward",
             "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
-            "rng_state unused scale window_size_left window_size_right"
-        )
-        ops = library("torch").ops.aten
-        if "num_splits" in _parameters(ops._flash_attention_forward)[0]:
-            forward += " num_splits"
-        return (
-            ByName(ops._flash_attention_forward, "_flash_attention_forward", forward),
-            ByName(ops._flash_attention_backward, "_flash_attention_backward", backward),
-        )
+            "rng_state unused scale window_size_left window_size_right",
+        ),
+    )
 
     def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
         found = ["it has no softcap"] if softcap else []
         if needs_grad and q.shape[2] > 192 and capability(q.device) not in ((8, 0), (9, 0), (10, 0)):
             found.append(f"backward above head dim 192 needs an A100, H100 or B200, got {q.shape[2]}")
         return found
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
-        function, _ = self.found()
-        # left to itself, a version that can split keys over blocks does so by the batch's longest sequence
-        splits = [1] if function.names[-1] == "num_splits" else []
-        out, lse, *_ = function(
-            *map(aligned, (q, k, v)), *s.tables, 0.0, s.causal, False, s.scale, *s.sides, *splits
-        )  # fmt: skip
-        return self._checked(out, lse, q)
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
-    ) -> Grads:
-        _, function = self.found()
-        # of dropout, which there is none of
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        with deterministic():
-            dq, dk, dv = function(
-                *map(aligned, (grad_out, q, k, v, out)), lse.contiguous(), *s.tables, 0.0, s.causal, state,
-                unused, s.scale, *s.sides,
-            )  # fmt: skip
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _of_library(module: str, *functions: tuple[str, str]) -> tuple[ByName, ByName] | str:
-    found = library(module)
-    if isinstance(found, str):
-        return found
-    calls = []
-    for name, parameters in functions:
-        if not hasattr(found, name):
-            return f"{module} has no {name}"
-        calls.append(ByName(getattr(found, name), name, parameters))
-    forward, backward = calls
-    return forward, backward
 
 
 @contextmanager
@@ -321,11 +292,6 @@ def aligned(x: Tensor) -> Tensor:
     if is_fine and rows % unit == 0 and heads % unit == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _empty_like(*tensors: Tensor) -> Grads:
-    q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
-    return q, k, v
 
 
 KERNELS: tuple[Varlen, ...] = (FlashAttention3(), FlashAttention2(), Aten())
