@@ -1,6 +1,8 @@
 """Builds csrc/emulation: the device kernels for the CPU, as a Python module or as a program under sanitizers.
 
-A build is kept in build/emulation under a name made of its sources and flags: an unchanged one costs nothing.
+Each op is one object, of the very source that nvcc (warps of 32) or clang (64) compiles.  An object is kept
+in build/emulation under a name made of its sources and flags: an unchanged one costs nothing, and a planted
+fault costs that of one op.
 """
 
 import fcntl
@@ -12,14 +14,12 @@ import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pybind11
-
-from rlkernel import dispatch, native
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
@@ -27,6 +27,7 @@ CXX = os.environ.get("CXX", "g++")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 FLAGS = ["-std=c++17", "-ffp-contract=off", *WARNINGS, "-DRLKERNEL_EMULATION"]
 SANITIZERS = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+VENDOR = {32: "cuda", 64: "hip"}  # whose sources run with warps of so many threads
 Faults = Mapping[str, tuple[str, str]]  # header: (text that stands there once, replacement)
 
 
@@ -38,76 +39,98 @@ def module(warp: int) -> types.ModuleType:
 
 def build_module(warp: int, faults: Faults | None = None) -> Path:
     """Compiles the module, with `faults` planted in its headers."""
-    name = f"emulated{warp}"
-    if faults:  # a name of its own: Python takes two extensions of one name for the same
-        name += f"_{hashlib.sha256(repr(faults).encode()).hexdigest()[:8]}"
     include = f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"
-    optimize = "-O0" if faults else "-O1"  # what costs least, to compile and to run
-    common = [optimize, "-fPIC", "-fvisibility=hidden", *include, f"-DRLKERNEL_WARP={warp}"]
-    fibers = _compile(["emulation.cpp"], [*common, "-c"], "emulation.o", None)  # no fault is planted there
-    flags = [*common, "-shared", str(fibers), f"-DRLKERNEL_MODULE={name}"]
-    if faults:
-        flags.append(f"-DRLKERNEL_ONLY_{_op_of(next(iter(faults)))}")
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return _compile(["module.cpp"], flags, f"{name}{suffix}", faults)
-
-
-def _op_of(header: str) -> str:
-    """The op whose kernels show a fault in `header`; what all ops share is shown by logprob."""
-    stem = header.partition(".")[0]
-    ops = [op for op in dispatch.ops() if stem == op or stem.startswith(f"{op}_")]
-    return max(ops, key=len, default="logprob").upper()
+    common = ["-fPIC", "-fvisibility=hidden"]
+    objects = _objects(["module.cpp", "emulation.cpp"], warp, faults, [*common, *include], ["-O1", *common])
+    # a name of its own: Python takes two extensions of one name for the same
+    name = f"emulated{warp}_{hashlib.sha256(repr(faults).encode()).hexdigest()[:8]}"
+    flags = ["-shared", f"-Wl,--defsym=PyInit_{name}=PyInit_emulated"]
+    return _link(objects, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", flags)
 
 
 def build_driver(warp: int, faults: Faults | None = None) -> Path:
     """Compiles the program that runs the kernels under the address and undefined-behaviour sanitizers."""
-    flags = ["-O0", *SANITIZERS, f"-DRLKERNEL_WARP={warp}"]
-    if faults:
-        flags += ["-DRLKERNEL_ONLY_LOGPROB", "-Wno-unused-function"]
-    return _compile(["driver.cpp", "emulation.cpp"], flags, f"driver{warp}", faults)
+    flags = ["-O0", *SANITIZERS]
+    return _link(_objects(["driver.cpp", "emulation.cpp"], warp, faults, flags, flags), "driver", SANITIZERS)
 
 
 def load(path: Path) -> types.ModuleType:
-    name = path.name.split(".")[0]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(path.name.split(".")[0], path)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
-    for field in fields(native.Kernels)[1:]:
-        if not hasattr(loaded, field.name):
-            setattr(loaded, field.name, None)  # of an op that a build with faults leaves out
     return loaded
 
 
-def _compile(sources: list[str], flags: list[str], name: str, faults: Faults | None) -> Path:
-    folders = (CSRC / "include", CSRC / "emulation")
-    files = sorted(p for folder in folders for p in folder.rglob("*") if p.is_file())
-    text = [sys.version, CXX, *FLAGS, *flags, *(f"{p}\n{p.read_text()}" for p in files), repr(faults)]
-    folder = ROOT / "build/emulation" / hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+def _objects(
+    hosts: list[str], warp: int, faults: Faults | None, host_flags: list[str], op_flags: list[str]
+) -> list[Path]:
+    """Of the hosts and of every op; that of a fault first, where a linker takes inline functions from."""
+    define = f"-DRLKERNEL_WARP={warp}"
+    op_flags = [*op_flags, define, "-x", "c++"]
+    ops = {p.stem: p for p in sorted((CSRC / VENDOR[warp]).iterdir()) if p.stem != "errors"}
+    jobs = [(CSRC / "emulation" / host, [*host_flags, define], None) for host in hosts]
+    if faults:
+        jobs.insert(0, (ops.pop(_op_of(next(iter(faults)), ops)), [*op_flags, "-O0"], faults))
+    jobs += [(path, op_flags, None) for path in ops.values()]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda job: _compile(*job), jobs))
+
+
+def _op_of(header: str, ops: Iterable[str]) -> str:
+    """The op whose kernels show a fault in `header`; what all ops share is shown by logprob."""
+    stem = header.partition(".")[0]
+    return max((op for op in ops if stem == op or stem.startswith(f"{op}_")), key=len, default="logprob")
+
+
+def _compile(source: Path, flags: list[str], faults: Faults | None) -> Path:
+    include, emulation = CSRC / "include", CSRC / "emulation"
+    headers = sorted(p for folder in (include, emulation) for p in folder.rglob("*.*h"))
+    command = [CXX, *FLAGS, *flags, "-c", str(source), f"-I{emulation}"]
+    key = [*command, *(f"{p}\n{p.read_text()}" for p in [*_sources(source), *headers]), repr(faults)]
+
+    def build(folder: Path, target: Path) -> list[str]:
+        found = _with_faults(faults, folder / "include") if faults else include
+        return [*command, f"-I{found}", "-o", str(target)]
+
+    return _kept(f"{source.stem}.o", key, build)
+
+
+def _with_faults(faults: Faults, folder: Path) -> Path:
+    """A copy of the headers in `folder`."""
+    shutil.copytree(CSRC / "include", folder)
+    for header, (original, replacement) in faults.items():
+        path = folder / "rlkernel" / header
+        content = path.read_text()
+        assert content.count(original) == 1, f"{header} must hold {original!r} once, to plant a fault there"
+        path.write_text(content.replace(original, replacement))
+    return folder
+
+
+def _sources(source: Path) -> list[Path]:
+    """HIP's sources include CUDA's."""
+    return [source, CSRC / "cuda" / f"{source.stem}.cu"] if source.suffix == ".hip" else [source]
+
+
+def _link(objects: list[Path], name: str, flags: list[str]) -> Path:
+    command = [CXX, *flags, *map(str, objects)]
+    return _kept(name, command, lambda folder, target: [*command, "-o", str(target)])
+
+
+def _kept(name: str, key: list[str], build: Callable[[Path, Path], list[str]]) -> Path:
+    """build/emulation/<hash of key>/name; the command that `build` returns makes it where there is none."""
+    digest = hashlib.sha256("\0".join([sys.version, *key]).encode()).hexdigest()[:16]
+    folder = ROOT / "build/emulation" / digest
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of the test workers that want the same build, one makes it
         if not target.exists():
-            _compile_into(folder, [CXX, *FLAGS, *flags], sources, name, faults)
+            scratch = folder / "scratch"
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            built = subprocess.run(build(scratch, scratch / name), capture_output=True, text=True)
+            assert built.returncode == 0, built.stderr
+            os.replace(scratch / name, target)
+            shutil.rmtree(scratch)
     return target
-
-
-def _compile_into(
-    folder: Path, command: list[str], sources: list[str], name: str, faults: Faults | None
-) -> None:
-    scratch = folder / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(CSRC / "include", scratch / "include")
-    for header, (original, replacement) in (faults or {}).items():
-        path = scratch / "include/rlkernel" / header
-        content = path.read_text()
-        assert content.count(original) == 1, f"{header} must hold {original!r} once, to plant a fault there"
-        path.write_text(content.replace(original, replacement))
-    includes = [f"-I{scratch / 'include'}", f"-I{CSRC / 'emulation'}"]
-    paths = [str(CSRC / "emulation" / source) for source in sources]
-    command = [*command, *includes, *paths, "-o", str(scratch / name)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    os.replace(scratch / name, folder / name)
-    shutil.rmtree(scratch)

@@ -188,14 +188,15 @@ def environment(root: Path) -> list[str]:
 
 
 def stubs(root: Path) -> list[str]:
-    """``_C.pyi`` and ``bindings.cpp`` name the same functions."""
-    bound = set(re.findall(r'(?:\bdef\(|\(m,)\s*"(\w+)"', _text(root / "csrc/bindings.cpp")))
+    """``_C.pyi`` names each kernel of ``kernels.h`` once for each part."""
+    kernels = re.findall(r"^  KERNEL\((\w+)\)", _text(root / "csrc/include/rlkernel/kernels.h"), re.M)
+    bound = {"built"} | {f"{name}_{part}" for name in kernels for part in ("cpu", "cuda", "hip")}
     tree = _parse(root / "rlkernel/_C.pyi")
     typed = set(_functions(root / "rlkernel/_C.pyi"))
     typed |= {
         t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
     }
-    return [f"{n} is in only one of csrc/bindings.cpp and rlkernel/_C.pyi" for n in sorted(bound ^ typed)]
+    return [f"{n} is in only one of csrc's kernels.h and rlkernel/_C.pyi" for n in sorted(bound ^ typed)]
 
 
 def tracked_files(root: Path) -> list[Path]:

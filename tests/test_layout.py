@@ -21,14 +21,16 @@ GOOD = {
     "rlkernel/ops/scale.py": "def scale(x): ...\n",
     "rlkernel/reference/scale.py": FUNCTIONS + "def make_inputs(n): ...\n",
     "rlkernel/native/scale.py": FUNCTIONS + "from rlkernel import workspace\n",
-    "rlkernel/_C.pyi": "def scale_cpu(x: int) -> None: ...\n",
+    "rlkernel/_C.pyi": "def built() -> dict: ...\n"
+    "def scale_cpu(x: int) -> None: ...\nscale_cuda = scale_cpu\nscale_hip = scale_cpu\n",
     "triton_ops/__init__.py": "",
     "triton_ops/scale.py": "def unsupported(*t): ...\ndef forward(x, factor: float = 1.0): ...\n",
     "integrations/__init__.py": "",
     "integrations/trl.py": "",
     "benchmarks/__init__.py": "",
     "benchmarks/scale.py": "",
-    "csrc/bindings.cpp": '#include <rlkernel/scale.h>\nm.def("scale_cpu", &scale);\n',
+    "csrc/bindings.cpp": '#include "rlkernel/kernels.h"\n',
+    "csrc/include/rlkernel/kernels.h": "#define RLKERNEL_KERNELS(KERNEL) \\\n  KERNEL(scale)\n",
     "csrc/include/rlkernel/scale.h": 'const char* v = std::getenv("RLKERNEL_THREADS");\n',
     "csrc/cpu/scale.cpp": '#include "rlkernel/scale.h"\n',
     "csrc/cuda/scale_sm90.cu": "",
@@ -120,12 +122,11 @@ RULES = {
     "commands": (layout.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
     "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),
     "environment": (layout.environment, (), plant("docs/lost.md", "RLKERNEL_SPEED"), "nothing reads it"),
-    "stubs": (layout.stubs, (), plant("rlkernel/_C.pyi", ""), "scale_cpu is in only one"),
-    "stubs of a device": (
+    "stubs": (
         layout.stubs,
         (),
-        plant("rlkernel/_C.pyi", "def scale_cpu(x: int) -> None: ...\nscale_hip = scale_cpu"),
-        "scale_hip is in only one",
+        plant("rlkernel/_C.pyi", "def built(): ...\ndef scale_cpu(): ...\nscale_hip = scale_cpu\n"),
+        "scale_cuda is in only one",
     ),
 }
 

@@ -1,7 +1,7 @@
 #include "rlkernel/gae.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int gae(const Gae& g, void* stream) { return launch_gae(g, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

@@ -1,7 +1,7 @@
 #include "rlkernel/group_advantages.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int group_advantages(const GroupAdvantages& a, void* stream) { return launch_group_advantages(a, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

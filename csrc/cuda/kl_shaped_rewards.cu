@@ -1,7 +1,7 @@
 #include "rlkernel/kl_shaped_rewards.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int kl_shaped_rewards(const KlShapedRewards& k, void* stream) { return launch_kl_shaped_rewards(k, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

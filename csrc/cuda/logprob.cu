@@ -2,7 +2,7 @@
 #include "rlkernel/logprob_forward.cuh"
 #include "rlkernel/logprob_support.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int logprob_forward(const LogprobForward& f, void* stream) { return launch_forward(f, stream); }
 int logprob_backward(const LogprobBackward& b, void* stream) { return launch_backward(b, stream); }
@@ -10,4 +10,4 @@ int logprob_exp(const LogprobExp& e, void* stream) { return launch_exp(e, stream
 int logprob_support_forward(const LogprobSupportForward& f, void* stream) { return launch_support_forward(f, stream); }
 int logprob_support_backward(const LogprobSupportBackward& b, void* stream) { return launch_support_backward(b, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

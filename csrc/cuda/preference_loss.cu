@@ -1,9 +1,9 @@
 #include "rlkernel/preference_loss.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int preference_sums(const PreferenceSums& p, void* stream) { return launch_preference_sums(p, stream); }
 int preference_loss(const PreferenceLoss& p, void* stream) { return launch_preference_loss(p, stream); }
 int preference_backward(const PreferenceBackward& b, void* stream) { return launch_preference_backward(b, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

@@ -1,7 +1,7 @@
 #include "rlkernel/whiten.cuh"
 
-namespace rlkernel::cuda {
+namespace rlkernel::RLKERNEL_DEVICE {
 
 int whiten(const Whiten& w, void* stream) { return launch_whiten(w, stream); }
 
-}  // namespace rlkernel::cuda
+}  // namespace rlkernel::RLKERNEL_DEVICE

@@ -8,11 +8,11 @@
 #include "driver_losses.h"
 #include "driver_prefix.h"
 #include "driver_sampling.h"
-#include "rlkernel/logprob_backward.cuh"
-#include "rlkernel/logprob_forward.cuh"
-#include "rlkernel/logprob_support.cuh"
-#include "rlkernel/preference_loss.cuh"
-#include "rlkernel/policy_loss.cuh"
+#include "rlkernel/logprob.h"
+#include "rlkernel/logprob_support.h"
+#include "rlkernel/policy_loss.h"
+#include "rlkernel/preference_loss.h"
+#include "rlkernel/vec.cuh"
 
 namespace {
 
@@ -49,7 +49,7 @@ bool run(const Case<T>& c, uint64_t seed) {
   const LogprobTile tile{logits.get() + c.offset, kDtype<T>, c.rows, c.rows, 0, c.vocab, c.vocab, 0, target_ids.data(), -100,
                          nullptr, temperature, c.mapped ? bias.get() : nullptr, c.mapped ? 0.5f : 1.0f, c.mapped ? 5.0f : 0.0f};
   std::vector<float> logprobs(c.rows), entropy(c.rows), lse(c.rows), row_max(c.rows), log_sum(c.rows), ones(c.rows, 1.0f);
-  emulated::launch_forward({tile, nullptr, nullptr, nullptr, nullptr, true, true, logprobs.data(), entropy.data(), lse.data(),
+  emulated::logprob_forward({tile, nullptr, nullptr, nullptr, nullptr, true, true, logprobs.data(), entropy.data(), lse.data(),
                             row_max.data(), log_sum.data()}, nullptr);
   std::vector<double> want(c.rows, 0.0);
   for (int64_t r = 1; r < c.rows; ++r) {
@@ -63,7 +63,7 @@ bool run(const Case<T>& c, uint64_t seed) {
     for (int64_t i = 0; i < c.vocab; ++i) sum += std::exp(z(i) - max);
     want[r] = z(target_ids[r]) - max - std::log(sum);
   }
-  emulated::launch_backward({tile, ones.data(), ones.data(), nullptr, entropy.data(), row_max.data(), log_sum.data(),
+  emulated::logprob_backward({tile, ones.data(), ones.data(), nullptr, entropy.data(), row_max.data(), log_sum.data(),
                              logits.get() + c.offset, tile.dtype, 0, c.vocab}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < c.rows; ++r) right &= close(logprobs[r], want[r]);
@@ -103,12 +103,12 @@ bool run_support(int64_t vocab, uint64_t seed) {
   }
   ids[entries - 1] = static_cast<int32_t>(vocab);
   const LogprobSupport support{rows, vocab, target_ids.get(), -100, nullptr, 0.8f, ids.get(), offsets.get()};
-  emulated::launch_support_forward({support, logits.get(), kDtype<T>, rows, 0, vocab, values.get(), logprobs.get(),
+  emulated::logprob_support_forward({support, logits.get(), kDtype<T>, rows, 0, vocab, values.get(), logprobs.get(),
                                     entropy.get(), lse.get(), row_max.get(), log_sum.get()}, nullptr);
-  emulated::launch_support_backward({support, values.get(), kDtype<T>, ones.get(), ones.get(), nullptr, logprobs.get(),
+  emulated::logprob_support_backward({support, values.get(), kDtype<T>, ones.get(), ones.get(), nullptr, logprobs.get(),
                                      entropy.get(), row_max.get(), log_sum.get(), grad.get(), kDtype<T>, true, rows, 0, vocab},
                                     nullptr);
-  emulated::launch_support_backward({support, values.get(), kDtype<T>, ones.get(), nullptr, ones.get(), logprobs.get(),
+  emulated::logprob_support_backward({support, values.get(), kDtype<T>, ones.get(), nullptr, ones.get(), logprobs.get(),
                                      nullptr, row_max.get(), log_sum.get(), gathered.get(), Dtype::f32, false, rows, 0, 0},
                                     nullptr);
   bool right = logprobs[0] == 0 && logprobs[1] == 0 && logprobs[4] != logprobs[4];
@@ -144,11 +144,11 @@ bool run_preference(int64_t length, bool packed, uint64_t seed) {
   const int64_t* cu_seqlens = packed ? offsets.get() : nullptr;
   PreferenceRule rule{4, {PreferenceTerm::sigmoid, PreferenceTerm::aot, PreferenceTerm::bco_pair, PreferenceTerm::sft},
                       {1, 1, 1, 1}, {}, true, false, PreferenceDivergence::reverse_kl, true, 0.1, 0.5, 0.05, -0.5, 0.5, 0.1, 1, 1, 1, 0, 0};
-  emulated::launch_preference_sums({logprobs.get(), ref.get(), true, mask.get(), nll_mask.get(), ref.get(), cu_seqlens, rows,
+  emulated::preference_sums({logprobs.get(), ref.get(), true, mask.get(), nll_mask.get(), ref.get(), cu_seqlens, rows,
                                     packed ? tokens : length, true, 0.5, stats.get()}, nullptr);
-  emulated::launch_preference_loss({stats.get(), rows, nullptr, nullptr, false, order.get(), nullptr, nullptr, delta, &loss,
+  emulated::preference_loss({stats.get(), rows, nullptr, nullptr, false, order.get(), nullptr, nullptr, delta, &loss,
                                     metrics.get(), slopes.get(), rewards.get(), logps.get(), new_delta, rule}, nullptr);
-  emulated::launch_preference_backward({&upstream, slopes.get(), stats.get(), mask.get(), nll_mask.get(), nullptr, cu_seqlens,
+  emulated::preference_backward({&upstream, slopes.get(), stats.get(), mask.get(), nll_mask.get(), nullptr, cu_seqlens,
                                         rows, packed ? tokens : length, 0.5, grad.get()}, nullptr);
   bool right = std::isfinite(loss) && metrics[15] == 0;
   for (int64_t i = 0; i < tokens; ++i) right &= std::isfinite(grad[i]);
@@ -196,7 +196,7 @@ bool policy_loss(uint64_t seed, bool everything) {
     p.ref_logprobs = ref.get(), p.rollout_logprobs = rollout.get(), p.entropy = entropy.get();
     p.staleness = staleness.get(), p.selected = selected.get(), p.grad_entropy = grad_entropy.get();
   }
-  emulated::launch_policy_loss(p, nullptr);
+  emulated::policy_loss(p, nullptr);
   for (int64_t i = 0; i < tokens; ++i) {
     const double r = std::exp(static_cast<double>(logprobs[i]) - old[i]), a = advantages[i];
     const bool clipped = a > 0 ? r > 1.2 : r < 0.8;
@@ -215,7 +215,7 @@ int main() {
   bool right = true;
   for (const uint64_t seed : {0, 1}) {
     emulation::settings() = {seed, 3};
-#ifndef RLKERNEL_ONLY_LOGPROB  // with it, a planted fault is compiled with those kernels alone
+    right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
     right &= losses::run_all(seed);
     right &= prefix::run_all(seed);
     if (seed) right &= sampling::run_all(seed);
@@ -223,8 +223,6 @@ int main() {
     right &= policy_loss(seed, false) & policy_loss(seed, true);
     for (const int64_t vocab : {1, 5, 130, 301})
       right &= run_support<float>(vocab, seed) & run_support<emulated::f16>(vocab, seed) & run_support<emulated::bf16>(vocab, seed);
-#endif
-    right &= run_all<float>(seed) & run_all<emulated::f16>(seed) & run_all<emulated::bf16>(seed);
   }
   return right ? 0 : 1;
 }

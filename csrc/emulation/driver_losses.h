@@ -8,12 +8,14 @@
 #include <random>
 #include <vector>
 
-#include "rlkernel/gae.cuh"
-#include "rlkernel/group_advantages.cuh"
-#include "rlkernel/kl_shaped_rewards.cuh"
-#include "rlkernel/policy_loss.cuh"
-#include "rlkernel/value_loss.cuh"
-#include "rlkernel/whiten.cuh"
+#include "emulation.h"
+#include "rlkernel/gae.h"
+#include "rlkernel/group_advantages.h"
+#include "rlkernel/kl_shaped_rewards.h"
+#include "rlkernel/policy_loss.h"
+#include "rlkernel/value_loss.h"
+#include "rlkernel/whiten.h"
+
 
 namespace losses {
 
@@ -71,7 +73,7 @@ inline bool gae(Batch& b) {
   const auto rewards = b.floats(b.total), values = b.floats(b.total), last = b.floats(b.rows);
   const auto mask = b.mask(b.total);
   const Block<float> advantages(b.total, kNan), returns(b.total, kNan);
-  emulated::launch_gae({rewards.get(), b.length, values.get(), b.length, mask.get(), b.length, b.packed, b.rows, b.length,
+  emulated::gae({rewards.get(), b.length, values.get(), b.length, mask.get(), b.length, b.packed, b.rows, b.length,
                         b.total, last.get(), 0.99, 0.9, advantages.get(), returns.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
@@ -91,7 +93,7 @@ inline bool kl_shaped_rewards(Batch& b) {
   const auto rewards = b.floats(b.rows), logprobs = b.floats(b.total), ref = b.floats(b.total);
   const auto mask = b.mask(b.total);
   const Block<float> out(b.total, kNan);
-  emulated::launch_kl_shaped_rewards({rewards.get(), logprobs.get(), ref.get(), true, mask.get(), 0, b.length, b.length,
+  emulated::kl_shaped_rewards({rewards.get(), logprobs.get(), ref.get(), true, mask.get(), 0, b.length, b.length,
                                       b.length, b.sequences(), 0.5f, KlEstimator::k2, out.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
@@ -111,7 +113,7 @@ inline bool whiten(Batch& b) {
   const auto mask = b.mask(b.total);
   const Block<Moments> partials(chunks_of(b.total)), states(2), state(1);
   const Block<float> out(b.total, kNan);
-  emulated::launch_whiten({x.get(), false, mask.get(), weights.get(), b.total, states.get(), 2, true, true, true, false, false,
+  emulated::whiten({x.get(), false, mask.get(), weights.get(), b.total, states.get(), 2, true, true, true, false, false,
                            0.0, 10.0, partials.get(), out.get(), state.get()}, nullptr);
   double sum = 0, squares = 0, count = 0;
   for (int64_t i = 0; i < b.total; ++i) {
@@ -140,7 +142,7 @@ inline bool group_advantages(Batch& b) {
       if (by_ends) a.order = order.get(), a.ends = ends.get();
       else a.offsets = b.packed, a.groups = b.rows;
       a.estimator = Estimator::scaled, a.scale = scale, a.eps = 1e-4, a.batch = batch.get(), a.out = out.get();
-      emulated::launch_group_advantages(a, nullptr);
+      emulated::group_advantages(a, nullptr);
       for (int64_t r = 0; r < b.rows; ++r)
         right &= std::fabs(std::accumulate(out.get() + b.begin(r), out.get() + b.end(r), 0.0)) < 1e-3;
     }
@@ -159,9 +161,9 @@ inline bool value_loss(Batch& b) {
   f.dtype = f.other_dtype = Dtype::f32, f.sequences = sequences, f.cliprange = 0.2f, f.unit = Unit::token, f.factor = 1;
   f.values_stride = f.returns_stride = f.old_stride = f.mask_stride = b.packed != nullptr ? 0 : b.length;
   f.slope = slope.get(), f.partials = partials.get(), f.scale = scale.get(), f.loss = loss.get(), f.metrics = metrics.get();
-  emulated::launch_value_forward(f, nullptr);
+  emulated::value_loss_forward(f, nullptr);
   const Block<float> one(1, 1.0f);
-  emulated::launch_value_backward({one.get(), slope.get(), scale.get(), sequences, out.get(), Dtype::f32}, nullptr);
+  emulated::value_loss_backward({one.get(), slope.get(), scale.get(), sequences, out.get(), Dtype::f32}, nullptr);
   double total = 0, count = 0;
   for (int64_t t = 0; t < b.total; ++t) {
     if (!mask[t] && out[t] != 0) return false;
@@ -184,7 +186,7 @@ inline bool policy_loss(Batch& b) {
   p.grad_logprobs = grad.get(), p.partials = partials.get(), p.values = values.get();
   p.rule.low = 0.8f, p.rule.high = 1.2f, p.rule.delta = p.rule.dual = p.rule.log_clip = infinite;
   p.rule.factor = 1;
-  emulated::launch_policy_loss(p, nullptr);
+  emulated::policy_loss(p, nullptr);
   double total = 0, count = 0;
   for (int64_t r = 0; r < b.rows; ++r) {
     for (int64_t t = b.begin(r); t < b.end(r); ++t) {

@@ -6,7 +6,9 @@
 #include <random>
 #include <vector>
 
-#include "rlkernel/prefix_shared_attention.cuh"
+#include "rlkernel/prefix_shared_attention.h"
+#include "rlkernel/vec.cuh"
+
 
 namespace prefix {
 
@@ -44,7 +46,7 @@ bool merge(int64_t rows, int64_t heads, int64_t head_dim, int64_t offset, std::m
       const double a = std::exp(lse[h * rows + r]), b = std::exp(part_lse[h * rows + r]), c = std::exp(sinks[h]);
       want[r * width + i] = (a * to_float(out[r * width + i]) + b * to_float(part[r * width + i])) / (a + b + c);
     }
-  emulated::launch_attention_merge({out.first, kType<T>, width, head_dim, lse.first, rows, part.first, width, head_dim,
+  emulated::attention_merge({out.first, kType<T>, width, head_dim, lse.first, rows, part.first, width, head_dim,
                                     part_lse.first, rows, sinks.first, rows, heads, head_dim}, nullptr);
   bool right = true;
   for (int64_t i = 0; i < rows * width; ++i) right &= near(to_float(out[i]), want[i]);
@@ -61,9 +63,9 @@ bool gather_and_reduce(int64_t rows, int64_t heads, int64_t head_dim, int64_t of
   const std::unique_ptr<int64_t[]> index(new int64_t[keys]), back(new int64_t[keys]), offsets(new int64_t[rows + 1]);
   for (int64_t i = 0; i < keys; ++i) index[i] = i % rows, back[i] = i / copies + i % copies * rows;
   for (int64_t r = 0; r <= rows; ++r) offsets[r] = r * copies;
-  emulated::launch_gather_kv({{k.first, v.first}, sizeof(T), {width, width}, {head_dim, head_dim}, index.get(), keys, heads,
+  emulated::gather_kv({{k.first, v.first}, sizeof(T), {width, width}, {head_dim, head_dim}, index.get(), keys, heads,
                               head_dim, {all_k.first, all_v.first}}, nullptr);
-  emulated::launch_segment_reduce({{all_k.first, all_v.first}, kType<T>, {width, width}, back.get(), offsets.get(), rows,
+  emulated::segment_reduce({{all_k.first, all_v.first}, kType<T>, {width, width}, back.get(), offsets.get(), rows,
                                    width, {sum_k.first, sum_v.first}, Dtype::f32, {width, width}}, nullptr);
   bool right = true;
   for (int64_t i = 0; i < rows * width; ++i)

@@ -11,7 +11,12 @@
 #include <functional>
 
 #ifndef RLKERNEL_WARP
-#define RLKERNEL_WARP 32  // 64 as on AMD
+#define RLKERNEL_WARP 32
+#endif
+#if RLKERNEL_WARP == 64
+#define RLKERNEL_DEVICE hip
+#else
+#define RLKERNEL_DEVICE cuda
 #endif
 
 #define __global__
@@ -24,6 +29,11 @@
     static const char site = 0;                                        \
     return ::rlkernel::emulation::shared_memory(&site, sizeof(type));  \
   }())
+
+namespace rlkernel {
+namespace RLKERNEL_DEVICE {}
+namespace emulated = RLKERNEL_DEVICE;
+}  // namespace rlkernel
 
 namespace rlkernel::emulation {
 

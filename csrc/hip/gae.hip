@@ -1,7 +1,1 @@
-#include "rlkernel/gae.cuh"
-
-namespace rlkernel::hip {
-
-int gae(const Gae& g, void* stream) { return launch_gae(g, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/gae.cu"

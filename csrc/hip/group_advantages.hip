@@ -1,7 +1,1 @@
-#include "rlkernel/group_advantages.cuh"
-
-namespace rlkernel::hip {
-
-int group_advantages(const GroupAdvantages& a, void* stream) { return launch_group_advantages(a, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/group_advantages.cu"

@@ -1,7 +1,1 @@
-#include "rlkernel/kl_shaped_rewards.cuh"
-
-namespace rlkernel::hip {
-
-int kl_shaped_rewards(const KlShapedRewards& k, void* stream) { return launch_kl_shaped_rewards(k, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/kl_shaped_rewards.cu"

@@ -1,13 +1,1 @@
-#include "rlkernel/logprob_backward.cuh"
-#include "rlkernel/logprob_forward.cuh"
-#include "rlkernel/logprob_support.cuh"
-
-namespace rlkernel::hip {
-
-int logprob_forward(const LogprobForward& f, void* stream) { return launch_forward(f, stream); }
-int logprob_backward(const LogprobBackward& b, void* stream) { return launch_backward(b, stream); }
-int logprob_exp(const LogprobExp& e, void* stream) { return launch_exp(e, stream); }
-int logprob_support_forward(const LogprobSupportForward& f, void* stream) { return launch_support_forward(f, stream); }
-int logprob_support_backward(const LogprobSupportBackward& b, void* stream) { return launch_support_backward(b, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/logprob.cu"

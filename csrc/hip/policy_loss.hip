@@ -1,7 +1,1 @@
-#include "rlkernel/policy_loss.cuh"
-
-namespace rlkernel::hip {
-
-int policy_loss(const PolicyLoss& p, void* stream) { return launch_policy_loss(p, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/policy_loss.cu"

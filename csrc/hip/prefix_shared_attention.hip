@@ -1,9 +1,1 @@
-#include "rlkernel/prefix_shared_attention.cuh"
-
-namespace rlkernel::hip {
-
-int attention_merge(const AttentionMerge& m, void* stream) { return launch_attention_merge(m, stream); }
-int segment_reduce(const SegmentReduce& s, void* stream) { return launch_segment_reduce(s, stream); }
-int gather_kv(const GatherKv& g, void* stream) { return launch_gather_kv(g, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/prefix_shared_attention.cu"

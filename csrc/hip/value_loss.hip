@@ -1,8 +1,1 @@
-#include "rlkernel/value_loss.cuh"
-
-namespace rlkernel::hip {
-
-int value_loss_forward(const ValueLossForward& f, void* stream) { return launch_value_forward(f, stream); }
-int value_loss_backward(const ValueLossBackward& b, void* stream) { return launch_value_backward(b, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/value_loss.cu"

@@ -1,7 +1,1 @@
-#include "rlkernel/whiten.cuh"
-
-namespace rlkernel::hip {
-
-int whiten(const Whiten& w, void* stream) { return launch_whiten(w, stream); }
-
-}  // namespace rlkernel::hip
+#include "../cuda/whiten.cu"

@@ -1,5 +1,5 @@
 // One spelling of the thread model for CUDA, HIP and the host emulation of csrc/emulation. Kernels that include this file
-// are compiled by all three, each in the namespace RLKERNEL_DEVICE.
+// are compiled by all three, in the namespace RLKERNEL_DEVICE: the emulation plays CUDA with warps of 32 lanes and HIP with 64.
 //
 // Lanes are used in groups of 32 everywhere: half a wavefront of AMD's 64. Reductions so have the same tree on both
 // vendors, and half-wavefront steps cost a wavefront the same as full ones.
@@ -9,7 +9,6 @@
 
 #if defined(RLKERNEL_EMULATION)
 #include "emulation.h"
-#define RLKERNEL_DEVICE emulated
 #define RLKERNEL_LAUNCH_BOUNDS(threads, blocks)
 #define RLKERNEL_LAUNCH(kernel, grid, block, stream, ...) \
   (static_cast<void>(stream), ::rlkernel::emulation::launch(grid, block, [=] { kernel(__VA_ARGS__); }))
