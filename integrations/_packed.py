@@ -8,7 +8,6 @@ what ``linear_logprob`` was told.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import sys
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from rlkernel.integrations import hf
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.prefix_batch import PrefixBatch
-from rlkernel.prefix_batch import _Tree as Tree
 
 # whose logits were found to be what the config says; the look at them waits for the GPU
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
@@ -93,7 +91,7 @@ def packed_logprobs(
     keep = None
     if return_aux_loss:
         _load_balancing_loss(type(found).__module__)  # or the model would fail in the middle
-        batch, keep = _with_last_tokens(batch)
+        batch, keep = batch.with_last_tokens()
     if not batch.total:
         none = head.module.weight.flatten()[:0].to(head.dtype)  # has a gradient: of nothing
         return PackedLogprobs(none, none if return_entropy else None, none.sum() if return_aux_loss else None)
@@ -118,7 +116,7 @@ def _run(model: nn.Module, head: _Head, batch: PrefixBatch, with_router: bool) -
     if getattr(head.config, "output_router_logits", None):  # asked for by the config; not always by the call
         inputs["output_router_logits"] = False
     if with_router:
-        uses = _uses(batch)
+        uses = batch.token_counts()
         # 4-d, so transformers passes it on; attention ignores it, the model's own loss takes it as weights
         inputs |= {"attention_mask": uses[None, None, None], "output_router_logits": True}
     with hf.every_layer(model), head.scoring(batch):
@@ -231,54 +229,6 @@ def _logit_scale(config: Any) -> float:
 
 
 # mixtures of experts
-
-
-def _with_last_tokens(batch: PrefixBatch) -> tuple[PrefixBatch, Tensor]:
-    """The batch with a row for every sample's last token too, and which of its labels are the batch's.
-
-    One more token behind each sample gives the token before it a row, whose label means nothing.
-    """
-    tree = batch._tree
-    tokens = list(tree.tokens.split(list(tree.lengths)))
-    lengths, parents, completion = list(tree.lengths), list(tree.parents), list(tree.completion)
-    more = tree.tokens.new_zeros(1)
-    ends, extended = [], set()
-    for end in tree.ends:
-        if not completion[end]:  # a prompt that nothing continues
-            tokens.append(more)
-            lengths.append(1)
-            parents.append(end)
-            completion.append(True)
-            end = len(lengths) - 1
-        elif end not in extended:
-            tokens[end] = torch.cat([tokens[end], more])
-            lengths[end] += 1
-        extended.add(end)
-        ends.append(end)
-    longer = PrefixBatch(
-        Tree(torch.cat([more[:0], *tokens]), tuple(lengths), tuple(parents), tuple(completion), tuple(ends)),
-        device=batch.device,
-    )
-    keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
-    for end in extended:
-        if end in longer._label_rows:
-            keep[longer._label_rows[end][1] - 1] = False
-    return longer, keep.to(batch.device)
-
-
-def _uses(batch: PrefixBatch) -> Tensor:
-    """How many samples hold the token of each row; of a batch with a row for every sample's last token."""
-    layout = batch.layout
-    uses = [0] * len(layout.lengths)
-    for end in batch._tree.ends:
-        if end in batch._label_rows:  # else it has no tokens at all
-            last = batch.n_prefix + batch._label_rows[end][1] - 1
-            uses[bisect.bisect_right(layout.starts, last) - 1] += 1
-    for s in reversed(range(len(uses))):
-        if layout.parents[s] >= 0:
-            uses[layout.parents[s]] += uses[s]
-    counts = torch.tensor(uses, dtype=torch.float32)
-    return counts.repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64)).to(batch.device)
 
 
 def _aux_loss(model: Any, routers: list[Any]) -> Tensor:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations import hf
-from rlkernel.integrations._packed import _uses, _with_last_tokens
 from rlkernel.integrations._patch import PatchError
 from rlkernel.prefix_batch import PrefixBatch
 
@@ -250,9 +249,9 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
     rows, labels, keep = part, part.labels, None
     inputs: dict[str, Any] = {}
     if call.aux_loss:  # counts the last tokens, which predict nothing, and a prompt for each of its samples
-        rows, keep = _with_last_tokens(part)
+        rows, keep = part.with_last_tokens()
         labels = rows.labels.masked_fill(~keep, UNLABELLED)
-        inputs = {"attention_mask": _uses(rows)[None, None, None], "output_router_logits": True}
+        inputs = {"attention_mask": rows.token_counts()[None, None, None], "output_router_logits": True}
     elif hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
         # a config that asks for them would make TRL compute the aux loss
         inputs = {"output_router_logits": False}

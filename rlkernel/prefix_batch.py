@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 from collections.abc import Iterable, Sequence
@@ -381,6 +382,47 @@ class PrefixBatch:
         )
         numbers = self.samples[torch.tensor(list(samples), dtype=torch.int64)]
         return PrefixBatch(part, width=self.width, samples=numbers, device=self.device)
+
+    def with_last_tokens(self) -> tuple[PrefixBatch, Tensor]:
+        """The batch with a row for every sample's last token too, and which of its labels are this batch's.
+
+        A last token predicts nothing, but a mixture of experts routes it.  One more token behind each sample
+        gives the token before it a row, whose label means nothing: ``labels[keep]`` are this batch's.
+        """
+        tree = self._tree
+        tokens = list(tree.tokens.split(list(tree.lengths)))
+        parents, completion = list(tree.parents), list(tree.completion)
+        more = tree.tokens.new_zeros(1)
+        ends, longer_nodes = [], set()
+        for end in tree.ends:
+            if not completion[end]:  # a prompt that nothing continues
+                tokens.append(more)
+                parents.append(end)
+                completion.append(True)
+                end = len(tokens) - 1
+            elif end not in longer_nodes:
+                tokens[end] = torch.cat([tokens[end], more])
+            longer_nodes.add(end)
+            ends.append(end)
+        longer = PrefixBatch(_tree(tokens, parents, completion, ends), device=self.device)
+        keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
+        for end in longer_nodes & longer._label_rows.keys():
+            keep[longer._label_rows[end][1] - 1] = False
+        return longer, keep.to(self.device)
+
+    def token_counts(self) -> Tensor:
+        """How many samples hold the token of each row: [T] fp32, of a batch ``with_last_tokens``."""
+        layout = self.layout
+        counts = [0] * len(layout.lengths)
+        for end in self._tree.ends:
+            if end in self._label_rows:  # else it has no tokens at all
+                last = self.n_prefix + self._label_rows[end][1] - 1
+                counts[bisect.bisect_right(layout.starts, last) - 1] += 1
+        for s in reversed(range(len(counts))):
+            if layout.parents[s] >= 0:
+                counts[layout.parents[s]] += counts[s]
+        lengths = torch.tensor(layout.lengths, dtype=torch.int64)
+        return torch.tensor(counts, dtype=torch.float32).repeat_interleave(lengths).to(self.device)
 
     @cached_property
     def _roots(self) -> list[int]:

@@ -223,6 +223,27 @@ def test_a_tree_of_the_documentation():
     assert batch.layout.lengths == (1, 1, 2, 1, 2) and batch.layout.parents == (-1, 0, 1, 2, 2)
 
 
+@UNHURRIED
+@given(forests())
+def test_last_tokens_and_how_many_samples_hold_each(forest):
+    batch, samples = PrefixBatch.pack_tree(*forest), samples_of(*forest)
+    longer, keep = batch.with_last_tokens()
+    assert longer.labels[keep].tolist() == batch.labels.tolist()
+    first, last, pos = longer.layout.row_tables()
+    sees = (first[None] <= first[:, None]) & (first[:, None] < last[None]) & (pos[None] <= pos[:, None])
+    labels = longer.unpack(torch.arange(longer.labels.numel()), fill=-1)
+    want = torch.zeros(longer.total)
+    for n, sample in enumerate(samples):
+        tokens = [token for part in sample for token in part]
+        if not tokens:
+            continue
+        seen = sees[longer.n_prefix + int(labels[n, int(longer.completion_lengths[n]) - 1])]
+        assert longer.input_ids[0, seen][longer.position_ids[0, seen].argsort()].tolist() == tokens
+        want += seen
+    assert longer.token_counts().tolist() == want.tolist()
+    assert longer.token_counts().sum() == batch.tokens_dense
+
+
 def test_completion_rows_is_a_view_and_refuses_other_shapes():
     batch, _ = packed([([1, 2, 3], [[4, 5], [6]])])
     hidden = torch.randn(1, batch.total, 4)

@@ -141,7 +141,7 @@ def test_without_weights_the_auxiliary_loss_is_another(monkeypatch):
     stock = model(ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
     hf.use_packed(model)
     right = rlkernel.packed_logprobs(model, pack(), return_aux_loss=True).aux_loss
-    monkeypatch.setattr(_packed, "_uses", lambda batch: torch.ones(batch.total))
+    monkeypatch.setattr(PrefixBatch, "token_counts", lambda batch: torch.ones(batch.total))
     wrong = rlkernel.packed_logprobs(model, pack(), return_aux_loss=True).aux_loss
     assert error(right, stock) <= 1e-6 and error(wrong, stock) > 1e-3
 
@@ -153,8 +153,8 @@ def test_weights_count_every_token_of_every_sample():
         [False, False, True, True, True, False],
     )
     for batch in (pack(), pack().select([0, 0, 5]), tree, PrefixBatch.pack([], [])):
-        longer, keep = _packed._with_last_tokens(batch)
-        assert _packed._uses(longer).sum() == batch.tokens_dense
+        longer, keep = batch.with_last_tokens()
+        assert longer.token_counts().sum() == batch.tokens_dense
         assert torch.equal(longer.labels[keep], batch.labels)
 
 

@@ -171,7 +171,7 @@ def test_aux_loss_is_that_of_the_samples_alone(trainer, length):
 def test_aux_loss_without_weights_fails(trainer, monkeypatch, weights):
     model, inputs = make_moe(), samples()
     stock = one_pass(trainer, model, *inputs, aux_loss=True)
-    monkeypatch.setattr(prefix, "_uses", weights)
+    monkeypatch.setattr(PrefixBatch, "token_counts", weights)
     with patch_trl(), pytest.raises(AssertionError):
         assert_same_pass(one_pass(trainer, model, *inputs, aux_loss=True), stock, 1e-3)
 
