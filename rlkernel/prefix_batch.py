@@ -6,32 +6,15 @@ import bisect
 import copy
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.prefix_layout import PrefixLayout, ranges
+from rlkernel.prefix_tree import Tree, padded, same_prompt, tokens_of
 
 _ON_THE_HOST = ("samples", "completion_lengths")
-
-
-@dataclass(frozen=True, eq=False)
-class _Tree:
-    """Token nodes, parents first; sample n is what stands from a root down to node ``ends[n]``."""
-
-    tokens: Tensor  # int64 [sum(lengths)] on the CPU, the nodes one after another
-    lengths: tuple[int, ...]
-    parents: tuple[int, ...]
-    completion: tuple[bool, ...]
-    ends: tuple[int, ...]
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Where each node's tokens begin, and where the last one's end."""
-        return [0, *itertools.accumulate(self.lengths)]
 
 
 class PrefixBatch:
@@ -58,7 +41,7 @@ class PrefixBatch:
 
     def __init__(
         self,
-        tree: _Tree,
+        tree: Tree,
         *,
         width: int | None = None,
         samples: Tensor | None = None,
@@ -97,16 +80,16 @@ class PrefixBatch:
         ends: list[int] = []
         for b, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
             root = len(nodes)
-            nodes.append(_tokens(f"prompts[{b}]", prompt))
+            nodes.append(tokens_of(f"prompts[{b}]", prompt))
             parents.append(-1)
             if not isinstance(group, Iterable):
                 raise ValueError(f"completions[{b}] must be a list of completions, got {group!r:.80}")
             for g, completion in enumerate(group):
                 ends.append(len(nodes))
-                nodes.append(_tokens(f"completions[{b}][{g}]", completion))
+                nodes.append(tokens_of(f"completions[{b}][{g}]", completion))
                 parents.append(root)
         is_completion = tuple(parent >= 0 for parent in parents)
-        return cls(_tree(nodes, parents, is_completion, ends), device=device)
+        return cls(Tree.of(nodes, parents, is_completion, ends), device=device)
 
     @classmethod
     def pack_tree(
@@ -139,10 +122,10 @@ class PrefixBatch:
                 raise ValueError(f"parents[{i}] must be -1 or an earlier node, got {parent}")
             if parent >= 0 and completion[parent] and not completion[i]:
                 raise ValueError(f"completion[{i}] must be True below completion node {parent}, got False")
-        tokens = [_tokens(f"nodes[{i}]", node) for i, node in enumerate(nodes)]
+        tokens = [tokens_of(f"nodes[{i}]", node) for i, node in enumerate(nodes)]
         inner = set(parents)
         ends = [i for i in range(len(nodes)) if i not in inner]
-        return cls(_tree(tokens, parents, tuple(map(bool, completion)), ends), device=device)
+        return cls(Tree.of(tokens, parents, tuple(map(bool, completion)), ends), device=device)
 
     @classmethod
     def from_padded(
@@ -168,22 +151,22 @@ class PrefixBatch:
         Raises:
             ValueError: shapes differ, ids are not integers, or a mask has a hole.
         """
-        prompt_ids, prompt_mask = _padded("prompt", prompt_ids, prompt_mask)
+        prompt_ids, prompt_mask = padded("prompt", prompt_ids, prompt_mask)
         home = completion_ids.device if isinstance(completion_ids, Tensor) and device is None else device
-        completion_ids, completion_mask = _padded("completion", completion_ids, completion_mask)
+        completion_ids, completion_mask = padded("completion", completion_ids, completion_mask)
         n = len(completion_ids)
         if len(prompt_ids) != n:
             raise ValueError(f"prompt_ids must have the {n} rows of completion_ids, got {len(prompt_ids)}")
         if bool((completion_mask[:, 1:] & ~completion_mask[:, :-1]).any()):
             raise ValueError("completion_mask must be padded on the right, got a gap or padding on the left")
-        groups = _same_prompt(prompt_ids, prompt_mask)
+        groups = same_prompt(prompt_ids, prompt_mask)
         roots: dict[int, int] = {}  # group -> its first row
         for row, group in enumerate(groups):
             roots.setdefault(group, row)
         place = {group: i for i, group in enumerate(roots)}
         first = list(roots.values())
         lengths = torch.cat([prompt_mask[first].sum(1), completion_mask.sum(1)])
-        tree = _Tree(
+        tree = Tree(
             torch.cat([prompt_ids[first][prompt_mask[first]], completion_ids[completion_mask]]),
             tuple(lengths.tolist()),
             (-1,) * len(first) + tuple(place[group] for group in groups),
@@ -342,24 +325,7 @@ class PrefixBatch:
         """
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens must be an integer >= 1, got {max_tokens!r}")
-        parts: list[list[int]] = []
-        current: list[int] = []
-        size = 0
-        for group in self._groups():
-            cost = self._cost(group)
-            if size + cost <= max_tokens:
-                current, size = current + group, size + cost
-                continue
-            if current:
-                parts.append(current)
-            current, size = [], 0
-            for piece in [group] if cost <= max_tokens else self._pieces(group, max_tokens):
-                if current:
-                    parts.append(current)
-                current, size = piece, self._cost(piece)
-        if current or not parts:
-            parts.append(current)
-        return [self.select(part) for part in parts]
+        return [self.select(part) for part in self._tree.parts(max_tokens)]
 
     def select(self, samples: Sequence[int]) -> PrefixBatch:
         """The batch of some samples, given by their place in this batch; ``samples`` are their numbers here.
@@ -369,19 +335,8 @@ class PrefixBatch:
         """
         if any(not 0 <= n < len(self) for n in samples):
             raise ValueError(f"samples must be places in [0, {len(self)}), got {list(samples)}")
-        tree = self._tree
-        wanted = [tree.ends[n] for n in samples]
-        kept = sorted(self._ancestry(wanted))
-        place = {i: k for k, i in enumerate(kept)} | {-1: -1}
-        part = _Tree(
-            tree.tokens[ranges([(tree.starts[i], tree.starts[i + 1]) for i in kept])],
-            tuple(tree.lengths[i] for i in kept),
-            tuple(place[tree.parents[i]] for i in kept),
-            tuple(tree.completion[i] for i in kept),
-            tuple(place[i] for i in wanted),
-        )
         numbers = self.samples[torch.tensor(list(samples), dtype=torch.int64)]
-        return PrefixBatch(part, width=self.width, samples=numbers, device=self.device)
+        return PrefixBatch(self._tree.select(samples), width=self.width, samples=numbers, device=self.device)
 
     def with_last_tokens(self) -> tuple[PrefixBatch, Tensor]:
         """The batch with a row for every sample's last token too, and which of its labels are this batch's.
@@ -404,7 +359,7 @@ class PrefixBatch:
                 tokens[end] = torch.cat([tokens[end], more])
             longer_nodes.add(end)
             ends.append(end)
-        longer = PrefixBatch(_tree(tokens, parents, completion, ends), device=self.device)
+        longer = PrefixBatch(Tree.of(tokens, parents, completion, ends), device=self.device)
         keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
         for end in longer_nodes & longer._label_rows.keys():
             keep[longer._label_rows[end][1] - 1] = False
@@ -424,49 +379,6 @@ class PrefixBatch:
         lengths = torch.tensor(layout.lengths, dtype=torch.int64)
         return torch.tensor(counts, dtype=torch.float32).repeat_interleave(lengths).to(self.device)
 
-    @cached_property
-    def _roots(self) -> list[int]:
-        roots: list[int] = []
-        for i, parent in enumerate(self._tree.parents):
-            roots.append(i if parent < 0 else roots[parent])
-        return roots
-
-    def _groups(self) -> list[list[int]]:
-        """The samples below each root, in the order of their first one."""
-        groups: dict[int, list[int]] = {}
-        for n, end in enumerate(self._tree.ends):
-            groups.setdefault(self._roots[end], []).append(n)
-        return list(groups.values())
-
-    def _pieces(self, group: list[int], max_tokens: int) -> list[list[int]]:
-        pieces: list[list[int]] = []
-        current: list[int] = []
-        seen: set[int] = set()
-        size = 0
-        for n in group:
-            path = self._ancestry([self._tree.ends[n]])
-            extra = sum(self._tree.lengths[i] for i in path - seen)
-            if current and size + extra > max_tokens:
-                pieces.append(current)
-                current, seen, size = [], set(), 0
-                extra = sum(self._tree.lengths[i] for i in path)
-            current.append(n)
-            seen |= path
-            size += extra
-        return [*pieces, current]
-
-    def _ancestry(self, nodes: Sequence[int]) -> set[int]:
-        found: set[int] = set()
-        for i in nodes:
-            while i >= 0 and i not in found:
-                found.add(i)
-                i = self._tree.parents[i]
-        return found
-
-    def _cost(self, samples: list[int]) -> int:
-        """Rows of these samples, one per root too many at most."""
-        return sum(self._tree.lengths[i] for i in self._ancestry([self._tree.ends[n] for n in samples]))
-
 
 class _Shared(torch.autograd.Function):
     """Values of labels to samples, where several samples share a label; gradients summed in a fixed order."""
@@ -483,57 +395,3 @@ class _Shared(torch.autograd.Function):
         sorted_grad = grad[batch._by_source].to(wide)
         summed = torch.segment_reduce(sorted_grad, "sum", lengths=batch._uses, unsafe=True, initial=0)
         return summed.to(grad.dtype), None
-
-
-def _tree(
-    nodes: Sequence[Tensor], parents: Sequence[int], completion: Sequence[bool], ends: Sequence[int]
-) -> _Tree:
-    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *nodes])
-    return _Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends))
-
-
-def _tokens(argument: str, ids: Any) -> Tensor:
-    try:
-        tokens = ids.detach().cpu() if isinstance(ids, Tensor) else torch.tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}") from error
-    if not tokens.numel() and tokens.dim() == 1:
-        return torch.zeros(0, dtype=torch.int64)
-    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}")
-    return tokens.to(torch.int64)
-
-
-def _padded(name: str, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    for argument, tensor in ((f"{name}_ids", ids), (f"{name}_mask", mask)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 2:
-            raise ValueError(f"{argument} must have 2 dimensions (samples, tokens), got {tensor.dim()}")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{name}_ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"{name}_mask must have {name}_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
-        )
-    ids, mask = ids.detach().cpu().to(torch.int64), mask.detach().cpu() != 0
-    edges = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + (mask[:, :1].sum(1) if mask.shape[1] else 0)
-    if bool((edges > 1).any()):
-        row = int((edges > 1).nonzero()[0])
-        raise ValueError(f"{name}_mask[{row}] must have its tokens side by side, got a gap")
-    return ids, mask
-
-
-def _same_prompt(ids: Tensor, mask: Tensor) -> list[int]:
-    """A number per row, equal where the prompts are."""
-    n, width = ids.shape
-    if not n or not width:
-        return [0] * n
-    # left-aligned, so that the side of the padding does not matter
-    shift = mask.int().argmax(1)
-    columns = torch.arange(width)
-    length = mask.sum(1)
-    aligned = ids.gather(1, (columns + shift[:, None]).clamp_max(width - 1))
-    aligned = aligned.masked_fill(columns >= length[:, None], -1)
-    keyed = torch.cat([length[:, None], aligned], 1)
-    return torch.unique(keyed, dim=0, return_inverse=True)[1].tolist()

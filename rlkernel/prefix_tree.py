@@ -1,0 +1,159 @@
+"""Tokens of prompts and completions as a forest, each shared token once: what a PrefixBatch is made from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.prefix_layout import ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Token nodes, parents first; sample n is what stands from a root down to node ``ends[n]``."""
+
+    tokens: Tensor  # int64 [sum(lengths)] on the CPU, the nodes one after another
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    completion: tuple[bool, ...]
+    ends: tuple[int, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each node's tokens begin, and where the last one's end."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @staticmethod
+    def of(
+        nodes: Sequence[Tensor], parents: Sequence[int], completion: Sequence[bool], ends: Sequence[int]
+    ) -> Tree:
+        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *nodes])
+        return Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends))
+
+    def select(self, samples: Sequence[int]) -> Tree:
+        wanted = [self.ends[n] for n in samples]
+        kept = sorted(self._ancestry(wanted))
+        place = {i: k for k, i in enumerate(kept)} | {-1: -1}
+        return Tree(
+            self.tokens[ranges([(self.starts[i], self.starts[i + 1]) for i in kept])],
+            tuple(self.lengths[i] for i in kept),
+            tuple(place[self.parents[i]] for i in kept),
+            tuple(self.completion[i] for i in kept),
+            tuple(place[i] for i in wanted),
+        )
+
+    def parts(self, limit: int) -> list[list[int]]:
+        """The samples in order, what has a root in common together, as many as fit into ``limit`` rows.
+
+        A group that is larger is cut between its samples; one sample alone may be larger than the limit.
+        """
+        parts: list[list[int]] = []
+        current: list[int] = []
+        size = 0
+        for group in self._groups():
+            cost = self._rows(group)
+            if size + cost <= limit:
+                current, size = current + group, size + cost
+                continue
+            if current:
+                parts.append(current)
+            current, size = [], 0
+            for piece in [group] if cost <= limit else self._pieces(group, limit):
+                if current:
+                    parts.append(current)
+                current, size = piece, self._rows(piece)
+        if current or not parts:
+            parts.append(current)
+        return parts
+
+    def _groups(self) -> list[list[int]]:
+        """The samples below each root, in the order of their first one."""
+        roots: list[int] = []
+        for i, parent in enumerate(self.parents):
+            roots.append(i if parent < 0 else roots[parent])
+        groups: dict[int, list[int]] = {}
+        for n, end in enumerate(self.ends):
+            groups.setdefault(roots[end], []).append(n)
+        return list(groups.values())
+
+    def _pieces(self, group: list[int], limit: int) -> list[list[int]]:
+        pieces: list[list[int]] = []
+        current: list[int] = []
+        seen: set[int] = set()
+        size = 0
+        for n in group:
+            path = self._ancestry([self.ends[n]])
+            extra = sum(self.lengths[i] for i in path - seen)
+            if current and size + extra > limit:
+                pieces.append(current)
+                current, seen, size = [], set(), 0
+                extra = sum(self.lengths[i] for i in path)
+            current.append(n)
+            seen |= path
+            size += extra
+        return [*pieces, current]
+
+    def _ancestry(self, nodes: Sequence[int]) -> set[int]:
+        found: set[int] = set()
+        for i in nodes:
+            while i >= 0 and i not in found:
+                found.add(i)
+                i = self.parents[i]
+        return found
+
+    def _rows(self, samples: list[int]) -> int:
+        """Rows of these samples, one per root too many at most."""
+        return sum(self.lengths[i] for i in self._ancestry([self.ends[n] for n in samples]))
+
+
+def tokens_of(argument: str, ids: Any) -> Tensor:
+    try:
+        tokens = ids.detach().cpu() if isinstance(ids, Tensor) else torch.tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}") from error
+    if not tokens.numel() and tokens.dim() == 1:
+        return torch.zeros(0, dtype=torch.int64)
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}")
+    return tokens.to(torch.int64)
+
+
+def padded(name: str, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    for argument, tensor in ((f"{name}_ids", ids), (f"{name}_mask", mask)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ValueError(f"{argument} must have 2 dimensions (samples, tokens), got {tensor.dim()}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name}_ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"{name}_mask must have {name}_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
+        )
+    ids, mask = ids.detach().cpu().to(torch.int64), mask.detach().cpu() != 0
+    edges = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + (mask[:, :1].sum(1) if mask.shape[1] else 0)
+    if bool((edges > 1).any()):
+        row = int((edges > 1).nonzero()[0])
+        raise ValueError(f"{name}_mask[{row}] must have its tokens side by side, got a gap")
+    return ids, mask
+
+
+def same_prompt(ids: Tensor, mask: Tensor) -> list[int]:
+    """A number per row, equal where the prompts are."""
+    n, width = ids.shape
+    if not n or not width:
+        return [0] * n
+    # left-aligned, so that the side of the padding does not matter
+    shift = mask.int().argmax(1)
+    columns = torch.arange(width)
+    length = mask.sum(1)
+    aligned = ids.gather(1, (columns + shift[:, None]).clamp_max(width - 1))
+    aligned = aligned.masked_fill(columns >= length[:, None], -1)
+    keyed = torch.cat([length[:, None], aligned], 1)
+    return torch.unique(keyed, dim=0, return_inverse=True)[1].tolist()
