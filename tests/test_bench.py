@@ -47,7 +47,7 @@ ROW = {
     ),
     *("error", "torch_error", "errors", "torch_errors", "seconds", "rounds", "bytes", "flops", "floor_share"),
     *("peak_extra_bytes", "peak_resident_bytes", "gradient_bytes", "workspace_bytes", "scale", "axis"),
-    "ratios",
+    *("ratios", "host_seconds"),
 }
 HEADER = {"command", "date", "commit", "machine", "device", "threads", "versions", "memory_method"}
 

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 _FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2
+_CYCLES = 2e9  # of a GPU in a second, at most
 _MAX_ROUNDS = 200
 
 
@@ -23,13 +24,13 @@ def interleave(
     falls on all of them alike and their ratios hold even where their times do not. A call that takes longer
     than ``seconds`` is timed once.
     """
-    watch = _gpu_seconds if device == "cuda" else _cpu_seconds
     order = list(calls)
     times: dict[str, list[float]] = {name: [] for name in order}
     once = set()
     for name in order:
         if _cpu_seconds(calls[name]) > seconds:  # the warm-up: compiles, allocates, fills caches
             once.add(name)
+    watches = {name: _gpu_watch(host_seconds(calls[name])) for name in order} if device == "cuda" else {}
     began = time.perf_counter()
     for done in range(_MAX_ROUNDS):
         spent = time.perf_counter() - began
@@ -38,7 +39,7 @@ def interleave(
         for name in order if done % 2 == 0 else reversed(order):
             if name in once and done:
                 continue
-            times[name].append(watch(calls[name]))
+            times[name].append(watches.get(name, _cpu_seconds)(calls[name]))
     return times
 
 
@@ -52,14 +53,35 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _gpu_seconds(call: Callable[[], object]) -> float:
-    _flush().zero_()  # what the previous call left in the L2 must not help this one
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+def host_seconds(call: Callable[[], object]) -> float:
+    """How long a call keeps the CPU, of which a GPU sees nothing as long as it has work queued."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        times.append(_cpu_seconds(call))
+    torch.cuda.synchronize()
+    return median(times)
+
+
+def _gpu_watch(host: float) -> Callable[[Callable[[], object]], float]:
+    """A watch for calls that take ``host`` seconds to queue: by then the GPU is still busy with a wait.
+
+    So it tells the time on the GPU, as in a training step whose queue is full, and not Python's.  A call that
+    waits for the GPU itself pays for what it queues after that.
+    """
+    cycles = int(2 * min(host, 0.1) * _CYCLES)
+
+    def seconds(call: Callable[[], object]) -> float:
+        _flush().zero_()  # what the previous call left in the L2 must not help this one
+        torch.cuda._sleep(cycles)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    return seconds
 
 
 @cache

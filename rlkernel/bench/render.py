@@ -12,6 +12,7 @@ LEGEND = (
     "peer columns: the peer's time / ours (2.0x: we are twice as fast); floor: least possible time / ours",
 )
 ERROR_LEGEND = "peer columns: the peer's error (in brackets: divided by ours)"
+HOST_LEGEND = "ms: of the GPU, its launches queued before; host ms: what Python needs to queue them"
 CARD = 80 * GIB
 Peak = tuple[int | None, str]  # bytes, and why it did not run
 
@@ -37,7 +38,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return made
 
 
-HEAD = ["case", "dtype", "backend", "pass", "error", "torch's", "ms", "rate", "floor", "extra MiB"]
+HEAD = ["case", "dtype", "backend", "pass", "error", "torch's", "ms", "host ms"]
+HEAD += ["rate", "floor", "extra MiB"]
 
 
 def _op_table(op: str, rows: list[Row]) -> Table:
@@ -56,7 +58,13 @@ def _op_table(op: str, rows: list[Row]) -> Table:
             _error(row),
             _scientific(row["torch_error"]),
         ]
-        cells += [_ms(row["seconds"]), rate(row), _percent(row["floor_share"]), _mib(row["peak_extra_bytes"])]
+        cells += [
+            _ms(row["seconds"]),
+            _ms(row.get("host_seconds")),
+            rate(row),
+            _percent(row["floor_share"]),
+            _mib(row["peak_extra_bytes"]),
+        ]
         counted = row.get("ratios", {})
         cells += [f"{counted[name]:.2f}x" if name in counted else "" for name in ratios]
         body.append(cells + [ratio(row, row["peers"].get(peer)) for peer in peers])
@@ -189,7 +197,9 @@ def _ratio(row: Row, peer: dict[str, Any] | None) -> str:
 def _legend(rows: Sequence[Row]) -> tuple[str, ...]:
     if all(row["axis"] for row in rows):
         return ()
-    return LEGEND if any(row["seconds"] for row in rows) else (LEGEND[0], ERROR_LEGEND)
+    if not any(row["seconds"] for row in rows):
+        return LEGEND[0], ERROR_LEGEND
+    return (*LEGEND, HOST_LEGEND) if any(row.get("host_seconds") for row in rows) else LEGEND
 
 
 def _error_ratio(row: Row, peer: dict[str, Any] | None) -> str:

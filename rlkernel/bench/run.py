@@ -46,6 +46,7 @@ class Contender:
     errors: dict[str, parity.Error] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # seconds of the CPU, where a GPU does the work
     peak: dict[str, int] = field(default_factory=dict)
     resident: dict[str, int | None] = field(default_factory=dict)
 
@@ -230,6 +231,8 @@ class _Bench:
             times = measure.interleave(calls, self.settings.device, self.settings.seconds)
             for contender in racers:
                 contender.seconds[p] = times[contender.name]
+                if self.settings.device == "cuda":
+                    contender.host[p] = measure.host_seconds(calls[contender.name])
             self.floor[p] = self._floor(p != "forward")
 
     def _floor(self, backward: bool) -> float:
@@ -264,6 +267,7 @@ class _Bench:
             "errors": _errors(backend, backward),
             "torch_errors": _errors(self.torch, backward),
             "seconds": seconds,
+            "host_seconds": backend.host.get(p),
             "rounds": len(backend.seconds.get(p, ())),
             "bytes": self.module.bytes_moved(case, backward),
             "flops": self.module.flops(case, backward),
@@ -288,6 +292,7 @@ class _Bench:
     def _peer_entry(self, peer: Contender, p: str) -> dict[str, Any]:
         return {
             "seconds": _median(peer, p),
+            "host_seconds": peer.host.get(p),
             "error": parity.summary(peer.errors, p != "forward"),
             "errors": _errors(peer, p != "forward"),
             "peak_extra_bytes": peer.peak.get(p, peer.peak.get("foreseen")),
