@@ -34,6 +34,8 @@ def test_narrower_instruction_sets(isa):
             "pytest",
             *chosen,
             TESTS / "test_logprob.py",
+            TESTS / "test_logprob_bits.py",
+            TESTS / "test_logprob_torch.py",
             TESTS / "test_linear_logprob.py",
             TESTS / "test_logprob_support.py",
             TESTS / "test_prefix_shared_attention_kernels.py",
