@@ -37,6 +37,7 @@ def test_narrower_instruction_sets(isa):
             TESTS / "test_logprob_bits.py",
             TESTS / "test_logprob_torch.py",
             TESTS / "test_linear_logprob.py",
+            TESTS / "test_linear_logprob_workspace.py",
             TESTS / "test_logprob_support.py",
             TESTS / "test_prefix_shared_attention_kernels.py",
         ],
