@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from accuracy import check, error
-from backends import running
+from backends import EMULATED, running, skip_unless_able
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernel
 from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.types import AttentionRule
+
+OP = "prefix_shared_attention"
 
 
 class Forest(NamedTuple):
@@ -77,6 +80,17 @@ LARGE = {
         [(130, -1, False), (65, 0, False), (70, 1, True), (3, 2, True), (67, 2, True), (90, 0, True)]
     ),
 }
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 2.0},
+    "window 1": {"window": 1},
+    "window 3": {"window": 3},
+    "window 8": {"window": 8},
+    "window 1000": {"window": 1000},
+    "sinks": {"sinks": True},
+    "all": {"scale": 0.5, "softcap": 3.0, "window": 5, "sinks": True},
+}
 
 
 def sequences(forest: Forest) -> tuple[list[list[int]], int]:
@@ -132,6 +146,29 @@ def inputs_of(
     made = {n: torch.randn(total, h, head_dim, generator=g).to(dtype).to(device) for n, h in shapes.items()}
     made["sinks"] = torch.randn(heads, generator=g).to(dtype).to(device) if sinks else None
     return made
+
+
+def like_hugging_face(x):
+    """[T, H, D] as a view of [1, H, T, D]."""
+    return x.transpose(0, 1).contiguous()[None].transpose(1, 2)[0]
+
+
+def rule_of(inputs, *, scale=None, softcap=None, window=None, parity="fast"):
+    d = inputs["q"].shape[2]
+    return AttentionRule(scale or d**-0.5, softcap or 0.0, window or 0, parity == "bitwise")
+
+
+def reasons(backend, layout, inputs, **options):
+    name = "native" if backend in EMULATED else backend
+    rule = rule_of(inputs, **options)
+    named = {"layout": layout, "rule": rule, "sinks": inputs["sinks"], "needs_grad": True}
+    return rlkernel.explain(OP, *(inputs[x] for x in "qkv"), **named)[name]
+
+
+def skip_unless_it_can(backend, layout, inputs, **options):
+    named = {"layout": layout, "sinks": inputs["sinks"], "needs_grad": True}
+    rule = rule_of(inputs, **options)
+    skip_unless_able(backend, OP, *(inputs[x] for x in "qkv"), rule=rule, **named)
 
 
 def run(backend: str, layout, inputs: dict[str, Any], **options) -> Result:

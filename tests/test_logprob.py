@@ -1,10 +1,10 @@
-"""logprob: one body of tests for every backend, against fp64."""
+"""logprob: one body of tests for every backend, against fp64; and against the real TRL and verl."""
 
 import pytest
 import torch
-from accuracy import check
 from backends import DEVICES, is_slow, of, running, skip_unless_able
-from bitwise import assert_batch_invariant, assert_equal, probe
+from bitwise import assert_equal
+from logprob_cases import DTYPES, check_against_fp64, run, upstream_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
@@ -12,43 +12,7 @@ from rlkernel.benchmarks import _peers
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def run(backend, logits, target_ids, upstream=None, **options):
-    """Outputs and the gradient of the logits, on one backend."""
-    logits = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    with running(backend):
-        out = rlkernel.logprob(logits, target_ids, **options)
-        if upstream is None:
-            return out, None
-        used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
-        loss = sum((o * g.to(o.dtype)).sum() for o, g in used)
-        (grad,) = torch.autograd.grad(loss, logits)
-    return out, grad
-
-
-def upstream_like(target_ids, seed=3):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(target_ids.shape, generator=g).to(target_ids.device) for _ in range(3)]
-
-
-def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
-    """Outputs and gradient within the budget; PyTorch's own error is the reference's in fp32."""
-    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    truth, true_grad = run("reference", logits.double(), target_ids, upstream, **wide)
-    torchs, torch_grad = run("reference", logits, target_ids, upstream, **options)
-    ours, grad = run(backend, logits, target_ids, upstream, **options)
-    for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
-        if a is not None:
-            assert a.dtype == torch.float32
-            check(name, a, b, c, magnitude=1)
-    if grad is not None:
-        assert grad.dtype == logits.dtype
-        check("grad", grad, torch_grad, true_grad)
 
 
 # one element; a tail shorter than any block; leading dims; past a power of two; several blocks and a tail
@@ -268,115 +232,6 @@ def test_more_rows_than_a_grid_dimension_holds(backend, device):
     check_against_fp64(backend, **inputs, upstream=upstream_like(inputs["target_ids"]), return_entropy=True)
 
 
-@DTYPES
-@ON_EVERY_BACKEND
-def test_batch_invariant(backend, device, dtype):
-    if backend == "reference":
-        pytest.skip("the reference promises no bits")
-    for vocab in (37, 1999):
-        logits = probe(7, vocab, dtype, device)
-        target_ids = torch.randint(0, vocab, (7,), device=device)
-        skip_unless_able(backend, "logprob", logits, target_ids)
-        upstream = torch.stack(upstream_like(target_ids), -1)
-        temperature = torch.rand(7, device=device) + 0.5
-
-        def outputs(x, ids, up, t):
-            out, grad = run(backend, x, ids, up.unbind(-1), temperature=t, return_entropy=True)
-            return *out, grad
-
-        assert_batch_invariant(outputs, logits, target_ids, upstream, temperature)
-
-
-def test_batch_invariance_test_finds_a_library_gemm():
-    """The same check on a softmax sum taken by torch.mm, whose bits depend on the number of rows."""
-
-    def by_gemm(x):
-        return (torch.log(x.float().exp() @ torch.ones(x.shape[1], 3))[:, 0],)
-
-    with pytest.raises(AssertionError, match="differ"):
-        assert_batch_invariant(by_gemm, probe(512, 1999, torch.float32, "cpu"))
-
-
-@ON_EVERY_BACKEND
-def test_same_bits_every_time_and_with_any_options(backend, device):
-    inputs = make_inputs(4, 3001, device=device)
-    skip_unless_able(backend, "logprob", *inputs.values())
-    upstream = upstream_like(inputs["target_ids"])
-    first, grad = run(backend, **inputs, upstream=upstream, return_entropy=True)
-    for _ in range(2 if is_slow(backend, device) else 20):
-        again, grad_again = run(backend, **inputs, upstream=upstream, return_entropy=True)
-        assert_equal("entropy", again.entropy, first.entropy)
-        assert_equal("grad", grad_again, grad)
-    if backend != "reference":
-        plain, _ = run(backend, **inputs)
-        assert_equal("logprobs without entropy", plain.logprobs, first.logprobs)
-        assert_equal("lse without entropy", plain.lse, first.lse)
-        one_t = torch.full(inputs["target_ids"].shape, 1.0, device=device)
-        assert_equal(
-            "logprobs, T per row", run(backend, **inputs, temperature=one_t)[0].logprobs, first.logprobs
-        )
-
-
-def test_same_bits_on_any_number_of_threads():
-    inputs = make_inputs(33, 4001)
-    skip_unless_able("native", "logprob", *inputs.values())
-    upstream, results = upstream_like(inputs["target_ids"]), []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(run("native", **inputs, upstream=upstream, return_entropy=True))
-    finally:
-        torch.set_num_threads(before)
-    for out, grad in results[1:]:
-        assert_equal("logprobs", out.logprobs, results[0][0].logprobs)
-        assert_equal("entropy", out.entropy, results[0][0].entropy)
-        assert_equal("grad", grad, results[0][1])
-
-
-@ON_EVERY_BACKEND
-def test_backward_in_place(backend, device):
-    inputs = make_inputs(4, 600, dtype=torch.bfloat16, device=device)
-    skip_unless_able(backend, "logprob", *inputs.values())
-    upstream = upstream_like(inputs["target_ids"])
-    _, want = run(backend, **inputs, upstream=upstream, return_entropy=True)
-    leaf = inputs["logits"].clone().requires_grad_()
-    logits = leaf * 1
-    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    seen, address = [], logits.data_ptr()
-    with running(backend):
-        out = rlkernel.logprob(logits, inputs["target_ids"], return_entropy=True, inplace_backward=True)
-        loss = sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-        loss.backward(retain_graph=True)
-        assert seen == [address], "the gradient must lie where the logits were"
-        assert_equal("grad", leaf.grad, want)
-        with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
-            loss.backward()
-
-
-def test_backward_in_place_is_seen_by_other_users_of_the_logits():
-    logits = torch.randn(2, 5, requires_grad=True) * 1
-    other = (logits**2).sum()
-    rlkernel.logprob(logits, torch.tensor([1, 2]), inplace_backward=True).logprobs.sum().backward(
-        retain_graph=True
-    )
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
-
-
-@ON_EVERY_BACKEND
-def test_double_use_and_retained_graph(backend, device):
-    inputs = make_inputs(3, 50, device=device)
-    skip_unless_able(backend, "logprob", *inputs.values())
-    leaf = inputs["logits"].clone().requires_grad_()
-    with running(backend):
-        out = rlkernel.logprob(leaf, inputs["target_ids"], return_entropy=True)
-        (out.logprobs.sum() + out.logprobs.pow(2).sum()).backward(retain_graph=True)
-        first = leaf.grad.clone()
-        (out.logprobs.sum() + out.logprobs.pow(2).sum()).backward()
-    assert_equal("twice the gradient", leaf.grad, 2 * first)
-
-
 @pytest.mark.parametrize(
     "temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9]).double()], ids=["scalar", "rows"]
 )
@@ -442,63 +297,6 @@ def test_the_body_fails_on(mutant, monkeypatch):
         check_against_fp64("native", **inputs, upstream=upstream, temperature=0.7, return_entropy=True)
 
 
-BAD = [
-    (dict(logits=torch.zeros(2, 3, dtype=torch.int32)), "logits must be float16, .* got int32"),
-    (dict(logits=torch.zeros(2, 0)), r"logits must be \[..., V\] with V >= 1, got \(2, 0\)"),
-    (
-        dict(target_ids=torch.zeros(3, dtype=torch.int64)),
-        r"target_ids must have the shape \(2,\) .* got \(3,\)",
-    ),
-    (dict(target_ids=torch.zeros(2)), "target_ids must be integers, got float32"),
-    (dict(target_ids=torch.tensor([0, 3])), r"target_ids\[1\] = 3 is outside \[0, 3\)"),
-    (dict(target_ids=torch.tensor([-1, 0])), r"target_ids\[0\] = -1 is outside \[0, 3\)"),
-    (dict(target_ids=[0, 1]), "target_ids must be a tensor, got list"),
-    (dict(temperature=-0.5), "temperature must be > 0 and finite, got -0.5"),
-    (dict(temperature=0), "temperature must be > 0 and finite, got 0"),
-    (dict(temperature=float("nan")), "temperature must be > 0 and finite, got nan"),
-    (dict(temperature=torch.ones(3)), r"temperature must be one value or have shape \(2,\), got \(3,\)"),
-    (dict(temperature=torch.tensor([1.0, 0.0])), r"temperature\[1\] must be > 0 and finite, got 0.0"),
-    (dict(temperature=torch.ones(2, requires_grad=True)), "temperature must not require a gradient"),
-    (dict(temperature="hot"), "temperature must be a number or a tensor, got str"),
-    (dict(logits=torch.zeros(1, 3).expand(2, 3), inplace_backward=True), "logits must not be expanded"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:30] for _, m in BAD])
-def test_bad_input_is_named(change, message):
-    good = dict(logits=torch.zeros(2, 3), target_ids=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=message):
-        rlkernel.logprob(**good | change)
-
-
-def test_debug_mode_reports_rows_without_a_distribution():
-    logits = torch.zeros(2, 2, 3)
-    ids = torch.zeros(2, 2, dtype=torch.int64)
-    logits[1, 0, 2] = torch.nan
-    with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"logits\[1, 0\] .* holds NaN or \+inf"):
-        rlkernel.logprob(logits, ids)
-    logits[1, 0] = -torch.inf
-    with rlkernel.debug.checks(), pytest.raises(ValueError, match=r"logits\[1, 0\] .* -inf everywhere"):
-        rlkernel.logprob(logits, ids)
-    ids[1, 0] = -100
-    with rlkernel.debug.checks():
-        rlkernel.logprob(logits, ids)
-
-
-@pytest.mark.parametrize("backend", ["native", "emulated-warp32", "emulated-warp64", "triton", "reference"])
-def test_target_outside_the_vocabulary_is_nan_without_the_check(backend, monkeypatch):
-    """What a GPU does outside debug mode: no fault, and nothing that looks like a result."""
-    from rlkernel.ops import _validate
-
-    monkeypatch.setattr(_validate, "values", lambda *args: None)
-    logits, ids = torch.randn(4, 65), torch.tensor([3, 65, -7, 2**40])
-    skip_unless_able(backend, "logprob", logits, ids)
-    out, grad = run(backend, logits, ids, [torch.ones(4), None, None])
-    assert out.logprobs.isnan().tolist() == [False, True, True, True]
-    assert grad.isnan().all(1).tolist() == [False, True, True, True]
-    assert out.lse.isfinite().all()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_names_that_users_know(device, temperature):
@@ -550,49 +348,3 @@ def test_against_the_real_verl():
     ours.logprobs.pow(2).sum().backward()
     theirs.pow(2).sum().backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_compiles_as_one_graph(backend):
-    inputs = make_inputs(4, 40)
-    skip_unless_able(backend, "logprob", *inputs.values())
-    upstream = upstream_like(inputs["target_ids"])
-
-    def loss(x, ids, t):
-        out = rlkernel.logprob(x * 2, ids, temperature=t, return_entropy=True)
-        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-
-    for t in (0.7, torch.full(inputs["target_ids"].shape, 0.7)):
-        grads = []
-        for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            leaf = inputs["logits"].clone().requires_grad_()
-            with rlkernel.use_backend(backend):
-                fn(leaf, inputs["target_ids"], t).backward()
-            grads.append(leaf.grad)
-        assert_equal("grad", grads[1], grads[0])
-
-
-@pytest.mark.parametrize("temperatures", [None, torch.rand(4) + 0.5], ids=["scalar", "rows"])
-@pytest.mark.parametrize("return_entropy", [False, True])
-def test_opcheck(temperatures, return_entropy):
-    inputs = make_inputs(4, 40)
-    args = (inputs["logits"].requires_grad_(), inputs["target_ids"], temperatures, 0.7, -100, return_entropy)
-    torch.library.opcheck(torch.ops.rlkernel.logprob.default, args)
-
-
-def test_gradient_checkpointing_and_autocast():
-    inputs = make_inputs(4, 40)
-    leaf = inputs["logits"].clone().requires_grad_()
-    want = torch.autograd.grad(rlkernel.logprob(leaf * 2, inputs["target_ids"]).logprobs.sum(), leaf)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = torch.utils.checkpoint.checkpoint(
-            lambda x: rlkernel.logprob(x * 2, inputs["target_ids"]).logprobs, leaf, use_reentrant=False
-        )
-    assert out.dtype == torch.float32
-    assert_equal("grad", torch.autograd.grad(out.sum(), leaf)[0], want)
-
-
-def test_forced_backend_never_falls_back():
-    logits, ids = make_inputs(2, 5, dtype=torch.float64).values()
-    with rlkernel.use_backend("native"), pytest.raises(NotImplementedError, match="native: .*float64"):
-        rlkernel.logprob(logits, ids)

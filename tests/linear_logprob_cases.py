@@ -1,0 +1,75 @@
+"""What the test files of linear_logprob share: running it on small tiles, and judging the result by fp64."""
+
+import pytest
+import torch
+from accuracy import check
+from backends import running, skip_unless_able
+
+import rlkernel
+from rlkernel import tile_products
+from rlkernel.tile_products import Tile
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+NAMES = ("hidden", "weight", "bias")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford; backward finds
+    some of them kept and multiplies the others again."""
+    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: min(tiles, 2))
+    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(tile_products, "GPU_TILE", Tile(8, 48))
+
+
+def able(backend, inputs, **options):
+    skip_unless_able(
+        backend,
+        "linear_logprob",
+        inputs["hidden"],
+        inputs["weight"],
+        compute_dtype=inputs["hidden"].dtype,
+        **options,
+    )
+
+
+def run(backend, inputs, upstream=None, needs=(True, True, True), **options):
+    """Outputs and the gradients of hidden, weight and bias, on one backend."""
+    leaves = {k: v.detach().clone() for k, v in inputs.items()}
+    wanted = [
+        leaves[n].requires_grad_() for n, need in zip(NAMES, needs, strict=True) if need and n in leaves
+    ]
+    with running(backend):
+        out = rlkernel.linear_logprob(**leaves, **options)
+        if upstream is None:
+            return out, []
+        used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
+        loss = sum((o * g.to(o.dtype)).sum() for o, g in used)
+        return out, list(torch.autograd.grad(loss, wanted))
+
+
+def check_against_fp64(backend, inputs, upstream=None, needs=(True, True, True), **options):
+    """Outputs and gradients within the budget; PyTorch's own error is the reference's in this dtype."""
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    wide_options = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    algorithm = options.pop("algorithm", "auto")
+    wide_options.pop("algorithm", None)
+    truth, true_grads = run("reference", wide, upstream, needs, **wide_options)
+    torchs, torch_grads = run("reference", inputs, upstream, needs, **options)
+    ours, grads = run(backend, inputs, upstream, needs, **options, algorithm=algorithm)
+    for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
+        if a is not None:
+            assert a.dtype == torch.float32
+            check(name, a, b, c, magnitude=1)
+    wanted = [n for n, need in zip(NAMES, needs, strict=True) if need and n in inputs]
+    for name, a, b, c in zip(wanted, grads, torch_grads, true_grads, strict=True):
+        assert a.dtype == inputs[name].dtype
+        check(f"grad of {name}", a, b, c)
+
+
+def with_bias(inputs):
+    vocab = inputs["weight"].shape[0]
+    bias = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
+    return inputs | {"bias": bias.to(inputs["weight"])}
