@@ -182,7 +182,7 @@ def test_what_no_kernel_runs_is_an_error(kernels):
 def test_a_missing_barrier_is_found():
     """Ranks that are added up before all warps have written theirs are wrong."""
     fault = ("__syncthreads();  // the warps' parts are written", "//")
-    broken = emulation.load(emulation.build_module(32, {"sampling_filter.cuh": fault}))
+    broken = emulation.load(emulation.build_module(32, {"sampling_search.cuh": fault}))
     x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]), rank=True)
     want = reference.forward(x, None, request)
     with native.emulated(broken):

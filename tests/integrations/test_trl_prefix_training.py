@@ -6,21 +6,10 @@ import types
 import pytest
 import tiny
 import torch
+import trl_prefix_cases
+from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, patch_trl, prefix, trl
 
-import rlkernel
-
-trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
-grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-
-from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402  (needs TRL)
-
-METHOD, SHUFFLE = prefix.METHOD, prefix.SHUFFLE
-UPSTREAM = grpo_trainer.shuffle_sequence_dict
-
-
-def patch_trl(**options):
-    return rlkernel.patch_trl(prefix_sharing=True, **options)
-
+nothing_left_behind = trl_prefix_cases.nothing_left_behind
 
 STEPS = 4
 
@@ -162,7 +151,7 @@ def test_tools_and_the_samplers_logprobs(train, monkeypatch):
         packed = train(**options)
     assert not patch.fallbacks and patch.prefix.ratio > 1.5
     with monkeypatch.context() as same:
-        same.setattr(grpo_trainer, SHUFFLE, prefix._group_shuffle(UPSTREAM, patch))
+        same.setattr(grpo_trainer, SHUFFLE, prefix._group_shuffle(UPSTREAM[SHUFFLE], patch))
         stock = train(**options)
     assert_same_training(packed, stock)
 
@@ -175,7 +164,7 @@ def test_steps_that_share_generations(train, monkeypatch):
     with patch_trl() as patch:
         packed = train(**ACCUMULATED)
     assert not patch.fallbacks and patch.calls[METHOD] == STEPS * 2 + 2 * 2  # policy; old and reference
-    shuffle = prefix._group_shuffle(UPSTREAM, patch)
+    shuffle = prefix._group_shuffle(UPSTREAM[SHUFFLE], patch)
     with monkeypatch.context() as same:
         same.setattr(grpo_trainer, SHUFFLE, shuffle)
         stock = train(**ACCUMULATED)

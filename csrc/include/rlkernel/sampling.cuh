@@ -1,7 +1,7 @@
 // Sampling: the launches of its two passes.
 #pragma once
 
-#include "rlkernel/sampling_filter.cuh"
+#include "rlkernel/sampling_kept.cuh"
 #include "rlkernel/sampling_statistics.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {

@@ -1,7 +1,7 @@
 // Pass B of sampling: the records of a row put together, and its results written.
 //
 // Where nothing is read again, 32 threads a row: 104 bytes read for each 4096 tokens, some 60 written; what it takes is the
-// latency of three dependent reads. sampling_filter.cuh has what else a filtered row needs.
+// latency of three dependent reads. sampling_kept.cuh has what else a filtered row needs.
 #pragma once
 
 #include "rlkernel/moments.h"

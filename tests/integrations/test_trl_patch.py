@@ -1,0 +1,108 @@
+"""What rlkernel.patch_trl() replaces in the real TRL, restores and refuses."""
+
+import sys
+import types
+
+import pytest
+import torch
+import trl_places
+from trl_places import HEAD, PLACES, UPSTREAM, trl, utils
+
+import rlkernel
+from rlkernel.integrations._patch import PatchError
+
+nothing_left_behind = trl_places.nothing_left_behind
+
+
+def test_modules_that_imported_a_helper_by_name(monkeypatch):
+    from trl.experimental.cpo import cpo_trainer
+
+    late = types.ModuleType("trl._imported_under_the_patch")
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    with rlkernel.patch_trl() as patch:
+        late.selective_log_softmax = utils.selective_log_softmax
+        assert cpo_trainer.selective_log_softmax is utils.selective_log_softmax
+        assert "trl.experimental.cpo.cpo_trainer.selective_log_softmax" in patch.replaced
+    original = UPSTREAM["selective_log_softmax"]
+    assert cpo_trainer.selective_log_softmax is late.selective_log_softmax is original
+
+
+def test_second_call_returns_the_active_patch():
+    with rlkernel.patch_trl() as patch:
+        with rlkernel.patch_trl() as inner:
+            assert inner is patch
+        assert patch.active and getattr(utils, HEAD) is not UPSTREAM[HEAD]
+    assert not patch.active
+    with rlkernel.patch_trl() as fresh:
+        assert fresh is not patch and not fresh.calls
+
+
+def test_with_under_a_standing_patch_leaves_it_on():
+    patch = rlkernel.patch_trl()
+    with rlkernel.patch_trl():
+        pass
+    assert patch.active
+    patch.undo()
+
+
+def test_exception_inside_with_restores():
+    with pytest.raises(ZeroDivisionError), rlkernel.patch_trl():
+        raise ZeroDivisionError
+
+
+def test_says_what_it_replaced():
+    with rlkernel.patch_trl() as patch:
+        assert patch.replaced[f"trl.trainer.utils.{HEAD}"] == "rlkernel.linear_logprob"
+        assert {f"trl.trainer.utils.{name}" for name in PLACES} <= patch.replaced.keys()
+        assert f"trl.trainer.utils.{HEAD} -> rlkernel.linear_logprob" in repr(patch)
+
+
+def test_refuses_to_undo_over_somebody_else(monkeypatch):
+    patch = rlkernel.patch_trl()
+    with monkeypatch.context() as other:
+        other.setattr(utils, HEAD, "somebody else's")
+        with pytest.raises(PatchError, match=f"cannot undo trl.trainer.utils.{HEAD}.*somebody else's"):
+            patch.undo()
+        assert patch.active and utils.entropy_from_logits is not UPSTREAM["entropy_from_logits"]
+    patch.undo()
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "1.14.2", "2.0.0"])
+def test_refuses_other_versions(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(PatchError, match=rf"version of trl must be >=1\.15,<1\.17, got {version}"):
+        rlkernel.patch_trl()
+
+
+def test_refuses_a_head_of_another_contract(monkeypatch):
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, targets):
+            return hidden
+
+    with monkeypatch.context() as upstream:
+        upstream.setattr(utils, HEAD, Other)
+        with pytest.raises(
+            PatchError, match=rf"{HEAD} must take \(hidden, .*\), got \(hidden, weight, targets\)"
+        ):
+            rlkernel.patch_trl()
+        assert getattr(utils, HEAD) is Other
+        upstream.setattr(utils, HEAD, None)
+        with pytest.raises(PatchError, match=f"{HEAD} must be callable, got None"):
+            rlkernel.patch_trl()
+
+
+def test_one_helper_of_another_contract_refuses_all(monkeypatch):
+    with monkeypatch.context() as upstream:
+        upstream.setattr(utils, "entropy_from_logits", lambda logits: logits)
+        with pytest.raises(
+            PatchError, match=r"entropy_from_logits must take \(logits, chunk_size\), got \(logits\)"
+        ):
+            rlkernel.patch_trl()
+        assert getattr(utils, HEAD) is UPSTREAM[HEAD]
+
+
+def test_missing_trl_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"needs TRL: pip install 'trl>=1\.15,<1\.17'"):
+        rlkernel.patch_trl()
