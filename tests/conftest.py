@@ -8,7 +8,9 @@ os.environ.setdefault(
 
 import torch
 
-if not torch.cuda.is_available():
+from rlkernel.bench import interpreter
+
+if not torch.cuda.is_available() and interpreter.works():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must stand before Triton's first import
 
 import contextlib

@@ -235,7 +235,8 @@ def test_infinity_becomes_null(tmp_path, head):
 
 
 def test_triton_runs_in_the_interpreter_of_another_process():
-    pytest.importorskip("triton")
+    if not interpreter.works():
+        pytest.skip("the interpreter needs Triton 3.7.1")
     rows = interpreter.rows(["logprob"])
     assert {row["backend"] for row in rows} == {"triton (interpreter)"}
     assert all(row["error"] is not None and not row["failures"] for row in rows)

@@ -3,9 +3,11 @@
 An environment variable chooses it before Triton is imported, so it takes a process of its own.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,11 +22,20 @@ PRESET = "tiny"
 _LIMIT = 300
 
 
+def works() -> bool:
+    """Whether there is a Triton that interprets these kernels: 3.6 fails on scalars with NumPy 2.4."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[:3])) >= (3, 7, 1)
+
+
 def wanted(options: Namespace, settings: Settings, benchmarks: Mapping[str, ModuleType]) -> bool:
     """Whether this run shows what the machine has, on a machine that can only interpret Triton."""
     broad = not (options.backend or options.preset or options.shape) and "parity" in settings.suites
     here = settings.device == "cpu" and "TRITON_INTERPRET" not in os.environ
-    return broad and here and importlib.util.find_spec("triton") is not None and bool(_ops(benchmarks))
+    return broad and here and works() and bool(_ops(benchmarks))
 
 
 def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
