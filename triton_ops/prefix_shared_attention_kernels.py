@@ -69,6 +69,15 @@ def key_rows(keys, start, end, BK: tl.constexpr):
 
 
 @triton.jit
+def masked_keys(keys, start, end, first, last, pos, first_i, pos_i, window, BK: tl.constexpr):
+    """The rows of a block of keys, and which of them each query sees."""
+    rows = key_rows(keys, start, end, BK)
+    first_j, last_j, pos_j = load_tables(first, last, pos, rows)
+    ok = sees(first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window)
+    return rows, ok & (start + tl.arange(0, BK) < end)[None, :]
+
+
+@triton.jit
 def attend(
     query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap,
     D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
@@ -130,12 +139,7 @@ def attention_forward_kernel(
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
         for start in range(tl.load(runs + run * 2), run_end, STEP):
-            rows = key_rows(keys, start, run_end, STEP)
-            first_j, last_j, pos_j = load_tables(first, last, pos, rows)
-            ok = sees(
-                first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
-            )
-            ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
+            rows, ok = masked_keys(keys, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             top, total, sums = attend(
                 query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap, D, WIDTH, True
             )
@@ -216,12 +220,7 @@ def attention_query_grad_kernel(
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
         for start in range(tl.load(runs + run * 2), run_end, STEP):
-            rows = key_rows(None, start, run_end, STEP)
-            first_j, last_j, pos_j = load_tables(first, last, pos, rows)
-            ok = sees(
-                first_i[:, None], pos_i[:, None], first_j[None, :], last_j[None, :], pos_j[None, :], window
-            )
-            ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
+            rows, ok = masked_keys(None, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
                 D, WIDTH, True,
