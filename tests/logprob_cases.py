@@ -14,15 +14,34 @@ DTYPES = pytest.mark.parametrize(
 
 def run(backend, logits, target_ids, upstream=None, **options):
     """Outputs and the gradient of the logits, on one backend."""
-    logits = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    leaf = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     with running(backend):
-        out = rlkernel.logprob(logits, target_ids, **options)
-        if upstream is None:
-            return out, None
-        used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
-        loss = sum((o * g.to(o.dtype)).sum() for o, g in used)
-        (grad,) = torch.autograd.grad(loss, logits)
-    return out, grad
+        out = rlkernel.logprob(leaf, target_ids, **options)
+        return out, None if upstream is None else gradient(out, leaf, upstream)
+
+
+def gradient(out, leaf, upstream):
+    used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
+    # a product with an output of -inf would be NaN: the gradients are handed over as they are
+    outputs, grads = zip(*((o, g.to(o.dtype)) for o, g in used), strict=True)
+    return torch.autograd.grad(outputs, leaf, grads)[0]
+
+
+def eager_and_compiled(backend, logits, target_ids, temperature, **support):
+    """The gradient of the logits each way."""
+    upstream = upstream_like(target_ids)
+
+    def loss(x, ids, t):
+        out = rlkernel.logprob(x * 2, ids, temperature=t, return_entropy=True, **support)
+        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
+
+    grads = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        with rlkernel.use_backend(backend):
+            function(leaf, target_ids, temperature).backward()
+        grads.append(leaf.grad)
+    return grads
 
 
 def upstream_like(target_ids, seed=3):

@@ -5,6 +5,7 @@ import torch
 from accuracy import check
 from backends import of, running, skip_unless_able
 from bitwise import assert_equal
+from logprob_cases import upstream_like
 from support_cases import masked, supports
 
 import rlkernel
@@ -36,11 +37,6 @@ def by_torch(hidden, weight, target_ids, upstream, bias=None, logit_scale=1.0, s
     u = (u if bias is None else u + leaves[2].to(wide)) * logit_scale
     out = masked(u if softcap is None else softcap * torch.tanh(u / softcap), target_ids, **options)
     return out, gradients(out, leaves, upstream)
-
-
-def upstream_like(target_ids, seed=3):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(target_ids.shape, generator=g).to(target_ids.device) for _ in range(3)]
 
 
 def double(x):

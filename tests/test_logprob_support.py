@@ -7,42 +7,20 @@ import torch
 from accuracy import check
 from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_batch_invariant, assert_equal
+from logprob_cases import DTYPES, eager_and_compiled, gradient, run, upstream_like
 from support_cases import masked, supports
 
 import rlkernel
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def run(backend, logits, target_ids, upstream=None, **options):
-    """Outputs and the gradient of the logits, on one backend."""
-    leaf = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    with running(backend):
-        out = rlkernel.logprob(leaf, target_ids, **options)
-        return out, None if upstream is None else gradient(out, leaf, upstream)
-
-
-def gradient(out, leaf, upstream):
-    used = [(o, g) for o, g in zip(out, upstream, strict=True) if o is not None and g is not None]
-    # a product with an output of -inf would be NaN: the gradients are handed over as they are
-    outputs, grads = zip(*((o, g.to(o.dtype)) for o, g in used), strict=True)
-    return torch.autograd.grad(outputs, leaf, grads)[0]
 
 
 def by_torch(logits, target_ids, upstream=None, **options):
     leaf = logits.detach().clone().requires_grad_()
     out = masked(leaf, target_ids, **options)
     return out, None if upstream is None else gradient(out, leaf, upstream)
-
-
-def upstream_like(target_ids, seed=3):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(target_ids.shape, generator=g).to(target_ids.device) for _ in range(3)]
 
 
 def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
@@ -509,20 +487,9 @@ def test_compiles_as_one_graph(backend):
     inputs = make_inputs(4, 40)
     skip_unless_able(backend, "logprob", *inputs.values())
     support = supports(inputs["target_ids"], 40, (6, 0))
-    upstream = upstream_like(inputs["target_ids"])
-
-    def loss(x, ids, t):
-        out = rlkernel.logprob(x * 2, ids, temperature=t, return_entropy=True, **support)
-        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-
     for t in (0.7, torch.full(inputs["target_ids"].shape, 0.7)):
-        grads = []
-        for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            leaf = inputs["logits"].clone().requires_grad_()
-            with rlkernel.use_backend(backend):
-                fn(leaf, inputs["target_ids"], t).backward()
-            grads.append(leaf.grad)
-        assert_equal("grad", grads[1], grads[0])
+        eager, compiled = eager_and_compiled(backend, **inputs, temperature=t, **support)
+        assert torch.equal(compiled, eager)
 
 
 @pytest.mark.parametrize("return_entropy", [False, True])

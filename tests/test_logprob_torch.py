@@ -4,7 +4,7 @@ import pytest
 import torch
 from backends import of, running, skip_unless_able
 from bitwise import assert_equal
-from logprob_cases import run, upstream_like
+from logprob_cases import eager_and_compiled, run, upstream_like
 
 import rlkernel
 from rlkernel.reference.logprob import make_inputs
@@ -117,20 +117,9 @@ def test_target_outside_the_vocabulary_is_nan_without_the_check(backend, monkeyp
 def test_compiles_as_one_graph(backend):
     inputs = make_inputs(4, 40)
     skip_unless_able(backend, "logprob", *inputs.values())
-    upstream = upstream_like(inputs["target_ids"])
-
-    def loss(x, ids, t):
-        out = rlkernel.logprob(x * 2, ids, temperature=t, return_entropy=True)
-        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-
     for t in (0.7, torch.full(inputs["target_ids"].shape, 0.7)):
-        grads = []
-        for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            leaf = inputs["logits"].clone().requires_grad_()
-            with rlkernel.use_backend(backend):
-                fn(leaf, inputs["target_ids"], t).backward()
-            grads.append(leaf.grad)
-        assert_equal("grad", grads[1], grads[0])
+        eager, compiled = eager_and_compiled(backend, **inputs, temperature=t)
+        assert torch.equal(compiled, eager)
 
 
 @pytest.mark.parametrize("temperatures", [None, torch.rand(4) + 0.5], ids=["scalar", "rows"])
