@@ -1,6 +1,7 @@
 """What a test of an op runs on: every backend that has the op, and the device kernels in emulation."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from rlkernel import dispatch, native
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 # Libraries that need a GPU and return token ids alone: test_sampling_flashinfer.py is theirs.
 LIBRARIES = ("flashinfer", "aiter")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NO_INTERPRETER = "Triton runs on the GPU here, or is too old to be interpreted"
+TRITON_DEVICES = [device for device in DEVICES if device != "cpu" or INTERPRETED]
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason=NO_INTERPRETER)
 EMULATED = {"emulated-warp32": 32, "emulated-warp64": 64}
 
 
@@ -19,7 +24,11 @@ def of(op: str) -> list:
     names = [name for name in dispatch.BACKENDS if name not in LIBRARIES and dispatch.has(name, op)]
     pairs = [(name, device) for name in names for device in DEVICES]
     pairs += [(name, "cpu") for name in EMULATED if dispatch.has("native", op)]
-    return [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
+    return [pytest.param(*pair, id="-".join(pair), marks=_marks(*pair)) for pair in pairs]
+
+
+def _marks(backend: str, device: str) -> list:
+    return [needs_interpreter] if (backend, device) == ("triton", "cpu") else []
 
 
 @contextlib.contextmanager

@@ -19,7 +19,9 @@ ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("gae"))
 QUICK_ON_EVERY_BACKEND = pytest.mark.parametrize(
     ("backend", "device"),
     [
-        pytest.param(*p.values, id=p.id, marks=[pytest.mark.slow] if p.id == "triton-cpu" else [])
+        pytest.param(
+            *p.values, id=p.id, marks=[*p.marks, pytest.mark.slow] if p.id == "triton-cpu" else p.marks
+        )
         for p in of("gae")
     ],
 )
@@ -89,7 +91,9 @@ def by_python(rewards, values, mask, gamma, lam):
 @pytest.mark.parametrize(
     ("backend", "device"),
     [
-        pytest.param(*p.values, id=p.id, marks=[pytest.mark.slow] if is_slow(*p.values) else [])
+        pytest.param(
+            *p.values, id=p.id, marks=[*p.marks, pytest.mark.slow] if is_slow(*p.values) else p.marks
+        )
         for p in of("gae")
     ],
 )

@@ -3,7 +3,7 @@
 import emulation
 import pytest
 import torch
-from backends import of, running, skip_unless_able
+from backends import INTERPRETED, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -239,7 +239,7 @@ def test_every_backend_has_every_estimator(estimator):
         for unbiased in (True, False):
             more = {"singletons": singletons, "unbiased": unbiased}
             exact = rlkernel.group_advantages(r.double(), **options, **more)
-            for backend, _ in (p.values for p in BACKENDS):
+            for backend, _ in (p.values for p in BACKENDS if INTERPRETED or p.values[0] != "triton"):
                 got = run(backend, r, **options, **more)
                 torch.testing.assert_close(got.double(), exact, rtol=3e-7, atol=3e-7, msg=backend)
 
@@ -253,7 +253,7 @@ def test_nan_stays_in_its_group():
     for estimator in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk"):
         lengths = torch.ones(12) if estimator == "opo" else None
         for name in dispatch.BACKENDS:
-            if not dispatch.has(name, "group_advantages"):
+            if rlkernel.explain("group_advantages", r)[name]:
                 continue
             with rlkernel.use_backend(name):
                 out = dispatch.pick("group_advantages", r).forward(

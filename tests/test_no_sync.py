@@ -105,7 +105,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("op, backend, device", [
-    pytest.param(op, *pair.values, id=f"{op}-{pair.id}") for op in CALLS for pair in of(op)
+    pytest.param(op, *pair.values, id=f"{op}-{pair.id}", marks=pair.marks) for op in CALLS for pair in of(op)
 ])  # fmt: skip
 def test_no_value_is_read_on_the_host(op, backend, device, monkeypatch):
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)

@@ -3,7 +3,7 @@
 import pytest
 import sampling_peers as peers
 import torch
-from backends import is_slow, running
+from backends import INTERPRETED, NO_INTERPRETER, is_slow, needs_interpreter, running
 from sampling_cases import PAIRS, bitmask, sample, skip_unless_sampling, support
 
 import rlkernel
@@ -107,6 +107,8 @@ def test_vllms_penalties(backend, device, logits, monkeypatch):
 @ON_EVERY_BACKEND
 def test_vllms_runner_draws_the_same_tokens(backend, device):
     """``method="gumbel"``, token by token: vLLM's Triton kernel with the same seeds and positions."""
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip(NO_INTERPRETER)
     rows = 8 if is_slow(backend, device) else 48
     g = torch.Generator().manual_seed(8)
     logits = (2 * torch.randn(rows, 1500, generator=g)).to(device)
@@ -120,6 +122,7 @@ def test_vllms_runner_draws_the_same_tokens(backend, device):
     assert not torch.equal(other.token_ids, theirs)
 
 
+@needs_interpreter
 @ON_FAST_BACKENDS
 def test_vllms_runner_keeps_the_same_by_min_p(backend, device, logits):
     processed = peers.vllm_runner_min_p(logits, 0.03).log_softmax(-1)

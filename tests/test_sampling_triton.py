@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from backends import DEVICES
+from backends import NO_INTERPRETER, TRITON_DEVICES
 from bitwise import assert_equal
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not TRITON_DEVICES:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
 from rlkernel import stream  # noqa: E402
@@ -13,7 +15,7 @@ from rlkernel.reference import sampling as reference  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
 from rlkernel.types import Sampling  # noqa: E402
 
-ON_EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
+ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 INF = float("inf")
 
 

@@ -1,13 +1,12 @@
 """The corrections of Triton's interpreter, on which every other test of a Triton kernel rests."""
 
-import os
-
 import pytest
 import torch
+from backends import INTERPRETED, NO_INTERPRETER
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("the kernels run on a GPU here, not in the interpreter", allow_module_level=True)
+if not INTERPRETED:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
 

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from backends import DEVICES
+from backends import NO_INTERPRETER, TRITON_DEVICES
 from bitwise import assert_equal
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not TRITON_DEVICES:
+    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
 from rlkernel.triton_ops import logprob  # noqa: E402
 from rlkernel.triton_ops.logprob_kernels import bounded  # noqa: E402
 
-ON_EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
+ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 
 
 @ON_EVERY_DEVICE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import is_slow, of, running, skip_unless_able
+from backends import is_slow, needs_interpreter, of, running, skip_unless_able
 from bitwise import assert_equal
 from test_no_sync import _NoReads
 
@@ -190,6 +190,7 @@ def vllm_kernels(tmp_path):
     return module
 
 
+@needs_interpreter
 @pytest.mark.parametrize("drafted", ["by q", "given"])
 def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
     """Fed with the uniforms of our stream; of given drafts, its greedy kernel, which has the same rule."""

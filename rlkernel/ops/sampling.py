@@ -296,8 +296,8 @@ def _compiled(
     logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
 ) -> SampleStats:
     # the outputs of a node do not depend on the backend
-    needs |= {"every statistic"}
-    return listed(_op(logits, adjusted, *packed(request), ",".join(sorted(needs))), request)
+    all_needs = sorted([*needs, "every statistic"])
+    return listed(_op(logits, adjusted, *packed(request), ",".join(all_needs)), request)
 
 
 def packed(request: Sampling) -> list[Any]:
