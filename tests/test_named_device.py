@@ -1,0 +1,94 @@
+"""The Python around the kernels, on tensors that only say they are on a GPU: it mixes none with the CPU's and
+reads no value back.  Kernels are recorded, not run; PyTorch's fake tensors raise on the rest."""
+
+import contextlib
+import types
+from dataclasses import fields
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import rlkernel
+from rlkernel import dispatch, native, workspace
+from rlkernel.bench import cases, parity
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="needs a torch built with CUDA, but no GPU"
+)
+GPU = torch.device("cuda:0")
+MODULES = cases.modules(None)
+CASES = [
+    pytest.param(op, case, id=f"{op}-{preset}-{i}")
+    for op, module in MODULES.items()
+    for preset, several in module.PRESETS.items()
+    for i, case in enumerate(several)
+    if case.dtype != "float64" and not case.axis
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that would run, on an H100 within a graph: where nothing may be read."""
+    torch._C._ensureCUDADeviceGuardSet()  # without a GPU: one that does nothing
+    names: list[str] = []
+    recorders = [
+        lambda *arguments, name=field.name: names.append(name) for field in fields(native.Kernels)[1:]
+    ]
+    kernels = native.Kernels("cuda", *recorders)
+    monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(workspace, "_captured", [])
+    monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 1 << 20)
+    for name, value in {
+        "get_device_capability": (9, 0),
+        "device": contextlib.nullcontext(),
+        "current_stream": types.SimpleNamespace(cuda_stream=0),
+        "is_current_stream_capturing": True,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    return names
+
+
+def named(x, mode):
+    """x as a tensor of the GPU that has its shape and strides, and no memory."""
+    if isinstance(x, torch.Tensor):
+        bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return FakeTensor(mode, bare, GPU)
+    if isinstance(x, (list, tuple)):
+        parts = [named(part, mode) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return x
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_an_op_stays_on_its_device(op, case, launched):
+    module = MODULES[op]
+    dtype = "bfloat16" if op == "prefix_shared_attention" else case.dtype  # what vendors' kernels take
+    case = case.replace(op=op, dtype=dtype, sizes=dict(module.PRESETS["tiny"][0].sizes))
+    real = parity.make_inputs(module, case, "cpu")
+    mode = FakeTensorMode()
+    with mode:
+        inputs = {name: named(x, mode) for name, x in real.items()}
+        with torch.no_grad():
+            outputs = parity.ours(module, op, "native")(inputs, case)
+    assert rlkernel.last_backend(op) == "native"
+    assert {x.device for x in outputs.values()} == {GPU}
+    vendors = op == "prefix_shared_attention"  # a batch that is one call of theirs launches none of ours
+    assert launched or vendors
+
+
+def test_a_tensor_of_the_cpu_among_them_is_found():
+    mode = FakeTensorMode()
+    with mode, pytest.raises(RuntimeError, match="device"):
+        named(torch.zeros(3), mode) + torch.zeros(3)
+
+
+def test_a_value_that_is_read_is_found():
+    mode = FakeTensorMode()
+    with mode, pytest.raises(Exception, match="item|local_scalar_dense"):
+        bool(named(torch.zeros(3), mode).any())
+
+
+def test_every_op_is_here():
+    assert {case.values[0] for case in CASES} == set(dispatch.ops())
