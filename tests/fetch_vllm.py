@@ -46,7 +46,9 @@ def fetch(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    if (platform.system(), platform.machine()) in (("Linux", "x86_64"), ("Linux", "aarch64")):
+    if sys.version_info < (3, 11):
+        print("vLLM needs Python 3.11: nothing is compared with it")
+    elif (platform.system(), platform.machine()) in (("Linux", "x86_64"), ("Linux", "aarch64")):
         fetch(Path(sys.argv[1]))
     else:
         print(

@@ -67,8 +67,10 @@ SAMPLES = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c i
 
 
 def make(name, dtype=torch.float64, attention=None, **options):
-    """A model in training mode with weights that let no error hide, on the attention of its own choice."""
+    """A model in training mode with weights that let no error hide, on the attention that is right for it."""
     kind, own = CONFIGS[name]
+    if name == "gemma2" and attention is None:
+        attention = "eager"  # transformers 5.17 still chooses sdpa, which forgets the softcap
     config = getattr(transformers, kind)(**COMMON | own | options)
     experts = (
         {"experts_implementation": "eager"} if dtype == torch.float64 else {}
