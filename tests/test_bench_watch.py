@@ -63,6 +63,13 @@ def test_a_gpu_is_timed_without_the_host(gpu):
     assert measure.host_seconds(calls["long kernels"]) == pytest.approx(60e-6)
 
 
+def test_what_takes_the_host_long_is_not_called_often(gpu):
+    seen = []
+    calls = {"a loop": lambda: (seen.append(1), gpu.launch(0.3, 1e-6))}
+    times = measure.interleave(calls, "cuda", seconds=0.2)
+    assert len(seen) == 3 and len(times["a loop"]) == 1  # to warm up, for the host's time, for the GPU's
+
+
 def test_who_waits_for_the_gpu_pays_for_what_comes_after(gpu):
     def call():
         gpu.launch(20e-6, 5e-6)

@@ -50,7 +50,7 @@ bool run(const Case<T>& c, uint64_t seed) {
                          nullptr, temperature, c.mapped ? bias.get() : nullptr, c.mapped ? 0.5f : 1.0f, c.mapped ? 5.0f : 0.0f};
   std::vector<float> logprobs(c.rows), entropy(c.rows), lse(c.rows), row_max(c.rows), log_sum(c.rows), ones(c.rows, 1.0f);
   emulated::logprob_forward({tile, nullptr, nullptr, nullptr, nullptr, true, true, logprobs.data(), entropy.data(), lse.data(),
-                            row_max.data(), log_sum.data()}, nullptr);
+                             row_max.data(), log_sum.data()}, nullptr);
   std::vector<double> want(c.rows, 0.0);
   for (int64_t r = 1; r < c.rows; ++r) {
     const auto z = [&](int64_t i) {
@@ -64,7 +64,7 @@ bool run(const Case<T>& c, uint64_t seed) {
     want[r] = z(target_ids[r]) - max - std::log(sum);
   }
   emulated::logprob_backward({tile, ones.data(), ones.data(), nullptr, entropy.data(), row_max.data(), log_sum.data(),
-                             logits.get() + c.offset, tile.dtype, 0, c.vocab}, nullptr);
+                              logits.get() + c.offset, tile.dtype, 0, c.vocab}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < c.rows; ++r) right &= close(logprobs[r], want[r]);
   for (int64_t i = 0; i < c.vocab; ++i) right &= to_float(logits[c.offset + i]) == 0;  // the ignored row
@@ -104,13 +104,13 @@ bool run_support(int64_t vocab, uint64_t seed) {
   ids[entries - 1] = static_cast<int32_t>(vocab);
   const LogprobSupport support{rows, vocab, target_ids.get(), -100, nullptr, 0.8f, ids.get(), offsets.get()};
   emulated::logprob_support_forward({support, logits.get(), kDtype<T>, rows, 0, vocab, values.get(), logprobs.get(),
-                                    entropy.get(), lse.get(), row_max.get(), log_sum.get()}, nullptr);
+                                     entropy.get(), lse.get(), row_max.get(), log_sum.get()}, nullptr);
   emulated::logprob_support_backward({support, values.get(), kDtype<T>, ones.get(), ones.get(), nullptr, logprobs.get(),
-                                     entropy.get(), row_max.get(), log_sum.get(), grad.get(), kDtype<T>, true, rows, 0, vocab},
-                                    nullptr);
+                                      entropy.get(), row_max.get(), log_sum.get(), grad.get(), kDtype<T>, true, rows, 0, vocab},
+                                     nullptr);
   emulated::logprob_support_backward({support, values.get(), kDtype<T>, ones.get(), nullptr, ones.get(), logprobs.get(),
-                                     nullptr, row_max.get(), log_sum.get(), gathered.get(), Dtype::f32, false, rows, 0, 0},
-                                    nullptr);
+                                      nullptr, row_max.get(), log_sum.get(), gathered.get(), Dtype::f32, false, rows, 0, 0},
+                                     nullptr);
   bool right = logprobs[0] == 0 && logprobs[1] == 0 && logprobs[4] != logprobs[4];
   for (const int64_t r : {2, 3}) {
     const auto z = [&](int64_t i) { return to_float(logits[(r + 1) * vocab - 1 - i]) / 0.8; };
@@ -145,11 +145,11 @@ bool run_preference(int64_t length, bool packed, uint64_t seed) {
   PreferenceRule rule{4, {PreferenceTerm::sigmoid, PreferenceTerm::aot, PreferenceTerm::bco_pair, PreferenceTerm::sft},
                       {1, 1, 1, 1}, {}, true, false, PreferenceDivergence::reverse_kl, true, 0.1, 0.5, 0.05, -0.5, 0.5, 0.1, 1, 1, 1, 0, 0};
   emulated::preference_sums({logprobs.get(), ref.get(), true, mask.get(), nll_mask.get(), ref.get(), cu_seqlens, rows,
-                                    packed ? tokens : length, true, 0.5, stats.get()}, nullptr);
+                             packed ? tokens : length, true, 0.5, stats.get()}, nullptr);
   emulated::preference_loss({stats.get(), rows, nullptr, nullptr, false, order.get(), nullptr, nullptr, delta, &loss,
-                                    metrics.get(), slopes.get(), rewards.get(), logps.get(), new_delta, rule}, nullptr);
+                             metrics.get(), slopes.get(), rewards.get(), logps.get(), new_delta, rule}, nullptr);
   emulated::preference_backward({&upstream, slopes.get(), stats.get(), mask.get(), nll_mask.get(), nullptr, cu_seqlens,
-                                        rows, packed ? tokens : length, 0.5, grad.get()}, nullptr);
+                                 rows, packed ? tokens : length, 0.5, grad.get()}, nullptr);
   bool right = std::isfinite(loss) && metrics[15] == 0;
   for (int64_t i = 0; i < tokens; ++i) right &= std::isfinite(grad[i]);
   if (packed) right &= grad[tokens - 1] == 0;  // padding

@@ -16,7 +16,6 @@
 #include "rlkernel/value_loss.h"
 #include "rlkernel/whiten.h"
 
-
 namespace losses {
 
 using namespace rlkernel;
@@ -74,7 +73,7 @@ inline bool gae(Batch& b) {
   const auto mask = b.mask(b.total);
   const Block<float> advantages(b.total, kNan), returns(b.total, kNan);
   emulated::gae({rewards.get(), b.length, values.get(), b.length, mask.get(), b.length, b.packed, b.rows, b.length,
-                        b.total, last.get(), 0.99, 0.9, advantages.get(), returns.get()}, nullptr);
+                 b.total, last.get(), 0.99, 0.9, advantages.get(), returns.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
     double carry = 0, next = last[r];
@@ -94,7 +93,7 @@ inline bool kl_shaped_rewards(Batch& b) {
   const auto mask = b.mask(b.total);
   const Block<float> out(b.total, kNan);
   emulated::kl_shaped_rewards({rewards.get(), logprobs.get(), ref.get(), true, mask.get(), 0, b.length, b.length,
-                                      b.length, b.sequences(), 0.5f, KlEstimator::k2, out.get()}, nullptr);
+                               b.length, b.sequences(), 0.5f, KlEstimator::k2, out.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
     bool paid = false;
@@ -114,7 +113,7 @@ inline bool whiten(Batch& b) {
   const Block<Moments> partials(chunks_of(b.total)), states(2), state(1);
   const Block<float> out(b.total, kNan);
   emulated::whiten({x.get(), false, mask.get(), weights.get(), b.total, states.get(), 2, true, true, true, false, false,
-                           0.0, 10.0, partials.get(), out.get(), state.get()}, nullptr);
+                    0.0, 10.0, partials.get(), out.get(), state.get()}, nullptr);
   double sum = 0, squares = 0, count = 0;
   for (int64_t i = 0; i < b.total; ++i) {
     if (!mask[i] && out[i] != 0) return false;

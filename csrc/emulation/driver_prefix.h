@@ -9,7 +9,6 @@
 #include "rlkernel/prefix_shared_attention.h"
 #include "rlkernel/vec.cuh"
 
-
 namespace prefix {
 
 using namespace rlkernel;
@@ -47,7 +46,7 @@ bool merge(int64_t rows, int64_t heads, int64_t head_dim, int64_t offset, std::m
       want[r * width + i] = (a * to_float(out[r * width + i]) + b * to_float(part[r * width + i])) / (a + b + c);
     }
   emulated::attention_merge({out.first, kType<T>, width, head_dim, lse.first, rows, part.first, width, head_dim,
-                                    part_lse.first, rows, sinks.first, rows, heads, head_dim}, nullptr);
+                             part_lse.first, rows, sinks.first, rows, heads, head_dim}, nullptr);
   bool right = true;
   for (int64_t i = 0; i < rows * width; ++i) right &= near(to_float(out[i]), want[i]);
   return right;
@@ -64,9 +63,9 @@ bool gather_and_reduce(int64_t rows, int64_t heads, int64_t head_dim, int64_t of
   for (int64_t i = 0; i < keys; ++i) index[i] = i % rows, back[i] = i / copies + i % copies * rows;
   for (int64_t r = 0; r <= rows; ++r) offsets[r] = r * copies;
   emulated::gather_kv({{k.first, v.first}, sizeof(T), {width, width}, {head_dim, head_dim}, index.get(), keys, heads,
-                              head_dim, {all_k.first, all_v.first}}, nullptr);
+                       head_dim, {all_k.first, all_v.first}}, nullptr);
   emulated::segment_reduce({{all_k.first, all_v.first}, kType<T>, {width, width}, back.get(), offsets.get(), rows,
-                                   width, {sum_k.first, sum_v.first}, Dtype::f32, {width, width}}, nullptr);
+                            width, {sum_k.first, sum_v.first}, Dtype::f32, {width, width}}, nullptr);
   bool right = true;
   for (int64_t i = 0; i < rows * width; ++i)
     right &= sum_k[i] == copies * to_float(k[i]) && sum_v[i] == copies * to_float(v[i]);

@@ -9,7 +9,6 @@
 #include "rlkernel/sampling.h"
 #include "rlkernel/vec.cuh"
 
-
 namespace sampling {
 
 using namespace rlkernel;
