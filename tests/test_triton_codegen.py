@@ -4,6 +4,7 @@ See triton_aot.py for what is compiled.  A kernel that spills, or grows by more 
 measured when it was written (Triton 3.7.1), fails here; raise a figure below only together with the reason.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -212,19 +213,27 @@ SHARED = {
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(tmp_path_factory):
+    """What compiling says, for each target; the workers of a run compile once between them."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    kept = shared / "triton_aot.json"
+    with open(shared / "triton_aot.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with ThreadPoolExecutor(2) as pool:
+                kept.write_text(json.dumps(dict(zip(TARGETS, pool.map(compile_for, TARGETS), strict=True))))
+    return json.loads(kept.read_text())
+
+
+def compile_for(target):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
     environment["CUDA_VISIBLE_DEVICES"] = ""  # the targets are named, whatever GPU is here
-
-    def compile_for(target):
-        command = [sys.executable, str(HERE / "triton_aot.py"), target]
-        done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
-        assert done.returncode == 0, f"compiling for {target} failed:\n{done.stderr[-4000:]}"
-        return json.loads(done.stdout)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(TARGETS, pool.map(compile_for, TARGETS), strict=True))
+    command = [sys.executable, str(HERE / "triton_aot.py"), target]
+    done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, f"compiling for {target} failed:\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("target", TARGETS)
