@@ -479,6 +479,7 @@ BIG = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the vendors' own kernels need a GPU")
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 50}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
