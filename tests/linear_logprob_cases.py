@@ -4,6 +4,7 @@ import pytest
 import torch
 from accuracy import check
 from backends import running, skip_unless_able
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel import tile_products
@@ -73,3 +74,15 @@ def with_bias(inputs):
     vocab = inputs["weight"].shape[0]
     bias = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
     return inputs | {"bias": bias.to(inputs["weight"])}
+
+
+class Flops(TorchDispatchMode):
+    """Operations of matrix products, in place or not."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from backends import of, running
 from bitwise import assert_equal
-from linear_logprob_cases import DTYPES, NAMES, able, run
+from linear_logprob_cases import DTYPES, NAMES, Flops, able, run
 from logprob_cases import upstream_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +35,7 @@ def test_gemms_are_not_done_for_nothing(backend, device, small_tiles, monkeypatc
         upstream[:live_rows] = 1
         changed = dict(inputs, target_ids=inputs["target_ids"].clone())
         changed["target_ids"][n - ignored_rows :] = -100
-        with _Flops() as counter:
+        with Flops() as counter:
             run(backend, changed, [upstream.to(device), None, None], needs, **options)
         return counter.total / unit
 
@@ -90,18 +90,6 @@ def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypa
     for name, grads in cases.items():
         for leaf, a, b in zip(NAMES, grads, none, strict=False):
             assert_equal(f"{leaf} {name}", a, b)
-
-
-class _Flops(TorchDispatchMode):
-    """Operations of matrix products, in place or not."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        return func(*args, **(kwargs or {}))
 
 
 def test_workspace_is_all_the_memory_there_is(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from backends import is_slow, running
 from bitwise import assert_equal
+from linear_logprob_cases import Flops
 from linear_policy import (
     ALL,
     LEAVES,
@@ -29,18 +30,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 room = linear_policy.room
 
 
-class _Flops(TorchDispatchMode):
-    """Operations of matrix products, in place or not."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        return func(*args, **(kwargs or {}))
-
-
 @ON_EVERY_BACKEND
 def test_three_gemms(backend, device, room):
     if backend == "reference":
@@ -53,7 +42,7 @@ def test_three_gemms(backend, device, room):
         changed = inputs | {"advantages": inputs["advantages"].clone(), "mask": inputs["mask"].clone()}
         changed["advantages"][live:] = 0
         changed["mask"][:masked] = False
-        with _Flops() as counter:
+        with Flops() as counter:
             run(backend, changed, needs, loss_type="reinforce", **options)
         return counter.total / unit
 

@@ -4,10 +4,9 @@ import types
 
 import pytest
 import torch
-from accuracy import check
 from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_batch_invariant, assert_equal
-from logprob_cases import DTYPES, eager_and_compiled, gradient, run, upstream_like
+from logprob_cases import DTYPES, eager_and_compiled, gradient, in_place, judge, run, upstream_like
 from support_cases import masked, supports
 
 import rlkernel
@@ -31,13 +30,7 @@ def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
     truth, true_grad = by_torch(logits.double(), target_ids, upstream, **wide)
     torchs, torch_grad = by_torch(logits, target_ids, upstream, **options)
     ours, grad = run(backend, logits, target_ids, upstream, **options)
-    for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
-        if a is not None:
-            assert a.dtype == torch.float32
-            check(name, a, b, c, magnitude=1)
-    if grad is not None:
-        assert grad.dtype == logits.dtype
-        check("grad", grad, torch_grad, true_grad)
+    judge((ours, grad), (torchs, torch_grad), (truth, true_grad), logits.dtype)
     return ours, grad
 
 
@@ -239,20 +232,11 @@ def test_backward_in_place(backend, device):
     support = supports(inputs["target_ids"], 600, (10, 0, 300))
     upstream = upstream_like(inputs["target_ids"])
     _, want = run(backend, **inputs, **support, upstream=upstream, return_entropy=True)
-    leaf = inputs["logits"].clone().requires_grad_()
-    logits = leaf * 1
-    seen, address = [], logits.data_ptr()
-    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    with running(backend):
-        out = rlkernel.logprob(
-            logits, inputs["target_ids"], return_entropy=True, inplace_backward=True, **support
-        )
-        loss = sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-        loss.backward(retain_graph=True)
-        assert seen == [address], "the gradient must lie where the logits were"
-        assert_equal("grad", leaf.grad, want)
-        with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
-            loss.backward()
+    grad, there, loss = in_place(backend, **inputs, upstream=upstream, **support)
+    assert there, "the gradient must lie where the logits were"
+    assert_equal("grad", grad, want)
+    with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
+        loss.backward()
 
 
 @DTYPES

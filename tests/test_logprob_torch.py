@@ -4,7 +4,7 @@ import pytest
 import torch
 from backends import of, running, skip_unless_able
 from bitwise import assert_equal
-from logprob_cases import eager_and_compiled, run, upstream_like
+from logprob_cases import eager_and_compiled, in_place, run, upstream_like
 
 import rlkernel
 from rlkernel.reference.logprob import make_inputs
@@ -19,18 +19,11 @@ def test_backward_in_place(backend, device):
     skip_unless_able(backend, "logprob", *inputs.values())
     upstream = upstream_like(inputs["target_ids"])
     _, want = run(backend, **inputs, upstream=upstream, return_entropy=True)
-    leaf = inputs["logits"].clone().requires_grad_()
-    logits = leaf * 1
-    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    seen, address = [], logits.data_ptr()
-    with running(backend):
-        out = rlkernel.logprob(logits, inputs["target_ids"], return_entropy=True, inplace_backward=True)
-        loss = sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
-        loss.backward(retain_graph=True)
-        assert seen == [address], "the gradient must lie where the logits were"
-        assert_equal("grad", leaf.grad, want)
-        with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
-            loss.backward()
+    grad, there, loss = in_place(backend, **inputs, upstream=upstream)
+    assert there, "the gradient must lie where the logits were"
+    assert_equal("grad", grad, want)
+    with pytest.raises(RuntimeError, match="inplace_backward must be False for a second backward"):
+        loss.backward()
 
 
 def test_backward_in_place_is_seen_by_other_users_of_the_logits():

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
+from rlkernel.native import prefix_shared_attention_varlen as varlen
+
 CALLS: list[str] = []
 
 
@@ -188,3 +190,15 @@ MODULES = {
     "flash_attn_interface": FlashAttention3,
     "torch": SimpleNamespace(ops=SimpleNamespace(aten=Aten)),
 }
+KERNELS = {"fa2": varlen.FlashAttention2, "fa3": varlen.FlashAttention3, "aten": varlen.Aten}
+
+
+def install(name, monkeypatch, modules=MODULES):
+    """The adapter ``name`` over its stand-in, on the CPU as if it were an H100, in any dtype."""
+    monkeypatch.setattr(varlen, "library", lambda module: modules.get(module, f"{module} is not installed"))
+    monkeypatch.setattr(varlen, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+    adapter = KERNELS[name]()
+    monkeypatch.setattr(varlen, "KERNELS", (adapter,))
+    CALLS.clear()
+    return adapter

@@ -47,22 +47,15 @@ def train(model_path, tmp_path):
                 return batch
 
         settings = {
+            **tiny.TRAINING,
             "output_dir": str(tmp_path),
             "per_device_train_batch_size": 8,
             "per_device_eval_batch_size": 8,
             "num_generations": 4,
             "max_completion_length": 8,
             "max_steps": steps,
-            "learning_rate": 1e-3,
             "beta": 0.04,
             "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "seed": 0,
-            "disable_tqdm": True,
             **options,
         }
         trainer = Trainer(

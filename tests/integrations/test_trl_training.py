@@ -50,17 +50,10 @@ def train(model_path, tmp_path):
     def train(name="GRPO", steps=STEPS, dataset="prompt", callbacks=(), **options):
         """Losses and metrics of every step, and the weights after the last."""
         settings = {
+            **tiny.TRAINING,
             "output_dir": str(tmp_path),
             "per_device_train_batch_size": 8 if dataset == "prompt" else 4,
             "max_steps": steps,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "seed": 0,
-            "disable_tqdm": True,
             **options,
         }
         if dataset == "prompt":
