@@ -178,6 +178,79 @@ def test_what_no_kernel_runs_is_an_error(kernels):
         kernels_of.tile_statistics(logits_of(1, 64), None, 64, 5000, request_of(1), partials, None)
 
 
+# (largest logit, temperature): exp((z - max) / T) is one fused step from z; in the last two that is too far
+FAR = [(1.0, 1.0), (-300.0, 1.0), (417.0, 0.7), (20000.0, 100.0), (60000.0, 300.0), (1e6, 5e3), (1e38, 1e36)]
+
+
+def errors_far_from_zero(dtype, center, temperature):
+    """Of log-probabilities: in a flat row relative to 1 + their size, in a row that has p -> 1 to theirs."""
+    center = torch.tensor(center).to(dtype).double()
+    step = center.abs() * 2.0 ** (-7 if dtype == torch.bfloat16 else -10)  # the next numbers are no nearer
+    steps = torch.randint(0, 20, (64,), generator=torch.Generator().manual_seed(3)).sort().values
+    flat = center - (step * steps)
+    peaked = torch.full((64,), center) - step * torch.ceil(11 * temperature / step)
+    peaked[0], peaked[1:8] = center, -torch.inf  # vectors of eight are summed in fp32
+    x = torch.stack([flat, peaked]).to(dtype)
+    worst = [0.0, 0.0]
+    for token in (0, 9, 63):
+        ids = torch.tensor([token, 0])
+        got = kernels_of.forward(x, None, request_of(2, token_ids=ids, temperature=temperature))
+        for lp, t in ((got.raw_logprobs, 1.0), (got.tempered_logprobs, temperature)):
+            want = (x.double() / t).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+            # of a peak that is all there is, nothing is left
+            error = (lp - want).abs() / (want.abs() + torch.tensor([1.0, 1e-9]))
+            error = error.nan_to_num(torch.inf)
+            worst = [max(a, float(b)) for a, b in zip(worst, error, strict=True)]
+    return worst
+
+
+@pytest.mark.parametrize(
+    "dtype, center, temperature",
+    [
+        (dtype, *case)
+        for dtype in (torch.bfloat16, torch.float16)
+        for case in FAR
+        if case[0] < torch.finfo(dtype).max
+    ],
+)
+def test_logits_far_from_zero(kernels, dtype, center, temperature):
+    flat, peaked = errors_far_from_zero(dtype, center, temperature)
+    assert flat < 1e-6 and peaked < 1e-5, (flat, peaked)
+
+
+FAULTS = {
+    "the factor of a fused step is forgotten": ("sums[kSumOfZ] /= static_cast<double>(factors.of_z);", ""),
+    "fused however far": ("kWide || is_far(center, scale)", "kWide"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fused_step_that_goes_wrong_is_found(name):
+    broken = emulation.load(emulation.build_module(32, {"sampling_statistics.cuh": FAULTS[name]}))
+    with native.emulated(broken):
+        worst = [errors_far_from_zero(torch.bfloat16, *case) for case in FAR]
+    assert not all(flat < 1e-6 and peaked < 1e-5 for flat, peaked in worst)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "barrier", ["the warps' maxima are written", "the warps' sums and winners are written"]
+)
+def test_a_barrier_missing_in_the_statistics_is_found(barrier):
+    fault = (f"__syncthreads();  // {barrier}", "//")
+    broken = emulation.load(emulation.build_module(32, {"sampling_statistics.cuh": fault}))
+    x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]))
+    want = reference.forward(x, None, request).tempered_logprobs
+    with native.emulated(broken):
+        wrong = 0
+        for seed in range(6):
+            broken.configure(seed)
+            got = kernels_of.forward(x, None, request).tempered_logprobs
+            wrong += not torch.allclose(got, want, atol=1e-4)
+    assert wrong > 0
+
+
 @pytest.mark.slow
 def test_a_missing_barrier_is_found():
     """Ranks that are added up before all warps have written theirs are wrong."""

@@ -203,8 +203,11 @@ uint64_t vote(bool value, int width, Site site) {
 }
 
 void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
+  launch_all(std::min(blocks, settings().max_blocks), threads, kernel);
+}
+
+void launch_all(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
   const Settings now = settings();
-  blocks = std::min(blocks, now.max_blocks);
   Block block(threads, kernel);
   std::vector<unsigned> order(blocks);
   std::iota(order.begin(), order.end(), 0u);

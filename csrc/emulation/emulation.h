@@ -71,6 +71,7 @@ uint64_t vote(bool value, int width, Site site);
 
 // Throws std::runtime_error where threads wait for others that never come.
 void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
+void launch_all(unsigned blocks, unsigned threads, const std::function<void()>& kernel);  // whatever max_blocks is
 
 inline int lane() { return static_cast<int>(thread_index().x % RLKERNEL_WARP); }
 

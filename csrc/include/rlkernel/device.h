@@ -12,6 +12,8 @@
 #define RLKERNEL_LAUNCH_BOUNDS(threads, blocks)
 #define RLKERNEL_LAUNCH(kernel, grid, block, stream, ...) \
   (static_cast<void>(stream), ::rlkernel::emulation::launch(grid, block, [=] { kernel(__VA_ARGS__); }))
+#define RLKERNEL_LAUNCH_ALL(kernel, grid, block, stream, ...) \
+  (static_cast<void>(stream), ::rlkernel::emulation::launch_all(grid, block, [=] { kernel(__VA_ARGS__); }))
 
 #elif defined(__HIP__)
 #include <hip/hip_runtime.h>
@@ -30,6 +32,8 @@
 #endif
 
 #if !defined(RLKERNEL_EMULATION)
+// For a kernel without a loop over the grid: the emulation, too, then runs each of its blocks.
+#define RLKERNEL_LAUNCH_ALL RLKERNEL_LAUNCH
 #define RLKERNEL_SHARED(type, name) __shared__ type name
 #endif
 

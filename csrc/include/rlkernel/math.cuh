@@ -40,6 +40,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// x / y within 2 ulp, for y in [2^-126, 2^126].
+__device__ __forceinline__ float divide_fast(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  float z;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+#elif defined(__HIP_DEVICE_COMPILE__)
+  return x * __builtin_amdgcn_rcpf(y);
+#else
+  return x / y;
+#endif
+}
+
 // exp(x) - 1 for |x| <= ln(2) / 2, within 1 ulp.
 __device__ __forceinline__ float expm1_small(float x) {
   float p = 1.991993e-4f;
@@ -66,9 +79,8 @@ __device__ __forceinline__ float expm1_exact(float x) {
   return fabsf(x) <= 0.346f ? expm1_small(x) : exp_exact(x) - 1.0f;
 }
 
-// log(x) within 1 ulp for x that is 0, NaN, infinite or normal. One polynomial for all devices: their own logf differ.
-__device__ __forceinline__ float log_exact(float x) {
-  if (!(x > 0.0f) || !is_finite(x)) return x == 0.0f ? -infinity() : x;
+// log(x) within 1 ulp for normal x > 0. One polynomial for all devices: their own logf differ.
+__device__ __forceinline__ float log_of_normal(float x) {
   const uint32_t bits = to_bits(x) - 0x3f3504f3u;  // x = 2^n * (1 + f) with 1 + f in [sqrt(1/2), sqrt(2))
   const float n = static_cast<float>(static_cast<int32_t>(bits) >> 23);
   const float f = from_bits((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
@@ -85,6 +97,12 @@ __device__ __forceinline__ float log_exact(float x) {
   tail = fmaf(n, -2.12194440e-4f, tail);
   tail = fmaf(f * f, -0.5f, tail);
   return fmaf(n, 0.693359375f, f + tail);
+}
+
+// The same, also for x that is 0, NaN or infinite.
+__device__ __forceinline__ float log_exact(float x) {
+  if (!(x > 0.0f) || !is_finite(x)) return x == 0.0f ? -infinity() : x;
+  return log_of_normal(x);
 }
 
 // log(x) for a double, to the digits of a float: as x -> 1 too.

@@ -15,15 +15,16 @@ inline bool runs(const SamplingInputs& in) {
 inline int launch_sampling_statistics(const SamplingInputs& in, void* stream) {
   if (in.rows == 0) return 0;
   if (!runs(in) || in.logits == nullptr) return kInvalidArguments;
-  const int64_t places = in.rows * ((in.vocab + kSplit - 1) / kSplit);
-  // HIP wants less than 2^32 threads in a grid
-  const unsigned blocks = static_cast<unsigned>(places < 1 << 24 ? places : 1 << 24);
+  const SplitGrid grid(in.vocab);
+  // HIP wants less than 2^32 threads in a grid: 512 GiB of bf16
+  if (in.rows >= (int64_t{1} << 32) / kStatisticsThreads / grid.splits) return kInvalidArguments;
+  const unsigned blocks = static_cast<unsigned>(in.rows) * grid.splits;
   return with_dtype(in.dtype, [&](auto type) {
     using T = decltype(type);
     if (in.adjusted != nullptr || in.bitmask != nullptr) {
-      RLKERNEL_LAUNCH((statistics_kernel<T, true>), blocks, kStatisticsThreads, stream, in);
+      RLKERNEL_LAUNCH_ALL((statistics_kernel<T, true>), blocks, kStatisticsThreads, stream, in, grid);
     } else {
-      RLKERNEL_LAUNCH((statistics_kernel<T, false>), blocks, kStatisticsThreads, stream, in);
+      RLKERNEL_LAUNCH_ALL((statistics_kernel<T, false>), blocks, kStatisticsThreads, stream, in, grid);
     }
     return launch_error();
   });

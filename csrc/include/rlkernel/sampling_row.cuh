@@ -75,44 +75,46 @@ __device__ __forceinline__ Bytes16 read_again(const char* p) {
   else return read_bytes<kAlign>(p);
 }
 
-// The larger, or smaller, of two 16-bit floats in each half of a word; a number where the other is NaN.
+// The larger, or smaller, of the floats in two words, each half by itself where they have 16 bits; a number where the other is
+// NaN.
 template <class T, bool kMax>
-__device__ __forceinline__ uint32_t pick_halves(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__)
-  uint32_t c;
-  if constexpr (kIsBf16<T>) {
-    if constexpr (kMax) asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    else asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+__device__ __forceinline__ uint32_t pick(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return to_bits(kMax ? fmaxf(from_bits(a), from_bits(b)) : fminf(from_bits(a), from_bits(b)));
   } else {
-    if constexpr (kMax) asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    else asm("min.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  }
-  return c;
+#if defined(__CUDA_ARCH__)
+    uint32_t c;
+    if constexpr (kIsBf16<T>) {
+      if constexpr (kMax) asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+      else asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    } else {
+      if constexpr (kMax) asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+      else asm("min.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    }
+    return c;
 #else
-  const auto of_half = [&](int shift) {
-    const T first{static_cast<uint16_t>(a >> shift)}, second{static_cast<uint16_t>(b >> shift)};
-    const float x = to_float(first), y = to_float(second);
-    const bool takes_second = x != x || (kMax ? y > x : y < x);
-    return static_cast<uint32_t>(takes_second ? second.bits : first.bits) << shift;
-  };
-  return of_half(0) | of_half(16);
+    const auto of_half = [&](int shift) {
+      const T first{static_cast<uint16_t>(a >> shift)}, second{static_cast<uint16_t>(b >> shift)};
+      const float x = to_float(first), y = to_float(second);
+      const bool takes_second = x != x || (kMax ? y > x : y < x);
+      return static_cast<uint32_t>(takes_second ? second.bits : first.bits) << shift;
+    };
+    return of_half(0) | of_half(16);
 #endif
+  }
 }
 
-// The largest and the smallest of a vector; NaN only where there is nothing else.
-template <class T>
-__device__ __forceinline__ void extremes(const Bytes16& bytes, float& largest, float& least) {
-  if constexpr (sizeof(T) == 2) {
-    const uint32_t* w = bytes.word;
-    const uint32_t high = pick_halves<T, true>(pick_halves<T, true>(w[0], w[1]), pick_halves<T, true>(w[2], w[3]));
-    const uint32_t low = pick_halves<T, false>(pick_halves<T, false>(w[0], w[1]), pick_halves<T, false>(w[2], w[3]));
-    const Bytes16 ends = {{high, low, 0, 0}};
-    largest = fmaxf(element<T>(ends, 0), element<T>(ends, 1));
-    least = fminf(element<T>(ends, 2), element<T>(ends, 3));
+// The largest, or the smallest, of a vector; NaN only where there is nothing else.
+template <class T, bool kMax>
+__device__ __forceinline__ float extreme_of(const Bytes16& bytes) {
+  const uint32_t* w = bytes.word;
+  const uint32_t word = pick<T, kMax>(pick<T, kMax>(w[0], w[1]), pick<T, kMax>(w[2], w[3]));
+  if constexpr (sizeof(T) == 4) {
+    return from_bits(word);
   } else {
-    const float a = element<T>(bytes, 0), b = element<T>(bytes, 1), c = element<T>(bytes, 2), d = element<T>(bytes, 3);
-    largest = fmaxf(fmaxf(a, b), fmaxf(c, d));
-    least = fminf(fminf(a, b), fminf(c, d));
+    const Bytes16 ends = {{word, 0, 0, 0}};
+    const float first = element<T>(ends, 0), second = element<T>(ends, 1);
+    return kMax ? fmaxf(first, second) : fminf(first, second);
   }
 }
 
@@ -201,6 +203,26 @@ __device__ __forceinline__ T reduce_lanes(T value, Op op) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) value = op(value, shuffle_xor(value, distance));
   return value;
+}
+
+// Over the 32 lanes; NaN counts as -inf.
+__device__ __forceinline__ float max_of_lanes(float value) {
+#if defined(__CUDA_ARCH__)
+  // one instruction does it for integers, and floats are in their order once those below 0 are turned round
+  const auto turned = [](int x) { return x ^ (x >> 31 & 0x7fffffff); };
+  const int bits = static_cast<int>(to_bits(fmaxf(value, -infinity())));
+  return from_bits(static_cast<uint32_t>(turned(__reduce_max_sync(0xffffffffu, turned(bits)))));
+#else
+  return reduce_lanes(fmaxf(value, -infinity()), Larger());
+#endif
+}
+
+__device__ __forceinline__ int min_of_lanes(int value) {
+#if defined(__CUDA_ARCH__)
+  return __reduce_min_sync(0xffffffffu, value);
+#else
+  return reduce_lanes(value, Least());
+#endif
 }
 
 // The sum of the lanes up to this one.

@@ -2,13 +2,12 @@
 //
 // Floor: V * sizeof(T) bytes a row and 104 written for each 4096 tokens, with a second read to come 4 for each 64 tokens more.
 // On an H100 a multiprocessor gets 14.5 bytes of the 3.35 TB/s a clock, 7.2 tokens of bf16, and issues 128 lanes: 17.7
-// instructions a token keep pace. A token costs convert, max, min (is any -inf?), subtract, multiply, 2^u, add: 7, and 3.5 more
-// for the raw sum where T is not 1. The rest is paid per thread: folding the groups' masses and maxima, one exponential for
-// each group, the sums and the winner, some 600 instructions: with 64 tokens a thread 10 a token, with 32 it would be nearly
-// twice that. Hence 64 threads, of which as many vectors are in flight as a group has, so that after the fold each lane holds
-// just one group. 96 registers let 10 blocks share a multiprocessor: up to 80 KiB on their way, of which 12 KiB cover the
-// latency. Counted in the machine code for sm_90a, bf16, T = 1: 941 instructions a warp and 330 more for the one that ends the
-// split, 17.3 a token.
+// instructions a token keep pace. A token costs convert, multiply-add, 2^u and add, half an instruction for the maximum and one
+// for the minimum together (is any -inf?): 4.6, and 4 more for the raw sum where T is not 1. The rest is paid per thread:
+// folding the groups' masses, one exponential for each group, the sums, the winner. Hence 64 tokens a thread, and 64 threads,
+// of which as many vectors are in flight as a group has, so that after the fold each lane holds just one group. 96 registers
+// let 10 blocks share a multiprocessor: up to 80 KiB on their way, of which 12 KiB cover the latency. Counted in the machine
+// code for sm_90a, bf16, T = 1: 675 instructions a warp and 281 more for the one that ends the split, 12.7 a token.
 #pragma once
 
 #include <type_traits>
@@ -20,14 +19,18 @@ namespace rlkernel::RLKERNEL_DEVICE {
 enum SplitSum : int { kSumOfZ = 0, kSumOfX = 1, kSumWeighted = 2, kCountFinite = 3, kSplitSums = 4 };
 enum SplitMoment : int { kSumApart = 0, kSumSquares = 1, kSplitMoments = 2 };  // of z - max z
 
-// What a block's threads tell each other. Each member is written before a barrier and read after it, and not written again
-// until the next barrier but one: a block goes on to its next split without another.
+// The draw of a split, known by its first 32 lanes: the largest key and the id, within the split, of its group or token.
+struct SplitWinner {
+  float key;
+  int id;  // -1: nothing to draw
+};
+
+// What a block's threads tell each other. Each member is written before a barrier and read after it.
 struct SplitShared {
   float max[kStatisticsWarps];
   int argmax;
   double sums[kStatisticsWarps][kSplitSums], moments[kStatisticsWarps][kSplitMoments];
-  float best[kStatisticsWarps];
-  int winner[kStatisticsWarps];
+  SplitWinner winner[kStatisticsWarps];
 };
 
 template <int kSize>
@@ -39,39 +42,87 @@ __device__ __forceinline__ float tree_sum(float (&values)[kSize]) {
   return values[0];
 }
 
-// The sums of a thread, with e = exp((z - center) / T); `masses` are its parts of the sums of kVectors groups. kOtherX: x is z,
-// but T is not 1, so that the sum over x is another. Not a flag within the loop: compilers then gather what it guards behind
-// the loop, and keep 64 values of z - center for it.
-template <bool kOtherX, class Tokens>
-__device__ __forceinline__ void add_up(const Tokens& tokens, float center, float scale, float (&masses)[Tokens::kVectors],
-                                       double (&sums)[kSplitSums]) {
-  constexpr int kSize = Tokens::kSize;
+// exp((z - center) / T), times one factor for all z of a split: `of_center`, what it is for the center itself. A fused
+// multiply-add saves an instruction a token; the factor says how far center * scale is from a float. kFar: too far.
+template <bool kFar>
+struct Powers {
+  float center, scale;
+
+  __device__ __forceinline__ float operator()(float z) const {
+    return exp2_fast(kFar ? (z - center) * scale : fmaf(z, scale, -(center * scale)));
+  }
+  __device__ __forceinline__ float of_center() const { return kFar ? 1.0f : (*this)(center); }
+};
+
+// Else the factor is within 1% of 1.
+__device__ __forceinline__ bool is_far(float center, float scale) {
+  return !(fabsf(center) * fmaxf(scale, kLog2E) < 0x1p18f);
+}
+
+// The sum of a thread's powers; `masses` are its parts of the sums of kVectors groups.
+template <bool kFar, class Tokens>
+__device__ __forceinline__ double add_up(const Tokens& tokens, Powers<kFar> powers, float (&masses)[Tokens::kVectors]) {
+  double sum = 0.0;
 #pragma unroll
   for (int k = 0; k < Tokens::kVectors; ++k) {
-    float d[kSize], e[kSize];
+    float e[Tokens::kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      d[i] = tokens.z(k, i) - center;
-      e[i] = exp2_fast(d[i] * scale);
-    }
+    for (int i = 0; i < Tokens::kSize; ++i) e[i] = powers(tokens.z(k, i));
     masses[k] = tree_sum(e);
-    sums[kSumOfZ] += static_cast<double>(masses[k]);
-    if constexpr (kOtherX) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) e[i] = exp2_fast(d[i] * kLog2E);
-      sums[kSumOfX] += static_cast<double>(tree_sum(e));
-    }
+    sum += static_cast<double>(masses[k]);
   }
+  return sum;
+}
+
+struct Factors {
+  float of_z, of_x;
+};
+
+// other_x: x is z, but T is not 1, so that the sum over x is another. A loop of its own: in one loop compilers keep too much.
+template <bool kFar, class Tokens>
+__device__ __forceinline__ Factors sums_of(Tokens& tokens, float center, float scale, bool other_x, uint32_t zero,
+                                           float (&masses)[Tokens::kVectors], double (&sums)[kSplitSums]) {
+  const Powers<kFar> powers{center, scale}, powers_of_x{center, kLog2E};
+  sums[kSumOfZ] = add_up(tokens, powers, masses);
+  if (other_x) {
+    tokens.forget(zero);
+    float unused[Tokens::kVectors];
+    sums[kSumOfX] = add_up(tokens, powers_of_x, unused);
+  }
+  return {powers.of_center(), powers_of_x.of_center()};
 }
 
 template <class Tokens>
-__device__ __forceinline__ double count_finite(const Tokens& tokens) {
+__device__ __forceinline__ int count_finite(const Tokens& tokens) {
   int finite = 0;
 #pragma unroll
   for (int k = 0; k < Tokens::kVectors; ++k)
 #pragma unroll
     for (int i = 0; i < Tokens::kSize; ++i) finite += tokens.z(k, i) != -infinity();
-  return static_cast<double>(finite);
+  return finite;
+}
+
+// The first place of the split with the value `max`, which this thread has.
+template <class Tokens>
+__device__ __forceinline__ int first_of(const Tokens& tokens, float max, uint32_t thread) {
+  int place = kSplit;
+#pragma unroll
+  for (int k = Tokens::kVectors - 1; k >= 0; --k)
+#pragma unroll
+    for (int i = Tokens::kSize - 1; i >= 0; --i)
+      place = tokens.z(k, i) == max ? Tokens::start(thread) + Tokens::step(k) + i : place;
+  return place;
+}
+
+template <class Tokens>
+__device__ __forceinline__ void write_group_max(const SamplingInputs& in, const SplitPlace& at, const Tokens& tokens) {
+  float peaks[Tokens::kVectors];
+#pragma unroll
+  for (int k = 0; k < Tokens::kVectors; ++k) peaks[k] = tokens.max_of(k);
+  const float peak = fold<Tokens::kVectors>(peaks, Larger());
+  const int64_t groups = (in.whole_vocab + kGroup - 1) / kGroup;
+  const int group = Tokens::group(at.thread);
+  if (group * kGroup < at.count) in.group_max[at.row * groups + at.split * (kSplit / kGroup) + group] = peak;
 }
 
 // The sum of e * u with e = 2^u = exp((z - center) / T).
@@ -104,49 +155,46 @@ __device__ __forceinline__ void add_moments(const Tokens& tokens, float center, 
     }
 }
 
-// The draw of a split, known by its first 32 lanes: the largest key and the id, within the split, of its group or token.
-struct SplitWinner {
-  float key;
-  int id;  // -1: nothing to draw
-};
-
 __device__ __forceinline__ SplitWinner better(SplitWinner a, SplitWinner b) {
   const bool second = b.id >= 0 && (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id));
   return {second ? b.key : a.key, second ? b.id : a.id};
 }
 
 __device__ __forceinline__ SplitWinner reduce_lanes(SplitWinner mine) {
-  const float best = reduce_lanes(mine.id >= 0 ? mine.key : -infinity(), Larger());
-  const int id = reduce_lanes(mine.id >= 0 && mine.key == best ? mine.id : kSplit, Least());
+  const float best = max_of_lanes(mine.id >= 0 ? mine.key : -infinity());
+  const int id = min_of_lanes(mine.id >= 0 && mine.key == best ? mine.id : kSplit);
   return {best, id < kSplit ? id : -1};
 }
 
 // By max-stability the best noisy logit of a group is log(mass) - log(E): one exponential E for its 64 tokens. mass / E has
 // the same order and needs no logarithm.
-__device__ __forceinline__ SplitWinner draw_group(const SamplingInputs& in, const SplitPlace& at, float mass, int group) {
-  const int64_t seed = in.seeds[at.row], position = in.positions[at.row];
+__device__ __forceinline__ SplitWinner draw_group(const SplitPlace& at, int64_t seed, int64_t position, float mass, int group) {
   const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group);
   const uint32_t high = stream_word(kGroupDomain.high, seed, position, offset);
-  const uint32_t low = stream_word(kGroupDomain.low, seed, position, offset);
-  const float exponential = stream_exponential(stream_uniform(high, low), [](float x) { return log_exact(x); });
-  return {mass / exponential, mass > 0.0f ? group : -1};
+  const float u = stream_uniform_of(high, [&] { return stream_word(kGroupDomain.low, seed, position, offset); });
+  const float exponential = stream_exponential(u, [](float x) { return log_of_normal(x); });
+  return {divide_fast(mass, exponential), mass > 0.0f ? group : -1};
 }
 
-// A token of the split, read from memory.
+// A token of the split, read from memory; -inf behind the row's end.
 template <class T, bool kAdjusted>
 __device__ __forceinline__ float z_at(const SamplingInputs& in, const SplitPlace& at, int place) {
-  if (kAdjusted && in.adjusted != nullptr)
-    return Logits<float>(in, in.adjusted, in.adjusted_stride, at.row).at(at.first + place);
-  return Logits<T>(in, in.logits, in.row_stride, at.row).at(at.first + place);
+  if constexpr (kAdjusted) {
+    if (in.adjusted != nullptr) return Logits<float>(in, in.adjusted, in.adjusted_stride, at.row).at(at.first + place);
+    return Logits<T>(in, in.logits, in.row_stride, at.row).at(at.first + place);
+  } else {
+    const T* const logits = static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first;
+    return place < at.count ? to_float(logits[place]) : -infinity();
+  }
 }
 
 // A variable for each token. The tokens are read once more, from the nearest cache, and not kept in registers for it.
 template <class T, bool kAdjusted>
-__device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, float center,
-                                                  float temperature) {
-  const uint32_t prefix = stream_prefix(kGumbelDomain, in.seeds[at.row], in.positions[at.row]);
+__device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, int64_t seed,
+                                                  int64_t position, float center, float temperature) {
+  const uint32_t prefix = stream_prefix(kGumbelDomain, seed, position);
   SplitWinner best = {-infinity(), -1};
-  for (int i = at.thread; i < at.count; i += kStatisticsThreads) {
+  for (int i = static_cast<int>(at.thread); i < at.count; i += kStatisticsThreads) {
     const float d = z_at<T, kAdjusted>(in, at, i) - center;
     if (!(d > -infinity())) continue;
     const float key = d / temperature + gumbel_noise(prefix, static_cast<uint32_t>(at.split * kSplit + i));
@@ -155,39 +203,38 @@ __device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, cons
   return best;
 }
 
+template <bool kAdjusted>
 __device__ __forceinline__ void write_token(const SamplingInputs& in, const SplitPlace& at, double key, int place, float z,
                                             double* record) {
   record[kKey] = key;
   record[kToken] = static_cast<double>(at.split * kSplit + place);
   record[kTokenZ] = static_cast<double>(z);
-  record[kTokenX] = static_cast<double>(logit_at(in, at.row, at.first + place));
+  record[kTokenX] = static_cast<double>(kAdjusted ? logit_at(in, at.row, at.first + place) : z);
 }
 
 // The first 32 lanes: a token of the group that won, by its integer masses.
 template <class T, bool kAdjusted>
-__device__ __forceinline__ void draw_member(const SamplingInputs& in, const SplitPlace& at, SplitWinner group, float scale,
-                                            double* record) {
-  const int place = group.id * kGroup + 2 * (at.thread % kLanes);
-  const float first = place < at.count ? z_at<T, kAdjusted>(in, at, place) : -infinity();
-  const float second = place + 1 < at.count ? z_at<T, kAdjusted>(in, at, place + 1) : -infinity();
-  const float max = reduce_lanes(fmaxf(first, second), Larger());
+__device__ __forceinline__ void draw_member(const SamplingInputs& in, const SplitPlace& at, int64_t seed, int64_t position,
+                                            SplitWinner group, float scale, double* record) {
+  const int place = group.id * kGroup + 2 * static_cast<int>(at.thread % kLanes);
+  const float first = z_at<T, kAdjusted>(in, at, place), second = z_at<T, kAdjusted>(in, at, place + 1);
+  const float max = max_of_lanes(fmaxf(first, second));
   const int64_t n = stream_mass(exp2_fast((first - max) * scale));
   const int64_t both = n + stream_mass(exp2_fast((second - max) * scale));
   const int64_t upto = running_sum(both), total = shuffle(upto, kLanes - 1);
-  const int64_t seed = in.seeds[at.row], position = in.positions[at.row];
   const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group.id);
   const int64_t t = stream_below(stream_word(kMemberDomain.high, seed, position, offset),
                                  stream_word(kMemberDomain.low, seed, position, offset), total);
   if (upto - both <= t && t < upto) {
     const bool is_first = upto - both + n > t;
-    write_token(in, at, static_cast<double>(log_exact(group.key)), place + !is_first, is_first ? first : second, record);
+    write_token<kAdjusted>(in, at, static_cast<double>(group.key), place + !is_first, is_first ? first : second, record);
   }
 }
 
 // Mean and sum of squared distances from it. Of fp32 numbers in fp64, and relative to one of them: c being the largest,
 // (mean - c)^2 <= M2, so M2 + n * (mean - c)^2, from which M2 comes, is at most n + 1 times M2. That costs 12 of 53 bits.
-__device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsWarps][kSplitMoments], float center, double finite,
-                                              double* record) {
+__device__ __forceinline__ void write_moments(const double (&parts)[kStatisticsWarps][kSplitMoments], float center,
+                                              double finite, double* record) {
   double apart = parts[0][kSumApart], squares = parts[0][kSumSquares];
 #pragma unroll
   for (int w = 1; w < kStatisticsWarps; ++w) {
@@ -204,9 +251,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   using Tokens = std::conditional_t<kAdjusted, AdjustedTokens<T>, GivenTokens<T>>;
   constexpr int kVectors = Tokens::kVectors, kSize = Tokens::kSize;
   RLKERNEL_SHARED(SplitShared, shared);
-  const int lane = at.thread % kLanes, warp = at.thread / kLanes;
-  const int64_t splits = (in.whole_vocab + kSplit - 1) / kSplit;
-  double* const record = in.records + (at.row * splits + at.split) * kRecord;
+  const uint32_t lane = at.thread % kLanes, warp = at.thread / kLanes;
 
   Tokens tokens;
   Softmax given = nothing_seen();
@@ -215,55 +260,38 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   else tokens.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
   const float asked = of_row(in.temperature, at.row), temperature = softmax_temperature(asked);
   const float scale = power_scale(temperature);
+  const bool draws = in.token_ids == nullptr && asked != 0.0f;
+  // early: their latency passes behind the tokens'
+  const int64_t seed = draws ? in.seeds[at.row] : 0, position = draws ? in.positions[at.row] : 0;
 
-  float peaks[kVectors], own = -infinity(), least = infinity();
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    float low;
-    tokens.extremes_of(k, peaks[k], low);
-    own = fmaxf(own, peaks[k]);
-    least = fminf(least, low);
-  }
-  if (in.group_max != nullptr) {
-    const float peak = fold<kVectors>(peaks, Larger());
-    const int64_t groups = (in.whole_vocab + kGroup - 1) / kGroup;
-    const int group = Tokens::group(at.thread);
-    if (group * kGroup < at.count) in.group_max[at.row * groups + at.split * (kSplit / kGroup) + group] = peak;
-  }
-  const float warp_max = reduce_lanes(own, Larger());
+  float own, least;
+  tokens.extremes_of(own, least);
+  if (in.group_max != nullptr) write_group_max(in, at, tokens);
+  const float warp_max = max_of_lanes(own);
   if (lane == 0) shared.max[warp] = warp_max;
   if (at.thread == 0) shared.argmax = kSplit;
   __syncthreads();  // the warps' maxima are written
   float max = shared.max[0];
 #pragma unroll
   for (int w = 1; w < kStatisticsWarps; ++w) max = fmaxf(max, shared.max[w]);
-  if (own == max) {
-    int vector = kVectors;
-#pragma unroll
-    for (int k = kVectors - 1; k >= 0; --k) vector = peaks[k] == max ? k : vector;
-    // read once more: of one thread, mostly, whose 64 tokens the others would have to keep converted
-    const int first = Tokens::start(at.thread) + vector * Tokens::step(1);
-    int place = kSplit;
-#pragma unroll
-    for (int i = kSize - 1; i >= 0; --i) place = z_at<T, kAdjusted>(in, at, first + i) == max ? first + i : place;
-    atomic_min(&shared.argmax, place);
+  const uint32_t zero = static_cast<uint32_t>(in.rows >> 62);
+  if (asked == 0.0f && own == max) {
+    tokens.forget(zero);
+    atomic_min(&shared.argmax, first_of(tokens, max, at.thread));
   }
 
   const float center = max == -infinity() ? 0.0f : max;  // -inf - -inf would be NaN
   const bool other_x = in.raw && !kAdjusted && temperature != 1.0f;
   float masses[kVectors];
   double sums[kSplitSums] = {}, moments[kSplitMoments] = {};
-  const uint32_t zero = static_cast<uint32_t>(in.rows >> 62);
-  if (other_x) {
-    tokens.forget(zero);  // or what both loops have in common would be done before them
-    add_up<true>(tokens, center, scale, masses, sums);
-  } else {
-    add_up<false>(tokens, center, scale, masses, sums);
-  }
-  sums[kCountFinite] = static_cast<double>(kVectors * kSize);
-  if (least == -infinity()) {
+  constexpr bool kWide = kAdjusted || sizeof(T) == 4;  // with twice the time for a token, and few registers
+  const Factors factors = kWide || is_far(center, scale)
+                              ? sums_of<true>(tokens, center, scale, other_x, zero, masses, sums)
+                              : sums_of<false>(tokens, center, scale, other_x, zero, masses, sums);
+  int finite = kLanes * kVectors * kSize;
+  if (ballot(least == -infinity()) != 0) {
     tokens.forget(zero);
-    sums[kCountFinite] = count_finite(tokens);
+    finite = reduce_lanes(count_finite(tokens), Add());
   }
   if (in.entropy) {
     tokens.forget(zero);
@@ -276,52 +304,53 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   if (bad) sums[kSumOfZ] = static_cast<double>(nan());
   if (kAdjusted && in.raw) given = reduce_block(given, kLog2E);
 
-  const bool draws = in.token_ids == nullptr && asked != 0.0f;
   SplitWinner winner = {-infinity(), -1};
   if (draws) {
-    if (in.gumbel) {
-      winner = draw_token<T, kAdjusted>(in, at, center, temperature);
-    } else {
-      winner = draw_group(in, at, fold<kVectors>(masses, Add()), Tokens::group(at.thread));
-    }
+    if (in.gumbel) winner = draw_token<T, kAdjusted>(in, at, seed, position, center, temperature);
+    else winner = draw_group(at, seed, position, fold<kVectors>(masses, Add()), Tokens::group(at.thread));
     winner = reduce_lanes(winner);
   }
-  const double sum = fold<kLanes>(sums, Add());
-  if (lane % (kLanes / kSplitSums) == 0) shared.sums[warp][lane / (kLanes / kSplitSums)] = sum;
+  sums[kSumOfZ] = reduce_lanes(sums[kSumOfZ], Add());
+  if (other_x) sums[kSumOfX] = reduce_lanes(sums[kSumOfX], Add());
+  if (in.entropy) sums[kSumWeighted] = reduce_lanes(sums[kSumWeighted], Add());
+  sums[kCountFinite] = static_cast<double>(finite);
   if (in.sigma) {
-    const double moment = fold<kLanes>(moments, Add());
-    if (lane % (kLanes / kSplitMoments) == 0) shared.moments[warp][lane / (kLanes / kSplitMoments)] = moment;
+#pragma unroll
+    for (int i = 0; i < kSplitMoments; ++i) moments[i] = reduce_lanes(moments[i], Add());
   }
   if (lane == 0) {
-    shared.best[warp] = winner.key;
-    shared.winner[warp] = winner.id;
+#pragma unroll
+    for (int i = 0; i < kSplitSums; ++i) shared.sums[warp][i] = sums[i];
+#pragma unroll
+    for (int i = 0; i < kSplitMoments; ++i) shared.moments[warp][i] = moments[i];
+    shared.winner[warp] = winner;
   }
   __syncthreads();  // the warps' sums and winners are written
   if (warp != 0) return;
 
-  if (lane < kSplitSums) {
-    double total = shared.sums[0][lane];
+  const int splits = (static_cast<int>(in.whole_vocab) + kSplit - 1) / kSplit;
+  double* const record = in.records + (at.row * splits + at.split) * kRecord;
+  if (lane == 0) {
 #pragma unroll
-    for (int w = 1; w < kStatisticsWarps; ++w) total += shared.sums[w][lane];
-    if (lane == kSumOfZ) {
-      record[kMaxZ] = static_cast<double>(max);
-      record[kArgmax] = static_cast<double>(at.split * kSplit + shared.argmax);
-      record[kSumZ] = total;
-      record[kMaxX] = static_cast<double>(kAdjusted && in.raw ? given.max : max);
-      if (!other_x) record[kSumX] = kAdjusted && in.raw ? given.sum : total;
-    } else if (lane == kSumOfX) {
-      if (other_x) record[kSumX] = total;
-    } else if (lane == kSumWeighted) {
-      record[kWeighted] = total * static_cast<double>(kLn2);
-    } else {
-      record[kFinite] = total;
-      if (in.sigma) write_moments(shared.moments, center, total, record);
-    }
+    for (int w = 1; w < kStatisticsWarps; ++w)
+#pragma unroll
+      for (int i = 0; i < kSplitSums; ++i) sums[i] += shared.sums[w][i];
+    const bool is_x = !kAdjusted || !in.raw;
+    record[kMaxZ] = static_cast<double>(max);
+    record[kArgmax] = static_cast<double>(at.split * kSplit + shared.argmax);  // of a greedy row
+    sums[kSumOfZ] /= static_cast<double>(factors.of_z);
+    record[kSumZ] = sums[kSumOfZ];
+    record[kMaxX] = static_cast<double>(is_x ? max : given.max);
+    record[kSumX] = other_x ? sums[kSumOfX] / static_cast<double>(factors.of_x) : is_x ? sums[kSumOfZ] : given.sum;
+    record[kWeighted] = sums[kSumWeighted] * static_cast<double>(kLn2);
+    record[kFinite] = sums[kCountFinite];
+    if (in.sigma) write_moments(shared.moments, center, sums[kCountFinite], record);
   }
 #pragma unroll
-  for (int w = 1; w < kStatisticsWarps; ++w) winner = better(winner, {shared.best[w], shared.winner[w]});
+  for (int w = 1; w < kStatisticsWarps; ++w) winner = better(winner, shared.winner[w]);
   if (winner.id >= 0 && !in.gumbel) {
-    draw_member<T, kAdjusted>(in, at, winner, scale, record);
+    winner.key = divide_fast(winner.key, factors.of_z);
+    draw_member<T, kAdjusted>(in, at, seed, position, winner, scale, record);
   } else if (lane == 0) {
     int place = winner.id;
     double key = static_cast<double>(winner.key);
@@ -331,10 +360,10 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
       key = static_cast<double>(infinity());
     } else if (asked == 0.0f) {
       place = max > -infinity() ? shared.argmax : -1;
-      key = 0.0;
+      key = in.gumbel ? 0.0 : 1.0;  // the split with the largest z wins
     }
     if (place >= 0) {
-      write_token(in, at, key, place, z_at<T, kAdjusted>(in, at, place), record);
+      write_token<kAdjusted>(in, at, key, place, z_at<T, kAdjusted>(in, at, place), record);
     } else {
       record[kKey] = static_cast<double>(-infinity());
       record[kToken] = -1.0;
@@ -357,19 +386,30 @@ constexpr int kStatisticsBlocks = 4;
 constexpr int kStatisticsBlocks = kAdjusted ? 6 : sizeof(T) == 2 ? 10 : kWideBlocks;
 #endif
 
+// The splits of a tile, numbered row by row. A division takes as long as two tokens, hence its reciprocal.
+struct SplitGrid {
+  uint32_t splits, reciprocal;  // of a row; 2^32 / splits, rounded up
+
+  explicit SplitGrid(int64_t vocab)
+      : splits(static_cast<uint32_t>((vocab + kSplit - 1) / kSplit)),
+        reciprocal(splits < 2 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + splits - 1) / splits)) {}
+
+  // Of the place p < 2^31.
+  __device__ __forceinline__ uint32_t row(uint32_t p) const {
+    const uint32_t row = static_cast<uint32_t>(static_cast<uint64_t>(p) * reciprocal >> 32);
+    return splits == 1 ? p : row - (row * splits > p);  // one too many at most
+  }
+};
+
 template <class T, bool kAdjusted>
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kStatisticsThreads, (kStatisticsBlocks<T, kAdjusted>))
-    statistics_kernel(SamplingInputs in) {
-  const int64_t splits = (in.vocab + kSplit - 1) / kSplit, places = in.rows * splits;
-  for (int64_t p = blockIdx.x; p < places; p += gridDim.x) {
-    // a division of 64 bits takes as long as ten tokens
-    const int64_t row = places >> 32 == 0 ? static_cast<uint32_t>(p) / static_cast<uint32_t>(splits) : p / splits;
-    if (in.skip != nullptr && in.skip[row]) continue;
-    const int first = static_cast<int>(p - row * splits) * kSplit, rest = static_cast<int>(in.vocab) - first;
-    const int thread = static_cast<int>(threadIdx.x) + static_cast<int>(p >> 62);  // + 0, which compilers cannot know
-    const int64_t split = in.vocab_start / kSplit + first / kSplit;
-    split_statistics<T, kAdjusted>(in, {row, first, rest < kSplit ? rest : kSplit, split, thread});
-  }
+    statistics_kernel(SamplingInputs in, SplitGrid grid) {
+  const uint32_t p = blockIdx.x, row = grid.row(p);
+  if (in.skip != nullptr && in.skip[row]) return;
+  const int first = static_cast<int>(p - row * grid.splits) * kSplit, rest = static_cast<int>(in.vocab) - first;
+  const uint32_t start = static_cast<uint32_t>(in.vocab_start) + static_cast<uint32_t>(first);
+  split_statistics<T, kAdjusted>(
+      in, {row, first, rest < kSplit ? rest : kSplit, static_cast<int>(start / kSplit), threadIdx.x});
 }
 
 }  // namespace rlkernel::RLKERNEL_DEVICE

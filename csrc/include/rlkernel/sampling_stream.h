@@ -64,6 +64,13 @@ RLKERNEL_HOST_DEVICE static inline float stream_uniform(uint32_t high, uint32_t 
   return static_cast<float>(high) * 0x1p-32f + (static_cast<float>(low) + 0.5f) * 0x1p-64f;
 }
 
+// stream_uniform(high, low()), which asks for the low word only where a digit of it is left: once in 128 draws.
+template <class Low>
+RLKERNEL_HOST_DEVICE static inline float stream_uniform_of(uint32_t high, Low low) {
+  // from 2^25 on half a unit in the last place of `high` is 2, and what `low` adds at most 1
+  return high < 1u << 25 ? stream_uniform(high, low()) : static_cast<float>(high) * 0x1p-32f;
+}
+
 // -log(1 - u) below 1/4, where 1 - u would lose the digits of u.
 template <class Float>
 RLKERNEL_HOST_DEVICE static inline Float stream_series(Float u) {

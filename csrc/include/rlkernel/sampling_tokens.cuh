@@ -11,8 +11,8 @@ constexpr int kStatisticsThreads = 64, kStatisticsWarps = kStatisticsThreads / k
 struct SplitPlace {  // of a split
   int64_t row;
   int first, count;  // tokens, from the start of the tile
-  int64_t split;     // of the whole vocabulary
-  int thread;        // threadIdx.x, in a way that leaves nothing which follows from it to be kept from split to split
+  int split;         // of the whole vocabulary
+  uint32_t thread;
 };
 
 // A thread's tokens: vector k starts at thread * kSize + step(k) of the split, so that a group lies in kVectors consecutive
@@ -24,10 +24,10 @@ struct SplitLayout {
 
   // A constant once the loop over k is unrolled, where the places themselves would fill registers.
   static __device__ __forceinline__ constexpr int step(int k) { return k * kStatisticsThreads * kSize; }
-  static __device__ __forceinline__ int start(int thread) { return thread * kSize; }
+  static __device__ __forceinline__ int start(uint32_t thread) { return static_cast<int>(thread) * kSize; }
   // The group of the split that this lane has after a fold over kVectors lanes.
-  static __device__ __forceinline__ int group(int thread) {
-    return thread % kVectors * (kStatisticsThreads / kVectors) + thread / kVectors;
+  static __device__ __forceinline__ int group(uint32_t thread) {
+    return static_cast<int>(thread % kVectors * (kStatisticsThreads / kVectors) + thread / kVectors);
   }
 };
 
@@ -48,16 +48,26 @@ struct GivenTokens : SplitLayout<T> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) bytes[k].word[i] += zero;
   }
-  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
-    extremes<T>(bytes[k], largest, least);
+  __device__ __forceinline__ float max_of(int k) const { return extreme_of<T, true>(bytes[k]); }
+  __device__ __forceinline__ void extremes_of(float& largest, float& least) const {
+    Bytes16 high = bytes[0], low = bytes[0];
+#pragma unroll
+    for (int k = 1; k < kVectors; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        high.word[i] = pick<T, true>(high.word[i], bytes[k].word[i]);
+        low.word[i] = pick<T, false>(low.word[i], bytes[k].word[i]);
+      }
+    largest = extreme_of<T, true>(high);
+    least = extreme_of<T, false>(low);
   }
 
   template <int kAlign, bool kWhole>
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
+  __device__ __forceinline__ void read(const T* first, int count, uint32_t thread) {
     const char* own = reinterpret_cast<const char*>(first + start(thread));
     const int rest = count - start(thread), last = count / kSize * kSize;
     Bytes16 end = nothing<T>();
-    if (!kWhole && last < count && last / kSize % kStatisticsThreads == thread)
+    if (!kWhole && last < count && static_cast<uint32_t>(last / kSize) % kStatisticsThreads == thread)
       end = read_end(first + last, count - last);  // of one thread: all other vectors are whole or behind the end
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -67,12 +77,12 @@ struct GivenTokens : SplitLayout<T> {
   }
 
   template <int kAlign>
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
+  __device__ __forceinline__ void read(const T* first, int count, uint32_t thread) {
     if (count == kSplit) read<kAlign, true>(first, count, thread);
     else read<kAlign, false>(first, count, thread);
   }
 
-  __device__ __forceinline__ void read(const T* first, int count, int thread) {
+  __device__ __forceinline__ void read(const T* first, int count, uint32_t thread) {
     const int align = alignment_of(first);
     if (align == 16) read<16>(first, count, thread);
     else if (sizeof(T) == 4 || align == 4) read<4>(first, count, thread);
@@ -94,12 +104,20 @@ struct AdjustedTokens : SplitLayout<T> {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[k][i] = from_bits(to_bits(values[k][i]) + zero);
   }
-  __device__ __forceinline__ void extremes_of(int k, float& largest, float& least) const {
-    largest = least = values[k][0];
+  __device__ __forceinline__ float max_of(int k) const {
+    float largest = values[k][0];
 #pragma unroll
-    for (int i = 1; i < kSize; ++i) {
-      largest = fmaxf(largest, values[k][i]);
-      least = fminf(least, values[k][i]);
+    for (int i = 1; i < kSize; ++i) largest = fmaxf(largest, values[k][i]);
+    return largest;
+  }
+  __device__ __forceinline__ void extremes_of(float& largest, float& least) const {
+    largest = max_of(0);
+    least = values[0][0];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      largest = fmaxf(largest, max_of(k));
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) least = fminf(least, values[k][i]);
     }
   }
 
