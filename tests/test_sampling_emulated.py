@@ -233,6 +233,45 @@ def test_a_fused_step_that_goes_wrong_is_found(name):
     assert not all(flat < 1e-6 and peaked < 1e-5 for flat, peaked in worst)
 
 
+def light_row(dtype):
+    """A peak, three tokens near it, and thousands with less than 2**-18 of its mass each."""
+    x = 7 - torch.randint(0, 2, (20003,), generator=torch.Generator().manual_seed(5)) / 2
+    x[777], x[9000:9003] = 20, 16
+    return x.to(dtype).expand(8, -1)
+
+
+def kept_counts(x, **options):
+    request = request_of(len(x), top_p=torch.linspace(0.9, 0.97, len(x)), **options)
+    return [backend.forward(x, None, request).kept_count.tolist() for backend in (kernels_of, reference)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_many_tokens_of_little_mass_decide_a_nucleus(dtype):
+    """Counted exactly: those of groups without any larger token by a shorter way."""
+    x = light_row(dtype)
+    everything = torch.full((len(x), -(-x.shape[1] // 32)), -1, dtype=torch.int32)
+    with native.emulated(emulation.module(32)):
+        for options in ({}, {"joint": True, "min_p": 1e-7}, {"token_bitmask": everything}):
+            got, want = kept_counts(x, **options)
+            assert got == want and len(set(want)) > 2, options
+
+
+LIGHT_FAULTS = {
+    "left out": ("own.mass += light_mass(floor, heavy);", ";"),
+    "counted twice": ("own.mass += light_mass(floor, heavy);", "own.mass += 2 * light_mass(floor, heavy);"),
+    "a batch too few": ("base < last; base += kGroups", "base + kGroups < last; base += kGroups"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIGHT_FAULTS)
+def test_a_fault_in_the_shorter_way_is_found(name):
+    broken = emulation.load(emulation.build_module(32, {"sampling_search.cuh": LIGHT_FAULTS[name]}))
+    with native.emulated(broken):
+        got, want = kept_counts(light_row(torch.bfloat16))
+    assert got != want, got
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "barrier", ["the warps' maxima are written", "the warps' sums and winners are written"]

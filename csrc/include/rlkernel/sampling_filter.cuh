@@ -2,8 +2,9 @@
 //
 // Each keeps a prefix of (z descending, id ascending), which is known by the z where it ends and the last id there. The top k
 // tokens cannot lie below the k-th largest of the groups' maxima. Top-p needs the exact mass of all tokens above 2^-42 of the
-// largest: a read of nearly the whole row, by then in the L2 cache where the batch's logits fit it, at some 15 instructions a
-// token, and two atomics on shared memory for each that may be in the nucleus.
+// largest: a read of nearly the whole row, by then in the L2 cache where the batch's logits fit it, at some 8 instructions a
+// token in groups without one of 2^-18 of the largest, some 15 in the others, and two atomics on shared memory for each that
+// may be in the nucleus.
 #pragma once
 
 #include "rlkernel/sampling_search.cuh"
@@ -18,7 +19,7 @@ struct Filter : Search<T> {
   using typename Base::Bins, typename Base::Scan;
   using Base::kSize, Base::in, Base::shared, Base::row, Base::logits, Base::groups, Base::temperature, Base::scale;
   using Base::bins_of, Base::clear, Base::count_groups, Base::cross, Base::first_key, Base::key_in, Base::narrow;
-  using Base::scan_warps, Base::search, Base::sum_tokens, Base::sums_from, Base::walk;
+  using Base::no_bins, Base::scan_warps, Base::search, Base::sums_from, Base::walk, Base::whole_mass;
 
   __device__ __forceinline__ Filter(const SamplingInputs& in, FilterShared& shared, const RowSummary& row, int64_t r)
       : Base(in, shared, row, r) {}
@@ -57,7 +58,7 @@ struct Filter : Search<T> {
   __device__ __forceinline__ Prefix nucleus(Prefix prefix, float p, uint32_t low_mass, uint32_t high, bool cuts) const {
     const uint32_t low = prefix.key > low_mass ? prefix.key : low_mass;
     if (in.joint && cuts) {
-      const int64_t target = share_of(p, sums_from(low_mass).mass);
+      const int64_t target = share_of(p, whole_mass(no_bins(), low_mass));
       const Crossing c = search(low, high, true, target, {0, 0});
       if (c.found) return cut(prefix, c, true, target);
       if (prefix.sums.count < 0) prefix.sums = sums_from(prefix.key);
@@ -75,8 +76,7 @@ struct Filter : Search<T> {
     const Bins bins = bins_of(likely, high, true);
     likely = bins.low;
     clear();
-    const Sums whole = sum_tokens(bins, from_key(low));
-    const int64_t target = share_of(p, whole.mass);
+    const int64_t target = share_of(p, whole_mass(bins, low));
     int bin;
     Crossing c = cross({0, 0}, true, target, &bin);
     uint32_t from = low, to = likely - 1;

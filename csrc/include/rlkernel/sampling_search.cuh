@@ -140,13 +140,13 @@ struct Search {
     if (high != 0) atomic_add(&shared.high[bin], high);
   }
 
-  // Tokens: the histogram, and with kTotal the sums of all with z >= floor.
+  // Tokens: the histogram, and with kTotal the sums of all with z >= floor, in groups whose maximum reaches `from`.
   template <bool kTotal>
-  __device__ __forceinline__ Sums count_tokens(const Bins& bins, float floor) const {
+  __device__ __forceinline__ Sums count_tokens(const Bins& bins, float floor, float from) const {
     const float low = from_key(bins.low), above = from_key(bins.high + 1);
     Sums total = {0, 0};
     uint32_t high_sum = 0, low_sum = 0, visited = 0;
-    walk(kTotal ? floor : low, [&](const float(&z)[kSize], int) {
+    walk(from, [&](const float(&z)[kSize], int) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const bool inside = z[i] >= low && z[i] < above;
@@ -173,14 +173,52 @@ struct Search {
     return total;
   }
 
-  // The histogram, and those sums over the block.
-  __device__ __forceinline__ Sums sum_tokens(const Bins& bins, float floor) const {
-    return sum_block(count_tokens<true>(bins, floor));
+  __device__ __forceinline__ static Bins no_bins() { return {1, 0, 0, false, 0.0f, 0.0f}; }
+
+  // Over the block: the sums of all tokens from a key on.
+  __device__ __forceinline__ Sums sums_from(uint32_t key) const {
+    return sum_block(count_tokens<true>(no_bins(), from_key(key), from_key(key)));
   }
 
-  __device__ __forceinline__ Sums sums_from(uint32_t key) const {
-    const Bins none = {1, 0, 0, false, 0.0f, 0.0f};  // an empty interval
-    return sum_tokens(none, from_key(key));
+  // This thread's part of the mass of the groups whose maximum is in [floor, heavy), where every token has less than 2^-17: one
+  // word holds its mass, and no bin wants it.
+  __device__ __forceinline__ int64_t light_mass(float floor, float heavy) const {
+    constexpr int kBatch = 16 / static_cast<int>(sizeof(T)), kGroups = kBatch * kPick;  // vectors on their way
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    constexpr uint32_t kZero = 0x4B000000u;  // the bits of 2^23: adding that leaves the nearest integer in the low bits
+    int64_t sum = 0;
+    for (int base = first; base < last; base += kGroups) {
+      const int own = base + lane;
+      const float peak = lane < kGroups && own < last ? group_max[own] : -infinity();
+      const uint32_t light = ballot(peak >= floor && peak < heavy);
+      if (light == 0) continue;
+      Bytes16 bytes[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int group = k * kPick + lane / kSpan, id = (base + group) * kGroup + lane % kSpan * kSize;
+        const int rest = (light >> group & 1u) != 0 ? logits.vocab - id : 0;
+        if (rest >= kSize) bytes[k] = read_vector(logits.z + id, rest, align);
+        else bytes[k] = rest > 0 ? read_end(logits.z + id, rest) : nothing<T>();
+      }
+      uint32_t word = 0;
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          word += to_bits(fmaf(exp_of(element<T>(bytes[k], i)), 0x1p40f, from_bits(kZero)));
+      sum += word - kBatch * kSize * kZero;
+    }
+    return sum;
+  }
+
+  // Over the block: the mass of all tokens, those of the bins counted in the histogram. `low`: no token below this key has one.
+  __device__ __forceinline__ int64_t whole_mass(const Bins& bins, uint32_t low) const {
+    const float floor = from_key(low);
+    float heavy = floor;
+    if (logits.mask == nullptr) heavy = fmaxf(floor, fminf(row.max - 18.0f / scale, from_key(bins.low)));
+    Sums own = count_tokens<true>(bins, floor, heavy);
+    if (heavy > floor) own.mass += light_mass(floor, heavy);
+    return sum_block(own).mass;
   }
 
   // The groups' maxima, counted.
@@ -279,7 +317,7 @@ struct Search {
     for (bool is_first = true;; is_first = false) {
       const Bins bins = bins_of(low, high, false);
       clear();
-      count_tokens<false>(bins, 0.0f);
+      count_tokens<false>(bins, 0.0f, from_key(bins.low));
       __syncthreads();  // the bins are full
       int bin;
       const Sums total = crossing.total;

@@ -375,7 +375,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kWideBlocks = 4;  // arithmetic on pairs of floats wants them side by side: more registers
 #else
-constexpr int kWideBlocks = 8;
+constexpr int kWideBlocks = 6;
 #endif
 
 // Blocks that are to share a multiprocessor: as many as the tokens they hold in registers allow. AMD: a wavefront a SIMD.
