@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel import gpu
+
 DEFAULT_LIMIT = 256 * 2**20
 _MINIMUM = 2**20
 _ALIGNMENT = 256  # bytes: what cuBLAS and 16-byte vector loads want of every part
@@ -135,9 +137,11 @@ def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> No
 
 
 def _buffer(device: torch.device) -> _Buffer:
-    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    with _lock:
-        return _buffers.setdefault(key, _Buffer())
+    key = (device, gpu.raw_stream(device) if device.type == "cuda" else 0)
+    if (buffer := _buffers.get(key)) is None:
+        with _lock:
+            buffer = _buffers.setdefault(key, _Buffer())
+    return buffer
 
 
 _COUNTED = torch.empty(0)

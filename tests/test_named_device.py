@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rlkernel
-from rlkernel import dispatch, native, workspace
+from rlkernel import dispatch, gpu, native, workspace
 from rlkernel.bench import cases, parity
 
 GPU = torch.device("cuda:0")
@@ -36,11 +36,11 @@ def launched(monkeypatch):
     monkeypatch.setattr(workspace, "_buffers", {})
     monkeypatch.setattr(workspace, "_captured", [])
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
+    monkeypatch.setattr(gpu, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 1 << 20)
     for name, value in {
         "get_device_capability": (9, 0),
-        "device": contextlib.nullcontext(),
-        "current_stream": types.SimpleNamespace(cuda_stream=0),
+        "current_device": 0,
         "is_current_stream_capturing": True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
