@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
-from rlkernel.ops import _covariance, _policy_rule
+from rlkernel.ops import _covariance, _policy_rule, _validate
+from rlkernel.ops._once import once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule
@@ -151,7 +151,7 @@ def policy_loss(
         dp_size=dp_size,
         cu_seqlens=cu_seqlens,
     )
-    logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)).contiguous()
+    logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
         old, scores, counted, offsets = tensors[:4]
@@ -159,12 +159,11 @@ def policy_loss(
             loss_type, logprobs, old, scores, counted, offsets, cov_ratio, clip_cov_lb, clip_cov_ub, seed,
             rule,
         )  # fmt: skip
-    every = (logprobs, entropy, *tensors, selected)
     if torch.compiler.is_compiling():
         choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
-        loss, metrics, *_ = _op(*every, choices, numbers)
+        loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, choices, numbers)
     else:
-        loss, metrics = _PolicyLoss.apply(*every, rule)
+        loss, metrics = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
     if items is not None:
         loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
     return PolicyLossOutput(loss, metrics)
@@ -204,26 +203,25 @@ def _forward(
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
-        *tensors, rule = rest
+    def forward(ctx: Any, logprobs, entropy, constants, rule):  # type: ignore[no-untyped-def]
         wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
-        arguments = (logprobs, entropy, *tensors, rule, wants_entropy)
-        values, grad, grad_entropy = _forward(*arguments)
-        ctx.save_for_backward(values[1], grad, grad_entropy)
-        ctx.others = len(rest)
-        loss, metrics = values[0].clone(), values[2:]
+        values, grad, grad_entropy = _forward(logprobs, entropy, *constants, rule, wants_entropy)
+        # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
+        loss, metrics = values[0].data, values[2:].data
+        ctx.save_for_backward(values, grad, grad_entropy)
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
-        return *_grads(ctx, grad_loss), *(None,) * ctx.others
+        values, grad, grad_entropy = ctx.saved_tensors
+        return *_grads(ctx, grad_loss * values[1], grad, grad_entropy), None, None
 
 
-def _grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    scale, grad, grad_entropy = ctx.saved_tensors
-    factor = grad_loss * scale
+def _grads(
+    ctx: Any, factor: Tensor, grad: Tensor, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     of_entropy = grad_entropy is not None and grad_entropy.numel() == grad.numel() and ctx.needs_input_grad[1]
     return grad * factor if ctx.needs_input_grad[0] else None, grad_entropy * factor if of_entropy else None
 
@@ -280,7 +278,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    return *_grads(ctx, grad_loss), *(None,) * 10
+    scale, grad, grad_entropy = ctx.saved_tensors
+    return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 10
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)
