@@ -6,6 +6,7 @@ asks for, at most the limit, and is kept for the next call.
 """
 
 import contextlib
+import math
 import os
 import threading
 import weakref
@@ -158,10 +159,8 @@ class Carver:
 
     def part(self, *shape: int, dtype: torch.dtype) -> Tensor:
         start = self.size
-        count = 1
-        for extent in shape:
-            count *= extent
-        self.size += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = math.prod(shape) * dtype.itemsize
+        self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self.buffer is None:
             return _COUNTED
-        return self.buffer[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        return self.buffer[start : start + size].view(dtype).view(shape)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops._modes import once_differentiable, without_autocast
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
@@ -227,7 +227,7 @@ def _forward(
     like = hidden.new_empty(0, dtype=dtype)
     loss = dispatch.pick("policy_loss", like, advantages, mask)
     policy = PolicyPass(loss, tuple(tensors), rule, items, reach, return_entropy)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(hidden.device):
         stats = impl.forward(
             hidden, weight, target_ids, head, policy, algorithm, (needs[0], needs[1], needs[2])
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _covariance, _policy_rule, _validate
-from rlkernel.ops._once import once_differentiable
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _preference_inputs, _preference_rule, _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed
