@@ -15,6 +15,7 @@ import torch
 
 from rlkernel import gpu
 
+ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it with `pip install -e . --no-build-isolation` in the source tree"
 
 
@@ -131,7 +132,7 @@ def launch(name: str, device: torch.device, *arguments: Any) -> None:
     if not isinstance(kernels, Kernels):
         raise NotImplementedError(kernels)
     kernel: Callable[..., None] = getattr(kernels, name)
-    if device.type == "cpu":
+    if kernels.part in ON_HOST:
         kernel(*arguments, 0)
     elif device.index == torch.cuda.current_device():
         kernel(*arguments, gpu.raw_stream(device))

@@ -183,7 +183,7 @@ def _per_row(
 
 
 def _look(argument: str, value: Tensor, inside: Callable[[float], bool], want: str) -> None:
-    """Looks at the values: on a CPU, and on a GPU in debug mode.  ``inside`` an interval, which NaN is not."""
+    """Looks at the values: on a CPU, and on a GPU in debug mode.  ``inside`` an interval: NaN is not."""
     if debug.may_read(value) and value.numel() and not all(inside(x.item()) for x in value.aminmax()):
         i, wrong = next((i, x) for i, x in enumerate(value.tolist()) if not inside(x))
         raise ValueError(f"{argument}[{i}] must be {want}, got {wrong}")

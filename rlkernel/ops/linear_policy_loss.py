@@ -35,7 +35,7 @@ _REACH = {
     **dict.fromkeys(("gpg", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"), "token"),
     "vespo": "sequence",
 }
-_KNOWN = (
+_KNOWN = frozenset((
     "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_times_ratio", "divergence", "correction",
     "verdict", "shrink", "stale_only", "low", "high", "delta", "dual", "log_clip", "tau_positive",
     "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive", "k_negative", "lambda_negative",
@@ -43,7 +43,7 @@ _KNOWN = (
     "token_high", "extreme_low", "extreme_high", "sum_k1_low", "sum_k1_high", "mean_k1_low", "mean_k1_high",
     "sum_k2_high", "mean_k2_high", "sum_k3_high", "mean_k3_high", "max_staleness", "log_decay",
     "denominator", "factor",
-)  # fmt: skip
+))  # fmt: skip
 
 _log = logging.getLogger("rlkernel")
 

@@ -205,7 +205,8 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs, entropy, constants, rule):  # type: ignore[no-untyped-def]
         wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
-        values, grad, grad_entropy = _forward(logprobs, entropy, *constants, rule, wants_entropy)
+        arguments = (logprobs, entropy, *constants, rule, wants_entropy)
+        values, grad, grad_entropy = _forward(*arguments)
         # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
         loss, metrics = values[0].data, values[2:].data
         ctx.save_for_backward(values, grad, grad_entropy)
@@ -219,9 +220,7 @@ class _PolicyLoss(torch.autograd.Function):
         return *_grads(ctx, grad_loss * values[1], grad, grad_entropy), None, None
 
 
-def _grads(
-    ctx: Any, factor: Tensor, grad: Tensor, grad_entropy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _grads(ctx: Any, factor: Tensor, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, Tensor | None]:
     of_entropy = grad_entropy is not None and grad_entropy.numel() == grad.numel() and ctx.needs_input_grad[1]
     return grad * factor if ctx.needs_input_grad[0] else None, grad_entropy * factor if of_entropy else None
 

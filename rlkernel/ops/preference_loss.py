@@ -231,7 +231,8 @@ class _PreferenceLoss(torch.autograd.Function):
         _, mask, nll_mask, _, cu_seqlens, labels, *_ = constants
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
-        loss, metrics, rewards, logps, stats, slopes, delta = _forward(ctx.impl, logprobs, *constants, rule)
+        arguments = (ctx.impl, logprobs, *constants, rule)
+        loss, metrics, rewards, logps, stats, slopes, delta = _forward(*arguments)
         ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens)
         ctx.ld_alpha = rule.ld_alpha
         ctx.mark_non_differentiable(metrics, rewards, logps, *(() if delta is None else (delta,)))
