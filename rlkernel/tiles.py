@@ -56,8 +56,9 @@ def statistics(
     n = hidden.shape[0] if rows is None else rows.numel()
     ids, t = _select(target_ids, rows), _select(head.temperature, rows)
     new = functools.partial(hidden.new_empty if n else hidden.new_zeros, dtype=torch.float32)
-    outputs = (new(n), new(n) if return_entropy else None, new(n), new(n), new(n))
-    state = new(4, n)
+    state, logprobs = new(4, n), new(n)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+    outputs = (logprobs, torch.empty_like(logprobs) if return_entropy else None, lse, row_max, log_sum)
     direction = new(n, hidden.shape[1]) if need_direction else None
     also = TileStatistics(kernels, names, hidden, weight, head, n) if names else None
     keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
