@@ -1,5 +1,6 @@
 """The tensors of a policy loss: what they must be, and how backends take them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ def checked(
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
+    choices: Mapping[str, Any],
     *,
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
@@ -23,7 +25,6 @@ def checked(
     entropy_coef: float,
     num_items_in_batch: float | Tensor | None,
     cu_seqlens: Tensor | None,
-    **choices: Any,
 ) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
     """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
     ``staleness``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that is

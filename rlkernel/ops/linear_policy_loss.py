@@ -51,12 +51,10 @@ _log = logging.getLogger("rlkernel")
 _OUTSIDE = torch.iinfo(torch.int64).min
 _parameters = inspect.signature(policy_loss).parameters.values()
 _DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
-_CHECKED = {
-    name: _DEFAULTS[name]
+_TENSORS, _CHOICES = (
+    {name: _DEFAULTS[name] for name in inspect.signature(function).parameters if name in _DEFAULTS}
     for function in (checked, _policy_rule.build)
-    for name in inspect.signature(function).parameters
-    if name in _DEFAULTS
-}
+)
 
 
 def linear_policy_loss(
@@ -136,8 +134,9 @@ def linear_policy_loss(
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
     given = options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
-    used = {name: x for name, x in given.items() if name in _CHECKED}
-    _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, **_CHECKED | used)
+    choices = {name: given.get(name, x) for name, x in _CHOICES.items() if name not in _TENSORS}
+    others = {name: given.get(name, x) for name, x in _TENSORS.items()}
+    _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
     kept = tensors[2]
     assert kept is not None
     if items is not None:

@@ -116,39 +116,42 @@ def policy_loss(
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
     """
+    choices = {
+        "loss_type": loss_type,
+        "loss_agg_mode": loss_agg_mode,
+        "importance_sampling_level": importance_sampling_level,
+        "epsilon": epsilon,
+        "epsilon_high": epsilon_high,
+        "delta": delta,
+        "clip_ratio_c": clip_ratio_c,
+        "log_ratio_clip": log_ratio_clip,
+        "tau_pos": tau_pos,
+        "tau_neg": tau_neg,
+        "vespo_k_pos": vespo_k_pos,
+        "vespo_lambda_pos": vespo_lambda_pos,
+        "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+        "ppo_kl_coef": ppo_kl_coef,
+        "dro_beta": dro_beta,
+        "beta": beta,
+        "kl_estimator": kl_estimator,
+        "use_bias_correction_kl": use_bias_correction_kl,
+        "correction": correction,
+        "loss_scale_factor": loss_scale_factor,
+        "dp_size": dp_size,
+    }
     entropy, tensors, rule, items = checked(
         logprobs,
         old_logprobs,
         advantages,
         mask,
-        loss_type=loss_type,
-        loss_agg_mode=loss_agg_mode,
-        importance_sampling_level=importance_sampling_level,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        clip_ratio_c=clip_ratio_c,
-        log_ratio_clip=log_ratio_clip,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        ppo_kl_coef=ppo_kl_coef,
-        dro_beta=dro_beta,
-        beta=beta,
+        choices,
         ref_logprobs=ref_logprobs,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
         rollout_logprobs=rollout_logprobs,
-        correction=correction,
         staleness=staleness,
         entropy=entropy,
         entropy_coef=entropy_coef,
         num_items_in_batch=num_items_in_batch,
-        loss_scale_factor=loss_scale_factor,
-        dp_size=dp_size,
         cu_seqlens=cu_seqlens,
     )
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
@@ -160,8 +163,8 @@ def policy_loss(
             rule,
         )  # fmt: skip
     if torch.compiler.is_compiling():
-        choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
-        loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, choices, numbers)
+        numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
+        loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, *numbers)
     else:
         loss, metrics = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
     if items is not None:
