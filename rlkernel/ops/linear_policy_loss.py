@@ -51,10 +51,12 @@ _log = logging.getLogger("rlkernel")
 _OUTSIDE = torch.iinfo(torch.int64).min
 _parameters = inspect.signature(policy_loss).parameters.values()
 _DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
-_TENSORS, _CHOICES = (
-    {name: _DEFAULTS[name] for name in inspect.signature(function).parameters if name in _DEFAULTS}
-    for function in (checked, _policy_rule.build)
-)
+_TENSORS = {name: _DEFAULTS[name] for name in inspect.signature(checked).parameters if name in _DEFAULTS}
+_CHOICES = {
+    name: _DEFAULTS[name]
+    for name in inspect.signature(_policy_rule.build).parameters
+    if name in _DEFAULTS and name not in _TENSORS
+}
 
 
 def linear_policy_loss(
@@ -134,7 +136,7 @@ def linear_policy_loss(
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
     given = options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
-    choices = {name: given.get(name, x) for name, x in _CHOICES.items() if name not in _TENSORS}
+    choices = {name: given.get(name, x) for name, x in _CHOICES.items()}
     others = {name: given.get(name, x) for name, x in _TENSORS.items()}
     _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
     kept = tensors[2]
