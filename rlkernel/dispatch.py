@@ -26,6 +26,7 @@ BACKENDS = {
     "triton": "rlkernel.triton_ops",
     "reference": "rlkernel.reference",
 }
+_ORDER = tuple(BACKENDS)
 
 _log = logging.getLogger("rlkernel")
 _forced: ContextVar[str] = ContextVar("rlkernel_backend", default="auto")
@@ -105,7 +106,12 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
 
 def order(op: str) -> tuple[str, ...]:
     """The order in which auto mode tries the backends for ``op``."""
-    return getattr(importlib.import_module(f"rlkernel.ops.{op}"), "ORDER", tuple(BACKENDS))
+    return getattr(_public(op), "ORDER", _ORDER)
+
+
+@functools.cache
+def _public(op: str) -> ModuleType:
+    return importlib.import_module(f"rlkernel.ops.{op}")
 
 
 def _check_op(op: str) -> None:

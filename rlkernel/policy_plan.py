@@ -65,8 +65,9 @@ class Plan:
             )
             return
         self.steps = steps_of(need, self.blocks)
-        self.scratch: Resident = make(blocks=self.blocks, staged=False)
-        if len(self.steps) == 1 and (staged := make(blocks=self.blocks, staged=True)).size <= limit:
+        self.scratch: Resident = one if self.blocks == 1 else make(blocks=self.blocks)
+        stages = needs[1] and weight.dtype != torch.float32 and len(self.steps) == 1
+        if stages and (staged := make(blocks=self.blocks, staged=True)).size <= limit:
             self.scratch = staged
         edges = [min(k * tokens, self.n) for s in self.steps for k in (s.finish.start, s.finish.stop)]
         if self.rows is None:

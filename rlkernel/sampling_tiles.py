@@ -8,6 +8,7 @@ FLOPs: one GEMM, 2 N H V.  Bytes beside it: the statistics read each tile once, 
 where a row may be filtered the logits stay in memory, and the second pass reads the groups that can matter.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
-from rlkernel.tile_products import dense, operand_dtype, product_kind
+from rlkernel.tile_products import dense, operand_dtype, product_kind, rows_of
 from rlkernel.types import Head, SampleStats, Sampling
 from rlkernel.workspace import Carver
 
@@ -36,20 +37,26 @@ GPU_TILE = (2048, 8 * SPLIT)
 
 
 def plan(weight: Tensor, head: Head) -> Plan:
-    vocab, size = weight.shape
-    limit = workspace.limit()
-    operand = operand_dtype(head.compute_dtype, weight.device)
-    most_rows, most_vocab = CPU_TILE if weight.device.type == "cpu" else GPU_TILE
-    wide = min(-(-vocab // SPLIT) * SPLIT, most_vocab)
-    piece = 0
-    if weight.dtype != operand or operand != head.compute_dtype or weight.stride(-1) != 1:
-        piece = min(max(limit // 2 // (size * operand.itemsize) // GROUP, 1) * GROUP, wide)
-    stage = _stage_dtype(head, weight.device)
+    device = weight.device
+    operand, stage = operand_dtype(head.compute_dtype, device), _stage_dtype(head, device)
+    convert = weight.dtype != operand or operand != head.compute_dtype or weight.stride(-1) != 1
     cell = stored_dtype(head).itemsize + (0 if stage is None else stage.itemsize)
+    most = CPU_TILE if device.type == "cpu" else GPU_TILE
+    return _plan(*weight.shape, operand.itemsize, convert, cell, most, workspace.limit())
+
+
+@functools.lru_cache
+def _plan(
+    vocab: int, size: int, operand: int, convert: bool, cell: int, most: tuple[int, int], limit: int
+) -> Plan:
+    """``operand`` and ``cell``: bytes of an element of the weight, and of the logits."""
+    most_rows, most_vocab = most
+    wide = min(-(-vocab // SPLIT) * SPLIT, most_vocab)
+    piece = min(max(limit // 2 // (size * operand) // GROUP, 1) * GROUP, wide) if convert else 0
     while wide > SPLIT and 64 * wide * cell > limit // 4:
         wide = max(wide // 2 // SPLIT, 1) * SPLIT
-    room = limit - piece * size * operand.itemsize
-    rows = max(room // (wide * cell + size * operand.itemsize), 16)
+    room = limit - piece * size * operand
+    rows = max(room // (wide * cell + size * operand), 16)
     return Plan(int(min(rows, most_rows)), wide, piece)
 
 
@@ -70,9 +77,9 @@ def forward(
     if sampling.rank or sampling.may_filter(vocab):
         group_max = hidden.new_empty(n, -(-vocab // GROUP), dtype=torch.float32)
     for a, b, v0, tile in _tiles(hidden, weight, head, logits):
-        part = _rows(sampling, a, b)
-        maxima = None if group_max is None else group_max[a:b]
-        kernels.tile_statistics(tile, None, v0, vocab, part, partials[a:b], maxima)
+        part = sampling if b - a == n else _rows(sampling, a, b)
+        maxima = None if group_max is None else rows_of(group_max, a, b)
+        kernels.tile_statistics(tile, None, v0, vocab, part, rows_of(partials, a, b), maxima)
     return kernels.finish(logits, None, vocab, sampling, partials, group_max)
 
 
@@ -138,7 +145,7 @@ def _tiles(
             v1 = min(v0 + chosen.vocab, vocab)
             for a in range(0, n, rows):
                 b = min(a + rows, n)
-                h = hidden[a:b] if hiddens is None else hiddens[: b - a]
+                h = rows_of(hidden, a, b) if hiddens is None else hiddens[: b - a]
                 if hiddens is not None and held != a:
                     h.copy_(hidden[a:b].to(head.compute_dtype))
                     held = a

@@ -1,5 +1,6 @@
 """The workspace of the tiles and the library GEMMs into it."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,26 +30,40 @@ def tile_plan(weight: Tensor, head: Head) -> Tile:
     The widest slice of the vocabulary whose converted weight and fp32 gradient take at most half of the
     limit, and as many tokens as fit beside it.
     """
-    vocab, size = weight.shape
-    limit = workspace.limit()
-    operand = operand_dtype(head.compute_dtype, weight.device)
-    cell = head.logits_dtype.itemsize + (0 if head.logits_dtype == operand else operand.itemsize)
-    converted = 0 if weight.dtype == operand == head.compute_dtype else operand.itemsize
-    per_entry = size * (converted + (0 if weight.dtype == torch.float32 else 4))
+    device = weight.device
+    most = CPU_TILE if device.type == "cpu" else GPU_TILE
+    dtypes = weight.dtype, head.logits_dtype, head.compute_dtype
+    return _tile_plan(*weight.shape, *dtypes, device, most, workspace.limit())
+
+
+@functools.lru_cache
+def _tile_plan(
+    vocab: int,
+    size: int,
+    dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    most: Tile,
+    limit: int,
+) -> Tile:
+    operand = operand_dtype(compute_dtype, device)
+    cell = logits_dtype.itemsize + (0 if logits_dtype == operand else operand.itemsize)
+    converted = 0 if dtype == operand == compute_dtype else operand.itemsize
+    per_entry = size * (converted + (0 if dtype == torch.float32 else 4))
     per_token = size * (operand.itemsize + 4)
-    most_tokens, most_vocab = CPU_TILE if weight.device.type == "cpu" else GPU_TILE
-    wide = min(vocab, most_vocab)
+    wide = min(vocab, most.vocab)
     while wide > 256 and wide * per_entry > limit // 2:
         wide = max(256, wide // 2)
     tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
-    if weight.device.type == "cpu":
+    if device.type == "cpu":
         # linear_policy_loss keeps whole rows of logits, in these same tiles: a CPU's GEMMs lose little by it
-        row = head.logits_dtype.itemsize * vocab + cell * wide + 4 * per_token
+        row = logits_dtype.itemsize * vocab + cell * wide + 4 * per_token
         whole = (limit - wide * size * converted) // row
         tokens = min(tokens, max(whole, 256))
     if tokens > 128:
         tokens -= tokens % 128
-    return Tile(int(min(tokens, most_tokens)), wide)
+    return Tile(int(min(tokens, most.tokens)), wide)
 
 
 def kept_tiles(tiles: int, size: int, used: int) -> int:
@@ -93,14 +108,18 @@ class Scratch:
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
         self.size = self._carve(Carver())
         if keep and n:
-            backward = Scratch(
-                hidden, weight, head, n, gathered, gradients=True, hidden_gradient=True, weight_gradient=True
-            )
-            self.size = max(self.size, backward.size)
+            self.size = max(self.size, self._size_of_backward())
             tiles = -(-n // self.plan.tokens) * -(-weight.shape[0] // self.plan.vocab)
             size = self._slot() * head.logits_dtype.itemsize
             self._slots = kept_tiles(tiles, size, self.size)
             self.size += self._slots * size
+
+    def _size_of_backward(self) -> int:
+        own = self._gradients, self._of_hidden, self._of_weight
+        self._gradients = self._of_hidden = self._of_weight = True
+        size = self._carve(Carver())
+        self._gradients, self._of_hidden, self._of_weight = own
+        return size
 
     def _slot(self) -> int:
         """Elements of a tile that is kept: whole cache lines apart."""
@@ -108,15 +127,15 @@ class Scratch:
         return -(-tokens * wide // 128) * 128
 
     def _carve(self, carver: Carver) -> int:
-        hidden, weight, dtype = self.source, self.weight, self.head.logits_dtype
-        n, size, part = self.n, hidden.shape[1], carver.part
-        tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, weight.shape[0])
-        several = n > self.plan.tokens or weight.dtype != self.operand  # or the GEMM itself accumulates
-        self._kept = part(self._slots, self._slot(), dtype=dtype)
+        n, dtype, weight_dtype, part = self.n, self.head.logits_dtype, self.weight.dtype, carver.part
+        vocab, size = self.weight.shape
+        tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, vocab)
+        several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
+        self._kept = part(self._slots, self._slot(), dtype=dtype) if self._slots else None
         self._logits = part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
         self._dh = part(tokens, size, dtype=torch.float32) if self._of_hidden and self.gathered else None
-        accumulate = self._of_weight and several and weight.dtype != torch.float32
+        accumulate = self._of_weight and several and weight_dtype != torch.float32
         self._dw = part(wide, size, dtype=torch.float32) if accumulate else None
         return carver.size
 
@@ -139,6 +158,7 @@ class Scratch:
             rows, slots = lease.note
             self._known = rows == self.n  # the backward pass leaves out rows without a gradient
             self._slots = slots if self._known else 0
+        self._counted = dict(vars(self))
         self._carve(Carver(lease.memory))
         return self
 
@@ -149,7 +169,7 @@ class Scratch:
             workspace.keep(self.source.device, owner, size, (self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
-        self._carve(Carver())  # no part outlives the lease
+        vars(self).update(self._counted)  # no part outlives the lease
         self._lease.__exit__(*exception)
 
     def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -158,7 +178,7 @@ class Scratch:
             return
         for v0 in range(0, self.weight.shape[0], self.plan.vocab):
             v1 = min(v0 + self.plan.vocab, self.weight.shape[0])
-            w = self.weight[v0:v1]
+            w = rows_of(self.weight, v0, v1)
             yield v0, v1, w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -167,7 +187,7 @@ class Scratch:
 
     def hidden(self, rows: Tensor | None, a: int, b: int) -> Tensor:
         """The hidden states of a chunk as operands of a GEMM."""
-        return self.source[a:b] if self._h is None else self._gather(rows, a, b, self._h[: b - a])
+        return rows_of(self.source, a, b) if self._h is None else self._gather(rows, a, b, self._h[: b - a])
 
     def _gather(self, rows: Tensor | None, a: int, b: int, out: Tensor) -> Tensor:
         if rows is not None and self.source.dtype == self.operand == self.head.compute_dtype:
@@ -178,7 +198,8 @@ class Scratch:
     def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
         """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""
         index = v0 // self.plan.vocab * -(-self.n // self.plan.tokens) + a // self.plan.tokens
-        tile = dense(self._kept[index] if index < self._slots else self._logits, h.shape[0], w.shape[0])
+        tile = self._logits if self._kept is None or index >= self._slots else self._kept[index]
+        tile = dense(tile, h.shape[0], w.shape[0])
         return tile if self._known and index < self._slots else self._product(tile, h, w)
 
     def _product(self, tile: Tensor, h: Tensor, w: Tensor) -> Tensor:
@@ -194,11 +215,11 @@ class Scratch:
 
     def hidden_gradient(self, tokens: int) -> Tensor:
         assert self._dh is not None
-        return self._dh[:tokens]
+        return rows_of(self._dh, 0, tokens)
 
     def weight_gradient(self, out: Tensor) -> Tensor:
         """The accumulator for a slice of the weight's gradient: an fp32 part, or the slice itself."""
-        return out if self._dw is None else self._dw[: out.shape[0]]
+        return out if self._dw is None else rows_of(self._dw, 0, out.shape[0])
 
     def accumulate(self, out: Tensor, a: Tensor, b: Tensor, first: bool) -> Tensor:
         """``out = a @ b`` or ``out += a @ b``; products of low precision are summed in fp32."""
@@ -212,6 +233,13 @@ class Scratch:
         return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
+def rows_of(x: Tensor, begin: int, end: int) -> Tensor:
+    """``x[begin:end]``, which takes a microsecond also where it is all of ``x``."""
+    return x if begin == 0 and end == x.shape[0] else x[begin:end]
+
+
 def dense(part: Tensor, rows: int, columns: int) -> Tensor:
+    if part.shape == (rows, columns):
+        return part
     # a slice of a part has gaps between its rows unless it takes all columns: take the memory anew
-    return part.view(-1)[: rows * columns].view(rows, columns)
+    return part.as_strided((rows, columns), (columns, 1))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.tile_products import Scratch
+from rlkernel.tile_products import Scratch, rows_of
 from rlkernel.tile_statistics import Statistics, TileStatistics
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
@@ -56,10 +56,11 @@ def statistics(
     n = hidden.shape[0] if rows is None else rows.numel()
     ids, t = _select(target_ids, rows), _select(head.temperature, rows)
     new = functools.partial(hidden.new_empty if n else hidden.new_zeros, dtype=torch.float32)
-    outputs = (new(n), new(n) if return_entropy else None, new(n), new(n), new(n))
-    state = new(4, n)
+    state, logprobs = new(4, n), new(n)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+    outputs = (logprobs, torch.empty_like(logprobs) if return_entropy else None, lse, row_max, log_sum)
     direction = new(n, hidden.shape[1]) if need_direction else None
-    also = TileStatistics(kernels, names, hidden, weight, head, n)
+    also = TileStatistics(kernels, names, hidden, weight, head, n) if names else None
     keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
     gathered = rows is not None
     with Scratch(hidden, weight, head, n, gathered, gradients=need_direction, keep=keep) as scratch:
@@ -70,20 +71,21 @@ def statistics(
                 logits = scratch.logits(h, w, v0, a)
                 options = _tile_options(head, t, a, b, v0, v1)
                 tile = (logits, v0, ids[a:b], *options)
-                before = state[0, a:b].clone()
+                before = None if direction is None or first else state[0, a:b].clone()
                 results = tuple(_part(x, a, b) for x in outputs)
-                kernels.tile_forward(*tile, state[:, a:b], first, last, results)
-                if names:
+                states = state if b - a == n else state[:, a:b]
+                kernels.tile_forward(*tile, states, first, last, results)
+                if also is not None:
                     also.tile(logits, h, w, v0, ids[a:b], options, a, b)
                 if direction is not None:
                     exps = scratch.gradient(logits)
                     kernels.tile_exp(*tile, state[0, a:b], exps)
-                    if not first:
+                    if before is not None:
                         _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
             _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
-        more = also.finish(ids, t, state, outputs[4])
+        more = (None, None, None) if also is None else also.finish(ids, t, state, outputs[4])
         scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
         scratch.keep(scattered[4])  # type: ignore[arg-type]
     if direction is not None:
@@ -114,7 +116,7 @@ def backward(
         return torch.where(row == 0, 0, row * direction).to(hidden.dtype), None, None
 
     bias_dtype, head = head.bias.dtype if head.bias is not None else None, _wide_bias(head)
-    nonzero = torch.stack([g != 0 for g in grads if g is not None]).any(0)
+    nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
     rows = _rows((target_ids != head.ignore_index) & nonzero)
     n = hidden.shape[0] if rows is None else rows.numel()
     scratch = Scratch(
@@ -134,7 +136,7 @@ def backward(
     upstream = [_select(g, rows) for g in grads]
     with scratch:
         for v0, v1, w in scratch.weight_slices():
-            dw_slice = None if dweight is None else dweight[v0:v1]
+            dw_slice = _part(dweight, v0, v1)
             dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
             for a, b in scratch.chunks():
                 h = scratch.hidden(rows, a, b)
@@ -146,7 +148,7 @@ def backward(
                 )
                 if dhidden is not None:
                     if rows is None:
-                        scratch.accumulate(dhidden[a:b], dz, w, v0 == 0)
+                        scratch.accumulate(rows_of(dhidden, a, b), dz, w, v0 == 0)
                     else:
                         dh = scratch.accumulate(scratch.hidden_gradient(b - a), dz, w, True)
                         dhidden.index_add_(0, rows[a:b], dh)
@@ -174,8 +176,8 @@ def _rows(wanted: Tensor) -> Tensor | None:
     """
     if capturing(wanted.device):
         return None
-    rows = wanted.nonzero()[:, 0]
-    return None if rows.numel() == wanted.numel() else rows
+    rows = wanted.nonzero()  # [n, 1]
+    return None if rows.shape[0] == wanted.shape[0] else rows[:, 0]
 
 
 def _wide_bias(head: Head) -> Head:
@@ -191,7 +193,7 @@ def _select(x: Any, rows: Tensor | None) -> Any:
 
 
 def _part(x: Any, begin: int, end: int) -> Any:
-    return x[begin:end] if isinstance(x, Tensor) else x
+    return rows_of(x, begin, end) if isinstance(x, Tensor) else x
 
 
 def _scatter(x: Tensor | None, rows: Tensor | None, n: int) -> Tensor | None:

@@ -6,6 +6,7 @@ asks for, at most the limit, and is kept for the next call.
 """
 
 import contextlib
+import math
 import os
 import threading
 import weakref
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlkernel import gpu
 
 DEFAULT_LIMIT = 256 * 2**20
 _MINIMUM = 2**20
@@ -135,9 +138,11 @@ def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> No
 
 
 def _buffer(device: torch.device) -> _Buffer:
-    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    with _lock:
-        return _buffers.setdefault(key, _Buffer())
+    key = (device, gpu.raw_stream(device) if device.type == "cuda" else 0)
+    if (buffer := _buffers.get(key)) is None:
+        with _lock:
+            buffer = _buffers.setdefault(key, _Buffer())
+    return buffer
 
 
 _COUNTED = torch.empty(0)
@@ -154,10 +159,8 @@ class Carver:
 
     def part(self, *shape: int, dtype: torch.dtype) -> Tensor:
         start = self.size
-        count = 1
-        for extent in shape:
-            count *= extent
-        self.size += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = math.prod(shape) * dtype.itemsize
+        self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self.buffer is None:
             return _COUNTED
-        return self.buffer[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        return self.buffer[start : start + size].view(dtype).view(shape)

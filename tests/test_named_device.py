@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rlkernel
-from rlkernel import dispatch, native, workspace
+from rlkernel import dispatch, gpu, native, workspace
 from rlkernel.bench import cases, parity
 
 GPU = torch.device("cuda:0")
@@ -36,11 +36,11 @@ def launched(monkeypatch):
     monkeypatch.setattr(workspace, "_buffers", {})
     monkeypatch.setattr(workspace, "_captured", [])
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
+    monkeypatch.setattr(gpu, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 1 << 20)
     for name, value in {
         "get_device_capability": (9, 0),
-        "device": contextlib.nullcontext(),
-        "current_stream": types.SimpleNamespace(cuda_stream=0),
+        "current_device": 0,
         "is_current_stream_capturing": True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -84,6 +84,33 @@ def test_an_op_stays_on_its_device(op, case, launched):
     assert {x.device for x in outputs.values()} == {GPU}
     vendors = op == "prefix_shared_attention"  # a batch that is one call of theirs launches none of ours
     assert launched or vendors
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_is_on_its_device_and_its_stream(current, launched, monkeypatch):
+    entered, handles = [], []
+    kernels = native.Kernels(
+        "cuda", *(lambda *arguments: handles.append(arguments) for _ in fields(native.Kernels)[1:])
+    )
+    monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
+    monkeypatch.setattr(gpu, "raw_stream", lambda device: 70 + device.index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext()
+    )
+    native.launch("gae", GPU, 1, 2)
+    assert handles == [(1, 2, 70)]
+    assert entered == ([] if current == 0 else [GPU])
+
+
+def test_the_stream_is_asked_of_torch_where_its_handle_is_not_to_be_had(monkeypatch):
+    stream = types.SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(gpu, "_raw_stream", None)
+    assert gpu.raw_stream(GPU) == 7
+    monkeypatch.setattr(gpu, "_raw_stream", lambda index: 40 + index)
+    assert gpu.raw_stream(GPU) == 40
+    assert gpu.raw_stream(torch.device("cuda")) == 7  # whichever is current
 
 
 def test_a_tensor_of_the_cpu_among_them_is_found():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from backends import is_slow, of, skip_unless_able
+from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -261,6 +261,23 @@ def test_upstream_gradient_scales_and_items_divide(backend, device):
     )
     assert_equal("number", number[2], one[2] * 2 / 64)
     assert_equal("tensor", tensor[2], number[2])
+
+
+@ON_EVERY_BACKEND
+def test_loss_and_metrics_may_be_modified_in_place(backend, device):
+    """A trainer divides the loss by its accumulation steps and reduces the metrics over its ranks."""
+    inputs = make_inputs(3, 20, device=device)
+    leaf = inputs.pop("logprobs").requires_grad_()
+    with running(backend):
+        want = torch.autograd.grad(rlkernel.policy_loss(leaf, **inputs).loss, leaf)[0]
+        loss, metrics = rlkernel.policy_loss(leaf, **inputs)
+        before = metrics.clone()
+        loss += loss.detach()
+        loss *= 0.5
+        assert_equal("metrics", metrics, before)
+        metrics.zero_()
+        assert_equal("grad", torch.autograd.grad(loss, leaf, retain_graph=True)[0], want * 0.5)
+        assert_equal("grad of two uses", torch.autograd.grad(loss + loss, leaf)[0], want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

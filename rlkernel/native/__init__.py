@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from rlkernel import gpu
+
+ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it with `pip install -e . --no-build-isolation` in the source tree"
 
 
@@ -113,12 +116,14 @@ _emulated: list[Kernels] = []
 
 def kernels_for(device: torch.device | str) -> Kernels | str:
     """The kernels that run on `device`, or the reason why there are none."""
-    device = torch.device(device)
-    if device.type == "cpu":
+    if isinstance(device, str):
+        device = torch.device(device)
+    kind = device.type
+    if kind == "cpu":
         return _emulated[-1] if _emulated else _kernels("cpu", None)
-    if device.type == "cuda":
+    if kind == "cuda":
         return _kernels("hip" if torch.version.hip else "cuda", device.index)
-    return f"rlkernel._C has kernels for cpu and cuda tensors, got {device.type}"
+    return f"rlkernel._C has kernels for cpu and cuda tensors, got {kind}"
 
 
 def launch(name: str, device: torch.device, *arguments: Any) -> None:
@@ -127,11 +132,13 @@ def launch(name: str, device: torch.device, *arguments: Any) -> None:
     if not isinstance(kernels, Kernels):
         raise NotImplementedError(kernels)
     kernel: Callable[..., None] = getattr(kernels, name)
-    if device.type == "cpu":
+    if kernels.part in ON_HOST:
         kernel(*arguments, 0)
+    elif device.index == torch.cuda.current_device():
+        kernel(*arguments, gpu.raw_stream(device))
     else:
         with torch.cuda.device(device):
-            kernel(*arguments, torch.cuda.current_stream(device).cuda_stream)
+            kernel(*arguments, gpu.raw_stream(device))
 
 
 @contextmanager

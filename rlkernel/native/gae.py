@@ -27,9 +27,8 @@ def forward(
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    advantages, returns = (
-        torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)
-    )
+    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
+    returns = torch.empty_like(advantages)
     rows, length = rewards.shape if cu_seqlens is None else (len(cu_seqlens) - 1, 0)
     launch(
         "gae", rewards.device, rewards.data_ptr(), rewards.stride(0), values.data_ptr(), values.stride(0),

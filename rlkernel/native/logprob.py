@@ -3,7 +3,7 @@
 Also the tile kernels of ``linear_logprob``: the same kernels on a slice of the vocabulary."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,8 @@ def unsupported_tensor(name: str, tensor: Tensor) -> list[str]:
 def forward(
     logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
 ) -> Stats:
-    rows = logits.shape[:-1]
-    logprobs, lse, row_max, log_sum = (
-        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
-    )
+    logprobs = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
     entropy = torch.empty_like(logprobs) if return_entropy else None
     target_ids = target_ids.contiguous()
     for part in _layout(logits):
@@ -92,9 +90,8 @@ def support_forward(
 ) -> SupportStats:
     """The kernel takes rows with a support, ``sampling``'s the whole ones: see the reference."""
     target_ids = target_ids.contiguous()
-    logprobs, lse, row_max, log_sum = (
-        torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device) for _ in range(4)
-    )
+    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
     entropy = torch.empty_like(logprobs) if return_entropy else None
     values = logits.contiguous() if gathered else logits.new_zeros(support_ids.shape)
     vocab = 2**31 - 1 if gathered else logits.shape[-1]
@@ -230,13 +227,19 @@ def _whole(tile: Tensor) -> _Layout:
     return _Layout(tile.shape[0], max(tile.shape[0], 1), 0, tile.stride(0))
 
 
-def _layout(x: Tensor) -> Iterator[_Layout]:
-    """The rows of ``x`` [..., V], neither copied nor reshaped.
-
-    Dimensions that continue each other are one; two of the rest are the launch's, more are a loop.
-    """
+def _layout(x: Tensor) -> Iterable[_Layout]:
+    """The rows of ``x`` [..., V], neither copied nor reshaped."""
     if x.numel() == 0:
-        return
+        return ()
+    if x.is_contiguous():
+        vocab = x.shape[-1]
+        rows = x.numel() // vocab
+        return (_Layout(rows, rows, 0, vocab),)
+    return _loops(x)
+
+
+def _loops(x: Tensor) -> Iterator[_Layout]:
+    """Dimensions that continue each other are one; two of the rest are the launch's, more are a loop."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if dims and dims[-1][1] == size * stride:
@@ -272,10 +275,10 @@ def _tile(
     )  # fmt: skip
 
 
-def _rows_of(target_ids: Tensor) -> Iterator[_Layout]:
+def _rows_of(target_ids: Tensor) -> Iterable[_Layout]:
     """The rows where no logits lie behind them."""
-    if target_ids.numel():
-        yield _Layout(target_ids.numel(), target_ids.numel(), 0, 0)
+    rows = target_ids.numel()
+    return (_Layout(rows, rows, 0, 0),) if rows else ()
 
 
 def _support(

@@ -58,7 +58,7 @@ def forward(
         "policy_loss", device, *map(_address, tensors), _address(cu_seqlens), rows, length,
         advantages.shape == logprobs.shape, staleness is not None and staleness.shape == logprobs.shape,
         *map(_address, (grad_logprobs, grad_entropy, partials, values)),
-        [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:]),
+        rule[:POLICY_CHOICES], rule[POLICY_CHOICES:],
     )  # fmt: skip
     return values[:-1], grad_logprobs, grad_entropy
 

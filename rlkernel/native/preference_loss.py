@@ -54,18 +54,17 @@ def loss(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     rows, device = stats.shape[0], stats.device
-    total = torch.empty((), dtype=dtype, device=device)
     metrics = torch.empty(len(PREFERENCE_METRICS), dtype=dtype, device=device)
+    total, rewards, logps = metrics.new_empty(()), metrics.new_empty(rows), metrics.new_empty(rows)
     slopes = torch.empty(rows + 1, dtype=torch.float64, device=device)
-    rewards, logps = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
-    delta = None if running_delta is None else torch.empty(2, dtype=dtype, device=device)
+    delta = None if running_delta is None else torch.empty_like(running_delta)
     launch(
         "preference_loss", device, _address(stats), rows, _address(labels), _address(kl),
         kl is not None and kl.numel() != 1,
         *map(_address, (order, items, nll_items, running_delta, total, metrics, slopes, rewards, logps,
         delta)),
         [int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting), *rule.terms],
-        list(rule[7:]), list(rule.weights), list(rule.smoothing),
+        rule[7:], rule.weights, rule.smoothing,
     )  # fmt: skip
     return total, metrics, slopes, rewards, logps, delta
 

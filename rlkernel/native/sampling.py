@@ -33,8 +33,10 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
     group_max = None
     if sampling.rank or sampling.may_filter(vocab):
         group_max = torch.empty(rows, -(-vocab // GROUP), dtype=torch.float32, device=device)
-    tile_statistics(logits, adjusted, 0, vocab, sampling, partials, group_max)
-    return finish(logits, adjusted, vocab, sampling, partials, group_max)
+    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
+    if rows:
+        launch("sampling_statistics", device, *arguments)
+    return _finish(sampling, rows, device, arguments)
 
 
 def tile_statistics(
@@ -63,28 +65,30 @@ def finish(
 ) -> SampleStats:
     """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] and ``group_max`` may be
     None where no row can be filtered and no rank is wanted."""
-    rows, device = len(partials), partials.device
+    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
+    return _finish(sampling, partials.shape[0], partials.device, arguments)
 
-    def empty(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(rows, dtype=dtype, device=device)
 
+def _finish(sampling: Sampling, rows: int, device: torch.device, arguments: tuple[Any, ...]) -> SampleStats:
+    like = torch.empty_like  # half the time of torch.empty
+    ids = torch.empty(rows, dtype=torch.int64, device=device)
+    number = torch.empty(rows, dtype=torch.float32, device=device)
     stats = SampleStats(
-        token_ids=empty(torch.int64),
-        raw_logprobs=empty() if sampling.raw else None,
-        tempered_logprobs=empty(),
-        processed_logprobs=empty(),
-        kept_mass=empty(),
-        kept_count=empty(torch.int64),
-        entropy=empty() if sampling.entropy else None,
-        rank=empty(torch.int64) if sampling.rank else None,
+        token_ids=ids,
+        raw_logprobs=like(number) if sampling.raw else None,
+        tempered_logprobs=number,
+        processed_logprobs=like(number),
+        kept_mass=like(number),
+        kept_count=like(ids),
+        entropy=like(number) if sampling.entropy else None,
+        rank=like(ids) if sampling.rank else None,
         support=_support(rows, sampling.support, device),
-        valid=empty(torch.bool),
-        row_max=empty(),
-        log_sum=empty(),
+        valid=torch.empty(rows, dtype=torch.bool, device=device),
+        row_max=like(number),
+        log_sum=like(number),
     )
     if rows == 0:
         return stats
-    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
     *results, valid, row_max, log_sum = map(_address, stats)
     outputs = (*results, sampling.support, valid, row_max, log_sum, 0, 0)
     launch("sampling_finish", device, *arguments, *outputs)
@@ -109,19 +113,17 @@ def _inputs(
     bitmask, top_k = sampling.token_bitmask, sampling.top_k
     if not isinstance(top_k, Tensor):
         top_k = min(top_k, vocab)  # a number of any size is one
-    per_row = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.top_n_sigma)
+    per_row: list[float] = []
+    for x in (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.top_n_sigma):
+        per_row += (x.data_ptr(), 0) if isinstance(x, Tensor) else (0, x)
     return (
-        _address(logits), 0 if logits is None else DTYPES[logits.dtype], len(partials), _stride(logits),
+        _address(logits), 0 if logits is None else DTYPES[logits.dtype], partials.shape[0], _stride(logits),
         tile_vocab, vocab_start, vocab, _address(adjusted), _stride(adjusted), _address(bitmask),
-        _stride(bitmask), *(field for x in per_row for field in _per_row(x)), _address(sampling.seeds),
+        _stride(bitmask), *per_row, _address(sampling.seeds),
         _address(sampling.positions), _address(sampling.token_ids), _address(sampling.skip), sampling.joint,
         sampling.gumbel, sampling.raw, sampling.entropy, sampling.may_use_sigma, partials.data_ptr(),
         _address(group_max),
     )  # fmt: skip
-
-
-def _per_row(x: float | Tensor) -> tuple[int, float]:
-    return (x.data_ptr(), 0) if isinstance(x, Tensor) else (0, x)
 
 
 def _stride(x: Tensor | None) -> int:

@@ -33,11 +33,11 @@ def forward(
 ) -> Result:
     device, rows, length = values.device, *_sizes(values, cu_seqlens)
     slots = rows * -(-length // CHUNK) if cu_seqlens is None else length // CHUNK + rows + 1
-    slope = torch.empty(values.shape, dtype=torch.float32, device=device) if need_slope else None
+    slope = torch.empty(*values.shape, dtype=torch.float32, device=device) if need_slope else None
     partials = torch.empty(slots * SUMS, dtype=torch.float64, device=device)
     scale = torch.empty(rows, dtype=torch.float32, device=device)
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    metrics = torch.empty(len(VALUE_METRICS), dtype=torch.float32, device=device)
+    loss = scale.new_empty(())
+    metrics = scale.new_empty(len(VALUE_METRICS))
     unit, items, factor = aggregation
     number = items if isinstance(items, float) else 0.0
     launch(

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch, support_products
 from rlkernel.ops import _validate
 from rlkernel.ops import linear_logprob as whole
 from rlkernel.ops._logprob_support import without_support
+from rlkernel.ops._modes import once_differentiable, without_autocast
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
@@ -104,7 +104,7 @@ def _forward(
     whole_ids = without_support(target_ids, support[1], head.ignore_index)
     options = return_entropy, algorithm, need_direction, keep, ()
     of_whole, _ = whole._forward(impls[0], hidden, weight, whole_ids, head, *options)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         u = support_products.products(hidden, weight, head, *support)
         row = target_ids, head.temperature, head.ignore_index, return_entropy
         *stats, _ = impls[1].support_forward(support_products.capped(u, head), *row, *support, True)
@@ -139,7 +139,7 @@ def _backward(
     a, b, c = (None if g is None else torch.where(filtered, 0, g) for g in upstream)
     whole_ids = without_support(target_ids, support[1], head.ignore_index)
     result = whole._backward(impls[0], (a, b, c), hidden, weight, whole_ids, head, h, m, s, direction, needs)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         row = target_ids, head.temperature, head.ignore_index
         stats = logprobs, entropy, row_max, log_sum
         values = support_products.capped(u, head)

@@ -1,5 +1,6 @@
 """The tensors of a policy loss: what they must be, and how backends take them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ def checked(
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
+    choices: Mapping[str, Any],
     *,
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
@@ -23,7 +25,6 @@ def checked(
     entropy_coef: float,
     num_items_in_batch: float | Tensor | None,
     cu_seqlens: Tensor | None,
-    **choices: Any,
 ) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
     """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
     ``staleness``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that is
@@ -55,7 +56,7 @@ def checked(
         has_staleness=staleness is not None,
         entropy_coef=entropy_coef,
         num_items_in_batch=known,
-        length=None if cu_seqlens is not None else logprobs.shape[1],
+        length=_length(logprobs, choices["loss_agg_mode"]) if cu_seqlens is None else None,
     )
     if rollout_logprobs is not None and not rule.correction:
         raise ValueError("correction must be given with rollout_logprobs, got None")
@@ -82,6 +83,11 @@ def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) ->
             raise ValueError("advantages must be numbers where the mask is true, got NaN")
 
 
+def _length(logprobs: Tensor, loss_agg_mode: str) -> int:
+    """What the rule depends on: not the length, unless the loss is divided by it."""
+    return logprobs.shape[1] if loss_agg_mode == "seq-mean-token-sum-norm" else 0
+
+
 def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
     if x is None:
         return None
@@ -91,18 +97,15 @@ def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -
     _validate.same_device(name, x, "logprobs", logprobs.device)
     if name != "entropy" and x.requires_grad:
         raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
-    return x.to(dtype).contiguous()
+    return _validate.dense(x, dtype)
 
 
 def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     _validate.floating("advantages", x)
-    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
-        raise ValueError(f"advantages must have {want}, got {tuple(x.shape)}")
-    _validate.same_device("advantages", x, "logprobs", logprobs.device)
+    x = _per_sequence("advantages", x, logprobs, count)
     if x.requires_grad:
         raise ValueError("advantages must not require a gradient, got requires_grad=True")
-    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+    return _validate.dense(x, dtype)
 
 
 def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
@@ -110,11 +113,17 @@ def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtyp
         return None
     if not isinstance(x, Tensor):
         raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
-    if x.shape != logprobs.shape and x.shape not in ((count,), (count, 1)):
+    return _validate.dense(_per_sequence("staleness", x, logprobs, count), dtype)
+
+
+def _per_sequence(name: str, x: Tensor, logprobs: Tensor, count: int) -> Tensor:
+    """One value for each token, or [count]."""
+    shape = x.shape
+    if shape not in (logprobs.shape, (count,), (count, 1)):
         want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
-        raise ValueError(f"staleness must have {want}, got {tuple(x.shape)}")
-    _validate.same_device("staleness", x, "logprobs", logprobs.device)
-    return (x if x.shape == logprobs.shape else x.reshape(count)).to(dtype).contiguous()
+        raise ValueError(f"{name} must have {want}, got {tuple(shape)}")
+    _validate.same_device(name, x, "logprobs", logprobs.device)
+    return x if shape in ((count,), logprobs.shape) else x.reshape(count)
 
 
 def _mask(x: Tensor, logprobs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkernel.ops import _rollout_correction
+from rlkernel.ops._remembered import remembered
 from rlkernel.ops._rollout_correction import RolloutCorrection, choice
 from rlkernel.ops._rollout_correction import number as _number
 from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
@@ -81,6 +82,7 @@ def _optional(argument: str, value: float | None, otherwise: float, low: float =
     return otherwise if value is None else _number(argument, value, low, above=True)
 
 
+@remembered
 def build(
     *,
     loss_type: str,

@@ -54,7 +54,7 @@ def reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype)
         want = f"logprobs' shape {tuple(logprobs.shape)} or one sum for each of {rows} sequences"
         raise ValueError(f"ref_logprobs must have {want}, got {tuple(x.shape)}")
     _validate.same_device("ref_logprobs", x, "logprobs", logprobs.device)
-    return x.detach().to(dtype).contiguous()
+    return _validate.dense(x.detach(), dtype)
 
 
 def mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def aligned(x: Tensor | None, wanted: bool, logprobs: Tensor, dtype: torch.dtype
         raise ValueError("log_sum_sq_probs must be given with use_weighting, got None")
     _validate.constant("log_sum_sq_probs", x)
     _validate.like("log_sum_sq_probs", x, "logprobs", logprobs)
-    return x.detach().to(dtype).contiguous()
+    return _validate.dense(x.detach(), dtype)
 
 
 def labels(x: Tensor | None, paired: bool, rows: int, logprobs: Tensor) -> Tensor | None:

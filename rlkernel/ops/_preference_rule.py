@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkernel.ops import _validate
+from rlkernel.ops._remembered import remembered
 from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
 
 # cpo is the sigmoid without a reference; its definition adds the likelihood of the chosen
@@ -43,6 +44,7 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 }
 
 
+@remembered
 def build(
     *,
     loss_type: str | Sequence[str],

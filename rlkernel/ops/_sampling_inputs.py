@@ -1,6 +1,7 @@
 """The arguments of ``sample`` and its kin, checked and normalised."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ def rows_of(logits: Tensor) -> tuple[torch.Size, Tensor]:
     _validate.floating("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
-    flat = logits.detach().reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
-    return logits.shape[:-1], flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
+    shape, flat = logits.shape[:-1], logits.detach()
+    if len(shape) != 1:
+        flat = flat.reshape(math.prod(shape), logits.shape[-1])
+    return shape, flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
 def sampling(
@@ -111,7 +114,7 @@ def _integers(argument: str, value: int | Tensor, shape: torch.Size, device: tor
     if isinstance(value, Tensor):
         if value.dtype not in INTEGERS:
             raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
-        return _per_row(argument, value, shape, device).to(torch.int64).contiguous()
+        return _per_row(argument, value, shape, device, torch.int64)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise ValueError(f"{argument} must be a 64-bit integer or a tensor, got {value!r}")
     return torch.full((math.prod(shape),), value, dtype=torch.int64, device=device)
@@ -127,8 +130,8 @@ def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) 
         return max(value, 0)
     if value.dtype not in INTEGERS:
         raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
-    value = _per_row("top_k", value, shape, device).to(torch.int64).contiguous()
-    _look("top_k", value, value >= -1, ">= 1, or 0 or -1 for all")
+    value = _per_row("top_k", value, shape, device, torch.int64)
+    _look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
     return value
 
 
@@ -145,6 +148,10 @@ def _floats(
     unbounded: bool = False,
 ) -> float | Tensor:
     """One number, or one per row; ``above``: more than ``low``; ``unbounded``: infinity is a value."""
+
+    def inside(x: float) -> bool:
+        return (low < x if above else low <= x) and x <= high and (unbounded or x < math.inf)
+
     if high == math.inf:
         want = f"{'>' if above else '>='} {low:g}" + ("" if unbounded else " and finite")
     else:
@@ -152,32 +159,34 @@ def _floats(
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
-        inside = (low < value if above else low <= value) and value <= high
-        if not inside or (value == math.inf and not unbounded):
+        if not inside(value):
             raise ValueError(f"{argument} must be {want}, got {value}")
         return float(value)
     if value.requires_grad:
         raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
-    value = _per_row(argument, value, shape, device).to(dtype).contiguous()
-    good = (value > low if above else value >= low) & (value <= high)
-    _look(argument, value, good if unbounded else good & (value < math.inf), want)
+    value = _per_row(argument, value, shape, device, dtype)
+    _look(argument, value, inside, want)
     return value
 
 
-def _per_row(argument: str, value: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+def _per_row(
+    argument: str, value: Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     if value.dim() and value.shape != shape:
         want = f"one value or have shape {tuple(shape)}"
         raise ValueError(f"{argument} must be {want}, got {tuple(value.shape)}")
     if value.dim():
         _validate.same_device(argument, value, "logits", device)
-    return value.to(device).expand(shape).reshape(-1)
+        if value.dim() == 1:
+            return _validate.dense(value, dtype)
+    return value.to(device).expand(shape).reshape(-1).to(dtype).contiguous()
 
 
-def _look(argument: str, value: Tensor, good: Tensor, want: str) -> None:
-    """Looks at the values: on a CPU, and on a GPU in debug mode."""
-    if debug.may_read(value) and value.numel() and not good.all():
-        where = (~good).nonzero()[0].tolist()
-        raise ValueError(f"{argument}{where} must be {want}, got {value[tuple(where)].item()}")
+def _look(argument: str, value: Tensor, inside: Callable[[float], bool], want: str) -> None:
+    """Looks at the values: on a CPU, and on a GPU in debug mode.  ``inside`` an interval: NaN is not."""
+    if debug.may_read(value) and value.numel() and not all(inside(x.item()) for x in value.aminmax()):
+        i, wrong = next((i, x) for i, x in enumerate(value.tolist()) if not inside(x))
+        raise ValueError(f"{argument}[{i}] must be {want}, got {wrong}")
 
 
 def _bitmask(bitmask: Tensor | None, vocab: int, shape: torch.Size, device: torch.device) -> Tensor | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
 from rlkernel.ops import _linear_support, _support, _validate
+from rlkernel.ops._modes import once_differentiable, without_autocast
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.tile_statistics import NAMES, Statistics
 from rlkernel.types import (
@@ -156,7 +156,9 @@ def _call(
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
     keep = torch.is_grad_enabled() and trained  # a backward pass will want the logits again
-    rows, flat, ids = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
+    rows, flat, ids = hidden.shape[:-1], hidden, target_ids
+    if len(rows) != 1:
+        flat, ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
     supported = _support.checked(*support, ids.numel(), weight.shape[0], hidden.device)
     if supported is not None:
         choices = head, return_entropy, algorithm, need_direction, keep, supported
@@ -169,10 +171,11 @@ def _call(
         outputs = (*every[:3], *every[6:])
     else:
         outputs = _LinearLogprob.apply(
-            flat, weight, bias, ids, head, return_entropy, algorithm, need_direction, keep, statistics
+            flat, weight, bias, ids, head, (return_entropy, algorithm, need_direction, keep, statistics)
         )
     wanted = (True, return_entropy, True, *(name in statistics for name in NAMES))
-    return tuple(x.view(rows) if want else None for x, want in zip(outputs, wanted, strict=True))
+    some = [x if want else None for x, want in zip(outputs, wanted, strict=True)]
+    return tuple(some if len(rows) == 1 else (None if x is None else x.view(rows) for x in some))
 
 
 def checked_head(
@@ -235,22 +238,20 @@ class _LinearLogprob(torch.autograd.Function):
         bias,
         target_ids,
         head,
-        return_entropy,
-        algorithm,
-        need_direction,
-        keep,
-        statistics,
+        options,
     ):
         ctx.set_materialize_grads(False)
         # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = _pick(hidden, weight, head, algorithm)
-        options = return_entropy, algorithm, need_direction, keep, statistics
+        ctx.impl = _pick(hidden, weight, head, options[1])
         stats, more = _forward(ctx.impl, hidden, weight, target_ids, head, *options)
-        ctx.mark_non_differentiable(*(x for x in more if x is not None))
+        if options[-1]:
+            ctx.mark_non_differentiable(*(x for x in more if x is not None))
         logprobs, entropy, lse, row_max, log_sum, direction = stats
         per_row = head.temperature if isinstance(head.temperature, Tensor) else None
         ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
-        ctx.head = head._replace(bias=None, temperature=1.0 if per_row is not None else head.temperature)
+        ctx.head = head
+        if bias is not None or per_row is not None:  # tensors are saved, as torch wants it
+            ctx.head = head._replace(bias=None, temperature=1.0 if per_row is not None else head.temperature)
         return logprobs, entropy, lse, *more
 
     @staticmethod
@@ -258,14 +259,14 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         grads = grads[:3]
         if all(g is None for g in grads):
-            return (None,) * 10
+            return (None,) * 6
         hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
-        head = ctx.head._replace(bias=bias)
+        head = ctx.head if bias is None else ctx.head._replace(bias=bias)
         if per_row is not None:
             head = head._replace(temperature=per_row)
         stats, needs = (entropy, row_max, log_sum, direction), ctx.needs_input_grad[:3]
         result = _backward(ctx.impl, grads, hidden, weight, target_ids, head, *stats, needs)
-        return *result, *(None,) * 7
+        return *result, None, None, None
 
 
 def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
@@ -286,7 +287,7 @@ def _forward(
     statistics: tuple[str, ...],
 ) -> tuple[LinearStats, Statistics]:
     _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         if statistics:
             options = return_entropy, need_direction, keep, statistics
             stats, more = impl.statistics(hidden, weight, target_ids, head, *options)
@@ -314,7 +315,7 @@ def _backward(
 ) -> LinearGrads:
     grads = tuple(row_gradient(g, row_max) for g in grads)  # type: ignore[assignment]
     stats = entropy, row_max, log_sum, direction
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         return impl.backward(grads, hidden, weight, target_ids, head, *stats, needs)
 
 

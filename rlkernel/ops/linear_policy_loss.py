@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops._modes import once_differentiable, without_autocast
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
@@ -35,7 +35,7 @@ _REACH = {
     **dict.fromkeys(("gpg", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"), "token"),
     "vespo": "sequence",
 }
-_KNOWN = (
+_KNOWN = frozenset((
     "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_times_ratio", "divergence", "correction",
     "verdict", "shrink", "stale_only", "low", "high", "delta", "dual", "log_clip", "tau_positive",
     "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive", "k_negative", "lambda_negative",
@@ -43,7 +43,7 @@ _KNOWN = (
     "token_high", "extreme_low", "extreme_high", "sum_k1_low", "sum_k1_high", "mean_k1_low", "mean_k1_high",
     "sum_k2_high", "mean_k2_high", "sum_k3_high", "mean_k3_high", "max_staleness", "log_decay",
     "denominator", "factor",
-)  # fmt: skip
+))  # fmt: skip
 
 _log = logging.getLogger("rlkernel")
 
@@ -51,11 +51,11 @@ _log = logging.getLogger("rlkernel")
 _OUTSIDE = torch.iinfo(torch.int64).min
 _parameters = inspect.signature(policy_loss).parameters.values()
 _DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
-_CHECKED = {
+_TENSORS = {name: _DEFAULTS[name] for name in inspect.signature(checked).parameters if name in _DEFAULTS}
+_CHOICES = {
     name: _DEFAULTS[name]
-    for function in (checked, _policy_rule.build)
-    for name in inspect.signature(function).parameters
-    if name in _DEFAULTS
+    for name in inspect.signature(_policy_rule.build).parameters
+    if name in _DEFAULTS and name not in _TENSORS
 }
 
 
@@ -136,8 +136,9 @@ def linear_policy_loss(
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
     given = options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
-    used = {name: x for name, x in given.items() if name in _CHECKED}
-    _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, **_CHECKED | used)
+    choices = {name: given.get(name, x) for name, x in _CHOICES.items()}
+    others = {name: given.get(name, x) for name, x in _TENSORS.items()}
+    _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
     kept = tensors[2]
     assert kept is not None
     if items is not None:
@@ -227,7 +228,7 @@ def _forward(
     like = hidden.new_empty(0, dtype=dtype)
     loss = dispatch.pick("policy_loss", like, advantages, mask)
     policy = PolicyPass(loss, tuple(tensors), rule, items, reach, return_entropy)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(hidden.device):
         stats = impl.forward(
             hidden, weight, target_ids, head, policy, algorithm, (needs[0], needs[1], needs[2])
         )

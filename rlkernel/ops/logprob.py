@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
 from rlkernel.ops import _logprob_support, _support, _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.types import LogprobOutput
 
 
@@ -124,7 +124,7 @@ def entropy_from_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Te
 
 def row_gradient(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """An upstream gradient as the kernels take it: dense, in the dtype of the statistics."""
-    return None if grad is None else grad.to(like.dtype).contiguous()
+    return None if grad is None else _validate.dense(grad, like.dtype)
 
 
 class _Logprob(torch.autograd.Function):
@@ -153,7 +153,7 @@ class _Logprob(torch.autograd.Function):
             )
         logits, target_ids, per_row, entropy, row_max, log_sum = ctx.saved_tensors
         grads = (grad_logprobs, grad_entropy, grad_lse)
-        if all(g is None for g in grads):
+        if grad_logprobs is None and grad_entropy is None and grad_lse is None:
             return (None,) * 6
         temperature = per_row if per_row is not None else ctx.temperature
         if ctx.inplace:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
-from rlkernel.ops import _covariance, _policy_rule
+from rlkernel.ops import _covariance, _policy_rule, _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule
@@ -116,42 +116,45 @@ def policy_loss(
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
     """
+    choices = {
+        "loss_type": loss_type,
+        "loss_agg_mode": loss_agg_mode,
+        "importance_sampling_level": importance_sampling_level,
+        "epsilon": epsilon,
+        "epsilon_high": epsilon_high,
+        "delta": delta,
+        "clip_ratio_c": clip_ratio_c,
+        "log_ratio_clip": log_ratio_clip,
+        "tau_pos": tau_pos,
+        "tau_neg": tau_neg,
+        "vespo_k_pos": vespo_k_pos,
+        "vespo_lambda_pos": vespo_lambda_pos,
+        "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg,
+        "ppo_kl_coef": ppo_kl_coef,
+        "dro_beta": dro_beta,
+        "beta": beta,
+        "kl_estimator": kl_estimator,
+        "use_bias_correction_kl": use_bias_correction_kl,
+        "correction": correction,
+        "loss_scale_factor": loss_scale_factor,
+        "dp_size": dp_size,
+    }
     entropy, tensors, rule, items = checked(
         logprobs,
         old_logprobs,
         advantages,
         mask,
-        loss_type=loss_type,
-        loss_agg_mode=loss_agg_mode,
-        importance_sampling_level=importance_sampling_level,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        clip_ratio_c=clip_ratio_c,
-        log_ratio_clip=log_ratio_clip,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        ppo_kl_coef=ppo_kl_coef,
-        dro_beta=dro_beta,
-        beta=beta,
+        choices,
         ref_logprobs=ref_logprobs,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
         rollout_logprobs=rollout_logprobs,
-        correction=correction,
         staleness=staleness,
         entropy=entropy,
         entropy_coef=entropy_coef,
         num_items_in_batch=num_items_in_batch,
-        loss_scale_factor=loss_scale_factor,
-        dp_size=dp_size,
         cu_seqlens=cu_seqlens,
     )
-    logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)).contiguous()
+    logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
         old, scores, counted, offsets = tensors[:4]
@@ -159,12 +162,11 @@ def policy_loss(
             loss_type, logprobs, old, scores, counted, offsets, cov_ratio, clip_cov_lb, clip_cov_ub, seed,
             rule,
         )  # fmt: skip
-    every = (logprobs, entropy, *tensors, selected)
     if torch.compiler.is_compiling():
-        choices, numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
-        loss, metrics, *_ = _op(*every, choices, numbers)
+        numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
+        loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, *numbers)
     else:
-        loss, metrics = _PolicyLoss.apply(*every, rule)
+        loss, metrics = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
     if items is not None:
         loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
     return PolicyLossOutput(loss, metrics)
@@ -204,26 +206,24 @@ def _forward(
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
-        *tensors, rule = rest
+    def forward(ctx: Any, logprobs, entropy, constants, rule):  # type: ignore[no-untyped-def]
         wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
-        arguments = (logprobs, entropy, *tensors, rule, wants_entropy)
+        arguments = (logprobs, entropy, *constants, rule, wants_entropy)
         values, grad, grad_entropy = _forward(*arguments)
-        ctx.save_for_backward(values[1], grad, grad_entropy)
-        ctx.others = len(rest)
-        loss, metrics = values[0].clone(), values[2:]
+        # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
+        loss, metrics = values[0].data, values[2:].data
+        ctx.save_for_backward(values, grad, grad_entropy)
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
-        return *_grads(ctx, grad_loss), *(None,) * ctx.others
+        values, grad, grad_entropy = ctx.saved_tensors
+        return *_grads(ctx, grad_loss * values[1], grad, grad_entropy), None, None
 
 
-def _grads(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    scale, grad, grad_entropy = ctx.saved_tensors
-    factor = grad_loss * scale
+def _grads(ctx: Any, factor: Tensor, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, Tensor | None]:
     of_entropy = grad_entropy is not None and grad_entropy.numel() == grad.numel() and ctx.needs_input_grad[1]
     return grad * factor if ctx.needs_input_grad[0] else None, grad_entropy * factor if of_entropy else None
 
@@ -280,7 +280,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    return *_grads(ctx, grad_loss), *(None,) * 10
+    scale, grad, grad_entropy = ctx.saved_tensors
+    return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 10
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)

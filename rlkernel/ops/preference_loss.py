@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _preference_inputs, _preference_rule, _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
@@ -154,15 +154,15 @@ def preference_loss(
     labels = _preference_inputs.labels(labels, rule.paired, rows, logprobs)
     kl = _preference_inputs.kl(kl, rule, rows, logprobs, dtype)
     running_delta = _preference_inputs.delta(running_delta, rule, logprobs, dtype)
-    logprobs = logprobs.to(dtype).contiguous()
-    tensors = (
-        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
+    logprobs = _validate.dense(logprobs, dtype)
+    constants = (
+        ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
         running_delta,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        loss, metrics, rewards, logps, _, _, delta = _op(*tensors, *_flat(rule))
+        loss, metrics, rewards, logps, _, _, delta = _op(logprobs, *constants, *_flat(rule))
     else:
-        loss, metrics, rewards, logps, delta = _PreferenceLoss.apply(*tensors, rule)
+        loss, metrics, rewards, logps, delta = _PreferenceLoss.apply(logprobs, constants, rule)
     delta = None if running_delta is None else delta
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
@@ -195,7 +195,7 @@ def _forward(
     nll_items: Tensor | None,
     running_delta: Tensor | None,
     rule: PreferenceRule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
     if cu_seqlens is not None:
         _preference_inputs.check_offsets(cu_seqlens, logprobs.shape[0])
@@ -210,7 +210,6 @@ def _forward(
     loss, metrics, slopes, rewards, logps, delta = impl.loss(
         stats, labels, kl, order, items, nll_items, running_delta, rule, logprobs.dtype
     )
-    delta = metrics.new_empty(0) if delta is None else delta
     return loss, metrics, rewards, logps, stats, slopes, delta
 
 
@@ -228,20 +227,21 @@ def _order(stats: Tensor) -> Tensor:
 
 class _PreferenceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments):  # type: ignore[no-untyped-def]
-        logprobs, _, mask, nll_mask, _, cu_seqlens, labels, *_, rule = arguments
+    def forward(ctx: Any, logprobs, constants, rule):  # type: ignore[no-untyped-def]
+        _, mask, nll_mask, _, cu_seqlens, labels, *_ = constants
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
-        loss, metrics, rewards, logps, stats, slopes, delta = _forward(ctx.impl, *arguments)
+        arguments = (ctx.impl, logprobs, *constants, rule)
+        loss, metrics, rewards, logps, stats, slopes, delta = _forward(*arguments)
         ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens)
         ctx.ld_alpha = rule.ld_alpha
-        ctx.mark_non_differentiable(metrics, rewards, logps, delta)
+        ctx.mark_non_differentiable(metrics, rewards, logps, *(() if delta is None else (delta,)))
         return loss, metrics, rewards, logps, delta
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 11
+        return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), None, None
 
 
 # Under torch.compile the op is one opaque node.  A rule crosses that boundary as integers and numbers.
@@ -277,11 +277,12 @@ def _op(
     integers: list[int],
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _forward(
+    *results, delta = _forward(
         dispatch.pick("preference_loss", logprobs, mask), logprobs, ref_logprobs, mask, nll_mask,
         log_sum_sq_probs,
         cu_seqlens, labels, kl, items, nll_items, running_delta, _rule(integers, numbers),
     )  # fmt: skip
+    return *results, results[0].new_empty(0) if delta is None else delta  # type: ignore[return-value]
 
 
 @_op.register_fake

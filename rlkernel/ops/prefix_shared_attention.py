@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.prefix_batch import PrefixBatch
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule

@@ -9,6 +9,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
+from rlkernel.ops._modes import without_autocast
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.sampling_tiles import stored_dtype
@@ -123,7 +124,7 @@ def _forward(
     impl = dispatch.pick("sample_linear", hidden, weight, compute_dtype=head.compute_dtype, sampling=request)
     dtype = stored_dtype(head)
     logits = hidden.new_empty(n, vocab, dtype=dtype) if store else None
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         if request is None:
             impl.product(hidden, weight, head, logits)
             return None, logits  # type: ignore[return-value]

@@ -182,7 +182,7 @@ def assemble(
         ids, offsets, overflow = compact(stats, request, vocab)
 
     def rows(x: Tensor | None, *more: int) -> Any:
-        return None if x is None else x.reshape((*shape, *more))
+        return x if x is None or len(shape) == 1 else x.reshape((*shape, *more))
 
     made = SampleOutput(
         token_ids=rows(stats.token_ids),

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._modes import once_differentiable
 from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed
@@ -93,8 +93,8 @@ def value_loss(
     others = (returns,) if old_values is None else (returns, old_values)
     # the kernels take one dtype, or fp32 beside the values'
     other = values.dtype if all(x.dtype == values.dtype for x in others) else dtype
-    values, returns, mask = _dense(values), _dense(returns.to(other)), _dense(mask.to(torch.bool))
-    old_values = None if old_values is None else _dense(old_values.to(other))
+    values, returns, mask = _dense(values), _dense(returns, other), _dense(mask, torch.bool)
+    old_values = None if old_values is None else _dense(old_values, other)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     cliprange = 0.0 if cliprange_value is None else float(cliprange_value)
     delta = float(huber_delta) if loss == "huber" else None
@@ -109,7 +109,7 @@ def value_loss(
     need_slope = torch.is_grad_enabled() and values.requires_grad
     return ValueLossOutput(
         *_ValueLoss.apply(
-            values, returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope
+            values, (returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope)
         )
     )
 
@@ -202,8 +202,9 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     return float(value)
 
 
-def _dense(x: Tensor) -> Tensor:
+def _dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of any stride, but dense in themselves."""
+    x = x if dtype is None or x.dtype == dtype else x.to(dtype)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.dim() == 2 else x.contiguous()
 
 
@@ -252,25 +253,11 @@ def _forward(
 
 class _ValueLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any,
-        values,
-        returns,
-        mask,
-        old_values,
-        cliprange,
-        huber_delta,
-        aggregation,
-        cu_seqlens,
-        need_slope,
-    ):
+    def forward(ctx: Any, values, constants):  # type: ignore[no-untyped-def]
         # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = dispatch.pick("value_loss", values, returns)
-        loss, metrics, slope, scale = _forward(
-            ctx.impl, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens,
-            need_slope,
-        )  # fmt: skip
-        ctx.save_for_backward(slope, scale, cu_seqlens)
+        ctx.impl = dispatch.pick("value_loss", values, constants[0])
+        loss, metrics, slope, scale = _forward(ctx.impl, values, *constants)
+        ctx.save_for_backward(slope, scale, constants[-2])
         ctx.dtype = values.dtype
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
@@ -279,8 +266,7 @@ class _ValueLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
         slope, scale, cu_seqlens = ctx.saved_tensors
-        grad = ctx.impl.backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype)
-        return grad, *(None,) * 8
+        return ctx.impl.backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype), None
 
 
 # Under torch.compile the op is one opaque node.

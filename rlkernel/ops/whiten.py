@@ -57,7 +57,7 @@ def whiten(
         _validate.like("weights", weights, "x", x)
     eps = _validate.number("eps", eps, 0.0)
     _validate.choice("eps_in", eps_in, EPS_PLACES)
-    x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    x = _validate.dense(x, torch.promote_types(x.dtype, torch.float32))
     mask, weights = (None if t is None else t.contiguous() for t in (mask, weights))
     run = _op if torch.compiler.is_compiling() else _forward
     return run(x, mask, weights, shift_mean, unbiased, eps, eps_in)
