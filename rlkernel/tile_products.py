@@ -158,7 +158,6 @@ class Scratch:
             rows, slots = lease.note
             self._known = rows == self.n  # the backward pass leaves out rows without a gradient
             self._slots = slots if self._known else 0
-        self._counted = dict(vars(self))
         self._carve(Carver(lease.memory))
         return self
 
@@ -169,7 +168,7 @@ class Scratch:
             workspace.keep(self.source.device, owner, size, (self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
-        vars(self).update(self._counted)  # no part outlives the lease
+        self._carve(Carver())  # no part outlives the lease
         self._lease.__exit__(*exception)
 
     def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:
