@@ -365,7 +365,7 @@ class Sampling(NamedTuple):
     min_p: float | Tensor  # off from 0 down
     top_n_sigma: float | Tensor  # off at infinity
     seeds: Tensor | None  # int64; None with token_ids
-    positions: Tensor | None
+    positions: Tensor | None  # int64; None: 0
     token_ids: Tensor | None  # forced, int64
     token_bitmask: Tensor | None  # int32 [B, ceil(V / 32)]
     skip: Tensor | None  # bool: rows that are neither read nor written

@@ -115,6 +115,20 @@ def test_padding_rows_change_nothing(backend, device):
 
 @METHODS
 @ON_EVERY_BACKEND
+def test_no_position_is_position_0(backend, device, method):
+    """In rows whose draw stands and in filtered rows that draw once more; position 1 is another."""
+    logits = probe(4, 333, torch.float32, device)
+    seeds, _, t, *filters = rows_for(logits, ("none", "top_k", "top_p", "all"))
+    run = runner(backend, method)
+    t = torch.full_like(t, 2.0)
+    got, want, other = (run(logits, seeds, at, t, *filters) for at in (None, 0 * seeds, 0 * seeds + 1))
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_equal(f"output {number}", a, b)
+    assert not torch.equal(got[0], other[0])
+
+
+@METHODS
+@ON_EVERY_BACKEND
 def test_same_bits_every_time(backend, device, method):
     if is_slow(backend, device) and method == "gumbel":
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")

@@ -34,7 +34,9 @@ def absorb(h, scrambled):
 @triton.jit
 def stream_of(seeds, positions, row):
     """The words of a row's (seed, position), as hashes of all domains take them."""
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    seed, position = tl.load(seeds + row), tl.full((), 0, tl.int64)
+    if positions is not None:
+        position = tl.load(positions + row)
     return scramble(seed & 0xFFFFFFFF), scramble((seed >> 32) & 0xFFFFFFFF), scramble(position & 0xFFFFFFFF)
 
 

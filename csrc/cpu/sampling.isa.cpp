@@ -160,7 +160,7 @@ void split(const SamplingInputs& in, int64_t row, int64_t index) {
 int64_t draw_kept(const SamplingInputs& in, int64_t row, const Filter& filter, const Softmax& softmax, float temperature,
                   float& token_z) {
   const ScaledExp exp(temperature);
-  const int64_t seed = in.seeds[row], position = in.positions[row];
+  const int64_t seed = in.seeds[row], position = position_of(in, row);
   const Floats max = broadcast(softmax.max);
   int64_t token = -1;
   if (in.gumbel) {

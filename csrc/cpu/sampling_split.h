@@ -245,7 +245,7 @@ struct RowStream {
   uint32_t gumbel, group[2], member[2];
 
   RowStream(const SamplingInputs& in, int64_t row) {
-    const int64_t seed = in.seeds[row], position = in.positions[row];
+    const int64_t seed = in.seeds[row], position = position_of(in, row);
     gumbel = stream_prefix(kGumbelDomain, seed, position);
     group[0] = stream_prefix(kGroupDomain.high, seed, position);
     group[1] = stream_prefix(kGroupDomain.low, seed, position);

@@ -61,7 +61,7 @@ def sampling(
     where = shape, device
     if token_ids is None:
         seeds = _seeds(seeds, *where)
-        positions = _integers("positions", 0 if positions is None else positions, *where)
+        positions = None if positions is None else _integers("positions", positions, *where)
     wide = torch.promote_types(dtype, torch.float32)
     return Sampling(
         temperature=_floats("temperature", temperature, 0, math.inf, *where, dtype=wide),

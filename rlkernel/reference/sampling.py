@@ -112,8 +112,9 @@ def _deviation(z: Tensor, finite: Tensor) -> Tensor:
 
 
 def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling) -> Tensor:
-    assert sampling.seeds is not None and sampling.positions is not None
-    key = sampling.seeds[:, None], sampling.positions[:, None]
+    assert sampling.seeds is not None
+    positions = torch.zeros_like(sampling.seeds) if sampling.positions is None else sampling.positions
+    key = sampling.seeds[:, None], positions[:, None]
     z, t = softmax.z, softmax.t
     ids = torch.arange(z.shape[1], device=z.device)[None]
     if sampling.gumbel:

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "rlkernel/logprob.h"
+#include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
 
 namespace rlkernel {
 
@@ -55,7 +56,7 @@ struct SamplingInputs {
   PerRow<float> top_p;           // off from 1 on
   PerRow<float> min_p;           // off from 0 down
   PerRow<float> top_n_sigma;     // off at infinity
-  const int64_t *seeds, *positions;  // [rows]; null with token_ids
+  const int64_t *seeds, *positions;  // [rows]; null with token_ids; positions also where all are 0
   const int64_t* token_ids;      // forced tokens; null: draw
   const uint8_t* skip;           // rows that are neither read nor written; null: none
   bool joint, gumbel;
@@ -63,6 +64,11 @@ struct SamplingInputs {
   double* records;               // [rows, splits of whole_vocab, kRecord]
   float* group_max;              // [rows, groups of whole_vocab]; null: there is no second read
 };
+
+// Static: the files for each instruction set must not share one copy.
+RLKERNEL_HOST_DEVICE static inline int64_t position_of(const SamplingInputs& in, int64_t row) {
+  return in.positions == nullptr ? 0 : in.positions[row];
+}
 
 struct SamplingOutputs {
   int64_t* token_ids;

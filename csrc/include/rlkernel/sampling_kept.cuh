@@ -9,7 +9,7 @@ namespace rlkernel::RLKERNEL_DEVICE {
 template <class T>
 __device__ __forceinline__ void draw_kept(const Filter<T>& filter, const KeptSet& kept, int64_t r) {
   constexpr int kSize = Filter<T>::kSize;
-  const int64_t seed = filter.in.seeds[r], position = filter.in.positions[r];
+  const int64_t seed = filter.in.seeds[r], position = position_of(filter.in, r);
   int64_t own = 0;
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {
 #pragma unroll
@@ -43,7 +43,7 @@ template <class T>
 __device__ __forceinline__ void draw_noisy(const Filter<T>& filter, const KeptSet& kept, int64_t r) {
   constexpr int kSize = Filter<T>::kSize;
   const int vocab = filter.logits.vocab;
-  const uint32_t prefix = stream_prefix(kGumbelDomain, filter.in.seeds[r], filter.in.positions[r]);
+  const uint32_t prefix = stream_prefix(kGumbelDomain, filter.in.seeds[r], position_of(filter.in, r));
   float best = -infinity(), best_z = 0.0f;
   int best_id = vocab;
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {

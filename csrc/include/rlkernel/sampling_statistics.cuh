@@ -262,7 +262,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   const float scale = power_scale(temperature);
   const bool draws = in.token_ids == nullptr && asked != 0.0f;
   // early: their latency passes behind the tokens'
-  const int64_t seed = draws ? in.seeds[at.row] : 0, position = draws ? in.positions[at.row] : 0;
+  const int64_t seed = draws ? in.seeds[at.row] : 0, position = draws ? position_of(in, at.row) : 0;
 
   float own, least;
   tokens.extremes_of(own, least);
