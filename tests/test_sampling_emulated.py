@@ -218,21 +218,6 @@ def test_logits_far_from_zero(kernels, dtype, center, temperature):
     assert flat < 1e-6 and peaked < 1e-5, (flat, peaked)
 
 
-FAULTS = {
-    "the factor of a fused step is forgotten": ("sums[kSumOfZ] /= static_cast<double>(factors.of_z);", ""),
-    "fused however far": ("kWide || is_far(center, scale)", "kWide"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fused_step_that_goes_wrong_is_found(name):
-    broken = emulation.load(emulation.build_module(32, {"sampling_statistics.cuh": FAULTS[name]}))
-    with native.emulated(broken):
-        worst = [errors_far_from_zero(torch.bfloat16, *case) for case in FAR]
-    assert not all(flat < 1e-6 and peaked < 1e-5 for flat, peaked in worst)
-
-
 def light_row(dtype):
     """A peak, three tokens near it, and thousands with less than 2**-18 of its mass each."""
     x = 7 - torch.randint(0, 2, (20003,), generator=torch.Generator().manual_seed(5)) / 2
@@ -256,20 +241,38 @@ def test_many_tokens_of_little_mass_decide_a_nucleus(dtype):
             assert got == want and len(set(want)) > 2, options
 
 
-LIGHT_FAULTS = {
-    "left out": ("own.mass += light_mass(floor, heavy);", ";"),
-    "counted twice": ("own.mass += light_mass(floor, heavy);", "own.mass += 2 * light_mass(floor, heavy);"),
-    "a batch too few": ("base < last; base += kGroups", "base + kGroups < last; base += kGroups"),
-}
+def far_logits_are_right():
+    worst = [errors_far_from_zero(torch.bfloat16, *case) for case in FAR]
+    return all(flat < 1e-6 and peaked < 1e-5 for flat, peaked in worst)
+
+
+def light_mass_is_right():
+    got, want = kept_counts(light_row(torch.bfloat16))
+    return got == want
+
+
+IN_STATISTICS = far_logits_are_right, "sampling_statistics.cuh"
+IN_SEARCH = light_mass_is_right, "sampling_search.cuh"
+LIGHT = "own.mass += light_mass(floor, heavy);"
+FAULTS = {
+    "the factor of a fused step is forgotten":
+        (*IN_STATISTICS, "sums[kSumOfZ] /= static_cast<double>(factors.of_z);", ""),
+    "fused however far": (*IN_STATISTICS, "kWide || is_far(center, scale)", "kWide"),
+    "light mass is left out": (*IN_SEARCH, LIGHT, ";"),
+    "light mass is counted twice": (*IN_SEARCH, LIGHT, f"{LIGHT} {LIGHT}"),
+    "a batch of light mass too few":
+        (*IN_SEARCH, "base < last; base += kGroups", "base + kGroups < last; base += kGroups"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIGHT_FAULTS)
-def test_a_fault_in_the_shorter_way_is_found(name):
-    broken = emulation.load(emulation.build_module(32, {"sampling_search.cuh": LIGHT_FAULTS[name]}))
-    with native.emulated(broken):
-        got, want = kept_counts(light_row(torch.bfloat16))
-    assert got != want, got
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name):
+    is_right, header, *fault = FAULTS[name]
+    with native.emulated(emulation.module(32)):
+        assert is_right()
+    with native.emulated(emulation.load(emulation.build_module(32, {header: tuple(fault)}))):
+        assert not is_right()
 
 
 @pytest.mark.slow

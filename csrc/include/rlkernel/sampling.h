@@ -26,8 +26,7 @@ enum SamplingRecord : int {
   kM2 = 6,         // sum of (z - mean)^2 over them
   kMaxX = 7,       // of the logits as given
   kSumX = 8,       // sum of exp(x - max x)
-  kKey = 9,        // of the draw, relative to max z / T; +inf: this split has the forced token; -inf: nothing to draw.
-                   // On a GPU exp of it, unless there is a variable for each token
+  kKey = 9,        // of the draw, relative to max z / T; +inf: this split has the forced token; -inf: nothing to draw
   kToken = 10,
   kTokenZ = 11,
   kTokenX = 12,

@@ -68,8 +68,7 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
       row.weighted += own == none ? 0.0 : moved;
     }
     if (in.sigma) row.moments = merge(row.moments, {record[kFinite], record[kMean], record[kM2]});
-    const double drawn = in.gumbel ? record[kKey] : static_cast<double>(log_exact(static_cast<float>(record[kKey])));
-    const double key = drawn + apart / static_cast<double>(temperature);
+    const double key = record[kKey] + apart / static_cast<double>(temperature);
     if (key > best) {
       best = key;
       winner = s;
