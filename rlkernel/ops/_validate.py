@@ -30,6 +30,12 @@ def dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).contiguous()
 
 
+def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows as backends take them: any stride between, 1 within."""
+    x = x if x.dtype == dtype else x.to(dtype)
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
 def same_device(argument: str, tensor: Tensor, other: str, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{argument} must be on {other}'s device {device}, got {tensor.device}")

@@ -69,7 +69,7 @@ def gae(
     if cu_seqlens is not None:
         cu_seqlens = _validate.cu_seqlens(cu_seqlens, rewards.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-    rewards, values = _rows(rewards, dtype), _rows(values, dtype)
+    rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
     rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if last_values is not None:
         _validate.constant("last_values", last_values)
@@ -88,12 +88,6 @@ def _sequences(rewards: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
     if rewards.dim() != dims:
         raise ValueError(f"rewards must be {form}, got {tuple(rewards.shape)}")
     return rewards.shape
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows as backends take them: any stride between, 1 within."""
-    x = x if x.dtype == dtype else x.to(dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 @torch.no_grad()

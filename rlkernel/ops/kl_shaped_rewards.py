@@ -65,15 +65,9 @@ def kl_shaped_rewards(
     per_sequence = rewards.shape != logprobs.shape
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    rewards, logprobs, ref_logprobs = (_rows(x, dtype) for x in (rewards, logprobs, ref_logprobs))
+    rewards, logprobs, ref_logprobs = (_validate.rows(x, dtype) for x in (rewards, logprobs, ref_logprobs))
     run = _op if torch.compiler.is_compiling() else _forward
     return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows as backends take them: any stride between, 1 within."""
-    x = x if x.dtype == dtype else x.to(dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 @torch.no_grad()

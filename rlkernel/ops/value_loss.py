@@ -93,8 +93,9 @@ def value_loss(
     others = (returns,) if old_values is None else (returns, old_values)
     # the kernels take one dtype, or fp32 beside the values'
     other = values.dtype if all(x.dtype == values.dtype for x in others) else dtype
-    values, returns, mask = _dense(values), _dense(returns, other), _dense(mask, torch.bool)
-    old_values = None if old_values is None else _dense(old_values, other)
+    values, mask = _validate.rows(values, values.dtype), _validate.rows(mask, torch.bool)
+    returns = _validate.rows(returns, other)
+    old_values = None if old_values is None else _validate.rows(old_values, other)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     cliprange = 0.0 if cliprange_value is None else float(cliprange_value)
     delta = float(huber_delta) if loss == "huber" else None
@@ -200,12 +201,6 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     if not 0 < value < math.inf:
         raise ValueError(f"loss_scale_factor must be > 0 and finite, got {value}")
     return float(value)
-
-
-def _dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of any stride, but dense in themselves."""
-    x = x if dtype is None or x.dtype == dtype else x.to(dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.dim() == 2 else x.contiguous()
 
 
 def _check_values(values: Tensor, cu_seqlens: Tensor | None, items: float | Tensor | None) -> None:
