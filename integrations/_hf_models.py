@@ -12,11 +12,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 MIXERS = (
     "deltanet", "lightningattention", "linearattention", "mamba", "recurrent", "rwkv", "shortconv", "xlstm",
 )  # fmt: skip
-SHARDED = ("DTensor", "FlatParameter")
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model inside DDP and PEFT wrappers.
+    """The transformers model inside DDP, FSDP, DeepSpeed and PEFT wrappers.
 
     Raises:
         ValueError: there is none.
@@ -25,15 +25,38 @@ def causal_lm(model: nn.Module) -> Any:
 
     found: Any = model
     while not isinstance(found, PreTrainedModel):
-        if isinstance(found, nn.parallel.DistributedDataParallel):
+        if any(base.__name__ in WRAPPERS for base in type(found).__mro__):
             found = found.module
         elif callable(getattr(found, "get_base_model", None)):  # PEFT
             found = found.get_base_model()
         else:
             raise ValueError(
-                f"model must be a transformers model, alone or in DDP or PEFT, got {type(found).__name__}"
+                "model must be a transformers model, alone or in DDP, FSDP, DeepSpeed or PEFT, got "
+                f"{type(found).__name__}"
             )
     return found
+
+
+def family(model: nn.Module) -> type:
+    """The transformers class of a model; FSDP 2 puts a class of its own in front of it."""
+    return next(base for base in type(model).__mro__ if not base.__module__.startswith("torch."))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of the parameters (FSDP, ZeRO-3), which each call gathers: all ranks must call
+    the model equally often."""
+    kinds = ("FSDPModule", "FullyShardedDataParallel")
+    if any(base.__name__ in kinds for module in model.modules() for base in type(module).__mro__):
+        return True
+    return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether layers compute with parts of their parameters (tensor parallelism)."""
+    meshes = [p.device_mesh for p in model.parameters() if type(p).__name__ == "DTensor"]  # type: ignore[attr-defined]
+    return bool(meshes) and (
+        not is_sharded(model) or any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    )
 
 
 def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]:
@@ -47,7 +70,7 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         return [str(error)]
     text = found.config.get_text_config()
     reasons = []
-    if not found._can_set_attn_implementation():
+    if not family(found)._can_set_attn_implementation():  # type: ignore[attr-defined]
         reasons.append("its attention does not go through transformers' AttentionInterface")
     if _option(found.config, "is_encoder_decoder"):
         reasons.append("it is an encoder-decoder, whose attention is not all causal")
@@ -67,9 +90,9 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in found.modules()):
         reasons.append("it is compiled, and what its layers do cannot be watched")
-    if any(hasattr(p, "ds_status") or type(p).__name__ in SHARDED for p in model.parameters()):
-        reasons.append("its parameters are sharded (ZeRO-3, FSDP)")
-    return [f"{type(found).__name__}: {reason}" for reason in reasons]
+    if _is_split(found):
+        reasons.append("its layers are split over ranks by tensor parallelism")
+    return [f"{family(found).__name__}: {reason}" for reason in reasons]
 
 
 def _option(config: Any, name: str) -> Any:

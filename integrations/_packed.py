@@ -42,6 +42,7 @@ def packed_logprobs(
     return_entropy: bool = False,
     return_aux_loss: bool = False,
     max_tokens: int | None = None,
+    passes: int | None = None,
     fp32_head: bool = False,
 ) -> PackedLogprobs:
     """Logprobs of all labels of a packed batch, each shared token computed once through the whole model.
@@ -54,11 +55,11 @@ def packed_logprobs(
 
     The model must be on the implementation that ``register_hf`` registered
     (``model.set_attn_implementation("rlkernel")``), and stays on it: gradient checkpointing looks it up again
-    in backward.  The call goes through wrappers (DDP, PEFT) and runs in the mode that the model is in, under
-    the caller's ``no_grad`` and autocast.
+    in backward.  The call goes through wrappers (DDP, FSDP, DeepSpeed, PEFT) and runs in the mode that the
+    model is in, under the caller's ``no_grad`` and autocast.
 
     Args:
-        model: a causal language model of transformers, alone or in DDP or PEFT.
+        model: a causal language model of transformers, alone or in DDP, FSDP, DeepSpeed or PEFT.
         batch: on the model's device.
         temperature: of the logprobs and the entropy.
         return_entropy: also return the entropy of each label's distribution.
@@ -67,6 +68,9 @@ def packed_logprobs(
             for the last tokens, which predict nothing but are routed.
         max_tokens: run ``batch.split(max_tokens)``, one part after another.  Without gradients the memory is
             that of the largest part.
+        passes: call the model this many times, with one row where there is nothing left to run: the ranks of
+            a model wait for each other, and must call it equally often.  None means once for each part that
+            has rows, and at least once where the model is sharded.
         fp32_head: compute the lm_head in fp32, outside autocast.
 
     Returns:
@@ -74,7 +78,8 @@ def packed_logprobs(
         ``aux_loss`` or None.
 
     Raises:
-        ValueError: the model is not on the implementation, or cannot run packed exactly; says why.
+        ValueError: the model is not on the implementation, or cannot run packed exactly; says why.  Or there
+            are more parts than ``passes``, or ``max_tokens`` without it for a sharded model.
     """
     found = hf.causal_lm(model)
     if not isinstance(batch, PrefixBatch):
@@ -87,22 +92,42 @@ def packed_logprobs(
             "model must be on packed attention, rlkernel.register_hf() and "
             f"model.set_attn_implementation('rlkernel'), got {implementation!r}"
         )
+    sharded = hf.is_sharded(model)
+    if sharded and max_tokens is not None and passes is None:
+        raise ValueError("passes must be given with max_tokens for a sharded model, the same on every rank")
     head = _Head(found, temperature, return_entropy, fp32_head)
     keep = None
     if return_aux_loss:
-        _load_balancing_loss(type(found).__module__)  # or the model would fail in the middle
+        _load_balancing_loss(hf.family(found).__module__)  # or the model would fail in the middle
         batch, keep = batch.with_last_tokens()
-    if not batch.total:
-        none = head.module.weight.flatten()[:0].to(head.dtype)  # has a gradient: of nothing
-        return PackedLogprobs(none, none if return_entropy else None, none.sum() if return_aux_loss else None)
-    parts = [batch] if max_tokens is None else [part for part in batch.split(max_tokens) if part.total]
+    parts = [batch] if max_tokens is None else batch.split(max_tokens)
+    parts = [part for part in parts if part.total]
+    passes = max(len(parts), int(sharded)) if passes is None else passes
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < len(parts):
+        raise ValueError(
+            f"passes must be an integer >= {len(parts)}, the parts that have rows, got {passes!r}"
+        )
     done = [_run(model, head, part, return_aux_loss) for part in parts]
-    values = [(part.logprobs, part.entropy) for part in done]
-    logprobs, entropy = values[0] if len(parts) == 1 else _gather(values, _places(batch, parts))
+    idle = [_run(model, head, batch.one_row(), False).logprobs for _ in range(passes - len(parts))]
+    if done:
+        values = [(part.logprobs, part.entropy) for part in done]
+        logprobs, entropy = values[0] if len(parts) == 1 else _gather(values, _places(batch, parts))
+    else:  # has a gradient: of nothing
+        logprobs = idle[0][:0] if idle else head.module.weight.flatten()[:0].to(head.dtype)
+        entropy = logprobs if return_entropy else None
     if keep is not None:
         logprobs, entropy = logprobs[keep], None if entropy is None else entropy[keep]
-    aux_loss = _aux_loss(found, [part.router for part in done]) if return_aux_loss else None
+    aux_loss = None
+    if return_aux_loss:
+        aux_loss = _aux_loss(found, [part.router for part in done]) if done else logprobs.sum()
+    for values_of_none in idle:  # each call is to have a backward, as on the other ranks
+        logprobs = logprobs + _nothing(values_of_none)
     return PackedLogprobs(logprobs, entropy, aux_loss)
+
+
+def _nothing(values: Tensor) -> Tensor:
+    """Zero, with the graph of ``values``."""
+    return values.sum().nan_to_num(0, 0, 0) * 0
 
 
 class _Part(NamedTuple):
@@ -139,7 +164,7 @@ class _Head:
     """The lm_head of a model: its logprobs in place of logits, and a check of what becomes of logits."""
 
     def __init__(self, model: Any, temperature: float, return_entropy: bool, fp32: bool) -> None:
-        self.name = type(model).__name__
+        self.name = hf.family(model).__name__
         self.config = model.config.get_text_config()
         self.module = model.get_output_embeddings()
         if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
@@ -149,6 +174,7 @@ class _Head:
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.scale = _logit_scale(self.config)
         self.dtype = torch.promote_types(self.module.weight.dtype, torch.float32)
+        self.sharded = hf.is_sharded(model)
         self._scores: Any = None
 
     @contextlib.contextmanager
@@ -166,7 +192,7 @@ class _Head:
             self._scores = self._score(batch.completion_rows(hidden), batch.labels)
             probe = hidden.new_tensor(PROBE)
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
-            link = self._scores.logprobs.sum().nan_to_num(0, 0, 0).to(probe.dtype) * 0
+            link = _nothing(self._scores.logprobs).to(probe.dtype)
             return (probe + link)[None, :, None]
 
         module.forward = forward
@@ -200,7 +226,11 @@ class _Head:
         if _checked.get(self.module) != (self.scale, self.softcap):
             self._check_probe(output)
             _checked[self.module] = self.scale, self.softcap
-        return scores.logprobs, scores.entropy
+        if not self.sharded:
+            return scores.logprobs, scores.entropy
+        # FSDP and ZeRO-3 gather what backward needs when the gradient of a module's output arrives.
+        link = _nothing(output.logits).to(self.dtype)
+        return scores.logprobs + link, None if scores.entropy is None else scores.entropy + link
 
     def _check_probe(self, output: Any) -> None:
         logits = getattr(output, "logits", None)
@@ -236,7 +266,7 @@ def _aux_loss(model: Any, routers: list[Any]) -> Tensor:
     weights = torch.cat([weight for _, weight in routers])
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss = _load_balancing_loss(type(model).__module__)
+    loss = _load_balancing_loss(hf.family(model).__module__)
     return cast(Tensor, loss(logits, experts, config.num_experts_per_tok, weights[None, None, None]))
 
 

@@ -195,13 +195,36 @@ class _Call:
             return "a vision-language model makes positions of its own"
         if isinstance(self.model, torch.nn.DataParallel):
             return "DataParallel splits the batch by samples"
-        kind = str(getattr(self.trainer.accelerator.distributed_type, "value", ""))
-        # Packed, the ranks may differ in the number of passes, and each gathers its shards with the others.
-        if kind in ("FSDP", "MEGATRON_LM", "XLA"):
-            return "the model is sharded, and ranks would differ in the number of passes"
+        accelerator = self.trainer.accelerator
+        kind = str(getattr(accelerator.distributed_type, "value", ""))
+        if kind in ("MEGATRON_LM", "XLA"):
+            return f"accelerate runs the model through {kind}"
+        parallel = getattr(accelerator, "parallelism_config", None)
+        if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
+            return "context parallelism splits the tokens of a sequence over ranks"
+        if self.sharded and torch.is_grad_enabled() and self.passes > 1:
+            return "the model is sharded, and its backward passes must be as many as on other ranks"
         if hasattr(self.unwrapped, "_orig_mod") or self.unwrapped._compiled_call_impl is not None:
             return "torch.compile would compile anew for every batch"
         return None
+
+    @functools.cached_property
+    def sharded(self) -> bool:
+        """Whether ranks gather their shards in each pass: all make as many passes as TRL would."""
+        return hf.is_sharded(self.model)
+
+    @property
+    def passes(self) -> int:
+        return -(-len(self.input_ids) // self.chunk)
+
+    def parts(self, batch: PrefixBatch) -> list[PrefixBatch]:
+        """What to run one after another. TRL runs ``chunk`` padded samples at once; as many rows take no more
+        memory, and hold more samples."""
+        limit = self.chunk * self.input_ids.shape[1]
+        parts = [batch] if batch.total <= limit else batch.split(limit)
+        if self.sharded and _calls(parts) > self.passes:  # groups fill parts badly; TRL's samples fit always
+            parts = [batch.select(part.tolist()) for part in torch.arange(len(batch)).split(self.chunk)]
+        return parts
 
     def _pack(self) -> PrefixBatch:
         prompt_ids, ids = self.input_ids.tensor_split([-self.logits_to_keep], 1)
@@ -230,15 +253,19 @@ def _is_rotary(model: Any) -> bool:
 
 
 def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:
-    # TRL runs `chunk` padded samples at once. As many rows take no more memory, and hold more samples.
-    limit = call.chunk * call.input_ids.shape[1]
-    parts = [batch] if batch.total <= limit else batch.split(limit)
     sharing.attach(call.unwrapped)
+    parts = call.parts(batch)
     scored = [_run(call, part, sharing) for part in parts]
+    for _ in range(call.passes - _calls(parts) if call.sharded else 0):
+        _run(call, batch.one_row(), sharing)
     order = torch.cat([part.samples for part in parts]).argsort().to(call.input_ids.device)
     logps = torch.cat([s[0] for s in scored])[order]
     entropies = torch.cat([s[1] for s in scored if s[1] is not None])[order] if call.entropy else None
     return logps, entropies, scored[0][2]
+
+
+def _calls(parts: list[PrefixBatch]) -> int:
+    return sum(part.total > 0 for part in parts)
 
 
 def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from rlkernel.integrations._hf_models import LAYER_TYPES, causal_lm
 from rlkernel.integrations._hf_models import check_model as check_model  # for adapters
+from rlkernel.integrations._hf_models import family as family
+from rlkernel.integrations._hf_models import is_sharded as is_sharded
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.prefix_batch import PrefixBatch
 
@@ -334,6 +336,6 @@ def every_layer(model: nn.Module) -> Iterator[None]:
     wanted = found.config.get_text_config().num_hidden_layers
     if len(calls) != wanted:
         raise ValueError(
-            f"{type(found).__name__}: each of its {wanted} layers must call the registered attention once, "
+            f"{family(found).__name__}: each of its {wanted} layers must call the registered attention once, "
             f"got {len(calls)} calls: its attention does not all go through transformers' AttentionInterface"
         )

@@ -338,6 +338,11 @@ class PrefixBatch:
         numbers = self.samples[torch.tensor(list(samples), dtype=torch.int64)]
         return PrefixBatch(self._tree.select(samples), width=self.width, samples=numbers, device=self.device)
 
+    def one_row(self) -> PrefixBatch:
+        """The smallest batch with a label, for a rank that must call the model as often as others do."""
+        token = self._tree.tokens[:1].tolist() or [0]
+        return PrefixBatch.pack([token], [[token]], device=self.device)
+
     def with_last_tokens(self) -> tuple[PrefixBatch, Tensor]:
         """The batch with a row for every sample's last token too, and which of its labels are this batch's.
 
@@ -366,7 +371,7 @@ class PrefixBatch:
         return longer, keep.to(self.device)
 
     def token_counts(self) -> Tensor:
-        """How many samples hold the token of each row: [T] fp32, of a batch ``with_last_tokens``."""
+        """How many samples hold the token of each row: [T] int64, of a batch ``with_last_tokens``."""
         layout = self.layout
         counts = [0] * len(layout.lengths)
         for end in self._tree.ends:
@@ -377,7 +382,7 @@ class PrefixBatch:
             if layout.parents[s] >= 0:
                 counts[layout.parents[s]] += counts[s]
         lengths = torch.tensor(layout.lengths, dtype=torch.int64)
-        return torch.tensor(counts, dtype=torch.float32).repeat_interleave(lengths).to(self.device)
+        return torch.tensor(counts, dtype=torch.int64).repeat_interleave(lengths).to(self.device)
 
 
 class _Shared(torch.autograd.Function):

@@ -406,7 +406,7 @@ def refused_models():
     yield "compiled", "it is compiled, and what its layers do cannot be watched", compiled
     yield (
         "no model",
-        "a transformers model, alone or in DDP or PEFT, got Linear",
+        "a transformers model, alone or in DDP, FSDP, DeepSpeed or PEFT, got Linear",
         lambda: torch.nn.Linear(2, 2),
     )
 

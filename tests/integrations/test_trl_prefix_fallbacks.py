@@ -189,20 +189,33 @@ def test_learned_positions_are_packed_where_nothing_is_padded(trainer):
         assert patch.fallbacks == fallbacks and patch.calls[METHOD] == 1 - len(fallbacks)
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
-def test_sharded_models_are_left_to_trl(kind):
+@pytest.mark.parametrize(
+    "setting, reason",
+    [
+        (
+            {"distributed_type": types.SimpleNamespace(value="MEGATRON_LM")},
+            "accelerate runs the model through MEGATRON_LM",
+        ),
+        (
+            {"parallelism_config": types.SimpleNamespace(cp_enabled=True)},
+            "context parallelism splits the tokens of a sequence",
+        ),
+        (
+            {"parallelism_config": types.SimpleNamespace(sp_enabled=True)},
+            "context parallelism splits the tokens of a sequence",
+        ),
+    ],
+)
+def test_ways_to_run_a_model_that_are_left_to_trl(setting, reason):
     model, (ids, mask) = make_model(), samples()
-    accelerator = accelerate.Accelerator(cpu=True)
-    sharded = types.SimpleNamespace(
-        distributed_type=types.SimpleNamespace(value=kind),
-        unwrap_model=lambda m: m, autocast=accelerator.autocast, is_main_process=True,
-    )  # fmt: skip
+    plain = accelerate.Accelerator(cpu=True)
+    settings = {"distributed_type": plain.distributed_type, "is_main_process": True} | setting
+    accelerator = types.SimpleNamespace(unwrap_model=lambda m: m, autocast=plain.autocast, **settings)
     with patch_trl() as patch, torch.no_grad():
-        getattr(trl.GRPOTrainer, METHOD)(
-            types.SimpleNamespace(accelerator=sharded), model, ids, mask, COMPLETION
-        )
-    reason = "the model is sharded, and ranks would differ in the number of passes"
-    assert patch.fallbacks == {f"{METHOD}: {reason}": 1} and METHOD not in patch.calls
+        trainer = types.SimpleNamespace(accelerator=accelerator)
+        getattr(trl.GRPOTrainer, METHOD)(trainer, model, ids, mask, COMPLETION)
+    (found,) = patch.fallbacks
+    assert reason in found and METHOD not in patch.calls
 
 
 def test_attention_that_goes_another_way_is_an_error(trainer):

@@ -1,0 +1,138 @@
+"""Two processes that hold parts of one model: DDP, FSDP and DeepSpeed's ZeRO, for real, over gloo."""
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+from rlkernel.integrations import hf
+
+RANKS = 2
+SECONDS = 240
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+
+def kinds(*names):
+    """Of ways to spread a model, for one start of the processes: DeepSpeed's, then torch's."""
+    zero = [name for name in names if name.startswith("zero")]
+    missing = importlib.util.find_spec("deepspeed") is None
+    mark = pytest.mark.skipif(missing, reason="needs DeepSpeed, which is not installed")
+    return [
+        pytest.param(zero, marks=mark, id="zero"),
+        pytest.param([name for name in names if name not in zero], id="torch"),
+    ]
+
+
+def run(job, kinds, tmp_path, *arguments):
+    """``job(rank, kind, *arguments)`` on each rank for each kind; ``[kind][rank]`` of what they return.
+
+    Ranks that wait for each other for ever are an error.
+    """
+    folder = tmp_path / job.__name__
+    folder.mkdir()
+    multiprocessing.set_forkserver_preload([job.__module__])  # whose imports take longer than the tests
+    context = torch.multiprocessing.start_processes(
+        _rank, (job, kinds, str(folder), arguments), nprocs=RANKS, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + SECONDS
+    while not context.join(5):
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the ranks did not end within {SECONDS} s: they wait for each other")
+    found = [torch.load(folder / str(rank), weights_only=False) for rank in range(RANKS)]
+    return {kind: [of_rank[kind] for of_rank in found] for kind in kinds}
+
+
+def _rank(rank, job, kinds, folder, arguments):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
+    )
+    if kinds[0].startswith("zero"):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        # whose compilation takes most of a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        group = {"rank": rank, "world_size": RANKS, "init_method": store}
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, **group)
+    else:
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    torch.save({kind: job(rank, kind, *arguments) for kind in kinds}, f"{folder}/{rank}")
+    torch.distributed.barrier()
+
+
+def wrap(model, kind):
+    """The model as ranks share it; each decoder layer is gathered by itself."""
+    layers = model.get_decoder().layers
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if kind.startswith("fsdp2"):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torch.distributed.init_device_mesh("cpu", (RANKS,))
+        for unit in (*layers, *([model.lm_head] if kind == "fsdp2-head" else []), model):
+            fully_shard(unit, mesh=mesh)
+        return model
+    if kind == "fsdp1":
+        from torch.distributed import fsdp
+        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers[0])})
+        return fsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    import deepspeed
+
+    return deepspeed.initialize(model=model, config=zero(int(kind[-1])))[0]
+
+
+def calls_of(model):
+    """A list that grows with each call of the model."""
+    calls = []
+    hf.causal_lm(model).get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def zero(stage):
+    """DeepSpeed's settings; no parameter is too small to be shared out."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+
+
+def gradients(model, kind, loss):
+    """Of each parameter by its name in the bare model: whole, the mean over the ranks."""
+    if kind.startswith("zero"):
+        from deepspeed.utils import safe_get_full_grad
+
+        model.backward(loss)
+        found = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
+    elif kind == "fsdp1":
+        loss.backward()
+        with type(model).summon_full_params(model, with_grads=True):
+            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    else:
+        loss.backward()
+        found = {
+            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for name, p in model.named_parameters()
+        }
+    return {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): g for name, g in found.items()}
+
+
+def accelerate_without_gpus():
+    """accelerate runs DeepSpeed and FSDP where it sees a GPU; here the CPU takes its part."""
+    import accelerate.state as state
+
+    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
+    state.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
