@@ -106,7 +106,7 @@ start = time.perf_counter()
 import rlkernel
 print(time.perf_counter() - start)
 """
-    assert min(float(run(code).stdout) for _ in range(6)) < 0.3
+    assert any(float(run(code).stdout) < 0.3 for _ in range(6))  # a contended machine is slow now and then
 
 
 def test_all_is_true():

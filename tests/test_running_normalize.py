@@ -1,6 +1,7 @@
 """running_normalize: against fp64 over everything that was seen, and TRL's former RunningMoments."""
 
 import pytest
+import ranks
 import torch
 from backends import of, running, skip_unless_able
 from bitwise import assert_equal
@@ -151,6 +152,32 @@ def test_a_process_group():
             assert_equal("state", ranked.state, alone.state)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _normalize(rank, kind):
+    """Two steps of unequal batches."""
+    moments, found = rlkernel.RunningMoments(distributed=True), []
+    for step in range(2):
+        inputs = make_inputs(40 + 30 * rank, seed=10 * step + rank)
+        found.append(moments.normalize(inputs["x"], inputs["mask"], clip=2.0))
+        found.append(moments.state.clone())
+    return found
+
+
+@ranks.pytestmark
+def test_two_ranks(tmp_path):
+    """The moments of all rewards, in the same bits on both ranks: merged in the order of the ranks."""
+    one, two = ranks.run(_normalize, ["gloo"], tmp_path)["gloo"]
+    state = torch.zeros(3, dtype=torch.float64)
+    for step in range(2):
+        both = [make_inputs(40 + 30 * rank, seed=10 * step + rank) for rank in range(2)]
+        x, mask = (torch.cat([b[name].flatten() for b in both]) for name in ("x", "mask"))
+        want, state = rlkernel.running_normalize(x, state, mask, clip=2.0)
+        assert_equal("state", one[2 * step + 1], two[2 * step + 1])
+        torch.testing.assert_close(one[2 * step + 1], state, rtol=1e-12, atol=0)
+        got = torch.cat([found[2 * step].flatten() for found in (one, two)])
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert state[0] > 150
 
 
 def test_state_dict():
