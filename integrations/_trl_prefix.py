@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on packed batches: a prompt runs through the model once per group, not per completion.
+"""TRL's GRPOTrainer and RLOOTrainer on packed batches: a prompt runs through the model once per group.
 
-The trainer scores tokens in one method, for the loss as well as for the old and the reference policy. Its
+Each scores tokens in one method, for the loss as well as for the old and the reference policy. Its
 model answers with the logprobs of whatever row has a label, so a packed batch goes through the same call:
 wrappers, autocast, temperature and the head stay TRL's.
 """
@@ -40,10 +40,11 @@ Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies,
 
 
 class PrefixSharing:
-    """The part of a ``TrlPatch`` that packs the passes of GRPOTrainer and keeps its groups together."""
+    """The part of a ``TrlPatch`` that packs the passes of TRL's trainers and keeps their groups together."""
 
     def __init__(self, patch: TrlPatch, min_ratio: float | None) -> None:
         import trl.trainer.grpo_trainer as grpo
+        import trl.trainer.rloo_trainer as rloo
 
         self.patch = patch
         self.min_ratio = MIN_RATIO if min_ratio is None else min_ratio
@@ -53,11 +54,11 @@ class PrefixSharing:
         self._rows = self._unlabelled = 0
 
         hf.register_hf()  # raises now if it cannot, not in the first step
-        trainer = grpo.GRPOTrainer
-        method = _checked(trainer, METHOD, METHOD_PARAMETERS)
-        patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
-        shuffle = _checked(grpo, SHUFFLE, ("seq_dict",))
-        patch.replace(grpo, SHUFFLE, _group_shuffle(shuffle, patch), expected=shuffle)
+        for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
+            method = _checked(trainer, METHOD, METHOD_PARAMETERS)
+            patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
+            shuffle = _checked(module, SHUFFLE, ("seq_dict",))
+            patch.replace(module, SHUFFLE, _group_shuffle(shuffle, patch), expected=shuffle)
 
     @property
     def ratio(self) -> float:
@@ -141,7 +142,7 @@ def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> C
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one pass, as GRPOTrainer gives them."""
+    """The arguments of one pass, as a trainer gives them."""
 
     trainer: Any
     model: Any
@@ -178,7 +179,7 @@ class _Call:
             return "positions are not rotary, and TRL counts the padding of prompts"
         try:
             batch = self._pack()
-        except ValueError:  # of the shapes that GRPOTrainer makes, only a gap can be refused
+        except ValueError:  # of the shapes that trainers make, only a gap can be refused
             return "attention_mask has a hole"
         if not batch.total:
             return "no completion has a token"

@@ -78,8 +78,8 @@ def patch(*, prefix_sharing: bool = False, prefix_min_ratio: float | None = None
     A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.
 
     Args:
-        prefix_sharing: GRPOTrainer computes each prompt once per group, in all its passes, and keeps groups
-            together when it shuffles.
+        prefix_sharing: GRPOTrainer and RLOOTrainer compute each prompt once per group, in all their passes,
+            and keep groups together when they shuffle.
         prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
 
     Raises:
@@ -102,7 +102,7 @@ def patch(*, prefix_sharing: bool = False, prefix_min_ratio: float | None = None
         original = _checked(utils, name, HELPER_PARAMETERS[name])
         result.replace_everywhere("trl", name, make(original, result), expected=original)
     if prefix_sharing:
-        from rlkernel.integrations import _trl_prefix  # imports GRPOTrainer, which takes seconds
+        from rlkernel.integrations import _trl_prefix  # imports the trainers, which takes seconds
 
         result.prefix = _trl_prefix.PrefixSharing(result, prefix_min_ratio)
     result.apply()

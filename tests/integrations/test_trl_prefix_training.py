@@ -1,4 +1,4 @@
-"""The real GRPOTrainer, stock and under rlkernel.patch_trl(prefix_sharing=True): the same training."""
+"""The real GRPOTrainer and RLOOTrainer, stock and under patch_trl(prefix_sharing=True): the same training."""
 
 import random
 import types
@@ -32,7 +32,7 @@ def train(model_path, tmp_path):
     def reward(completions, **_):
         return [text.count("a") + 0.1 * len(set(text)) for text in completions]
 
-    def train(steps=STEPS, evaluate=False, rollout=None, **options):
+    def train(steps=STEPS, evaluate=False, algorithm="GRPO", **options):
         """What every step logged, its gradients, and the tokens that were sampled."""
         run = types.SimpleNamespace(history=[], grads=[], tokens=[])
 
@@ -40,7 +40,7 @@ def train(model_path, tmp_path):
             def on_pre_optimizer_step(self, args, state, control, model=None, **_):
                 run.grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
-        class Trainer(trl.GRPOTrainer):
+        class Trainer(getattr(trl, f"{algorithm}Trainer")):
             def _generate_and_score_completions(self, inputs):
                 batch = super()._generate_and_score_completions(inputs)
                 run.tokens.append(batch["completion_ids"])
@@ -58,15 +58,16 @@ def train(model_path, tmp_path):
             "gradient_checkpointing": False,
             **options,
         }
+        rollout = {"rollout_func": settings.pop("rollout")} if "rollout" in options else {}
         trainer = Trainer(
             model=model_path,
-            args=trl.GRPOConfig(**settings),
+            args=getattr(trl, f"{algorithm}Config")(**settings),
             train_dataset=data,
             eval_dataset=data.select(range(2)),
             processing_class=tiny.make_tokenizer(),
             reward_funcs=reward,
-            rollout_func=rollout,
             callbacks=[Record()],
+            **rollout,
         )
         trainer.train()
         if evaluate:
@@ -107,16 +108,19 @@ def assert_same_training(ours, theirs, limit=2e-5):
         ({"gradient_checkpointing": True, "temperature": 0.7, "entropy_coef": 0.01}, 2),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5}, 2),
         ({"mask_truncated_completions": True, "max_completion_length": 24}, 2),
+        ({"algorithm": "RLOO"}, 3),  # its old logprobs are always computed
+        ({"algorithm": "RLOO", "num_iterations": 2, "learning_rate": 1e-4}, 2),
     ],
-    ids=["beta", "no-beta", "num_iterations", "checkpointing", "sequence-level", "mask_truncated"],
-)
+    ids=["beta", "no-beta", "num_iterations", "checkpointing", "sequence-level", "mask_truncated",
+         "rloo", "rloo-num_iterations"],
+)  # fmt: skip
 def test_trains_the_same(train, options, passes):
     stock = train(**options)
     with patch_trl() as patch:
         packed = train(**options)
     assert patch.calls[METHOD] + patch.fallbacks[f"{METHOD}: no completion has a token"] == passes * STEPS
     assert patch.calls[METHOD] > 0 and not set(patch.fallbacks) - {f"{METHOD}: no completion has a token"}
-    assert patch.prefix.ratio > 1.5
+    assert patch.prefix.ratio > 1.5 and patch.calls[SHUFFLE]
     assert_same_training(packed, stock)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of patch_trl(prefix_sharing=True) share: GRPOTrainer's method, and one pass through it."""
+"""What the tests of patch_trl(prefix_sharing=True) share: the trainers' method, and one pass through it."""
 
 import types
 
@@ -11,6 +11,7 @@ import rlkernel
 trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
 accelerate = pytest.importorskip("accelerate")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
 
 from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402  (needs TRL)
 
@@ -19,6 +20,7 @@ UPSTREAM = {
     METHOD: vars(trl.GRPOTrainer)[METHOD],
     SHUFFLE: grpo_trainer.shuffle_sequence_dict,
 }
+RLOO = vars(trl.RLOOTrainer)[METHOD]
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,7 @@ def nothing_left_behind():
     yield
     assert vars(trl.GRPOTrainer)[METHOD] is UPSTREAM[METHOD], "a test left the method patched"
     assert grpo_trainer.shuffle_sequence_dict is UPSTREAM[SHUFFLE], "a test left the shuffle patched"
+    assert vars(trl.RLOOTrainer)[METHOD] is RLOO and rloo_trainer.shuffle_sequence_dict is UPSTREAM[SHUFFLE]
 
 
 def patch_trl(**options):
