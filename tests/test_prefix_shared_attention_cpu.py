@@ -283,6 +283,32 @@ def test_a_nan_stays_with_its_sample():
         assert not whole[rows].any() and int(whole.sum()) == layout.total - layout.lengths[bad]
 
 
+@pytest.mark.parametrize("prompt", [1, 15, 16, 17, 40])
+def test_keys_above_are_whole_vectors_for_the_kernel(monkeypatch, prompt):
+    """And nobody sees those that were added."""
+    layout = groups((prompt, [50, 60])).layout()
+    flash, keys = cpu._flash, []
+
+    def spy(q, k, v, dropout, causal, **options):
+        keys.append((k.shape[2], causal, "attn_mask" in options))
+        return flash(q, k, v, dropout, causal, **options)
+
+    monkeypatch.setattr(cpu, "_flash", spy)
+    for dtype in DTYPES:
+        inputs = tensors(layout, dtype=dtype)
+        keys.clear()
+        out, lse, *_ = run(native, layout, inputs, RULES["plain"])
+        above = [(size, masked) for size, causal, masked in keys if not causal]
+        whole = -(-layout.n_prefix // 16) * 16
+        assert above == [(whole, whole > layout.n_prefix)]
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "_in_vectors", lambda k, v: (k, v, False))
+            plain_out, plain_lse, *_ = run(native, layout, inputs, RULES["plain"])
+        few_bits = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out, plain_out, rtol=0, atol=few_bits)
+        torch.testing.assert_close(lse, plain_lse, rtol=few_bits, atol=0)
+
+
 # bits
 
 

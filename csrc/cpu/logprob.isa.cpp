@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "pages.h"
 #include "rlkernel/logprob.h"
 #include "simd.h"
 
@@ -235,10 +236,26 @@ bool streams(const LogprobTile& tile, const void* out) {
          tile.rows * tile.vocab * static_cast<int64_t>(sizeof(Out)) >= kStream;
 }
 
+template <class Out>
+Out* out_row(const LogprobBackward& b, int64_t r) {
+  return static_cast<Out*>(b.out) + r / b.tile.inner * b.out_outer_stride + r % b.tile.inner * b.out_inner_stride;
+}
+
+// `streams` of the rows from `first` to `end`, which get their pages here if they have none: the pages' zeros are in the
+// cache, and a store past it would first have to write them to memory.
+template <class Out>
+bool streams_after_pages(const LogprobBackward& b, int64_t first, int64_t end) {
+  if (!streams<Out>(b.tile, b.out)) return false;
+  Out* const begin = out_row<Out>(b, first);
+  const int64_t count = (end - first) * b.tile.vocab;
+  const bool in_one_piece = out_row<Out>(b, end - 1) + b.tile.vocab == begin + count;
+  return !(in_one_piece && bring_pages(begin, count * static_cast<int64_t>(sizeof(Out))));
+}
+
 template <class In, class Out, bool kMapped>
-void backward_row(const LogprobBackward& b, int64_t r) {
+void backward_row(const LogprobBackward& b, int64_t r, bool streams) {
   const LogprobTile& tile = b.tile;
-  Out* out = static_cast<Out*>(b.out) + r / tile.inner * b.out_outer_stride + r % tile.inner * b.out_inner_stride;
+  Out* out = out_row<Out>(b, r);
   const double grad_logprob = b.grad_logprobs != nullptr ? b.grad_logprobs[r] : 0;
   const double grad_entropy = b.grad_entropy != nullptr ? b.grad_entropy[r] : 0;
   const double grad_lse = b.grad_lse != nullptr ? b.grad_lse[r] : 0;
@@ -268,7 +285,7 @@ void backward_row(const LogprobBackward& b, int64_t r) {
     target = -1;
   }
   const Weights weights{row_max, temperature, constant, linear, target, at_target};
-  weigh(row, out, tile.vocab, weights, streams<Out>(tile, b.out));
+  weigh(row, out, tile.vocab, weights, streams);
 }
 
 template <class In, class Out, bool kMapped>
@@ -286,16 +303,24 @@ void exp_row(const LogprobExp& e, int64_t r) {
   weigh(Row<In, kMapped>(tile, r), out, tile.vocab, weights, streams<Out>(tile, e.out));
 }
 
-template <class Arguments>
-void each_row(const LogprobTile& tile, void (*body)(const Arguments&, int64_t), const Arguments& arguments) {
-  // Dealt out in turn: ignored rows cost nothing, and the prompts' come in runs.
+// Calls body(first, end) for all rows. Dealt out in turn: ignored rows cost nothing, and the prompts' come in runs.
+template <class Body>
+void each_turn(const LogprobTile& tile, Body body) {
   const int64_t turn = 1 + (1 << 16) / (tile.vocab + 1);
 #pragma omp parallel if (tile.rows > 1 && tile.rows * tile.vocab >= kParallel)
   {
     const FlushDenormals scope;
-#pragma omp for schedule(static, turn)
-    for (int64_t r = 0; r < tile.rows; ++r) body(arguments, r);
+#pragma omp for schedule(static, 1)
+    for (int64_t first = 0; first < tile.rows; first += turn)
+      body(first, first + turn < tile.rows ? first + turn : tile.rows);
   }
+}
+
+template <class Arguments>
+void each_row(const LogprobTile& tile, void (*body)(const Arguments&, int64_t), const Arguments& arguments) {
+  each_turn(tile, [&](int64_t first, int64_t end) {
+    for (int64_t r = first; r < end; ++r) body(arguments, r);
+  });
 }
 
 bool is_mapped(const LogprobTile& tile) { return tile.bias != nullptr || tile.logit_scale != 1 || tile.softcap != 0; }
@@ -315,7 +340,11 @@ int logprob_backward(const LogprobBackward& b) {
     with_type(b.out_dtype, [&](auto out) {
       using In = decltype(in);
       using Out = decltype(out);
-      each_row(b.tile, is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>, b);
+      const auto row = is_mapped(b.tile) ? backward_row<In, Out, true> : backward_row<In, Out, false>;
+      each_turn(b.tile, [&](int64_t first, int64_t end) {
+        const bool streams = streams_after_pages<Out>(b, first, end);
+        for (int64_t r = first; r < end; ++r) row(b, r, streams);
+      });
     });
   });
   return 0;
