@@ -87,7 +87,7 @@ template <bool kPlain>
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_loss_kernel(PolicyLoss p) {
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     Block block{offset_of(p, r), offset_of(p, r + 1)};
-    policy_loss_sequence<kPlain>(p, r, block);
+    policy_loss_sequence<kPlain>(p, r, block, p.rule.level != Level::token);
   }
 }
 
