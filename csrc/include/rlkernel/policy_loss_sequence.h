@@ -9,7 +9,8 @@
 namespace RLKERNEL_SPACE {
 
 // Where a sequence begins, and the one before it ends. Offsets that nobody checked lead to no illegal access.
-RLKERNEL_INLINE int64_t offset_of(const PolicyLoss& p, int64_t row) {
+template <class Rows>
+RLKERNEL_INLINE int64_t offset_of(const Rows& p, int64_t row) {
   if (p.cu_seqlens == nullptr) return row * p.length;
   const int64_t offset = p.cu_seqlens[row];
   return offset < 0 ? 0 : offset > p.length ? p.length : offset;
