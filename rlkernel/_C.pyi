@@ -308,6 +308,31 @@ def policy_loss_cpu(
 policy_loss_cuda = policy_loss_cpu
 policy_loss_hip = policy_loss_cpu
 
+def policy_select_cpu(
+    logprobs: int,
+    old_logprobs: int,
+    advantages: int,
+    mask: int,
+    cu_seqlens: int,
+    rows: int,
+    length: int,
+    advantage_per_token: bool,
+    by_hash: bool,
+    share: float,
+    cov_low: float,
+    cov_high: float,
+    low: float,
+    high: float,
+    seed: int,
+    selected: int,
+    partials: int,
+    counts: int,
+    stream: int,
+) -> None: ...
+
+policy_select_cuda = policy_select_cpu
+policy_select_hip = policy_select_cpu
+
 def gae_cpu(
     rewards: int,
     rewards_stride: int,

@@ -5,5 +5,6 @@
 namespace rlkernel::cpu {
 
 RLKERNEL_CPU_DISPATCH(policy_loss, PolicyLoss)
+RLKERNEL_CPU_DISPATCH(policy_select, PolicySelection)
 
 }  // namespace rlkernel::cpu

@@ -1,5 +1,8 @@
 // The policy loss: a sequence belongs to one thread, and the sequences are joined in their order. Its bits depend neither
 // on the other sequences nor on the threads nor on the alignment.
+#include <algorithm>
+#include <type_traits>
+
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
@@ -7,6 +10,10 @@ namespace rlkernel::cpu::RLKERNEL_ISA {
 inline Floats fused(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 inline Floats magnitude(Floats x) { return abs(x); }
 inline Floats keep(Ints mask, Floats x) { return (Floats)((Ints)x & mask); }
+// What `a < b ? a : b` is, in one instruction, which GCC does not see.
+inline Floats smaller(Floats a, Floats b) { return min(a, b); }
+inline Floats larger(Floats a, Floats b) { return max(a, b); }
+inline Bits raw(Floats x) { return (Bits)x; }
 inline Ints bits_of(Floats x) { return (Ints)x; }
 inline Floats floats_of(Ints bits) { return (Floats)bits; }
 inline Floats as_float(Ints x) { return __builtin_convertvector(x, Floats); }
@@ -25,7 +32,7 @@ inline float power_of_two(float n) {
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
 
 #define RLKERNEL_SPACE rlkernel::cpu::RLKERNEL_ISA
-#include "rlkernel/policy_loss_sequence.h"
+#include "rlkernel/policy_loss_selection.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
@@ -48,12 +55,35 @@ inline Ints widen_bytes(const uint8_t* p) {
 #endif
 }
 
+inline void narrow_mask(Ints mask, uint8_t* p) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(kAll, (__m512i)(mask & 1)));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(mask[i] & 1);
+#endif
+}
+
+// Positions wrap around at 2^32, as the counts of a GPU do.
+inline Bits positions(int64_t first) {
+  Bits x{};
+  for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint32_t>(first + i);
+  return x;
+}
+
+inline void add_to(uint32_t* counts, Ints counted, Bits bins) {
+  if (!any((Bits)counted)) return;
+  for (int i = 0; i < kWidth; ++i) counts[bins[i]] -= static_cast<uint32_t>(counted[i]);  // true is -1
+}
+
 struct Full {
   int64_t i;
 
   Floats load(const float* p) const { return RLKERNEL_ISA::load(p + i); }
   void store(float* p, Floats x) const { RLKERNEL_ISA::store(p + i, x); }
+  void store(uint8_t* p, Ints x) const { narrow_mask(x, p + i); }
   Ints mask(const uint8_t* p) const { return widen_bytes(p + i) != 0; }
+  Bits position(int64_t begin) const { return positions(i - begin); }
+  void tally(uint32_t* counts, Ints counted, Bits bins) const { add_to(counts, counted, bins); }
 };
 
 struct Tail {
@@ -62,11 +92,18 @@ struct Tail {
 
   Floats load(const float* p) const { return load_part(p + i, count); }
   void store(float* p, Floats x) const { store_part(p + i, x, count); }
+  void store(uint8_t* p, Ints x) const {
+    uint8_t bytes[kWidth];
+    narrow_mask(x, bytes);
+    std::memcpy(p + i, bytes, count);
+  }
   Ints mask(const uint8_t* p) const {
     uint8_t bytes[kWidth] = {};
     std::memcpy(bytes, p + i, count);
     return Full{0}.mask(bytes);
   }
+  Bits position(int64_t begin) const { return positions(i - begin); }
+  void tally(uint32_t* counts, Ints counted, Bits bins) const { add_to(counts, counted, bins); }
 };
 
 struct Vector {
@@ -78,6 +115,7 @@ struct Vector {
     Doubles done[kCount] = {};
 
     inline __attribute__((always_inline)) void add(int k, Floats x) { part[k] += x; }
+    void add_wide(int k, Floats x) { done[k] += __builtin_convertvector(x, Doubles); }
     void flush() {
       for (int k = 0; k < kCount; ++k) {
         done[k] += __builtin_convertvector(part[k], Doubles);
@@ -112,13 +150,28 @@ struct Vector {
   bool leads() const { return true; }
 };
 
-template <class Body>
-void over_sequences(const PolicyLoss& p, Body body) {
+template <class Rows, class Body>
+void over_sequences(const Rows& p, Body body) {
   const int64_t tokens = offset_of(p, p.rows);
 #pragma omp parallel for schedule(dynamic, 1) if (p.rows > 1 && tokens >= kParallel)
   for (int64_t r = 0; r < p.rows; ++r) {
     Vector vector{offset_of(p, r), offset_of(p, r + 1)};
     body(r, vector);
+  }
+}
+
+void count_level(const PolicySelection& p, int level, uint32_t prefix, uint32_t* counts) {
+  std::fill_n(counts, kBins, 0u);
+#pragma omp parallel if (p.rows > 1 && offset_of(p, p.rows) >= kParallel)
+  {
+    uint32_t own[kBins] = {};
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t r = 0; r < p.rows; ++r) {
+      Vector vector{offset_of(p, r), offset_of(p, r + 1)};
+      selection_count(p, r, vector, level, prefix, own);
+    }
+#pragma omp critical
+    for (int i = 0; i < kBins; ++i) counts[i] += own[i];
   }
 }
 
@@ -134,10 +187,13 @@ int policy_loss(const PolicyLoss& p) {
     }
     p.values[kValues] = mean_weight(weights, count);
   }
-  if (is_plain(p)) {
-    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<true>(p, r, vector); });
+  const bool whole = p.rule.level != Level::token;
+  if (!is_plain(p)) {
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<false>(p, r, vector, whole); });
+  } else if (whole) {
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<true>(p, r, vector, std::true_type{}); });
   } else {
-    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<false>(p, r, vector); });
+    over_sequences(p, [&](int64_t r, Vector& vector) { policy_loss_sequence<true>(p, r, vector, std::false_type{}); });
   }
   double sums[kSums] = {}, largest = 0;
   for (int64_t r = 0; r < p.rows; ++r) {
@@ -146,6 +202,25 @@ int policy_loss(const PolicyLoss& p) {
     largest = part[kSums] > largest ? part[kSums] : largest;
   }
   policy_loss_values(p.rule, sums, largest, p.values);
+  return 0;
+}
+
+int policy_select(const PolicySelection& p) {
+  over_sequences(p, [&](int64_t r, Vector& vector) { selection_sums(p, r, vector); });
+  double* sums = p.partials + p.rows * kSelectionSums;
+  std::fill_n(sums, kSelectionSums, 0.0);
+  for (int64_t i = 0; i < p.rows * kSelectionSums; ++i) sums[i % kSelectionSums] += p.partials[i];
+
+  uint32_t prefix = 0, wanted = static_cast<uint32_t>(batch_of(p).wanted);
+  const int levels = p.by_hash ? 1 : kLevels;
+  for (int level = 0; level < levels; ++level) {
+    uint32_t* counts = p.counts + level * kBins;
+    count_level(p, level, prefix, counts);
+    uint32_t bin = bins_of(level) - 1;
+    for (; bin > 0 && counts[bin] < wanted; --bin) wanted -= counts[bin];
+    prefix = prefix * bins_of(level) + bin;
+  }
+  over_sequences(p, [&](int64_t r, Vector& vector) { selection_write(p, r, vector, prefix, p.counts[0]); });
   return 0;
 }
 

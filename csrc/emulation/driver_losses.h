@@ -198,6 +198,41 @@ inline bool policy_loss(Batch& b) {
   return near(values[0], count > 0 ? total / count : 0);
 }
 
+// kl_cov picks the largest covariances, clip_cov with a share of 1 all within its bounds.
+inline bool policy_select(Batch& b) {
+  const auto logprobs = b.floats(b.total), advantages = b.floats(b.rows);
+  const auto mask = b.mask(b.total);
+  const Block<uint8_t> selected(b.total, 2);
+  const Block<double> partials((b.rows + 1) * kSelectionSums);
+  const Block<uint32_t> counts(kLevels * kBins, ~0u);
+  PolicySelection p = {};
+  p.logprobs = logprobs.get(), p.advantages = advantages.get(), p.mask = mask.get();
+  p.cu_seqlens = b.packed, p.rows = b.rows, p.length = b.packed != nullptr ? b.total : b.length;
+  p.low = 0.8f, p.high = 1.2f, p.cov_low = 0.1f, p.cov_high = 1.0f;
+  p.selected = selected.get(), p.partials = partials.get(), p.counts = counts.get();
+  for (const bool by_hash : {false, true}) {
+    p.by_hash = by_hash, p.share = by_hash ? 1 : 0.3;
+    emulated::policy_select(p, nullptr);
+    const double* sums = p.partials + b.rows * kSelectionSums;
+    const float logprob = static_cast<float>(sums[1] / sums[0]), advantage = static_cast<float>(sums[2] / sums[0]);
+    int64_t tokens = 0, picked = 0;
+    float least = std::numeric_limits<float>::infinity(), left = -least;
+    for (int64_t r = 0; r < b.rows; ++r) {
+      for (int64_t t = b.begin(r); t < b.end(r); ++t) {
+        const float covariance = (advantages[r] - advantage) * (logprobs[t] - logprob);
+        if (selected[t] > (mask[t] != 0)) return false;
+        if (by_hash && mask[t] && selected[t] != (covariance > p.cov_low && covariance < p.cov_high)) return false;
+        tokens += mask[t] != 0, picked += selected[t];
+        if (selected[t]) least = std::fmin(least, covariance);
+        else if (mask[t]) left = std::fmax(left, covariance);
+      }
+    }
+    const int64_t wanted = static_cast<int64_t>(0.3 * static_cast<double>(tokens));
+    if (!by_hash && tokens > 0 && (picked < (wanted > 1 ? wanted : 1) || least <= left)) return false;
+  }
+  return true;
+}
+
 inline bool run_all(uint64_t seed) {
   struct Named {
     const char* name;
@@ -205,7 +240,8 @@ inline bool run_all(uint64_t seed) {
   };
   bool right = true;
   for (const Named& op : {Named{"gae", gae}, {"kl_shaped_rewards", kl_shaped_rewards}, {"whiten", whiten},
-                          {"group_advantages", group_advantages}, {"value_loss", value_loss}, {"policy_loss", policy_loss}}) {
+                          {"group_advantages", group_advantages}, {"value_loss", value_loss}, {"policy_loss", policy_loss},
+                          {"policy_select", policy_select}}) {
     for (const bool packed : {false, true}) {
       for (const int64_t length : {1, 37, 2049, 4099}) {
         Batch batch(3, length, packed, seed + length);

@@ -30,6 +30,7 @@ class Kernels:
     logprob_support_forward: Callable[..., None]
     logprob_support_backward: Callable[..., None]
     policy_loss: Callable[..., None]
+    policy_select: Callable[..., None]
     value_loss_forward: Callable[..., None]
     value_loss_backward: Callable[..., None]
     gae: Callable[..., None]

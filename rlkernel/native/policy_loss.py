@@ -9,6 +9,7 @@ from rlkernel.native import kernels_for, launch
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
 
 _PARTIALS = len(POLICY_METRICS) + 1  # doubles of a sequence: kPartials
+_SELECTION_SUMS, _COUNTS = 3, 3 * 2048  # kSelectionSums, kLevels * kBins
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -61,6 +62,32 @@ def forward(
         rule[:POLICY_CHOICES], rule[POLICY_CHOICES:],
     )  # fmt: skip
     return values[:-1], grad_logprobs, grad_entropy
+
+
+def select(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    by_hash: bool,
+    ratio: float,
+    low: float,
+    high: float,
+    seed: int,
+    rule: PolicyRule,
+) -> Tensor:
+    device = logprobs.device
+    rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    selected = torch.empty_like(mask)
+    partials = torch.empty(rows + 1, _SELECTION_SUMS, dtype=torch.float64, device=device)
+    counts = torch.empty(_COUNTS, dtype=torch.int32, device=device)
+    launch(
+        "policy_select", device, *map(_address, (logprobs, old_logprobs, advantages, mask, cu_seqlens)), rows,
+        logprobs.shape[-1], advantages.shape == logprobs.shape, by_hash, ratio, low, high,
+        rule.low, rule.high, seed & 0xFFFFFFFF, *map(_address, (selected, partials, counts)),
+    )  # fmt: skip
+    return selected
 
 
 def _address(x: Tensor | None) -> int:

@@ -3,95 +3,112 @@
 import torch
 from torch import Tensor
 
+from rlkernel import dispatch
 from rlkernel.types import PolicyRule
 
 
 def selected(
-    loss_type: str,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
+    by_hash: bool,
     ratio: float,
     low: float,
     high: float,
     seed: int,
     rule: PolicyRule,
 ) -> Tensor:
-    """One bool for each token.  Raises ValueError for a ratio that is none."""
+    """One bool for each token: clip_cov's, by a hash, or kl_cov's.  Raises ValueError for a ratio that is
+    none."""
     if not 0 < ratio <= 1:
         raise ValueError(f"cov_ratio must be in (0, 1], got {ratio}")
-    logprobs = logprobs.detach()
-    old = logprobs if old_logprobs is None else old_logprobs
-    position = torch.arange(logprobs.shape[-1], device=logprobs.device).expand(logprobs.shape)
-    if cu_seqlens is not None:
-        row = torch.searchsorted(cu_seqlens[1:], position, right=True).clamp(max=cu_seqlens.shape[0] - 2)
-        position = position - cu_seqlens[row]
-    if advantages.shape != logprobs.shape:
-        spread = advantages[:, None].expand(logprobs.shape) if cu_seqlens is None else advantages[row]
-        advantages = spread
-    cov = covariance(logprobs, advantages, mask)
-    if loss_type == "kl_cov":
-        return tokens_above(cov, mask, ratio)
-    r = (logprobs - old).exp()
-    plain, bounded = -r * advantages, -r.clamp(rule.low, rule.high) * advantages
-    keys = keys_of(old, position)
-    return tokens_between(cov, mask & ~(bounded > plain), mask.sum().double(), ratio, low, high, keys, seed)
+    choose = select  # which torch.compile fuses with what surrounds it
+    if not torch.compiler.is_compiling():
+        impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+        choose = getattr(impl, "select", select)
+    return choose(
+        logprobs.detach(), old_logprobs, advantages, mask, cu_seqlens, by_hash, ratio, low, high, seed, rule
+    )
 
 
-def tokens_above(cov: Tensor, mask: Tensor, ratio: float) -> Tensor:
-    """kl_cov's: the ``max(1, ratio * tokens)`` largest covariances, and those equal to the least of them.
-
-    A sort finds them, since a top-k of a length that only the device knows would synchronise.
-    """
-    if not cov.numel():
-        return mask
-    wanted = (mask.sum() * ratio).long().clamp(1, cov.numel())
-    ranked = torch.where(mask, cov, -torch.inf).flatten().sort(descending=True).values
-    return mask & (cov >= ranked.gather(0, (wanted - 1)[None]))
-
-
-def tokens_between(
-    cov: Tensor,
-    candidates: Tensor,
-    tokens: Tensor,
+def select(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    by_hash: bool,
     ratio: float,
     low: float,
     high: float,
-    keys: Tensor,
     seed: int,
+    rule: PolicyRule,
 ) -> Tensor:
-    """clip_cov's: of the candidates with a covariance in (low, high), about ``max(1, ratio * tokens)``.
-
-    Each is picked with the probability that makes this their expected number, by a hash of ``keys`` and the
-    seed: the same tokens in every run, wherever their sequence stands in the batch.
-    """
-    candidates = candidates & (cov > low) & (cov < high)
+    """What every backend's ``select`` means."""
+    if cu_seqlens is not None:
+        token = torch.arange(logprobs.shape[0], device=logprobs.device)
+        row = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    if advantages.shape != logprobs.shape:
+        advantages = advantages[:, None] if cu_seqlens is None else advantages[row]
+    tokens = mask.sum().double()
+    cov = covariance(logprobs, advantages, mask, tokens)
     wanted = (tokens * ratio).floor().clamp(min=1)
-    share = wanted / candidates.sum().clamp(min=1)
-    return candidates & (_hash(keys ^ _hash(torch.full_like(keys, seed & 0xFFFFFFFF))) < share * 2**32)
+    if not by_hash:
+        return tokens_above(cov, mask, wanted.long(), ratio)
+    old = logprobs if old_logprobs is None else old_logprobs
+    r = (logprobs - old).exp()
+    clipped = r * advantages > r.clamp(rule.low, rule.high) * advantages
+    candidates = mask & (cov > low) & (cov < high) & ~clipped
+    if cu_seqlens is None:
+        position = torch.arange(logprobs.shape[1], dtype=torch.int32, device=logprobs.device)
+    else:
+        position = (token - cu_seqlens[row]).int()
+    return candidates & falls(old, position, seed, wanted / candidates.sum())
 
 
-def keys_of(logprobs: Tensor, position: Tensor) -> Tensor:
-    """32 bits for each token, of its log-probability in fp32 and its position in the sequence."""
-    bits = logprobs.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    return bits ^ _hash(position)
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+    """(A - mean A) (logprob - mean logprob) of each token; the means in fp64, so that their order hardly
+    matters.  What lies under a zero of the mask is any number, or none."""
+
+    def centred(x: Tensor) -> Tensor:
+        total = torch.where(mask, x, 0).sum(dtype=torch.float64)
+        return x - (total / tokens).to(x.dtype)
+
+    return centred(advantages) * centred(logprobs)
+
+
+def tokens_above(cov: Tensor, mask: Tensor, wanted: Tensor, ratio: float) -> Tensor:
+    """kl_cov's: the ``wanted`` largest covariances, and those equal to the least of them."""
+    if not cov.numel():
+        return mask
+    # only the device knows how many are wanted: no more than with a mask that is all true
+    most = max(1, int(cov.numel() * ratio))
+    ranked = torch.where(mask, cov, -torch.inf).flatten().topk(most).values
+    return mask & (cov >= ranked.gather(0, (wanted - 1)[None]))
+
+
+def falls(logprobs: Tensor, position: Tensor, seed: int, share: Tensor) -> Tensor:
+    """clip_cov's: whether a token is among the ``share`` of all that a hash of its log-probability in fp32,
+    its position in the sequence and the seed takes: their expected number, the same tokens in every run."""
+    salt = position * _int32(0x9E3779B1) + _int32(seed * 0x85EBCA77)
+    hashed = _hash(logprobs.float().contiguous().view(torch.int32) ^ salt)
+    last = (share * 2**32).ceil().clamp(max=2**32) - (2**31 + 1)
+    return hashed <= last.int()
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which every input bit changes every output bit: murmur3's finaliser."""
+    """A bijection of int32 in which every input bit changes every output bit: murmur3's finaliser."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+        x = (x ^ _shifted(x, shift)) * _int32(factor)
+    return x ^ _shifted(x, 16)
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A - mean A) (logprob - mean logprob) of each token; the means in fp64, so that their order hardly
-    matters."""
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """``x >> count`` that fills with zeros, as that of int32 does not."""
+    return (x >> count) & (1 << 32 - count) - 1
 
-    def centred(x: Tensor) -> Tensor:
-        x = torch.where(mask, x, 0)
-        return x - (x.double().sum() / mask.sum().clamp(min=1)).to(x.dtype)
 
-    return centred(advantages) * centred(logprobs)
+def _int32(x: int) -> int:
+    return (x + 2**31) % 2**32 - 2**31

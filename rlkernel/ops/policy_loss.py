@@ -159,8 +159,8 @@ def policy_loss(
     if loss_type in ("clip_cov", "kl_cov"):
         old, scores, counted, offsets = tensors[:4]
         selected = _covariance.selected(
-            loss_type, logprobs, old, scores, counted, offsets, cov_ratio, clip_cov_lb, clip_cov_ub, seed,
-            rule,
+            logprobs, old, scores, counted, offsets, loss_type == "clip_cov", cov_ratio, clip_cov_lb,
+            clip_cov_ub, seed, rule,
         )  # fmt: skip
     if torch.compiler.is_compiling():
         numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])

@@ -44,4 +44,24 @@ void policy_loss(py::module_& m, const char* name, Launch launch, Describe descr
       py::call_guard<py::gil_scoped_release>());
 }
 
+template <class Launch, class Describe>
+void policy_select(py::module_& m, const char* name, Launch launch, Describe describe) {
+  m.def(
+      name,
+      [=](Address logprobs, Address old_logprobs, Address advantages, Address mask, Address cu_seqlens, int64_t rows,
+          int64_t length, bool advantage_per_token, bool by_hash, double share, float cov_low, float cov_high, float low,
+          float high, uint32_t seed, Address selected, Address partials, Address counts, Address stream) {
+        const PolicySelection arguments{pointer<const float>(logprobs), pointer<const float>(old_logprobs),
+                                        pointer<const float>(advantages), pointer<const uint8_t>(mask),
+                                        pointer<const int64_t>(cu_seqlens), rows, length, advantage_per_token, by_hash,
+                                        share, cov_low, cov_high, low, high, seed, pointer<uint8_t>(selected),
+                                        pointer<double>(partials), pointer<uint32_t>(counts)};
+        check(name, launch(arguments, pointer<void>(stream)), describe);
+      },
+      py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"), py::arg("mask"), py::arg("cu_seqlens"),
+      py::arg("rows"), py::arg("length"), py::arg("advantage_per_token"), py::arg("by_hash"), py::arg("share"),
+      py::arg("cov_low"), py::arg("cov_high"), py::arg("low"), py::arg("high"), py::arg("seed"), py::arg("selected"),
+      py::arg("partials"), py::arg("counts"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace rlkernel::bind

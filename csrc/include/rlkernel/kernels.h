@@ -25,6 +25,7 @@
   KERNEL(kl_shaped_rewards) \
   KERNEL(group_advantages) \
   KERNEL(policy_loss) \
+  KERNEL(policy_select) \
   KERNEL(preference_sums) \
   KERNEL(preference_loss) \
   KERNEL(preference_backward) \

@@ -16,6 +16,7 @@ __device__ __forceinline__ float power_of_two(float n) {
   return from_bits(static_cast<uint32_t>(static_cast<int>(n) + 127) << 23);
 }
 __device__ __forceinline__ float keep(bool mask, float x) { return mask ? x : 0.0f; }
+__device__ __forceinline__ uint32_t raw(float x) { return to_bits(x); }
 __device__ __forceinline__ int bits_of(float x) { return static_cast<int>(to_bits(x)); }
 __device__ __forceinline__ float floats_of(int bits) { return from_bits(static_cast<uint32_t>(bits)); }
 __device__ __forceinline__ float as_float(int x) { return static_cast<float>(x); }
@@ -53,12 +54,18 @@ struct Block {
     __device__ float load(const float* p) const { return p[i]; }
     __device__ bool mask(const uint8_t* p) const { return p[i] != 0; }
     __device__ void store(float* p, float x) const { p[i] = x; }
+    __device__ void store(uint8_t* p, bool x) const { p[i] = x; }
+    __device__ uint32_t position(int64_t begin) const { return static_cast<uint32_t>(i - begin); }
+    __device__ void tally(uint32_t* counts, bool counted, uint32_t bin) const {
+      if (counted) atomic_add(&counts[bin], 1u);
+    }
   };
 
   template <int kCount>
   struct Sums {
     double part[kCount] = {};
     __device__ void add(int k, float x) { part[k] += x; }
+    __device__ void add_wide(int k, float x) { add(k, x); }
     __device__ double total(int k) const { return part[k]; }
   };
 
@@ -87,7 +94,7 @@ template <bool kPlain>
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_loss_kernel(PolicyLoss p) {
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     Block block{offset_of(p, r), offset_of(p, r + 1)};
-    policy_loss_sequence<kPlain>(p, r, block);
+    policy_loss_sequence<kPlain>(p, r, block, p.rule.level != Level::token);
   }
 }
 

@@ -63,14 +63,34 @@ struct PolicyLoss {
   PolicyLossRule rule;
 };
 
+// Which tokens kl_cov picks, or clip_cov.
+struct PolicySelection {
+  const float *logprobs, *old_logprobs, *advantages;  // old_logprobs may be null
+  const uint8_t* mask;
+  const int64_t* cu_seqlens;
+  int64_t rows, length;
+  bool advantage_per_token, by_hash;   // by_hash: clip_cov, else kl_cov
+  double share;                        // of the tokens
+  float cov_low, cov_high, low, high;  // clip_cov's candidates: the bounds of their covariance and those of their ratio
+  uint32_t seed;
+  uint8_t* selected;  // [tokens]
+  double* partials;   // [rows + 1, kSelectionSums]; the last row is that of the batch
+  uint32_t* counts;   // [kLevels, kBins]
+};
+constexpr int kSelectionSums = 3;
+constexpr int kLevels = 3, kBins = 1 << 11;  // digits of 11, 11 and 10 bits
+
 namespace cpu {
 int policy_loss(const PolicyLoss&, void* stream);
+int policy_select(const PolicySelection&, void* stream);
 }
 namespace cuda {
 int policy_loss(const PolicyLoss&, void* stream);
+int policy_select(const PolicySelection&, void* stream);
 }
 namespace hip {
 int policy_loss(const PolicyLoss&, void* stream);
+int policy_select(const PolicySelection&, void* stream);
 }
 
 }  // namespace rlkernel

@@ -9,7 +9,8 @@
 namespace RLKERNEL_SPACE {
 
 // Where a sequence begins, and the one before it ends. Offsets that nobody checked lead to no illegal access.
-RLKERNEL_INLINE int64_t offset_of(const PolicyLoss& p, int64_t row) {
+template <class Rows>
+RLKERNEL_INLINE int64_t offset_of(const Rows& p, int64_t row) {
   if (p.cu_seqlens == nullptr) return row * p.length;
   const int64_t offset = p.cu_seqlens[row];
   return offset < 0 ? 0 : offset > p.length ? p.length : offset;
@@ -21,8 +22,9 @@ inline bool is_plain(const PolicyLoss& p) {
          p.rule.log_clip == __builtin_huge_valf() && p.entropy == nullptr && p.selected == nullptr;
 }
 
-template <bool kPlain, class Team>
-RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team& team) {
+// `whole` says whether the ratio is that of the sequence: a bool, or a constant where the compiler is to know it.
+template <bool kPlain, class Team, class Whole>
+RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team& team, Whole whole) {
   using F = typename Team::Value;
   using M = MaskOf<F>;
   const PolicyLossRule& rule = p.rule;
@@ -49,8 +51,7 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
     return both<M>(present, rollout.weigh(at, present, advantage_of(at, present)).kept);
   };
 
-  double count = 0, mean = 0, log_w = 0;
-  const bool whole = rule.level != Level::token;
+  double tokens = 0, moved = 0, count = 0, mean = 0, log_w = 0;
   if (whole || vespo || rule.aggregation == Aggregation::sequence_means) {
     typename Team::template Sums<3> sums;
     team.each(sums, [&](auto at) {
@@ -63,8 +64,10 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       if (vespo) sums.add(2, clamped(d, -20.0f, 20.0f));
     });
     team.finish(sums);
-    count = sums.total(0) > 1 ? sums.total(0) : 1;
-    mean = sums.total(1) / count;
+    tokens = sums.total(0);
+    moved = sums.total(1);
+    count = tokens > 1 ? tokens : 1;
+    mean = moved / count;
     log_w = sums.total(2);
   }
   if (vespo && corrected) {
@@ -138,15 +141,17 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       at.store(p.grad_logprobs, keep(present, (t.direct + own) * share));
     }
     sums.add(kLoss, keep(present, t.value * share));
-    sums.add(kTokens, keep(present, one));
+    if (!(kPlain && whole)) {
+      sums.add(kTokens, keep(present, one));
+      sums.add(kMinusLogRatio, -d);
+      largest = larger(keep(present, x.ratio), largest);
+    }
     sums.add(kClippedLow, keep(both(present, t.low), one));
     sums.add(kClippedHigh, keep(both(present, t.high), one));
     sums.add(kClippedFar, keep(both(present, t.far), one));
-    sums.add(kMinusLogRatio, -d);
     sums.add(kK3, e.minus_one - d);
     sums.add(kRatio, keep(present, x.ratio));
     sums.add(kNotFinite, keep(not_<M>(t.value - t.value == zero), one));
-    largest = larger(keep(present, x.ratio), largest);
   });
   team.finish(sums);
 
@@ -163,12 +168,17 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       at.store(p.grad_logprobs, keep(present, at.load(p.grad_logprobs) + own));
     });
   }
+  if (kPlain && whole && tokens > 0) largest = larger(x.ratio, largest);
   const float top = team.largest(largest);
   if (team.leads()) {
     double* out = p.partials + row * kPartials;
     for (int k = 0; k < kSums; ++k) out[k] = sums.total(k);
-    out[kSequences] = sums.total(kTokens) > 0 ? 1 : 0;
-    if (!corrected) out[kWeight] = out[kKept] = sums.total(kTokens);
+    if (kPlain && whole) {  // the first pass has them
+      out[kTokens] = tokens;
+      out[kMinusLogRatio] = -moved;
+    }
+    out[kSequences] = out[kTokens] > 0 ? 1 : 0;
+    if (!corrected) out[kWeight] = out[kKept] = out[kTokens];
     out[kSums] = top;
   }
 }
