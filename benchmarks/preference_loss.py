@@ -132,6 +132,12 @@ def _trl() -> Call:
     return call
 
 
+def _fake_model() -> Any:
+    model: Any = torch.nn.Module()  # accelerate looks for its parts where PEFT is installed
+    model.is_gradient_checkpointing = False
+    return model
+
+
 def _fake_accelerator() -> Any:
     return SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
 
@@ -158,7 +164,7 @@ def trl_dpo_loss(trainer: Any, inputs: dict[str, Any], **options: Any) -> Tensor
     weights = options.pop("loss_weights") or [1.0] * len(types)
     reference = {"logprobs": inputs["ref_logprobs"], "mask": mask}
     this = SimpleNamespace(
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        model=_fake_model(),
         accelerator=_fake_accelerator(), aux_loss_enabled=False,
         precompute_ref_logps=False, ref_model=lambda **kwargs: _fake_outputs(reference), loss_types=types,
         loss_weights=weights, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0,
@@ -179,7 +185,7 @@ def trl_kto_loss(trainer: Any, inputs: dict[str, Any], kl: Tensor, **options: An
         "beta": 0.1, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0,
     } | options  # fmt: skip
     this = SimpleNamespace(
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        model=_fake_model(),
         accelerator=_fake_accelerator(), aux_loss_enabled=False,
         precompute_ref_logps=True, calculate_KL=options["loss_type"] == "kto",
         _compute_kl_logps=lambda *a: kl,
