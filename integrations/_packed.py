@@ -120,8 +120,10 @@ def packed_logprobs(
     aux_loss = None
     if return_aux_loss:
         aux_loss = _aux_loss(found, [part.router for part in done]) if done else logprobs.sum()
-    for values_of_none in idle:  # each call is to have a backward, as on the other ranks
-        logprobs = logprobs + _nothing(values_of_none)
+    for unused in idle:  # each call is to have a backward, as on the other ranks, whatever the loss takes
+        logprobs = logprobs + _nothing(unused)
+        entropy = None if entropy is None else entropy + _nothing(unused)
+        aux_loss = None if aux_loss is None else aux_loss + _nothing(unused)
     return PackedLogprobs(logprobs, entropy, aux_loss)
 
 

@@ -136,6 +136,18 @@ CORRECTION_LEVELS = ("absent", "none", "token", "sequence", "geometric")  # "non
 CORRECTION_MODES = ("truncate", "mask")
 
 
+class CovariancePick(NamedTuple):
+    """Which tokens clip_cov or kl_cov picks: choice and numbers of C++'s PolicySelection, in order."""
+
+    by_hash: bool  # clip_cov
+    share: float  # of the tokens
+    cov_low: float  # bounds of the covariance of clip_cov's candidates
+    cov_high: float
+    low: float  # and of their ratio
+    high: float
+    seed: int  # 32 bits
+
+
 class PolicyRule(NamedTuple):
     """What a policy loss computes, checked and normalised: the fields of C++'s PolicyLossRule, in order.
 

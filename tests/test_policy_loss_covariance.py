@@ -2,7 +2,6 @@
 
 import math
 import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ from backends import is_slow, of, running
 import rlkernel
 from rlkernel.ops import _covariance
 from rlkernel.reference.policy_loss import make_inputs
+from rlkernel.types import CovariancePick
 
-RULE = SimpleNamespace(low=0.8, high=1.2)
+LOW, HIGH = 0.8, 1.2  # of the ratio
 EVERY = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 BOTH = pytest.mark.parametrize("by_hash", [False, True], ids=["kl_cov", "clip_cov"])
 
@@ -21,7 +21,8 @@ def picked(backend, inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0
     x = {"old_logprobs": None, "cu_seqlens": None, **inputs}
     names = ("logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens")
     with running(backend):
-        return _covariance.selected(*map(x.get, names), by_hash, ratio, low, high, seed, RULE)
+        pick = CovariancePick(by_hash, ratio, low, high, LOW, HIGH, seed & 0xFFFFFFFF)
+        return _covariance.selected(tuple(map(x.get, names)), pick)
 
 
 def uniform(logprob, position, seed):
@@ -55,7 +56,7 @@ def expected(inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0):
         chosen = {i for i, c in zip(counted, cov, strict=True) if c >= least}
     else:
         r = (b - old[counted]).exp()
-        kept = (r * a <= r.clamp(RULE.low, RULE.high) * a).tolist()
+        kept = (r * a <= r.clamp(LOW, HIGH) * a).tolist()
         some = [i for i, c, k in zip(counted, cov, kept, strict=True) if k and low < c < high]
         share = min(wanted / max(len(some), 1), 1)
         chosen = {i for i in some if uniform(old[i].item(), i - starts[sequence[i]], seed) < share}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import kernels_for, launch
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyRule
 
 _PARTIALS = len(POLICY_METRICS) + 1  # doubles of a sequence: kPartials
 _SELECTION_SUMS, _COUNTS = 3, 3 * 2048  # kSelectionSums, kLevels * kBins
@@ -70,12 +70,7 @@ def select(
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
-    by_hash: bool,
-    ratio: float,
-    low: float,
-    high: float,
-    seed: int,
-    rule: PolicyRule,
+    pick: CovariancePick,
 ) -> Tensor:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -84,8 +79,8 @@ def select(
     counts = torch.empty(_COUNTS, dtype=torch.int32, device=device)
     launch(
         "policy_select", device, *map(_address, (logprobs, old_logprobs, advantages, mask, cu_seqlens)), rows,
-        logprobs.shape[-1], advantages.shape == logprobs.shape, by_hash, ratio, low, high,
-        rule.low, rule.high, seed & 0xFFFFFFFF, *map(_address, (selected, partials, counts)),
+        logprobs.shape[-1], advantages.shape == logprobs.shape, *pick,
+        *map(_address, (selected, partials, counts)),
     )  # fmt: skip
     return selected
 

@@ -4,33 +4,25 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.types import PolicyRule
+from rlkernel.types import CovariancePick
+
+Tensors = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]  # the first arguments of ``select``
 
 
-def selected(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    by_hash: bool,
-    ratio: float,
-    low: float,
-    high: float,
-    seed: int,
-    rule: PolicyRule,
-) -> Tensor:
-    """One bool for each token: clip_cov's, by a hash, or kl_cov's.  Raises ValueError for a ratio that is
-    none."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"cov_ratio must be in (0, 1], got {ratio}")
-    choose = select  # which torch.compile fuses with what surrounds it
-    if not torch.compiler.is_compiling():
-        impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
-        choose = getattr(impl, "select", select)
-    return choose(
-        logprobs.detach(), old_logprobs, advantages, mask, cu_seqlens, by_hash, ratio, low, high, seed, rule
-    )
+def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
+    """``select`` of these tensors, in the kernels of the backend that runs ``policy_loss`` if it has some.
+
+    Raises:
+        ValueError: the share is none.
+    """
+    if not 0 < pick.share <= 1:
+        raise ValueError(f"cov_ratio must be in (0, 1], got {pick.share}")
+    if torch.compiler.is_compiling():  # which fuses what surrounds it
+        return select(*tensors, pick)
+    logprobs, _, advantages, mask, _ = tensors
+    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+    chosen: Tensor = getattr(impl, "select", select)(*tensors, pick)
+    return chosen
 
 
 def select(
@@ -39,14 +31,9 @@ def select(
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
-    by_hash: bool,
-    ratio: float,
-    low: float,
-    high: float,
-    seed: int,
-    rule: PolicyRule,
+    pick: CovariancePick,
 ) -> Tensor:
-    """What every backend's ``select`` means."""
+    """One bool for each token; what every backend's ``select`` means."""
     if cu_seqlens is not None:
         token = torch.arange(logprobs.shape[0], device=logprobs.device)
         row = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
@@ -54,18 +41,18 @@ def select(
         advantages = advantages[:, None] if cu_seqlens is None else advantages[row]
     tokens = mask.sum().double()
     cov = covariance(logprobs, advantages, mask, tokens)
-    wanted = (tokens * ratio).floor().clamp(min=1)
-    if not by_hash:
-        return tokens_above(cov, mask, wanted.long(), ratio)
+    wanted = (tokens * pick.share).floor().clamp(min=1)
+    if not pick.by_hash:
+        return tokens_above(cov, mask, wanted.long(), pick.share)
     old = logprobs if old_logprobs is None else old_logprobs
     r = (logprobs - old).exp()
-    clipped = r * advantages > r.clamp(rule.low, rule.high) * advantages
-    candidates = mask & (cov > low) & (cov < high) & ~clipped
+    clipped = r * advantages > r.clamp(pick.low, pick.high) * advantages
+    candidates = mask & (cov > pick.cov_low) & (cov < pick.cov_high) & ~clipped
     if cu_seqlens is None:
         position = torch.arange(logprobs.shape[1], dtype=torch.int32, device=logprobs.device)
     else:
         position = (token - cu_seqlens[row]).int()
-    return candidates & falls(old, position, seed, wanted / candidates.sum())
+    return candidates & falls(old, position, pick.seed, wanted / candidates.sum())
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:

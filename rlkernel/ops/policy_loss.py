@@ -11,7 +11,7 @@ from rlkernel.ops import _covariance, _policy_rule, _validate
 from rlkernel.ops._modes import once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyLossOutput, PolicyRule
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
 
 
 def policy_loss(
@@ -157,11 +157,9 @@ def policy_loss(
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
-        old, scores, counted, offsets = tensors[:4]
-        selected = _covariance.selected(
-            logprobs, old, scores, counted, offsets, loss_type == "clip_cov", cov_ratio, clip_cov_lb,
-            clip_cov_ub, seed, rule,
-        )  # fmt: skip
+        bounds = clip_cov_lb, clip_cov_ub, rule.low, rule.high
+        pick = CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
+        selected = _covariance.selected((logprobs.detach(), *tensors[:4]), pick)
     if torch.compiler.is_compiling():
         numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
         loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, *numbers)
