@@ -52,9 +52,9 @@ def run(job, kinds, tmp_path, *arguments):
 def _rank(rank, job, kinds, folder, arguments):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
-    )
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    os.environ.update({name: str(value) for name, value in (place | no_gpu).items()})
     if kinds[0].startswith("zero"):
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
