@@ -17,15 +17,15 @@ SECONDS = 240
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
-def kinds(*names):
-    """Of ways to spread a model, for one start of the processes: DeepSpeed's, then torch's."""
+def kinds(*names, apart=False):
+    """Of ways to spread a model, those that one start of the processes tries; DeepSpeed's last, or apart."""
     zero = [name for name in names if name.startswith("zero")]
+    others = [name for name in names if name not in zero]
     missing = importlib.util.find_spec("deepspeed") is None
+    if not (apart or missing):
+        return [pytest.param(others + zero, id="all")]
     mark = pytest.mark.skipif(missing, reason="needs DeepSpeed, which is not installed")
-    return [
-        pytest.param(zero, marks=mark, id="zero"),
-        pytest.param([name for name in names if name not in zero], id="torch"),
-    ]
+    return [pytest.param(zero, marks=mark, id="zero"), pytest.param(others, id="torch")]
 
 
 def run(job, kinds, tmp_path, *arguments):
@@ -55,7 +55,7 @@ def _rank(rank, job, kinds, folder, arguments):
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     no_gpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     os.environ.update({name: str(value) for name, value in (place | no_gpu).items()})
-    if kinds[0].startswith("zero"):
+    if kinds[-1].startswith("zero"):
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
@@ -90,8 +90,12 @@ def wrap(model, kind):
             model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
         )
     import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
 
-    return deepspeed.initialize(model=model, config=zero(int(kind[-1])))[0]
+    config = zero(int(kind[-1]))
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.settings = HfDeepSpeedConfig(config)  # from which TRL knows, while it lives
+    return engine
 
 
 def calls_of(model):

@@ -195,7 +195,7 @@ def _auto(stage):
     return {"zero_optimization": ranks.zero(stage)["zero_optimization"]} | auto
 
 
-@pytest.mark.parametrize("kinds", ranks.kinds("zero3", "fsdp2"))
+@pytest.mark.parametrize("kinds", ranks.kinds("zero3", "fsdp2", apart=True))
 def test_training_is_that_of_stock_trl(kinds, tmp_path):
     """Generation, old and reference logprobs, two epochs over a batch: the real GRPOTrainer on two ranks."""
     tiny.make_model(vocab=len(tiny.make_tokenizer()), hidden=32).save_pretrained(tmp_path / "model")
