@@ -20,7 +20,9 @@ NOTHING = ([], [])
 
 
 def _packed_logprobs(rank, kind):
+    """By kind of batch: calls of the model, labels, whether no_grad has the bits, and all errors."""
     rlkernel.register_hf()
+    report = []
     for batches, options in (
         (BATCHES, {"passes": 1} if kind == "ddp" else {}),
         ((BATCHES[0], NOTHING), {"passes": 1} if kind == "ddp" else {}),
@@ -42,23 +44,32 @@ def _packed_logprobs(rank, kind):
         with torch.no_grad():
             before = rlkernel.packed_logprobs(shared, batch, return_entropy=True, **options)
         found = rlkernel.packed_logprobs(shared, batch, return_entropy=True, **options)
-        assert len(counted) == 2 * options.get("passes", 1)
+        calls = len(counted) / 2
         grads = ranks.gradients(shared, kind, loss(found))
-        for name in ("logprobs", "entropy"):
-            assert torch.equal(getattr(found, name), getattr(before, name)), name
-            torch.testing.assert_close(getattr(found, name), getattr(want, name), rtol=5e-6, atol=5e-6)
+        pairs = [(getattr(found, name), getattr(want, name)) for name in ("logprobs", "entropy")]
+        same = all(map(torch.equal, (x for x, _ in pairs), (before.logprobs, before.entropy)))
+        off = [float((x - y).detach().abs().max()) for x, y in pairs if len(y)]
+        apart = {}
         for name, p in alone.named_parameters():
             mean = torch.zeros_like(p) if p.grad is None else p.grad
             torch.distributed.all_reduce(mean)
             mean /= ranks.RANKS
-            apart = (grads[name] - mean).abs().max() / mean.abs().max()
-            assert apart <= 2e-5, f"{kind}: gradient of {name} differs by {apart:.1e}"
+            apart[name] = float((grads[name] - mean).abs().max() / mean.abs().max())
+        report.append((calls, len(found.logprobs), same, off, apart))
+    return report
 
 
 @pytest.mark.parametrize("kinds", ranks.kinds("ddp", "fsdp1", "fsdp2", "fsdp2-head", "zero3"))
 def test_packed_logprobs(kinds, tmp_path):
     """Values of the model alone, gradients the mean over ranks: of unequal batches, of none, of parts."""
-    ranks.run(_packed_logprobs, kinds, tmp_path)
+    for kind, reports in ranks.run(_packed_logprobs, kinds, tmp_path).items():
+        for rank, report in enumerate(reports):
+            for case, (calls, labels, same, off, apart) in enumerate(report):
+                where = f"{kind}, rank {rank}, case {case}"
+                assert calls == (1, 1, 4)[case], where
+                assert labels == ((13, 3), (13, 0), (13, 3))[case][rank], where
+                assert same and all(x <= 2e-5 for x in off), f"{where}: values differ by {off}"
+                assert all(x <= 2e-5 for x in apart.values()), f"{where}: gradients differ by {apart}"
 
 
 def test_passes_are_validated(monkeypatch):
