@@ -1,4 +1,4 @@
-"""Builds `rlkernel._C` with ninja: the CPU kernels always, CUDA and HIP where their compilers are.
+"""Builds `rlkernel._C` with ninja: CPU kernels where a C++ compiler is, CUDA and HIP where theirs are too.
 
     RLKERNEL_BACKENDS     auto (default), or a list such as cpu,cuda; a part asked for by name must build
     RLKERNEL_CUDA_ARCHS   default 80;90a;100, those that this nvcc knows, and PTX of the newest for later ones
@@ -88,6 +88,15 @@ def probe(build_dir: Path, suffix: str, compiling: str, linking: str, libraries:
         raise Unavailable(f"{compiler} cannot build for these architectures: {text}")
 
 
+def check_host() -> None:
+    """Raises Unavailable where nothing can be compiled: the bindings and every part need this compiler."""
+    compiler = (shlex.split(CXX) or ["g++"])[0]
+    if shutil.which(compiler) is None:
+        raise Unavailable(f"the C++ compiler {compiler} was not found (PATH, CXX)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise Unavailable(f"Python.h was not found in {sysconfig.get_path('include')}")
+
+
 def cpu_part(build_dir: Path) -> Part:
     part = Part({"cxx": f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"}, archs=list(ISAS))
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
@@ -142,6 +151,13 @@ def chosen_parts(build_dir: Path) -> dict[str, Part]:
     names = [name.strip() for name in os.environ.get("RLKERNEL_BACKENDS", "auto").split(",") if name.strip()]
     if unknown := [name for name in names if name not in (*PARTS, "auto")]:
         raise SystemExit(f"RLKERNEL_BACKENDS must list cpu, cuda and hip, or be auto, got {unknown[0]!r}")
+    try:
+        check_host()
+    except Unavailable as reason:
+        if asked := [name for name in names if name != "auto"]:
+            raise SystemExit(f"rlkernel: RLKERNEL_BACKENDS asks for {asked[0]}, but {reason}") from None
+        print(f"rlkernel: rlkernel._C is not built: {reason}; ops run on Triton and PyTorch", flush=True)
+        return {}
     parts = {"cpu": cpu_part(build_dir)}
     for name, make in (("cuda", cuda_part), ("hip", hip_part)):
         if name not in names and "auto" not in names:
@@ -193,15 +209,18 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
 
 class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}-{platform.machine()}"
         build_dir.mkdir(parents=True, exist_ok=True)
         with open(build_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one tree take turns
             parts = chosen_parts(build_dir)
+            if not parts:
+                target.unlink(missing_ok=True)  # that of an earlier build would be packed in its place
+                return
             jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
             ninja_file = write_ninja(build_dir, parts)
             subprocess.run([sys.executable, "-m", "ninja", "-f", str(ninja_file), *jobs], check=True)
-            target = Path(self.get_ext_fullpath(ext.name)).resolve()
             target.parent.mkdir(parents=True, exist_ok=True)
             # A new file beside it, then a rename: a process that has the old one mapped keeps it whole.
             shutil.copy2(build_dir / "_C.so", target.with_suffix(".tmp"))
@@ -209,5 +228,12 @@ class NinjaBuild(build_ext):
         built = "; ".join(f"{name} for {' '.join(part.archs)}" for name, part in parts.items())
         print(f"rlkernel: built {built}", flush=True)
 
+    def copy_extensions_to_source(self) -> None:
+        for name in map(self.get_ext_filename, (ext.name for ext in self.extensions)):
+            if not Path(self.build_lib, name).exists():
+                (ROOT / name).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
 
-setup(ext_modules=[Extension("rlkernel._C", sources=[])], cmdclass={"build_ext": NinjaBuild})
+
+# optional: setuptools asks for no file where none was built; what fails to compile still raises
+setup(ext_modules=[Extension("rlkernel._C", sources=[], optional=True)], cmdclass={"build_ext": NinjaBuild})

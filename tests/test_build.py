@@ -16,6 +16,8 @@ from rlkernel import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("rlkernel", "triton_ops", "integrations", "benchmarks", "csrc")
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+HOMES = ("RLKERNEL_", "CUDA_", "ROCM_", "HIP_")  # what names a compiler to setup.py
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
@@ -48,7 +50,7 @@ def tree(tmp_path_factory):
 
 def build(tree, **environment):
     """The status and output of `setup.py build_ext`, in an environment without compilers' homes."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLKERNEL_", "CUDA_", "ROCM_", "HIP_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(HOMES)}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     run = subprocess.run(command, cwd=tree, env=kept | environment, capture_output=True, text=True)
     return run.returncode, run.stdout + run.stderr
@@ -157,6 +159,72 @@ def test_a_missing_compiler_is_one_line(tree, tmp_path):
     assert status != 0 and "asks for cuda, but nvcc was not found" in output
 
 
+NO_COMPILER = "the C++ compiler g++ was not found (PATH, CXX)"
+WITHOUT_EXTENSION = """
+import sys, torch, rlkernel
+from rlkernel import info, native
+assert rlkernel.__file__.startswith(sys.argv[1]), rlkernel.__file__
+logits, ids = torch.randn(3, 7, requires_grad=True), torch.tensor([0, 6, -100])
+out = rlkernel.logprob(logits, ids, return_entropy=True)
+out.logprobs.sum().backward()
+torch.testing.assert_close(out.logprobs[:2], torch.log_softmax(logits, -1)[[0, 1], [0, 6]])
+assert logits.grad.isfinite().all() and rlkernel.last_backend("logprob") == "reference"
+sys.exit(info.main(sys.argv[2:]))
+"""
+
+
+def without_tools(folder):
+    """An environment whose PATH is one empty folder, and that names no compiler."""
+    folder.mkdir()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith((*HOMES, "PYTHONPATH", "TRITON_"))}
+    return kept | {"PATH": str(folder), "CXX": "g++"}
+
+
+def test_an_install_without_a_compiler_is_a_working_library(tree, tmp_path):
+    """One line says what is left out and why, ops run on the reference, and info names what is missing."""
+    environment, target = without_tools(tmp_path / "empty"), tmp_path / "target"
+    library = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    earlier = [tree / f"{home}rlkernel/_C{SUFFIX}" for home in ("", f"{library}/")]
+    for path in earlier:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of other sources")
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [*pip, "--target", target, tree]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = [line.strip() for line in (run.stdout + run.stderr).splitlines() if "not built" in line]
+    assert said == [f"rlkernel: rlkernel._C is not built: {NO_COMPILER}; ops run on Triton and PyTorch"]
+    assert (target / "rlkernel/__init__.py").exists() and not [*target.rglob("_C*.so")]
+    status, output = build(tree, **environment)
+    assert status == 0 and said[0] in output and not any(path.exists() for path in earlier)
+    # -S: an editable install of this tree must not lend its extension
+    python = [sys.executable, "-S", "-c", WITHOUT_EXTENSION, target, "--require", "cpu"]
+    environment["PYTHONPATH"] = os.pathsep.join([str(target), *filter(lambda p: "-packages" in p, sys.path)])
+    run = subprocess.run(python, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and "the extension must have cpu" in run.stderr, run.stderr
+    missing = "rlkernel._C cannot be loaded: No module named 'rlkernel._C'"
+    assert f"extension     not built: {missing}" in run.stdout and "where a C++ compiler is" in run.stdout
+    assert f"  not native: {missing}" in run.stdout
+
+
+@pytest.mark.parametrize("asked", ["cpu", "auto,cpu", "cpu,cuda"])
+def test_a_compiler_that_was_asked_for_is_an_error(tree, tmp_path, asked):
+    environment = without_tools(tmp_path / "empty")
+    status, output = build(tree, **environment, RLKERNEL_BACKENDS=asked)
+    part = asked.replace("auto,", "").partition(",")[0]
+    assert status != 0 and "Traceback" not in output
+    assert f"rlkernel: RLKERNEL_BACKENDS asks for {part}, but {NO_COMPILER}" in output.splitlines()
+
+
+def test_a_compiler_that_fails_is_an_error(tree, tmp_path):
+    """Optional is what cannot be compiled here, never what does not compile."""
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    status, output = build(tree, CXX=str(broken))
+    assert status != 0 and "rlkernel._C is not built" not in output
+
+
 def test_an_unknown_backend_is_an_error(tree):
     status, output = build(tree, RLKERNEL_BACKENDS="cpu,opencl")
     assert status != 0 and "RLKERNEL_BACKENDS must list cpu, cuda and hip, or be auto, got 'opencl'" in output
@@ -178,8 +246,7 @@ def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
         sources = {f"rlkernel/{p.relative_to(ROOT)}" for p in (ROOT / folder).rglob("*.py")}
         assert sources and sources <= names
         assert not any(name.startswith(f"{folder}/") for name in names)
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    assert {f"rlkernel/_C{suffix}", "rlkernel/_C.pyi", "rlkernel/py.typed"} <= names
+    assert {f"rlkernel/_C{SUFFIX}", "rlkernel/_C.pyi", "rlkernel/py.typed"} <= names
     assert not any(name.startswith(("csrc/", "tests/", "build/")) for name in names)
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert [line for line in needed if "extra" not in line] == ["Requires-Dist: torch>=2.11"]

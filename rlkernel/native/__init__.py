@@ -16,7 +16,7 @@ import torch
 from rlkernel import gpu
 
 ON_HOST = ("cpu", "emulated")  # parts without a stream
-BUILD = "build it with `pip install -e . --no-build-isolation` in the source tree"
+BUILD = "build it with `pip install -e . --no-build-isolation` where a C++ compiler is, in the source tree"
 
 
 @dataclass(frozen=True)
