@@ -111,7 +111,7 @@ def cpu_part(build_dir: Path) -> Part:
 def cuda_part(build_dir: Path) -> Part:
     nvcc = find_tool(["nvcc"], ["CUDA_HOME", "CUDA_PATH"], ["/usr/local/cuda/bin"])
     if nvcc is None:
-        raise Unavailable("nvcc was not found (PATH, CUDA_HOME)")
+        raise Unavailable("nvcc was not found (PATH, CUDA_HOME, CUDA_PATH)")
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
     known = [arch for arch in ("80", "90a", "100") if f"compute_{arch.rstrip('a')}" in listed]
     archs = arch_list("RLKERNEL_CUDA_ARCHS", known)

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import required_parts
 import torch
 
 from rlkernel import native
@@ -152,7 +153,7 @@ def test_a_missing_compiler_is_one_line(tree, tmp_path):
     assert status == 0, output
     said = [line for line in output.splitlines() if "not built" in line]
     assert said == [
-        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME)",
+        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME, CUDA_PATH)",
         "rlkernel: hip is not built: neither hipcc nor clang++ was found (PATH, ROCM_PATH)",
     ]
     status, output = build(tree, PATH=path, RLKERNEL_BACKENDS="cpu,cuda")
@@ -218,16 +219,51 @@ def test_a_compiler_that_was_asked_for_is_an_error(tree, tmp_path, asked):
 
 def test_a_compiler_that_fails_is_an_error(tree, tmp_path):
     """Optional is what cannot be compiled here, never what does not compile."""
-    broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    status, output = build(tree, CXX=str(broken))
+    fake_tool(tmp_path / "g++", 1)
+    status, output = build(tree, CXX=str(tmp_path / "g++"))
     assert status != 0 and "rlkernel._C is not built" not in output
 
 
 def test_an_unknown_backend_is_an_error(tree):
     status, output = build(tree, RLKERNEL_BACKENDS="cpu,opencl")
     assert status != 0 and "RLKERNEL_BACKENDS must list cpu, cuda and hip, or be auto, got 'opencl'" in output
+
+
+def fake_tool(path, status):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nexit {status}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("home", "tool", "status", "parts"),
+    [
+        ("CUDA_HOME", "nvcc", 1, ["cpu", "cuda"]),
+        ("CUDA_PATH", "nvcc", 1, ["cpu", "cuda"]),
+        ("PATH", "nvcc", 1, ["cpu", "cuda"]),
+        ("ROCM_PATH", "hipcc", 1, ["cpu", "hip"]),
+        ("HIP_PATH", "hipcc", 1, ["cpu", "hip"]),
+        ("PATH", "clang++-19", 0, ["cpu", "hip"]),
+        ("PATH", "clang++", 1, ["cpu"]),  # a clang without AMD's headers and runtime, as most are
+        ("PATH", "other", 0, ["cpu"]),
+    ],
+)
+def test_ci_requires_the_parts_whose_compilers_setup_finds(
+    tree, tmp_path, monkeypatch, home, tool, status, parts
+):
+    for name in filter(lambda name: name.startswith(HOMES), [*os.environ]):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(required_parts, "USUAL", ())
+    path = without_device_compilers(tmp_path / "bin")
+    fake_tool(tmp_path / "home/bin" / tool, status)
+    found = {home: str(tmp_path / "home")} if home != "PATH" else {"PATH": f"{path}:{tmp_path / 'home/bin'}"}
+    for name, value in ({"PATH": path} | found).items():
+        monkeypatch.setenv(name, value)
+    assert required_parts.required() == parts
+    for part in set(parts) - {"cpu"}:  # setup.py sees that compiler too, and then says that it is a fake
+        if status:
+            code, output = build(tree, RLKERNEL_BACKENDS=part, **({"PATH": path} | found))
+            assert code != 0 and f"{tool} cannot build" in output and "not found" not in output
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Which backend runs, why the others do not, and that a named one never falls back."""
 
+import hashlib
 import logging
 import threading
 import types
@@ -139,3 +140,39 @@ def test_what_ran_is_logged_once(caplog, backends):
         dispatch.pick("logprob", LOGITS)
         dispatch.pick("logprob", LOGITS)
     assert [r.getMessage() for r in caplog.records] == ["logprob runs on native"]
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "seen"),
+    [
+        ("", "raise ImportError('needs a driver')", ["needs a driver"]),
+        ("raise ImportError('needs a driver')", "", ["needs a driver"]),
+        ("", "import no_such_module_anywhere", ["No module named 'no_such_module_anywhere'"]),
+        ("", "1 / 0", ZeroDivisionError),
+        ("1 / 0", "", ZeroDivisionError),
+        ("", "no_such_name", NameError),
+        ("", "def broken(:", SyntaxError),
+        ("", "raise RuntimeError('CUDA error')", RuntimeError),
+    ],
+)
+def test_a_backend_that_is_broken_is_an_error_and_one_that_lacks_its_package_is_not(
+    monkeypatch, tmp_path, package, module, seen
+):
+    """A fault in a backend's own code must not look like a machine without it: its tests would be skipped."""
+    name = "backend_" + hashlib.sha256(f"{package}|{module}".encode()).hexdigest()[:12]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(package)
+    (tmp_path / name / "logprob.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(dispatch.BACKENDS, name, name)
+    if isinstance(seen, list):
+        assert rlkernel.explain("logprob", LOGITS, IDS)[name] == seen
+        assert dispatch.has(name, "logprob") == (package == "")
+        return
+    with pytest.raises(seen):
+        rlkernel.explain("logprob", LOGITS, IDS)
+    with rlkernel.use_backend(name), pytest.raises(seen):
+        dispatch.pick("logprob", LOGITS, IDS)
+    if package:
+        with pytest.raises(seen):
+            dispatch.has(name, "logprob")

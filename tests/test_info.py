@@ -76,3 +76,10 @@ def test_the_commit_is_told_only_in_a_checkout(tmp_path):
     assert clean is not None and len(clean) == 12
     (tmp_path / "file").write_text("two")
     assert info._commit(tmp_path) == clean + "+changes"
+
+
+@pytest.mark.parametrize("asked", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_require_sees_a_part_that_is_missing_beside_one_that_is_there(monkeypatch, capsys, asked):
+    monkeypatch.setattr(info, "_extension", lambda: {"parts": {"cpu": ["avx2"]}, "missing": None})
+    assert info.main(["--require", *asked]) == 1
+    assert "the extension must have cuda, got {'parts': {'cpu': ['avx2']}" in capsys.readouterr().err
