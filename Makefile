@@ -92,9 +92,9 @@ $(DONE)/lint: requirements/lint.txt requirements/constraints.txt | $(DONE)/torch
 	@$(INSTALL) -r requirements/lint.txt
 	@touch $@
 
-$(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constraints.txt tests/fetch_vllm.py | $(DONE)/torch
+$(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constraints.txt tests/fetch_peers.py | $(DONE)/torch
 	@echo "make: installing the frameworks to compare with"
 	@$(INSTALL) -r requirements/frameworks.txt
 	@$(INSTALL) --no-deps -r requirements/frameworks-no-deps.txt
-	@$(PY) tests/fetch_vllm.py $(VENV)/peers
+	@$(PY) tests/fetch_peers.py $(VENV)/peers
 	@touch $@

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,13 @@ def file(package: str, path: str, root: Path | None = None) -> ModuleType:
     loaded = importlib.util.module_from_spec(found)
     found.loader.exec_module(loaded)
     return loaded
+
+
+def folders() -> list[Path]:
+    """Where files of peers that are not installed may lie: ``$RLKERNEL_PEERS``, then where ``make`` puts
+    them."""
+    named = os.environ.get("RLKERNEL_PEERS")
+    return [*([Path(named)] if named else []), Path(sys.prefix) / "peers"]
 
 
 @functools.cache
@@ -103,8 +111,8 @@ def vllm(path: str) -> ModuleType:
     """
     if importlib.util.find_spec("vllm") is not None:
         return module(f"vllm.{path}")
-    folder = Path(sys.prefix) / "peers" / "vllm"
-    if not folder.is_dir():
+    folder = next((x / "vllm" for x in folders() if (x / "vllm").is_dir()), None)
+    if folder is None:
         raise ImportError("not installed")
     fakes = {name: _bare(name, folder.joinpath(*name.split(".")[1:])) for name in _VLLM_PACKAGES}
     for name, contents in _vllm_stubs().items():

@@ -127,7 +127,9 @@ POLICY_METRICS = (
 )
 
 # Their order is that of the enums of csrc/include/rlkernel/policy_loss.h.
-POLICY_TERMS = ("clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo", "vespo", "kl_cov", "dro")
+POLICY_TERMS = (
+    "clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo", "vespo", "surrogate", "dro", "cispo_mask",
+)  # fmt: skip
 LEVELS = ("token", "sequence", "sequence_token")
 SUMS = ("tokens", "sequence_sums", "sequence_means")
 KL_ESTIMATORS = ("none", "k1", "abs", "k2", "k3")

@@ -6,8 +6,21 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+from accuracy import error
+from policy_cases import run
 
 from rlkernel.benchmarks import _peers, policy_loss
+
+
+def check_same(ours, theirs, inputs, tolerance=1e-12, **options):
+    """Value and gradient of a peer's own code, in fp64."""
+    x = inputs["logprobs"].detach().requires_grad_()
+    theirs = theirs(inputs | {"logprobs": x})
+    (grad,) = torch.autograd.grad(theirs, x)
+    loss, _, got, *_ = run("reference", ours, **options)
+    assert error(loss, theirs) < tolerance and error(got, grad) < tolerance
+    return got
 
 
 def verl(path):

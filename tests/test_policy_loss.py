@@ -184,7 +184,7 @@ def test_k3_keeps_its_digits(backend, device):
 
 # a weight without a gradient: their difference quotient is the derivative at a fixed weight, which is the one
 # that stands where the old log-probabilities are the new ones
-WEIGHTED = {"cispo", "cispo_cap", "dppo_tv", "dppo_kl", "vespo"}
+WEIGHTED = {"cispo", "cispo_cap", "cispo_mask", "dppo_tv", "dppo_kl", "vespo"}
 
 
 @pytest.mark.parametrize("loss_type", names.LOSS_TYPES)

@@ -7,7 +7,15 @@ import pytest
 import torch
 from accuracy import error
 from policy_cases import NEEDS, run
-from policy_peers import liger_loss, trl_loss, trl_off_policy_mask, verl_core, verl_loss, verl_rollout_corr
+from policy_peers import (
+    check_same,
+    liger_loss,
+    trl_loss,
+    trl_off_policy_mask,
+    verl_core,
+    verl_loss,
+    verl_rollout_corr,
+)
 
 import rlkernel
 from rlkernel import RolloutCorrection
@@ -17,16 +25,6 @@ from rlkernel.reference.policy_loss import make_inputs
 
 PER_TOKEN = pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
 WEIGHTED = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-
-
-def check_same(ours, theirs, inputs, tolerance=1e-12, **options):
-    """Value and gradient of a peer's own code, in fp64."""
-    x = inputs["logprobs"].detach().requires_grad_()
-    theirs = theirs(inputs | {"logprobs": x})
-    (grad,) = torch.autograd.grad(theirs, x)
-    loss, _, got, *_ = run("reference", ours, **options)
-    assert error(loss, theirs) < tolerance and error(got, grad) < tolerance
-    return got
 
 
 TRL = {

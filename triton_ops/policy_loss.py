@@ -124,6 +124,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "clipped, everything": case(True, beta=0.1, entropy_coef=0.1, correction="icepop"),
         "sequence, everything": case(True, beta=0.1, correction="skyrl:geometric", **sequence),
         "cispo": case(False, loss_type="cispo"),
+        "cispo_mask": case(False, loss_type="cispo_mask"),
         "sapo": case(False, loss_type="sapo"),
         "gmpo": case(False, loss_type="gmpo", **sequence),
         "dppo_tv": case(False, loss_type="dppo_tv"),

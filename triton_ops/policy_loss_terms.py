@@ -123,13 +123,16 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
         is_far = ratio > rule.dual
     elif C.term == 6:  # vespo
         value, direct = likelihood(tl.where(negative, phi_negative, phi_positive), advantage, logprob)
-    elif C.term == 7:  # kl_cov
+    elif C.term == 7:  # surrogate
         value = -ratio * advantage
         chain = value
-    else:  # dro
+    elif C.term == 8:  # dro
         d = logprob - old_logprob
         value = rule.coefficient * 0.5 * d * d - logprob * advantage
         direct = rule.coefficient * d - advantage
+    else:  # cispo_mask
+        is_low, is_high = ratio <= rule.low, ratio >= rule.high
+        value, direct = likelihood(tl.where(is_low | is_high, 0.0, ratio), advantage, logprob)
     return value, direct, chain, is_low, is_high, is_far
 
 

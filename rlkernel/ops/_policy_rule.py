@@ -18,6 +18,7 @@ LOSS_TYPES = {
     "bnpo": "clipped",
     "cispo": "cispo",
     "cispo_cap": "cispo",
+    "cispo_mask": "cispo_mask",
     "reinforce": "reinforce",
     "gpg": "reinforce",
     "sapo": "sapo",
@@ -26,7 +27,8 @@ LOSS_TYPES = {
     "dppo_kl": "dppo",
     "vespo": "vespo",
     "clip_cov": "clipped",
-    "kl_cov": "kl_cov",
+    "kl_cov": "surrogate",
+    "importance_sampling": "surrogate",
     "dro": "dro",
 }
 

@@ -37,8 +37,8 @@ class RolloutCorrection(NamedTuple):
 
     ``normalize`` divides the weights by their mean over the tokens ("token", "none") or sequences of this
     call, rejected ones included.  ``denominator`` "keep" leaves rejected tokens in the mean of the loss, as
-    TRL, NeMo-RL and verl's IcePop do; "shrink" takes them out of the mask, and so out of the KL, the entropy
-    and the sequence's ratio, as verl's rollout_rs, SkyRL and Miles do.
+    TRL, NeMo-RL, SkyRL and verl's IcePop do; "shrink" takes them out of the mask, and so out of the KL, the
+    entropy and the sequence's ratio, as verl's rollout_rs and Miles do.
 
     Presets, by name in ``policy_loss(correction=...)``:
 
@@ -52,7 +52,7 @@ class RolloutCorrection(NamedTuple):
                          GRPOConfig.vllm_importance_sampling_mode with clip_max 3
         skyrl:token_tis, sequence_tis   off_policy_correction.tis_ratio_type, caps 2 and 5
         skyrl:geometric, product, outlier   sequence_mask_metric 0.99..1.01 and 0.5..2, outlier_token 1e-4
-                         to 100; tokens leave the mask (compute_off_policy_correction)
+                         to 100 (compute_off_policy_correction)
         nemo_rl:tis, icepop, seq_mask_tis   truncated_importance_sampling_type: min(r, 2); r in 0.5..5;
                          raw r in sequences with a geometric mean in 0.999..1.002 (ClippedPGLossFn)
         slime:tis, icepop   --use-tis with its --tis-clip 2, --tis-clip-low 0; icepop_function with the same
@@ -102,9 +102,9 @@ CORRECTIONS = {
     "trl:token_truncate": RolloutCorrection(high=3.0),
     "skyrl:token_tis": RolloutCorrection(),
     "skyrl:sequence_tis": RolloutCorrection("sequence", high=5.0),
-    "skyrl:geometric": RolloutCorrection("geometric", "reject", 0.99, 1.01, denominator="shrink"),
-    "skyrl:product": RolloutCorrection("sequence", "reject", 0.5, 2.0, denominator="shrink"),
-    "skyrl:outlier": _NONE._replace(reject=(("seq_max_k1", 1e-4, 100.0),), denominator="shrink"),
+    "skyrl:geometric": RolloutCorrection("geometric", "reject", 0.99, 1.01),
+    "skyrl:product": RolloutCorrection("sequence", "reject", 0.5, 2.0),
+    "skyrl:outlier": _NONE._replace(reject=(("seq_max_k1", 1e-4, 100.0),)),
     "nemo_rl:tis": RolloutCorrection(),
     "nemo_rl:icepop": RolloutCorrection(mode="mask", low=0.5, high=5.0),
     "nemo_rl:seq_mask_tis": RolloutCorrection(high=math.inf, reject=(("seq_mean_k1", 0.999, 1.002),)),

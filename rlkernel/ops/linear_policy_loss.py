@@ -33,6 +33,7 @@ ALGORITHMS = ("auto", "one_pass", "two_pass")
 _REACH = {
     **dict.fromkeys(("grpo", "ppo", "dapo", "dr_grpo", "bnpo", "cispo", "cispo_cap", "reinforce"), "token"),
     **dict.fromkeys(("gpg", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"), "token"),
+    **dict.fromkeys(("cispo_mask", "importance_sampling"), "token"),
     "vespo": "sequence",
 }
 _KNOWN = frozenset((

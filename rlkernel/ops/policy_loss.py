@@ -66,7 +66,9 @@ def policy_loss(
                                          and at most -clip_ratio_c A where A < 0
         cispo        -stop(clamp(r, 1 - epsilon, 1 + epsilon_high)) A logprobs         (verl, MiniMax)
         cispo_cap    -stop(min(r, epsilon_high)) A logprobs                            (TRL)
+        cispo_mask   -stop(r, or 0 unless 1 - epsilon < r < 1 + epsilon_high) A logprobs         (SkyRL)
         reinforce, gpg  -A logprobs
+        importance_sampling  -r A
         sapo         -4 / tau sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg
         gmpo         -r A, with each difference clipped to [-epsilon, epsilon_high] on the side of A's sign
         dppo_tv, dppo_kl  -stop(min(r, clip_ratio_c)) A logprobs where the probability has not moved further

@@ -132,7 +132,7 @@ def _total(
     else:
         loss, low, high, far = _TERMS[term](rule, ratio, advantages, logp, old)
     if selected is not None:
-        if term == "kl_cov":
+        if term == "surrogate":
             loss = loss + torch.where(selected, rule.coefficient * difference.abs(), 0)
         else:
             loss = torch.where(selected, 0, loss)
@@ -192,6 +192,12 @@ def _cispo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, ol
     return loss, ratio < rule.low, ratio > rule.high, torch.zeros_like(ratio)
 
 
+def _cispo_mask(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
+    low, high = ratio <= rule.low, ratio >= rule.high
+    loss = -torch.where(low | high, 0, ratio).detach() * advantages * logp
+    return loss, low, high, torch.zeros_like(ratio)
+
+
 def _reinforce(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
     none = torch.zeros_like(ratio)
     return -advantages * logp, none, none, none
@@ -215,7 +221,7 @@ def _dppo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old
     return torch.where(low | high, 0, loss), low, high, ratio > rule.dual
 
 
-def _kl_cov(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
+def _surrogate(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
     none = torch.zeros_like(ratio)
     return -ratio * advantages, none, none, none
 
@@ -228,11 +234,12 @@ def _dro(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old:
 _TERMS = {
     "clipped": _clipped,
     "cispo": _cispo,
+    "cispo_mask": _cispo_mask,
     "reinforce": _reinforce,
     "sapo": _sapo,
     "gmpo": _gmpo,
     "dppo": _dppo,
-    "kl_cov": _kl_cov,
+    "surrogate": _surrogate,
     "dro": _dro,
 }
 

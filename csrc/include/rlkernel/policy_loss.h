@@ -10,7 +10,7 @@
 namespace rlkernel {
 
 // The numbers are those of rlkernel/types.py, which says what each field means.
-enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, kl_cov, dro };
+enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, surrogate, dro, cispo_mask };
 enum class Level : int { token, sequence, sequence_token };
 enum class Aggregation : int { tokens, sequence_sums, sequence_means };
 enum class Kl : int { none, k1, abs, k2, k3 };

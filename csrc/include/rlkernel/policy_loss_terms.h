@@ -124,6 +124,13 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, const Token<F>& x) {
       t.high = x.ratio > rule.high;
       return t;
     }
+    case Term::cispo_mask: {
+      const auto low = x.ratio <= rule.low, high = x.ratio >= rule.high;
+      Term_<F> t = likelihood(keep(not_(either<MaskOf<F>>(low, high)), x.ratio), x);
+      t.low = low;
+      t.high = high;
+      return t;
+    }
     case Term::reinforce: return likelihood(spread<F>(1.0f), x);
     case Term::sapo: return sapo_term(rule, x);
     case Term::gmpo: {
@@ -145,7 +152,7 @@ RLKERNEL_INLINE Term_<F> term(const PolicyLossRule& rule, const Token<F>& x) {
       return t;
     }
     case Term::vespo: return likelihood(x.advantage < zero ? x.phi_negative : x.phi_positive, x);
-    case Term::kl_cov: {
+    case Term::surrogate: {
       const F value = -x.ratio * x.advantage;
       return {value, zero, value, none, none, none};
     }
@@ -166,7 +173,7 @@ RLKERNEL_INLINE float gamma_weight(float k, float lambda, float log_w) {
 template <class F>
 RLKERNEL_INLINE void apply_selection(const PolicyLossRule& rule, Term_<F>& t, MaskOf<F> selected, F d) {
   const F zero{};
-  if (rule.term == Term::kl_cov) {
+  if (rule.term == Term::surrogate) {
     t.value += keep(selected, rule.coefficient * magnitude(d));
     t.direct += keep(selected, d > zero ? spread<F>(rule.coefficient) : d < zero ? spread<F>(-rule.coefficient) : zero);
   } else {

@@ -1,0 +1,76 @@
+"""The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
+
+vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
+SkyRL and OpenRLHF need Ray, DeepSpeed and a GPU to be imported, and a few files hold their losses.  pip
+downloads the wheel of the version that requirements/constraints.txt pins, the files below are unpacked as
+they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not
+take them for installed.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+CONSTRAINTS = Path(__file__).parent.parent / "requirements" / "constraints.txt"
+FILES = {
+    "vllm": (
+        "vllm/_custom_ops.py",  # the torch path of the repetition penalty
+        "vllm/model_executor/layers/utils.py",  # apply_penalties
+        "vllm/v1/outputs.py",
+        "vllm/v1/sample/",
+        "vllm/v1/worker/gpu/sample/gumbel.py",
+        "vllm/v1/worker/gpu/sample/min_p.py",
+    ),
+    "skyrl": ("skyrl/backends/skyrl_train/utils/", "skyrl/train/config/config.py"),
+    "openrlhf": ("openrlhf/models/", "openrlhf/trainer/ppo_utils/"),
+}
+# of OpenRLHF there are wheels for one machine alone, although they hold no binary
+ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")
+
+
+def version(peer: str) -> str:
+    pin = re.search(rf"^{peer}==(\S+)", CONSTRAINTS.read_text(), re.M)
+    assert pin is not None, f"{CONSTRAINTS} must pin {peer}"
+    return pin[1]
+
+
+def fetch(peer: str, target: Path) -> None:
+    marker = target / f"{peer}-{version(peer)}"
+    if marker.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
+        options = () if peer == "vllm" else ANYWHERE
+        subprocess.run([*command, *options, "--dest", folder, f"{peer}=={version(peer)}"], check=True)
+        (wheel,) = Path(folder).glob(f"{peer}-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                name = re.sub(r"^[^/]*\.data/purelib/", "", member.filename)
+                if name.startswith(FILES[peer]) and name.endswith(".py"):
+                    path = target / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(member))
+    marker.touch()
+
+
+def unavailable(peer: str) -> str:
+    """Why this machine gets no files of the peer; empty where it does."""
+    if peer != "vllm":
+        return ""
+    if sys.version_info < (3, 11):
+        return "vLLM needs Python 3.11"
+    if (platform.system(), platform.machine()) not in (("Linux", "x86_64"), ("Linux", "aarch64")):
+        return f"vLLM has no wheel for {platform.system()} on {platform.machine()}"
+    return ""
+
+
+if __name__ == "__main__":
+    for name in FILES:
+        if reason := unavailable(name):
+            print(f"{reason}: nothing is compared with it")
+        else:
+            fetch(name, Path(sys.argv[1]))
