@@ -90,6 +90,27 @@ def test_bf16_dot_accumulates_in_fp32():
     torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dot_has_the_bits_of_its_row_and_column(dtype):
+    """In a tile of any shape, on either side: NumPy's product of a part has other bits than that of the whole."""
+    a, b = torch.randn(64, 64).to(dtype), torch.randn(64, 64).to(dtype)
+
+    def dot(x, y):
+        c = torch.empty(x.shape[0], y.shape[1])
+        shape = {"M": x.shape[0], "N": y.shape[1], "K": x.shape[1]}
+        dot_kernel[(1,)](x.contiguous(), y.contiguous(), c, **shape)
+        return c
+
+    whole = dot(a, b)
+    assert torch.equal(dot(a[16:32], b), whole[16:32])
+    assert torch.equal(dot(a, b[:, 32:48]), whole[:, 32:48])
+    assert torch.equal(dot(b.T, a.T).T, whole)
+    zeros = dot(torch.cat([a, torch.zeros_like(a)], 1), torch.cat([b, torch.zeros_like(b)]))
+    assert torch.equal(zeros, whole)
+    error = (whole - a.double() @ b.double()).abs().max()
+    assert 0 < error < 1e-5  # a chain in fp32, of few links
+
+
 def test_bf16_arithmetic_rounds_once():
     x, y = torch.randn(128).bfloat16(), torch.randn(128).bfloat16()
     out = torch.empty(5, 128, dtype=torch.bfloat16)

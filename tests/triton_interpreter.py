@@ -2,7 +2,9 @@
 
 The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardware rounds to nearest even,
 multiplies the raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install``
-makes each of them compute in fp32 and round once.  It also looks the language up once a launch, not once a
+makes each of them compute in fp32 and round once.  ``tl.dot`` becomes one chain for each element over K
+in order, rounded as often as the instructions of a tensor core would: NumPy's library chooses another order for
+another shape, processor or release, so that no equality of bits could be tested with it.  ``install`` also looks the language up once a launch, not once a
 call of a device function (ten times faster), leaves out checks of integer overflow whose result nothing reads
 outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment: inf - inf,
 0 / 0.
@@ -28,6 +30,7 @@ def install() -> None:
     from triton.runtime import interpreter
 
     _correct_casts(interpreter)
+    _correct_dot(interpreter)
     _correct_arithmetic(interpreter)
     _correct_reductions(interpreter)
     _patch_the_language_once(interpreter)
@@ -75,6 +78,27 @@ def _correct_casts(interpreter: Any) -> None:
         return handle_of(fp32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
     builder.cast_impl, builder.create_fp_to_fp, builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
+
+
+def dot_in_order(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """``sums + a @ b`` in the dtype of ``sums``: over K in order, sixteen products to a rounding."""
+    wide = np.float64 if sums.dtype.kind == "f" else sums.dtype  # holds a product of two fp32 exactly
+    a, b = a.astype(wide), b.astype(wide)
+    for start in range(0, a.shape[-1], 16):
+        total = sums.astype(wide)
+        for k in range(start, min(start + 16, a.shape[-1])):
+            total += a[..., :, k, None] * b[..., None, k, :]
+        sums = total.astype(sums.dtype)
+    return sums
+
+
+def _correct_dot(interpreter: Any) -> None:
+    handle_of = interpreter.TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, imprecise: Any) -> Any:
+        return handle_of(dot_in_order(a.data, b.data, d.data), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def _correct_arithmetic(interpreter: Any) -> None:
