@@ -12,7 +12,7 @@ import torch
 from rlkernel.integrations import hf
 
 RANKS = 2
-SECONDS = 240
+SECONDS = 1200
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 

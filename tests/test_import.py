@@ -96,17 +96,19 @@ def test_an_import_writes_nothing():
     assert process.stdout == "" and "rlkernel" not in process.stderr
 
 
-def test_an_import_costs_less_than_300_ms_beyond_torch():
-    """Of a package whose bytecode was kept, as an installer keeps it."""
+def test_an_import_costs_less_than_half_of_torchs():
+    """In time of the processor, beside torch's import in the same process: both are slow on a busy machine."""
     code = """
 import sys
-sys.dont_write_bytecode = False
-import time, torch
-start = time.perf_counter()
+sys.dont_write_bytecode = False  # of a package whose bytecode was kept, as an installer keeps it
+import time
+start = time.process_time()
+import torch
+between = time.process_time()
 import rlkernel
-print(time.perf_counter() - start)
+print((time.process_time() - between) / (between - start))
 """
-    assert any(float(run(code).stdout) < 0.3 for _ in range(6))  # a contended machine is slow now and then
+    assert min(float(run(code).stdout) for _ in range(3)) < 0.5
 
 
 def test_all_is_true():

@@ -306,7 +306,8 @@ def test_keys_above_are_whole_vectors_for_the_kernel(monkeypatch, prompt):
             plain_out, plain_lse, *_ = run(native, layout, inputs, RULES["plain"])
         few_bits = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(out, plain_out, rtol=0, atol=few_bits)
-        torch.testing.assert_close(lse, plain_lse, rtol=few_bits, atol=0)
+        # a sum near 1 has a logarithm near 0, whose error is that of the scores
+        torch.testing.assert_close(lse, plain_lse, rtol=few_bits, atol=few_bits)
 
 
 # bits
@@ -339,20 +340,6 @@ def test_the_same_bits_again(number, rule):
             bitwise.assert_equal(name, a, b)
 
 
-@pytest.mark.parametrize("head_dim", [64, 40])
-def test_forward_has_the_same_bits_on_any_number_of_threads(head_dim):
-    layout = groups((130, [33, 66, 2, 3, 3]), (5, [40])).layout()
-    for name, dtype in itertools.product(("plain", "window"), (torch.float32, torch.bfloat16)):
-        inputs = tensors(layout, 4, 2, head_dim, dtype)[:3]
-        results = []
-        for number in (1, 2, 4):
-            with threads(number):
-                results.append(native.forward(*inputs, layout, RULES[name], None))
-        for got in results[1:]:
-            bitwise.assert_equal("out", got[0], results[0][0])
-            bitwise.assert_equal("lse", got[1], results[0][1])
-
-
 def parity(layout, rule, dtype, heads, head_dim=40, sinks=None):
     q, k, v, _ = tensors(layout, *heads, head_dim, dtype)
     alone, index = layout.repeated()
@@ -380,13 +367,22 @@ def test_bits_of_the_repeated_prompts(rule, dtype):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_bits_of_the_repeated_prompts_on_threads(number):
-    layout, rule = LARGE["long stems"].layout(), RULES["plain"]._replace(bitwise=True)
-    for heads in ((1, 1), (6, 2)):
-        alone = parity(layout, rule, torch.float32, heads)
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_bits_of_the_repeated_prompts_on_threads(number, head_dim):
+    """Of parity bitwise: in fast a call of one row may have other bits in the memory of another thread."""
+    layout = LARGE["long stems"].layout()
+    for heads, name, dtype in (
+        ((1, 1), "plain", torch.float32),
+        ((6, 2), "plain", torch.float32),
+        ((4, 2), "window", torch.float32),
+        ((4, 2), "plain", torch.bfloat16),
+    ):
+        rule = RULES[name]._replace(bitwise=True)
+        alone = parity(layout, rule, dtype, heads, head_dim)
         with threads(number):
-            together = parity(layout, rule, torch.float32, heads)
-        assert torch.equal(together[0], alone[0]) and torch.equal(together[1], alone[1])
+            together = parity(layout, rule, dtype, heads, head_dim)
+        bitwise.assert_equal("out", together[0], alone[0])
+        bitwise.assert_equal("lse", together[1], alone[1])
 
 
 def test_the_fast_path_has_other_bits():

@@ -55,7 +55,7 @@ def test_an_exception_gives_the_buffer_back():
     done = []
     thread = threading.Thread(target=lambda: done.append(address(100)))
     thread.start()
-    thread.join(timeout=5)
+    thread.join(timeout=60)
     assert done
 
 
