@@ -19,15 +19,27 @@ PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
         any("triton" in r for r in m.requires("torch")) or print("triton==3.7.1")
 SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 
-.PHONY: help build test bench lint format docs check-codegen readme-tables info clean
+# What the vendors' libraries (OpenBLAS under NumPy, MKL, oneDNN, torch) and our kernels do on a processor without AVX-512,
+# and the tests that look at bits, at parity and at errors of rounding.
+AVX2 := RLKERNEL_CPU_ISA=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+NUMERIC := $(filter-out %_codegen.py,$(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
+        triton_*.py policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py group_*.py kl_*.py running_*.py \
+        sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py)
+
+.PHONY: help build test test-avx2 bench lint format docs check-codegen readme-tables info clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## build, run every test, count what ran and what was skipped and why
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests.xml $(ARGS); status=$$?; \
 	$(PY) tests/summary.py build/tests.xml && exit $$status
+
+test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, parity and rounding as on a processor without AVX-512
+	@mkdir -p build
+	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" $(sort $(NUMERIC)) $(ARGS); \
+	status=$$?; $(PY) tests/summary.py build/tests-avx2.xml && exit $$status
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 	@$(PY) -m rlkernel.bench $(ARGS)

@@ -143,14 +143,14 @@ def integration_files(root: Path) -> list[str]:
 
 def commands(root: Path) -> list[str]:
     """``make`` targets, modules and scripts that a page tells the reader to run, and that do not exist."""
-    targets = set(re.findall(r"^([a-z-]+):", _text(root / "Makefile"), re.M))
+    targets = set(re.findall(r"^([a-z0-9-]+):", _text(root / "Makefile"), re.M))
     problems = []
     for page in _pages(root):
         # only code, in a line or in a block: prose may say "make sure"
         text = _text(page)
         code = "\n".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"```.*?\n(.*?)```", text, re.S))
         where = page.relative_to(root)
-        for line in re.findall(r"^\s*(?:\$ )?make((?: [a-z-]+)+)", code, re.M):
+        for line in re.findall(r"^\s*(?:\$ )?make((?: [a-z0-9-]+)+)", code, re.M):
             problems += [f"{where}: make has no target {t}" for t in line.split() if t not in targets]
         for module in re.findall(r"python -m (rlkernel[\w.]*)", code):
             path = root / module.replace(".", "/")
