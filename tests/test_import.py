@@ -97,7 +97,7 @@ def test_an_import_writes_nothing():
 
 
 def test_an_import_costs_less_than_half_of_torchs():
-    """In time of the processor, beside torch's import in the same process: both are slow on a busy machine."""
+    """In processor time, beside torch's import in the same process: a busy machine slows both."""
     code = """
 import sys
 sys.dont_write_bytecode = False  # of a package whose bytecode was kept, as an installer keeps it

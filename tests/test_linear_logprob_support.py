@@ -153,8 +153,8 @@ def test_room_behind_the_ids_costs_nothing_but_under_capture(captured, monkeypat
     inputs = make_inputs(6, 32, 80)
     support = supports(inputs["target_ids"], 80, (7, 0))
     upstream = upstream_like(inputs["target_ids"])
-    # before both calls: under capture the head is multiplied by all rows, and a library's product of more rows
-    # may have other bits
+    # before both calls: under capture the head is multiplied by all rows, and a library's product of more
+    # rows may have other bits
     monkeypatch.setattr(support_products.tiles, "capturing", lambda device: captured)
     want, want_grads = run("auto", **inputs, **support, upstream=upstream, return_entropy=True)
     rows = []

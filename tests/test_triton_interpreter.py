@@ -92,7 +92,7 @@ def test_bf16_dot_accumulates_in_fp32():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dot_has_the_bits_of_its_row_and_column(dtype):
-    """In a tile of any shape, on either side: NumPy's product of a part has other bits than that of the whole."""
+    """In a tile of any shape, on either side, where NumPy's product of a part has other bits."""
     a, b = torch.randn(64, 64).to(dtype), torch.randn(64, 64).to(dtype)
 
     def dot(x, y):
