@@ -4,11 +4,12 @@ The interpreter holds bf16 as uint16.  It truncates fp32 -> bf16 where the hardw
 multiplies the raw integers in ``tl.dot``, and does the same in arithmetic and reductions.  ``install``
 makes each of them compute in fp32 and round once.
 
-``tl.dot`` becomes one chain for each element over K in order, rounded as often as the instructions of a tensor
-core would: NumPy's library chooses another order for another shape, processor or release, so that no equality of
-bits could be tested with it.  ``install`` also looks the language up once a launch, not once a call of a device
-function (ten times faster), leaves out checks of integer overflow whose result nothing reads outside of debug
-mode, and silences NumPy's warnings for what a GPU computes without comment: inf - inf, 0 / 0.
+``tl.dot`` becomes one chain for each element over K in order, rounded as often as the instructions of a
+tensor core would: NumPy's library chooses another order for another shape, processor or release, so that no
+equality of bits could be tested with it. ``install`` also looks the language up once a launch, not once a
+call of a device function (ten times faster), leaves out checks of integer overflow whose result nothing
+reads outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment: inf -
+inf, 0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
