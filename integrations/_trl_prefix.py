@@ -12,8 +12,9 @@ import functools
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rlkernel.integrations import hf
 from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._trl_order import SHUFFLE, Order, group_shuffle
 from rlkernel.prefix_batch import PrefixBatch
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ METHOD_PARAMETERS = (
     "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask",
     "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-SHUFFLE = "shuffle_sequence_dict"
 UNLABELLED = -100  # transformers' mark
 MIN_RATIO = 1.1  # on the CPU a step takes as long as TRL's from 1.06 on; where TRL skips prompts' rows, 1.11
 
@@ -50,6 +51,7 @@ class PrefixSharing:
         self.min_ratio = MIN_RATIO if min_ratio is None else min_ratio
         self.tokens: Counter[str] = Counter()
         """Tokens of TRL's padded batches ("padded"), and the rows that ran in their place ("packed")."""
+        self.order = Order()
         self._models: list[tuple[weakref.ref[Any], str]] = []
         self._rows = self._unlabelled = 0
 
@@ -58,7 +60,7 @@ class PrefixSharing:
             method = _checked(trainer, METHOD, METHOD_PARAMETERS)
             patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
             shuffle = _checked(module, SHUFFLE, ("seq_dict",))
-            patch.replace(module, SHUFFLE, _group_shuffle(shuffle, patch), expected=shuffle)
+            patch.replace(module, SHUFFLE, group_shuffle(shuffle, self), expected=shuffle)
 
     @property
     def ratio(self) -> float:
@@ -123,17 +125,24 @@ def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> C
     ) -> Scores:
         call = _Call(
             self, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids),
-            compute_entropy, compute_aux_loss,
+            compute_entropy, compute_aux_loss, rest, multimodal,
         )  # fmt: skip
-        batch = call.batch(sharing, rest, multimodal)
+        micro_batches = call.micro_batches(sharing)
+        if not micro_batches:
+            return scored(call)
+        each = [scored(call.of(samples)) for samples in micro_batches]
+        return _joined(each, micro_batches, call.input_ids.device)
+
+    def scored(call: _Call) -> Scores:
+        batch = call.batch(sharing)
         if isinstance(batch, PrefixBatch):
             patch.count(patch.calls, METHOD)
-            sharing.tokens.update(padded=input_ids.numel(), packed=batch.total)
-            return timed(self, call, batch, sharing)
+            sharing.tokens.update(padded=call.input_ids.numel(), packed=batch.total)
+            return timed(call.trainer, call, batch, sharing)
         patch.count(patch.fallbacks, f"{METHOD}: {batch}")
         return original(
-            self, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy,
-            compute_aux_loss, *rest, **multimodal,
+            call.trainer, call.model, call.input_ids, call.attention_mask, call.logits_to_keep, call.chunk,
+            call.entropy, call.aux_loss, *call.rest, **call.multimodal,
         )  # fmt: skip
 
     packed_logps_and_entropies.__qualname__ = packed_logps_and_entropies.__name__
@@ -152,23 +161,50 @@ class _Call:
     chunk: int  # samples that TRL would run at once
     entropy: bool
     aux_loss: bool
+    rest: tuple[Any, ...] = ()
+    multimodal: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    for_loss: bool = False  # the very rows of the loss that will be compared with these scores
 
     @functools.cached_property
     def unwrapped(self) -> Any:
         return self.trainer.accelerator.unwrap_model(self.model)
 
-    def batch(
-        self, sharing: PrefixSharing, rest: Sequence[Any], multimodal: dict[str, Any]
-    ) -> PrefixBatch | str:
-        """The samples packed, or why TRL runs them."""
-        given = sorted(name for name, value in multimodal.items() if value is not None)
-        if given or any(value is not None for value in rest):
+    def micro_batches(self, sharing: PrefixSharing) -> list[Tensor]:
+        """The samples of each loss to come, where these are its old logprobs; else nothing.
+
+        A row's bits depend on what runs beside it, so both have to come from the same packs.
+        """
+        trainer, n = self.trainer, len(self.input_ids)
+        policy = getattr(trainer, "model", None)
+        if torch.is_grad_enabled() or self.aux_loss or policy is None or self.model is not policy:
+            return []
+        if not policy.training or n != trainer.args.steps_per_generation * self.chunk:
+            return []
+        if _is_reference(self.unwrapped) or self.refusal():
+            return []
+        order = sharing.order.plan(self.input_ids[:, : -self.logits_to_keep])
+        return list(order.split(self.chunk))
+
+    def of(self, samples: Tensor) -> _Call:
+        """The call of some samples, all at once, on the rows that their loss will run."""
+        rows = samples.to(self.input_ids.device)
+        ids, mask = self.input_ids[rows], self.attention_mask[rows]
+        return replace(self, input_ids=ids, attention_mask=mask, chunk=len(samples), for_loss=True)
+
+    def refusal(self) -> str | None:
+        """Why none of the trainer's batches can run packed, or None."""
+        given = sorted(name for name, value in self.multimodal.items() if value is not None)
+        if given or any(value is not None for value in self.rest):
             return f"{given[0] if given else 'a further argument'} is given"
         if reason := self._wrapper_reason():
             return reason
         if reasons := hf.check_model(self.unwrapped):
             return reasons[0]
-        if reason := _model_reason(self.unwrapped):
+        return _model_reason(self.unwrapped)
+
+    def batch(self, sharing: PrefixSharing) -> PrefixBatch | str:
+        """The samples packed, or why TRL runs them."""
+        if reason := self.refusal():
             return reason
         if self.aux_loss and self.chunk < len(self.input_ids):
             return "the aux loss of several chunks"
@@ -249,6 +285,14 @@ def _is_noisy(module: Any) -> bool:
     return any(isinstance(x, float) and x > 0 for x in noise)
 
 
+def _is_reference(model: Any) -> bool:
+    """Whether a PEFT model stands for the reference now: its adapters are off, or TRL's copy of one is on."""
+    if getattr(model, "peft_config", None) is None:
+        return False
+    off = any(getattr(module, "_disable_adapters", False) for module in model.modules())
+    return off or "ref" in model.active_adapters
+
+
 def _is_rotary(model: Any) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
@@ -259,10 +303,15 @@ def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) 
     scored = [_run(call, part, sharing) for part in parts]
     for _ in range(call.passes - _calls(parts) if call.sharded else 0):
         _run(call, batch.one_row(), sharing)
-    order = torch.cat([part.samples for part in parts]).argsort().to(call.input_ids.device)
-    logps = torch.cat([s[0] for s in scored])[order]
-    entropies = torch.cat([s[1] for s in scored if s[1] is not None])[order] if call.entropy else None
-    return logps, entropies, scored[0][2]
+    return _joined(scored, [part.samples for part in parts], call.input_ids.device)
+
+
+def _joined(scored: list[Scores], samples: list[Tensor], device: torch.device) -> Scores:
+    """Scores of some samples each, in the order of the samples."""
+    place = torch.cat(samples).argsort().to(device)
+    logps = torch.cat([s[0] for s in scored])[place]
+    entropies = [s[1] for s in scored if s[1] is not None]
+    return logps, torch.cat(entropies)[place] if entropies else None, scored[0][2]
 
 
 def _calls(parts: list[PrefixBatch]) -> int:
@@ -273,12 +322,14 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
     """One packed pass, and its values where TRL has them: [samples, L], 0 behind each completion."""
     if not part.total:
         zeros = torch.zeros(len(part), part.width, device=part.device)
-        return zeros, zeros, None
+        return zeros, zeros if call.entropy else None, None
     rows, labels, keep = part, part.labels, None
     inputs: dict[str, Any] = {}
-    if call.aux_loss:  # counts the last tokens, which predict nothing, and a prompt for each of its samples
+    if call.aux_loss or (call.for_loss and call.trainer.aux_loss_enabled):
+        # counts the last tokens, which predict nothing, and a prompt for each of its samples
         rows, keep = part.with_last_tokens()
         labels = rows.labels.masked_fill(~keep, UNLABELLED)
+    if call.aux_loss:
         inputs = {"attention_mask": rows.token_counts()[None, None, None], "output_router_logits": True}
     elif hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
         # a config that asks for them would make TRL compute the aux loss
@@ -298,44 +349,3 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
 
     entropies = unpacked(outputs.entropy) if call.entropy else None
     return unpacked(outputs.log_probs), entropies, outputs.aux_loss if call.aux_loss else None
-
-
-# The order of samples
-
-
-def _group_shuffle(
-    original: Callable[..., dict[str, Any]], patch: TrlPatch
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def shuffle_groups(seq_dict: dict[str, Any]) -> dict[str, Any]:
-        prompts = seq_dict.get("prompt_ids")
-        if not isinstance(prompts, Tensor) or prompts.ndim != 2:
-            patch.count(patch.fallbacks, f"{SHUFFLE}: no prompt_ids")
-            return original(seq_dict)
-        patch.count(patch.calls, SHUFFLE)
-        order = _by_groups(torch.randperm(len(prompts)), prompts)
-        return {key: _permuted(values, order) for key, values in seq_dict.items()}
-
-    shuffle_groups.__qualname__ = shuffle_groups.__name__
-    return shuffle_groups
-
-
-def _by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:
-    """``permutation`` with the rows of each group, neighbours with one prompt, put where its first one is.
-
-    The draw is TRL's own, so all random numbers after it are those of a run without the patch.
-    """
-    new = torch.ones(len(prompts), dtype=torch.bool)
-    new[1:] = (prompts[1:] != prompts[:-1]).any(1).cpu()
-    group = (new.cumsum(0) - 1)[permutation]
-    first = torch.full((int(new.sum()),), len(prompts)).scatter_reduce(
-        0, group, torch.arange(len(prompts)), "amin"
-    )
-    return permutation[first[group].argsort(stable=True)]
-
-
-def _permuted(values: Any, order: Tensor) -> Any:
-    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
-        return values
-    return (
-        values[order.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
-    )

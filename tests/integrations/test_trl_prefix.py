@@ -21,12 +21,12 @@ from rlkernel.prefix_batch import PrefixBatch
 nothing_left_behind, trainer = trl_prefix_cases.nothing_left_behind, trl_prefix_cases.trainer
 
 
-def make_moe(**options):
+def make_moe(vocab=211, **options):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=211, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        vocab_size=vocab, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
         decoder_sparse_step=1, norm_topk_prob=True, pad_token_id=0, **options,
     )  # fmt: skip

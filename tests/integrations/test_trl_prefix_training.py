@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import trl_prefix_cases
-from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, patch_trl, prefix, trl
+from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, order, patch_trl, trl
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 
@@ -148,7 +148,7 @@ def test_tools_and_the_samplers_logprobs(train, monkeypatch):
         packed = train(**options)
     assert not patch.fallbacks and patch.prefix.ratio > 1.5
     with monkeypatch.context() as same:
-        same.setattr(grpo_trainer, SHUFFLE, prefix._group_shuffle(UPSTREAM[SHUFFLE], patch))
+        same.setattr(grpo_trainer, SHUFFLE, order.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix))
         stock = train(**options)
     assert_same_training(packed, stock)
 
@@ -160,8 +160,10 @@ def test_steps_that_share_generations(train, monkeypatch):
     """Two optimiser steps, each of two micro-batches, for one generation: with TRL on the same shuffle."""
     with patch_trl() as patch:
         packed = train(**ACCUMULATED)
-    assert not patch.fallbacks and patch.calls[METHOD] == STEPS * 2 + 2 * 2  # policy; old and reference
-    shuffle = prefix._group_shuffle(UPSTREAM[SHUFFLE], patch)
+    assert not patch.fallbacks and patch.calls[METHOD] == STEPS * 2 + 2 * (
+        4 + 1
+    )  # policy; old by micro-batch, reference
+    shuffle = order.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix)
     with monkeypatch.context() as same:
         same.setattr(grpo_trainer, SHUFFLE, shuffle)
         stock = train(**ACCUMULATED)
@@ -186,7 +188,7 @@ def test_a_shuffle_that_separates_groups_shows(train, monkeypatch):
     with patch_trl() as patch:
         train(1, **options)
     together = patch.prefix.ratio
-    monkeypatch.setattr(prefix, "_by_groups", lambda permutation, prompts: permutation)
+    monkeypatch.setattr(order, "by_groups", lambda permutation, prompts: permutation)
     with patch_trl(prefix_min_ratio=1) as patch:
         train(1, **options)
     assert together > 2 and patch.prefix.ratio < 0.8 * together

@@ -13,9 +13,10 @@ accelerate = pytest.importorskip("accelerate")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
 
-from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402  (needs TRL)
+from rlkernel.integrations import _trl_order as order  # noqa: E402  (needs TRL)
+from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402
 
-METHOD, SHUFFLE = prefix.METHOD, prefix.SHUFFLE
+METHOD, SHUFFLE = prefix.METHOD, order.SHUFFLE
 UPSTREAM = {
     METHOD: vars(trl.GRPOTrainer)[METHOD],
     SHUFFLE: grpo_trainer.shuffle_sequence_dict,

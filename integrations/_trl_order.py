@@ -1,0 +1,72 @@
+"""The order in which TRL's trainers put the samples of a generation before they cut it into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlkernel.integrations._trl_prefix import PrefixSharing
+
+SHUFFLE = "shuffle_sequence_dict"
+
+
+class Order:
+    """An order that is known before TRL draws it: old logprobs are scored in the micro-batches to come."""
+
+    def __init__(self) -> None:
+        self._planned: Tensor | None = None
+
+    def plan(self, prompts: Tensor) -> Tensor:
+        """What the next shuffle of these samples will do. Draws no random number that TRL would miss."""
+        draw = torch.Generator()
+        draw.set_state(torch.get_rng_state())
+        self._planned = by_groups(torch.randperm(len(prompts), generator=draw), prompts)
+        return self._planned
+
+    def take(self, samples: int) -> Tensor | None:
+        """The plan, once, if it is one of so many samples."""
+        planned, self._planned = self._planned, None
+        return planned if planned is not None and len(planned) == samples else None
+
+
+def group_shuffle(
+    original: Callable[..., dict[str, Any]], sharing: PrefixSharing
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    patch = sharing.patch
+
+    def shuffle_groups(seq_dict: dict[str, Any]) -> dict[str, Any]:
+        prompts = seq_dict.get("prompt_ids")
+        if not isinstance(prompts, Tensor) or prompts.ndim != 2:
+            patch.count(patch.fallbacks, f"{SHUFFLE}: no prompt_ids")
+            return original(seq_dict)
+        patch.count(patch.calls, SHUFFLE)
+        drawn = torch.randperm(len(prompts))  # also with a plan: all random numbers after it stay TRL's
+        order = sharing.order.take(len(prompts))
+        order = by_groups(drawn, prompts) if order is None else order
+        return {key: _permuted(values, order) for key, values in seq_dict.items()}
+
+    shuffle_groups.__qualname__ = shuffle_groups.__name__
+    return shuffle_groups
+
+
+def by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:
+    """``permutation`` with the rows of each group, neighbours with one prompt, put where its first one is."""
+    new = torch.ones(len(prompts), dtype=torch.bool)
+    new[1:] = (prompts[1:] != prompts[:-1]).any(1).cpu()
+    group = (new.cumsum(0) - 1)[permutation]
+    first = torch.full((int(new.sum()),), len(prompts)).scatter_reduce(
+        0, group, torch.arange(len(prompts)), "amin"
+    )
+    return permutation[first[group].argsort(stable=True)]
+
+
+def _permuted(values: Any, order: Tensor) -> Any:
+    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
+        return values
+    return (
+        values[order.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
+    )

@@ -1,0 +1,68 @@
+"""Real trainers of TRL over a tiny model on the disk, and what each step of theirs scored."""
+
+import types
+
+import pytest
+import tiny
+import torch
+from trl_prefix_cases import METHOD, trl
+
+PROMPTS = [f"what is {i} plus {i + 1}? it is" for i in range(32)]
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.make_model(vocab=len(tiny.make_tokenizer())).save_pretrained(path)
+    tiny.make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make_trainer(model_path, tmp_path):
+    """``make_trainer(algorithm, base=a subclass of its trainer, reward=..., ...)``: further options are those
+    of its config, but for ``peft_config``."""
+    from datasets import Dataset
+
+    def longer_is_better(completions, **_):
+        return [text.count("a") + 0.1 * len(set(text)) for text in completions]
+
+    def make(algorithm="GRPO", base=None, reward=longer_is_better, model=model_path, **options):
+        arguments = {name: options.pop(name) for name in ("peft_config", "callbacks") if name in options}
+        settings = {
+            **tiny.TRAINING, "output_dir": str(tmp_path), "per_device_train_batch_size": 8,
+            "num_generations": 4, "max_completion_length": 8, "max_steps": 3, "beta": 0.0,
+            "gradient_checkpointing": False, **options,
+        }  # fmt: skip
+        return (base or getattr(trl, f"{algorithm}Trainer"))(
+            model=model, args=getattr(trl, f"{algorithm}Config")(**settings), reward_funcs=reward,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}), processing_class=tiny.make_tokenizer(),
+            **arguments,
+        )  # fmt: skip
+
+    return make
+
+
+def recording(algorithm="GRPO"):
+    """The trainer, with ``passes``: logprobs of each loss, and the old ones that it was given, if any."""
+
+    class Recording(getattr(trl, f"{algorithm}Trainer")):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.passes = []
+
+        def _compute_loss(self, model, inputs):
+            seen = types.SimpleNamespace(logps=None, mask=inputs["completion_mask"].bool())
+            seen.old, seen.ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+            seen.old_sums, seen.prompts = inputs.get("old_logps"), inputs["prompt_ids"]
+            self.passes.append(seen)
+            return super()._compute_loss(model, inputs)
+
+    def remember(self, *args, **options):
+        scores = getattr(super(Recording, self), METHOD)(*args, **options)
+        if torch.is_grad_enabled():
+            self.passes[-1].logps = scores[0].detach()
+        return scores
+
+    setattr(Recording, METHOD, remember)
+    return Recording
