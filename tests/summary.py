@@ -1,15 +1,24 @@
-"""Count the tests that ran and those that were skipped: ``python tests/summary.py build/tests.xml``."""
+"""Count the tests that ran and those that were skipped: ``python tests/summary.py build/tests.xml``.
+
+A skip that nothing on this machine explains is an error: see tests/skips.py.
+"""
 
 import collections
 import re
 import sys
 import xml.etree.ElementTree as ET
 
+import skips
 
-def summarise(path: str) -> str:
-    """The counts of a JUnit report: a line per outcome, one per reason of a skip, most frequent first."""
+
+def summarise(path: str) -> tuple[str, int]:
+    """The counts of a JUnit report: a line per outcome, one per reason of a skip, most frequent first.
+
+    And how many skips are out of order.
+    """
     outcomes: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
+    lost: collections.Counter[str] = collections.Counter()
     for case in ET.parse(path).getroot().iter("testcase"):
         tags = {child.tag: child for child in case}
         outcome = next((tag for tag in ("failure", "error", "skipped") if tag in tags), "passed")
@@ -17,7 +26,9 @@ def summarise(path: str) -> str:
             outcome = "expected failure" if tags["skipped"].get("type") == "pytest.xfail" else "skipped"
             message = tags["skipped"].get("message") or "no reason given"
             # what differs between cases of one reason: shapes, addresses, counts
-            reasons[re.sub(r"\d+", "#", message.splitlines()[0])] += 1
+            reason = re.sub(r"\d+", "#", message.splitlines()[0])
+            reasons[reason] += 1
+            lost[reason] += outcome == "skipped" and skips.out_of_order(message)
         outcomes[outcome] += 1
     total = sum(outcomes.values())
     ran = total - outcomes["skipped"]
@@ -26,8 +37,13 @@ def summarise(path: str) -> str:
     if reasons:
         lines.append("skipped or expected to fail, because")
         lines += [f"{count:>6} x {reason}" for reason, count in reasons.most_common()]
-    return "\n".join(lines)
+    if lost.total():
+        lines.append("skipped, and nothing on this machine explains it (tests/skips.py)")
+        lines += [f"{count:>6} x {reason}" for reason, count in lost.most_common() if count]
+    return "\n".join(lines), lost.total()
 
 
 if __name__ == "__main__":
-    print(summarise(sys.argv[1]))
+    text, lost = summarise(sys.argv[1])
+    print(text)
+    sys.exit(1 if lost else 0)

@@ -255,7 +255,7 @@ def test_verl_says_the_same(backend, device, gamma, lam):
     try:
         verl = _peers.verl_core_algos()
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
     inputs = make_inputs(6, 200, device=device, masked=0.3)
     mask = inputs["mask"]
     advantages, returns = verl.compute_gae_advantage_return(
@@ -279,7 +279,7 @@ def test_reinforce_plus_plus_returns_are_gae_without_values(backend, device):
     try:
         verl = _peers.verl_core_algos()
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
     inputs = make_inputs(6, 200, device=device, masked=0.3)
     config = type("Config", (), {"gamma": 0.98})
     advantages, returns = verl.compute_reinforce_plus_plus_outcome_advantage(

@@ -21,7 +21,7 @@ def verl():
     try:
         return _peers.verl_core_algos()
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
 
 
 def for_verl(n, tokens=6):

@@ -36,7 +36,7 @@ def test_verl_says_the_same(backend, device, kl_estimator):
     try:
         verl = _peers.verl_core_algos()
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
     inputs = make_inputs(5, 30, device=device)
     scores = torch.randn(5, 30, device=device)
     kl = verl.kl_penalty(inputs["logprobs"], inputs["ref_logprobs"], kl_penalty=kl_estimator)
@@ -51,7 +51,7 @@ def test_verl_cuts_k3_and_we_do_not(backend, device):
     try:
         verl = _peers.verl_core_algos()
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
     new, ref = torch.tensor([[-9.0]], device=device), torch.tensor([[-1.0]], device=device)
     assert verl.kl_penalty(new, ref, "k3").item() == 10
     got = run(backend, torch.zeros_like(new), new, ref, beta=1.0, kl_estimator="k3")

@@ -337,7 +337,7 @@ def test_against_the_real_verl():
     try:
         functional = _peers.verl("utils.torch_functional")
     except ImportError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"verl: {error}")
     logits, ids = make_inputs(2, 6, 333, ignored=0).values()
     a, b = (logits.clone().requires_grad_() for _ in range(2))
     ours = rlkernel.logprob(a, ids, return_entropy=True)

@@ -177,8 +177,7 @@ def test_a_winner_that_is_kept_stays(backend, device, method):
 def test_same_bits_on_any_number_of_threads():
     logits = probe(33, 9001, torch.bfloat16, "cpu")
     rows, results = rows_for(logits, tuple(FILTERS)), []
-    if not any(param.values == ("native", "cpu") for param in PAIRS):
-        pytest.skip("native has no sampling on this machine")
+    assert any(param.values == ("native", "cpu") for param in PAIRS)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -248,8 +247,7 @@ def test_rows_to_skip_are_neither_read_nor_written(backend, device):
 @METHODS
 def test_same_bits_on_warps_of_32_and_of_64(method):
     """NVIDIA's and AMD's: the sums of a group of 64 have one order."""
-    if not any(param.values[0] == "emulated-warp32" for param in PAIRS):
-        pytest.skip("the device kernels of sampling are not here")
+    assert any(param.values[0] == "emulated-warp32" for param in PAIRS)
     for vocab, dtype, seed in ((333, torch.float32, 0), (333, torch.bfloat16, 3), (4160, torch.float16, 5)):
         logits, filters, t = grid(vocab, True, dtype, seed=seed)
         t[2] = 0

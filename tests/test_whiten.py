@@ -45,7 +45,7 @@ def test_verl_says_the_same(backend, device):
     try:
         verl = _peers.verl_core_algos().verl_F
     except ImportError as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"verl: {reason}")
     inputs = make_inputs(6, 50, device=device)
     for shift in (True, False):
         expected = verl.masked_whiten(inputs["x"], inputs["mask"].float(), shift)

@@ -1,0 +1,89 @@
+"""Which skips are in order on which machine: what a machine has must run, and a skip says what it lacks.
+
+``tests/summary.py`` asks this of every skip of a run. A reason that no rule knows, or that does not hold on
+this machine, is an error: a backend, a compiler or a framework was lost, or the list needs a line.
+"""
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import required_parts
+import torch
+
+NO_INTERPRETER = "Triton runs on the GPU here, or is too old to be interpreted"
+
+
+def never() -> bool:
+    """``make`` brings it."""
+    return False
+
+
+def always() -> bool:
+    """By the design of the test, which names the backend that it is not for."""
+    return True
+
+
+def gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def no_gpu() -> bool:
+    return not gpu()
+
+
+def old_triton() -> bool:
+    """torch itself asks for a Triton that cannot interpret these kernels; any other old one is an error."""
+    asked = [r for r in importlib.metadata.requires("torch") or () if re.match(r"triton\b(?!-)", r)]
+    return any(re.search(r"==3\.([0-6]|7\.0)\b", r) for r in asked)
+
+
+def another_python() -> bool:
+    """TRL, transformers, PEFT and DeepSpeed want Python 3.11 or newer, verl one before 3.13."""
+    return not (3, 11) <= sys.version_info[:2] < (3, 13)
+
+
+def old_processor() -> bool:
+    flags = Path("/proc/cpuinfo")
+    return not flags.exists() or "avx512vl" not in flags.read_text()
+
+
+# the beginning of a reason, and when it holds; the first that fits decides
+RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
+    (r"the reference (promises|says|computes|picks|takes) ", always),
+    (r"PyTorch checks its own indices|torch's own indexing", always),
+    (r"\S+ on a CPU takes milliseconds a row", always),
+    (r"the interpreter's and the emulation's tokens cost too much", always),
+    (r"Triton's interpreter copies every argument", always),
+    (r"TRL does not smooth it|ours divides the score by the length, TRL the sum", always),
+    (r"\S+ refuses: ", always),  # backends.skip_unless_able knows of what
+    (r"needs a CUDA or ROCm device|the vendors' own kernels need a GPU", no_gpu),
+    (r"\S+: \S+ is a Triton kernel without a CPU path", no_gpu),
+    (r"indexing needs a torch built with CUDA", lambda: torch.version.cuda is None),
+    (r"with a GPU the ops' tests run the CUDA functions|its kernels are interpreted here", gpu),
+    (r"a cascade has no window", gpu),
+    (re.escape(NO_INTERPRETER), lambda: gpu() or old_triton()),
+    (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
+    (r"this processor's kernels are ", old_processor),
+    (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
+    (r"(flashinfer|aiter|x) is (not )?installed|flash-attn: not installed", always),  # their users have GPUs
+    (r"\S+: RLKERNEL_PEERS names no folder with a checkout", always),
+    (r"this kernel keeps no resettable high-water mark|this Linux is older than 5.14", always),
+    (r"needs /proc|pages are Linux's", lambda: sys.platform != "linux"),
+    (r"this tree was not built in place|not a git checkout", always),
+    (r"needs torch.distributed", lambda: not torch.distributed.is_available()),
+    (r"tomllib needs Python 3.11", lambda: sys.version_info < (3, 11)),
+    (
+        r"(hypothesis|Triton) is not installed|vLLM|\S+: make fetches it|\S+: \S+ is not that of commit ",
+        never,
+    ),
+    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),
+)
+
+
+def out_of_order(reason: str) -> bool:
+    """Whether nothing here explains a skip with this reason, on this machine."""
+    rule = next((holds for text, holds in RULES if re.match(text, reason)), never)
+    return not rule()
