@@ -330,8 +330,9 @@ class SampleOutput(NamedTuple):
     ``softmax(logits)``, under the distribution after bias, penalties, bitmask and temperature, and under that
     one restricted to the kept tokens.  ``kept_mass`` and ``kept_count`` are the probability (under the
     tempered distribution) and the number of the kept tokens, None from a library that gives the token alone;
-    ``entropy`` is the tempered distribution's, ``rank`` the token's place in it, from 1.  ``top_ids`` and
-    ``top_logprobs`` [B, K] are its likeliest tokens.
+    ``entropy`` is the tempered distribution's.  ``rank`` is the token's place, from 1, ``top_ids`` and
+    ``top_logprobs`` [B, K] are the likeliest tokens and ``id_logprobs`` [B, K] belong to given ones, all in
+    the distribution that ``ranking`` names.
 
     ``support_ids[support_offsets[b] : support_offsets[b + 1]]`` are the kept tokens of row b, ascending; none
     for a row whose distribution is whole, or too large for the buffer (``support_overflow``).  ``valid`` is
@@ -348,6 +349,7 @@ class SampleOutput(NamedTuple):
     rank: Tensor | None
     top_ids: Tensor | None
     top_logprobs: Tensor | None
+    id_logprobs: Tensor | None
     support_ids: Tensor | None
     support_offsets: Tensor | None
     support_overflow: Tensor | None
@@ -370,6 +372,9 @@ class VerifyOutput(NamedTuple):
     valid: Tensor
 
 
+FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
+
+
 class Sampling(NamedTuple):
     """What a sampling kernel is asked for, checked and normalised; per-row values are [B] or one number."""
 
@@ -383,7 +388,7 @@ class Sampling(NamedTuple):
     token_ids: Tensor | None  # forced, int64
     token_bitmask: Tensor | None  # int32 [B, ceil(V / 32)]
     skip: Tensor | None  # bool: rows that are neither read nor written
-    joint: bool  # filter_order
+    order: str  # one of FILTER_ORDERS
     gumbel: bool  # method
     raw: bool
     entropy: bool

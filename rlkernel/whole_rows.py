@@ -51,8 +51,8 @@ def _statistics(
     target_ids = target_ids.reshape(-1).contiguous()
     sampling = Sampling(
         temperature=t, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=None, positions=None,
-        token_ids=target_ids, token_bitmask=None, skip=~whole.reshape(-1), joint=False, gumbel=False,
-        raw=False, entropy=entropy, rank=False, support=0,
+        token_ids=target_ids, token_bitmask=None, skip=~whole.reshape(-1), order="sequential",
+        gumbel=False, raw=False, entropy=entropy, rank=False, support=0,
     )  # fmt: skip
     rows = logits.view(-1, vocab) if logits.dim() != 1 else logits[None]
     got = sample(rows, None, sampling)

@@ -66,7 +66,7 @@ def request(logits, **changes):
     zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
     plain = Sampling(
         1.0, 0, 1.0, 0.0, math.inf, seeds=zeros, positions=zeros, token_ids=None, token_bitmask=None,
-        skip=None, joint=False, gumbel=False, raw=True, entropy=False, rank=False, support=0,
+        skip=None, order="sequential", gumbel=False, raw=True, entropy=False, rank=False, support=0,
     )  # fmt: skip
     return plain._replace(**changes)
 
@@ -80,6 +80,8 @@ def sample(backend, logits, **options):
     """``rlkernel.sample`` on one backend; the seeds of the rows are 0, 1, ... unless given."""
     flat = logits.reshape(-1, logits.shape[-1])
     skip_unless_sampling(backend, flat.contiguous())  # ops hands over dense rows
+    if "logprob_token_ids" in options:
+        options["logprob_token_ids"] = options["logprob_token_ids"].to(logits.device)
     options.setdefault("seeds", torch.arange(flat.shape[0], device=logits.device).view(logits.shape[:-1]))
     with running(backend):
         return rlkernel.sample(logits, **options)
@@ -92,6 +94,7 @@ def everything(vocab):
         "return_rank": True,
         "return_support": vocab,
         "top_logprobs": min(3, vocab),
+        "logprob_token_ids": torch.tensor([0, vocab - 1]),
     }
 
 
@@ -136,18 +139,19 @@ def ordered(z):
     return sorted((i for i, value in enumerate(z) if value > -math.inf), key=lambda i: (-z[i], i))
 
 
-def kept(z, temperature, joint=False, slack=1e-6, **options):
+def kept(z, temperature, filter_order="sequential", slack=1e-6, **options):
     """The order of the tokens of the row ``z`` (a list), and how many of the first at least and at most are
     kept: the two differ only where a threshold is met within ``slack``.  In fp64, by sorting."""
     order, f = ordered(z), OFF | options
     d = [z[i] - z[order[0]] for i in order]
     weights = [math.exp(x / temperature) for x in d]
-    low, high = (_count(d, weights, temperature, f, len(z), joint, sign * slack) for sign in (-1, 1))
+    low, high = (_count(d, weights, temperature, f, len(z), filter_order, s * slack) for s in (-1, 1))
     return order, low, high
 
 
-def _count(d, weights, temperature, f, vocab, joint, slack):
+def _count(d, weights, temperature, f, vocab, filter_order, slack):
     count = len(d)
+    first_k = f["top_k"] if 1 <= f["top_k"] < vocab else vocab
     if f["min_p"] > 0:
         cutoff = temperature * math.log(f["min_p"])
         count = min(count, sum(x >= cutoff - slack * max(1, abs(cutoff)) for x in d))
@@ -155,10 +159,10 @@ def _count(d, weights, temperature, f, vocab, joint, slack):
         mean = math.fsum(d) / len(d)
         cutoff = -f["top_n_sigma"] * math.sqrt(math.fsum((x - mean) ** 2 for x in d) / len(d))
         count = min(count, sum(x >= cutoff - slack * max(1, abs(cutoff)) for x in d))
-    if 1 <= f["top_k"] < vocab:
-        count = min(count, f["top_k"])
+    count = min(count, first_k)
     if f["top_p"] < 1:
-        bound = (f["top_p"] + slack) * math.fsum(weights if joint else weights[:count])
+        share_of = {"sequential": count, "joint": vocab, "top_k_first": first_k}[filter_order]
+        bound = (f["top_p"] + slack) * math.fsum(weights[:share_of])
         before, nucleus = 0.0, 0
         for w in weights:
             if before >= bound:
@@ -174,9 +178,9 @@ def is_on(options, vocab):
     return 1 <= f["top_k"] < vocab or f["top_p"] < 1 or f["min_p"] > 0 or f["top_n_sigma"] < math.inf
 
 
-def check_kept(out, row, z, temperature, options, joint=False, masked=False):
+def check_kept(out, row, z, temperature, options, filter_order="sequential", masked=False):
     """What was kept of the row ``z`` is what the oracle keeps, and the token is one of it."""
-    order, low, high = kept(z, temperature, joint, **options)
+    order, low, high = kept(z, temperature, filter_order, **options)
     count, token, ids = out.kept_count[row].item(), out.token_ids[row].item(), support(out, row)
     where = f"row {row}, T={temperature}, {options}"
     assert out.valid[row], where

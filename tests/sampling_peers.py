@@ -21,7 +21,9 @@ def hf(name):
     return getattr(processors, name)
 
 
-def vllm_sampler(mode, logits, temperature=1.0, num_logprobs=-1, allowed=None, processors=(), **filters):
+def vllm_sampler(
+    mode, logits, temperature=1.0, num_logprobs=-1, allowed=None, processors=(), given=None, **filters
+):
     """The output of vLLM's ``Sampler`` for requests that all have these options."""
     sampler, metadata = vllm("v1.sample.sampler"), vllm("v1.sample.metadata")
     rows = len(logits)
@@ -34,6 +36,7 @@ def vllm_sampler(mode, logits, temperature=1.0, num_logprobs=-1, allowed=None, p
         no_penalties=True, prompt_token_ids=None, frequency_penalties=None, presence_penalties=None,
         repetition_penalties=None, output_token_ids=[[]] * rows,
         allowed_token_ids_mask=None if allowed is None else ~allowed, bad_words_token_ids={},
+        logprob_token_ids=given,
         logitsprocs=SimpleNamespace(argmax_invariant=invariant, non_argmax_invariant=list(processors)),
     )  # fmt: skip
     return sampler.Sampler(mode)(logits.clone(), asked)
@@ -116,3 +119,12 @@ def sglang_kept(p, top_k, top_p, min_p):
     before = p[order].cumsum(0) - p[order]
     stays = (torch.arange(len(p)) < top_k) & (before <= top_p) & (p[order] >= min_p * p.max())
     return torch.zeros_like(stays).scatter(0, order, stays)
+
+
+def sglang_flashinfer_kept(p, top_k, top_p, min_p):
+    """The path of the same file that has ``need_min_p_sampling``: FlashInfer's ``top_k_renorm_prob``, its
+    ``top_p_renorm_prob`` and its ``min_p_sampling_from_probs`` one after another."""
+    p = torch.where((p[None] > p[:, None]).sum(-1) < top_k, p, 0)
+    p = p / p.sum()
+    p = torch.where(((p[None] > p[:, None]) * p).sum(-1) < top_p, p, 0)
+    return (p > 0) & (p >= min_p * p.max())

@@ -254,6 +254,7 @@ def test_shapes_and_strides(backend, device):
         "return_rank": True,
         "return_entropy": True,
         "top_logprobs": 2,
+        "logprob_token_ids": torch.tensor([256, 0]),
     }
     want = sample(backend, wide[:, 3:].contiguous(), temperature=t, **options)
     views = {

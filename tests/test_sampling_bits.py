@@ -156,9 +156,8 @@ def test_filters_leave_the_other_numbers_alone(backend, device):
     skip_unless_sampling(backend, logits)
     with running(backend):
         for options in ({"top_k": 9, "top_p": 0.6}, {"top_n_sigma": 1.0}):
-            got = rlkernel.score_tokens(
-                logits, plain.token_ids, temperature=0.8, **options, **everything(333)
-            )
+            asked = everything(333) | {"logprob_token_ids": None}
+            got = rlkernel.score_tokens(logits, plain.token_ids, temperature=0.8, **options, **asked)
             for name in ("raw_logprobs", "tempered_logprobs", "entropy", "rank", "top_ids", "top_logprobs"):
                 assert_equal(f"{options} {name}", getattr(got, name), getattr(plain, name))
 

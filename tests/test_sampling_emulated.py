@@ -9,12 +9,12 @@ import torch
 from rlkernel import native
 from rlkernel.native import sampling as kernels_of
 from rlkernel.reference import sampling as reference
-from rlkernel.types import Sampling
+from rlkernel.types import FILTER_ORDERS, Sampling
 
 WARPS = (32, 64)
 PLAIN = Sampling(
     temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None, positions=None,
-    token_ids=None, token_bitmask=None, skip=None, joint=False, gumbel=False, raw=True, entropy=True,
+    token_ids=None, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=True, entropy=True,
     rank=False, support=0,
 )  # fmt: skip
 # what a row may be filtered by; the vocabulary below has three splits and a part of a group
@@ -25,7 +25,8 @@ FILTERS = {
     "min_p": {"min_p": 0.02},
     "sigma": {"top_n_sigma": 1.5},
     "all": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "top_n_sigma": 3.0},
-    "joint": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "joint": True},
+    "joint": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "order": "joint"},
+    "top_k first": {"top_k": 300, "top_p": 0.8, "min_p": 2e-3, "order": "top_k_first"},
 }
 
 
@@ -83,8 +84,8 @@ def random_case(seed):
         "top_p": each([0.1, 0.9, 0.999, 1.0]) if on(0.5) else 1.0,
         "min_p": each([0.0, 0.05, 1e-4, 1.0]) if on(0.3) else 0.0,
         "top_n_sigma": each([0.5, 2.0, float("inf")]) if on(0.3) else float("inf"),
-        "token_bitmask": mask, "joint": on(0.5), "gumbel": on(0.3), "raw": on(0.7), "entropy": on(0.5),
-        "rank": on(0.5), "support": rng.choice([0, 7, 6000]),
+        "token_bitmask": mask, "order": rng.choice(FILTER_ORDERS), "gumbel": on(0.3), "raw": on(0.7),
+        "entropy": on(0.5), "rank": on(0.5), "support": rng.choice([0, 7, 6000]),
     }  # fmt: skip
     if on(0.3):
         options["token_ids"] = torch.randint(-1, vocab + 1, (rows,), generator=g)
@@ -236,7 +237,7 @@ def test_many_tokens_of_little_mass_decide_a_nucleus(dtype):
     x = light_row(dtype)
     everything = torch.full((len(x), -(-x.shape[1] // 32)), -1, dtype=torch.int32)
     with native.emulated(emulation.module(32)):
-        for options in ({}, {"joint": True, "min_p": 1e-7}, {"token_bitmask": everything}):
+        for options in ({}, {"order": "joint", "min_p": 1e-7}, {"token_bitmask": everything}):
             got, want = kept_counts(x, **options)
             assert got == want and len(set(want)) > 2, options
 

@@ -52,8 +52,8 @@ ERRORS = {
     ),
     "positions' dtype": ({"positions": some(True, torch.bool)}, "positions must be integers, got bool"),
     "filter_order": (
-        {"filter_order": "top_k_first"},
-        "filter_order must be .*sequential.*joint.*, got 'top_k_first'",
+        {"filter_order": "top_p_first"},
+        "filter_order must be .*sequential.*joint.*, got 'top_p_first'",
     ),
     "method": ({"method": "multinomial"}, "method must be .*grouped.*gumbel.*, got 'multinomial'"),
     "return_logprobs": (

@@ -20,21 +20,22 @@ from sampling_cases import (
 )
 
 import rlkernel
+from rlkernel.types import FILTER_ORDERS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
-ORDERS = pytest.mark.parametrize("order", ["sequential", "joint"])
+ORDERS = pytest.mark.parametrize("order", FILTER_ORDERS)
 pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check_grid(backend, device, vocab, dtype, order, **options):
-    seed = ("sequential", "joint").index(order) + 2 * (dtype == torch.float32)
+    seed = FILTER_ORDERS.index(order) + 3 * (dtype == torch.float32)
     logits, filters, temperatures = grid(vocab, is_slow(backend, device), dtype, device, seed)
     out = sample(
         backend, logits, temperature=temperatures, filter_order=order, **per_row(filters, device),
         **everything(vocab), **options,
     )  # fmt: skip
     for row, (z, t) in enumerate(zip(logits.double().tolist(), temperatures.tolist(), strict=True)):
-        check_kept(out, row, z, t, filters[row], joint=order == "joint")
+        check_kept(out, row, z, t, filters[row], order)
     return out
 
 
@@ -62,7 +63,7 @@ def test_several_splits(backend, device, order):
         **everything(logits.shape[1]),
     )  # fmt: skip
     for row, z in enumerate(logits.double().tolist()):
-        check_kept(out, row, z, 1.0, filters[row], joint=order == "joint")
+        check_kept(out, row, z, 1.0, filters[row], order)
 
 
 @ON_EVERY_BACKEND
@@ -99,19 +100,27 @@ def test_a_share_that_is_met_exactly_needs_no_further_token(backend, device, voc
     top_p = torch.stack([half, half.nextafter(torch.tensor(1.0)), half.nextafter(torch.tensor(0.0))]).to(
         device
     )
-    for order in ("sequential", "joint"):
+    for order in FILTER_ORDERS:
         out = sample(backend, logits, top_p=top_p, filter_order=order, return_support=vocab)
         assert out.kept_count.tolist() == [vocab // 2, vocab // 2 + 1, vocab // 2]
         assert support(out, 1) == list(range(vocab // 2 + 1))
 
 
 @ON_EVERY_BACKEND
-def test_sequential_takes_its_share_of_what_is_left_joint_of_all(backend, device):
+def test_of_what_each_order_takes_its_share(backend, device):
     logits = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.1, 0.1], device=device).log().expand(2, 6)
-    for order, want in (("sequential", 2), ("joint", 3)):
+    for order, want in (("sequential", 2), ("joint", 3), ("top_k_first", 2)):
         out = sample(backend, logits, top_k=3, top_p=0.65, filter_order=order)
         # of 0.4 and 0.2 and 0.1, six sevenths are in the first two; of all, 0.6 is less than 0.65
         assert out.kept_count.tolist() == [want, want], order
+    for order, want in (("sequential", 1), ("joint", 2), ("top_k_first", 2)):
+        out = sample(backend, logits, top_k=3, top_p=0.61, min_p=0.45, filter_order=order)
+        # min_p leaves 0.4 and 0.2, of which 0.4 is two thirds; of the first three it is four sevenths
+        assert out.kept_count.tolist() == [want, want], order
+    out = sample(
+        backend, logits, top_k=4, top_p=0.8, min_p=0.45, filter_order="top_k_first", return_support=6
+    )
+    assert support(out, 0) == [0, 1], "three are in the nucleus, and min_p cuts the third"
 
 
 @ON_EVERY_BACKEND

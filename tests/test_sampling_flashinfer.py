@@ -24,8 +24,8 @@ from rlkernel.types import Sampling
 V = 40
 PLAIN = Sampling(
     temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=torch.arange(6),
-    positions=torch.zeros(6, dtype=torch.int64), token_ids=None, token_bitmask=None, skip=None, joint=False,
-    gumbel=False, raw=False, entropy=False, rank=False, support=0,
+    positions=torch.zeros(6, dtype=torch.int64), token_ids=None, token_bitmask=None, skip=None,
+    order="sequential", gumbel=False, raw=False, entropy=False, rank=False, support=0,
 )  # fmt: skip
 
 
@@ -144,11 +144,11 @@ FILTERS = {
     "min_p": {"min_p": 0.2},
     "min_p per row, some off": {"min_p": torch.tensor([0.0, 0.1, 0.3, 0.5, 0.9, 1.0])},
     "sequential": {"top_k": 8, "top_p": 0.8},
-    "joint": {"top_k": 8, "top_p": 0.8, "joint": True},
+    "joint": {"top_k": 8, "top_p": 0.8, "order": "joint"},
     "joint per row": {
         "top_k": torch.tensor([3, 8, 0, 20, 30, 8]),
         "top_p": torch.tensor([0.9, 0.8, 0.7, 1.0, 0.6, 0.5]),
-        "joint": True,
+        "order": "joint",
     },
 }
 
@@ -176,7 +176,10 @@ def test_it_keeps_what_the_reference_keeps(name, filters, backend, monkeypatch):
 def test_the_two_orders_differ_here(name, backend):
     logits = logits_of()
     request = PLAIN._replace(top_k=8, top_p=0.8)
-    one, other = (backend.forward(logits, None, request._replace(joint=j)).token_ids for j in (False, True))
+    one, other = (
+        backend.forward(logits, None, request._replace(order=order)).token_ids
+        for order in ("sequential", "joint")
+    )
     assert (one != other).any()
 
 

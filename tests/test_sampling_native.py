@@ -14,14 +14,14 @@ from bitwise import assert_equal
 from rlkernel import native
 from rlkernel.native import sampling as kernel
 from rlkernel.reference import sampling as reference
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 INF = float("inf")
 PLAIN = Sampling(
     temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=INF, seeds=None, positions=None,
-    token_ids=None, token_bitmask=None, skip=None, joint=False, gumbel=False, raw=True, entropy=True,
+    token_ids=None, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=True, entropy=True,
     rank=True, support=64,
 )  # fmt: skip
 FILTERS = {
@@ -30,7 +30,7 @@ FILTERS = {
     "top_p": {"top_p": 0.95},
     "top_k": {"top_k": 50},
     "both": {"top_p": 0.9, "top_k": 50, "temperature": 0.8},
-    "joint": {"top_p": 0.9, "top_k": 50, "joint": True},
+    "joint": {"top_p": 0.9, "top_k": 50, "order": "joint"},
     "min_p": {"min_p": 0.05},
     "sigma": {"top_n_sigma": 1.0},
     "gumbel": {"gumbel": True, "top_p": 0.5},
@@ -169,7 +169,7 @@ def test_agrees_with_the_reference(vocab):
             "top_p": each(1.0, 0.95, 0.5, 1e-6, 0.9999999),
             "min_p": each(0.0, 0.0, 0.05, 1.0),
             "top_n_sigma": each(INF, INF, 1.0, 0.1),
-            "joint": r.random() < 0.4,
+            "order": r.choice(FILTER_ORDERS),
             "gumbel": r.random() < 0.3,
             "support": r.choice([0, 1, 64, vocab]),
         }

@@ -132,23 +132,33 @@ def test_vllms_runner_keeps_the_same_by_min_p(backend, device, logits):
 @pytest.mark.parametrize("name", FILTERS)
 @ON_FAST_BACKENDS
 def test_hugging_faces_processors(backend, device, name, logits):
-    """Their min_p comes last, so that top_p takes its share of what top_k alone has left."""
-    filters = FILTERS[name]
-    processed = peers.hf_processed(logits, 0.8, **filters)
-    joint = name == "min_p top_p"
-    options = {
-        "temperature": 0.8,
-        "return_support": VOCAB,
-        "filter_order": "joint" if joint else "sequential",
-    }
-    if name == "all":  # neither order: top_k, top_p of what is left, min_p
-        without = {k: v for k, v in filters.items() if k != "min_p"}
-        out = sample(backend, logits.to(device), **options, **without)
-        by_min_p = sample(backend, logits.to(device), **options, min_p=filters["min_p"])
-        both = [sorted(set(support(out, r)) & set(support(by_min_p, r))) for r in range(ROWS)]
-        assert both == [row.isfinite().nonzero().flatten().tolist() for row in processed]
-    else:
-        check_same(sample(backend, logits.to(device), **options, **filters), processed)
+    """Their min_p comes last: top_p takes its share of what top_k alone has left."""
+    processed = peers.hf_processed(logits, 0.8, **FILTERS[name])
+    options = {"temperature": 0.8, "return_support": VOCAB, "filter_order": "top_k_first"} | FILTERS[name]
+    check_same(sample(backend, logits.to(device), **options), processed)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 50, "top_p": 0.9, "min_p": 0.05}, {"top_p": 0.8, "min_p": 0.1}]
+)
+@ON_FAST_BACKENDS
+def test_hugging_faces_order_over_many_rows(backend, device, filters):
+    """vLLM's order keeps other sets of more than a third of them."""
+    many = 3 * torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(6))
+    kept = peers.hf_processed(many, **filters).isfinite().sum(-1)
+    for order, least, most in (("top_k_first", 0, 0), ("sequential", 70, 200)):
+        out = sample(backend, many.to(device), **filters, filter_order=order)
+        assert least <= (out.kept_count.cpu() != kept).sum() <= most, order
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@ON_FAST_BACKENDS
+def test_sglangs_flashinfer_path_with_min_p(backend, device, name, logits):
+    p, f = logits.double().softmax(-1), {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    kept = torch.stack([peers.sglang_flashinfer_kept(row, **f) for row in p])
+    processed = p.log().masked_fill(~kept, -torch.inf).log_softmax(-1)
+    options = {"filter_order": "top_k_first", "return_support": VOCAB} | FILTERS[name]
+    check_same(sample(backend, logits.to(device), **options), processed)
 
 
 @pytest.mark.parametrize("top_k, top_p", [(20, 0.7), (700, 0.9), (5, 0.999), (40, 0.3)])

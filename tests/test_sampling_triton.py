@@ -13,7 +13,7 @@ import triton.language as tl  # noqa: E402
 from rlkernel import stream  # noqa: E402
 from rlkernel.reference import sampling as reference  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
-from rlkernel.types import Sampling  # noqa: E402
+from rlkernel.types import FILTER_ORDERS, Sampling  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 INF = float("inf")
@@ -25,7 +25,7 @@ def request(rows, device, **options):
     values = {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": INF, "seeds": seeds,
         "positions": torch.arange(rows, device=device), "token_ids": None, "token_bitmask": None,
-        "skip": None, "joint": False, "gumbel": False, "raw": True, "entropy": True, "rank": True,
+        "skip": None, "order": "sequential", "gumbel": False, "raw": True, "entropy": True, "rank": True,
         "support": 64,
     }  # fmt: skip
     return Sampling(**values | options)
@@ -121,7 +121,7 @@ def test_sets_whose_masses_are_powers_of_two(device, room, monkeypatch):
         rows = joint == order
         asked = request(
             int(rows.sum()), device, temperature=1.4426950408889634, top_k=k[rows].to(device),
-            top_p=p[rows].to(device), joint=order, support=5,
+            top_p=p[rows].to(device), order="joint" if order else "sequential", support=5,
         )  # fmt: skip
         stats = sampling.forward(logits[rows].to(device), None, asked)
         assert stats.kept_count.tolist() == want[rows].tolist()
@@ -150,8 +150,8 @@ def test_a_small_buffer_of_candidates_changes_nothing(device, monkeypatch):
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("joint", [False, True], ids=["sequential", "joint"])
-def test_the_reference_agrees(device, joint):
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_the_reference_agrees(device, order):
     g = torch.Generator().manual_seed(8)
     for vocab, dtype, scale in (
         (1, torch.float32, 1.0),
@@ -170,13 +170,13 @@ def test_the_reference_agrees(device, joint):
         adjusted = None if dtype == torch.float16 else logits.float() * 0.5
         mask = torch.randint(-(2**31), 2**31 - 1, (rows, -(-vocab // 32)), generator=g).to(torch.int32)
         for options in (
-            {"joint": joint, "gumbel": not joint},
-            {"joint": joint, "token_bitmask": mask.to(device), "support": vocab},
+            {"order": order, "gumbel": order != "joint"},
+            {"order": order, "token_bitmask": mask.to(device), "support": vocab},
         ):
             asked = mixed(rows, device, **options)
             check_close(sampling.forward(logits, adjusted, asked), reference.forward(logits, adjusted, asked))
         forced = torch.randint(-1, vocab + 1, (rows,), generator=g).to(device)
-        asked = mixed(rows, device, joint=joint)._replace(seeds=None, positions=None, token_ids=forced)
+        asked = mixed(rows, device, order=order)._replace(seeds=None, positions=None, token_ids=forced)
         check_close(sampling.forward(logits, adjusted, asked), reference.forward(logits, adjusted, asked))
 
 

@@ -142,7 +142,8 @@ def binaries_of_varied_calls() -> dict[str, int]:
             preference_loss.backward(rows[0, 0], slopes, stats, pairs > 0, None, None, None, 1.0)
             keys, k = torch.arange(n), int(16 * t)
             numbers = (t, k, t / 9, t / 9, t)  # temperature to top_n_sigma
-            request = Sampling(*numbers, keys, keys, None, None, None, False, False, True, True, True, n)
+            asked = "sequential", False, True, True, True, n
+            request = Sampling(*numbers, keys, keys, None, None, None, *asked)
             sampling.forward(logits.reshape(n, 256), None, request)
             gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
             whiten.forward(values, values > 0, None, True, True, t, "std")

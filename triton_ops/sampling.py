@@ -16,7 +16,7 @@ from rlkernel.triton_ops.logprob import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import statistics_kernel
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
 SPLIT, GROUP, RECORD = 4096, 64, 13
 ROOM = 2048  # tokens that fit the registers of a program of pass B
@@ -122,7 +122,7 @@ def finish(
             *_per_row(sampling.top_p), *_per_row(sampling.min_p), *_per_row(sampling.top_n_sigma),
             sampling.seeds, sampling.positions, sampling.token_ids, sampling.skip, partials, group_max,
             *stats[:9], sampling.support, *stats[9:], listed, candidates,
-            FILTER=filters, JOINT=sampling.joint, GUMBEL=sampling.gumbel,
+            FILTER=filters, ORDER=FILTER_ORDERS.index(sampling.order), GUMBEL=sampling.gumbel,
             SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
             GROUPS=max(64, min(1024, triton.next_power_of_2(groups))), ROOM=ROOM,
             num_warps=warps, enable_fp_fusion=False,
@@ -155,7 +155,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         request: dict[str, Any] = {
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": float("inf"),
             "seeds": rows, "positions": rows, "token_ids": None, "token_bitmask": None, "skip": None,
-            "joint": False, "gumbel": False, "raw": True, "entropy": False, "rank": False, "support": 0,
+            "order": "sequential", "gumbel": False, "raw": True, "entropy": False, "rank": False,
+            "support": 0,
         } | options  # fmt: skip
         if masked:
             request["token_bitmask"] = torch.zeros(2, triton.cdiv(vocab, 32), dtype=torch.int32)
@@ -178,6 +179,6 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "bf16 everything": lambda: run(151936, bf16, True, True, **everything),
         "bf16 everything odd V": lambda: run(50257, bf16, True, True, **everything),
         "fp32 everything gumbel joint": lambda: run(
-            151936, fp32, masked=True, **everything, gumbel=True, joint=True
+            151936, fp32, masked=True, **everything, gumbel=True, order="joint"
         ),
     }

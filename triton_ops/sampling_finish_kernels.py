@@ -32,6 +32,10 @@ from rlkernel.triton_ops.sampling_select_kernels import (
     tie_id,
     token_at_mass,
 )
+from rlkernel.types import FILTER_ORDERS
+
+JOINT = tl.constexpr(FILTER_ORDERS.index("joint"))
+TOP_K_FIRST = tl.constexpr(FILTER_ORDERS.index("top_k_first"))
 
 
 @triton.jit
@@ -70,21 +74,24 @@ def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream
 @triton.jit
 def select(
     listed, candidates, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k, p, p_on, cut,
-    JOINT: tl.constexpr, N: tl.constexpr, ROOM: tl.constexpr,
+    ORDER: tl.constexpr, N: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """``(survivors, pivot, last id of its ties, count, mass)`` of the kept set; k is V where it is off."""
     # a mass of less than half of 2**-40 is 0, and such a token in no nucleus
     by_mass = tl.where(p_on, -41.5 / c, float("-inf"))
-    bound = tl.maximum(by_mass, cut)
+    before = cut
+    if ORDER == TOP_K_FIRST:  # the thresholds do not change top_p's share
+        before = tl.where(p_on, float("-inf"), cut)
+    bound = tl.maximum(by_mass, before)
     if k < V:
         bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
     whole_mass = tl.full((), 0, tl.int64)
-    if JOINT and p_on:  # p counts the mass of all tokens
+    if ORDER == JOINT and p_on:  # p counts the mass of all tokens
         n = list_groups(listed, group_max, groups, top, by_mass, N)
         whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
     n = list_groups(listed, group_max, groups, top, bound, N)
     count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
-    if not JOINT:
+    if ORDER != JOINT:
         whole_mass = mass
 
     pivot = lowest
@@ -96,7 +103,7 @@ def select(
         ties = count
         # first, where p counts the mass of the first k tokens: which they are
         phase = tl.where(p_on & cut_by_k, 0, 1)
-        if JOINT:
+        if ORDER == JOINT:
             phase = tl.full((), 1, tl.int32)
         while phase < 2:
             if p_on & (phase == 1):
@@ -111,6 +118,9 @@ def select(
             phase += 1
         if count < n_from:
             last = tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
+    if ORDER == TOP_K_FIRST and pivot - top < cut:
+        count, mass, pivot = survey(listed, n, x_ptr, adjusted, bitmask, V, top, cut, c)
+        last = tl.full((), NO_TOKEN, tl.int32)
     return n, pivot, last, count, mass
 
 
@@ -147,7 +157,7 @@ def finish_kernel(
     token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
     support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
     listed, candidates,
-    FILTER: tl.constexpr, JOINT: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
+    FILTER: tl.constexpr, ORDER: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
     GROUPS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -204,7 +214,7 @@ def finish_kernel(
                 cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
             n, pivot, last, kept_count, mass = select(
                 listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
-                p, p_on, cut, JOINT, GROUPS, ROOM,
+                p, p_on, cut, ORDER, GROUPS, ROOM,
             )  # fmt: skip
             restricted = kept_count < V
             log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))

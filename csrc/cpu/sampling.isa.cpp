@@ -271,7 +271,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   if (filtered) {
     thread_local Candidates candidates;
     Filter filter(in, row, read, softmax, temperature, candidates);
-    filter.run(k, p, cutoff, in.joint);
+    filter.run(k, p, cutoff, in.order);
     kept_count = filter.kept.count;
     filtered = kept_count < vocab;
     if (filtered) {

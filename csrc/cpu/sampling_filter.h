@@ -24,24 +24,13 @@ class Filter {
   }
 
   // Finds the kept tokens; `cutoff` is that of min_p and top_n_sigma on d = z - max, -inf without them.
-  void run(int64_t k, float p, float cutoff, bool joint) {
-    const bool k_on = k >= 1 && k < vocab_, p_on = p < 1;
-    cutoff_ = cutoff;
-    Scope scope{kLowest, cutoff};
-    // k groups have a token as large as their k-th largest maximum
-    if (k_on && k <= groups_) scope.lowest = std::fmax(kLowest, largest_group(k));
-    if (!p_on) {
-      kept = k_on ? first(k, gather(scope)) : totals(scope);
-      return;
-    }
-    scope.cutoff = std::fmax(cutoff, massless());
-    if (k_on && !joint) {
-      kept = first(k, gather(scope));
-      kept = select<true>(c_, {}, share(p, kept.mass));
-    } else if (!k_on && cutoff == -kInf && passing(near(scope, p, estimate().least)) > kManyGroups) {
-      if (!peaked(p)) kept = bracketed(p);
+  void run(int64_t k, float p, float cutoff, FilterOrder order) {
+    if (order == FilterOrder::top_k_first && p < 1) {
+      keep(k, p, -kInf, false);
+      if (kept.pivot - max_ < cutoff) kept = totals({kLowest, cutoff});
+      cutoff_ = cutoff;
     } else {
-      kept = nucleus(k_on ? k : vocab_, p, scope, joint || cutoff == -kInf ? estimate() : exactly(totals(scope).mass));
+      keep(k, p, cutoff, order == FilterOrder::joint);
     }
   }
 
@@ -79,6 +68,27 @@ class Filter {
   struct Range {
     double least, most;
   };
+
+  void keep(int64_t k, float p, float cutoff, bool joint) {
+    const bool k_on = k >= 1 && k < vocab_, p_on = p < 1;
+    cutoff_ = cutoff;
+    Scope scope{kLowest, cutoff};
+    // k groups have a token as large as their k-th largest maximum
+    if (k_on && k <= groups_) scope.lowest = std::fmax(kLowest, largest_group(k));
+    if (!p_on) {
+      kept = k_on ? first(k, gather(scope)) : totals(scope);
+      return;
+    }
+    scope.cutoff = std::fmax(cutoff, massless());
+    if (k_on && !joint) {
+      kept = first(k, gather(scope));
+      kept = select<true>(c_, {}, share(p, kept.mass));
+    } else if (!k_on && cutoff == -kInf && passing(near(scope, p, estimate().least)) > kManyGroups) {
+      if (!peaked(p)) kept = bracketed(p);
+    } else {
+      kept = nucleus(k_on ? k : vocab_, p, scope, joint || cutoff == -kInf ? estimate() : exactly(totals(scope).mass));
+    }
+  }
 
   // Below this a token has no mass.
   float massless() const { return -29.0f * temperature_; }

@@ -49,7 +49,7 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
     state = generator.get_state()
     try:
         with torch.cuda.device_of(logits):
-            if not sampling.joint and not _is_off(k, logits.shape[1]):
+            if sampling.order != "joint" and not _is_off(k, logits.shape[1]):
                 probs = library.top_k_renorm_probs(probs, *_array_and_number(k, 0))
                 k = logits.shape[1]
             bounds = *_array_and_number(k, 0), *_array_and_number(p, 0.0)

@@ -49,7 +49,7 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
     if _min_p(sampling):
         ids = library.min_p_sampling_from_probs(probs, sampling.min_p, **stream)
     elif _top_k(sampling, logits) and _top_p(sampling):
-        order = "joint" if sampling.joint else "top_k_first"
+        order = "joint" if sampling.order == "joint" else "top_k_first"
         ids = library.top_k_top_p_sampling_from_probs(probs, k, p, filter_apply_order=order, **stream)
     elif _top_k(sampling, logits):
         ids = library.top_k_sampling_from_probs(probs, k, **stream)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import kernels_for, launch
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
 SPLIT, GROUP, RECORD = 4096, 64, 13  # rlkernel::kSamplingSplit, kSamplingGroup, kRecord
@@ -120,8 +120,9 @@ def _inputs(
         _address(logits), 0 if logits is None else DTYPES[logits.dtype], partials.shape[0], _stride(logits),
         tile_vocab, vocab_start, vocab, _address(adjusted), _stride(adjusted), _address(bitmask),
         _stride(bitmask), *per_row, _address(sampling.seeds),
-        _address(sampling.positions), _address(sampling.token_ids), _address(sampling.skip), sampling.joint,
-        sampling.gumbel, sampling.raw, sampling.entropy, sampling.may_use_sigma, partials.data_ptr(),
+        _address(sampling.positions), _address(sampling.token_ids), _address(sampling.skip),
+        FILTER_ORDERS.index(sampling.order), sampling.gumbel, sampling.raw, sampling.entropy,
+        sampling.may_use_sigma, partials.data_ptr(),
         _address(group_max),
     )  # fmt: skip
 

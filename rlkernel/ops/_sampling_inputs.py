@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rlkernel import debug
 from rlkernel.ops import _validate
-from rlkernel.types import Sampling
+from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
+from rlkernel.types import FILTER_ORDERS, Sampling
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-FILTER_ORDERS = ("sequential", "joint")
 METHODS = ("grouped", "gumbel")
 LOGPROBS = ("raw", "tempered", "processed")
 
@@ -76,7 +76,7 @@ def sampling(
         token_ids=token_ids,
         token_bitmask=_bitmask(token_bitmask, vocab, *where),
         skip=None,
-        joint=filter_order == "joint",
+        order=filter_order,
         gumbel=method == "gumbel",
         raw="raw" in return_logprobs,
         entropy=bool(return_entropy),
@@ -89,6 +89,26 @@ def count(argument: str, value: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"{argument} must be an integer in [0, {most}], got {value!r}")
     return value
+
+
+def wanted(
+    ranking: str, top: int, token_ids: Tensor | None, shape: torch.Size, vocab: int, device: torch.device
+) -> Wanted:
+    """Raises ValueError for what is off."""
+    _validate.choice("ranking", ranking, RANKINGS)
+    count("top_logprobs", top, vocab)
+    if token_ids is None:
+        return Wanted(ranking, top, None)
+    if not isinstance(token_ids, Tensor) or token_ids.dtype not in INTEGERS:
+        got = _validate.name(token_ids.dtype) if isinstance(token_ids, Tensor) else type(token_ids).__name__
+        raise ValueError(f"logprob_token_ids must be an integer tensor, got {got}")
+    if token_ids.dim() == 0 or token_ids.shape[:-1] not in ((), shape):
+        want = f"[K] or {(*shape, 'K')}".replace("'", "")
+        raise ValueError(f"logprob_token_ids must have shape {want}, got {tuple(token_ids.shape)}")
+    _validate.same_device("logprob_token_ids", token_ids, "logits", device)
+    _look("logprob_token_ids", token_ids.flatten(), lambda x: -1 <= x < vocab, f"in [0, {vocab}), or -1")
+    k = token_ids.shape[-1]
+    return Wanted(ranking, top, token_ids.long().expand(*shape, k).reshape(math.prod(shape), k))
 
 
 def forced(token_ids: Tensor, shape: torch.Size, vocab: int, device: torch.device) -> Tensor:

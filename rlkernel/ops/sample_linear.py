@@ -41,6 +41,8 @@ def sample_linear(
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
+    logprob_token_ids: Tensor | None = None,
+    ranking: str = "tempered",
     return_support: int = 0,
     out: SampleOutput | None = None,
 ) -> SampleOutput:
@@ -53,8 +55,8 @@ def sample_linear(
     The product is computed in tiles of the vocabulary, whose width follows from V, H, dtypes and the limit of
     the workspace.  What a tile says of its rows is kept, the tile is not: logits [N, V] are in memory only
     where they must be read again, because a row may be filtered, or for ``return_rank``, ``top_logprobs``,
-    ``logit_bias`` or ``penalties``.  A number that filters nothing (``top_p=1.0``) stores nothing; a tensor
-    of them does, whatever it holds, since looking at it would synchronise.
+    ``logprob_token_ids``, ``logit_bias`` or ``penalties``.  A number that filters nothing (``top_p=1.0``)
+    stores nothing; a tensor of them does, whatever it holds, since looking at it would synchronise.
 
     The tiles change no bit of a row's statistics, nor do the other rows; the product is a library's, whose
     algorithm may depend on the number of rows.
@@ -88,9 +90,10 @@ def sample_linear(
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
         return_support=return_support,
     )  # fmt: skip
-    inputs.count("top_logprobs", top_logprobs, vocab)
+    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, vocab, flat.device)
     reasons = {
         "a filter": request.may_filter(vocab), "return_rank": request.rank, "top_logprobs": top_logprobs,
+        "logprob_token_ids": logprob_token_ids is not None,
         "logit_bias": logit_bias is not None, "penalties": penalties is not None,
     }  # fmt: skip
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
@@ -104,7 +107,7 @@ def sample_linear(
         adjusted = inputs.adjusted(logits, shape, logit_bias, penalties)
         draw = op._compiled if torch.compiler.is_compiling() else op._forward
         stats = draw(logits, adjusted, request, frozenset({"every statistic"}))
-    return op.assemble(shape, logits, adjusted, request, stats, return_logprobs, top_logprobs, out)
+    return op.assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:
@@ -138,7 +141,7 @@ def _forward(
 def _compiled(
     hidden: Tensor, weight: Tensor, head: Head, request: Sampling | None, store: bool
 ) -> tuple[Any, Tensor]:
-    nothing: list[Any] = [1.0, 0, 1.0, 0.0, math.inf, *[None] * 5, *[False] * 5, 0]
+    nothing: list[Any] = [1.0, 0, 1.0, 0.0, math.inf, *[None] * 5, "sequential", *[False] * 4, 0]
     any_request = Sampling(*nothing) if request is None else request
     parts = head.bias, head.logit_scale, head.softcap, head.logits_dtype, head.compute_dtype
     drawn = request is not None
@@ -171,7 +174,7 @@ def _op(
     positions: Tensor | None,
     token_ids: Tensor | None,
     token_bitmask: Tensor | None,
-    joint: bool,
+    order: str,
     gumbel: bool,
     raw: bool,
     entropy: bool,
@@ -180,7 +183,7 @@ def _op(
 ) -> list[Tensor]:
     request = op.unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
-        seeds, positions, token_ids, token_bitmask, joint, gumbel, raw, entropy, rank, support,
+        seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
     ])  # fmt: skip
     head = Head(bias, 1.0, logit_scale, softcap, -100, logits_dtype, compute_dtype)
     stats, logits = _forward(hidden, weight, head, request if drawn else None, store)

@@ -1,6 +1,6 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops._penalties import Penalties
+from rlkernel.ops._sampling_ranks import Wanted, ranked
 from rlkernel.types import SampleOutput, SampleStats, Sampling
 
 
@@ -31,6 +32,8 @@ def sample(
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
+    logprob_token_ids: Tensor | None = None,
+    ranking: str = "tempered",
     return_support: int = 0,
     out: SampleOutput | None = None,
 ) -> SampleOutput:
@@ -64,14 +67,18 @@ def sample(
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
         logit_bias: [V], [..., V] or {token: bias}, added first.
         penalties: ``Penalties``, applied after the bias.
-        filter_order: "sequential": top_p takes its share of what the other filters keep (vLLM, HF); "joint":
-            of the whole distribution (FlashInfer's joint, AITER).
+        filter_order: of what top_p takes its share.  "sequential": of what the other filters keep (vLLM);
+            "top_k_first": of what top_k keeps, the others cut after it (HF ``generate``, SGLang with min_p);
+            "joint": of the whole distribution (FlashInfer's joint, AITER).
         method: "grouped": one Gumbel variable for each 64 tokens and an exact draw inside the best group;
             "gumbel": one for each token, the stream of vLLM's model runner.
         return_logprobs: which of the three to return.
         return_entropy: also the entropy of ``softmax(z / T)``.
         return_rank: also the token's place in the order, from 1.
-        top_logprobs: how many of the likeliest tokens to return, with their tempered log-probabilities.
+        top_logprobs: how many of the likeliest tokens to return, with their log-probabilities.
+        logprob_token_ids: integers [K] or [..., K], tokens whose log-probabilities to return; -1 is padding.
+        ranking: whose order the rank and the likeliest tokens are of, and whose log-probabilities theirs and
+            those of ``logprob_token_ids`` are: "tempered", "raw" (vLLM's default) or "processed".
         return_support: room for the kept tokens of a row; 0 does not return them.
         out: a SampleOutput of an earlier call, whose tensors receive the results.
 
@@ -98,7 +105,8 @@ def sample(
     )  # fmt: skip
     needs = {"seeds"} if seeds is not None else set()
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
-    return _sampled(shape, flat, z, request, needs, return_logprobs, top_logprobs, out)
+    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
+    return _sampled(shape, flat, z, request, needs, return_logprobs, wanted, out)
 
 
 def score_tokens(
@@ -118,6 +126,8 @@ def score_tokens(
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
+    logprob_token_ids: Tensor | None = None,
+    ranking: str = "tempered",
     return_support: int = 0,
     out: SampleOutput | None = None,
 ) -> SampleOutput:
@@ -139,7 +149,8 @@ def score_tokens(
         return_support=return_support,
     )  # fmt: skip
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
-    return _sampled(shape, flat, z, request, {"token_ids"}, return_logprobs, top_logprobs, out)
+    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
+    return _sampled(shape, flat, z, request, {"token_ids"}, return_logprobs, wanted, out)
 
 
 def _sampled(
@@ -149,16 +160,16 @@ def _sampled(
     request: Sampling,
     needs: set[str],
     return_logprobs: tuple[str, ...],
-    top_logprobs: int,
+    wanted: Wanted,
     out: SampleOutput | None,
 ) -> SampleOutput:
-    inputs.count("top_logprobs", top_logprobs, logits.shape[1])
-    wanted = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
-              "support": request.support, "top_logprobs": top_logprobs}  # fmt: skip
-    needs |= {name for name, want in wanted.items() if want}
+    outputs = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
+               "support": request.support, "top_logprobs": wanted.top,
+               "logprob_token_ids": wanted.token_ids is not None}  # fmt: skip
+    needs |= {name for name, want in outputs.items() if want}
     run = _compiled if torch.compiler.is_compiling() else _forward
     stats = run(logits, adjusted, request, frozenset(needs))
-    return assemble(shape, logits, adjusted, request, stats, return_logprobs, top_logprobs, out)
+    return assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
 
 
 def assemble(
@@ -168,15 +179,13 @@ def assemble(
     request: Sampling,
     stats: SampleStats,
     return_logprobs: tuple[str, ...],
-    top_logprobs: int,
+    wanted: Wanted,
     out: SampleOutput | None,
 ) -> SampleOutput:
-    """What the caller sees of ``stats``; values of the logits are looked up only for ``top_logprobs``."""
+    """What the caller sees of ``stats``; values of the logits are looked up only where ``ranked`` must."""
     vocab = logits.shape[1]
     run = _compiled if torch.compiler.is_compiling() else _forward
-    top_ids = top_values = None
-    if top_logprobs:
-        top_ids, top_values = _top(run, logits, adjusted, request, stats, top_logprobs)
+    also = ranked(run, logits, adjusted, request, stats, wanted)
     ids = offsets = overflow = None
     if stats.support is not None:
         ids, offsets, overflow = compact(stats, request, vocab)
@@ -192,9 +201,10 @@ def assemble(
         kept_mass=rows(stats.kept_mass),
         kept_count=rows(stats.kept_count),
         entropy=rows(stats.entropy),
-        rank=rows(stats.rank),
-        top_ids=rows(top_ids, top_logprobs),
-        top_logprobs=rows(top_values, top_logprobs),
+        rank=rows(also.rank),
+        top_ids=rows(also.top_ids, wanted.top),
+        top_logprobs=rows(also.top_logprobs, wanted.top),
+        id_logprobs=None if wanted.token_ids is None else rows(also.id_logprobs, wanted.token_ids.shape[1]),
         support_ids=ids,
         support_offsets=offsets,
         support_overflow=rows(overflow),
@@ -242,42 +252,6 @@ def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
     on = in_range | (request.top_p < 1) | (request.min_p > 0) | (request.top_n_sigma < torch.inf)
     on = on | (request.token_bitmask is not None)
     return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
-
-
-def _top(
-    run: Callable[..., SampleStats],
-    logits: Tensor,
-    adjusted: Tensor | None,
-    request: Sampling,
-    stats: SampleStats,
-    count: int,
-) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest ids, ties by the lowest, and their tempered log-probabilities."""
-    z = logits.to(stats.row_max.dtype) if adjusted is None else adjusted
-    if count < logits.shape[1]:
-        first = torch.zeros_like(stats.token_ids)
-        plain = request._replace(
-            temperature=1.0, top_k=count, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None,
-            positions=None, token_ids=first, raw=False, entropy=False, rank=False, support=count,
-        )  # fmt: skip
-        ids = run(logits, adjusted, plain, frozenset({"token_ids", "support"})).support
-        assert ids is not None
-        ids = ids.long()
-    else:
-        ids = torch.arange(count, device=z.device).expand(z.shape[0], count)
-    values = z.gather(-1, ids.clamp(min=0))
-    if request.token_bitmask is not None:
-        word = request.token_bitmask.gather(-1, ids.clamp(min=0) // 32)
-        values = values.masked_fill((word >> (ids % 32).to(torch.int32)) & 1 == 0, -torch.inf)
-    values, place = values.masked_fill(ids < 0, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    t = request.temperature
-    if isinstance(t, Tensor):
-        t = torch.where(t == 0, 1, t)[:, None]
-    elif t == 0:
-        t = 1.0
-    logprobs = (values - stats.row_max[:, None]) / t - stats.log_sum[:, None]
-    ids = ids.gather(-1, place)
-    return torch.where(stats.valid[:, None], ids, -1), logprobs
 
 
 @torch.no_grad()
@@ -361,7 +335,7 @@ def _op(
     positions: Tensor | None,
     token_ids: Tensor | None,
     token_bitmask: Tensor | None,
-    joint: bool,
+    order: str,
     gumbel: bool,
     raw: bool,
     entropy: bool,
@@ -371,7 +345,7 @@ def _op(
 ) -> list[Tensor]:
     request = unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
-        seeds, positions, token_ids, token_bitmask, joint, gumbel, raw, entropy, rank, support,
+        seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
     ])  # fmt: skip
     return list_of(_forward(logits, adjusted, request, frozenset(needs.split(",")) - {""}), token_ids)
 

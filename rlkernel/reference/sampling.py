@@ -89,8 +89,10 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
     order = z.sort(dim=-1, descending=True, stable=True).indices
     mass = softmax.mass.gather(-1, order)
     place = torch.arange(vocab, device=z.device)
-    count = torch.minimum(allowed.sum(-1, keepdim=True), torch.where(k_on, top_k, vocab))
-    whole = mass.sum(-1) if sampling.joint else torch.where(place < count, mass, 0).sum(-1)
+    first_k = torch.where(k_on, top_k, vocab)
+    count = torch.minimum(allowed.sum(-1, keepdim=True), first_k)
+    share_of = {"sequential": count, "joint": torch.full_like(count, vocab), "top_k_first": first_k}
+    whole = torch.where(place < share_of[sampling.order], mass, 0).sum(-1)
     bound = (top_p.double() * whole[:, None].double()).ceil().to(torch.int64)
     nucleus = ((mass.cumsum(-1) - mass) < bound).sum(-1, keepdim=True)
     count = torch.where(p_on, torch.minimum(count, nucleus), count)

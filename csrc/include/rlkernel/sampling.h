@@ -33,6 +33,10 @@ enum SamplingRecord : int {
   kRecord = 13,
 };
 
+// Of which tokens top_p takes its share: those that all other filters keep, all of them, or the first top_k, of which what is
+// left is cut by the thresholds.
+enum class FilterOrder : int { sequential = 0, joint = 1, top_k_first = 2 };
+
 // A value for each row, or one for all where `each` is null.
 template <class T>
 struct PerRow {
@@ -58,7 +62,8 @@ struct SamplingInputs {
   const int64_t *seeds, *positions;  // [rows]; null with token_ids; positions also where all are 0
   const int64_t* token_ids;      // forced tokens; null: draw
   const uint8_t* skip;           // rows that are neither read nor written; null: none
-  bool joint, gumbel;
+  FilterOrder order;
+  bool gumbel;
   bool raw, entropy, sigma;      // what pass A computes beyond the sums of z
   double* records;               // [rows, splits of whole_vocab, kRecord]
   float* group_max;              // [rows, groups of whole_vocab]; null: there is no second read

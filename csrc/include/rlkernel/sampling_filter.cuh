@@ -57,7 +57,7 @@ struct Filter : Search<T> {
   // The nucleus of the prefix. `low_mass`: no token below this key has a mass.
   __device__ __forceinline__ Prefix nucleus(Prefix prefix, float p, uint32_t low_mass, uint32_t high, bool cuts) const {
     const uint32_t low = prefix.key > low_mass ? prefix.key : low_mass;
-    if (in.joint && cuts) {
+    if (in.order == FilterOrder::joint && cuts) {
       const int64_t target = share_of(p, whole_mass(no_bins(), low_mass));
       const Crossing c = search(low, high, true, target, {0, 0});
       if (c.found) return cut(prefix, c, true, target);
@@ -143,16 +143,19 @@ struct Filter : Search<T> {
     const bool masked = in.bitmask != nullptr && row.finite < logits.vocab;
     if (!cuts && !k_on && !p_on && !masked) return {};
 
-    Prefix prefix = {lowest, kAll, -1, {-1, -1}};
+    const bool later = in.order == FilterOrder::top_k_first && p_on;  // the thresholds do not change top_p's share
+    const uint32_t from = later ? kLowestKey : lowest;
+    Prefix prefix = {from, kAll, -1, {-1, -1}};
     if (k_on) {
-      const Crossing c = search(bound_of(k, lowest, high), high, false, k, {0, 0});
+      const Crossing c = search(bound_of(k, from, high), high, false, k, {0, 0});
       if (c.found) prefix = cut(prefix, c, false, k);
       else prefix.sums = c.total;
     }
     if (p_on) {
       const float least = row.max - 42.0f / scale;
       const uint32_t low_mass = least > from_key(kLowestKey) ? ordered(least) : kLowestKey;
-      prefix = nucleus(prefix, p, low_mass, high, cuts || k_on);
+      prefix = nucleus(prefix, p, low_mass, high, (cuts && !later) || k_on);
+      if (later && prefix.key < lowest) prefix = {lowest, kAll, -1, sums_from(lowest)};
     } else if (prefix.sums.count < 0) {
       prefix.sums = sums_from(prefix.key);
     }
