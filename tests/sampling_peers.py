@@ -128,3 +128,16 @@ def sglang_flashinfer_kept(p, top_k, top_p, min_p):
     p = p / p.sum()
     p = torch.where(((p[None] > p[:, None]) * p).sum(-1) < top_p, p, 0)
     return (p > 0) & (p >= min_p * p.max())
+
+
+def xgrammar_masked(logits, bitmask, vocab_size=None):
+    """``apply_token_bitmask_inplace`` of xgrammar 0.2.8 (``kernels/apply_token_bitmask_inplace_torch.py``):
+    the first ``vocab_size`` logits, by default as many as both have, are masked and the others left alone,
+    with a warning that they may be drawn."""
+    size = min(logits.shape[-1], bitmask.shape[-1] * 32) if vocab_size is None else vocab_size
+    bits = bitmask.repeat_interleave(32, -1) >> torch.arange(32, device=bitmask.device).repeat(
+        bitmask.shape[-1]
+    )
+    made = logits.clone()
+    made[..., :size] = made[..., :size].masked_fill((bits & 1)[..., :size] == 0, -torch.inf)
+    return made

@@ -67,8 +67,12 @@ ERRORS = {
     "return_support": ({"return_support": -1}, r"return_support must be an integer in \[0, "),
     "top_logprobs": ({"top_logprobs": 41}, r"top_logprobs must be an integer in \[0, 40\], got 41"),
     "bitmask's width": (
-        {"token_bitmask": torch.zeros(3, 1, dtype=torch.int32)},
-        r"token_bitmask must be int32 of shape \(3, 2\), got int32 \(3, 1\)",
+        {"token_bitmask": torch.zeros(3, 0, dtype=torch.int32)},
+        r"token_bitmask must be int32 of shape \(3, 2\), got int32 \(3, 0\)",
+    ),
+    "bitmask's rows": (
+        {"token_bitmask": torch.zeros(2, 2, dtype=torch.int32)},
+        r"token_bitmask must be int32 of shape \(3, 2\), got int32 \(2, 2\)",
     ),
     "bitmask's dtype": (
         {"token_bitmask": torch.zeros(3, 2, dtype=torch.int64)},

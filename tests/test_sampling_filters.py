@@ -1,6 +1,7 @@
 """sampling: what the filters keep, token by token, against an oracle that sorts in fp64."""
 
 import pytest
+import sampling_peers as peers
 import torch
 from backends import is_slow, running
 from bitwise import assert_equal
@@ -169,6 +170,35 @@ def test_token_bitmask(backend, device, share):
         check_kept(out, row, z[row].tolist(), t, filters[row], masked=True)
     raw = logits.double().log_softmax(-1).gather(1, out.token_ids[:, None])[:, 0]
     assert (out.raw_logprobs - raw).abs().max() < 1e-4, "raw knows no mask"
+
+
+@ON_EVERY_BACKEND
+def test_bitmask_of_a_padded_vocabulary(backend, device):
+    """A mask wider than the logits, as of a lm_head that is padded, and a narrower one, as of a tokenizer
+    that knows fewer tokens: what is behind the mask is not allowed, nor does what is behind V count."""
+    vocab, options = 333, {"top_p": 0.9, "return_rank": True, "top_logprobs": 5, "return_support": 333}
+    logits = 2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(2)).to(device)
+    allowed = torch.rand(3, 416, generator=torch.Generator().manual_seed(3)).to(device) < 0.5
+    wide = bitmask(allowed)
+    wide[:, 10] |= -1 << 13  # ids from V on
+    exact = bitmask(allowed[:, :vocab])
+    want = sample(backend, logits, token_bitmask=exact, **options)
+    check_same(sample(backend, logits, token_bitmask=wide, **options), want)
+    check_same(sample(backend, logits[None], token_bitmask=wide[None], **options), want)
+    known = allowed[:, :vocab] & (torch.arange(vocab, device=device) < 288)
+    want = sample(backend, logits, token_bitmask=bitmask(known), **options)
+    narrow = exact[:, :9].contiguous()
+    check_same(sample(backend, logits, token_bitmask=narrow, **options), want)
+    assert torch.equal(narrow, exact[:, :9]), "the mask is not modified"
+    assert torch.equal(peers.xgrammar_masked(logits, wide), peers.xgrammar_masked(logits, exact))
+    theirs = peers.xgrammar_masked(logits, narrow, vocab_size=288)[:, :288]
+    assert torch.equal(theirs.isfinite(), known[:, :288])
+
+
+def check_same(got, want):
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        if b is not None:
+            assert_equal(name, a.reshape(b.shape), b)
 
 
 @ON_EVERY_BACKEND

@@ -210,16 +210,26 @@ def _look(argument: str, value: Tensor, inside: Callable[[float], bool], want: s
 
 
 def _bitmask(bitmask: Tensor | None, vocab: int, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """[B, ceil(V / 32)] of a mask of any width: of a padded vocabulary, or of a tokenizer with fewer tokens.
+
+    Tokens behind the mask are not allowed, as no grammar wants them.
+    """
     if bitmask is None:
         return None
-    want = (*shape, -(-vocab // 32))
-    if not isinstance(bitmask, Tensor) or bitmask.dtype != torch.int32 or bitmask.shape != want:
+    words = -(-vocab // 32)
+    want = (*shape, words)
+    fits = isinstance(bitmask, Tensor) and bitmask.dtype == torch.int32
+    if not fits or bitmask.shape[:-1] != shape or bitmask.dim() == 0 or bitmask.shape[-1] == 0:
         got = type(bitmask).__name__
         if isinstance(bitmask, Tensor):
             got = f"{_validate.name(bitmask.dtype)} {tuple(bitmask.shape)}"
         raise ValueError(f"token_bitmask must be int32 of shape {want}, got {got}")
     _validate.same_device("token_bitmask", bitmask, "logits", device)
-    return bitmask.reshape(math.prod(shape), want[-1]).contiguous()
+    flat = bitmask.reshape(math.prod(shape), bitmask.shape[-1])
+    if flat.shape[1] < words:
+        return torch.nn.functional.pad(flat, (0, words - flat.shape[1]))
+    flat = flat[:, :words]
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def adjusted(logits: Tensor, shape: torch.Size, logit_bias: Any, penalties: Any) -> Tensor | None:

@@ -65,6 +65,7 @@ def sample(
         seeds: 64-bit integers; None draws them from torch's generator.
         positions: the token's place in its sequence, 64-bit integers; None means 0.
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
+            Words behind V do not count; tokens behind a narrower mask are not allowed.
         logit_bias: [V], [..., V] or {token: bias}, added first.
         penalties: ``Penalties``, applied after the bias.
         filter_order: of what top_p takes its share.  "sequential": of what the other filters keep (vLLM);
