@@ -291,6 +291,7 @@ def policy_loss_cpu(
     entropy: int,
     staleness: int,
     selected: int,
+    token_counts: int,
     cu_seqlens: int,
     rows: int,
     length: int,

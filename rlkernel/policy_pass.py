@@ -14,7 +14,8 @@ Part = tuple[Tensor, Tensor | None]
 class PolicyPass:
     """One policy loss over rows of shape ``mask.shape``: the backend's module and all that it takes.
 
-    ``tensors`` are old logprobs, advantages, mask, offsets, reference and rollout logprobs, and staleness.
+    ``tensors`` are old logprobs, advantages, mask, offsets, reference and rollout logprobs, staleness and
+    token counts.
     ``reach``: whether the derivative of a token needs the logprobs of its "token" alone or of its "sequence".
     Row gradients are those of the loss itself, its denominator included.
     """
@@ -83,9 +84,16 @@ class PolicyPass:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         shape = tensors[2].shape  # type: ignore[union-attr]
         entropy = None if entropy is None else entropy.view(shape)
-        *first, staleness = tensors
+        *first, staleness, token_counts = tensors
         return self.impl.forward(
-            logprobs.view(shape), *first, entropy, self.rule, self.entropy_gradient, staleness, None
+            logprobs.view(shape),
+            *first,
+            entropy,
+            self.rule,
+            self.entropy_gradient,
+            staleness,
+            None,
+            token_counts,
         )
 
     def _zeros(self) -> Tensor:

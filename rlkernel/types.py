@@ -133,6 +133,9 @@ POLICY_TERMS = (
 LEVELS = ("token", "sequence", "sequence_token")
 SUMS = ("tokens", "sequence_sums", "sequence_means")
 KL_ESTIMATORS = ("none", "k1", "abs", "k2", "k3")
+# what the KL is multiplied by: the loss's r, the token's own at any level, 1 with the gradient of r, the
+# ratio to the rollout
+KL_WEIGHTS = ("none", "ratio", "token", "score", "rollout")
 DIVERGENCES = ("none", "tv", "kl")  # of the two-sided choice "this token, or another"
 CORRECTION_LEVELS = ("absent", "none", "token", "sequence", "geometric")  # "none": only rejection
 CORRECTION_MODES = ("truncate", "mask")
@@ -161,7 +164,7 @@ class PolicyRule(NamedTuple):
     aggregation: int
     kl: int
     kl_gradient_of_k2: bool
-    kl_times_ratio: bool
+    kl_weight: int
     divergence: int  # of dppo
     correction: int
     verdict: int
@@ -177,6 +180,8 @@ class PolicyRule(NamedTuple):
     tau_positive: float
     tau_negative: float
     beta: float
+    kl_input: float  # bounds of the difference and of the estimate
+    kl_output: float
     entropy_coef: float
     k_positive: float  # vespo's exponents and rates
     lambda_positive: float

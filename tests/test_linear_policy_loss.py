@@ -92,6 +92,20 @@ def test_staleness_and_rejection_are_the_composition(rule, room):
     check_bits("native", packed(inputs | {"staleness": versions}), correction=rule)
 
 
+@pytest.mark.parametrize("weight", ["token", "score", "rollout"])
+def test_bounded_kl_and_shared_means_are_the_composition(weight, room):
+    inputs = make_inputs(6, 19, 16, 133, extras=True, drift=0.5)
+    able("native", inputs)
+    if weight != "rollout":
+        del inputs["rollout_logprobs"]
+    counts = inputs["mask"].sum(-1).view(3, 2).sum(-1).repeat_interleave(2).float()
+    options = {"beta": 0.1, "use_bias_correction_kl": weight, "kl_input_clamp": 0.4, "kl_output_clamp": 0.05}
+    check_bits("native", inputs, **options)
+    options |= {"loss_agg_mode": "seq-mean-token-mean", "num_items_in_batch": 3}
+    check_bits("native", inputs | {"token_counts": counts}, **options)
+    check_bits("native", packed(inputs) | {"token_counts": counts[[0, *range(6)]]}, **options)
+
+
 @ON_EVERY_BACKEND
 def test_bits_are_those_of_linear_logprob(backend, device, room):
     """With and without gradients, whatever the path: a rollout scored by one is trained on by the other."""

@@ -14,7 +14,7 @@ import rlkernel
 from rlkernel import RolloutCorrection, debug
 from rlkernel.ops import _policy_rule as names
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import KL_ESTIMATORS, LEVELS, POLICY_METRICS
+from rlkernel.types import KL_ESTIMATORS, KL_WEIGHTS, LEVELS, POLICY_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -33,6 +33,51 @@ def test_matches_fp64(backend, device, loss_type, level):
             options = {"loss_type": loss_type, "importance_sampling_level": level, "loss_agg_mode": mode}
             options |= NEEDS.get(loss_type, {}) | (EXTRAS if extras else {})
             check_against_fp64(backend, inputs, **options)
+
+
+@pytest.mark.parametrize("weight", [False, *KL_WEIGHTS[1:]])
+@ON_EVERY_BACKEND
+def test_bounded_kl_matches_fp64(backend, device, weight):
+    """Some tokens beyond each bound, and all that the KL may be multiplied by, at a ratio of the sequence."""
+    inputs = make_inputs(3, 40, device=device, extras=True)
+    inputs["rollout_logprobs"][0, :2] = torch.tensor([torch.nan, -2000.0])  # no logprob; a ratio of infinity
+    inputs["mask"][0, :2] = True
+    difference = (inputs["logprobs"] - inputs["ref_logprobs"])[inputs["mask"]].abs()
+    assert 0.1 < (difference > 0.4).double().mean() < 0.9
+    assert ((difference < 0.4) & (difference**2 / 2 > 0.05)).double().mean() > 0.02
+    correction = RolloutCorrection("none") if weight != "rollout" else None
+    for estimator in ("k1", "k2", "k3", "k3+"):
+        options = {"beta": 0.3, "kl_estimator": estimator, "use_bias_correction_kl": weight}
+        options |= {"kl_input_clamp": 0.4, "kl_output_clamp": 0.05, "correction": correction}
+        check_against_fp64(backend, inputs, importance_sampling_level="sequence", **options)
+
+
+@ON_EVERY_BACKEND
+def test_token_counts_match_fp64(backend, device):
+    """Sequences of one prompt share a mean; also in parts, and packed."""
+    inputs = make_inputs(6, 50, device=device, extras=True)
+    inputs["mask"][2] = False
+    own = inputs["mask"].sum(-1)
+    counts = own.view(3, 2).sum(-1).repeat_interleave(2).float()
+    options = EXTRAS | {"loss_agg_mode": "seq-mean-token-mean", "num_items_in_batch": 3}
+    whole = check_against_fp64(backend, inputs | {"token_counts": counts}, **options)
+    terms = run("reference", to(inputs, torch.float64), **(EXTRAS | {"loss_agg_mode": "token-sum"}))[2]
+    by_hand = terms / (counts.double()[:, None] * 3)
+    torch.testing.assert_close(whole[2], by_hand)
+    parts = [
+        run(backend, {k: v[a:b] for k, v in (inputs | {"token_counts": counts}).items()}, **options)
+        for a, b in ((0, 1), (1, 6))
+    ]
+    assert_equal(
+        "in parts",
+        torch.cat([p[2] for p in parts]),
+        run(backend, inputs | {"token_counts": counts}, **options)[2],
+    )
+    flat = {k: v.flatten() for k, v in inputs.items() if k != "advantages"}
+    flat["advantages"] = inputs["advantages"].flatten()
+    offsets = torch.arange(0, 301, 50, device=device)
+    packed = run(backend, flat | {"token_counts": counts, "cu_seqlens": offsets}, **options)
+    assert_equal("packed", packed[2].view(6, 50), torch.cat([p[2] for p in parts]))
 
 
 @pytest.mark.parametrize("estimator", names.KL)
@@ -320,6 +365,15 @@ BAD = {
     "epsilon must be finite and >= 0, got -0.1": {"epsilon": -0.1},
     "clip_ratio_c must be finite and > 1, got 0.5": {"clip_ratio_c": 0.5},
     "ref_logprobs must be given": {"beta": 0.1},
+    "use_bias_correction_kl must be one of False, True, ratio": {"use_bias_correction_kl": "r"},
+    "rollout_logprobs must be given with use_bias": {"use_bias_correction_kl": "rollout"},
+    "kl_input_clamp must be finite and > 0, got -1": {"kl_input_clamp": -1.0},
+    "loss_agg_mode must be 'seq-mean-token-mean'": {"token_counts": torch.ones(4)},
+    "num_items_in_batch must be given with token": {
+        "token_counts": torch.ones(4),
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
+    "token_counts must be one number for each of 4": {"token_counts": torch.ones(3)},
     "entropy must be given": {"entropy_coef": 0.1},
     "dro_beta must be given": {"loss_type": "dro"},
     r"cov_ratio must be in \(0, 1\]": {"loss_type": "kl_cov", "cov_ratio": 0.0},

@@ -209,6 +209,25 @@ def test_kl_is_verls(estimator):
     assert error(got, grad) < 1e-12
 
 
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_bounded_kl_is_verls(plus):
+    """verl's low_var_kl: the difference within 20, the estimate within 10; with "+" the gradient of k2."""
+    inputs = make_inputs(3, 20, dtype=torch.float64, extras=True)
+    inputs = {k: v for k, v in inputs.items() if k not in ("rollout_logprobs", "entropy")}
+    inputs["ref_logprobs"][:, ::3] += 4.0
+    inputs["ref_logprobs"][:, 1::3] += 30.0
+    inputs["advantages"] = torch.zeros_like(inputs["logprobs"])
+
+    def peer(x):
+        kl = verl_core().kl_penalty(x["logprobs"], inputs["ref_logprobs"], f"low_var_kl{plus}")
+        return (kl * inputs["mask"]).sum()
+
+    check_same(
+        inputs, peer, inputs, beta=1.0, kl_estimator=f"k3{plus}", kl_input_clamp=20.0, kl_output_clamp=10.0,
+        loss_agg_mode="token-sum",
+    )  # fmt: skip
+
+
 def drifting(seed=3, drift=0.02):
     """Tokens and sequences near enough to their rollout that some are rejected and some are not."""
     inputs = make_inputs(24, 30, dtype=torch.float64, extras=True, drift=drift, seed=seed)

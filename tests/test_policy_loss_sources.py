@@ -106,6 +106,53 @@ def test_is_skyrls_preset(name, mode):
     check_same(inputs, lambda x: skyrl_loss(x, SKYRL[name], mode=mode, kl_coef=0.2), inputs, 1e-6, **options)
 
 
+def test_is_skyrls_mean_over_prompts():
+    """Its policy loss alone: its KL is always a mean over sequences."""
+    inputs = drifting()
+    inputs["advantages"] = inputs["advantages"][:, 0]
+    boundaries = [(0, 4), (4, 5), (5, 12)]
+    their = skyrl_functions("ppo_policy_loss", "apply_loss_reduction_to_advantages_minibatch")
+    kinds = load("skyrl", "skyrl/train/config/config.py", "OffPolicyCorrectionConfig", BaseConfig=Base)
+    config = SimpleNamespace(
+        policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.2,
+        off_policy_correction=kinds.OffPolicyCorrectionConfig(),
+    )  # fmt: skip
+    mask = inputs["mask"].double()
+    advantages = inputs["advantages"][:, None].expand(mask.shape)
+
+    def peer(x):
+        scaled = their.apply_loss_reduction_to_advantages_minibatch(
+            advantages, mask, "prompt_mean", 1, mask.shape[1], boundaries
+        )
+        return their.ppo_policy_loss(x["logprobs"], x["old_logprobs"], scaled, config, mask)[0]
+
+    counts = torch.cat([mask[a:b].sum().expand(b - a) for a, b in boundaries])
+    theirs = {k: inputs[k] for k in ("logprobs", "old_logprobs", "advantages", "mask")}
+    check_same(
+        theirs | {"token_counts": counts}, peer, theirs, 1e-6, loss_agg_mode="seq-mean-token-mean",
+        num_items_in_batch=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
+def test_is_skyrls_kl(estimator):
+    """Its k3 is bounded, before and after."""
+    inputs = drifting()
+    inputs["ref_logprobs"][:, ::5] += 4.0
+    inputs["ref_logprobs"][:, 1::5] += 25.0
+    their = skyrl("ppo_utils", "compute_approx_kl").compute_approx_kl
+
+    def peer(x):
+        return their(x["logprobs"], inputs["ref_logprobs"], x["mask"].double(), estimator).sum()
+
+    ours = {k: v for k, v in inputs.items() if k != "rollout_logprobs"}
+    ours["advantages"] = torch.zeros_like(ours["logprobs"])
+    bounds = {"kl_input_clamp": 20.0, "kl_output_clamp": 10.0} if estimator == "k3" else {}
+    check_same(
+        ours, peer, ours, beta=1.0, kl_estimator=estimator, loss_agg_mode="token-sum", **bounds
+    )  # fmt: skip
+
+
 SKYRL_LOSSES = {  # function, kind, more of its configuration, our options
     "rollout_is": ("rollout_is_policy_loss", {}, {"loss_type": "cispo_mask"}),
     "dual_clip": ("ppo_policy_loss", {}, {"loss_type": "ppo", "clip_ratio_c": 3.0}),
@@ -148,7 +195,7 @@ def test_is_skyrls_importance_sampling():
 # ---- NeMo-RL
 
 
-def nemo_loss(inputs, rewards=None, **changes):
+def nemo_loss(inputs, **changes):
     folder = "nemo_rl/algorithms"
     tools = load("nemo-rl", f"{folder}/utils.py", "calculate_kl", "masked_mean")
     kinds = load(
@@ -200,6 +247,24 @@ def test_is_nemo_rls_preset(name, token_level):
     # it adds 1e-8 to what it divides by
     changes = {"token_level_loss": token_level, "use_importance_sampling_correction": True, **NEMO_RL[name]}
     check_same(inputs, lambda x: nemo_loss(x, **changes), inputs, 1e-7, **options)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("clamps", [(20.0, 10.0), (0.3, 0.05), (None, None)])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_is_nemo_rls_kl(estimator, clamps, on_policy):
+    """Multiplied by exp(x - stop(x)), and on request by the ratio to the rollout, within its bounds."""
+    inputs = drifting(rollout=0.4)
+    first, second = clamps
+    ours = {k: v for k, v in inputs.items() if k != "rollout_logprobs" or on_policy}
+    options = {"beta": 0.2, "kl_estimator": estimator, "epsilon_high": 0.28}
+    options |= {"kl_input_clamp": first, "kl_output_clamp": second}
+    changes = {"reference_policy_kl_type": estimator, "use_on_policy_kl_approximation": on_policy}
+    changes |= {"kl_input_clamp_value": first, "kl_output_clamp_value": second}
+    check_same(
+        ours, lambda x: nemo_loss(inputs | x, **changes), ours, 1e-7, **options,
+        use_bias_correction_kl="rollout" if on_policy else "score",
+    )  # fmt: skip
 
 
 # ---- slime
@@ -258,6 +323,27 @@ def test_is_slimes_preset(name, per_token):
     changes["custom_tis_function_path"] = None if name == "tis" else "icepop_function"
     # its KL is in fp32
     check_same(inputs, lambda x: slime_loss(x, **changes), inputs, 1e-6, **options)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
+def test_is_slimes_loss_of_rollouts(algorithm, unbiased, estimator):
+    """Several samples of a rollout share a mean; the KL of GSPO takes the token's own ratio."""
+    inputs = drifting()
+    inputs["ref_logprobs"][:, ::5] += 4.0  # k3 beyond the bound of low_var_kl, which alone has one
+    counts = inputs["mask"].sum(-1).double().view(4, 3).sum(-1).repeat_interleave(3)
+    options = {"beta": 0.2, "epsilon_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"}
+    options |= {"loss_type": "cispo" if algorithm == "cispo" else "grpo", "num_items_in_batch": 1}
+    options["importance_sampling_level"] = "sequence" if algorithm == "gspo" else "token"
+    options["use_bias_correction_kl"] = "token" if unbiased else False
+    bounded = {"kl_estimator": "k3", "kl_output_clamp": 10.0}
+    options |= bounded if estimator == "low_var_kl" else {"kl_estimator": estimator}
+    changes = {"advantage_estimator": algorithm, "use_unbiased_kl": unbiased, "kl_loss_type": estimator}
+    ours = {k: v for k, v in inputs.items() if k != "rollout_logprobs"} | {"token_counts": counts}
+    theirs = {k: v for k, v in inputs.items() if k != "rollout_logprobs"}
+    rest = {"rollout_logprobs": inputs["rollout_logprobs"], "token_counts": counts}
+    check_same(ours, lambda x: slime_loss(x | rest, **changes), theirs, 1e-6, **options)
 
 
 # ---- prime-rl

@@ -48,6 +48,7 @@ def forward(
     entropy_gradient: bool,
     staleness: Tensor | None = None,
     selected: Tensor | None = None,
+    token_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -79,9 +80,9 @@ def forward(
         if rows:
             sequence_kernel[(rows,)](
                 logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy,
-                staleness, picked, grad_logprobs, grad_entropy, partials, values, length, numbers, C=choices,
-                PER_TOKEN=advantages.shape == logprobs.shape, STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK,
-                num_warps=8, enable_fp_fusion=False,
+                staleness, picked, token_counts, grad_logprobs, grad_entropy, partials, values, length,
+                numbers, C=choices, PER_TOKEN=advantages.shape == logprobs.shape,
+                STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         values_kernel[(1,)](
             partials, rows, values, rule.denominator, rule.factor, BY_TOKEN=rule.aggregation == 0, BLOCK=256,
@@ -100,7 +101,9 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "epsilon": 0.2, "epsilon_high": None, "delta": None, "clip_ratio_c": None, "log_ratio_clip": None,
         "tau_pos": 1.0, "tau_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0, "ppo_kl_coef": 1.0, "dro_beta": 1.0, "beta": 0.0, "has_reference": False,
-        "kl_estimator": "k3", "use_bias_correction_kl": False, "has_rollout": True, "has_staleness": True,
+        "kl_estimator": "k3", "use_bias_correction_kl": False, "kl_input_clamp": None,
+        "kl_output_clamp": None, "has_rollout": True, "has_rollout_logprobs": True, "has_staleness": True,
+        "has_token_counts": False,
         "correction": None, "entropy_coef": 0.0,
         "num_items_in_batch": None, "loss_scale_factor": None, "dp_size": 1, "length": 64,
     }  # fmt: skip
@@ -132,4 +135,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "vespo": case(True, loss_type="vespo", correction="trl:token_mask"),
         "kl_cov": case(False, loss_type="kl_cov"),
         "every rejection": case(True, correction=rejections),
+        "bounded kl": case(
+            True, beta=0.1, use_bias_correction_kl="rollout", kl_input_clamp=20.0, kl_output_clamp=10.0
+        ),
     }

@@ -24,7 +24,7 @@ from rlkernel.triton_ops.policy_loss_terms import (
 COLUMNS = 15  # of partials: the sums below, then the largest ratio
 TENSORS = (
     "logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs",
-    "entropy", "staleness", "selected", "grad_logprobs", "grad_entropy", "partials", "values",
+    "entropy", "staleness", "selected", "token_counts", "grad_logprobs", "grad_entropy", "partials", "values",
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def mean_weight_kernel(partials, rows, values, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=TENSORS)
 def sequence_kernel(
     logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, staleness,
-    selected, grad_logprobs, grad_entropy, partials, values, length, rule,
+    selected, token_counts, grad_logprobs, grad_entropy, partials, values, length, rule,
     C: tl.constexpr, PER_TOKEN: tl.constexpr, STALE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +140,10 @@ def sequence_kernel(
     mean_passes = tl.where(bounded_mean == mean, 1.0, 0.0)
     share = tl.full((), 1.0, tl.float32)
     if C.aggregation == 2:
-        share = (1.0 / count).to(tl.float32)
+        divisor = count
+        if token_counts is not None:
+            divisor = tl.maximum(tl.load(token_counts + row).to(tl.float64), 1.0)
+        share = (1.0 / divisor).to(tl.float32)
 
     zero = tl.zeros((), tl.float64)
     s_loss, s_tokens, s_low, s_high, s_far, s_k1, s_k3 = zero, zero, zero, zero, zero, zero, zero
@@ -187,12 +190,23 @@ def sequence_kernel(
             direct = tl.where(kept, direct * weight, 0.0)
             chain = tl.where(kept, chain * weight, 0.0)
         if C.kl:
-            kl, slope = kl_to_reference(difference(logprobs, ref_logprobs, i, present), C)
-            if C.kl_times_ratio:
-                kl, slope = kl * ratio, slope * ratio
-                chain += rule.beta * kl
+            kl_weight = tl.zeros_like(d) + 1.0
+            if C.kl_weight == 1:
+                kl_weight = ratio
+            if C.kl_weight == 2:
+                kl_weight = tl.exp(d)
+            if C.kl_weight == 4:
+                kl_weight = tl.exp(difference(logprobs, rollout_logprobs, i, present))
+                kl_weight = tl.where(kl_weight - kl_weight == 0, kl_weight, 0.0)
+            kl, slope, through = kl_to_reference(
+                difference(logprobs, ref_logprobs, i, present), kl_weight, rule, C
+            )
             value += rule.beta * kl
             direct += rule.beta * slope
+            if C.kl_weight == 1:
+                chain += rule.beta * through * kl_weight
+            elif C.kl_weight:
+                direct += rule.beta * through * kl_weight
             s_kl += total(kl, present)
         if entropy is not None:
             h = tl.load(entropy + i, mask=present, other=0.0)

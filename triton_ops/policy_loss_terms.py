@@ -150,19 +150,25 @@ def apply_selection(value, direct, chain, selected, d, rule, C: tl.constexpr):
 
 
 @triton.jit
-def kl_to_reference(d, C: tl.constexpr):
+def kl_to_reference(d, weight, rule, C: tl.constexpr):
+    """The estimate times its weight, its slope, and the derivative that reaches the weight."""
+    x = clamp(d, -rule.kl_input, rule.kl_input)
     if C.kl == 1:
-        value, slope = d, tl.zeros_like(d) + 1.0
+        value, slope = x, tl.zeros_like(x) + 1.0
     elif C.kl == 2:
-        value, slope = tl.abs(d), tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
+        value, slope = tl.abs(x), tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))
     elif C.kl == 3:
-        value, slope = d * d * 0.5, d
+        value, slope = x * x * 0.5, x
     else:
-        m = expm1(-d)
-        value, slope = m + d, -m
-    if C.kl_gradient_of_k2:
-        slope = d
-    return value, slope
+        m = expm1(-x)
+        value, slope = m + x, -m
+    whole, shut = value * weight, outside(d, -rule.kl_input, rule.kl_input)
+    if C.kl_gradient_of_k2:  # the bounds change the value alone
+        slope = d * weight
+    else:
+        shut = shut | outside(whole, -rule.kl_output, rule.kl_output)
+        slope = tl.where(shut, 0.0, slope * weight)
+    return clamp(whole, -rule.kl_output, rule.kl_output), slope, tl.where(shut, 0.0, value)
 
 
 @triton.jit

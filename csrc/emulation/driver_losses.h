@@ -184,6 +184,7 @@ inline bool policy_loss(Batch& b) {
   p.cu_seqlens = b.packed, p.rows = b.rows, p.length = b.packed != nullptr ? b.total : b.length;
   p.grad_logprobs = grad.get(), p.partials = partials.get(), p.values = values.get();
   p.rule.low = 0.8f, p.rule.high = 1.2f, p.rule.delta = p.rule.dual = p.rule.log_clip = infinite;
+  p.rule.kl_input = p.rule.kl_output = infinite;
   p.rule.factor = 1;
   emulated::policy_loss(p, nullptr);
   double total = 0, count = 0;

@@ -36,6 +36,7 @@ def forward(
     entropy_gradient: bool,
     staleness: Tensor | None = None,
     selected: Tensor | None = None,
+    token_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -54,6 +55,7 @@ def forward(
         entropy,
         staleness,
         selected,
+        token_counts,
     )
     launch(
         "policy_loss", device, *map(_address, tensors), _address(cu_seqlens), rows, length,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlkernel import debug
 from rlkernel.ops import _policy_rule, _validate
-from rlkernel.types import PolicyRule
+from rlkernel.types import KL_WEIGHTS, PolicyRule
 
 
 def checked(
@@ -24,11 +24,12 @@ def checked(
     entropy: Tensor | None,
     entropy_coef: float,
     num_items_in_batch: float | Tensor | None,
+    token_counts: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
     """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
-    ``staleness``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that is
-    off."""
+    ``token_counts``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that
+    is off."""
     _validate.floating("logprobs", logprobs)
     if cu_seqlens is None and logprobs.dim() != 2:
         want = "[B, L], or [N] with cu_seqlens"
@@ -44,6 +45,7 @@ def checked(
     advantages = _advantages(advantages, logprobs, count, dtype)
     mask = _mask(mask, logprobs)
     staleness = _staleness(staleness, logprobs, count, dtype)
+    token_counts = _token_counts(token_counts, logprobs, count, dtype)
     items, known = None, num_items_in_batch
     if isinstance(known, Tensor):
         if known.numel() != 1:
@@ -53,18 +55,21 @@ def checked(
         **choices,
         has_reference=ref_logprobs is not None,
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
+        has_rollout_logprobs=rollout_logprobs is not None,
         has_staleness=staleness is not None,
+        has_token_counts=token_counts is not None,
         entropy_coef=entropy_coef,
         num_items_in_batch=known,
         length=_length(logprobs, choices["loss_agg_mode"]) if cu_seqlens is None else None,
     )
-    if rollout_logprobs is not None and not rule.correction:
+    weighs_kl = KL_WEIGHTS[rule.kl_weight] == "rollout"
+    if rollout_logprobs is not None and not rule.correction and not weighs_kl:
         raise ValueError("correction must be given with rollout_logprobs, got None")
     if entropy_coef and entropy is None:
         raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
     tensors = (
         old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None, rollout_logprobs,
-        staleness if rule.correction else None,
+        staleness if rule.correction else None, token_counts,
     )  # fmt: skip
     return entropy, tensors, rule, items
 
@@ -114,6 +119,16 @@ def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtyp
     if not isinstance(x, Tensor):
         raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
     return _validate.dense(_per_sequence("staleness", x, logprobs, count), dtype)
+
+
+def _token_counts(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.shape != (count,):
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"token_counts must be one number for each of {count} sequences, got {got}")
+    _validate.same_device("token_counts", x, "logprobs", logprobs.device)
+    return _validate.dense(x, dtype)
 
 
 def _per_sequence(name: str, x: Tensor, logprobs: Tensor, count: int) -> Tensor:

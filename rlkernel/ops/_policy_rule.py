@@ -8,7 +8,7 @@ from rlkernel.ops import _rollout_correction
 from rlkernel.ops._remembered import remembered
 from rlkernel.ops._rollout_correction import RolloutCorrection, choice
 from rlkernel.ops._rollout_correction import number as _number
-from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
+from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, KL_WEIGHTS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
 
 LOSS_TYPES = {
     "grpo": "clipped",
@@ -39,6 +39,9 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "sequence_sums",
     "seq-mean-token-mean": "sequence_means",
 }
+
+# of use_bias_correction_kl, whose True is TRL's
+KL_FACTORS = {False: "none", True: "ratio"} | {name: name for name in KL_WEIGHTS[1:]}
 
 KL = {f"{name}{plus}": name for name in KL_ESTIMATORS[1:] for plus in ("", "+")}
 
@@ -106,9 +109,13 @@ def build(
     beta: float,
     has_reference: bool,
     kl_estimator: str,
-    use_bias_correction_kl: bool,
+    use_bias_correction_kl: bool | str,
+    kl_input_clamp: float | None,
+    kl_output_clamp: float | None,
     has_rollout: bool,
+    has_rollout_logprobs: bool,
     has_staleness: bool,
+    has_token_counts: bool,
     correction: RolloutCorrection | str | None,
     entropy_coef: float,
     num_items_in_batch: float | None,
@@ -125,11 +132,14 @@ def build(
         {name: i for i, name in enumerate(LEVELS)},
     )
     estimator = choice("kl_estimator", kl_estimator, KL)
+    kl_weight = choice("use_bias_correction_kl", use_bias_correction_kl, KL_FACTORS)
     epsilon = _number("epsilon", epsilon, 0.0)
     above = epsilon if epsilon_high is None else _number("epsilon_high", epsilon_high, 0.0)
     beta = _number("beta", beta, 0.0)
     if beta and not has_reference:
         raise ValueError(f"ref_logprobs must be given with beta = {beta}, got None")
+    if kl_weight == "rollout" and not has_rollout_logprobs:
+        raise ValueError("rollout_logprobs must be given with use_bias_correction_kl = 'rollout', got None")
     low, high = (-epsilon, above) if term in ("gmpo", "dppo") else (1 - epsilon, 1 + above)
     if loss_type == "cispo_cap":  # TRL's epsilon_high is the cap itself
         low, high = -math.inf, above
@@ -141,6 +151,12 @@ def build(
         denominator = _number("num_items_in_batch", num_items_in_batch, 0, above=True)
     if num_items_in_batch is None and dp_size > 1 and loss_agg_mode != "token-sum":
         raise ValueError(f"num_items_in_batch must be given with dp_size = {dp_size}, got None")
+    if has_token_counts and loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"loss_agg_mode must be 'seq-mean-token-mean' with token_counts, got {loss_agg_mode!r}"
+        )
+    if has_token_counts and num_items_in_batch is None:
+        raise ValueError("num_items_in_batch must be given with token_counts, got None")
     if loss_agg_mode == "seq-mean-token-sum-norm":
         if loss_scale_factor is None and length is None:
             raise ValueError("loss_scale_factor must be given with cu_seqlens for this mode, got None")
@@ -159,7 +175,7 @@ def build(
         # without beta the estimate is still worth a metric
         kl=KL_ESTIMATORS.index(estimator) if has_reference else 0,
         kl_gradient_of_k2=kl_estimator.endswith("+"),
-        kl_times_ratio=bool(use_bias_correction_kl),
+        kl_weight=KL_WEIGHTS.index(kl_weight),
         divergence=DIVERGENCES.index(loss_type[5:]) if term == "dppo" else 0,
         low=low,
         high=high,
@@ -169,6 +185,8 @@ def build(
         tau_positive=_number("tau_pos", tau_pos, 0, above=True),
         tau_negative=_number("tau_neg", tau_neg, 0, above=True),
         beta=beta,
+        kl_input=_optional("kl_input_clamp", kl_input_clamp, math.inf),
+        kl_output=_optional("kl_output_clamp", kl_output_clamp, math.inf),
         entropy_coef=_number("entropy_coef", entropy_coef),
         k_positive=_number("vespo_k_pos", vespo_k_pos),
         lambda_positive=max(_number("vespo_lambda_pos", vespo_lambda_pos), 1e-4),

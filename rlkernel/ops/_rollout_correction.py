@@ -114,9 +114,9 @@ CORRECTIONS = {
 }
 
 
-def choice(argument: str, value: Any, known: Mapping[str, T]) -> T:
+def choice(argument: str, value: Any, known: Mapping[Any, T]) -> T:
     if value not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(map(str, known))}, got {value!r}")
     return known[value]
 
 

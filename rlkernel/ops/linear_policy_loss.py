@@ -37,13 +37,13 @@ _REACH = {
     "vespo": "sequence",
 }
 _KNOWN = frozenset((
-    "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_times_ratio", "divergence", "correction",
-    "verdict", "shrink", "stale_only", "low", "high", "delta", "dual", "log_clip", "tau_positive",
-    "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive", "k_negative", "lambda_negative",
-    "coefficient", "weight_low", "weight_high", "log_weight_low", "log_weight_high", "token_low",
-    "token_high", "extreme_low", "extreme_high", "sum_k1_low", "sum_k1_high", "mean_k1_low", "mean_k1_high",
-    "sum_k2_high", "mean_k2_high", "sum_k3_high", "mean_k3_high", "max_staleness", "log_decay",
-    "denominator", "factor",
+    "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_weight", "kl_input", "kl_output",
+    "divergence", "correction", "verdict", "shrink", "stale_only", "low", "high", "delta", "dual",
+    "log_clip", "tau_positive", "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive",
+    "k_negative", "lambda_negative", "coefficient", "weight_low", "weight_high", "log_weight_low",
+    "log_weight_high", "token_low", "token_high", "extreme_low", "extreme_high", "sum_k1_low",
+    "sum_k1_high", "mean_k1_low", "mean_k1_high", "sum_k2_high", "mean_k2_high", "sum_k3_high",
+    "mean_k3_high", "max_staleness", "log_decay", "denominator", "factor",
 ))  # fmt: skip
 
 _log = logging.getLogger("rlkernel")
@@ -194,7 +194,7 @@ def _reach(loss_type: str, rule: PolicyRule) -> str:
 def _plain_rule() -> PolicyRule:
     """The rule of ``policy_loss`` without any option."""
     names = inspect.signature(_policy_rule.build).parameters
-    absent = {"has_reference": False, "has_rollout": False, "has_staleness": False, "length": 1}
+    absent = {name: False for name in names if name.startswith("has_")} | {"length": 1}
     given = {name: _DEFAULTS[name] for name in names if name in _DEFAULTS}
     return _policy_rule.build(**{name: False for name in names} | given | absent)
 

@@ -43,13 +43,16 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
     kl_estimator: str = "k3",
-    use_bias_correction_kl: bool = False,
+    use_bias_correction_kl: bool | str = False,
+    kl_input_clamp: float | None = None,
+    kl_output_clamp: float | None = None,
     rollout_logprobs: Tensor | None = None,
     correction: RolloutCorrection | str | None = None,
     staleness: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     num_items_in_batch: float | Tensor | None = None,
+    token_counts: Tensor | None = None,
     loss_scale_factor: float | None = None,
     dp_size: int = 1,
     cu_seqlens: Tensor | None = None,
@@ -97,13 +100,22 @@ def policy_loss(
             ``loss_scale_factor``, which defaults to L), "seq-mean-token-mean".
         log_ratio_clip: bound of |log r|, beyond which the gradient is 0; verl has 20.
         kl_estimator: "k1", "abs", "k2", "k3", or with "+" the same value with k2's gradient.
-        use_bias_correction_kl: multiply the KL by r.
+        use_bias_correction_kl: multiply the KL by a ratio, which has its gradient.  True or "ratio": by r, as
+            TRL.  "token": by the token's own, at any level (slime).  "score": by ``exp(x - stop(x))`` of the
+            logprob, which is 1, so that the gradient is that of the KL on policy (NeMo-RL).  "rollout": by
+            ``exp(logprobs - rollout_logprobs)``, 0 where that is not finite (NeMo-RL).
+        kl_input_clamp, kl_output_clamp: bounds of ``|logprobs - ref_logprobs|`` and of the estimate times its
+            ratio, beyond which neither has a gradient; that of a "+" stays.  verl, SkyRL and NeMo-RL have 20
+            and 10.
         correction: see ``RolloutCorrection``; a name for one of its presets.
         staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled.
         seed: of clip_cov's choice.
         num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
             by; a tensor is not synchronised.  None: those that are here.
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
+        token_counts: [B] or [S]: with "seq-mean-token-mean" what each sequence's sum is divided by instead of
+            its own tokens: those of its prompt's or its rollout's sequences, wherever they are.
+            ``num_items_in_batch`` is then the number of prompts or rollouts.
         cu_seqlens: [S + 1] offsets of packed sequences, from 0 to N.
 
     Returns:
@@ -138,6 +150,8 @@ def policy_loss(
         "beta": beta,
         "kl_estimator": kl_estimator,
         "use_bias_correction_kl": use_bias_correction_kl,
+        "kl_input_clamp": kl_input_clamp,
+        "kl_output_clamp": kl_output_clamp,
         "correction": correction,
         "loss_scale_factor": loss_scale_factor,
         "dp_size": dp_size,
@@ -154,6 +168,7 @@ def policy_loss(
         entropy=entropy,
         entropy_coef=entropy_coef,
         num_items_in_batch=num_items_in_batch,
+        token_counts=token_counts,
         cu_seqlens=cu_seqlens,
     )
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
@@ -191,6 +206,7 @@ def _forward(
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
     staleness: Tensor | None,
+    token_counts: Tensor | None,
     selected: Tensor | None,
     rule: PolicyRule,
     wants_entropy: bool,
@@ -200,7 +216,7 @@ def _forward(
     impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
     return impl.forward(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, rule,
-        wants_entropy, staleness, selected,
+        wants_entropy, staleness, selected, token_counts,
     )  # fmt: skip
 
 
@@ -242,6 +258,7 @@ def _op(
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
     staleness: Tensor | None,
+    token_counts: Tensor | None,
     selected: Tensor | None,
     choices: Sequence[int],
     numbers: Sequence[float],
@@ -251,7 +268,7 @@ def _op(
     wants_entropy = entropy is not None and rule.entropy_coef != 0
     values, grad, grad_entropy = _forward(
         logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs,
-        staleness, selected, rule, wants_entropy,
+        staleness, token_counts, selected, rule, wants_entropy,
     )  # fmt: skip
     none = grad.new_empty(0) if grad_entropy is None else grad_entropy
     return values[0].clone(), values[2:].clone(), values[1].clone(), grad, none
@@ -281,7 +298,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
     scale, grad, grad_entropy = ctx.saved_tensors
-    return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 10
+    return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 11
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)

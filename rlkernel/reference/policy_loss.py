@@ -10,6 +10,7 @@ from rlkernel.types import (
     CORRECTION_MODES,
     DIVERGENCES,
     KL_ESTIMATORS,
+    KL_WEIGHTS,
     LEVELS,
     POLICY_TERMS,
     SUMS,
@@ -34,6 +35,7 @@ def forward(
     entropy_gradient: bool,
     staleness: Tensor | None = None,
     selected: Tensor | None = None,
+    token_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(values, grad_logprobs, grad_entropy)``: the loss, the scale that the gradients still lack and the
     metrics in one tensor; d (loss / scale) / d logprobs, and / d entropy where it is wanted."""
@@ -43,7 +45,7 @@ def forward(
         bonus = None if entropy is None else entropy.detach().requires_grad_(entropy_gradient)
         total, metrics = _total(
             rows, leaf, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, bonus, rule,
-            staleness, selected,
+            staleness, selected, token_counts,
         )  # fmt: skip
         total = total + leaf.sum() * 0 if not total.requires_grad else total
         leaves = [leaf] + ([bonus] if bonus is not None and entropy_gradient else [])
@@ -93,6 +95,7 @@ def _total(
     rule: PolicyRule,
     staleness: Tensor | None,
     selected: Tensor | None,
+    token_counts: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     advantages = rows.like(advantages, logprobs)
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -142,15 +145,17 @@ def _total(
     kl = torch.zeros_like(logp)
     if rule.kl:
         assert ref_logprobs is not None
-        kl = _kl(rule, logp - torch.where(mask, ref_logprobs, 0))
-        kl = kl * ratio if rule.kl_times_ratio else kl
+        weight_of_kl = _kl_weight(rule, ratio, logp, old, mask, rollout_logprobs)
+        kl = _kl(rule, logp - torch.where(mask, ref_logprobs, 0), weight_of_kl)
         loss = loss + rule.beta * kl
     bonus = torch.zeros_like(logp)
     if entropy is not None:
         bonus = torch.where(mask, entropy, 0)
         loss = loss - rule.entropy_coef * bonus
     loss = torch.where(mask, loss, 0)
-    by_row = rows.mean(loss, mask) if SUMS[rule.aggregation] == "sequence_means" else rows.sum(loss)
+    by_row = rows.sum(loss)
+    if SUMS[rule.aggregation] == "sequence_means":
+        by_row = rows.mean(loss, mask) if token_counts is None else by_row / token_counts.clamp(min=1)
 
     tokens = mask.sum().to(logp.dtype)
 
@@ -279,12 +284,37 @@ def _moved_too_far(
     return (advantages <= 0) & (change < low), (advantages > 0) & (change > high)
 
 
-def _kl(rule: PolicyRule, d: Tensor) -> Tensor:
-    value = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.expm1(-d) + d}[KL_ESTIMATORS[rule.kl]]
+def _kl_weight(
+    rule: PolicyRule, ratio: Tensor, logp: Tensor, old: Tensor, mask: Tensor, rollout: Tensor | None
+) -> Tensor:
+    kind = KL_WEIGHTS[rule.kl_weight]
+    if kind == "token":
+        return (logp - old).exp()
+    if kind == "score":
+        return (logp - logp.detach()).exp()
+    if kind == "rollout":
+        assert rollout is not None
+        d = logp - torch.where(mask, rollout, 0)
+        known = d.detach().exp().isfinite()  # before the exponential: its gradient of infinity is NaN
+        return torch.where(known, torch.where(known, d, 0).exp(), 0)
+    return ratio if kind == "ratio" else torch.ones_like(ratio)
+
+
+def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:
+    """The estimate times its weight; neither has a gradient where a bound holds."""
+    bounded = d.clamp(-rule.kl_input, rule.kl_input)
+    value = {
+        "k1": bounded,
+        "abs": bounded.abs(),
+        "k2": bounded * bounded / 2,
+        "k3": torch.expm1(-bounded) + bounded,
+    }[KL_ESTIMATORS[rule.kl]]
+    weight = torch.where(bounded == d, weight, weight.detach())
     if rule.kl_gradient_of_k2:
         k2 = d * d / 2
-        return value.detach() + k2 - k2.detach()
-    return value
+        value = (value.detach() + k2 - k2.detach()) * weight
+        return value + (value.clamp(-rule.kl_output, rule.kl_output) - value).detach()
+    return (value * weight).clamp(-rule.kl_output, rule.kl_output)
 
 
 def _correction(

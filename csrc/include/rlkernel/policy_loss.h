@@ -14,6 +14,7 @@ enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, surr
 enum class Level : int { token, sequence, sequence_token };
 enum class Aggregation : int { tokens, sequence_sums, sequence_means };
 enum class Kl : int { none, k1, abs, k2, k3 };
+enum class KlWeight : int { none, ratio, token, score, rollout };
 enum class Divergence : int { none, tv, kl };
 enum class Correction : int { absent, unweighted, token, sequence, geometric };
 enum class Verdict : int { truncate, mask };
@@ -23,13 +24,15 @@ struct PolicyLossRule {
   Level level;
   Aggregation aggregation;
   Kl kl;
-  bool kl_gradient_of_k2, kl_times_ratio;
+  bool kl_gradient_of_k2;
+  KlWeight kl_weight;
   Divergence divergence;
   Correction correction;
   Verdict verdict;
   bool shrink, normalize, stale_only;
   Divergence sign_mask;
-  float low, high, delta, dual, log_clip, tau_positive, tau_negative, beta, entropy_coef;
+  float low, high, delta, dual, log_clip, tau_positive, tau_negative, beta;
+  float kl_input, kl_output, entropy_coef;
   float k_positive, lambda_positive, k_negative, lambda_negative, coefficient;
   float weight_low, weight_high, log_weight_low, log_weight_high;
   float token_low, token_high, extreme_low, extreme_high, sum_k1_low, sum_k1_high, mean_k1_low, mean_k1_high;
@@ -37,7 +40,7 @@ struct PolicyLossRule {
   float max_staleness, log_decay;
   float denominator, factor;
 };
-constexpr int kChoices = 13, kNumbers = 37;
+constexpr int kChoices = 13, kNumbers = 39;
 constexpr float kLogTiny = -18.420681f;  // log(1e-8), the least that vespo takes for a weight
 
 // Sums of one sequence, doubles.
@@ -54,6 +57,7 @@ struct PolicyLoss {
   const float *ref_logprobs, *rollout_logprobs, *entropy;  // null where not given
   const float* staleness;                                  // versions of the policy since the token was sampled
   const uint8_t* selected;                                 // tokens that clip_cov or kl_cov has picked
+  const float* token_counts;                               // what the mean of each row divides by instead of its tokens
   const int64_t* cu_seqlens;                               // [rows + 1], or null: every row has `length` tokens
   int64_t rows, length;                                    // packed: `length` tokens in all
   bool advantage_per_token, staleness_per_token;           // else one for each row

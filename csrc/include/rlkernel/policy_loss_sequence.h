@@ -80,7 +80,9 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
     log_w += rule.correction == Correction::token ? sums.total(0) : sums.total(0) / count;
   }
   const LogRatio<float> of_sequence = bounded(static_cast<float>(mean), rule.log_clip);
-  const float share = rule.aggregation == Aggregation::sequence_means ? static_cast<float>(1 / count) : 1.0f;
+  double divisor = count;
+  if (p.token_counts != nullptr) divisor = p.token_counts[row] > 1 ? p.token_counts[row] : 1;
+  const float share = rule.aggregation == Aggregation::sequence_means ? static_cast<float>(1 / divisor) : 1.0f;
   Token<F> x;
   x.ratio = spread<F>(exp_of(of_sequence.value).exp);
   if (vespo) {
@@ -117,13 +119,18 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       sums.add(kKept, keep(both(present, w.kept), one));
     }
     if (!kPlain && rule.kl != Kl::none) {
-      Estimate<F> kl = kl_to_reference(rule, keep(present, x.logprob - at.load(p.ref_logprobs)));
-      if (rule.kl_times_ratio) {
-        kl = {kl.value * x.ratio, kl.slope * x.ratio};
-        t.chain += rule.beta * kl.value;
+      F weight = one;
+      if (rule.kl_weight == KlWeight::ratio) weight = x.ratio;
+      if (rule.kl_weight == KlWeight::token) weight = e.exp;
+      if (rule.kl_weight == KlWeight::rollout) {
+        weight = exp_of(x.logprob - at.load(p.rollout_logprobs)).exp;
+        weight = keep(both<M>(present, weight - weight == zero), weight);
       }
+      const WeighedKl<F> kl = kl_to_reference(rule, keep(present, x.logprob - at.load(p.ref_logprobs)), weight);
       t.value += rule.beta * kl.value;
       t.direct += rule.beta * kl.slope;
+      if (rule.kl_weight == KlWeight::ratio) t.chain += rule.beta * kl.through * weight;
+      else if (rule.kl_weight != KlWeight::none) t.direct += rule.beta * kl.through * weight;
       sums.add(kKl, keep(present, kl.value));
     }
     if (!kPlain && p.entropy != nullptr) {

@@ -32,8 +32,14 @@ struct Estimate {
   F value, slope;  // slope = d value / d logprob
 };
 
+// `weight` is what the estimate is multiplied by; `through` the derivative that reaches it, the estimate where no bound holds.
 template <class F>
-RLKERNEL_INLINE Estimate<F> kl_to_reference(const PolicyLossRule& rule, F d) {
+struct WeighedKl {
+  F value, slope, through;
+};
+
+template <class F>
+RLKERNEL_INLINE Estimate<F> estimate_kl(const PolicyLossRule& rule, F d) {
   const F one = spread<F>(1.0f), zero{};
   Estimate<F> kl{zero, zero};
   if (rule.kl == Kl::k1) kl = {d, one};
@@ -43,8 +49,19 @@ RLKERNEL_INLINE Estimate<F> kl_to_reference(const PolicyLossRule& rule, F d) {
     const F m = exp_of(-d).minus_one;
     kl = {m + d, -m};
   }
-  if (rule.kl_gradient_of_k2) kl.slope = d;
   return kl;
+}
+
+template <class F>
+RLKERNEL_INLINE WeighedKl<F> kl_to_reference(const PolicyLossRule& rule, F d, F weight) {
+  const F bounded = clamped(d, -rule.kl_input, rule.kl_input);
+  const Estimate<F> kl = estimate_kl(rule, bounded);
+  const F value = kl.value * weight;
+  MaskOf<F> open = not_(outside(d, -rule.kl_input, rule.kl_input));
+  if (rule.kl_gradient_of_k2)  // the bounds change the value alone
+    return {clamped(value, -rule.kl_output, rule.kl_output), d * weight, keep(open, kl.value)};
+  open = open & not_(outside(value, -rule.kl_output, rule.kl_output));
+  return {clamped(value, -rule.kl_output, rule.kl_output), keep(open, kl.slope * weight), keep(open, kl.value)};
 }
 
 // Where the probability fell or rose further from its anchor's than allowed, in the direction of the advantage.
