@@ -1,16 +1,18 @@
 """``readme``: the tables of README.md, written from the committed reports between their markers.
 
 ``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` holds the newest
-``benchmarks/results/<date>-NAME.json``.
+``benchmarks/results/<date>-NAME.json``; of the names in ``MADE``, what a function makes of all reports.
 """
 
 import re
 from pathlib import Path
 
-from rlkernel.bench import render, report
+from rlkernel.bench import render, report, status
 from rlkernel.bench.cases import UsageError
 
 _MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
+
+MADE = {"status": status.table, "status-line": status.line}
 
 
 def newest(results: Path, name: str) -> Path:
@@ -32,6 +34,8 @@ def fill(text: str, results: Path) -> str:
     """``text`` with every marked table written anew."""
 
     def table(match: re.Match[str]) -> str:
+        if make := MADE.get(match["name"]):
+            return f"{match[1]}{make(results)}{match[3]}"
         stored = report.load(newest(results, match["name"]))
         return f"{match[1]}{render.markdown(stored['rows'], stored['header'])}{match[3]}"
 
