@@ -15,6 +15,7 @@ INSIDE = (0xBF58476D, 0x94D049BB)  # the draw inside the winning group
 REDRAW = (0x2545F491, 0x4F6CDD1D)  # of a row whose first draw was filtered out
 ACCEPT = (0xD6E8FEB8, 0x94C849D5)  # whether a drafted token is accepted
 RESIDUAL = (0xA0761D64, 0xE7037ED1)  # the token in the place of one that was not
+BONUS = (0x3C6EF372, 0xA54FF53A)  # the seed of the token where a draft of a known distribution is missing
 SPLIT = (0x8EBC6AF0, 0x589965CC)  # seeds of the samples of one request
 
 _WORD = 0xFFFFFFFF
@@ -55,3 +56,9 @@ def uniform53(domain: tuple[int, int], seeds: Tensor, positions: Tensor, offsets
     """Multiples of 2**-53, plus a half, in (0, 1): what picks a place in a sum of integers; fp64."""
     high, low = (words(d, seeds, positions, offsets) for d in domain)
     return (((high << 21) | (low >> 11)).double() + 0.5) * 2.0**-53
+
+
+def seeds_of(domain: tuple[int, int], seeds: Tensor, positions: Tensor) -> Tensor:
+    """A seed made of both words, for a draw whose noise is its own; int64."""
+    high, low = (words(d, seeds, positions, torch.zeros_like(positions)) for d in domain)
+    return (high << 32) | low

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import is_slow, needs_interpreter, of, running, skip_unless_able
 from bitwise import assert_equal
+from sampling_cases import bitmask
 from test_no_sync import _NoReads
 
 import rlkernel
@@ -154,6 +155,88 @@ def test_tokens_are_distributed_as_the_target(filters):
     assert 0.2 < float((out.accepted > 0).float().mean()) < 0.95
 
 
+# How drafts go missing, and what q has to be then: (what stays of the drafts, lengths, draft_logprobs).
+# ``legal`` is the grammar, at places of 12 tokens every second one; a mask lets the target draw these alone.
+
+
+def _none_dropped(drafts, q, legal):
+    return drafts, None, q
+
+
+def _placeholders(drafts, q, legal):
+    """vLLM's rule: -1 where the target could not have taken the draft, q as it was drawn from."""
+    return torch.where(legal[drafts], drafts, -1), None, q
+
+
+def _restricted(keep):
+    """What the drafter drops for its value ends the drafts; q is that of the drafts that stay."""
+
+    def select(drafts, q, legal):
+        inside = keep(q, legal)
+        stays = inside.gather(-1, drafts[..., None])[..., 0]
+        return drafts, stays.long().cumprod(-1).sum(-1), q.masked_fill(~inside, -torch.inf).log_softmax(-1)
+
+    return select
+
+
+def _unsure(drafts, q, legal):
+    """What does not depend on the draft itself may drop it: here every third row drafts once."""
+    return drafts, torch.where(torch.arange(len(drafts)) % 3 == 0, 1, 2), q
+
+
+MISSING = {
+    "kept, and the mask rejects them": _none_dropped,
+    "vLLM's placeholders": _placeholders,
+    "illegal ones dropped": _restricted(lambda q, legal: legal.expand(q.shape)),
+    "improbable ones dropped": _restricted(lambda q, legal: q > q.amax(-1, keepdim=True) - 2.5),
+    "short rows": _unsure,
+}
+
+
+def verified(missing, count, own_seeds, backend="reference", device="cpu", **options):
+    """Places 0 and 1 of ``count`` rows, and what they should be distributed as."""
+    p = logits_of(1, 3, 12, seed=1, scale=1.5).expand(count, 3, 12)
+    q = (0.7 * p[:, :2] + logits_of(1, 2, 12, seed=2, scale=0.5)).log_softmax(-1)
+    legal = torch.arange(12) % 2 == 0
+    mask = bitmask(legal[None])[:, None].expand(count, 3, 1)
+    seeds, place = torch.arange(count), torch.arange(2).expand(count, 2)
+    drafter = seeds if own_seeds else seeds + 10**9
+    with rlkernel.use_backend("reference"):
+        drafts = rlkernel.sample(q, seeds=drafter[:, None].expand(count, 2), positions=place).token_ids
+    drafts, lengths, q = MISSING[missing](drafts, q, legal)
+    arguments = {"draft_logprobs": q, "draft_lengths": lengths, "seeds": seeds, "token_bitmask": mask}
+    arguments = {k: None if x is None else x.to(device) for k, x in arguments.items()}
+    out = verify(backend, drafts.to(device), p.to(device), **arguments, **options)
+    return out, p[0, :2].masked_fill(~legal, -torch.inf).softmax(-1)
+
+
+def total_variation(tokens, probs):
+    return float((torch.bincount(tokens, minlength=len(probs)) / len(tokens) - probs).abs().sum()) / 2
+
+
+@pytest.mark.parametrize("own_seeds", [True, False], ids=["the same seeds", "other seeds"])
+@pytest.mark.parametrize("missing", MISSING)
+def test_missing_drafts_leave_the_targets_distribution(missing, own_seeds):
+    out, probs = verified(missing, 60_000, own_seeds)
+    assert total_variation(out.token_ids[:, 0], probs[0]) < 0.01
+    second = out.token_ids[:, 1]
+    assert total_variation(second[second >= 0], probs[1]) < 0.01 * (60_000 / (second >= 0).sum()) ** 0.5
+    assert 0.1 < float((out.accepted > 0).float().mean()) < 0.95
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@ON_EVERY_BACKEND
+def test_missing_drafts_on_every_backend(backend, device, missing):
+    able(backend, device)
+    slow = is_slow(backend, device)
+    count = 4 if slow else 500
+    for method in ("grouped",) if slow else ("grouped", "gumbel"):
+        got, _ = verified(missing, count, True, backend, device, method=method)
+        want, _ = verified(missing, count, True, method=method)
+        assert torch.equal(got.token_ids.cpu(), want.token_ids)
+        assert torch.equal(got.accepted.cpu(), want.accepted)
+
+
 residual = _verify_chain._residual
 FAULTS = {
     "residual of p": ("_residual", lambda z, q, request, drawn: residual(z, q - 99, request, drawn)),
@@ -242,7 +325,7 @@ def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
 def test_proposal_and_residual_share_no_noise():
     """The words that accept and redraw are not those of any other draw."""
     domains = [stream.TOKEN, *stream.GROUP, *stream.INSIDE, *stream.REDRAW]
-    mine = [*stream.ACCEPT, *stream.RESIDUAL, *stream.SPLIT]
+    mine = [*stream.ACCEPT, *stream.RESIDUAL, *stream.BONUS, *stream.SPLIT]
     assert len({*domains, *mine}) == len(domains) + len(mine)
     key = torch.arange(4096), torch.zeros(4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int64)
     words = torch.stack([stream.words(d, *key).double() for d in [*domains, *mine]])
@@ -308,15 +391,96 @@ def test_a_row_does_not_depend_on_the_others(backend, device, rejection):
 def test_lengths_and_padding_are_the_same():
     drafts, logits, q, seeds = case()
     lengths = torch.tensor([0, 1, 2, 3])
-    padded = torch.where(torch.arange(K) < lengths[:, None], drafts, -1)
-    for draft_logprobs in (None, q):
-        options = {"draft_logprobs": draft_logprobs, "seeds": seeds}
-        one = rlkernel.verify_chain(drafts, logits, draft_lengths=lengths.to(torch.int32), **options)
-        other = rlkernel.verify_chain(padded, logits, **options)
+    for padding in (-1, V, V + 7, -(2**40)):
+        padded = torch.where(torch.arange(K) < lengths[:, None], drafts, padding)
+        one = rlkernel.verify_chain(drafts, logits, draft_lengths=lengths.to(torch.int32), seeds=seeds)
+        other = rlkernel.verify_chain(padded, logits, seeds=seeds)
         for name, a, b in zip(one._fields, one, other, strict=True):
             assert_equal(name, a, b)
         plain = rlkernel.sample(logits[:, 0], seeds=seeds)
         assert one.token_ids[0, 0] == plain.token_ids[0]  # nothing drafted: a plain draw
+
+
+@pytest.mark.parametrize("outside", [-1, V, 2**40])
+@ON_FAST_BACKENDS
+def test_a_draft_outside_the_vocabulary_is_rejected(backend, device, outside):
+    """With a q that is p it is the only one, and its place is drawn from what q leaves of p."""
+    able(backend, device)
+    drafts, logits, _, seeds = (x.to(device) for x in case(40))
+    q = logits[:, :K].log_softmax(-1)
+    ended = torch.full((40, K, V), -torch.inf, device=device).index_fill(-1, drafts[0, :1], 0.0)
+    drafts[:, 1] = outside
+    for rows in (q, torch.where(torch.arange(K, device=device)[:, None] == 1, ended, q)):
+        out = verify(backend, drafts, logits, draft_logprobs=rows, seeds=seeds)
+        assert (out.accepted <= 1).all() and out.valid.sum(-1).sub(out.accepted).eq(1).all()
+        assert (out.accepted == 1).float().mean() > 0.9
+        second = out.token_ids[out.accepted == 1, 1]
+        assert ((second >= 0) & (second < V)).all()
+    assert (second != drafts[0, 0]).all()  # all of q was there
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@ON_EVERY_BACKEND
+def test_a_greedy_row_rejects_a_draft(backend, device, rejection):
+    """At T = 0 the likeliest token stands in the place of the draft, whatever q and the words say."""
+    able(backend, device)
+    rows = 3 if is_slow(backend, device) else 40
+    logits = logits_of(rows, K + 1, V, seed=7).to(device)
+    best = logits.argmax(-1)
+    drafts = best[:, :K].clone()
+    wrong = torch.arange(rows, device=device) % K
+    row = torch.arange(rows, device=device)
+    drafts[row, wrong] = (drafts[row, wrong] + 1) % V
+    q = (logits[:, :K] + 2 * logits_of(rows, K, V, seed=8).to(device)).log_softmax(-1)
+    given = q if rejection else None
+    out = verify(backend, drafts, logits, draft_logprobs=given, seeds=row, temperature=0.0, top_k=5)
+    assert torch.equal(out.accepted, wrong)
+    inside = torch.arange(K + 1, device=device) <= wrong[:, None]
+    assert torch.equal(out.token_ids, torch.where(inside, best, -1))
+    assert torch.equal(out.valid, inside) and (out.processed_logprobs == 0).all()
+
+
+def test_ragged_lengths_end_a_row():
+    """Behind its last draft a row is drawn from p, not from what the q of an unused place leaves."""
+    rows = 300
+    logits = logits_of(1, K + 1, V, seed=3).expand(rows, K + 1, V).contiguous()
+    q = logits[:, :K].log_softmax(-1)
+    seeds, lengths = torch.arange(rows), torch.arange(rows) % (K + 1)
+    drafts = rlkernel.sample(q, seeds=seeds[:, None].expand(rows, K) + 10**6).token_ids
+    likely = logits[0].argmax(-1)
+    unused = torch.arange(K) >= lengths[:, None]
+    sure = torch.full((V,), -torch.inf).index_fill(0, likely[:1], 0.0)
+    other = torch.where(unused[..., None], sure, q)
+    one = rlkernel.verify_chain(drafts, logits, draft_logprobs=q, draft_lengths=lengths, seeds=seeds)
+    assert torch.equal(one.accepted, lengths)  # p is q
+    drafts = torch.where(unused, likely[0], drafts)
+    other = rlkernel.verify_chain(drafts, logits, draft_logprobs=other, draft_lengths=lengths, seeds=seeds)
+    for name, a, b in zip(one._fields, one, other, strict=True):
+        assert_equal(name, a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_q_is_compared_in_fp64(dtype):
+    """The ratio is that of the numbers given: the same q in fp64 accepts the same, on the edge too."""
+    rows = 400
+    drafts, logits, q, seeds = case(rows)
+    u = stream.uniform64(stream.ACCEPT, seeds, torch.zeros_like(seeds), torch.zeros_like(seeds))
+    p = rlkernel.score_tokens(logits[:, 0], drafts[:, 0]).processed_logprobs.double()
+    edge = (p - u.log()).to(dtype)  # log q at which u = p / q
+    edge = torch.where(edge < 0, edge, q[:, 0, 0].to(dtype))
+    q = q.to(dtype)
+    q[torch.arange(rows), 0, drafts[:, 0]] = edge
+    narrow = torch.zeros_like(u, dtype=torch.bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debug, "may_read", lambda tensor: False)  # q is not normalised
+        got = rlkernel.verify_chain(drafts, logits, draft_logprobs=q, seeds=seeds)
+        want = rlkernel.verify_chain(drafts, logits, draft_logprobs=q.double(), seeds=seeds)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert_equal(name, a, b)
+    exact = u < (p - edge.double()).exp()
+    assert torch.equal(got.accepted > 0, exact)
+    narrow = u.to(dtype) < (p.to(dtype) - edge).exp()
+    assert (narrow != exact).any()
 
 
 def test_a_place_without_a_distribution_ends_its_row():
@@ -339,7 +503,10 @@ def test_no_drafts_and_no_rows():
     plain = rlkernel.sample(logits[:, :1], seeds=seeds[:, None])
     for draft_logprobs in (None, q[:, :0]):
         out = rlkernel.verify_chain(none, logits[:, :1], draft_logprobs=draft_logprobs, seeds=seeds)
-        assert_equal("token_ids", out.token_ids, plain.token_ids)
+        if draft_logprobs is None:
+            assert_equal("token_ids", out.token_ids, plain.token_ids)
+        else:  # a drafter may have dropped what it drew with the words of the plain draw
+            assert (out.token_ids != plain.token_ids).any()
         q0 = None if draft_logprobs is None else draft_logprobs[:0]
         out = rlkernel.verify_chain(none[:0], logits[:0, :1], draft_logprobs=q0)
         assert out.token_ids.shape == (0, 1) and out.accepted.shape == (0,)
@@ -382,6 +549,22 @@ WRONG = {
     "q": (
         lambda d, x, q: {"draft_logprobs": q[..., :9]},
         "draft_logprobs must be (4, 3, 150), got (4, 3, 9)",
+    ),
+    "probabilities": (
+        lambda d, x, q: {"draft_logprobs": q.exp()},
+        "draft_logprobs[0, 0] must be normalised log-probabilities, of which exp sums to 1, got a sum of 15",
+    ),
+    "masked q": (
+        lambda d, x, q: {"draft_logprobs": q.masked_fill(q < -6, -torch.inf)},
+        "draft_logprobs[0, 0] must be normalised log-probabilities, of which exp sums to 1, got a sum of 0.9",
+    ),
+    "q of nothing under a draft": (
+        lambda d, x, q: {"draft_logprobs": torch.full_like(q, -torch.inf)},
+        "draft_logprobs[0, 0] must be normalised log-probabilities, of which exp sums to 1, got a sum of 0",
+    ),
+    "q NaN": (
+        lambda d, x, q: {"draft_logprobs": q.index_fill(1, torch.tensor(2), torch.nan)},
+        "draft_logprobs[0, 2] must be normalised log-probabilities, of which exp sums to 1, got a sum of nan",
     ),
     "lengths": (
         lambda d, x, q: {"draft_lengths": torch.tensor([1, 2, 4, 0])},

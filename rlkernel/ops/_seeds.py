@@ -35,5 +35,4 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
         raise ValueError(f"seeds must be integers, got {_validate.name(seeds.dtype)}")
     first = seeds.to(torch.int64)[..., None]
     i = torch.arange(n, device=seeds.device)
-    high, low = (stream.words(domain, first, i, torch.zeros_like(i)) for domain in stream.SPLIT)
-    return torch.where(i == 0, first, (high << 32) | low)
+    return torch.where(i == 0, first, stream.seeds_of(stream.SPLIT, first, i))

@@ -44,16 +44,23 @@ def verify_chain(
     With ``draft_logprobs``, the log-probabilities q of the distribution that each draft was drawn from, a
     draft d is accepted when ``u < p(d) / q(d)``, p being the target's distribution after temperature and
     filters; in the place of the first that is not, a token is drawn from ``max(p - q, 0)``, normalised;
-    behind the last, one from p by ``sample``.  Every token is then distributed as p.  Acceptance and the
-    token drawn instead have words of their own in the stream: a drafter may ``sample`` with the same seeds.
+    behind the last, one from p.  Every token is then distributed as p.  Acceptance and both draws have words
+    of their own in the stream: a drafter may ``sample`` with the same seeds.
+
+    A drafter that drops drafts for their own value changes the distribution of those that stay.  Then q is
+    that of these, masked and normalised again, and ``draft_lengths`` says where they end; or, where the
+    target cannot draw what is dropped (p = 0, a grammar's ``token_bitmask``), the drafts stay or become -1,
+    and q stays as it is.
 
     In both cases one row's result does not depend on the others (batch-invariant), nothing synchronises, and
     a row with T = 0 keeps the drafts that are the likeliest tokens.
 
     Args:
-        draft_token_ids: [B, K] integers; one outside [0, V), such as the -1 of padding, ends a row's drafts.
+        draft_token_ids: [B, K] integers; one outside [0, V), such as -1, ends a row's drafts.  With
+            ``draft_logprobs`` it is a draft that is rejected.
         target_logits: [B, K + 1, V]; row j is the target's distribution after the first j drafts.
-        draft_logprobs: [B, K, V], normalised; -inf where a token could not be drafted.
+        draft_logprobs: [B, K, V], normalised; -inf where a token could not be drafted, everywhere where
+            nothing was and the draft is -1.
         draft_lengths: [B] integers in [0, K], how many drafts a row has; None means K.
         seeds, positions, temperature, top_k, top_p, min_p, top_n_sigma: as in ``sample``, a number or one
             per request [B]; ``positions`` is that of the first token.
@@ -65,13 +72,18 @@ def verify_chain(
         VerifyOutput.  A place whose logits hold NaN or no finite value ends its row, with token -1.
 
     Raises:
-        ValueError: an argument is off, as in ``sample``.
+        ValueError: an argument is off, as in ``sample``; ``draft_logprobs`` are not normalised (looked at as
+            values of tensors there).
 
     Acceptance by Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
     """
     drafts, lengths = _checked(draft_token_ids, target_logits, draft_logprobs, draft_lengths)
     inside = (drafts >= 0) & (drafts < target_logits.shape[2])
-    lengths, drafts = _leading(inside, lengths), torch.where(inside, drafts, 0)
+    drafts = torch.where(inside, drafts, 0)
+    if draft_logprobs is None:
+        lengths = _leading(inside, lengths)
+    else:
+        _distributions(draft_logprobs, inside, lengths)
     rows, places = target_logits.shape[:2]
     shape, flat = inputs.rows_of(target_logits)
     each = {
@@ -101,7 +113,7 @@ def verify_chain(
     if draft_logprobs is None:
         accepted, stats = _sampled(flat, z, request, drafts, lengths)
     else:
-        accepted, stats = _rejected(flat, z, request, drafts, lengths, draft_logprobs)
+        accepted, stats = _rejected(flat, z, request, drafts, inside, lengths, draft_logprobs)
     valid = stats.valid.view(shape) & (place <= accepted[:, None])
 
     def padded(x: Tensor | None, padding: float) -> Any:
@@ -162,6 +174,24 @@ def _checked(
     return drafts, lengths.to(torch.int64)
 
 
+SLACK = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of a sum of probabilities whose logarithms are rounded
+
+
+def _distributions(draft_logprobs: Tensor, inside: Tensor, lengths: Tensor) -> None:
+    """Looks whether the rows of q are distributions where a draft is; where one was taken out, or empty."""
+    if not debug.may_read(draft_logprobs) or draft_logprobs.numel() == 0:
+        return
+    wide = torch.promote_types(draft_logprobs.dtype, torch.float32)
+    total = draft_logprobs.detach().to(wide).exp().sum(-1)
+    drafted = torch.arange(total.shape[1], device=total.device) < lengths[:, None]
+    good = ((total - 1).abs() <= SLACK.get(draft_logprobs.dtype, 1e-3)) | (~inside & (total == 0))
+    bad = (drafted & ~good).nonzero()
+    if len(bad):
+        b, j = bad[0].tolist()
+        want = "normalised log-probabilities, of which exp sums to 1"
+        raise ValueError(f"draft_logprobs[{b}, {j}] must be {want}, got a sum of {total[b, j].item():g}")
+
+
 def _spread(argument: str, value: Any, shape: torch.Size) -> Any:
     """One value for each place, of one for each request."""
     if not isinstance(value, Tensor) or value.dim() == 0:
@@ -205,6 +235,7 @@ def _rejected(
     z: Tensor | None,
     request: Sampling,
     drafts: Tensor,
+    inside: Tensor,
     lengths: Tensor,
     draft_logprobs: Tensor,
 ) -> tuple[Tensor, SampleStats]:
@@ -218,15 +249,20 @@ def _rejected(
     p = scored.processed_logprobs.view(rows, count + 1)[:, :count].double()
     q = draft_logprobs.gather(-1, drafts[..., None])[..., 0].double()
     u = stream.uniform64(stream.ACCEPT, request.seeds, request.positions, torch.zeros_like(request.seeds))
-    # of NaN, also of a draft that neither could draw, no comparison is true
-    taken = u.view(rows, count + 1)[:, :count] < (p - q).exp()
+    # of NaN no comparison is true; a draft that q cannot draw was not drawn from q
+    taken = inside & (q > -torch.inf) & (u.view(rows, count + 1)[:, :count] < (p - q).exp())
     accepted = _leading(taken, lengths)
 
     end = torch.arange(rows, device=logits.device) * (count + 1) + accepted
     last, last_z = logits[end], None if z is None else z[end]
     fields: list[Any] = [x[end] if isinstance(x, Tensor) else x for x in request]
     there = Sampling(*fields)
-    drawn = run(last, last_z, there._replace(raw=False, support=vocab), frozenset({"seeds", "support"}))
+    assert there.seeds is not None and there.positions is not None
+    # Where a draft is missing the drafter may have drawn one with the words of (seed, position) and dropped
+    # it for its value: what they draw is no longer distributed as p.
+    own = stream.seeds_of(stream.BONUS, there.seeds, there.positions)
+    plain = there._replace(seeds=own, raw=False, support=vocab)
+    drawn = run(last, last_z, plain, frozenset({"seeds", "support"}))
     token = drawn.token_ids
     if count:
         q = draft_logprobs[torch.arange(rows, device=logits.device), accepted.clamp(max=count - 1)]
