@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
-import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, ranges
+from rlkernel import prefix_parts
+from rlkernel.prefix_layout import Run, ranges
+from rlkernel.prefix_rows import rows_of
+from rlkernel.prefix_sequences import tree_of
 from rlkernel.prefix_tree import Tree, padded, same_prompt, tokens_of
 
 _ON_THE_HOST = ("samples", "completion_lengths")
@@ -24,18 +26,18 @@ class PrefixBatch:
     ``G * (P + L)``.  The last token of what is shared stands in front of every continuation instead, and a
     completion's last token, which predicts nothing, is left out: so every row of the completions predicts
     exactly one token, in order, no row of the prompts does, and the lm_head runs on one view of the hidden
-    states, ``completion_rows``.
+    states, ``completion_rows``.  (Of whole sequences some rows predict nothing; they are left out of these.)
 
-    Make one with ``pack``, ``pack_tree`` or ``from_padded``.
+    Make one with ``pack``, ``pack_tree``, ``from_padded`` or ``from_sequences``.
 
     Attributes:
         input_ids, position_ids: [1, T] int64.
-        labels: [M] int64: the token that row ``n_prefix + m`` predicts.
+        labels: [M] int64: the tokens that ``completion_rows`` predict.
         n_prefix: rows of prompts, in front.
         layout: PrefixLayout: who sees whom.
         samples: [N] int64 on the CPU: which of the samples given these are; ``split`` keeps their numbers.
         completion_lengths: [N] int64 on the CPU: tokens of each sample that are predicted, the first one
-            also where nothing stands in front of it.
+            also where nothing stands in front of it; of whole sequences all tokens.
         tokens_dense: tokens of all samples, each with its own copy of the prompt.
     """
 
@@ -50,8 +52,8 @@ class PrefixBatch:
         self._tree = tree
         self.device = torch.device("cpu" if device is None else device)
         self.samples = torch.arange(len(tree.ends)) if samples is None else samples
-        self._build()
-        self._index_samples(width)
+        self._parts: dict[int, list[list[int]]] = {}
+        self._build(width)
 
     # making one
 
@@ -175,70 +177,71 @@ class PrefixBatch:
         )
         return cls(tree, width=completion_ids.shape[1], device=home)
 
+    @classmethod
+    def from_sequences(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        loss_mask: Sequence[Sequence[int]],
+        *,
+        device: torch.device | str | None = None,
+    ) -> PrefixBatch:
+        """Pack whole sequences, of which some begin alike: conversations of agents, turn by turn.
+
+        Args:
+            token_ids: the tokens of each sequence, prompt and completion, whatever their turns.
+            loss_mask: of each sequence, nonzero on the tokens that are predicted: the policy's own, not the
+                prompt's and a tool's.
+
+        The tree of what the sequences share is found here: a token behind the same tokens is one row, and a
+        sequence may end where another goes on.  Five turns of 200 tokens behind a prompt of 1,000, each
+        turn a sequence with all before it, are 2,000 rows instead of 8,000.  ``unpack`` gives [N, S], where
+        the longest sequence has S tokens, with a value at the place of each token under its mask.  Rows that
+        predict nothing are none of ``completion_rows``: tool output costs the lm_head nothing.
+
+        Raises:
+            ValueError: the two lists differ in length, a mask has another shape than its tokens, or tokens
+                are no integers.
+        """
+        return cls(tree_of(token_ids, loss_mask), device=device)
+
     # the rows
 
-    def _build(self) -> None:
-        tree = self._tree
-        first = tree.starts
-        # Whatever no sample's label depends on is left out: prompts without completions.
-        labelled = [c and n > 0 for c, n in zip(tree.completion, tree.lengths, strict=True)]
-        for i in reversed(range(len(labelled))):
-            if labelled[i] and tree.parents[i] >= 0:
-                labelled[tree.parents[i]] = True
-        before: list[int] = []  # where the token in front of each node stands, -1 without one
-        runs: list[list[tuple[int, int]]] = []
-        labels: list[tuple[int, int]] = []
-        rows: list[int] = []
-        for i, (length, parent) in enumerate(zip(tree.lengths, tree.parents, strict=True)):
-            ahead = -1
-            if parent >= 0:
-                ahead = first[parent + 1] - 1 if tree.lengths[parent] else before[parent]
-            before.append(ahead)
-            body = [(ahead, ahead + 1)] if ahead >= 0 else []
-            body.append((first[i], first[i + 1] - 1))
-            if not length or not labelled[i]:
-                body = []
-            runs.append(body)
-            rows.append(sum(end - start for start, end in body))
-            labels.append((first[i] + (ahead < 0), first[i + 1]) if body else (first[i], first[i]))
-        self.layout, place = PrefixLayout.of(rows, tree.parents, tree.completion)
-        order = sorted((s, i) for i, s in enumerate(place) if s >= 0)
-        source = ranges([run for _, i in order for run in runs[i] if run[1] > run[0]])
+    def _build(self, width: int | None) -> None:
+        tree, rows = self._tree, rows_of(self._tree)
+        self._rows = rows
+        self.layout = rows.layout
         self.n_prefix = self.layout.n_prefix
-        self.input_ids = tree.tokens[source][None].to(self.device)
+        self.input_ids = tree.tokens[rows.tokens][None].to(self.device)
         self.position_ids = self.layout.row_tables().pos.long()[None].to(self.device)
-        predicted = [i for _, i in order if tree.completion[i]]
-        self.labels = tree.tokens[ranges([labels[i] for i in predicted])].to(self.device)
-        ends = itertools.accumulate(rows[i] for i in predicted)
-        self._label_rows = {i: (end - rows[i], end) for i, end in zip(predicted, ends, strict=True)}
-
-    def _index_samples(self, width: int | None) -> None:
-        """For each label of each sample: where ``unpack`` puts it, and which row's it is."""
-        tree = self._tree
-        lengths, dense, skipped = [], 0, []
-        sources: list[tuple[int, int]] = []
-        for end in tree.ends:
-            path = [end]
-            while tree.parents[path[-1]] >= 0:
-                path.append(tree.parents[path[-1]])
-            own = [i for i in reversed(path) if tree.completion[i]]
-            length = sum(tree.lengths[i] for i in own)
-            lengths.append(length)
-            dense += sum(tree.lengths[i] for i in path)
-            runs = [self._label_rows[i] for i in own if i in self._label_rows]
-            sources += runs
-            skipped.append(length - sum(b - a for a, b in runs))  # 1 where nothing stands in front
+        self.labels = tree.tokens[rows.labels].to(self.device)
+        self._label_rows = None if rows.label_rows is None else rows.label_rows.to(self.device)
+        lengths, self.tokens_dense = [], 0
+        samples: list[list[tuple[int, int, Run]]] = []
+        for n in range(len(tree.ends)):
+            path = tree.path(n)
+            wanted = set(tree.predicted(n))
+            counted = path if tree.labelled is not None else [i for i in path if i in wanted]
+            at, places = 0, []
+            for i in counted:
+                if i in wanted and i in rows.label_runs:
+                    a, b = rows.label_runs[i]
+                    skip = tree.lengths[i] - (b - a)  # 1 where nothing stands in front
+                    places.append((at + skip, at + tree.lengths[i], (a, b)))
+                at += tree.lengths[i]
+            samples.append(places)
+            lengths.append(at)
+            self.tokens_dense += sum(tree.lengths[i] for i in path)
         self.completion_lengths = torch.tensor(lengths, dtype=torch.int64)
-        self.tokens_dense = dense
         self.width = max(lengths, default=0) if width is None else width
-        places = ranges(
-            [
-                (n * self.width + skip, n * self.width + length)
-                for n, (length, skip) in enumerate(zip(lengths, skipped, strict=True))
-            ]
-        )
-        self._places = places.to(self.device)
-        self._sources = ranges(sources)
+        self._index(samples)
+
+    def _index(self, samples: list[list[tuple[int, int, Run]]]) -> None:
+        """For each label of each sample: where ``unpack`` puts it, and which row's it is."""
+        places = [
+            (n * self.width + a, n * self.width + b) for n, own in enumerate(samples) for a, b, _ in own
+        ]
+        self._places = ranges(places).to(self.device)
+        self._sources = ranges([run for own in samples for *_, run in own])
         shared = torch.bincount(self._sources, minlength=self.labels.numel())
         self._is_shared = bool((shared > 1).any())
         self._sources = self._sources.to(self.device)
@@ -281,13 +284,13 @@ class PrefixBatch:
         }
 
     def completion_rows(self, hidden: Tensor) -> Tensor:
-        """The rows that have a label: [M, ...] of [1, T, ...] or [T, ...], a view."""
+        """The rows that have a label: [M, ...] of [1, T, ...] or [T, ...], a view if they are consecutive."""
         rows = hidden[0] if hidden.shape[:2] == (1, self.total) else hidden
         if rows.shape[:1] != (self.total,):
             raise ValueError(
                 f"hidden must have the batch's {self.total} rows, got shape {tuple(hidden.shape)}"
             )
-        return rows[self.n_prefix :]
+        return rows[self.n_prefix :] if self._label_rows is None else rows[self._label_rows]
 
     def unpack(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
         """One value per label to the samples: [M] -> [N, L], ``fill`` where a sample has no label.
@@ -317,15 +320,34 @@ class PrefixBatch:
         return moved
 
     def split(self, max_tokens: int) -> list[PrefixBatch]:
-        """Parts of at most ``max_tokens`` rows each, in order, that keep what shares a prompt together.
+        """Parts of at most ``max_tokens`` rows each that keep what shares a prompt together, few by best fit.
 
-        A group that is larger than the limit is cut between its completions, and only then is its prompt
-        computed again; one sample alone may exceed the limit.  ``samples`` of a part are the numbers in this
-        batch's ``samples``.
+        A group that is larger than the limit is cut below what it shares, between the branches of a tree,
+        and only then is its prompt computed again; one sample alone may exceed the limit.  The parts are in
+        the order of their first samples; ``samples`` of a part are the numbers in this batch's ``samples``.
         """
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens must be an integer >= 1, got {max_tokens!r}")
-        return [self.select(part) for part in self._tree.parts(max_tokens)]
+        if max_tokens not in self._parts:
+            self._parts[max_tokens] = prefix_parts.parts(self._tree, max_tokens)
+        return [self.select(part) for part in self._parts[max_tokens]]
+
+    def balance(self, ranks: int, *, pair_cost: float = 0.0) -> list[PrefixBatch]:
+        """One batch for each of several ranks, of nearly equal cost, that keep what shares a prompt together.
+
+        A row costs 1, and ``pair_cost`` for each row that it sees: ``7 Hq D / (3 w)`` for a model with w
+        weights a layer, which does 6 operations a weight and row, and ``14 Hq D`` a pair of rows.  A group is
+        cut only if it costs more than a rank's share.  Ranks for which nothing is left get a batch without
+        samples.  Every rank must be given the same batch; nothing is communicated.
+
+        Raises:
+            ValueError: ``ranks`` is no integer >= 1, or ``pair_cost`` no finite number >= 0.
+        """
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"ranks must be an integer >= 1, got {ranks!r}")
+        if not isinstance(pair_cost, (int, float)) or not 0 <= pair_cost < math.inf:
+            raise ValueError(f"pair_cost must be a finite number >= 0, got {pair_cost!r}")
+        return [self.select(part) for part in prefix_parts.balanced(self._tree, ranks, pair_cost)]
 
     def select(self, samples: Sequence[int]) -> PrefixBatch:
         """The batch of some samples, given by their place in this batch; ``samples`` are their numbers here.
@@ -352,37 +374,34 @@ class PrefixBatch:
         tree = self._tree
         tokens = list(tree.tokens.split(list(tree.lengths)))
         parents, completion = list(tree.parents), list(tree.completion)
-        more = tree.tokens.new_zeros(1)
-        ends, longer_nodes = [], set()
+        last: dict[int, int] = {}  # end of a sample -> the node of its one token more
         for end in tree.ends:
-            if not completion[end]:  # a prompt that nothing continues
-                tokens.append(more)
+            if end not in last:
+                last[end] = len(tokens)
+                tokens.append(tree.tokens.new_zeros(1))
                 parents.append(end)
                 completion.append(True)
-                end = len(tokens) - 1
-            elif end not in longer_nodes:
-                tokens[end] = torch.cat([tokens[end], more])
-            longer_nodes.add(end)
-            ends.append(end)
-        longer = PrefixBatch(Tree.of(tokens, parents, completion, ends), device=self.device)
+        labelled = tuple((*tree.predicted(n), last[end]) for n, end in enumerate(tree.ends))
+        ends = [last[end] for end in tree.ends]
+        longer = PrefixBatch(Tree.of(tokens, parents, completion, ends, labelled), device=self.device)
         keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
-        for end in longer_nodes & longer._label_rows.keys():
-            keep[longer._label_rows[end][1] - 1] = False
+        for node in last.values():
+            if node in longer._rows.label_runs:
+                keep[slice(*longer._rows.label_runs[node])] = False
         return longer, keep.to(self.device)
 
     def token_counts(self) -> Tensor:
         """How many samples hold the token of each row: [T] int64, of a batch ``with_last_tokens``."""
-        layout = self.layout
-        counts = [0] * len(layout.lengths)
-        for end in self._tree.ends:
-            if end in self._label_rows:  # else it has no tokens at all
-                last = self.n_prefix + self._label_rows[end][1] - 1
-                counts[bisect.bisect_right(layout.starts, last) - 1] += 1
-        for s in reversed(range(len(counts))):
-            if layout.parents[s] >= 0:
-                counts[layout.parents[s]] += counts[s]
-        lengths = torch.tensor(layout.lengths, dtype=torch.int64)
-        return torch.tensor(counts, dtype=torch.int64).repeat_interleave(lengths).to(self.device)
+        tree, nodes = self._tree, self._rows.nodes
+        counts = [0] * len(tree.lengths)
+        for end in tree.ends:
+            counts[end] += 1
+        for i in reversed(range(len(counts))):
+            if tree.parents[i] >= 0:
+                counts[tree.parents[i]] += counts[i]
+        lengths = torch.tensor([end - first for first, end in nodes.values()], dtype=torch.int64)
+        found = torch.tensor([counts[i] for i in nodes], dtype=torch.int64)
+        return found.repeat_interleave(lengths).to(self.device)
 
 
 class _Shared(torch.autograd.Function):

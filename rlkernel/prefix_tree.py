@@ -23,6 +23,9 @@ class Tree:
     parents: tuple[int, ...]
     completion: tuple[bool, ...]
     ends: tuple[int, ...]
+    # Per sample those of its completion nodes whose tokens are predicted for it, and each token has its place
+    # in the whole sequence; None: all of them, and each token has its place in the completion.
+    labelled: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def starts(self) -> list[int]:
@@ -31,73 +34,43 @@ class Tree:
 
     @staticmethod
     def of(
-        nodes: Sequence[Tensor], parents: Sequence[int], completion: Sequence[bool], ends: Sequence[int]
+        nodes: Sequence[Tensor],
+        parents: Sequence[int],
+        completion: Sequence[bool],
+        ends: Sequence[int],
+        labelled: tuple[tuple[int, ...], ...] | None = None,
     ) -> Tree:
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *nodes])
-        return Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends))
+        return Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends), labelled)
+
+    def path(self, sample: int) -> list[int]:
+        """The nodes of a sample, from its root down."""
+        found = [self.ends[sample]]
+        while self.parents[found[-1]] >= 0:
+            found.append(self.parents[found[-1]])
+        return found[::-1]
+
+    def predicted(self, sample: int) -> list[int]:
+        """The nodes of a sample whose tokens are predicted for it."""
+        if self.labelled is not None:
+            return list(self.labelled[sample])
+        return [i for i in self.path(sample) if self.completion[i]]
 
     def select(self, samples: Sequence[int]) -> Tree:
         wanted = [self.ends[n] for n in samples]
         kept = sorted(self._ancestry(wanted))
         place = {i: k for k, i in enumerate(kept)} | {-1: -1}
+        labelled = self.labelled
+        if labelled is not None:
+            labelled = tuple(tuple(place[i] for i in labelled[n]) for n in samples)
         return Tree(
             self.tokens[ranges([(self.starts[i], self.starts[i + 1]) for i in kept])],
             tuple(self.lengths[i] for i in kept),
             tuple(place[self.parents[i]] for i in kept),
             tuple(self.completion[i] for i in kept),
             tuple(place[i] for i in wanted),
+            labelled,
         )
-
-    def parts(self, limit: int) -> list[list[int]]:
-        """The samples in order, what has a root in common together, as many as fit into ``limit`` rows.
-
-        A group that is larger is cut between its samples; one sample alone may be larger than the limit.
-        """
-        parts: list[list[int]] = []
-        current: list[int] = []
-        size = 0
-        for group in self._groups():
-            cost = self._rows(group)
-            if size + cost <= limit:
-                current, size = current + group, size + cost
-                continue
-            if current:
-                parts.append(current)
-            current, size = [], 0
-            for piece in [group] if cost <= limit else self._pieces(group, limit):
-                if current:
-                    parts.append(current)
-                current, size = piece, self._rows(piece)
-        if current or not parts:
-            parts.append(current)
-        return parts
-
-    def _groups(self) -> list[list[int]]:
-        """The samples below each root, in the order of their first one."""
-        roots: list[int] = []
-        for i, parent in enumerate(self.parents):
-            roots.append(i if parent < 0 else roots[parent])
-        groups: dict[int, list[int]] = {}
-        for n, end in enumerate(self.ends):
-            groups.setdefault(roots[end], []).append(n)
-        return list(groups.values())
-
-    def _pieces(self, group: list[int], limit: int) -> list[list[int]]:
-        pieces: list[list[int]] = []
-        current: list[int] = []
-        seen: set[int] = set()
-        size = 0
-        for n in group:
-            path = self._ancestry([self.ends[n]])
-            extra = sum(self.lengths[i] for i in path - seen)
-            if current and size + extra > limit:
-                pieces.append(current)
-                current, seen, size = [], set(), 0
-                extra = sum(self.lengths[i] for i in path)
-            current.append(n)
-            seen |= path
-            size += extra
-        return [*pieces, current]
 
     def _ancestry(self, nodes: Sequence[int]) -> set[int]:
         found: set[int] = set()
@@ -106,10 +79,6 @@ class Tree:
                 found.add(i)
                 i = self.parents[i]
         return found
-
-    def _rows(self, samples: list[int]) -> int:
-        """Rows of these samples, one per root too many at most."""
-        return sum(self.lengths[i] for i in self._ancestry([self.ends[n] for n in samples]))
 
 
 def tokens_of(argument: str, ids: Any) -> Tensor:

@@ -220,7 +220,8 @@ def test_a_tree_of_the_documentation():
     batch = PrefixBatch.pack_tree(nodes, parents, [False, False, True, True, True])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 5, 7]]
     assert batch.unpack(batch.labels).tolist() == [[4, 5, 6, 0], [4, 5, 7, 8]]
-    assert batch.layout.lengths == (1, 1, 2, 1, 2) and batch.layout.parents == (-1, 0, 1, 2, 2)
+    # the first two prompts follow each other alone: one segment for the kernels
+    assert batch.layout.lengths == (2, 2, 1, 2) and batch.layout.parents == (-1, 0, 1, 1)
 
 
 @UNHURRIED

@@ -97,6 +97,37 @@ def test_parts_of_a_tree_and_of_a_part():
             assert error(rlkernel.packed_logprobs(model, batch, max_tokens=14).logprobs, whole) <= 1e-12
 
 
+@pytest.mark.parametrize("max_tokens", (None, 24))
+@pytest.mark.parametrize("name", ("llama", "mixtral"))
+def test_turns_of_agents(name, max_tokens):
+    """Whole sequences that begin alike, with tools between the turns; each has a mask of its own."""
+    g = torch.Generator().manual_seed(2)
+    long = torch.randint(3, models.VOCAB, (26,), generator=g).tolist()
+    tokens = [long[:13], long[:20], long, long[:15] + [5, 6, 7, 8], [9, 10, 11], long[:13]]
+    masks = [[int(t > 5 and t % 7 < 4) for t in range(len(ids))] for ids in tokens]
+    masks[1][:13] = [0] * 13  # trains on its last turn alone
+    model = models.make(name)
+    ids, mask = models.padded([([], ids) for ids in tokens])
+    stock = model(ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+    logprobs = stock.logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    wanted = torch.zeros_like(ids, dtype=torch.bool)
+    for n, own in enumerate(masks):
+        wanted[n, : len(own)] = torch.tensor(own) != 0
+    want = torch.where(wanted, torch.nn.functional.pad(logprobs, (1, 0)), 0)
+    w = torch.randn(want.shape, generator=g, dtype=want.dtype)
+    expected = models.gradients(model, (want * w).sum() + (stock.aux_loss if name == "mixtral" else 0))
+    hf.use_packed(model)
+    batch = PrefixBatch.from_sequences(tokens, masks)
+    assert batch.total < 35 and batch.labels.numel() < batch.total - batch.n_prefix
+    found = rlkernel.packed_logprobs(
+        model, batch, return_aux_loss=name == "mixtral", max_tokens=max_tokens
+    )
+    got = batch.unpack(found.logprobs)
+    assert error(got, want) <= 1e-12
+    loss = (got * w).sum() + (found.aux_loss if name == "mixtral" else 0)
+    assert models.worst(models.gradients(model, loss), expected) <= 1e-5
+
+
 @pytest.mark.parametrize("return_aux_loss", (False, True))
 def test_batches_without_a_label(return_aux_loss):
     model = packed_model("mixtral" if return_aux_loss else "llama")
