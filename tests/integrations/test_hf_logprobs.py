@@ -119,9 +119,7 @@ def test_turns_of_agents(name, max_tokens):
     hf.use_packed(model)
     batch = PrefixBatch.from_sequences(tokens, masks)
     assert batch.total < 35 and batch.labels.numel() < batch.total - batch.n_prefix
-    found = rlkernel.packed_logprobs(
-        model, batch, return_aux_loss=name == "mixtral", max_tokens=max_tokens
-    )
+    found = rlkernel.packed_logprobs(model, batch, return_aux_loss=name == "mixtral", max_tokens=max_tokens)
     got = batch.unpack(found.logprobs)
     assert error(got, want) <= 1e-12
     loss = (got * w).sum() + (found.aux_loss if name == "mixtral" else 0)
