@@ -13,13 +13,14 @@ long over. For the same reason the batch travels as an argument, which checkpoin
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +43,15 @@ IGNORED = frozenset(
     }
 )  # fmt: skip
 
+NAMES_THAT_MODELS_KNOW = ("sdpa", "eager")
+
 OPTIONS = ("dropout", "output_attentions", "s_aux", "scaling", "sliding_window", "softcap", "use_cache")
 
 
 # name -> the implementation that serves ordinary calls under it, None for what transformers would choose
 _registered: dict[str, str | None] = {}
 
+_defaults: dict[type, str] = {}  # configuration -> what transformers would choose
 _calls: ContextVar[list[nn.Module] | None] = ContextVar("rlkernel_attention_calls", default=None)
 _seen_positions: weakref.WeakKeyDictionary[PrefixBatch, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
 
@@ -76,8 +80,10 @@ def _register(name: str, ordinary: str | None) -> None:
         return
     if name == "eager" or name in attention._global_mapping or name in masks._global_mapping:
         raise ValueError(f"name must be free, got {name!r}, another attention of transformers")
-    attention.register(name, functools.partial(_attention, ordinary=ordinary))
-    masks.register(name, functools.partial(_mask, ordinary=ordinary))
+    # with transformers' tables at hand, which torch.compile reads, and not the way to them
+    functions, makers = attention._global_mapping, masks._global_mapping
+    attention.register(name, functools.partial(_attention, ordinary=ordinary, functions=functions))
+    masks.register(name, functools.partial(_mask, ordinary=ordinary, makers=makers))
     _registered[name] = ordinary
 
 
@@ -132,11 +138,14 @@ def _attention(
     attention_mask: Tensor | None,
     *args: Any,
     ordinary: str | None,
+    functions: dict[str, Any],
     prefix_batch: PrefixBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if prefix_batch is None:
-        return _ordinary(module, query, key, value, attention_mask, *args, ordinary=ordinary, **kwargs)
+        ordinary = ordinary or _default(type(module.config))
+        run = functions.get(ordinary)
+        return _ordinary(module, query, key, value, attention_mask, *args, name=ordinary, run=run, **kwargs)
     _check_call(module, query, key, attention_mask, prefix_batch, args, kwargs)
     calls = _calls.get()
     if calls is not None and not torch.compiler.is_compiling():
@@ -257,30 +266,82 @@ def _ordinary(
     value: Tensor,
     attention_mask: Tensor | None,
     *args: Any,
-    ordinary: str | None,
+    name: str,
+    run: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    attention, _ = _interfaces()
-    by_default = ordinary is None
-    if ordinary is None:
-        ordinary = "sdpa" if _runs_on_sdpa(type(module).__module__) else "eager"
-    if ordinary in attention._global_mapping:
-        seen: Any = module
-        if "flash" in ordinary:  # it looks up which flash attention it is
-            seen = _Seen(module, config=_Seen(module.config, _attn_implementation=ordinary))
-        return attention._global_mapping[ordinary](seen, query, key, value, attention_mask, *args, **kwargs)
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
+    if name in NAMES_THAT_MODELS_KNOW:
+        attention_mask = _as_for_a_known_name(module, query, key, attention_mask, kwargs)
+    seen: Any = module
+    if "flash" in name:  # it looks up which flash attention it is
+        seen = _Seen(module, config=_Seen(module.config, _attn_implementation=name))
+    if run is None:
+        run = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if run is None:
         _refuse(module, "its module must define eager_attention_forward for ordinary calls, got none")
-    if by_default:
-        attention_mask = _as_eager_mask(attention_mask, query, key)
-    return eager(module, query, key, value, attention_mask, *args, **kwargs)
+    return cast("tuple[Tensor, Tensor | None]", run(seen, query, key, value, attention_mask, *args, **kwargs))
 
 
-def _mask(*, ordinary: str | None, **kwargs: Any) -> Any:
-    _, masks = _interfaces()
-    make = masks._global_mapping.get(ordinary or "sdpa")
-    return None if make is None else make(**kwargs)
+def _mask(*, ordinary: str | None, makers: dict[str, Any], **kwargs: Any) -> Any:
+    config = kwargs["config"]
+    make = makers.get(ordinary or _default(type(config)))
+    if make is None:
+        return None
+    if getattr(config, "num_kv_shared_layers", 0) and kwargs.get("q_length") != kwargs.get("kv_length"):
+        kwargs["allow_is_causal_skip"] = False  # a static cache: see _as_for_a_known_name
+    return make(**kwargs)
+
+
+def _default(config: type) -> str:
+    if config not in _defaults:
+        _defaults[config] = _find_default(config)
+    return _defaults[config]
+
+
+def _find_default(config: type) -> str:
+    """What transformers chooses where nobody does: sdpa, or eager code for models that sdpa lacks something
+    for (sinks, a softcap). A file may hold models of both kinds; each has a configuration of its own."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    if config in AutoModelForCausalLM._model_mapping:  # InternLM 3's is for Llama's classes
+        return "sdpa" if AutoModelForCausalLM._model_mapping[config]._supports_sdpa else "eager"
+    owners = collections.defaultdict(list)
+    pending = [PreTrainedModel]
+    while pending:
+        pending += (found := pending.pop()).__subclasses__()
+        owners[found.config_class].append(found)
+    known = next((owners[base] for base in config.__mro__ if base in owners), [])
+    return "sdpa" if known and all(model._supports_sdpa for model in known) else "eager"
+
+
+def _as_for_a_known_name(
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The mask as a model makes it that finds one of ``NAMES_THAT_MODELS_KNOW`` in its config, not ours."""
+    rows, keys = query.shape[2], key.shape[2]
+    if (indices := kwargs.get("indices")) is not None:  # of the keys that DeepSeek's indexer selected
+        skipped = indices.new_ones((*query.shape[:1], rows, keys), dtype=torch.bool)
+        skipped = skipped.scatter(-1, indices.long(), False)[:, None]
+        assert mask is not None  # the indexer has read it
+        kwargs["indices"] = None
+        return (
+            mask & ~skipped
+            if mask.dtype == torch.bool
+            else mask.masked_fill(skipped, torch.finfo(query.dtype).min)
+        )
+    if (blocks := kwargs.get("block_indices")) is not None:  # of MiniMax-M3's
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(keys - rows, keys, device=query.device)
+        positions = positions.expand(len(query), -1)
+        return cast(
+            Tensor, module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions)
+        )
+    if mask is None and 1 < rows < keys and getattr(module, "is_kv_shared_layer", False):
+        # Gemma 4 computes these layers for the last rows alone, and sdpa would take them for the first ones:
+        # on "sdpa" it does not do that, here it has.
+        return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)[None, None]
+    return mask
 
 
 class _Seen:
@@ -291,32 +352,6 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
-
-
-@functools.cache
-def _runs_on_sdpa(file: str) -> bool:
-    """Whether the models of a file say that sdpa can run them; sinks and softcaps are why one cannot."""
-    from transformers import PreTrainedModel
-
-    models: list[Any] = [
-        x
-        for x in vars(sys.modules[file]).values()
-        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == file
-    ]
-    return all(model._supports_sdpa for model in models)
-
-
-def _as_eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask that sdpa takes as the one that eager code adds, None being plain causal attention."""
-    rows, keys = query.shape[2], key.shape[2]
-    if mask is None and rows == 1:
-        return None
-    if mask is None:
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(mask, zero, torch.finfo(query.dtype).min)
 
 
 @contextlib.contextmanager
