@@ -44,12 +44,46 @@ def test_bytes_and_flops_grow_with_the_rows(op):
     assert module.flops(case, False) <= module.flops(case, True)
 
 
-def test_linear_logprob_counts_four_gemms_or_two_with_a_frozen_head():
+def test_linear_logprob_counts_the_least_three_gemms_or_two_with_a_frozen_head():
+    """What one may compute again is not of the floor: an implementation with room for it does not."""
     module = cases.modules(["linear_logprob"])["linear_logprob"]
     case = Case({"N": 2, "H": 3, "V": 5}, gradients=("hidden", "weight"))
     assert module.flops(case, False) == 2 * 2 * 3 * 5
-    assert module.flops(case, True) == 4 * module.flops(case, False)
+    assert module.flops(case, True) == 3 * module.flops(case, False)
     assert module.flops(case.replace(gradients=("hidden",)), True) == 2 * module.flops(case, False)
+
+
+@pytest.mark.parametrize(
+    "op", ["linear_logprob", "linear_policy_loss", "sample_linear", "prefix_shared_attention"]
+)
+@pytest.mark.parametrize("best", range(4))
+def test_the_floor_is_that_of_the_best_gemm(op, best, monkeypatch):
+    """Of the case's own product, and of each of the three of forward and backward in a tile, in any dtype."""
+    module = cases.modules([op])[op]
+    case = module.PRESETS["tiny"][0].replace(op=op, gradients=module.GRADIENTS, dtype="bfloat16")
+    asked = []
+
+    def rate(m, n, k, dtype, device, threads):
+        asked.append((m, n, k, dtype))
+        return 2e3 if len(dict.fromkeys(x[:3] for x in asked)) == best + 1 else 1e3
+
+    monkeypatch.setattr(measure, "gemm_rate", rate)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda *_: math.inf)
+    bench = run._Bench(case, module, run.Settings(("speed",)))
+    floor, shapes = bench._floor(False), list(dict.fromkeys(x[:3] for x in asked))
+    m, n, k = module.gemm(case)
+    assert shapes == list(dict.fromkeys([(m, n, k), *((min(a, 1024), min(b, 4096), c) for a, b, c in
+                                                       ((m, n, k), (m, k, n), (n, k, m)))]))  # fmt: skip
+    assert {x[3] for x in asked} == {torch.float32, torch.bfloat16}
+    assert floor == module.flops(case, False) / (2e3 if best < len(shapes) else 1e3)
+
+
+def test_a_rate_is_that_of_the_fastest_round(monkeypatch):
+    monkeypatch.setattr(
+        measure, "interleave", lambda calls, *_, **__: {name: [4.0, 2.0, 3.0] for name in calls}
+    )
+    assert measure.gemm_rate.__wrapped__(2, 3, 5, torch.float32, "cpu", 1) == 2 * 2 * 3 * 5 / 2.0
+    assert measure.copy_bandwidth.__wrapped__(64, "cpu", 1) == 2 * 64 / 2.0
 
 
 def test_memory_tracker_is_exact_and_sees_what_was_freed_in_between():

@@ -323,6 +323,18 @@ def reports(tmp_path, head):
     return [str(path) for path in paths]
 
 
+@pytest.mark.parametrize("shares, said", [((0.4, 1.0), False), ((0.4, 1.004), False), ((0.4, 1.12), True)])
+def test_a_floor_that_was_beaten_is_never_printed_without_a_word(head, shares, said):
+    row = series({64: 2**20})[0] | {"axis": None, "seconds": 1.0, "flops": 10, "bytes": 10, "error": None}
+    row |= {"torch_error": None, "peers": {}}
+    rows = [{**row, "case": f"case {share}", "floor_share": share} for share in shares]
+    (table,) = render.tables(rows)
+    assert [cells[table.columns.index("floor")] for cells in table.rows] == [
+        f"{share:.0%}" for share in shares
+    ]
+    assert [note.startswith("floor above 100%") for note in table.notes] == [True] * said
+
+
 def test_compare_prints_commits_and_ratios(reports, capsys):
     assert cli.main(["compare", *reports]) == 0
     out = capsys.readouterr().out

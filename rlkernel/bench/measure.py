@@ -5,7 +5,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 
 import torch
@@ -41,6 +41,11 @@ def interleave(
                 continue
             times[name].append(watches.get(name, _cpu_seconds)(calls[name]))
     return times
+
+
+def fastest(times: list[float]) -> float:
+    """Of a yardstick, which other work can only slow down."""
+    return min(times)
 
 
 def median(times: list[float]) -> float:
@@ -95,7 +100,7 @@ def copy_bandwidth(size: int, device: str, threads: int) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = interleave({"copy": lambda: target.copy_(source)}, device, 0.2, rounds=5)
-    return 2 * size / median(times["copy"])
+    return 2 * size / fastest(times["copy"])
 
 
 @cache
@@ -105,7 +110,20 @@ def gemm_rate(m: int, n: int, k: int, dtype: torch.dtype, device: str, threads: 
     b = torch.randn(n, k, device=device).to(dtype)
     out = torch.empty(m, n, device=device, dtype=dtype)
     times = interleave({"mm": lambda: torch.mm(a, b.t(), out=out)}, device, 0.5, rounds=3)
-    return 2 * m * n * k / median(times["mm"])
+    return 2 * m * n * k / fastest(times["mm"])
+
+
+def best_gemm_rate(
+    shape: tuple[int, int, int], dtypes: Iterable[torch.dtype], device: str, threads: int
+) -> float:
+    """The most operations per second of a product that a pass may be made of: a floor must not be beaten.
+
+    ``shape`` itself, and as tiles that stay in a CPU's caches the product and those of its two gradients.
+    """
+    m, n, k = shape
+    tiles = [(min(a, 1024), min(b, 4096), c) for a, b, c in ((m, n, k), (m, k, n), (n, k, m))]
+    shapes = dict.fromkeys([shape, *tiles])
+    return max(gemm_rate(*some, dtype, device, threads) for some in shapes for dtype in dtypes)
 
 
 @contextlib.contextmanager

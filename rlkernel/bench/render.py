@@ -13,6 +13,10 @@ LEGEND = (
 )
 ERROR_LEGEND = "peer columns: the peer's error (in brackets: divided by ours)"
 HOST_LEGEND = "ms: of the GPU, its launches queued before; host ms: what Python needs to queue them"
+BEATEN = (
+    "floor above 100%: the call did less than the floor counts, or did it faster than the GEMMs and copies "
+    "that the floor was measured with"
+)
 CARD = 80 * GIB
 Peak = tuple[int | None, str]  # bytes, and why it did not run
 
@@ -72,6 +76,8 @@ def _op_table(op: str, rows: list[Row]) -> Table:
     shown = [i for i in range(len(columns)) if any(cells[i] for cells in body)]
     table = Table(op, [columns[i] for i in shown], [[cells[i] for i in shown] for cells in body])
     table.notes = _notes(rows)
+    if any(round(row["floor_share"] or 0, 2) > 1 for row in ran):
+        table.notes.append(BEATEN)
     return table
 
 

@@ -244,7 +244,7 @@ class _Bench:
         if (shape := self.module.gemm(self.case)) is not None:
             # without matrix units a CPU multiplies bf16 slower than fp32
             dtypes = {self.case.torch_dtype, torch.float32} if device == "cpu" else {self.case.torch_dtype}
-            rate = max(measure.gemm_rate(*shape, dtype, device, threads) for dtype in dtypes)
+            rate = measure.best_gemm_rate(shape, dtypes, device, threads)
             seconds = max(seconds, self.module.flops(self.case, backward) / rate)
         return seconds
 
