@@ -52,14 +52,13 @@ def expected(inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0):
     cov = ((a - a.double().mean().to(a)) * (b - b.double().mean().to(b))).tolist()
     wanted = max(1, int(len(counted) * ratio))
     if not by_hash:
-        least = sorted(cov, reverse=True)[wanted - 1]
-        chosen = {i for i, c in zip(counted, cov, strict=True) if c >= least}
+        first = {i: -c for i, c in zip(counted, cov, strict=True) if not math.isnan(c)}
     else:
         r = (b - old[counted]).exp()
         kept = (r * a <= r.clamp(LOW, HIGH) * a).tolist()
         some = [i for i, c, k in zip(counted, cov, kept, strict=True) if k and low < c < high]
-        share = min(wanted / max(len(some), 1), 1)
-        chosen = {i for i in some if uniform(old[i].item(), i - starts[sequence[i]], seed) < share}
+        first = {i: uniform(old[i].item(), i - starts[sequence[i]], seed) for i in some}
+    chosen = sorted(first, key=first.get)[:wanted]  # what is alike stays in the order of the batch
     return [i in chosen for i in range(len(mask))]
 
 
@@ -103,22 +102,44 @@ def test_packed(by_hash, backend, device):
 
 
 @EVERY
-def test_ties_with_the_least_are_in(backend, device):
-    """Covariances +-1 in halves, and half of the tokens have the least that is wanted."""
+def test_of_ties_the_first_are_picked(backend, device):
+    """Covariances +-1 in halves; more of them tie with the least than are wanted."""
     signs = torch.tensor([[1.0, -1.0] * 40])
-    inputs = {"logprobs": signs - 3, "advantages": signs.roll(1), "mask": signs > -2}
+    inputs = {"logprobs": signs - 3, "advantages": signs, "mask": signs > -2}
+    inputs["advantages"][0, :40] *= -1
     inputs = {k: v.to(device) for k, v in inputs.items()}
-    assert picked(backend, inputs, ratio=0.5).all()
-    inputs["logprobs"][0, :2] = -3.0  # their covariance is 0, the others' -1
-    assert picked(backend, inputs, ratio=0.01).nonzero().tolist() == [[0, 0], [0, 1]]
+    for ratio, want in ((0.1, range(40, 48)), (0.5, range(40, 80)), (0.6, [*range(8), *range(40, 80)])):
+        assert picked(backend, inputs, ratio=ratio).nonzero()[:, 1].tolist() == list(want)
 
 
 @EVERY
-def test_zeros_of_either_sign_tie(backend, device):
-    inputs = make_inputs(3, 50, per_token=False)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_never_more_than_are_wanted(backend, device, packed):
+    """Where all advantages are equal, so are all covariances: 0, of either sign."""
+    inputs = make_inputs(5, 50, per_token=False)
+    if packed:
+        inputs = pack(make_inputs(5, 41, per_token=False))
     inputs["advantages"] = torch.full_like(inputs["advantages"], 0.25)
     inputs = {k: v.to(device) for k, v in inputs.items()}
-    assert torch.equal(picked(backend, inputs), inputs["mask"])
+    tokens = int(inputs["mask"].sum())
+    for ratio in (0.01, 0.3, 0.77, 1.0):
+        got = picked(backend, inputs, ratio=ratio)
+        wanted = max(1, int(tokens * ratio))
+        want = inputs["mask"].flatten().cumsum(0) <= wanted
+        assert torch.equal(got.flatten(), want & inputs["mask"].flatten()) and got.sum() == wanted
+
+
+@EVERY
+def test_clip_cov_picks_as_many_as_are_wanted(backend, device):
+    """Also of sequences that are copies of each other, and so have the same hashes."""
+    inputs = make_inputs(1, 60, drift=0.05)
+    inputs = {k: v.repeat(5, 1).to(device) for k, v in inputs.items()}
+    options = {"by_hash": True, "low": -9.0, "high": 9.0}
+    candidates = picked(backend, inputs, ratio=1.0, **options)
+    for ratio in (0.05, 0.2, 0.9):
+        got = picked(backend, inputs, ratio=ratio, **options)
+        assert got.sum() == min(int(inputs["mask"].sum() * ratio), candidates.sum())
+        assert not (got & ~candidates).any()
 
 
 @BOTH

@@ -211,16 +211,27 @@ int policy_select(const PolicySelection& p) {
   std::fill_n(sums, kSelectionSums, 0.0);
   for (int64_t i = 0; i < p.rows * kSelectionSums; ++i) sums[i % kSelectionSums] += p.partials[i];
 
-  uint32_t prefix = 0, wanted = static_cast<uint32_t>(batch_of(p).wanted);
-  const int levels = p.by_hash ? 1 : kLevels;
-  for (int level = 0; level < levels; ++level) {
+  Cut cut{0, static_cast<uint32_t>(batch_of(p).wanted)};
+  for (int level = 0; level < kLevels; ++level) {
     uint32_t* counts = p.counts + level * kBins;
-    count_level(p, level, prefix, counts);
+    count_level(p, level, cut.rank, counts);
     uint32_t bin = bins_of(level) - 1;
-    for (; bin > 0 && counts[bin] < wanted; --bin) wanted -= counts[bin];
-    prefix = prefix * bins_of(level) + bin;
+    for (; bin > 0 && counts[bin] < cut.wanted; --bin) cut.wanted -= counts[bin];
+    cut.rank = cut.rank * bins_of(level) + bin;
   }
-  over_sequences(p, [&](int64_t r, Vector& vector) { selection_write(p, r, vector, prefix, p.counts[0]); });
+  const bool tied = is_tied(p, cut);
+  if (tied) {
+    over_sequences(p, [&](int64_t r, Vector& vector) { selection_ties(p, r, vector, cut); });
+    double before = 0;  // in the first column, how many there are; in the second, in the sequences before it
+    for (int64_t r = 0; r < p.rows; ++r) {
+      p.partials[r * kSelectionSums + 1] = before;
+      before += p.partials[r * kSelectionSums];
+    }
+  }
+  over_sequences(p, [&](int64_t r, Vector& vector) {
+    const double left = cut.wanted - (tied ? p.partials[r * kSelectionSums + 1] : 0);
+    selection_write(p, r, vector, cut, tied ? end_of_ties(p, r, vector, cut, left) : vector.end);
+  });
   return 0;
 }
 

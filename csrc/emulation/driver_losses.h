@@ -1,5 +1,6 @@
 // The kernels of advantages and losses for driver.cpp: every array is a heap block of exactly its size.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -211,6 +212,14 @@ inline bool policy_select(Batch& b) {
   p.cu_seqlens = b.packed, p.rows = b.rows, p.length = b.packed != nullptr ? b.total : b.length;
   p.low = 0.8f, p.high = 1.2f, p.cov_low = 0.1f, p.cov_high = 1.0f;
   p.selected = selected.get(), p.partials = partials.get(), p.counts = counts.get();
+  const Block<float> equal(b.rows, 0.5f);
+  p.advantages = equal.get(), p.share = 0.3;  // all covariances tie: the first are picked
+  emulated::policy_select(p, nullptr);
+  int64_t left_of = std::count_if(mask.get(), mask.get() + b.total, [](uint8_t m) { return m != 0; });
+  left_of = std::max<int64_t>(1, static_cast<int64_t>(0.3 * static_cast<double>(left_of)));
+  for (int64_t t = 0; t < b.total; ++t)
+    if (selected[t] != (mask[t] != 0 && left_of-- > 0)) return false;
+  p.advantages = advantages.get();
   for (const bool by_hash : {false, true}) {
     p.by_hash = by_hash, p.share = by_hash ? 1 : 0.3;
     emulated::policy_select(p, nullptr);
@@ -229,7 +238,7 @@ inline bool policy_select(Batch& b) {
       }
     }
     const int64_t wanted = static_cast<int64_t>(0.3 * static_cast<double>(tokens));
-    if (!by_hash && tokens > 0 && (picked < (wanted > 1 ? wanted : 1) || least <= left)) return false;
+    if (!by_hash && tokens > 0 && (picked != (wanted > 1 ? wanted : 1) || least <= left)) return false;
   }
   return true;
 }

@@ -41,9 +41,9 @@ def select(
         advantages = advantages[:, None] if cu_seqlens is None else advantages[row]
     tokens = mask.sum().double()
     cov = covariance(logprobs, advantages, mask, tokens)
-    wanted = (tokens * pick.share).floor().clamp(min=1)
+    wanted = (tokens * pick.share).floor().clamp(min=1).long()
     if not pick.by_hash:
-        return tokens_above(cov, mask, wanted.long(), pick.share)
+        return largest(cov, mask & ~cov.isnan(), wanted, pick.share)
     old = logprobs if old_logprobs is None else old_logprobs
     r = (logprobs - old).exp()
     clipped = r * advantages > r.clamp(pick.low, pick.high) * advantages
@@ -52,7 +52,7 @@ def select(
         position = torch.arange(logprobs.shape[1], dtype=torch.int32, device=logprobs.device)
     else:
         position = (token - cu_seqlens[row]).int()
-    return candidates & falls(old, position, pick.seed, wanted / candidates.sum())
+    return largest(~hash_of(old, position, pick.seed), candidates, wanted, pick.share)
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
@@ -66,23 +66,24 @@ def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, tokens: Tenso
     return centred(advantages) * centred(logprobs)
 
 
-def tokens_above(cov: Tensor, mask: Tensor, wanted: Tensor, ratio: float) -> Tensor:
-    """kl_cov's: the ``wanted`` largest covariances, and those equal to the least of them."""
-    if not cov.numel():
-        return mask
+def largest(rank: Tensor, among: Tensor, wanted: Tensor, share: float) -> Tensor:
+    """The ``wanted`` of ``among`` that rank highest; the first in the batch of those that rank alike."""
+    if not rank.numel():
+        return among
+    lowest = -torch.inf if rank.is_floating_point() else torch.iinfo(rank.dtype).min
     # only the device knows how many are wanted: no more than with a mask that is all true
-    most = max(1, int(cov.numel() * ratio))
-    ranked = torch.where(mask, cov, -torch.inf).flatten().topk(most).values
-    return mask & (cov >= ranked.gather(0, (wanted - 1)[None]))
+    most = max(1, int(rank.numel() * share))
+    ranked = torch.where(among, rank, lowest).flatten().topk(most).values
+    least = ranked.gather(0, (wanted - 1)[None])
+    above, tied = among & (rank > least), among & (rank == least)
+    return above | tied & (tied.flatten().cumsum(0).view_as(tied) <= wanted - above.sum())
 
 
-def falls(logprobs: Tensor, position: Tensor, seed: int, share: Tensor) -> Tensor:
-    """clip_cov's: whether a token is among the ``share`` of all that a hash of its log-probability in fp32,
-    its position in the sequence and the seed takes: their expected number, the same tokens in every run."""
+def hash_of(logprobs: Tensor, position: Tensor, seed: int) -> Tensor:
+    """clip_cov's order of its candidates: an int32 of the log-probability in fp32, the position in the
+    sequence and the seed; those with the least are picked, the same tokens in every run."""
     salt = position * _int32(0x9E3779B1) + _int32(seed * 0x85EBCA77)
-    hashed = _hash(logprobs.float().contiguous().view(torch.int32) ^ salt)
-    last = (share * 2**32).ceil().clamp(max=2**32) - (2**31 + 1)
-    return hashed <= last.int()
+    return _hash(logprobs.float().contiguous().view(torch.int32) ^ salt)
 
 
 def _hash(x: Tensor) -> Tensor:

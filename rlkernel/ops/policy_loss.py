@@ -79,11 +79,11 @@ def policy_loss(
                      |p - q|, or by the KL of the choice between this token and any other
         vespo        -stop(exp(lambda + k log w - lambda w)) A logprobs, w the product of the sequence's
                      ratios and correction weights, which multiply nothing else; k, lambda by A's sign
-        clip_cov     grpo's, without about cov_ratio of the tokens, picked by a hash of token and ``seed``
-                     among those that are not clipped and whose covariance (A - mean A)(logprob - mean
-                     logprob) lies in (clip_cov_lb, clip_cov_ub)
+        clip_cov     grpo's, without cov_ratio of the tokens, picked by a hash of token and ``seed`` among
+                     those that are not clipped and whose covariance (A - mean A)(logprob - mean logprob)
+                     lies in (clip_cov_lb, clip_cov_ub)
         kl_cov       -r A, plus ppo_kl_coef |logprobs - old_logprobs| for the cov_ratio of the tokens with the
-                     largest covariance
+                     largest covariance; of equal ones the first
         dro          -A logprobs + dro_beta / 2 (logprobs - old_logprobs)^2
 
     The names that share a term differ in their paper's aggregation: ``policy_loss_preset`` has it.

@@ -1,5 +1,5 @@
-// Six launches for kl_cov, four for clip_cov: the sums of each sequence, those of the batch, the counts (one launch for each
-// digit of the least covariance that is picked), and what is picked.
+// Seven launches: the sums of each sequence, those of the batch, the counts (one launch for each digit of the least rank that
+// is picked), how many tokens of each sequence have it, and what is picked.
 #pragma once
 
 #include "rlkernel/policy_loss.cuh"
@@ -26,45 +26,42 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_batch_kernel(P
   for (unsigned i = threadIdx.x; i < kLevels * kBins; i += kTeam) p.counts[i] = 0;
 }
 
-struct Found {
-  uint32_t prefix, wanted;  // the digits so far, and how many of the tokens that share them are picked
-};
-
-// The next digit of the least rank that is picked. Each thread looks at some bins, the first thread at the highest.
-__device__ __forceinline__ Found next_digit(const uint32_t* counts, int level, Found so_far) {
+// The next digit of the least rank that is picked: of a `Cut` whose rank is the digits so far. Each thread looks at some bins,
+// the first thread at the highest.
+__device__ __forceinline__ Cut next_digit(const uint32_t* counts, int level, Cut so_far) {
   constexpr unsigned kOwn = kBins / kTeam;
   using Totals = uint32_t[kTeam];
   RLKERNEL_SHARED(Totals, totals);
-  RLKERNEL_SHARED(Found, found);
+  RLKERNEL_SHARED(Cut, found);
   const unsigned top = kBins - 1 - threadIdx.x * kOwn;
   uint32_t own = 0, above = 0;
   for (unsigned i = 0; i < kOwn; ++i) own += counts[top - i];
   totals[threadIdx.x] = own;
-  if (threadIdx.x == 0) found = {so_far.prefix * bins_of(level), so_far.wanted};  // where no token counts
+  if (threadIdx.x == 0) found = {so_far.rank * bins_of(level), so_far.wanted};  // where no token counts
   __syncthreads();
   for (unsigned i = 0; i < threadIdx.x; ++i) above += totals[i];
   if (above < so_far.wanted && so_far.wanted <= above + own) {
     unsigned bin = top;
     for (; above + counts[bin] < so_far.wanted; --bin) above += counts[bin];
-    found = {so_far.prefix * bins_of(level) + bin, so_far.wanted - above};
+    found = {so_far.rank * bins_of(level) + bin, so_far.wanted - above};
   }
   __syncthreads();
-  const Found result = found;
+  const Cut result = found;
   __syncthreads();  // it is read: the next digit may overwrite it
   return result;
 }
 
-__device__ __forceinline__ uint32_t prefix_of(const PolicySelection& p, int levels) {
-  Found found{0, static_cast<uint32_t>(batch_of(p).wanted)};
-  for (int level = 0; level < levels; ++level) found = next_digit(p.counts + level * kBins, level, found);
-  return found.prefix;
+__device__ __forceinline__ Cut cut_of(const PolicySelection& p, int levels) {
+  Cut cut{0, static_cast<uint32_t>(batch_of(p).wanted)};
+  for (int level = 0; level < levels; ++level) cut = next_digit(p.counts + level * kBins, level, cut);
+  return cut;
 }
 
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_count_kernel(PolicySelection p, int level) {
   using Counts = uint32_t[kBins];
   RLKERNEL_SHARED(Counts, counts);
   for (unsigned i = threadIdx.x; i < kBins; i += kTeam) counts[i] = 0;
-  const uint32_t prefix = prefix_of(p, level);
+  const uint32_t prefix = cut_of(p, level).rank;
   __syncthreads();  // the counts are 0
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     Block block{offset_of(p, r), offset_of(p, r + 1)};
@@ -75,11 +72,29 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_count_kernel(P
     if (counts[i]) atomic_add(&p.counts[level * kBins + i], counts[i]);
 }
 
-__global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_kernel(PolicySelection p) {
-  const uint32_t least = p.by_hash ? 0 : prefix_of(p, kLevels);
+__global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_ties_kernel(PolicySelection p) {
+  const Cut cut = cut_of(p, kLevels);
+  if (!is_tied(p, cut)) return;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     Block block{offset_of(p, r), offset_of(p, r + 1)};
-    selection_write(p, r, block, least, p.counts[0]);
+    selection_ties(p, r, block, cut);
+  }
+}
+
+__global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_kernel(PolicySelection p) {
+  const Cut cut = cut_of(p, kLevels);
+  const bool tied = is_tied(p, cut);
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
+    Block block{offset_of(p, r), offset_of(p, r + 1)};
+    int64_t end = block.end;
+    if (tied) {
+      const Block before{0, r};
+      Block::Sums<1> ties;
+      before.each(ties, [&](Block::At at) { ties.part[0] += p.partials[at.i * kSelectionSums]; });
+      before.finish(ties);
+      end = end_of_ties(p, r, block, cut, cut.wanted - ties.total(0));
+    }
+    selection_write(p, r, block, cut, end);
   }
 }
 
@@ -90,10 +105,12 @@ inline int launch_policy_select(const PolicySelection& p, void* stream) {
   if (const int error = launch_error()) return error;
   RLKERNEL_LAUNCH(policy_selection_batch_kernel, 1u, kTeam, stream, p);
   if (const int error = launch_error()) return error;
-  for (int level = 0; level < (p.by_hash ? 1 : kLevels); ++level) {
+  for (int level = 0; level < kLevels; ++level) {
     RLKERNEL_LAUNCH(policy_selection_count_kernel, blocks, kTeam, stream, p, level);
     if (const int error = launch_error()) return error;
   }
+  RLKERNEL_LAUNCH(policy_selection_ties_kernel, blocks, kTeam, stream, p);
+  if (const int error = launch_error()) return error;
   RLKERNEL_LAUNCH(policy_selection_kernel, blocks, kTeam, stream, p);
   return launch_error();
 }

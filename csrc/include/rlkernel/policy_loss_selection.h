@@ -1,9 +1,9 @@
 // Which tokens kl_cov and clip_cov pick, by the batch's covariance of log-probability and advantage.
 //
-// kl_cov wants the largest: their covariances become integers of the same order, of which the least that is wanted is found
-// digit by digit, by counts. clip_cov counts its candidates, of which a hash takes as many as are wanted on average. Counts
-// are integers, so the order of the tokens is free; the means are summed in a fixed one, in fp64, and so are hardly ever those
-// of another order: every backend picks the same.
+// kl_cov wants those with the largest covariance, clip_cov the candidates with the least hash. Either becomes an integer, of
+// which the least that is wanted is found digit by digit, by counts; of the tokens that have it the first in the batch are
+// picked, so that there are never more than are wanted. Counts are integers, so the order of the tokens is free; the means
+// are summed in a fixed one, in fp64, and so are hardly ever those of another order: every backend picks the same.
 #pragma once
 #include <cmath>
 
@@ -56,12 +56,12 @@ RLKERNEL_INLINE Scored<F> scored(const PolicySelection& p, const Batch& batch, i
   return {present, logprob, advantage, (advantage - batch.advantage) * (logprob - batch.logprob)};
 }
 
-// An integer for each covariance, of the same order: -0 is 0, and NaN is above all.
+// An integer for each covariance that is a number, of the same order: -0 is 0.
 template <class F>
 RLKERNEL_INLINE BitsOf<F> rank_of(F covariance) {
   using U = BitsOf<F>;
   const U bits = raw(keep(covariance != F{}, covariance)), sign = U{} - (bits >> 31);
-  return covariance == covariance ? bits ^ (sign | 0x80000000u) : U{} - 1u;
+  return bits ^ (sign | 0x80000000u);
 }
 
 template <class F, class At>
@@ -83,10 +83,24 @@ RLKERNEL_INLINE BitsOf<F> hash_of(const PolicySelection& p, const Scored<F>& x, 
   return h ^ (h >> 16);
 }
 
+// The tokens that may be picked; the largest ranks are.
+template <class F>
+struct Ranked {
+  MaskOf<F> among;
+  BitsOf<F> rank;
+};
+
+template <class F, class At>
+RLKERNEL_INLINE Ranked<F> ranked(const PolicySelection& p, const Batch& batch, int64_t row, int64_t begin, At at) {
+  const Scored<F> x = scored<F>(p, batch, row, at);
+  if (p.by_hash) return {is_candidate(p, x, at), hash_of(p, x, begin, at) ^ 0x7fffffffu};  // the least as an int32
+  return {both<MaskOf<F>>(x.present, x.covariance == x.covariance), rank_of(x.covariance)};
+}
+
 constexpr RLKERNEL_INLINE int shift_of(int level) { return level == 0 ? 21 : level == 1 ? 10 : 0; }
 constexpr RLKERNEL_INLINE uint32_t bins_of(int level) { return level == 2 ? kBins / 2 : kBins; }
 
-// Counts the tokens of a sequence whose rank begins with `prefix`, by their next digit; or all candidates in the first bin.
+// Counts the tokens of a sequence whose rank begins with `prefix`, by their next digit.
 template <class Team>
 RLKERNEL_INLINE void selection_count(const PolicySelection& p, int64_t row, Team& team, int level, uint32_t prefix,
                                      uint32_t* counts) {
@@ -94,28 +108,74 @@ RLKERNEL_INLINE void selection_count(const PolicySelection& p, int64_t row, Team
   const Batch batch = batch_of(p);
   typename Team::template Sums<1> none;
   team.each(none, [&](auto at) {
-    const Scored<F> x = scored<F>(p, batch, row, at);
-    if (p.by_hash) return at.tally(counts, is_candidate(p, x, at), BitsOf<F>{});
-    const BitsOf<F> rank = rank_of(x.covariance);
-    const MaskOf<F> counted = level == 0 ? x.present : both<MaskOf<F>>(x.present, rank >> shift_of(level - 1) == prefix);
-    at.tally(counts, counted, (rank >> shift_of(level)) & (bins_of(level) - 1));
+    const Ranked<F> x = ranked<F>(p, batch, row, team.begin, at);
+    const MaskOf<F> counted = level == 0 ? x.among : both<MaskOf<F>>(x.among, x.rank >> shift_of(level - 1) == prefix);
+    at.tally(counts, counted, (x.rank >> shift_of(level)) & (bins_of(level) - 1));
   });
 }
 
-// Writes what is picked: from the rank `least` on, or of `candidates` as many as are wanted.
+// The least rank that is picked, and how many of the tokens that have it.
+struct Cut {
+  uint32_t rank, wanted;
+};
+
+// Whether more tokens have the least rank than are wanted of them.
+RLKERNEL_INLINE bool is_tied(const PolicySelection& p, const Cut& cut) {
+  return p.counts[(kLevels - 1) * kBins + cut.rank % bins_of(kLevels - 1)] > cut.wanted;
+}
+
+// How many tokens of `part` have the least rank; `part` belongs to the sequence that begins at `begin`.
 template <class Team>
-RLKERNEL_INLINE void selection_write(const PolicySelection& p, int64_t row, Team& team, uint32_t least, uint32_t candidates) {
+RLKERNEL_INLINE double ties_of(const PolicySelection& p, int64_t row, int64_t begin, const Team& part, const Cut& cut) {
   using F = typename Team::Value;
   const Batch batch = batch_of(p);
-  const double range = 4294967296.0, hashes = ceil(batch.wanted / candidates * range);
-  const int last = static_cast<int>((hashes < range ? hashes : range) - 2147483649.0);
+  typename Team::template Sums<1> ties;
+  part.each(ties, [&](auto at) {
+    const Ranked<F> x = ranked<F>(p, batch, row, begin, at);
+    ties.add(0, keep(both<MaskOf<F>>(x.among, x.rank == cut.rank), spread<F>(1.0f)));
+  });
+  part.finish(ties);
+  return ties.total(0);
+}
+
+// For the order among the sequences: how many of its tokens have the least rank.
+template <class Team>
+RLKERNEL_INLINE void selection_ties(const PolicySelection& p, int64_t row, Team& team, const Cut& cut) {
+  const double ties = ties_of(p, row, team.begin, team, cut);
+  if (team.leads()) p.partials[row * kSelectionSums] = ties;
+}
+
+// The place behind the last token with the least rank that is picked, `left` of them in this sequence. Each step counts half
+// of what the one before it has counted.
+template <class Team>
+RLKERNEL_INLINE int64_t end_of_ties(const PolicySelection& p, int64_t row, const Team& team, const Cut& cut, double left) {
+  if (left <= 0) return team.begin;
+  if (p.partials[row * kSelectionSums] <= left) return team.end;
+  int64_t begin = team.begin, end = team.end;
+  while (end - begin > 1) {
+    const int64_t middle = begin + (end - begin) / 2;
+    const double ties = ties_of(p, row, team.begin, Team{begin, middle}, cut);
+    if (ties >= left) {
+      end = middle;
+    } else {
+      left -= ties;
+      begin = middle;
+    }
+  }
+  return end;
+}
+
+// Writes what is picked of a sequence; of its tokens with the least rank those before `end`.
+template <class Team>
+RLKERNEL_INLINE void selection_write(const PolicySelection& p, int64_t row, Team& team, const Cut& cut, int64_t end) {
+  using F = typename Team::Value;
+  const Batch batch = batch_of(p);
+  const uint32_t places = static_cast<uint32_t>(end - team.begin);
   typename Team::template Sums<1> none;
   team.each(none, [&](auto at) {
-    const Scored<F> x = scored<F>(p, batch, row, at);
-    const F c = x.covariance;
-    at.store(p.selected,
-             p.by_hash ? both<MaskOf<F>>(is_candidate(p, x, at), decltype(bits_of(c))(hash_of(p, x, team.begin, at)) <= last)
-                       : both<MaskOf<F>>(both<MaskOf<F>>(x.present, c == c), rank_of(c) >= least));
+    const Ranked<F> x = ranked<F>(p, batch, row, team.begin, at);
+    const MaskOf<F> first = both<MaskOf<F>>(x.rank == cut.rank, at.position(team.begin) < places);
+    at.store(p.selected, both<MaskOf<F>>(x.among, either<MaskOf<F>>(x.rank > cut.rank, first)));
   });
 }
 
