@@ -103,7 +103,7 @@ LinearGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class PolicyLossOutput(NamedTuple):
-    """``loss`` [] is differentiable; ``metrics`` [14], of the same pass, are named by ``POLICY_METRICS``."""
+    """``loss`` [] is differentiable; ``metrics`` [15], of the same pass, are named by ``POLICY_METRICS``."""
 
     loss: Tensor
     metrics: Tensor
@@ -124,6 +124,7 @@ POLICY_METRICS = (
     "tokens",
     "sequences",
     "not_finite",  # tokens whose term is NaN or infinite
+    "outside_support",  # tokens with a log-probability of -inf, which add nothing
 )
 
 # Their order is that of the enums of csrc/include/rlkernel/policy_loss.h.
@@ -312,7 +313,7 @@ class PreferenceRule(NamedTuple):
 
 
 class LinearPolicyLossOutput(NamedTuple):
-    """``loss`` [] is differentiable; ``metrics`` [14] are named by ``POLICY_METRICS``.
+    """``loss`` [] is differentiable; ``metrics`` [15] are named by ``POLICY_METRICS``.
 
     ``logprobs`` and ``entropy`` (None unless it is part of the loss or asked for) have the shape of the
     target ids, are 0 where the mask is not set, and are constants: no gradient passes through them.

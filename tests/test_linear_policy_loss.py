@@ -25,7 +25,7 @@ from rlkernel import policy_plan, policy_tiles, tile_products, tiles, workspace
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
 from rlkernel.tile_products import Tile
-from rlkernel.types import LEVELS
+from rlkernel.types import LEVELS, POLICY_METRICS
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
@@ -306,3 +306,32 @@ def test_the_body_fails_on(mutant, monkeypatch):
     with pytest.raises(AssertionError):
         for level in ("token", "sequence"):
             check_bits("native", inputs, importance_sampling_level=level, algorithm="one_pass")
+
+
+@ON_EVERY_BACKEND
+def test_tokens_outside_their_support_add_nothing(backend, device, room):
+    """A head that forbids some tokens, and a batch in which one of these was sampled."""
+    inputs = with_bias(make_inputs(4, 19, 16, 133, device=device, extras=True))
+    del inputs["ref_logprobs"], inputs["rollout_logprobs"]
+    able(backend, inputs)
+    inputs["bias"][7:9] = -torch.inf
+    inputs["target_ids"][inputs["target_ids"] == 8] = 9
+    inputs["target_ids"][:, :2], inputs["mask"][:, :2] = 7, True
+    inputs["old_logprobs"][:2, :2] = -torch.inf
+    outside = inputs["target_ids"] == 7
+    wanted = (outside & inputs["mask"]).sum()
+    for old, level in (
+        (inputs["old_logprobs"], "token"),
+        (inputs["old_logprobs"], "sequence"),
+        (None, "token"),
+    ):
+        given = inputs | {"old_logprobs": old}
+        options = {"importance_sampling_level": level, "temperature": 0.8}
+        options["loss_agg_mode"] = "seq-mean-token-mean" if level == "token" else "token-mean"
+        out, grads = run(backend, given, **options)
+        assert out.loss.isfinite() and out.metrics.isfinite().all()
+        assert out.metrics[POLICY_METRICS.index("outside_support")] == wanted
+        assert (out.logprobs[outside & inputs["mask"]] == -torch.inf).all()
+        assert all(grad.isfinite().all() for grad in grads)
+        assert not grads[0][outside].any() and grads[0].any() and not grads[2][7:9].any()
+        check_against_fp64(backend, given, **options)

@@ -308,7 +308,7 @@ def test_debug_mode_names_the_row(room):
     assert out.metrics[rlkernel.POLICY_METRICS.index("not_finite")] == 1
     with (
         rlkernel.debug.checks(),
-        pytest.raises(ValueError, match=r"hidden\[7\] must give a finite logprob, got nan"),
+        pytest.raises(ValueError, match=r"hidden\[7\] must give a logprob that is a number, got nan"),
     ):
         run("native", inputs)
 

@@ -6,17 +6,24 @@ As csrc/include/rlkernel/policy_loss_correction.h has it; ``rule`` and ``C`` are
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.policy_loss_terms import clamp, expm1, moved_too_far, outside, total
+from rlkernel.triton_ops.policy_loss_terms import clamp, expm1, in_support, moved_too_far, outside, total
 
 LOG_TINY = tl.constexpr(-18.420681)  # log(1e-8), the least that vespo takes for a weight
 
 
 @triton.jit
-def drift(old_logprobs, rollout_logprobs, i, present):
-    """log(old / rollout); 0 where the engine had no logprob for the token."""
+def scored_of(old_logprobs, rollout_logprobs, i, present):
+    """Whether the engine had a logprob for the token, which the old policy knows."""
     rollout = tl.load(rollout_logprobs + i, mask=present, other=0.0)
-    scored = present & (rollout == rollout)
-    return tl.where(scored, tl.load(old_logprobs + i, mask=present, other=0.0) - rollout, 0.0)
+    return in_support(old_logprobs, i, in_support(rollout_logprobs, i, present)) & (rollout == rollout)
+
+
+@triton.jit
+def drift(old_logprobs, rollout_logprobs, i, present):
+    """log(old / rollout); 0 where it has none."""
+    scored = scored_of(old_logprobs, rollout_logprobs, i, present)
+    rollout = tl.load(rollout_logprobs + i, mask=scored, other=0.0)
+    return tl.load(old_logprobs + i, mask=scored, other=0.0) - rollout
 
 
 @triton.jit
@@ -42,9 +49,9 @@ def gather(
         if C.rejects_k3:
             k3 += total(expm1(x) - x, present)
         if C.off_policy:
-            rollout = tl.load(rollout_logprobs + i, mask=present, other=0.0)
-            behind = rollout - tl.load(logprobs + i, mask=present, other=0.0)
-            moved += total(behind, present & (rollout == rollout))
+            known = in_support(logprobs, i, scored_of(old_logprobs, rollout_logprobs, i, present))
+            behind = tl.load(rollout_logprobs + i, mask=known, other=0.0)
+            moved += total(behind - tl.load(logprobs + i, mask=known, other=0.0), known)
         is_number = present & (d == d)
         least = tl.minimum(least, tl.min(tl.where(is_number, d, float("inf")), axis=0))
         most = tl.maximum(most, tl.max(tl.where(is_number, d, float("-inf")), axis=0))
@@ -98,10 +105,9 @@ def weigh(
     kept = kept & (outside(d, rule.token_low, rule.token_high) == 0) & (stale <= rule.max_staleness)
     kept = kept & (rejected == 0) & ((drifted == 0) | ((advantage < 0) == 0))
     if C.sign_mask:
-        rollout = tl.load(rollout_logprobs + i, mask=present, other=0.0)
-        scored = present & (rollout == rollout)
-        logprob = tl.load(logprobs + i, mask=scored, other=0.0)
-        anchor = tl.where(scored, rollout, 0.0)
+        known = in_support(logprobs, i, scored_of(old_logprobs, rollout_logprobs, i, present))
+        logprob = tl.load(logprobs + i, mask=known, other=0.0)
+        anchor = tl.load(rollout_logprobs + i, mask=known, other=0.0)
         low, high = moved_too_far(rule.sign_low, rule.sign_high, advantage, logprob, anchor, C.sign_mask)
         kept = kept & ((low | high) == 0)
     return weight, logarithm, kept

@@ -15,13 +15,14 @@ from rlkernel.triton_ops.policy_loss_terms import (
     difference,
     expm1,
     gamma_weight,
+    in_support,
     kl_to_reference,
     own_log_ratio,
     term,
     total,
 )
 
-COLUMNS = 15  # of partials: the sums below, then the largest ratio
+COLUMNS = 16  # of partials: the sums below, then the largest ratio
 TENSORS = (
     "logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs",
     "entropy", "staleness", "selected", "token_counts", "grad_logprobs", "grad_entropy", "partials", "values",
@@ -42,6 +43,16 @@ def log_ratio_of(logprobs, old_logprobs, i, present):
         return tl.where(present, 0.0, 0.0)
     else:
         return difference(logprobs, old_logprobs, i, present)
+
+
+@triton.jit
+def supported_of(logprobs, old_logprobs, i, present):
+    """A token outside of its support adds nothing, but counts: so the counts are known before the
+    logprobs."""
+    supported = in_support(logprobs, i, present)
+    if old_logprobs is not None:
+        supported = in_support(old_logprobs, i, supported)
+    return supported
 
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=TENSORS)
@@ -71,15 +82,15 @@ def weights_kernel(
     if C.correction > 2:  # a weight for each sequence
         weights = weights / tl.maximum(tokens, 1.0)
         tokens = tl.where(tokens > 0, 1.0, 0.0).to(tl.float64)
-    tl.store(partials + row * 15, weights)
-    tl.store(partials + row * 15 + 1, tokens)
+    tl.store(partials + row * 16, weights)
+    tl.store(partials + row * 16 + 1, tokens)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["partials", "values"])
 def mean_weight_kernel(partials, rows, values, BLOCK: tl.constexpr):
     count = column(partials, rows, 1, BLOCK)
     mean = column(partials, rows, 0, BLOCK) / tl.maximum(count, 1.0)
-    tl.store(values + 16, tl.where(mean > 1e-8, mean, 1.0).to(tl.float32))
+    tl.store(values + 17, tl.where(mean > 1e-8, mean, 1.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=TENSORS)
@@ -98,7 +109,7 @@ def sequence_kernel(
             logprobs, old_logprobs, rollout_logprobs, mask, begin, end, rule, C, BLOCK
         )
         if C.normalize:
-            mean_weight = tl.load(values + 16)
+            mean_weight = tl.load(values + 17)
 
     count = tl.zeros((), tl.float64) + 1.0
     mean = tl.zeros((), tl.float32)
@@ -122,10 +133,11 @@ def sequence_kernel(
                     advantage = tl.where(present, advantage, 0.0)
                 log_weights += total(logarithm, present)
             tokens += tl.sum(present.to(tl.float64), axis=0)
-            d = log_ratio_of(logprobs, old_logprobs, i, present)
+            supported = supported_of(logprobs, old_logprobs, i, present)
+            d = log_ratio_of(logprobs, old_logprobs, i, supported)
             own, _ = own_log_ratio(d, advantage, rule, C)
-            log_ratios += total(own, present)
-            log_w += total(clamp(d, -20.0, 20.0), present)
+            log_ratios += total(own, supported)
+            log_w += total(clamp(d, -20.0, 20.0), supported)
         count = tl.maximum(tokens, 1.0)
         mean = (log_ratios / count).to(tl.float32)
         if C.term == 6:
@@ -148,6 +160,7 @@ def sequence_kernel(
     zero = tl.zeros((), tl.float64)
     s_loss, s_tokens, s_low, s_high, s_far, s_k1, s_k3 = zero, zero, zero, zero, zero, zero, zero
     s_ratio, s_entropy, s_kl, s_weight, s_kept, s_odd, s_chain = zero, zero, zero, zero, zero, zero, zero
+    s_outside = zero
     largest = tl.zeros((), tl.float32)
     for start in range(begin, end, BLOCK):
         i = start + lanes
@@ -164,10 +177,12 @@ def sequence_kernel(
             if C.shrink:
                 present = present & kept
                 advantage = tl.where(present, advantage, 0.0)
-        logprob = tl.load(logprobs + i, mask=present, other=0.0)
+        supported = supported_of(logprobs, old_logprobs, i, present)
+        advantage = tl.where(supported, advantage, 0.0)
+        logprob = tl.load(logprobs + i, mask=supported, other=0.0)
         old_logprob = logprob
         if old_logprobs is not None:
-            old_logprob = tl.load(old_logprobs + i, mask=present, other=0.0)
+            old_logprob = tl.load(old_logprobs + i, mask=supported, other=0.0)
         d = logprob - old_logprob
         own, own_passes = own_log_ratio(d, advantage, rule, C)
         passes = tl.where(own_passes, 1.0, 0.0)
@@ -182,24 +197,27 @@ def sequence_kernel(
             ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rule, C
         )
         if selected is not None:
-            picked = present & (tl.load(selected + i, mask=present, other=0) != 0)
+            picked = supported & (tl.load(selected + i, mask=present, other=0) != 0)
             value, direct, chain = apply_selection(value, direct, chain, picked, d, rule, C)
             is_far = is_far | picked
         if C.correction:
             value = tl.where(kept, value * weight, 0.0)
             direct = tl.where(kept, direct * weight, 0.0)
             chain = tl.where(kept, chain * weight, 0.0)
+        referred = supported
         if C.kl:
+            referred = in_support(ref_logprobs, i, supported)
             kl_weight = tl.zeros_like(d) + 1.0
             if C.kl_weight == 1:
                 kl_weight = ratio
             if C.kl_weight == 2:
                 kl_weight = tl.exp(d)
             if C.kl_weight == 4:
-                kl_weight = tl.exp(difference(logprobs, rollout_logprobs, i, present))
+                kl_weight = tl.exp(difference(logprobs, rollout_logprobs, i, supported))
                 kl_weight = tl.where(kl_weight - kl_weight == 0, kl_weight, 0.0)
+            kl_weight = tl.where(referred, kl_weight, 0.0)
             kl, slope, through = kl_to_reference(
-                difference(logprobs, ref_logprobs, i, present), kl_weight, rule, C
+                difference(logprobs, ref_logprobs, i, referred), kl_weight, rule, C
             )
             value += rule.beta * kl
             direct += rule.beta * slope
@@ -207,32 +225,33 @@ def sequence_kernel(
                 chain += rule.beta * through * kl_weight
             elif C.kl_weight:
                 direct += rule.beta * through * kl_weight
-            s_kl += total(kl, present)
+            s_kl += total(kl, referred)
         if entropy is not None:
-            h = tl.load(entropy + i, mask=present, other=0.0)
+            h = tl.load(entropy + i, mask=supported, other=0.0)
             value -= rule.entropy_coef * h
-            s_entropy += total(h, present)
+            s_entropy += total(h, supported)
             if grad_entropy is not None:
-                tl.store(grad_entropy + i, tl.where(present, -rule.entropy_coef * share, 0.0), mask=inside)
+                tl.store(grad_entropy + i, tl.where(supported, -rule.entropy_coef * share, 0.0), mask=inside)
         if C.level == 1:
             grad = direct
-            s_chain += total(chain, present)
+            s_chain += total(chain, supported)
         else:
             grad = direct + tl.where(passes > 0, chain, 0.0)
-        tl.store(grad_logprobs + i, tl.where(present, grad * share, 0.0), mask=inside)
+        tl.store(grad_logprobs + i, tl.where(supported, grad * share, 0.0), mask=inside)
         one = tl.zeros_like(d) + 1.0
-        s_loss += total(value * share, present)
+        s_loss += total(value * share, supported)
         s_tokens += total(one, present)
-        s_low += total(one, present & is_low)
-        s_high += total(one, present & is_high)
-        s_far += total(one, present & is_far)
-        s_k1 += total(-d, present)
-        s_k3 += total(expm1(d) - d, present)
-        s_ratio += total(ratio, present)
+        s_low += total(one, supported & is_low)
+        s_high += total(one, supported & is_high)
+        s_far += total(one, supported & is_far)
+        s_k1 += total(-d, supported)
+        s_k3 += total(expm1(d) - d, supported)
+        s_ratio += total(ratio, supported)
         s_weight += total(weight, present & kept)
         s_kept += total(one, present & kept)
-        s_odd += total(one, present & ((value - value) != 0.0))
-        largest = tl.maximum(largest, tl.max(tl.where(present & (ratio > 0), ratio, 0.0), axis=0))
+        s_odd += total(one, supported & ((value - value) != 0.0))
+        s_outside += total(one, present & (referred == 0))
+        largest = tl.maximum(largest, tl.max(tl.where(supported & (ratio > 0), ratio, 0.0), axis=0))
 
     if C.level == 1:  # the ratio of the sequence hangs on every token of it
         part = mean_passes * (s_chain / count).to(tl.float32) * share
@@ -247,15 +266,16 @@ def sequence_kernel(
                     log_weight, rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
                 )  # fmt: skip
                 present = present & kept
+            supported = supported_of(logprobs, old_logprobs, i, present)
             through = part + tl.zeros_like(lanes).to(tl.float32)
             if C.term == 4:
-                d = log_ratio_of(logprobs, old_logprobs, i, present)
+                d = log_ratio_of(logprobs, old_logprobs, i, supported)
                 _, own_passes = own_log_ratio(d, advantage, rule, C)
                 through = tl.where(own_passes, through, 0.0)
-            grad = tl.load(grad_logprobs + i, mask=present, other=0.0) + through
-            tl.store(grad_logprobs + i, grad, mask=present)
+            grad = tl.load(grad_logprobs + i, mask=supported, other=0.0) + through
+            tl.store(grad_logprobs + i, grad, mask=supported)
 
-    out = partials + row * 15
+    out = partials + row * 16
     tl.store(out, s_loss)
     tl.store(out + 1, s_tokens)
     tl.store(out + 2, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
@@ -270,7 +290,8 @@ def sequence_kernel(
     tl.store(out + 11, s_weight)
     tl.store(out + 12, s_kept)
     tl.store(out + 13, s_odd)
-    tl.store(out + 14, largest.to(tl.float64))
+    tl.store(out + 14, s_outside)
+    tl.store(out + 15, largest.to(tl.float64))
 
 
 @triton.jit
@@ -280,7 +301,7 @@ def column(partials, rows, k, BLOCK: tl.constexpr):
     chains = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        chains += tl.load(partials + r * 15 + k, mask=r < rows, other=0.0)
+        chains += tl.load(partials + r * 16 + k, mask=r < rows, other=0.0)
     return tl.sum(chains, axis=0)
 
 
@@ -292,7 +313,7 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
     largest = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        largest = tl.maximum(largest, tl.load(partials + r * 15 + 14, mask=r < rows, other=0.0))
+        largest = tl.maximum(largest, tl.load(partials + r * 16 + 15, mask=r < rows, other=0.0))
     tokens = column(partials, rows, 1, BLOCK)
     sequences = column(partials, rows, 2, BLOCK)
     here = sequences
@@ -311,3 +332,4 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
     tl.store(values + 13, tokens.to(tl.float32))
     tl.store(values + 14, sequences.to(tl.float32))
     tl.store(values + 15, column(partials, rows, 13, BLOCK).to(tl.float32))
+    tl.store(values + 16, column(partials, rows, 14, BLOCK).to(tl.float32))

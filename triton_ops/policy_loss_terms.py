@@ -33,6 +33,12 @@ def difference(first, second, i, present):
 
 
 @triton.jit
+def in_support(logprobs, i, present):
+    """Of the tokens that are present those whose log-probability is not -inf."""
+    return present & (tl.load(logprobs + i, mask=present, other=0.0) != float("-inf"))
+
+
+@triton.jit
 def outside(x, low, high):
     """NaN is not."""
     return (x < low) | (x > high)

@@ -10,18 +10,20 @@ Tensors = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]  # the fir
 
 
 def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
-    """``select`` of these tensors, in the kernels of the backend that runs ``policy_loss`` if it has some.
+    """``select`` of these tensors, in the kernels of the backend that runs ``policy_loss`` if it has some;
+    without the tokens outside of their support.
 
     Raises:
         ValueError: the share is none.
     """
     if not 0 < pick.share <= 1:
         raise ValueError(f"cov_ratio must be in (0, 1], got {pick.share}")
+    logprobs, old, advantages, mask, offsets = tensors
+    mask = mask & ~(logprobs.isneginf() if old is None else logprobs.isneginf() | old.isneginf())
     if torch.compiler.is_compiling():  # which fuses what surrounds it
-        return select(*tensors, pick)
-    logprobs, _, advantages, mask, _ = tensors
+        return select(logprobs, old, advantages, mask, offsets, pick)
     impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
-    chosen: Tensor = getattr(impl, "select", select)(*tensors, pick)
+    chosen: Tensor = getattr(impl, "select", select)(logprobs, old, advantages, mask, offsets, pick)
     return chosen
 
 

@@ -234,10 +234,12 @@ def _forward(
             hidden, weight, target_ids, head, policy, algorithm, (needs[0], needs[1], needs[2])
         )
     if debug.enabled() and debug.may_read(stats[2]):
-        bad = ~stats[2].isfinite()
+        bad = ~(stats[2].isfinite() | stats[2].isneginf())  # which is outside of the support
         if bad.any():
             where = bad.nonzero()[0].tolist()
-            raise ValueError(f"hidden{where} must give a finite logprob, got {stats[2][tuple(where)].item()}")
+            raise ValueError(
+                f"hidden{where} must give a logprob that is a number, got {stats[2][tuple(where)].item()}"
+            )
     return stats
 
 

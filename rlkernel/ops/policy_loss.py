@@ -88,6 +88,9 @@ def policy_loss(
 
     The names that share a term differ in their paper's aggregation: ``policy_loss_preset`` has it.
 
+    A token with -inf for its log-probability, or its old one, is outside of its support: it adds nothing, but
+    counts as a token; so does the KL of one whose reference is -inf.  Metric "outside_support" counts them.
+
     The gradient of each token's term has the same bits whatever other sequences surround it (batch-invariant)
     and the loss the same bits in every run: sums run in a fixed order, without atomics.
 

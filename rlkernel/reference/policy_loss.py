@@ -102,6 +102,8 @@ def _total(
     # a token that the mask hides is replaced before it meets any arithmetic: 0 * inf is NaN
     advantages = torch.where(mask, advantages, 0)
     logp, old = torch.where(mask, logprobs, 0), torch.where(mask, old_logprobs, 0)
+    # and so is one outside of its support, which yet stays in every count
+    inside = mask & ~(logp.isneginf() | old.isneginf())
     weight, log_weight, kept = torch.ones_like(old), torch.zeros_like(old), torch.ones_like(mask)
     if rule.correction:
         assert rollout_logprobs is not None
@@ -111,9 +113,10 @@ def _total(
             rows, logp.detach(), old, rollout, advantages, stale, mask, rule
         )
         if rule.shrink:
-            mask = mask & kept
-            logp, old = torch.where(mask, logp, 0), torch.where(mask, old, 0)
-            advantages = torch.where(mask, advantages, 0)
+            mask, inside = mask & kept, inside & kept
+        weight = torch.where(kept, weight, 0)
+    logp, old = torch.where(inside, logprobs, 0), torch.where(inside, old_logprobs, 0)
+    advantages = torch.where(inside, advantages, 0)
     difference = logp - old
 
     level, term = LEVELS[rule.level], POLICY_TERMS[rule.term]
@@ -127,7 +130,7 @@ def _total(
     if level != "token":
         mean = rows.spread(rows.mean(log_ratio, mask))
         log_ratio = mean if level == "sequence" else log_ratio - log_ratio.detach() + mean.detach()
-    ratio = log_ratio.clamp(-rule.log_clip, rule.log_clip).exp()
+    ratio = _Exp.apply(log_ratio.clamp(-rule.log_clip, rule.log_clip))
 
     if term == "vespo":
         loss = _vespo(rows, rule, difference, advantages, logp, log_weight, mask)
@@ -142,25 +145,27 @@ def _total(
         far = far + selected
     if rule.correction:
         loss = torch.where(kept, loss * weight, 0)
-    kl = torch.zeros_like(logp)
+    kl, referred = torch.zeros_like(logp), inside
     if rule.kl:
         assert ref_logprobs is not None
-        weight_of_kl = _kl_weight(rule, ratio, logp, old, mask, rollout_logprobs)
-        kl = _kl(rule, logp - torch.where(mask, ref_logprobs, 0), weight_of_kl)
+        referred = inside & ~ref_logprobs.isneginf()
+        weight_of_kl = _kl_weight(rule, ratio, logp, old, inside, rollout_logprobs)
+        to_reference = torch.where(referred, logp - torch.where(referred, ref_logprobs, 0), 0)
+        kl = _kl(rule, to_reference, torch.where(referred, weight_of_kl, 0))
         loss = loss + rule.beta * kl
     bonus = torch.zeros_like(logp)
     if entropy is not None:
-        bonus = torch.where(mask, entropy, 0)
+        bonus = torch.where(inside, entropy, 0)
         loss = loss - rule.entropy_coef * bonus
-    loss = torch.where(mask, loss, 0)
+    loss = torch.where(inside, loss, 0)
     by_row = rows.sum(loss)
     if SUMS[rule.aggregation] == "sequence_means":
         by_row = rows.mean(loss, mask) if token_counts is None else by_row / token_counts.clamp(min=1)
 
     tokens = mask.sum().to(logp.dtype)
 
-    def mean_of(x: Tensor) -> Tensor:
-        return torch.where(mask, x, 0).sum() / tokens.clamp(min=1)
+    def mean_of(x: Tensor, where: Tensor = inside) -> Tensor:
+        return torch.where(where, x, 0).sum() / tokens.clamp(min=1)
 
     with torch.no_grad():
         metrics = {
@@ -170,16 +175,32 @@ def _total(
             "approx_kl_k1": mean_of(-difference),
             "approx_kl_k3": mean_of(difference.expm1() - difference),
             "ratio_mean": mean_of(ratio),
-            "ratio_max": torch.cat([torch.where(mask, ratio, 0).reshape(-1), ratio.new_zeros(1)]).max(),
+            "ratio_max": torch.cat([torch.where(inside, ratio, 0).reshape(-1), ratio.new_zeros(1)]).max(),
             "entropy": mean_of(bonus),
-            "kl_to_reference": mean_of(kl),
-            "correction_weight_mean": mean_of(torch.where(kept, weight, 0)),
-            "correction_kept": mean_of(kept.to(logp.dtype)),
+            "kl_to_reference": mean_of(kl, referred),
+            "correction_weight_mean": mean_of(weight, mask & kept),
+            "correction_kept": mean_of(kept.to(logp.dtype), mask),
             "tokens": tokens,
             "sequences": (rows.sum(mask.to(logp.dtype)) > 0).sum().to(logp.dtype),
             "not_finite": (~loss.isfinite()).sum().to(logp.dtype),
+            "outside_support": (mask & ~referred).sum().to(logp.dtype),
         }
     return by_row.sum(), metrics
+
+
+class _Exp(torch.autograd.Function):
+    """exp, whose derivative is 0 where nothing comes back through it, also where it is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (y,) = ctx.saved_tensors
+        return torch.where(grad == 0, 0, grad * y)
 
 
 def _clipped(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
@@ -329,7 +350,9 @@ def _correction(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weight, its logarithm as vespo takes it, and which tokens are kept."""
     level, mode = CORRECTION_LEVELS[rule.correction], CORRECTION_MODES[rule.verdict]
-    scored = ~rollout.isnan()  # else the engine had no logprob for the token
+    # else the engine had no logprob for the token, or the old policy does not know it
+    scored = ~(rollout.isnan() | rollout.isneginf() | old.isneginf())
+    known = scored & ~logp.isneginf()
     d = torch.where(scored, old - rollout, 0)
     log_weight = d if level == "token" else torch.zeros_like(d)
     if level in ("sequence", "geometric"):
@@ -366,11 +389,11 @@ def _correction(
             rejected |= value < getattr(rule, f"{name}_{k}_low", -torch.inf)
     kept = kept & ~rows.spread(rejected)
     if rule.off_policy_high < torch.inf:
-        drifted = rows.spread(rows.mean(torch.where(mask & scored, rollout - logp, 0), mask))
+        drifted = rows.spread(rows.mean(torch.where(mask & known, rollout - logp, 0), mask))
         kept = kept & ~((advantages < 0) & (drifted > rule.off_policy_high))
     if rule.sign_mask:
         low, high = _moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantages, logp, rollout)
-        kept = kept & ~(scored & (low | high))
+        kept = kept & ~(known & (low | high))
     if staleness is not None:
         kept = kept & ~(staleness > rule.max_staleness)
     return weight, log_weight, kept

@@ -46,10 +46,10 @@ constexpr float kLogTiny = -18.420681f;  // log(1e-8), the least that vespo take
 // Sums of one sequence, doubles.
 enum Sum : int {
   kLoss, kTokens, kSequences, kClippedLow, kClippedHigh, kClippedFar, kMinusLogRatio, kK3, kRatio, kEntropy, kKl, kWeight,
-  kKept, kNotFinite, kSums
+  kKept, kNotFinite, kOutside, kSums
 };
 constexpr int kPartials = kSums + 1;  // and the largest ratio
-constexpr int kValues = 16;           // loss, scale, then the metrics in the order of rlkernel/types.py
+constexpr int kValues = 17;           // loss, scale, then the metrics in the order of rlkernel/types.py
 
 struct PolicyLoss {
   const float *logprobs, *old_logprobs, *advantages;

@@ -21,11 +21,17 @@ struct RolloutDrift {
   bool rejected = false, drifted = false;
   float mean = 1;  // of the weights of the batch
 
-  // d = log(old / rollout); 0 where the engine had no logprob for the token.
+  // Whether the engine had a logprob for the token, which the old policy knows.
+  template <class At>
+  RLKERNEL_INLINE M scored(At at, M present) const {
+    const F rollout = at.load(p.rollout_logprobs);
+    return both<M>(present, both<M>(both<M>(rollout == rollout, in_support(rollout)), in_support(at.load(p.old_logprobs))));
+  }
+
+  // d = log(old / rollout); 0 where it has none.
   template <class At>
   RLKERNEL_INLINE F drift(At at, M present) const {
-    const F rollout = at.load(p.rollout_logprobs);
-    return keep(both<M>(present, rollout == rollout), at.load(p.old_logprobs) - rollout);
+    return keep(scored(at, present), at.load(p.old_logprobs) - at.load(p.rollout_logprobs));
   }
 
   // What the whole sequence decides.
@@ -47,8 +53,9 @@ struct RolloutDrift {
       if (k2) sums.add(kK2, x * x * 0.5f);
       if (k3) sums.add(kK3, exp_of(x).minus_one - x);
       if (off_policy) {
-        const F rollout = at.load(p.rollout_logprobs);
-        sums.add(kOffPolicy, keep(both<M>(present, rollout == rollout), rollout - at.load(p.logprobs)));
+        const F logprob = at.load(p.logprobs);
+        const M known = both<M>(scored(at, present), in_support(logprob));
+        sums.add(kOffPolicy, keep(known, at.load(p.rollout_logprobs) - logprob));
       }
       least = (present & (d < least)) ? d : least;
       most = (present & (d > most)) ? d : most;
@@ -100,10 +107,10 @@ struct RolloutDrift {
     if (rejected) w.kept = zero > zero;
     if (drifted) w.kept = w.kept & not_(advantage < zero);
     if (rule.sign_mask != Divergence::none) {
-      const F rollout = at.load(p.rollout_logprobs);
-      const M scored = both<M>(present, rollout == rollout);
-      const Moved<F> moved = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantage,
-                                           keep(scored, at.load(p.logprobs)), keep(scored, rollout));
+      const F logprob = at.load(p.logprobs);
+      const M known = both<M>(scored(at, present), in_support(logprob));
+      const Moved<F> moved = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantage, keep(known, logprob),
+                                           keep(known, at.load(p.rollout_logprobs)));
       w.kept = w.kept & not_(either(moved.low, moved.high));
     }
     return w;

@@ -42,6 +42,10 @@ RLKERNEL_INLINE F clamped(F x, float low, float high) { return larger(spread<F>(
 template <class F>
 RLKERNEL_INLINE MaskOf<F> outside(F x, float low, float high) { return (x < low) | (x > high); }  // NaN is not
 
+// Whether a log-probability is not -inf; NaN is not.
+template <class F>
+RLKERNEL_INLINE MaskOf<F> in_support(F logprob) { return logprob != spread<F>(-__builtin_huge_valf()); }
+
 template <class F>
 struct Exp {
   F exp, minus_one;  // exp(x) and exp(x) - 1, which keeps its digits as x -> 0

@@ -41,14 +41,19 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
   const auto advantage_of = [&](auto at, M present) -> F {
     return keep(present, p.advantage_per_token ? at.load(p.advantages) : of_row);
   };
-  const auto difference = [&](auto at, M present) -> F {
+  const auto difference = [&](auto at, M inside) -> F {
     if (p.old_logprobs == nullptr) return zero;
-    return keep(present, at.load(p.logprobs) - at.load(p.old_logprobs));
+    return keep(inside, at.load(p.logprobs) - at.load(p.old_logprobs));
   };
   const auto used = [&](auto at) -> M {
     const M present = at.mask(p.mask);
     if (!shrink) return present;
     return both<M>(present, rollout.weigh(at, present, advantage_of(at, present)).kept);
+  };
+  // A token outside of its support adds nothing, but counts: so the counts are known before the logprobs.
+  const auto supported = [&](auto at, M present) -> M {
+    const M inside = both<M>(present, in_support(at.load(p.logprobs)));
+    return p.old_logprobs == nullptr ? inside : both<M>(inside, in_support(at.load(p.old_logprobs)));
   };
 
   double tokens = 0, moved = 0, count = 0, mean = 0, log_w = 0;
@@ -58,9 +63,10 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       const M present = used(at);
       sums.add(0, keep(present, one));
       if (!whole && !vespo) return;
-      const F d = difference(at, present);
+      const M inside = supported(at, present);
+      const F d = difference(at, inside);
       if (kPlain || rule.term != Term::gmpo) sums.add(1, d);
-      else sums.add(1, log_ratio(rule, d, advantage_of(at, present)).value);
+      else sums.add(1, log_ratio(rule, d, advantage_of(at, inside)).value);
       if (vespo) sums.add(2, clamped(d, -20.0f, 20.0f));
     });
     team.finish(sums);
@@ -95,10 +101,10 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
   constexpr int kChain = kSums;
   F largest = zero;
   team.each(sums, [&](auto at) {
-    const M present = used(at);
-    x.advantage = advantage_of(at, present);
-    x.logprob = keep(present, at.load(p.logprobs));
-    x.old_logprob = p.old_logprobs == nullptr ? x.logprob : keep(present, at.load(p.old_logprobs));
+    const M present = used(at), inside = supported(at, present);
+    x.advantage = advantage_of(at, inside);
+    x.logprob = keep(inside, at.load(p.logprobs));
+    x.old_logprob = p.old_logprobs == nullptr ? x.logprob : keep(inside, at.load(p.old_logprobs));
     const F d = x.logprob - x.old_logprob;
     const Exp<F> e = exp_of(d);
     M passes = d == d;
@@ -109,56 +115,61 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       if (!whole && (rule.term == Term::gmpo || rule.log_clip < __builtin_huge_valf())) x.ratio = exp_of(held.value).exp;
     }
     Term_<F> t = kPlain ? clipped_term(rule, x) : term(rule, x);
-    if (!kPlain && p.selected != nullptr) apply_selection(rule, t, both<M>(present, at.mask(p.selected)), d);
+    if (!kPlain && p.selected != nullptr) apply_selection(rule, t, both<M>(inside, at.mask(p.selected)), d);
     if (corrected) {
-      const Weighing<F> w = rollout.weigh(at, present, x.advantage);
+      const Weighing<F> w = rollout.weigh(at, present, advantage_of(at, present));
       t.value = keep(w.kept, t.value * w.weight);
       t.direct = keep(w.kept, t.direct * w.weight);
       t.chain = keep(w.kept, t.chain * w.weight);
       sums.add(kWeight, keep(both(present, w.kept), w.weight));
       sums.add(kKept, keep(both(present, w.kept), one));
     }
+    M referred = inside;
     if (!kPlain && rule.kl != Kl::none) {
+      const F reference = at.load(p.ref_logprobs);
+      referred = both<M>(inside, in_support(reference));
       F weight = one;
       if (rule.kl_weight == KlWeight::ratio) weight = x.ratio;
       if (rule.kl_weight == KlWeight::token) weight = e.exp;
       if (rule.kl_weight == KlWeight::rollout) {
         weight = exp_of(x.logprob - at.load(p.rollout_logprobs)).exp;
-        weight = keep(both<M>(present, weight - weight == zero), weight);
+        weight = keep(weight - weight == zero, weight);
       }
-      const WeighedKl<F> kl = kl_to_reference(rule, keep(present, x.logprob - at.load(p.ref_logprobs)), weight);
+      weight = keep(referred, weight);
+      const WeighedKl<F> kl = kl_to_reference(rule, keep(referred, x.logprob - reference), weight);
       t.value += rule.beta * kl.value;
       t.direct += rule.beta * kl.slope;
       if (rule.kl_weight == KlWeight::ratio) t.chain += rule.beta * kl.through * weight;
       else if (rule.kl_weight != KlWeight::none) t.direct += rule.beta * kl.through * weight;
-      sums.add(kKl, keep(present, kl.value));
+      sums.add(kKl, keep(referred, kl.value));
     }
     if (!kPlain && p.entropy != nullptr) {
-      const F entropy = keep(present, at.load(p.entropy));
+      const F entropy = keep(inside, at.load(p.entropy));
       t.value -= rule.entropy_coef * entropy;
       sums.add(kEntropy, entropy);
-      if (p.grad_entropy != nullptr) at.store(p.grad_entropy, keep(present, spread<F>(-rule.entropy_coef * share)));
+      if (p.grad_entropy != nullptr) at.store(p.grad_entropy, keep(inside, spread<F>(-rule.entropy_coef * share)));
     }
     if (rule.level == Level::sequence) {
-      sums.add(kChain, keep(present, t.chain));
-      if (!kPlain) at.store(p.grad_logprobs, keep(present, t.direct * share));
+      sums.add(kChain, keep(inside, t.chain));
+      if (!kPlain) at.store(p.grad_logprobs, keep(inside, t.direct * share));
     } else {
       const bool open = !whole || of_sequence.passes;
       const F own = kPlain ? t.chain : open ? keep(passes, t.chain) : zero;
-      at.store(p.grad_logprobs, keep(present, (t.direct + own) * share));
+      at.store(p.grad_logprobs, keep(inside, (t.direct + own) * share));
     }
-    sums.add(kLoss, keep(present, t.value * share));
+    sums.add(kLoss, keep(inside, t.value * share));
     if (!(kPlain && whole)) {
       sums.add(kTokens, keep(present, one));
       sums.add(kMinusLogRatio, -d);
-      largest = larger(keep(present, x.ratio), largest);
+      largest = larger(keep(inside, x.ratio), largest);
     }
-    sums.add(kClippedLow, keep(both(present, t.low), one));
-    sums.add(kClippedHigh, keep(both(present, t.high), one));
-    sums.add(kClippedFar, keep(both(present, t.far), one));
+    sums.add(kClippedLow, keep(both(inside, t.low), one));
+    sums.add(kClippedHigh, keep(both(inside, t.high), one));
+    sums.add(kClippedFar, keep(both(inside, t.far), one));
     sums.add(kK3, e.minus_one - d);
-    sums.add(kRatio, keep(present, x.ratio));
-    sums.add(kNotFinite, keep(not_<M>(t.value - t.value == zero), one));
+    sums.add(kRatio, keep(inside, x.ratio));
+    sums.add(kNotFinite, keep(both<M>(inside, not_<M>(t.value - t.value == zero)), one));
+    sums.add(kOutside, keep(both<M>(present, not_<M>(referred)), one));
   });
   team.finish(sums);
 
@@ -167,12 +178,12 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
     const F part = spread<F>(of_sequence.passes ? chain : 0.0f);
     typename Team::template Sums<1> none;
     team.each(none, [&](auto at) {
-      const M present = used(at);
-      if (kPlain) return at.store(p.grad_logprobs, keep(present, part));
+      const M inside = supported(at, used(at));
+      if (kPlain) return at.store(p.grad_logprobs, keep(inside, part));
       F own = part;
       if (rule.term == Term::gmpo)
-        own = keep(log_ratio(rule, difference(at, present), advantage_of(at, present)).passes, part);
-      at.store(p.grad_logprobs, keep(present, at.load(p.grad_logprobs) + own));
+        own = keep(log_ratio(rule, difference(at, inside), advantage_of(at, inside)).passes, part);
+      at.store(p.grad_logprobs, keep(inside, at.load(p.grad_logprobs) + own));
     });
   }
   if (kPlain && whole && tokens > 0) largest = larger(x.ratio, largest);
@@ -205,6 +216,7 @@ RLKERNEL_INLINE void policy_loss_values(const PolicyLossRule& rule, const double
   values[13] = static_cast<float>(sums[kTokens]);
   values[14] = static_cast<float>(sums[kSequences]);
   values[15] = static_cast<float>(sums[kNotFinite]);
+  values[16] = static_cast<float>(sums[kOutside]);
 }
 
 }  // namespace RLKERNEL_SPACE
