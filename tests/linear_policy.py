@@ -118,7 +118,8 @@ def check_against_fp64(backend, inputs, needs=(True, True, True), **options):
     ours, grads = run(backend, inputs, needs, **options, algorithm=algorithm)
     # sums cancel: their digits are those of their terms
     terms = 8 * max(1.0, inputs["advantages"].abs().amax().item())
-    beside = {"metrics": max(terms, _magnified(inputs, truth.logprobs.detach()))}
+    logprobs = truth.logprobs.detach().nan_to_num(neginf=0.0)
+    beside = {"metrics": max(terms, _magnified(inputs, logprobs))}
     for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
         if a is not None:
             assert a.dtype == torch.float32
@@ -127,7 +128,7 @@ def check_against_fp64(backend, inputs, needs=(True, True, True), **options):
     for name, a, b, c in zip(wanted, grads, torch_grads, true_grads, strict=True):
         assert a.dtype == inputs[name].dtype
         # relative to a ratio, its error is that of the log-probability in fp32
-        relative = 2 + (truth.logprobs.abs().max().item() if a.dtype == torch.float32 else 0)
+        relative = 2 + (logprobs.abs().max().item() if a.dtype == torch.float32 else 0)
         check(f"grad of {name}", a, b, c, magnitude=relative * c.abs().max().item())
 
 
@@ -137,8 +138,9 @@ def _magnified(inputs, logprobs):
     The other one's may be far away: exp(2.6) turns the rounding of a log-probability of 8 into that of 108.
     """
     kept = inputs["mask"] != 0
-    others = [inputs[name] for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs") if name in inputs]
-    gaps = [(other.double() - logprobs).abs()[kept] for other in others if bool(kept.any())]
+    others = [inputs.get(name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")]
+    gaps = [(x.double() - logprobs).abs()[kept & ~x.isneginf()] for x in others if x is not None]
+    gaps = [gap for gap in gaps if gap.numel()]
     return logprobs.abs().max().item() * max((gap.exp().max().item() for gap in gaps), default=1.0)
 
 

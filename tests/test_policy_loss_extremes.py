@@ -117,7 +117,7 @@ def test_a_reference_or_an_engine_without_support(backend, device):
 BOUNDED = ("grpo", "cispo", "cispo_cap", "sapo", "gmpo", "dppo_tv", "clip_cov")
 
 
-@pytest.mark.parametrize("old", [-100.0, -1e4, -torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("old", [-100.0, -torch.finfo(torch.float32).max])
 @pytest.mark.parametrize("loss_type", BOUNDED)
 @ON_EVERY_BACKEND
 def test_a_ratio_that_overflows_has_a_gradient(backend, device, loss_type, old):

@@ -14,10 +14,11 @@ class RolloutCorrection(NamedTuple):
     """A weight for each token against the drift between the rollout engine and the trainer's old policy, and
     what is rejected.  Neither has a gradient.
 
-    With ``d = old_logprobs - rollout_logprobs``, 0 where ``rollout_logprobs`` is NaN or -inf or the old one -inf, the ratio is ``exp(d)``
-    of the token (``level`` "token"), ``exp(sum of d)`` of its sequence ("sequence"), ``exp(mean of d)``
-    ("geometric") or 1 ("none").  ``mode`` "truncate" clamps it to [low, high]; "mask" makes it 0 outside of
-    them (MIS, IcePop); "reject" rejects outside of them, and the weight is 1.
+    With ``d = old_logprobs - rollout_logprobs``, 0 where ``rollout_logprobs`` is NaN or -inf or the old
+    one is -inf, the ratio is ``exp(d)`` of the token (``level`` "token"), ``exp(sum of d)`` of its sequence
+    ("sequence"), ``exp(mean of d)`` ("geometric") or 1 ("none").  ``mode`` "truncate" clamps it to [low,
+    high]; "mask" makes it 0 outside of them (MIS, IcePop); "reject" rejects outside of them, and the weight
+    is 1.
 
     ``reject``: any of ``(name, low, high)`` for a ratio, ``(name, high)`` for a divergence; all must hold.
 
