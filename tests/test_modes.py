@@ -1,5 +1,7 @@
 """A mode of torch that is not entered changes nothing; where it would, it is entered."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,11 +12,13 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
+        ctx.calls = 0
         return x * x
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("square")
     def backward(ctx, grad):
+        ctx.calls += 1
         return 2 * ctx.saved_tensors[0] * grad
 
 
@@ -22,9 +26,19 @@ def test_a_second_derivative_is_refused():
     x = torch.tensor(3.0, requires_grad=True)
     (once,) = torch.autograd.grad(_Square.apply(x), x)
     assert once == 6 and not once.requires_grad
-    (recorded,) = torch.autograd.grad(_Square.apply(x) * x, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    y = _Square.apply(x)
+    (recorded,) = torch.autograd.grad(y, x, create_graph=True)
+    assert recorded == 6 and y.grad_fn.calls == 1  # what backward leaves on its context stays there
+    with pytest.raises(RuntimeError, match="square has no second derivative"):
         recorded.backward()
+
+
+def test_no_gradient_at_all_is_no_gradient():
+    """An output that nothing depends on, where autograd does not make zeros for it."""
+    assert once_differentiable("square")(None)(SimpleNamespace(needs_input_grad=(True, False)), None) == (
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("on", [False, True])

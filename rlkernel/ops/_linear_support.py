@@ -64,7 +64,7 @@ class _LinearLogprob(torch.autograd.Function):
         return _merged(of_whole, stats, target_ids, support, head.ignore_index)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("linear_logprob")
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         if all(g is None for g in grads):
             return (None,) * 10
@@ -251,6 +251,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable("linear_logprob")
 def _autograd(ctx: Any, grads: list[Tensor | None]):  # type: ignore[no-untyped-def]
     hidden, weight, bias, target_ids, temperatures, ids, offsets, *saved = ctx.saved_tensors
     grad_logprobs, grad_entropy, grad_lse, *_ = grads

@@ -52,7 +52,7 @@ class _Logprob(torch.autograd.Function):
         return stats[:3]
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("logprob")
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         if ctx.overwritten:
             raise RuntimeError(
@@ -188,6 +188,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable("logprob")
 def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
     logits, target_ids, temperatures, ids, offsets, *stats = ctx.saved_tensors
     if not ctx.return_entropy:

@@ -255,7 +255,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs, entropy, lse, *more
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("linear_logprob")
     def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
         grads = grads[:3]
         if all(g is None for g in grads):
@@ -429,6 +429,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable("linear_logprob")
 def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
     *inputs, entropy, row_max, log_sum, direction = ctx.saved_tensors
     upstream = grad_logprobs, grad_entropy if ctx.return_entropy else None, grad_lse

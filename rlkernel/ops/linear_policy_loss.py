@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
-from rlkernel.ops._modes import once_differentiable, without_autocast
+from rlkernel.ops._modes import anchor, once_differentiable, without_autocast
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
@@ -175,7 +175,7 @@ def linear_policy_loss(
     else:
         outputs = _LinearPolicyLoss.apply(
             flat, weight, bias, ids, head, tensors, rule, items, reach, return_entropy, algorithm, needs
-        )
+        )[:4]
     loss, metrics, logprobs, entropy = outputs
     has_entropy = return_entropy or rule.entropy_coef != 0
     return LinearPolicyLossOutput(
@@ -264,18 +264,21 @@ class _LinearPolicyLoss(torch.autograd.Function):
             hidden, weight, target_ids, head, tensors, rule, items, reach, return_entropy, algorithm, needs
         )
         loss, metrics, logprobs, entropy, *grads = stats
-        ctx.save_for_backward(*grads)
+        graph = anchor(loss)
+        ctx.save_for_backward(*grads, graph)
+        ctx.set_materialize_grads(False)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(*(x for x in (metrics, logprobs, entropy) if x is not None))
-        return loss, metrics, logprobs, entropy
+        return loss, metrics, logprobs, entropy, graph
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("linear_policy_loss")
     def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
         on_cpu = grad_loss.device.type == "cpu"  # elsewhere a look at it would synchronise
         factor = None if on_cpu and grad_loss == 1 else grad_loss
         times = functools.partial(_times, factor, own=not _graph_is_kept())
-        return *map(times, ctx.saved_tensors, ctx.dtypes), *(None,) * 9
+        *grads, _ = ctx.saved_tensors
+        return *map(times, grads, ctx.dtypes), *(None,) * 9
 
 
 def _graph_is_kept() -> bool:
@@ -351,17 +354,18 @@ def _op_fake(hidden, weight, bias, target_ids, *rest):  # type: ignore[no-untype
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[4:])
+    ctx.save_for_backward(*output[4:], *inputs[:3])
     ctx.mark_non_differentiable(*output[1:])
     tensors, ctx.needs = inputs[-7], inputs[-1]
     # autograd takes a list apart where it holds tensors alone, and wants as many gradients
     ctx.tensors = None if any(x is None for x in tensors) else [None] * len(tensors)
 
 
+@once_differentiable("linear_policy_loss")
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
     grads = (
         (g * grad_loss).to(g.dtype) if need else None
-        for g, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+        for g, need in zip(ctx.saved_tensors[:3], ctx.needs, strict=True)
     )
     return *grads, *(None,) * 7, ctx.tensors, *(None,) * 6
 

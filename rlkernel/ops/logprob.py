@@ -145,7 +145,7 @@ class _Logprob(torch.autograd.Function):
         return logprobs, entropy, lse
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("logprob")
     def backward(ctx: Any, grad_logprobs, grad_entropy, grad_lse):  # type: ignore[no-untyped-def]
         if ctx.overwritten:
             raise RuntimeError(
@@ -264,6 +264,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable("logprob")
 def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
     logits, target_ids, temperatures, entropy, row_max, log_sum = ctx.saved_tensors
     if not ctx.return_entropy:

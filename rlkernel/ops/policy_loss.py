@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _covariance, _policy_rule, _validate
-from rlkernel.ops._modes import once_differentiable
+from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
@@ -184,7 +184,7 @@ def policy_loss(
         numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
         loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, *numbers)
     else:
-        loss, metrics = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
+        loss, metrics, _ = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
     if items is not None:
         loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
     return PolicyLossOutput(loss, metrics)
@@ -231,14 +231,16 @@ class _PolicyLoss(torch.autograd.Function):
         values, grad, grad_entropy = _forward(*arguments)
         # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
         loss, metrics = values[0].data, values[2:].data
-        ctx.save_for_backward(values, grad, grad_entropy)
+        graph = anchor(values)
+        ctx.save_for_backward(values, grad, grad_entropy, graph)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(metrics)
-        return loss, metrics
+        return loss, metrics, graph
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
-        values, grad, grad_entropy = ctx.saved_tensors
+    @once_differentiable("policy_loss")
+    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
+        values, grad, grad_entropy, _ = ctx.saved_tensors
         return *_grads(ctx, grad_loss * values[1], grad, grad_entropy), None, None
 
 
@@ -295,12 +297,13 @@ def _op_fake(logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, metrics, scale, grad, grad_entropy = output
-    ctx.save_for_backward(scale, grad, grad_entropy)
+    ctx.save_for_backward(scale, grad, grad_entropy, *inputs[:2])
     ctx.mark_non_differentiable(metrics, scale, grad, grad_entropy)
 
 
+@once_differentiable("policy_loss")
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    scale, grad, grad_entropy = ctx.saved_tensors
+    scale, grad, grad_entropy, *_ = ctx.saved_tensors
     return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 11
 
 

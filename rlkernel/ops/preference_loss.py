@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _preference_inputs, _preference_rule, _validate
-from rlkernel.ops._modes import once_differentiable
+from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
@@ -162,7 +162,7 @@ def preference_loss(
     if torch.compiler.is_compiling():
         loss, metrics, rewards, logps, _, _, delta = _op(logprobs, *constants, *_flat(rule))
     else:
-        loss, metrics, rewards, logps, delta = _PreferenceLoss.apply(logprobs, constants, rule)
+        loss, metrics, rewards, logps, delta, _ = _PreferenceLoss.apply(logprobs, constants, rule)
     delta = None if running_delta is None else delta
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
@@ -233,15 +233,18 @@ class _PreferenceLoss(torch.autograd.Function):
         ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
         arguments = (ctx.impl, logprobs, *constants, rule)
         loss, metrics, rewards, logps, stats, slopes, delta = _forward(*arguments)
-        ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens)
+        graph = anchor(loss)
+        ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens, graph)
+        ctx.set_materialize_grads(False)
         ctx.ld_alpha = rule.ld_alpha
         ctx.mark_non_differentiable(metrics, rewards, logps, *(() if delta is None else (delta,)))
-        return loss, metrics, rewards, logps, delta
+        return loss, metrics, rewards, logps, delta, graph
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("preference_loss")
     def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        return ctx.impl.backward(grad_loss.contiguous(), *ctx.saved_tensors, ctx.ld_alpha), None, None
+        *saved, _ = ctx.saved_tensors
+        return ctx.impl.backward(grad_loss.contiguous(), *saved, ctx.ld_alpha), None, None
 
 
 # Under torch.compile the op is one opaque node.  A rule crosses that boundary as integers and numbers.
@@ -318,13 +321,15 @@ def _op_backward_fake(grad_loss, slopes, stats, mask, *rest):  # type: ignore[no
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     mask, nll_mask, cu_seqlens, labels = inputs[2], inputs[3], inputs[5], inputs[6]
-    ctx.save_for_backward(output[5], output[4], mask, nll_mask, labels, cu_seqlens)
+    ctx.save_for_backward(output[5], output[4], mask, nll_mask, labels, cu_seqlens, inputs[0])
     ctx.ld_alpha = _rule(inputs[-2], inputs[-1]).ld_alpha
     ctx.mark_non_differentiable(*output[1:])
 
 
+@once_differentiable("preference_loss")
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    return _op_backward(grad_loss, *ctx.saved_tensors, ctx.ld_alpha), *(None,) * 12
+    *saved, _ = ctx.saved_tensors
+    return _op_backward(grad_loss, *saved, ctx.ld_alpha), *(None,) * 12
 
 
 _op.register_autograd(_autograd, setup_context=_setup_context)

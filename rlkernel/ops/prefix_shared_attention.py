@@ -165,7 +165,7 @@ class _PrefixSharedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("prefix_shared_attention")
     def backward(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grads: tuple[Tensor | None, ...] = (None, None, None)
@@ -235,6 +235,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(output[1])
 
 
+@once_differentiable("prefix_shared_attention")
 def _autograd(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
     q, k, v, sinks, out, lse, segments = ctx.saved_tensors
     grads = _op_backward(grad_out, q, k, v, sinks, out, lse, segments, *ctx.rule)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
-from rlkernel.ops._modes import once_differentiable
+from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed
@@ -108,11 +108,9 @@ def value_loss(
         return ValueLossOutput(total, metrics)
     aggregation = Aggregation(UNITS[loss_agg_mode], items, factor)
     need_slope = torch.is_grad_enabled() and values.requires_grad
-    return ValueLossOutput(
-        *_ValueLoss.apply(
-            values, (returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope)
-        )
-    )
+    constants = returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope
+    total, metrics, _ = _ValueLoss.apply(values, constants)
+    return ValueLossOutput(total, metrics)
 
 
 def _check_tensors(
@@ -252,15 +250,17 @@ class _ValueLoss(torch.autograd.Function):
         # backward runs on the same backend, also on another thread or after the block that forced it
         ctx.impl = dispatch.pick("value_loss", values, constants[0])
         loss, metrics, slope, scale = _forward(ctx.impl, values, *constants)
-        ctx.save_for_backward(slope, scale, constants[-2])
+        graph = anchor(scale)
+        ctx.save_for_backward(slope, scale, constants[-2], graph)
         ctx.dtype = values.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(metrics)
-        return loss, metrics
+        return loss, metrics, graph
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss, _):  # type: ignore[no-untyped-def]
-        slope, scale, cu_seqlens = ctx.saved_tensors
+    @once_differentiable("value_loss")
+    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
+        slope, scale, cu_seqlens, _ = ctx.saved_tensors
         return ctx.impl.backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype), None
 
 
@@ -315,13 +315,14 @@ def _op_backward_fake(grad_loss, slope, scale, cu_seqlens, dtype):  # type: igno
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, metrics, slope, scale = output
-    ctx.save_for_backward(slope, scale, inputs[4])
+    ctx.save_for_backward(slope, scale, inputs[4], inputs[0])
     ctx.dtype = inputs[0].dtype
     ctx.mark_non_differentiable(metrics, slope, scale)
 
 
+@once_differentiable("value_loss")
 def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    slope, scale, cu_seqlens = ctx.saved_tensors
+    slope, scale, cu_seqlens, _ = ctx.saved_tensors
     grad = _op_backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype)
     return grad, *(None,) * 10
 
