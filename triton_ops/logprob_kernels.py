@@ -86,7 +86,8 @@ def transform(x, bias, offsets, mask, logit_scale, softcap):
 @triton.jit
 def shift_from(old, new, c):
     """log2 of the factor of a sum whose maximum grows from ``old`` to ``new``; 0 for an empty sum (-inf)."""
-    return tl.where(old == float("-inf"), 0.0, (old - new) * c)
+    shift = tl.maximum((old - new) * c, -150.0)  # 2**-150 is 0 in fp32, 0 * -inf would be NaN
+    return tl.where(old == float("-inf"), 0.0, shift)
 
 
 @triton.jit

@@ -181,7 +181,7 @@ void fill(Out* out, int64_t count, float value) {
   store_part(out + whole, x, static_cast<int>(count - whole));
 }
 
-// out_i = exp(d / T) * (constant + linear * d) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at
+// out_i = exp(d / T) * (constant + linear * d / T) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at
 // `target`, a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
 struct Weights {
   float row_max;
@@ -196,12 +196,13 @@ void weigh(const Row<In, kMapped>& source, Out* out, int64_t vocab, Weights weig
   const ScaledExp exp(weights.temperature);
   const Floats max_y = broadcast(weights.row_max);
   const Floats c0 = broadcast(static_cast<float>(weights.constant)), c1 = broadcast(static_cast<float>(weights.linear));
+  const Floats inverse = broadcast(static_cast<float>(1 / weights.temperature));  // linear / T overflows before d / T does
   const int64_t target = weights.target;
   if constexpr (kMapped)  // now: out may be the logits
     if (target >= 0) weights.at_target *= row.part(target, 1).slope[0];
   const auto value = [&](const typename Row<In, kMapped>::Value& v) {
     const Floats d = exp.cut(v.y - max_y);
-    const Floats result = exp(d) * fma(d, c1, c0);
+    const Floats result = exp(d) * fma(d * inverse, c1, c0);
     if constexpr (kMapped) return result * v.slope;
     return result;
   };
@@ -272,7 +273,7 @@ void backward_row(const LogprobBackward& b, int64_t r, bool streams) {
   // p * (g_lse - g_logprob - g_entropy * (log p + H)) / T, with log p = d / T - log_sum and p = exp(d / T) / exp(log_sum)
   const double inverse_sum = std::exp(-log_sum) * scale;
   const double constant = (grad_lse - grad_logprob - grad_entropy * (entropy - log_sum)) * inverse_sum;
-  const double linear = -grad_entropy / temperature * inverse_sum;
+  const double linear = -grad_entropy * inverse_sum;
   int64_t target = tile.target_ids[r] - tile.vocab_start;
   double at_target = 0;
   if (target >= 0 && target < tile.vocab) {

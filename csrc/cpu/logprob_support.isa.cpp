@@ -132,7 +132,7 @@ void backward_row(const LogprobSupportBackward& b, int64_t r) {
   // p * (g_lse - g_logprob - g_entropy * (log p + H)) / T, with log p = d / T - log_sum and p = exp(d / T) / exp(log_sum)
   const double inverse_sum = std::exp(-log_sum) * scale;
   const double constant = (grad_lse - grad_logprob - grad_entropy * (entropy - log_sum)) * inverse_sum;
-  const double linear = -grad_entropy * scale * inverse_sum;
+  const double linear = -grad_entropy * inverse_sum;  // times d / T: linear / T overflows before d / T does
   const double p = std::exp(static_cast<double>(logprob));
   double at_target = -grad_logprob * std::expm1(static_cast<double>(logprob)) + grad_lse * p;
   if (p != 0) at_target -= grad_entropy * p * (logprob + entropy);
@@ -141,6 +141,7 @@ void backward_row(const LogprobSupportBackward& b, int64_t r) {
   const ScaledExp exp(temperature);
   const Floats max_y = broadcast(b.row_max[r]);
   const Floats c0 = broadcast(static_cast<float>(constant)), c1 = broadcast(static_cast<float>(linear));
+  const Floats inverse = broadcast(static_cast<float>(scale));
   const In* values = static_cast<const In*>(b.values) + begin;
   const int32_t* ids = s.ids + begin;
   Out* out = static_cast<Out*>(b.out);
@@ -148,7 +149,7 @@ void backward_row(const LogprobSupportBackward& b, int64_t r) {
   for (int64_t i = 0; i < count; i += kWidth) {
     const int part = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     const Floats d = exp.cut((part == kWidth ? load(values + i) : load_part(values + i, part)) - max_y);
-    Floats gradient = exp(d) * fma(d, c1, c0);
+    Floats gradient = exp(d) * fma(d * inverse, c1, c0);
     for (int lane = 0; lane < part; ++lane)
       if (ids[i + lane] == target) gradient[lane] = static_cast<float>(at_target);
     if (!b.scattered) {

@@ -272,12 +272,13 @@ struct ScaledExp {
   Floats high, low, lowest;
 
   explicit ScaledExp(double temperature) {
-    const double scale = 1.4426950408889634 / temperature;
+    // Beyond T = 3.4e36 no finite difference is far enough below for exp to be 0, and -inf, cut to one, must be: what
+    // such a T leaves of exp(d / T) is 1 for every d that is not itself near the end of fp32.
+    const double wanted = 1.4426950408889634 / temperature, least = 127.0 / 3e38, scale = wanted > least ? wanted : least;
     const float h = static_cast<float>(scale);
-    const double bound = -127.0 / scale;
     high = broadcast(h);
     low = broadcast(static_cast<float>(scale - h));
-    lowest = broadcast(bound < -3e38 ? -3e38f : static_cast<float>(bound));
+    lowest = broadcast(static_cast<float>(-127.0 / scale));
   }
 
   // Where exp is 0 the difference is cut to a finite one, so that 0 * d is 0 and not NaN. NaN stays.

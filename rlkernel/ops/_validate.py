@@ -1,6 +1,7 @@
 """Checks shared by the public functions.  Each error names the argument, what it must be and what it got."""
 
 import math
+import numbers
 from collections.abc import Iterable
 
 import torch
@@ -58,13 +59,12 @@ def target_ids(
 def temperature(
     value: float | Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """A float, or one contiguous value per row in the dtype of the statistics."""
+    """A float, or one contiguous value per row, with the digits that the dtype of the statistics has."""
+    wide = torch.promote_types(dtype, torch.float32)
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"temperature must be a number or a tensor, got {type(value).__name__}")
-        if not 0 < value < math.inf:  # traceable, unlike math.isfinite
-            raise ValueError(f"temperature must be > 0 and finite, got {value}")
-        return float(value)
+        return _temperature("temperature", value, wide)
+    if value.dtype.is_complex or value.dtype == torch.bool:
+        raise ValueError(f"temperature must hold numbers, got {name(value.dtype)}")
     if value.dim() and value.shape != shape:
         want = f"one value or have shape {tuple(shape)}"
         raise ValueError(f"temperature must be {want}, got {tuple(value.shape)}")
@@ -72,7 +72,29 @@ def temperature(
         raise ValueError("temperature must not require a gradient, got requires_grad=True")
     if value.dim():
         same_device("temperature", value, "target_ids", device)
-    return value.to(device=device, dtype=torch.promote_types(dtype, torch.float32)).expand(shape).contiguous()
+    return value.to(device=device, dtype=wide).expand(shape).contiguous()
+
+
+def _temperature(argument: str, value: float, dtype: torch.dtype) -> float:
+    """``value`` rounded to ``dtype``, in which 1 / value must be finite too: a normal number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+    rounded = _rounded(float(value), dtype) if 0 < value < 1e290 else value  # all of it traceable
+    low, high = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    if not low <= rounded <= high:
+        want = "> 0 and finite"
+        if 0 < value < math.inf:  # it is neither, once rounded
+            want += f" as {name(dtype)}, from {low:.3g} to {high:.3g}"
+        raise ValueError(f"{argument} must be {want}, got {value}")
+    return float(rounded)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """To the nearest float32 by Veltkamp's splitting (Dekker 1971), by what torch.compile traces."""
+    if dtype == torch.float64:
+        return value
+    shifted = value * (2.0**29 + 1)  # of 53 bits 24 stay
+    return shifted - (shifted - value)
 
 
 def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: int) -> None:
@@ -86,12 +108,11 @@ def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: i
                 value = ids[tuple(where)].item()
                 raise ValueError(f"target_ids{where if where else ''} = {value} is outside [0, {vocab})")
     if isinstance(temperature, Tensor) and debug.may_read(temperature) and temperature.numel():
+        low, high = torch.finfo(temperature.dtype).tiny, torch.finfo(temperature.dtype).max
         lowest, highest = map(float, temperature.aminmax())
-        if not (lowest > 0 and highest < math.inf):  # NaN is neither
-            bad = ~((temperature > 0) & temperature.isfinite())
-            where = bad.nonzero()[0].tolist()
-            value = temperature[tuple(where)].item()
-            raise ValueError(f"temperature{where} must be > 0 and finite, got {value}")
+        if not (lowest >= low and highest <= high):  # NaN is neither
+            where = (~((temperature >= low) & (temperature <= high))).nonzero()[0].tolist()
+            _temperature(f"temperature{where}", temperature[tuple(where)].item(), temperature.dtype)
 
 
 def constant(argument: str, tensor: Tensor) -> None:

@@ -169,10 +169,9 @@ def support_backward(
 
 
 def _per_row(temperature: float | Tensor, like: Tensor, rows: int) -> Tensor:
-    """A number by way of fp32, in which all backends take it."""
     if isinstance(temperature, Tensor):
         return temperature.reshape(-1)
-    return torch.full((rows,), temperature, dtype=torch.float32, device=like.device).to(like.dtype)
+    return like.new_full((rows,), temperature)
 
 
 def _gradient(
