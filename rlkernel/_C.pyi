@@ -348,6 +348,8 @@ def gae_cpu(
     last_values: int,
     gamma: float,
     lam: float,
+    lams: int,
+    zero_holes: bool,
     advantages: int,
     returns: int,
     stream: int,

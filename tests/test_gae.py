@@ -1,5 +1,7 @@
 """gae: one body of tests for every backend, against fp64 and against verl's own function."""
 
+import types
+
 import emulation
 import pytest
 import torch
@@ -8,6 +10,7 @@ from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peer_sources import load
 
 import rlkernel
 from rlkernel import native
@@ -76,6 +79,39 @@ def test_matches_fp64_packed(backend, device):
     lengths = [5, 0, long, 1, 0, 0, 77, 0]
     inputs = packed(make_inputs(8, long, device=device), lengths)
     check_against_fp64(backend, **inputs, last_values=torch.arange(8.0, device=device))
+
+
+@QUICK_ON_EVERY_BACKEND
+def test_holes_of_zero(backend, device):
+    """A hole decays what is behind it, and hides whatever stands there; padded and packed."""
+    length = 530 if backend == "triton" else 1100
+    inputs = make_inputs(3, length, device=device, masked=0.3)
+    inputs["mask"][0, -200:] = False
+    options = {"gamma": 0.97, "lam": 0.9, "holes": "zero"}
+    ours = check_against_fp64(backend, **inputs, **options)
+    filled = {k: torch.where(inputs["mask"], inputs[k], 0) for k in ("rewards", "values")}
+    for name, a, b in zip(ours._fields, ours, run(backend, **filled, gamma=0.97, lam=0.9), strict=True):
+        assert_equal(name, a, torch.where(inputs["mask"], b, 0))
+    dirty = {k: torch.where(inputs["mask"], inputs[k], torch.nan) for k in ("rewards", "values")}
+    flat = packed(dirty | {"mask": inputs["mask"]}, [length, 3, 400])
+    assert_equal("packed", run(backend, **flat, **options).advantages[:length], ours.advantages[0])
+    assert (ours.advantages - run(backend, **inputs, gamma=0.97, lam=0.9).advantages).abs().max() > 0.01
+
+
+@QUICK_ON_EVERY_BACKEND
+def test_a_lambda_for_each_sequence(backend, device):
+    length = 530 if backend == "triton" else 1100
+    inputs = make_inputs(4, length, device=device, masked=0.2)
+    lams = torch.tensor([0.0, 1.0, 0.95, 0.5], dtype=torch.float64, device=device)
+    ours = check_against_fp64(backend, **inputs, lam=lams)
+    one = [run(backend, **{k: v[i : i + 1] for k, v in inputs.items()}, lam=lams[i].item()) for i in range(4)]
+    assert_equal("a number", torch.cat([x.advantages for x in one]), ours.advantages)
+    flat = run(backend, **packed(inputs, [length, 5, 0, length]), lam=lams)
+    assert_equal("packed", flat.returns[-length:], ours.returns[3])
+    # VAPO's: advantages of one lambda, returns of another
+    split = run(backend, **inputs, lam=lams, return_lam=1.0, gamma=0.9)
+    assert_equal("advantages", split.advantages, run(backend, **inputs, lam=lams, gamma=0.9).advantages)
+    assert_equal("returns", split.returns, run(backend, **inputs, lam=1.0, gamma=0.9).returns)
 
 
 def by_python(rewards, values, mask, gamma, lam):
@@ -333,6 +369,64 @@ def test_any_lengths_and_masks(backend, lengths, gamma, lam, seed, masked):
             assert_equal("alone", a[0], b[start:end])
 
 
+def their_gae(name, inputs, gamma, lam):
+    """The walks of frameworks that do not step over a hole, from their own sources."""
+    rewards, values, mask = inputs["rewards"], inputs["values"], inputs["mask"].to(inputs["rewards"].dtype)
+    if name == "openrlhf":
+        kind = load(
+            "openrlhf", "openrlhf/trainer/ppo_utils/experience_maker.py", "RemoteExperienceMaker", ray=None
+        )
+        walk = kind.RemoteExperienceMaker.get_advantages_and_returns
+        return walk(None, values, rewards, mask, gamma, lam)
+    if name == "skyrl":
+        path = "skyrl/backends/skyrl_train/utils"
+        tools = load("skyrl", f"{path}/torch_utils.py", "masked_mean")
+        names = "compute_gae_advantage_return", "masked_whiten", "masked_var"
+        return load("skyrl", f"{path}/ppo_utils.py", *names, **vars(tools)).compute_gae_advantage_return(
+            rewards, values, mask, gamma, lam
+        )
+    tools = load(
+        "slime", "slime/utils/ppo_utils.py", "vanilla_gae", "chunked_gae", "chunked_discounted_returns"
+    )
+    return getattr(tools, name)(rewards, values, gamma, lam)
+
+
+@pytest.mark.parametrize("name", ["openrlhf", "skyrl", "vanilla_gae", "chunked_gae"])
+def test_openrlhf_skyrl_and_slime_say_the_same(name):
+    inputs = {k: wide(x) for k, x in make_inputs(4, 60, masked=0.3).items()}
+    advantages, returns = their_gae(name, inputs, 0.97, 0.9)
+    options = {"gamma": 0.97, "lam": 0.9}
+    if name == "openrlhf":
+        ours = rlkernel.gae(**inputs, holes="zero", **options)
+        expected = [torch.where(inputs["mask"], x, 0) for x in (advantages, returns)]
+    else:  # what stands under the mask is part of the walk
+        ours = rlkernel.gae(inputs["rewards"], inputs["values"], **options)
+        whitened = rlkernel.whiten(ours.advantages, inputs["mask"]) if name == "skyrl" else ours.advantages
+        kept = inputs["mask"] if name == "skyrl" else torch.ones_like(inputs["mask"])
+        ours, expected = (whitened * kept, ours.returns), (advantages * kept, returns)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_nemo_rl_says_the_same():
+    """Its walk steps over holes; a lambda for each response by its length, another one for the returns."""
+    inputs = {k: wide(x) for k, x in make_inputs(4, 60, masked=0.3).items()}
+    kind = load(
+        "nemo-rl", "nemo_rl/algorithms/advantage_estimator.py", "GeneralizedAdvantageEstimator"
+    ).GeneralizedAdvantageEstimator
+    config = {"gae_lambda": 0.9, "gae_gamma": 0.97, "normalize_advantages": False, "gae_lambda_value": 1.0}
+    config |= {"gae_lambda_policy": None, "length_adaptive_alpha": 0.05}
+    loss = {"use_kl_in_reward": False, "reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": "k3"}
+    theirs = kind(config, types.SimpleNamespace(**loss))
+    theirs._build_token_level_rewards = lambda *_: inputs["rewards"] * inputs["mask"]
+    advantages, returns = theirs.compute_advantage(None, None, inputs["mask"].double(), inputs["values"])
+    lam = 1 - 1 / (0.05 * inputs["mask"].sum(1).float()).clamp(min=1)
+    assert len(lam.unique()) > 1
+    ours = rlkernel.gae(**inputs, gamma=0.97, lam=lam, return_lam=1.0)
+    torch.testing.assert_close(ours.advantages, advantages)
+    torch.testing.assert_close(ours.returns, torch.where(inputs["mask"], returns, 0))
+
+
 def test_wrong_returns_would_be_seen():
     """The mutant of the tests here: verl's own reading of the mask, with the value of the next token."""
     inputs = make_inputs(3, 50, masked=0.4)
@@ -359,6 +453,11 @@ GOOD = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3)}
         ({"lam": -0.1}, r"lam must be in \[0, 1\], got -0.1"),
         ({"lam": float("nan")}, r"lam must be in \[0, 1\], got nan"),
         ({"lam": "x"}, "lam must be a number, got str"),
+        ({"lam": torch.ones(3)}, r"lam must be a number or have shape \(2,\), got \(3,\)"),
+        ({"lam": torch.tensor([0.5, torch.nan])}, r"lam\[1\] must be in \[0, 1\], got nan"),
+        ({"return_lam": 2}, r"return_lam must be in \[0, 1\], got 2"),
+        ({"holes": "none"}, "holes must be one of skip, zero, got 'none'"),
+        ({"holes": "zero", "last_values": torch.zeros(2)}, "last_values must be None with holes = 'zero'"),
         ({"last_values": torch.zeros(3)}, r"last_values must have shape \(2,\), got \(3,\)"),
     ],
 )
@@ -404,4 +503,4 @@ def test_compiles_without_a_graph_break():
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(**inputs), step(**inputs))
-    torch.library.opcheck(torch.ops.rlkernel.gae, (*inputs.values(), 1.0, 0.9, None, None))
+    torch.library.opcheck(torch.ops.rlkernel.gae, (*inputs.values(), 1.0, 0.9, None, None, None, False))

@@ -60,8 +60,10 @@ def gae_kernel(
     last_values,
     gamma: tl.float64,
     lam: tl.float64,
+    lams,
     advantages,
     returns,
+    ZERO_HOLES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -83,6 +85,8 @@ def gae_kernel(
     returns += start
     gamma = tl.full((), gamma, tl.float64)  # the interpreter's is a number
     decay = gamma * lam
+    if lams is not None:
+        decay = gamma * tl.load(lams + row)
     advantage_behind = tl.full((), 0, tl.float64)
     value_behind = tl.full((), 0, tl.float64)
     if last_values is not None:
@@ -92,18 +96,21 @@ def gae_kernel(
     for i in range(tiles):
         t = (tiles - 1 - i) * TILE + token
         inside = t < length
-        counts = inside
+        kept = inside
         if mask is not None:
-            counts = inside & (tl.load(mask + t, mask=inside, other=0) != 0)
-        reward = tl.load(rewards + t, mask=counts, other=0.0).to(tl.float64)
-        value = tl.load(values + t, mask=counts, other=0.0).to(tl.float64)
+            kept = inside & (tl.load(mask + t, mask=inside, other=0) != 0)
+        counts = kept  # takes part in the recurrence
+        if ZERO_HOLES:
+            counts = inside
+        reward = tl.load(rewards + t, mask=kept, other=0.0).to(tl.float64)
+        value = tl.load(values + t, mask=kept, other=0.0).to(tl.float64)
         own = tl.full((TILE,), 0, tl.float64)
         decays, slopes, gains, firsts, any_counts = tl.associative_scan(
             (own + decay, own + gamma, reward - value, value, counts.to(tl.int32)), 0, join, reverse=True
         )
         advantage = decays * advantage_behind + slopes * value_behind + gains
-        tl.store(advantages + t, tl.where(counts, advantage, 0.0).to(tl.float32), mask=inside)
-        tl.store(returns + t, tl.where(counts, advantage + value, 0.0).to(tl.float32), mask=inside)
+        tl.store(advantages + t, tl.where(kept, advantage, 0.0).to(tl.float32), mask=inside)
+        tl.store(returns + t, tl.where(kept, advantage + value, 0.0).to(tl.float32), mask=inside)
         if tl.sum(tl.where(token == 0, any_counts, 0), 0) != 0:
             advantage_behind = tl.sum(tl.where(token == 0, advantage, 0.0), 0)
             value_behind = tl.sum(tl.where(token == 0, firsts, 0.0), 0)
@@ -117,6 +124,8 @@ def forward(
     lam: float,
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
+    lams: Tensor | None = None,
+    zero_holes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     advantages, returns = (
         torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in "AR"
@@ -128,8 +137,8 @@ def forward(
             gae_kernel[(rows,)](
                 rewards, rewards.stride(0), values, values.stride(0),
                 None if mask is None else mask.view(torch.uint8), 0 if mask is None else mask.stride(0),
-                cu_seqlens, length, rewards.numel(), last_values, gamma, lam, advantages, returns,
-                TILE=TILE, num_warps=TILE // threads,
+                cu_seqlens, length, rewards.numel(), last_values, gamma, lam, lams, advantages, returns,
+                ZERO_HOLES=zero_holes, TILE=TILE, num_warps=TILE // threads,
             )  # fmt: skip
     return advantages, returns
 
@@ -142,4 +151,5 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "padded": lambda: forward(x, x, None, 1.0, 0.95, None, None),
         "padded mask last": lambda: forward(x, x, mask, 1.0, 0.95, None, x[:, 0].contiguous()),
         "packed mask": lambda: forward(x.view(-1), x.view(-1), mask.view(-1), 1.0, 0.95, offsets, None),
+        "lams holes": lambda: forward(x, x, mask, 1.0, 0.95, None, None, x[:, 0].double(), True),
     }

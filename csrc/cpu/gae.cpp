@@ -10,24 +10,24 @@ namespace {
 constexpr int64_t kParallel = 1 << 14;  // tokens from which waking the other threads pays
 
 // The chain through the row is one multiplication, one addition and one selection a token; the rest runs ahead of it.
-template <bool kMasked>
+template <bool kMasked, bool kZeroHoles>
 void walk(const Gae& g, int64_t row, int64_t start, int64_t length) {
   const bool packed = g.offsets != nullptr;
   const float* rewards = g.rewards + (packed ? start : row * g.rewards_stride);
   const float* values = g.values + (packed ? start : row * g.values_stride);
   const uint8_t* mask = kMasked ? g.mask + (packed ? start : row * g.mask_stride) : nullptr;
   float *advantages = g.advantages + start, *returns = g.returns + start;
-  const double gamma = g.gamma, decay = g.gamma * g.lam;
+  const double gamma = g.gamma, decay = g.gamma * (g.lams != nullptr ? g.lams[row] : g.lam);
   double next = g.last_values != nullptr ? g.last_values[row] : 0.0, carry = 0.0;
   for (int64_t t = length - 1; t >= 0; --t) {
-    const double value = values[t];
-    const double delta = rewards[t] + gamma * next - value;
-    const double advantage = delta + decay * carry;
     const bool kept = !kMasked || mask[t] != 0;
+    const double value = !kZeroHoles || kept ? values[t] : 0.0, reward = !kZeroHoles || kept ? rewards[t] : 0.0;
+    const double delta = reward + gamma * next - value;
+    const double advantage = delta + decay * carry;
     advantages[t] = kept ? static_cast<float>(advantage) : 0.0f;
     returns[t] = kept ? static_cast<float>(advantage + value) : 0.0f;
-    carry = kept ? advantage : carry;
-    next = kept ? value : next;
+    carry = kZeroHoles || kept ? advantage : carry;
+    next = kZeroHoles || kept ? value : next;
   }
 }
 
@@ -42,7 +42,9 @@ int gae(const Gae& g, void*) {
       start = std::clamp<int64_t>(g.offsets[row], 0, g.total);
       end = std::clamp<int64_t>(g.offsets[row + 1], start, g.total);
     }
-    g.mask != nullptr ? walk<true>(g, row, start, end - start) : walk<false>(g, row, start, end - start);
+    if (g.mask == nullptr) walk<false, false>(g, row, start, end - start);
+    else if (g.zero_holes) walk<true, true>(g, row, start, end - start);
+    else walk<true, false>(g, row, start, end - start);
   }
   return 0;
 }

@@ -74,7 +74,7 @@ inline bool gae(Batch& b) {
   const auto mask = b.mask(b.total);
   const Block<float> advantages(b.total, kNan), returns(b.total, kNan);
   emulated::gae({rewards.get(), b.length, values.get(), b.length, mask.get(), b.length, b.packed, b.rows, b.length,
-                 b.total, last.get(), 0.99, 0.9, advantages.get(), returns.get()}, nullptr);
+                 b.total, last.get(), 0.99, 0.9, nullptr, false, advantages.get(), returns.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
     double carry = 0, next = last[r];

@@ -26,6 +26,8 @@ def forward(
     lam: float,
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
+    lams: Tensor | None = None,
+    zero_holes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
@@ -33,7 +35,8 @@ def forward(
     launch(
         "gae", rewards.device, rewards.data_ptr(), rewards.stride(0), values.data_ptr(), values.stride(0),
         _address(mask), 0 if mask is None else mask.stride(0), _address(cu_seqlens), rows, length,
-        rewards.numel(), _address(last_values), gamma, lam, advantages.data_ptr(), returns.data_ptr(),
+        rewards.numel(), _address(last_values), gamma, lam, _address(lams), zero_holes,
+        advantages.data_ptr(), returns.data_ptr(),
     )  # fmt: skip
     return advantages, returns
 

@@ -10,6 +10,8 @@ from rlkernel.ops import _validate
 from rlkernel.ops.whiten import whiten as _whiten
 from rlkernel.types import GaeOutput
 
+HOLES = ("skip", "zero")
+
 
 def gae(
     rewards: Tensor,
@@ -17,7 +19,9 @@ def gae(
     mask: Tensor | None = None,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
+    return_lam: float | Tensor | None = None,
+    holes: str = "skip",
     cu_seqlens: Tensor | None = None,
     last_values: Tensor | None = None,
     whiten: bool = False,
@@ -32,7 +36,9 @@ def gae(
 
     After the last token ``values_next`` is ``last_values`` and ``advantages_next`` is 0.  Tokens whose mask
     is not set (observations, tool output, padding) are stepped over: what they hold, NaN included, is never
-    used, what comes behind them is carried to what comes before, and their results are 0.
+    used, what comes behind them is carried to what comes before, and their results are 0.  With ``holes``
+    "zero" they are tokens of reward and value 0, over which ``next`` does not step (OpenRLHF); they are never
+    read and their results are 0 all the same.
 
     A sequence's bits depend on that sequence alone (batch-invariant), and are the same packed and padded; the
     same call gives the same bits (run-to-run).  ``whiten=True`` mixes the batch: advantages are then run-to-
@@ -43,10 +49,14 @@ def gae(
         values: of the same shape; floats.
         mask: of the same shape, nonzero where a token counts; None means everywhere.
         gamma: discount in [0, 1].
-        lam: the lambda of the estimator in [0, 1]; 1 makes ``returns`` the discounted rewards to go.
+        lam: the lambda of the estimator in [0, 1], one number or [B] or [S]; 1 makes ``returns`` the
+            discounted rewards to go.
+        return_lam: another lambda for ``returns``, whose advantages are then not those returned (VAPO); a
+            second walk.
+        holes: what tokens under the mask are: "skip" or "zero".
         cu_seqlens: [S + 1] integers from 0 to N; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``.
         last_values: [B] or [S], the value after each sequence's last token, for one that was cut off; None
-            means 0: the sequence ended.
+            means 0: the sequence ended.  Not with ``holes`` "zero", where padding is part of a sequence.
         whiten: also ``rlkernel.whiten(advantages, mask)``.
 
     Returns:
@@ -65,20 +75,30 @@ def gae(
     _validate.constant("values", values)
     _validate.like("values", values, "rewards", rewards)
     mask = _validate.mask(mask, "rewards", rewards)
-    gamma, lam = _validate.fraction("gamma", gamma), _validate.fraction("lam", lam)
+    gamma = _validate.fraction("gamma", gamma)
+    if holes not in HOLES:
+        raise ValueError(f"holes must be one of {', '.join(HOLES)}, got {holes!r}")
     if cu_seqlens is not None:
         cu_seqlens = _validate.cu_seqlens(cu_seqlens, rewards.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
     rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    lams = [_lambda("lam", lam, rows, rewards)]
+    if return_lam is not None:
+        lams.append(_lambda("return_lam", return_lam, rows, rewards))
     if last_values is not None:
+        if holes == "zero":
+            raise ValueError("last_values must be None with holes = 'zero', got a tensor")
         _validate.constant("last_values", last_values)
         if last_values.shape != (rows,):
             raise ValueError(f"last_values must have shape {(rows,)}, got {tuple(last_values.shape)}")
         _validate.same_device("last_values", last_values, "rewards", rewards.device)
         last_values = last_values.to(dtype).contiguous()
     run = _op if torch.compiler.is_compiling() else _forward
-    advantages, returns = run(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+    options = cu_seqlens, last_values
+    advantages, returns = run(rewards, values, mask, gamma, *lams[0], *options, holes == "zero")
+    if return_lam is not None:
+        returns = run(rewards, values, mask, gamma, *lams[1], *options, holes == "zero")[1]
     return GaeOutput(_whiten(advantages, mask) if whiten else advantages, returns)
 
 
@@ -90,6 +110,20 @@ def _sequences(rewards: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
     return rewards.shape
 
 
+def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> tuple[float, Tensor | None]:
+    """One number, and one for each sequence where that is asked for, in double as the walk is."""
+    if not isinstance(lam, Tensor):
+        return _validate.fraction(name, lam), None
+    _validate.constant(name, lam)
+    if lam.shape != (rows,):
+        raise ValueError(f"{name} must be a number or have shape {(rows,)}, got {tuple(lam.shape)}")
+    _validate.same_device(name, lam, "rewards", rewards.device)
+    if debug.may_read(lam) and bool(((lam >= 0) & (lam <= 1)).logical_not().any()):
+        bad = int(((lam >= 0) & (lam <= 1)).logical_not().nonzero()[0])
+        raise ValueError(f"{name}[{bad}] must be in [0, 1], got {lam[bad].item():g}")
+    return 0.0, lam.to(torch.float64).contiguous()
+
+
 @torch.no_grad()
 def _forward(
     rewards: Tensor,
@@ -97,8 +131,10 @@ def _forward(
     mask: Tensor | None,
     gamma: float,
     lam: float,
+    lams: Tensor | None,
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
+    zero_holes: bool,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
         _validate.ascending("cu_seqlens", cu_seqlens, len(rewards))
@@ -106,7 +142,7 @@ def _forward(
         _validate.finite("rewards", rewards, mask)
         _validate.finite("values", values, mask)
     impl = dispatch.pick("gae", rewards, values)
-    return impl.forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+    return impl.forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values, lams, zero_holes)
 
 
 @torch.library.custom_op("rlkernel::gae", mutates_args=())
@@ -116,10 +152,12 @@ def _op(
     mask: Tensor | None,
     gamma: float,
     lam: float,
+    lams: Tensor | None,
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
+    zero_holes: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+    return _forward(rewards, values, mask, gamma, lam, lams, cu_seqlens, last_values, zero_holes)
 
 
 @_op.register_fake

@@ -18,24 +18,29 @@ def forward(
     lam: float,
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
+    lams: Tensor | None = None,
+    zero_holes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(advantages, returns)`` of the shape and dtype of ``rewards``; 0 where ``mask`` is not set."""
     kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     if cu_seqlens is not None:
         rows, places = _places(cu_seqlens)
         r, v, k = (_padded(x, rows, places, len(cu_seqlens) - 1) for x in (rewards, values, kept))
-        results = forward(r, v, k, gamma, lam, None, last_values)
+        results = forward(r, v, k, gamma, lam, None, last_values, lams, zero_holes)
         advantages, returns = (x[rows, places] for x in results)
         return advantages, returns
     next_value = rewards.new_zeros(len(rewards)) if last_values is None else last_values
     carry = rewards.new_zeros(len(rewards))
+    decay = gamma * (lam if lams is None else lams.to(rewards.dtype))
+    counted = torch.ones_like(kept) if zero_holes else kept
+    rewards, values = torch.where(kept, rewards, 0), torch.where(kept, values, 0)
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
-        value, counts = values[:, t], kept[:, t]
+        value, counts = values[:, t], counted[:, t]
         delta = rewards[:, t] + gamma * next_value - value
-        advantage = delta + gamma * lam * carry
-        advantages[:, t] = torch.where(counts, advantage, 0)
-        returns[:, t] = torch.where(counts, advantage + value, 0)
+        advantage = delta + decay * carry
+        advantages[:, t] = torch.where(kept[:, t], advantage, 0)
+        returns[:, t] = torch.where(kept[:, t], advantage + value, 0)
         carry, next_value = torch.where(counts, advantage, carry), torch.where(counts, value, next_value)
     return advantages, returns
 

@@ -70,19 +70,21 @@ __device__ __forceinline__ GaeRow gae_row(const Gae& g, int64_t r) {
 }
 
 // The tile that starts at `start`; returns what comes over it to the tile before. Every thread gets the same.
-__device__ __forceinline__ Behind gae_tile(const GaeRow& row, int64_t start, double gamma, double lam, Behind behind) {
+__device__ __forceinline__ Behind gae_tile(const GaeRow& row, int64_t start, double gamma, double lam, bool zero_holes,
+                                           Behind behind) {
   using Groups = Stretch[kGaeGroups];
   RLKERNEL_SHARED(Groups, groups);
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const int64_t first = start + threadIdx.x * kGaeTokens;
   double reward[kGaeTokens], value[kGaeTokens];
-  bool counts[kGaeTokens];
+  bool kept[kGaeTokens], counts[kGaeTokens];  // `counts`: takes part in the recurrence
 #pragma unroll
   for (int i = 0; i < kGaeTokens; ++i) {
     const int64_t t = first + i;
-    counts[i] = t < row.length && (row.mask == nullptr || row.mask[t] != 0);
-    reward[i] = counts[i] ? row.rewards[t] : 0.0f;
-    value[i] = counts[i] ? row.values[t] : 0.0f;
+    kept[i] = t < row.length && (row.mask == nullptr || row.mask[t] != 0);
+    counts[i] = zero_holes ? t < row.length : kept[i];
+    reward[i] = kept[i] ? row.rewards[t] : 0.0f;
+    value[i] = kept[i] ? row.values[t] : 0.0f;
   }
   Stretch own = nothing();
 #pragma unroll
@@ -107,8 +109,8 @@ __device__ __forceinline__ Behind gae_tile(const GaeRow& row, int64_t start, dou
   for (int i = kGaeTokens - 1; i >= 0; --i) {
     if (counts[i]) mine = {reward[i] + gamma * mine.value - value[i] + gamma * lam * mine.advantage, value[i]};
     if (first + i < row.length) {
-      row.advantages[first + i] = counts[i] ? static_cast<float>(mine.advantage) : 0.0f;
-      row.returns[first + i] = counts[i] ? static_cast<float>(mine.advantage + value[i]) : 0.0f;
+      row.advantages[first + i] = kept[i] ? static_cast<float>(mine.advantage) : 0.0f;
+      row.returns[first + i] = kept[i] ? static_cast<float>(mine.advantage + value[i]) : 0.0f;
     }
   }
   __syncthreads();  // the groups are read: the next tile may overwrite them
@@ -120,7 +122,9 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kGaeThreads, 2) gae_kernel(Gae g) {
     const GaeRow row = gae_row(g, r);
     Behind behind = {0.0, g.last_values != nullptr ? g.last_values[r] : 0.0};
     const int64_t tiles = (row.length + kGaeTile - 1) / kGaeTile;
-    for (int64_t tile = tiles - 1; tile >= 0; --tile) behind = gae_tile(row, tile * kGaeTile, g.gamma, g.lam, behind);
+    const double lam = g.lams != nullptr ? g.lams[r] : g.lam;
+    for (int64_t tile = tiles - 1; tile >= 0; --tile)
+      behind = gae_tile(row, tile * kGaeTile, g.gamma, lam, g.zero_holes, behind);
   }
 }
 

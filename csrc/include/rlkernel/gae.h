@@ -4,7 +4,8 @@
 //   A_t = r_t + gamma * V_next - V_t + gamma * lam * A_next       R_t = A_t + V_t
 //
 // where `next` is the next token whose mask is set; after the last one V_next is the row's last value and A_next is 0.
-// Tokens whose mask is not set are stepped over: what they hold is never used, and their results are 0.
+// Tokens whose mask is not set are stepped over, or with zero_holes are tokens of reward and value 0: what they hold is never
+// used, and their results are 0.
 #pragma once
 #include <cstdint>
 
@@ -21,6 +22,8 @@ struct Gae {
   int64_t rows, length, total;
   const float* last_values; // [rows], or null for 0
   double gamma, lam;
+  const double* lams;       // [rows], or null: `lam` is that of every row
+  bool zero_holes;
   float *advantages, *returns;  // dense
 };
 
