@@ -6,8 +6,10 @@ from rlkernel import debug, workspace
 from rlkernel._version import __version__
 from rlkernel.dispatch import explain, last_backend, use_backend
 from rlkernel.ops._penalties import Penalties
+from rlkernel.ops._repetition import Dry
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops._seeds import split_seeds
+from rlkernel.ops._token_bias import TokenBias
 from rlkernel.ops._verify_chain import verify_chain
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
@@ -42,6 +44,7 @@ from rlkernel.types import (
 )
 
 __all__ = [
+    "Dry",
     "GaeOutput",
     "LinearLogprobStatistics",
     "LinearPolicyLossOutput",
@@ -57,6 +60,7 @@ __all__ = [
     "RunningMoments",
     "RunningOutput",
     "SampleOutput",
+    "TokenBias",
     "VALUE_METRICS",
     "ValueLossOutput",
     "VerifyOutput",

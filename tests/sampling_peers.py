@@ -141,3 +141,20 @@ def xgrammar_masked(logits, bitmask, vocab_size=None):
     made = logits.clone()
     made[..., :size] = made[..., :size].masked_fill((bits & 1)[..., :size] == 0, -torch.inf)
     return made
+
+
+def dry(tokens, scores, multiplier, base, allowed_length, breakers, last_n):
+    """``DRYLogitsProcessor`` of text-generation-webui (``modules/sampler_hijack.py``), for one row in place:
+    each earlier place of the last token is followed back, 50 tokens at most and not over a breaker; what came
+    after it loses ``multiplier * base ** (length - allowed_length)`` of the longest length."""
+    tokens = tokens[-last_n:] if last_n else tokens
+    longest = {}
+    for i in range(len(tokens) - 1):
+        length = 0
+        while length < min(50, i + 1) and tokens[i - length] == tokens[-1 - length] not in breakers:
+            length += 1
+        if length and tokens[i + 1] not in breakers:
+            longest[tokens[i + 1]] = max(longest.get(tokens[i + 1], 0), length)
+    for token, length in longest.items():
+        if length >= allowed_length:
+            scores[token] -= multiplier * base ** (length - allowed_length)

@@ -1,11 +1,15 @@
-"""Penalties on tokens that have appeared."""
+"""Penalties on tokens that have appeared, or that would repeat what has."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.ops import _validate
+from rlkernel import debug
+from rlkernel.ops import _repetition, _validate
+from rlkernel.ops._repetition import Dry
+from rlkernel.ops._token_bias import TokenBias
 
 
 class Penalties(NamedTuple):
@@ -19,6 +23,11 @@ class Penalties(NamedTuple):
     ``prompt_token_ids`` [B, P] and ``output_token_ids`` [B, L] are integers, padded with any id outside
     [0, V); ``repetition`` > 0 (1: none), ``frequency`` and ``presence`` (0: none) are numbers or [B].
     Follows vLLM's ``apply_all_penalties`` and OpenAI's definition of the last two.
+
+    Then ``dry``; and ``z = -inf`` for each token that would be the last one of n tokens, ``no_repeat_ngram``
+    = n > 0, which stand in the history already, or of one of ``bad_words`` (vLLM, HF), which are lists of
+    token ids, the same for all requests, or a list of them (or None) for each.  The history is the prompt's
+    tokens and the output's behind them, without the padding.
     """
 
     output_token_ids: Tensor
@@ -26,9 +35,37 @@ class Penalties(NamedTuple):
     repetition: float | Tensor = 1.0
     frequency: float | Tensor = 0.0
     presence: float | Tensor = 0.0
+    dry: Dry | None = None
+    no_repeat_ngram: int = 0
+    bad_words: Sequence[Any] | Tensor | None = None
 
     def apply(self, z: Tensor) -> Tensor:
         """The logits ``z`` [B, V] after the penalties; raises ValueError for what is off."""
+        z = self._of_counts(z)
+        for bias in self._of_history(z):
+            bias.add_to(z)  # in place: z is a tensor of ours
+        return z
+
+    def repeated(self, times: int) -> "Penalties":
+        """For ``times`` rows of each request, one behind the other."""
+
+        def each(x: Any) -> Any:
+            return x.repeat_interleave(times, 0) if isinstance(x, Tensor) and x.dim() else x
+
+        words = None if self.bad_words is None else words_of(self.bad_words)
+        if words is not None and words.dim() == 3:
+            words = each(words)
+        dry = (
+            self.dry
+            if self.dry is None
+            else self.dry._replace(
+                **{name: each(getattr(self.dry, name)) for name in ("multiplier", "base", "allowed_length")}
+            )
+        )
+        rows = {name: each(value) for name, value in self._asdict().items()}
+        return self._replace(**rows | {"dry": dry, "bad_words": words})
+
+    def _of_counts(self, z: Tensor) -> Tensor:
         said = _counts("output_token_ids", self.output_token_ids, z)
         seen = said > 0
         if self.prompt_token_ids is not None:
@@ -37,6 +74,63 @@ class Penalties(NamedTuple):
         z = torch.where(seen, torch.where(z > 0, z / factor, z * factor), z)
         z = z - _column("frequency", self.frequency, z) * said
         return z - _column("presence", self.presence, z) * (said > 0)
+
+    def _of_history(self, z: Tensor) -> list[TokenBias]:
+        n, words, found = self.no_repeat_ngram, self.bad_words, []
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ValueError(f"penalties.no_repeat_ngram must be an integer >= 0, got {n!r}")
+        if n == 0 and words is None and self.dry is None:
+            return []
+        ids = _repetition.history(self.prompt_token_ids, self.output_token_ids, z.shape[1])
+        if self.dry is not None:
+            found.append(_repetition.dry_bias(ids, _checked(self.dry, z)))
+        if n:
+            found.append(TokenBias(_repetition.ends_of_ngrams(ids, n), -torch.inf))
+        if words is not None:
+            known = words_of(words).to(z.device)
+            if known.dim() == 3 and known.shape[0] != z.shape[0]:
+                want = f"one list of words for each of {z.shape[0]} rows"
+                raise ValueError(f"penalties.bad_words must be words or {want}, got {known.shape[0]} lists")
+            if debug.may_read(known) and (known >= z.shape[1]).any():
+                raise ValueError(
+                    f"penalties.bad_words must hold ids in [0, {z.shape[1]}), got {known.max().item()}"
+                )
+            found.append(TokenBias(_repetition.ends_of_words(ids, known), -torch.inf))
+        return found
+
+
+def words_of(words: Sequence[Any] | Tensor) -> Tensor:
+    """[W, n], or [B, W, n] where each request has its own, with -1 in front of the shorter words."""
+    if isinstance(words, Tensor):
+        if words.dtype not in (torch.int64, torch.int32) or words.dim() not in (2, 3) or words.shape[-1] == 0:
+            got = f"{_validate.name(words.dtype)} {tuple(words.shape)}"
+            raise ValueError(f"penalties.bad_words must be integers [W, n] or [B, W, n], got {got}")
+        return words.long()
+    own = any(x is None or (len(x) > 0 and not isinstance(x[0], int)) for x in words)
+    lists = [list(x or ()) for x in words] if own else [list(words)]
+    for word in (word for each in lists for word in each):
+        if len(word) == 0 or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in word):
+            raise ValueError(f"penalties.bad_words must be lists of token ids, got {word!r}")
+    longest = max((len(word) for each in lists for word in each), default=1)
+    most = max((len(each) for each in lists), default=0)
+    made = torch.full((len(lists), most, longest), -1, dtype=torch.int64)
+    for i, each in enumerate(lists):
+        for j, word in enumerate(each):
+            made[i, j, longest - len(word) :] = torch.tensor(word)
+    return made if own else made[0]
+
+
+def _checked(dry: Dry, z: Tensor) -> Dry:
+    if not isinstance(dry, Dry):
+        raise TypeError(f"penalties.dry must be a Dry, got {type(dry).__name__}")
+    for name, least in (("multiplier", 0), ("base", 1), ("allowed_length", 1)):
+        value = _column(f"dry.{name}", getattr(dry, name), z)
+        if debug.may_read(value) and not ((value >= least) & (value < torch.inf)).all():
+            wrong = value[~((value >= least) & (value < torch.inf))][0].item()
+            raise ValueError(f"penalties.dry.{name} must be >= {least} and finite, got {wrong:g}")
+    if isinstance(dry.last_n, bool) or not isinstance(dry.last_n, int) or dry.last_n < 0:
+        raise ValueError(f"penalties.dry.last_n must be an integer >= 0, got {dry.last_n!r}")
+    return dry
 
 
 def _counts(argument: str, ids: Tensor, z: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The arguments of ``sample`` and its kin, checked and normalised."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkernel import debug
 from rlkernel.ops import _validate
 from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
+from rlkernel.ops._token_bias import TokenBias
 from rlkernel.types import FILTER_ORDERS, Sampling
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -236,21 +237,31 @@ def adjusted(logits: Tensor, shape: torch.Size, logit_bias: Any, penalties: Any)
     """The logits [B, V] after bias and penalties, in that order as in vLLM; None where there are none."""
     if logit_bias is None and penalties is None:
         return None
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if logit_bias is not None:
-        z = z + _bias(logit_bias, shape, z)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if isinstance(logit_bias, (Sequence, Mapping)):  # of few tokens
+        z = logits.to(dtype, copy=True)
+        _token_bias(logit_bias, shape, z).add_to(z)
+    else:
+        z = logits.to(dtype)
+        if logit_bias is not None:
+            z = z + _bias(logit_bias, shape, z)
     return z if penalties is None else penalties.apply(z)
+
+
+def _token_bias(bias: Any, shape: torch.Size, z: Tensor) -> TokenBias:
+    if isinstance(bias, TokenBias):
+        return bias.flat(shape)
+    rows = z.shape[0]
+    if isinstance(bias, Mapping):
+        ids, values = TokenBias.of([bias], z.shape[1], z.device)
+        return TokenBias(ids.expand(rows, -1), values.expand(rows, -1))  # type: ignore[union-attr]
+    if len(bias) != rows:
+        raise ValueError(f"logit_bias must be one dict or None for each of {rows} rows, got {len(bias)}")
+    return TokenBias.of(bias, z.shape[1], z.device)
 
 
 def _bias(bias: Any, shape: torch.Size, z: Tensor) -> Tensor:
     vocab = z.shape[1]
-    if isinstance(bias, dict):
-        for token in bias:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"logit_bias must have token ids in [0, {vocab}) as keys, got {token!r}")
-        made = torch.zeros(vocab, dtype=z.dtype)
-        made[list(bias)] = torch.tensor(list(bias.values()), dtype=z.dtype)
-        return made.to(z.device)
     _validate.floating("logit_bias", bias)
     if bias.shape not in ((vocab,), (*shape, vocab)):
         want = f"{(vocab,)} or {(*shape, vocab)}"

@@ -1,5 +1,6 @@
 """Speculative decoding: which drafted tokens the target model keeps, by the random stream of ``sample``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _validate
 from rlkernel.ops import sampling as op
 from rlkernel.ops._penalties import Penalties
+from rlkernel.ops._token_bias import LogitBias, TokenBias
 from rlkernel.types import SampleStats, Sampling, VerifyOutput
 
 MASS_ONE = 2.0**40
@@ -29,7 +31,7 @@ def verify_chain(
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
-    logit_bias: Tensor | dict[int, float] | None = None,
+    logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",
@@ -65,7 +67,8 @@ def verify_chain(
         seeds, positions, temperature, top_k, top_p, min_p, top_n_sigma: as in ``sample``, a number or one
             per request [B]; ``positions`` is that of the first token.
         token_bitmask: int32 [B, K + 1, ceil(V / 32)].
-        logit_bias: [V], [B, V], [B, K + 1, V] or {token: bias}.
+        logit_bias: [V], [B, V], [B, K + 1, V], {token: bias}, one such dict for each request, or a
+            ``TokenBias``.
         penalties: of the requests; the drafts before a place count as output.
 
     Returns:
@@ -107,6 +110,10 @@ def verify_chain(
     )  # fmt: skip
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (rows, flat.shape[1]):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
+    elif isinstance(logit_bias, Sequence) and not isinstance(logit_bias, TokenBias):
+        logit_bias = TokenBias.of(logit_bias, flat.shape[1], flat.device)
+    if isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() == 2:
+        logit_bias = logit_bias.flat(shape[:1]).at_each(places)
     if penalties is not None:
         penalties = _penalties(penalties, drafts, places)
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
@@ -213,11 +220,7 @@ def _penalties(penalties: Penalties, drafts: Tensor, places: int) -> Penalties:
     )
     counted = torch.where(before, drafts[:, None], -1)
     wide = torch.cat([said[:, None].expand(-1, places, -1), counted.to(said.dtype)], -1)
-
-    def each(x: Any) -> Any:
-        return x.repeat_interleave(places, 0) if isinstance(x, Tensor) and x.dim() else x
-
-    return Penalties(wide.flatten(0, 1), each(penalties.prompt_token_ids), *(each(x) for x in penalties[2:]))
+    return penalties.repeated(places)._replace(output_token_ids=wide.flatten(0, 1))
 
 
 def _sampled(

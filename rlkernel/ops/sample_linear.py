@@ -11,6 +11,7 @@ from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
 from rlkernel.ops._modes import without_autocast
 from rlkernel.ops._penalties import Penalties
+from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.sampling_tiles import stored_dtype
 from rlkernel.types import Head, SampleOutput, Sampling
@@ -33,7 +34,7 @@ def sample_linear(
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
-    logit_bias: Tensor | dict[int, float] | None = None,
+    logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",

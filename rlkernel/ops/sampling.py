@@ -10,6 +10,7 @@ from rlkernel import dispatch
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import Wanted, ranked
+from rlkernel.ops._token_bias import LogitBias
 from rlkernel.types import SampleOutput, SampleStats, Sampling
 
 
@@ -24,7 +25,7 @@ def sample(
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
-    logit_bias: Tensor | dict[int, float] | None = None,
+    logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",
@@ -66,8 +67,9 @@ def sample(
         positions: the token's place in its sequence, 64-bit integers; None means 0.
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
             Words behind V do not count; tokens behind a narrower mask are not allowed.
-        logit_bias: [V], [..., V] or {token: bias}, added first.
-        penalties: ``Penalties``, applied after the bias.
+        logit_bias: [V], [..., V], {token: bias}, one such dict (or None) for each row, or a ``TokenBias`` of
+            few tokens a row; added first.
+        penalties: ``Penalties``, applied after the bias: repetition, DRY, repeated n-grams, bad words.
         filter_order: of what top_p takes its share.  "sequential": of what the other filters keep (vLLM);
             "top_k_first": of what top_k keeps, the others cut after it (HF ``generate``, SGLang with min_p);
             "joint": of the whole distribution (FlashInfer's joint, AITER).
@@ -120,7 +122,7 @@ def score_tokens(
     min_p: float | Tensor | None = None,
     top_n_sigma: float | Tensor | None = None,
     token_bitmask: Tensor | None = None,
-    logit_bias: Tensor | dict[int, float] | None = None,
+    logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     return_logprobs: tuple[str, ...] = inputs.LOGPROBS,

@@ -1,0 +1,93 @@
+"""Biases of few tokens of each row, without a tensor as wide as the vocabulary."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug
+from rlkernel.ops import _validate
+
+
+class TokenBias(NamedTuple):
+    """Biases of some tokens: [K] the same for all rows, or [..., K] for each.
+
+    Equal to ``z[row, token_ids[row, k]] += values[row, k]``; ``-inf`` bans a token.  Ids outside [0, V) are
+    padding.  Of a token that stands twice in a row the smaller value counts, so that no order of the entries
+    does.  ``values`` are a number or have the shape of ``token_ids``.
+    """
+
+    token_ids: Tensor
+    values: Tensor | float
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Mapping[int, float] | None], vocab: int, device: torch.device | str = "cpu"
+    ) -> "TokenBias":
+        """Of one ``{token: bias}`` for each row, or None where a row has none."""
+        for i, row in enumerate(rows):
+            if row is not None and not isinstance(row, Mapping):
+                raise TypeError(f"logit_bias[{i}] must be a dict or None, got {type(row).__name__}")
+        width = max((len(row) for row in rows if row), default=0)
+        ids = torch.full((len(rows), width), -1, dtype=torch.int64)
+        values = torch.zeros(len(rows), width, dtype=torch.float64)
+        for i, row in enumerate(rows):
+            for token in row or ():
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                    raise ValueError(f"logit_bias must have token ids in [0, {vocab}) as keys, got {token!r}")
+            if row:
+                ids[i, : len(row)] = torch.tensor(list(row))
+                values[i, : len(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+        return cls(ids.to(device), values.to(device))
+
+    def flat(self, shape: torch.Size) -> "TokenBias":
+        """For rows of the leading ``shape``: [B, K] each."""
+        ids, values = self
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = _validate.name(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"logit_bias.token_ids must be an int32 or int64 tensor, got {got}")
+        if ids.dim() == 0 or ids.shape[:-1] not in ((), shape):
+            want = f"[K] or {(*shape, 'K')}".replace("'", "")
+            raise ValueError(f"logit_bias.token_ids must have shape {want}, got {tuple(ids.shape)}")
+        if isinstance(values, Tensor) and values.dim() and values.shape != ids.shape:
+            want = f"one value or have shape {tuple(ids.shape)}"
+            raise ValueError(f"logit_bias.values must be {want}, got {tuple(values.shape)}")
+        if not isinstance(values, (Tensor, float, int)) or isinstance(values, bool):
+            raise TypeError(f"logit_bias.values must be numbers or a tensor, got {type(values).__name__}")
+        size = math.prod(shape), ids.shape[-1]
+        if isinstance(values, Tensor):
+            values = values.expand(ids.shape).expand(*shape, size[1]).reshape(size)
+        return TokenBias(ids.expand(*shape, size[1]).reshape(size), values)
+
+    def at_each(self, places: int) -> "TokenBias":
+        """Of [B, K] for each request, [B, places, K]."""
+        ids, values = self
+        if isinstance(values, Tensor) and values.dim():
+            values = values[:, None].expand(-1, places, -1)
+        return TokenBias(ids[:, None].expand(-1, places, -1), values)
+
+    def add_to(self, z: Tensor) -> None:
+        """Add to the rows of ``z`` [B, V], in place."""
+        ids, values = self
+        _validate.same_device("logit_bias.token_ids", ids, "logits", z.device)
+        bias = torch.as_tensor(values, device=z.device).detach().to(z.dtype).expand(ids.shape)
+        inside = (ids >= 0) & (ids < z.shape[1])
+        if debug.may_read(bias):
+            wrong = inside & ~(bias < torch.inf)
+            if wrong.any():
+                at = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(f"logit_bias must be finite or -inf, got {bias[at].item()} of row {at[0]}")
+        if ids.shape[1] == 0:
+            return
+        # padding becomes a second entry like the row's first one; of a row without any, token 0 as it is
+        first = inside.to(torch.int32).argmax(-1, keepdim=True)
+        place = torch.where(inside, torch.arange(ids.shape[1], device=ids.device), first)
+        some = inside.any(-1, keepdim=True)
+        index = torch.where(some, ids.long().gather(1, place), 0)
+        candidates = z.gather(1, index) + torch.where(some, bias.gather(1, place), 0)
+        z.scatter_reduce_(1, index, candidates, "amin", include_self=False)
+
+
+LogitBias = Tensor | TokenBias | Mapping[int, float] | Sequence[Mapping[int, float] | None]
