@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,45 +20,67 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations import hf
-from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations._trl_order import SHUFFLE, Order, group_shuffle
+from rlkernel.integrations._trl_contract import (
+    METHOD,
+    METHOD_PARAMETERS,
+    SHUFFLE,
+    SHUFFLE_PARAMETERS,
+    STEP,
+    STEP_PARAMETERS,
+    checked,
+)
+from rlkernel.integrations._trl_models import Models
+from rlkernel.integrations._trl_step import Order, Step, group_shuffle, watched_step
 from rlkernel.prefix_batch import PrefixBatch
 
 if TYPE_CHECKING:
     from rlkernel.integrations.trl import TrlPatch
 
-METHOD = "_get_per_token_logps_and_entropies"
-METHOD_PARAMETERS = (
-    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
-    "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask",
-    "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 UNLABELLED = -100  # transformers' mark
 MIN_RATIO = 1.1  # on the CPU a step takes as long as TRL's from 1.06 on; where TRL skips prompts' rows, 1.11
 
 Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies, aux loss
 
 
+NOTHING = "no completion has a token"
+DROPOUT = "dropout: completions would share the noise of their prompt"
+ATTENTION_DROPOUT = "attention dropout must be 0 in training"
+ADVICE = {
+    DROPOUT: "a row that samples share can only have one draw: patch_trl(dropout='shared') takes that, "
+    "disable_dropout=True in the config draws none",
+    ATTENTION_DROPOUT: "model_init_kwargs={'attention_dropout': 0.0} in the config turns it off; "
+    "disable_dropout=True does not reach it",
+    "tokens a row": "prefix_min_ratio=1 packs it all the same",
+}
+
+
 class PrefixSharing:
     """The part of a ``TrlPatch`` that packs the passes of TRL's trainers and keeps their groups together."""
 
-    def __init__(self, patch: TrlPatch, min_ratio: float | None) -> None:
+    def __init__(
+        self, patch: TrlPatch, min_ratio: float | None, required: bool = False, shared_dropout: bool = False
+    ) -> None:
         import trl.trainer.grpo_trainer as grpo
         import trl.trainer.rloo_trainer as rloo
 
         self.patch = patch
         self.min_ratio = MIN_RATIO if min_ratio is None else min_ratio
+        self.required, self.shared_dropout = required, shared_dropout
         self.tokens: Counter[str] = Counter()
         """Tokens of TRL's padded batches ("padded"), and the rows that ran in their place ("packed")."""
         self.order = Order()
-        self._models: list[tuple[weakref.ref[Any], str]] = []
+        self.step: Step | None = None
+        self.bypassing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers whose losses do not come here
+        self.models = Models()
         self._rows = self._unlabelled = 0
 
         hf.register_hf()  # raises now if it cannot, not in the first step
         for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
-            method = _checked(trainer, METHOD, METHOD_PARAMETERS)
+            method = checked(trainer, METHOD, METHOD_PARAMETERS)
             patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
-            shuffle = _checked(module, SHUFFLE, ("seq_dict",))
+            step = checked(trainer, STEP, STEP_PARAMETERS)
+            patch.replace(trainer, STEP, watched_step(step, self), expected=step)
+            shuffle = checked(module, SHUFFLE, SHUFFLE_PARAMETERS)
             patch.replace(module, SHUFFLE, group_shuffle(shuffle, self), expected=shuffle)
 
     @property
@@ -67,17 +88,23 @@ class PrefixSharing:
         """How many tokens of TRL's padded batches each packed row stood for, 1 before the first."""
         return self.tokens["padded"] / self.tokens["packed"] if self.tokens["packed"] else 1.0
 
-    def attach(self, model: Any) -> None:
-        """Put a model on packed attention until ``undo()``; ordinary calls stay what they are."""
-        found = hf.causal_lm(model)
-        if not hf.is_registered(found.config.get_text_config()._attn_implementation):
-            self._models.append((weakref.ref(found), hf.use_packed(found)))
+    def left(self, name: str, reason: str) -> None:
+        """Count, and warn of or refuse, what runs as in TRL."""
+        quiet = reason == NOTHING  # there is nothing to share
+        advice = next((advice for part, advice in ADVICE.items() if part in reason), "")
+        self.patch.left(name, reason, advice, quiet or self.required)
+        if self.required and not quiet:
+            advice = advice and f" ({advice})"
+            raise RuntimeError(f"{name} must run packed (prefix_sharing='require'), got: {reason}{advice}")
 
-    def undo(self) -> None:
-        while self._models:
-            model, former = self._models.pop()
-            if (alive := model()) is not None:
-                alive.set_attn_implementation(former)
+    def refusal(self, trainer: Any, model: Any) -> str | None:
+        """Why none of a trainer's batches can run packed through a model, or None."""
+        model_inside = trainer.accelerator.unwrap_model(model)
+        if reason := _wrapper_reason(trainer, model, model_inside):
+            return reason
+        if reasons := hf.check_model(model_inside):
+            return reasons[0]
+        return _model_reason(model_inside, self.shared_dropout)
 
     @contextlib.contextmanager
     def labels_after(self, n_prefix: int, rows: int) -> Iterator[None]:
@@ -91,15 +118,6 @@ class PrefixSharing:
     def unlabelled(self, rows: int) -> int:
         """How many of the head's rows have no label, all in front."""
         return self._unlabelled if rows == self._rows else 0
-
-
-def _checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
-    original: Any = vars(owner).get(name)
-    found = tuple(inspect.signature(original).parameters) if callable(original) else None
-    if found != parameters:
-        got = repr(original) if found is None else f"({', '.join(found)})"
-        raise PatchError(f"{owner.__name__}.{name} must take ({', '.join(parameters)}), got {got}")
-    return original
 
 
 # The passes
@@ -127,6 +145,8 @@ def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> C
             self, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids),
             compute_entropy, compute_aux_loss, rest, multimodal,
         )  # fmt: skip
+        if sharing.step is not None and torch.is_grad_enabled():
+            sharing.step.scored = True
         micro_batches = call.micro_batches(sharing)
         if not micro_batches:
             return scored(call)
@@ -139,7 +159,7 @@ def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> C
             patch.count(patch.calls, METHOD)
             sharing.tokens.update(padded=call.input_ids.numel(), packed=batch.total)
             return timed(call.trainer, call, batch, sharing)
-        patch.count(patch.fallbacks, f"{METHOD}: {batch}")
+        sharing.left(METHOD, batch)
         return original(
             call.trainer, call.model, call.input_ids, call.attention_mask, call.logits_to_keep, call.chunk,
             call.entropy, call.aux_loss, *call.rest, **call.multimodal,
@@ -180,7 +200,7 @@ class _Call:
             return []
         if not policy.training or n != trainer.args.steps_per_generation * self.chunk:
             return []
-        if _is_reference(self.unwrapped) or self.refusal():
+        if _is_reference(self.unwrapped) or self.refusal(sharing):
             return []
         order = sharing.order.plan(self.input_ids[:, : -self.logits_to_keep])
         return list(order.split(self.chunk))
@@ -191,21 +211,18 @@ class _Call:
         ids, mask = self.input_ids[rows], self.attention_mask[rows]
         return replace(self, input_ids=ids, attention_mask=mask, chunk=len(samples), for_loss=True)
 
-    def refusal(self) -> str | None:
-        """Why none of the trainer's batches can run packed, or None."""
+    def refusal(self, sharing: PrefixSharing) -> str | None:
         given = sorted(name for name, value in self.multimodal.items() if value is not None)
         if given or any(value is not None for value in self.rest):
             return f"{given[0] if given else 'a further argument'} is given"
-        if reason := self._wrapper_reason():
-            return reason
-        if reasons := hf.check_model(self.unwrapped):
-            return reasons[0]
-        return _model_reason(self.unwrapped)
+        return sharing.refusal(self.trainer, self.model)
 
     def batch(self, sharing: PrefixSharing) -> PrefixBatch | str:
         """The samples packed, or why TRL runs them."""
-        if reason := self.refusal():
+        if reason := self.refusal(sharing):
             return reason
+        if self.sharded and torch.is_grad_enabled() and self.passes > 1:
+            return "the model is sharded, and its backward passes must be as many as on other ranks"
         if self.aux_loss and self.chunk < len(self.input_ids):
             return "the aux loss of several chunks"
         prompt_mask = self.attention_mask[:, : -self.logits_to_keep] != 0
@@ -213,37 +230,22 @@ class _Call:
             return "a prompt is empty, or padded on the right"
         if not _is_rotary(self.unwrapped) and not bool(prompt_mask.all()):
             return "positions are not rotary, and TRL counts the padding of prompts"
+        if not bool(prompt_mask.all()) and (kind := _norm_after_rotary(self.unwrapped)):
+            return (
+                f"{kind} normalises after its rotary positions, which makes them absolute, and TRL counts "
+                "the padding of prompts: its values are not those of the samples alone"
+            )
         try:
             batch = self._pack()
         except ValueError:  # of the shapes that trainers make, only a gap can be refused
             return "attention_mask has a hole"
         if not batch.total:
-            return "no completion has a token"
+            return NOTHING
         if self.input_ids.numel() < sharing.min_ratio * batch.total:
             return f"fewer than {sharing.min_ratio} tokens a row"
         if reasons := hf.check_model(self.unwrapped, batch):
             return reasons[0]
         return batch
-
-    def _wrapper_reason(self) -> str | None:
-        if getattr(self.trainer, "use_transformers_continuous_batching", False):
-            return "continuous batching runs on no registered attention, and the model would be on one"
-        if getattr(self.trainer, "_is_vlm", False):
-            return "a vision-language model makes positions of its own"
-        if isinstance(self.model, torch.nn.DataParallel):
-            return "DataParallel splits the batch by samples"
-        accelerator = self.trainer.accelerator
-        kind = str(getattr(accelerator.distributed_type, "value", ""))
-        if kind in ("MEGATRON_LM", "XLA"):
-            return f"accelerate runs the model through {kind}"
-        parallel = getattr(accelerator, "parallelism_config", None)
-        if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
-            return "context parallelism splits the tokens of a sequence over ranks"
-        if self.sharded and torch.is_grad_enabled() and self.passes > 1:
-            return "the model is sharded, and its backward passes must be as many as on other ranks"
-        if hasattr(self.unwrapped, "_orig_mod") or self.unwrapped._compiled_call_impl is not None:
-            return "torch.compile would compile anew for every batch"
-        return None
 
     @functools.cached_property
     def sharded(self) -> bool:
@@ -269,20 +271,49 @@ class _Call:
         return PrefixBatch.from_padded(prompt_ids, prompt_mask, ids, mask)
 
 
-def _model_reason(model: Any) -> str | None:
-    configs = getattr(model, "peft_config", None)
-    if isinstance(configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in configs.values()):
-        return "PEFT puts virtual tokens in front of each prompt"
-    if any(_is_noisy(module) for module in model.modules() if module.training):
-        return "dropout: completions would share the noise of their prompt"
+def _wrapper_reason(trainer: Any, model: Any, inside: Any) -> str | None:
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        return "continuous batching runs on no registered attention, and the model would be on one"
+    if getattr(trainer, "_is_vlm", False):
+        return "a vision-language model makes positions of its own"
+    if isinstance(model, torch.nn.DataParallel):
+        return "DataParallel splits the batch by samples"
+    accelerator = trainer.accelerator
+    kind = str(getattr(accelerator.distributed_type, "value", ""))
+    if kind in ("MEGATRON_LM", "XLA"):
+        return f"accelerate runs the model through {kind}"
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
+        return "context parallelism splits the tokens of a sequence over ranks"
+    if hasattr(inside, "_orig_mod") or inside._compiled_call_impl is not None:
+        return "torch.compile would compile anew for every batch"
     return None
 
 
-def _is_noisy(module: Any) -> bool:
-    if isinstance(module, torch.nn.Dropout):
-        return module.p > 0
-    noise = [x for name, x in vars(module).items() if "dropout" in name or "jitter" in name]
-    return any(isinstance(x, float) and x > 0 for x in noise)
+def _model_reason(model: Any, shared_dropout: bool) -> str | None:
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in configs.values()):
+        return "PEFT puts virtual tokens in front of each prompt"
+    for path, module in model.named_modules():
+        if not module.training:
+            continue
+        if hasattr(module, "neftune_noise_alpha"):
+            return "NEFTune: its noise grows smaller with the length of a row, and a packed row is longer"
+        noise = _noise(path, module)
+        if noise and not shared_dropout:
+            return DROPOUT
+        if any("att" in name for name in noise):
+            return f"{ATTENTION_DROPOUT}, got that of {path}"
+    return None
+
+
+def _noise(path: str, module: Any) -> list[str]:
+    """The names by which a module draws noise."""
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return [path.rpartition(".")[2]] if module.p > 0 else []
+    values = {name: x for name, x in vars(module).items() if "dropout" in name or "jitter" in name}
+    kind = "attention " if "attention" in type(module).__name__.lower() else ""
+    return [kind + name for name, x in values.items() if isinstance(x, float) and x > 0]
 
 
 def _is_reference(model: Any) -> bool:
@@ -297,8 +328,14 @@ def _is_rotary(model: Any) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
+def _norm_after_rotary(model: Any) -> str | None:
+    """The attention whose queries and keys are weighted after they were turned, as in HunYuan's models."""
+    names = (type(m).__name__ for m in model.modules() if hasattr(m, "query_layernorm"))
+    return next((name for name in names if name.startswith("HunYuan")), None)
+
+
 def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:
-    sharing.attach(call.unwrapped)
+    sharing.models.attach(call.unwrapped)
     parts = call.parts(batch)
     scored = [_run(call, part, sharing) for part in parts]
     for _ in range(call.passes - _calls(parts) if call.sharded else 0):

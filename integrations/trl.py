@@ -9,7 +9,8 @@ that take logits remain for the experimental trainers, which import them by name
 from __future__ import annotations
 
 import contextlib
-import inspect
+import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -19,32 +20,25 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._patch import Patch, PatchError
+from rlkernel.integrations._trl_contract import (
+    HEAD,
+    HEAD_PARAMETERS,
+    HELPER_PARAMETERS,
+    OUTPUTS,
+    checked,
+    supported_utils,
+)
 from rlkernel.ops import logprob as ops
 from rlkernel.ops.linear_logprob import linear_logprob_statistics
 
 if TYPE_CHECKING:
     from rlkernel.integrations._trl_prefix import PrefixSharing
 
-SUPPORTED = (
-    ">=1.15,<1.17"  # the versions that have been run; patch() compares the parameters below all the same
-)
-
-HEAD = "_ChunkedLogProbFunction"
-HEAD_PARAMETERS = (
-    "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
-    "final_logit_softcapping", "logit_scale", "outputs",
-)  # fmt: skip
-HELPER_PARAMETERS = {
-    "selective_log_softmax": ("logits", "index", "temperature", "row_mask"),
-    "entropy_from_logits": ("logits", "chunk_size"),
-    "selective_log_softmax_and_entropy": (
-        "logits", "index", "entropy_requires_grad", "temperature", "row_mask",
-    ),
-}  # fmt: skip
-OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SKIPPED = torch.iinfo(torch.int64).min  # not -100: a negative index stays the error that it is
+
+
+logger = logging.getLogger("rlkernel.patch_trl")
 
 
 class TrlPatch(Patch):
@@ -58,61 +52,107 @@ class TrlPatch(Patch):
         """How often TRL's own function ran after all, and why. Neither counts what torch.compile traces."""
         self.prefix: PrefixSharing | None = None
         """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
+        self._told: set[str] = set()
+
+    def apply(self) -> TrlPatch:
+        global _active
+        if _active is not None and _active is not self and _active.active:
+            raise PatchError("no other patch of TRL must be in place, got one: undo it first")
+        super().apply()
+        _active = self
+        return self
 
     def undo(self) -> None:
+        was_active = self.active
         super().undo()
         if self.prefix is not None:
-            self.prefix.undo()
+            self.prefix.models.undo()
+        if was_active:
+            self._sum_up()
 
     def count(self, counter: Counter[str], key: str) -> None:
         if not torch.compiler.is_compiling():  # it would guard on the number and compile anew every call
             counter[key] += 1
 
+    def left(self, name: str, reason: str, advice: str = "", quiet: bool = False) -> None:
+        """Count a call that TRL's own function serves after all, and warn of its reason once."""
+        self.count(self.fallbacks, f"{name}: {reason}")
+        if quiet or reason in self._told or torch.compiler.is_compiling():
+            return
+        self._told.add(reason)
+        advice = advice and f" ({advice})"
+        warnings.warn(f"rlkernel.patch_trl() leaves {name} to TRL: {reason}{advice}", stacklevel=3)
+
+    def _sum_up(self) -> None:
+        ran, left = self.calls.total(), self.fallbacks.total()
+        reasons = "".join(f"\n  {times} x {reason}" for reason, times in self.fallbacks.most_common())
+        level = logging.WARNING if self._told else logging.INFO
+        logger.log(level, "%d calls ran on rlkernel, %d were left to TRL%s", ran, left, reasons)
+
 
 _active: TrlPatch | None = None
 
 
-def patch(*, prefix_sharing: bool = False, prefix_min_ratio: float | None = None) -> TrlPatch:
+def patch(
+    *,
+    prefix_sharing: bool | str = False,
+    prefix_min_ratio: float | None = None,
+    dropout: str = "own",
+    strict: bool = True,
+) -> TrlPatch:
     """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
 
-    A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.
+    A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.  What
+    is left to TRL after all is counted, warned of once a reason, and summed up in the log by ``undo()``.
 
     Args:
         prefix_sharing: GRPOTrainer and RLOOTrainer compute each prompt once per group, in all their passes,
-            and keep groups together when they shuffle.
+            and keep groups together when they shuffle.  ``"require"`` makes it an error to leave a batch to
+            TRL.
         prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
+        dropout: ``"own"`` leaves a model that draws dropout to TRL, where each sample has a draw of its own.
+            ``"shared"`` packs it: one draw for each row, which the samples that share the row share.
+        strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
+            the names and parameters of what is replaced.
 
     Raises:
-        ValueError: ``prefix_min_ratio`` is not a number >= 1, or is given without ``prefix_sharing``.
+        ValueError: an option is not one of its values, or is given without ``prefix_sharing``.
         ImportError: TRL is not installed. PatchError: the version of TRL is not supported, or what is to be
         replaced is not what that version has, or the patch is on with other options.
             Nothing is replaced then.
     """
-    global _active
-    _check_options(prefix_sharing, prefix_min_ratio)
+    _check_options(prefix_sharing, prefix_min_ratio, dropout, strict)
     if _active is not None and _active.active:
-        _check_same(_active, prefix_sharing, prefix_min_ratio)
+        _check_same(_active, prefix_sharing, prefix_min_ratio, dropout)
         _active.share()
         return _active
-    utils = _supported_utils()
+    utils = supported_utils(strict)
     result = TrlPatch()
-    head = _checked(utils, HEAD, HEAD_PARAMETERS)
+    head = checked(utils, HEAD, HEAD_PARAMETERS)
     result.replace(utils, HEAD, _Head(head, result, utils), expected=head)
     for name, make in _HELPERS.items():
-        original = _checked(utils, name, HELPER_PARAMETERS[name])
+        original = checked(utils, name, HELPER_PARAMETERS[name])
         result.replace_everywhere("trl", name, make(original, result), expected=original)
     if prefix_sharing:
         from rlkernel.integrations import _trl_prefix  # imports the trainers, which takes seconds
 
-        result.prefix = _trl_prefix.PrefixSharing(result, prefix_min_ratio)
-    result.apply()
-    _active = result
-    return result
+        result.prefix = _trl_prefix.PrefixSharing(
+            result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
+        )
+    return result.apply()
 
 
-def _check_options(prefix_sharing: bool, prefix_min_ratio: float | None) -> None:
-    if not isinstance(prefix_sharing, bool):
-        raise ValueError(f"prefix_sharing must be True or False, got {prefix_sharing!r}")
+def _check_options(
+    prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str, strict: bool
+) -> None:
+    if not isinstance(prefix_sharing, bool) and prefix_sharing != "require":
+        raise ValueError(f"prefix_sharing must be True, False or 'require', got {prefix_sharing!r}")
+    if dropout not in ("own", "shared"):
+        raise ValueError(f"dropout must be 'own' or 'shared', got {dropout!r}")
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
+    if dropout != "own" and not prefix_sharing:
+        raise ValueError(f"dropout must be 'own' without prefix_sharing, got {dropout!r}")
     if prefix_min_ratio is None:
         return
     if not prefix_sharing:
@@ -125,46 +165,22 @@ def _check_options(prefix_sharing: bool, prefix_min_ratio: float | None) -> None
         raise ValueError(f"prefix_min_ratio must be a number >= 1, got {prefix_min_ratio!r}")
 
 
-def _check_same(active: TrlPatch, prefix_sharing: bool, prefix_min_ratio: float | None) -> None:
+def _check_same(
+    active: TrlPatch, prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str
+) -> None:
     """A caller who asks for what the patch in place does not do would believe that it does."""
-    if prefix_sharing and active.prefix is None:
-        raise PatchError("prefix_sharing must be what the patch in place has, False, got True: undo it first")
-    if prefix_min_ratio is not None and active.prefix and active.prefix.min_ratio != prefix_min_ratio:
-        raise PatchError(
-            f"prefix_min_ratio must be what the patch in place has, {active.prefix.min_ratio}, got "
-            f"{prefix_min_ratio}: undo it first"
-        )
-
-
-def _supported_utils() -> ModuleType:
-    try:
-        import trl
-    except ImportError as error:
-        raise ImportError(f"rlkernel.patch_trl() needs TRL: pip install 'trl{SUPPORTED}'") from error
-    from packaging.specifiers import SpecifierSet  # TRL depends on it
-
-    if not SpecifierSet(SUPPORTED).contains(trl.__version__, prereleases=True):
-        raise PatchError(f"the version of trl must be {SUPPORTED}, got {trl.__version__}")
-    import trl.trainer.utils as utils
-
-    if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
-        raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
-    return utils
-
-
-def _checked(utils: ModuleType, name: str, parameters: tuple[str, ...]) -> Any:
-    """TRL's function ``name``, which must take ``parameters``."""
-    original = vars(utils).get(name)
-    function = getattr(original, "forward", original)
-    if not callable(function):
-        raise PatchError(f"trl.trainer.utils.{name} must be callable, got {original!r}")
-    found = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "ctx")
-    if found != parameters:
-        raise PatchError(
-            f"trl.trainer.utils.{name} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
-            f"this TRL is not the one that rlkernel knows as {SUPPORTED}"
-        )
-    return original
+    if not prefix_sharing:
+        return
+    prefix = active.prefix
+    asked: list[tuple[str, Any, Any]] = []
+    if prefix is None or (prefix_sharing == "require" and not prefix.required):
+        asked.append(("prefix_sharing", prefix is not None, prefix_sharing))
+    elif prefix_min_ratio is not None and prefix.min_ratio != prefix_min_ratio:
+        asked.append(("prefix_min_ratio", prefix.min_ratio, prefix_min_ratio))
+    elif (dropout == "shared") != prefix.shared_dropout:
+        asked.append(("dropout", "shared" if prefix.shared_dropout else "own", dropout))
+    for name, found, wanted in asked:
+        raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
 
 
 # The head: hidden states and lm_head to logprobs
@@ -193,7 +209,7 @@ class _Head:
     ) -> tuple[Tensor | None, ...]:
         """``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, None where not asked for."""
         if reason := _head_unsupported(hidden, weight):
-            self.patch.count(self.patch.fallbacks, reason)
+            self.patch.left(HEAD, reason)
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size,
                 final_logit_softcapping, logit_scale, outputs,
@@ -216,7 +232,7 @@ def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:
     """Why this call is left to TRL, or None."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in FLOATS:
-            return f"{HEAD}: {name} is {tensor.dtype}"
+            return f"{name} is {tensor.dtype}"
     return None
 
 
@@ -268,7 +284,7 @@ def _log_softmax_helper(original: Callable[..., Tensor], patch: TrlPatch) -> Cal
         several = row_mask is None and index.ndim == logits.ndim  # several tokens a row
         rows = index[..., 0] if several and index.shape[-1] else index
         if reason := _logits_unsupported(logits, rows, row_mask):
-            patch.count(patch.fallbacks, f"selective_log_softmax: {reason}")
+            patch.left("selective_log_softmax", reason)
             return original(logits, index, temperature=temperature, row_mask=row_mask)
         patch.count(patch.calls, "selective_log_softmax")
         if several:
@@ -282,7 +298,7 @@ def _log_softmax_helper(original: Callable[..., Tensor], patch: TrlPatch) -> Cal
 def _entropy_helper(original: Callable[..., Tensor], patch: TrlPatch) -> Callable[..., Tensor]:
     def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
         if reason := _logits_unsupported(logits):
-            patch.count(patch.fallbacks, f"entropy_from_logits: {reason}")
+            patch.left("entropy_from_logits", reason)
             return original(logits, chunk_size=chunk_size)
         patch.count(patch.calls, "entropy_from_logits")
         return ops.entropy_from_logits(logits)
@@ -301,7 +317,7 @@ def _log_softmax_and_entropy_helper(
         row_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if reason := _logits_unsupported(logits, index, row_mask):
-            patch.count(patch.fallbacks, f"selective_log_softmax_and_entropy: {reason}")
+            patch.left("selective_log_softmax_and_entropy", reason)
             return original(logits, index, entropy_requires_grad, temperature=temperature, row_mask=row_mask)
         patch.count(patch.calls, "selective_log_softmax_and_entropy")
         index = _masked(index, row_mask)

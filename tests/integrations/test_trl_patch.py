@@ -74,6 +74,54 @@ def test_refuses_other_versions(monkeypatch, version):
         rlkernel.patch_trl()
 
 
+@pytest.mark.parametrize("version", ["1.17.0", "1.14.2"])
+def test_not_strict_compares_what_is_replaced(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(PatchError, match=r"patch_trl\(strict=False\) compares what is replaced"):
+        rlkernel.patch_trl()
+    with rlkernel.patch_trl(strict=False, prefix_sharing=True) as patch:
+        assert patch.replaced[f"trl.trainer.utils.{HEAD}"] == "rlkernel.linear_logprob"
+
+    def other_default(logits, chunk_size=64):
+        return logits
+
+    with monkeypatch.context() as upstream:
+        upstream.setattr(utils, "entropy_from_logits", other_default)
+        want = r"entropy_from_logits must take \(logits, chunk_size=128\), got \(logits, chunk_size=64\)"
+        with pytest.raises(PatchError, match=want):
+            rlkernel.patch_trl(strict=False)
+        assert getattr(utils, HEAD) is UPSTREAM[HEAD]
+
+
+@pytest.mark.parametrize("name", ["training_step", "_get_per_token_logps_and_entropies"])
+def test_not_strict_compares_the_trainers_too(monkeypatch, name):
+    def other(self, model):
+        return None
+
+    with monkeypatch.context() as upstream:
+        upstream.setattr(trl.RLOOTrainer, name, other)
+        with pytest.raises(
+            PatchError, match=rf"RLOOTrainer\.{name} must take \(self, .*\), got \(self, model\)"
+        ):
+            rlkernel.patch_trl(strict=False, prefix_sharing=True)
+        assert getattr(utils, HEAD) is UPSTREAM[HEAD]
+
+
+def test_an_undone_patch_comes_back_after_another():
+    first = rlkernel.patch_trl()
+    first.undo()
+    with rlkernel.patch_trl() as second:
+        with pytest.raises(PatchError, match="no other patch of TRL must be in place"):
+            first.apply()
+        assert second.active and not first.active
+    with first:
+        assert rlkernel.patch_trl() is first and getattr(utils, HEAD) is not UPSTREAM[HEAD]
+        with pytest.raises(PatchError, match="no other patch"):
+            second.apply()
+    first.undo()  # claimed by the call in the block, as under any standing patch
+    assert getattr(utils, HEAD) is UPSTREAM[HEAD]
+
+
 def test_refuses_a_head_of_another_contract(monkeypatch):
     class Other(torch.autograd.Function):
         @staticmethod
@@ -96,7 +144,7 @@ def test_one_helper_of_another_contract_refuses_all(monkeypatch):
     with monkeypatch.context() as upstream:
         upstream.setattr(utils, "entropy_from_logits", lambda logits: logits)
         with pytest.raises(
-            PatchError, match=r"entropy_from_logits must take \(logits, chunk_size\), got \(logits\)"
+            PatchError, match=r"entropy_from_logits must take \(logits, chunk_size=128\), got \(logits\)"
         ):
             rlkernel.patch_trl()
         assert getattr(utils, HEAD) is UPSTREAM[HEAD]

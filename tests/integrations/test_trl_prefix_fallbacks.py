@@ -253,7 +253,7 @@ def test_without_the_option_nothing_is_packed(trainer):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prefix_sharing": 1}, "prefix_sharing must be True or False, got 1"),
+        ({"prefix_sharing": 1}, "prefix_sharing must be True, False or .require., got 1"),
         ({"prefix_min_ratio": 2}, "prefix_min_ratio must be None without prefix_sharing, got 2"),
         (
             {"prefix_sharing": True, "prefix_min_ratio": 0.5},

@@ -13,8 +13,8 @@ accelerate = pytest.importorskip("accelerate")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
 
-from rlkernel.integrations import _trl_order as order  # noqa: E402  (needs TRL)
 from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402
+from rlkernel.integrations import _trl_step as order  # noqa: E402  (needs TRL)
 
 METHOD, SHUFFLE = prefix.METHOD, order.SHUFFLE
 UPSTREAM = {
@@ -33,7 +33,7 @@ def nothing_left_behind():
 
 
 def patch_trl(**options):
-    return rlkernel.patch_trl(prefix_sharing=True, **options)
+    return rlkernel.patch_trl(**{"prefix_sharing": True} | options)
 
 
 PROMPTS, GROUP, PROMPT, COMPLETION = 2, 4, 9, 6

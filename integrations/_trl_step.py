@@ -1,17 +1,42 @@
-"""The order in which TRL's trainers put the samples of a generation before they cut it into micro-batches."""
+"""A training step of TRL around its passes: whose it is, and the order of the samples of a generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlkernel.integrations._trl_contract import METHOD, SHUFFLE, STEP
+
 if TYPE_CHECKING:
     from rlkernel.integrations._trl_prefix import PrefixSharing
 
-SHUFFLE = "shuffle_sequence_dict"
+
+@dataclass
+class Step:
+    """A training step that is under way."""
+
+    trainer: Any
+    scored: bool = False  # whether its loss has come to the method that is packed
+
+
+def watched_step(original: Callable[..., Tensor], sharing: PrefixSharing) -> Callable[..., Tensor]:
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        outer, sharing.step = sharing.step, Step(self)
+        try:
+            loss = original(self, model, inputs, num_items_in_batch)
+            if not sharing.step.scored:
+                sharing.bypassing.add(self)
+                sharing.left(METHOD, bypass(self))
+        finally:
+            sharing.step = outer
+        return loss
+
+    training_step.__qualname__ = STEP
+    return training_step
 
 
 class Order:
@@ -33,6 +58,15 @@ class Order:
         return planned if planned is not None and len(planned) == samples else None
 
 
+def bypass(trainer: Any) -> str:
+    """How a trainer computes its loss without the method that is packed."""
+    name = type(trainer).__name__
+    owner = next(base for base in type(trainer).__mro__ if METHOD in vars(base))
+    if owner.__module__.startswith("trl.trainer."):
+        return f"{name} computes its loss without it"
+    return f"{owner.__name__} overrides it"
+
+
 def group_shuffle(
     original: Callable[..., dict[str, Any]], sharing: PrefixSharing
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -41,16 +75,26 @@ def group_shuffle(
     def shuffle_groups(seq_dict: dict[str, Any]) -> dict[str, Any]:
         prompts = seq_dict.get("prompt_ids")
         if not isinstance(prompts, Tensor) or prompts.ndim != 2:
-            patch.count(patch.fallbacks, f"{SHUFFLE}: no prompt_ids")
+            sharing.left(SHUFFLE, "no prompt_ids")
+            return original(seq_dict)
+        planned = sharing.order.take(len(prompts))
+        if sharing.step is not None and (reason := _refusal(sharing.step.trainer, sharing)):
+            sharing.left(SHUFFLE, reason)
             return original(seq_dict)
         patch.count(patch.calls, SHUFFLE)
         drawn = torch.randperm(len(prompts))  # also with a plan: all random numbers after it stay TRL's
-        order = sharing.order.take(len(prompts))
-        order = by_groups(drawn, prompts) if order is None else order
+        order = by_groups(drawn, prompts) if planned is None else planned
         return {key: _permuted(values, order) for key, values in seq_dict.items()}
 
     shuffle_groups.__qualname__ = shuffle_groups.__name__
     return shuffle_groups
+
+
+def _refusal(trainer: Any, sharing: PrefixSharing) -> str | None:
+    """Why groups that stay together would be of no use to a trainer, or None."""
+    if any(known is trainer for known in sharing.bypassing):
+        return bypass(trainer)
+    return sharing.refusal(trainer, trainer.model_wrapped)
 
 
 def by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""What rlkernel takes TRL's functions to be: their names and how they are called."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+from rlkernel.integrations._patch import PatchError
+
+SUPPORTED = ">=1.15,<1.17"  # the versions that have been run
+
+HEAD = "_ChunkedLogProbFunction"
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order
+HEAD_PARAMETERS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
+    "final_logit_softcapping=None", "logit_scale=1.0", f"outputs={OUTPUTS!r}",
+)  # fmt: skip
+HELPER_PARAMETERS = {
+    "selective_log_softmax": ("logits", "index", "temperature=1.0", "row_mask=None"),
+    "entropy_from_logits": ("logits", "chunk_size=128"),
+    "selective_log_softmax_and_entropy": (
+        "logits", "index", "entropy_requires_grad=True", "temperature=1.0", "row_mask=None",
+    ),
+}  # fmt: skip
+
+METHOD = "_get_per_token_logps_and_entropies"
+METHOD_PARAMETERS = (
+    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size=None",
+    "compute_entropy=False", "compute_aux_loss=False", "pixel_values=None", "image_grid_thw=None",
+    "num_images=None", "pixel_attention_mask=None", "spatial_shapes=None", "num_tiles=None",
+    "image_sizes=None", "token_type_ids=None", "mm_token_type_ids=None", "image_position_ids=None",
+)  # fmt: skip
+SHUFFLE = "shuffle_sequence_dict"
+SHUFFLE_PARAMETERS = ("seq_dict",)
+STEP = "training_step"
+STEP_PARAMETERS = ("self", "model", "inputs", "num_items_in_batch")
+
+
+def supported_utils(strict: bool) -> ModuleType:
+    """``trl.trainer.utils``, of a version that has been run if ``strict``.
+
+    Raises:
+        ImportError: TRL is not installed. PatchError: its version is another one, or lacks what is called.
+    """
+    try:
+        import trl
+    except ImportError as error:
+        raise ImportError(f"rlkernel.patch_trl() needs TRL: pip install 'trl{SUPPORTED}'") from error
+    from packaging.specifiers import SpecifierSet  # TRL depends on it
+
+    if strict and not SpecifierSet(SUPPORTED).contains(trl.__version__, prereleases=True):
+        raise PatchError(
+            f"the version of trl must be {SUPPORTED}, got {trl.__version__}; patch_trl(strict=False) "
+            "compares what is replaced instead"
+        )
+    import trl.trainer.utils as utils
+
+    if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
+        raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
+    return utils
+
+
+def checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
+    """TRL's function ``owner.name``, which must take ``parameters`` with these defaults."""
+    original = vars(owner).get(name)
+    function = getattr(original, "forward", original)
+    path = f"{owner.__name__}.{name}"
+    if not callable(function):
+        raise PatchError(f"{path} must be callable, got {original!r}")
+    found = tuple(_parameter(p) for p in inspect.signature(function).parameters.values() if p.name != "ctx")
+    if found != parameters:
+        raise PatchError(
+            f"{path} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
+            f"this TRL is not the one that rlkernel knows as {SUPPORTED}"
+        )
+    return original
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+    star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"{star.get(parameter.kind, '')}{parameter.name}{default}"
