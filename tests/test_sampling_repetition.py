@@ -262,19 +262,25 @@ def test_from_hidden_states_too():
     assert (got.processed_logprobs - want.processed_logprobs).abs().max() < 1e-5
 
 
-def test_one_graph():
+WORDS_AND_BIASES = {
+    "tensors": (
+        torch.tensor([[-1, 4]]),
+        TokenBias(torch.tensor([[1, -1]] * 4), torch.tensor([[2.0, 0.0]] * 4)),
+    ),
+    "lists": ([[4], [1, 2]], [{1: 2.0}, None, {}, {3: -torch.inf}]),
+    "lists of each row": ([[[4]], None, [[1, 2], [3]], []], {3: 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", WORDS_AND_BIASES)
+def test_one_graph(name):
     inputs = make_inputs(4, VOCAB)
-    said = padded(histories(3, 4))
-    ids, values = torch.tensor([[1, -1]] * 4), torch.tensor([[2.0, 0.0]] * 4)
+    said, (words, bias) = padded(histories(3, 4)), WORDS_AND_BIASES[name]
 
     def step(logits, seeds, positions):
-        penalties = Penalties(
-            said, dry=Dry(1.0, last_n=12), no_repeat_ngram=3, bad_words=torch.tensor([[-1, 4]])
-        )
-        bias = TokenBias(ids, values)
-        return rlkernel.sample(
-            logits * 1, seeds=seeds, positions=positions, penalties=penalties, logit_bias=bias
-        )
+        penalties = Penalties(said, dry=Dry(1.0, last_n=12), no_repeat_ngram=3, bad_words=words)
+        options = {"seeds": seeds, "positions": positions, "logit_bias": bias}
+        return rlkernel.sample(logits * 1, penalties=penalties, **options)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(**inputs)

@@ -111,8 +111,8 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
     for word in (word for each in lists for word in each):
         if len(word) == 0 or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in word):
             raise ValueError(f"penalties.bad_words must be lists of token ids, got {word!r}")
-    longest = max((len(word) for each in lists for word in each), default=1)
-    most = max((len(each) for each in lists), default=0)
+    longest = max([1, *[len(word) for each in lists for word in each]])
+    most = max([0, *[len(each) for each in lists]])
     made = torch.full((len(lists), most, longest), -1, dtype=torch.int64)
     for i, each in enumerate(lists):
         for j, word in enumerate(each):

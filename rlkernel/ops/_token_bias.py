@@ -30,7 +30,7 @@ class TokenBias(NamedTuple):
         for i, row in enumerate(rows):
             if row is not None and not isinstance(row, Mapping):
                 raise TypeError(f"logit_bias[{i}] must be a dict or None, got {type(row).__name__}")
-        width = max((len(row) for row in rows if row), default=0)
+        width = max([0, *[len(row) for row in rows if row]])  # torch.compile traces no default of max
         ids = torch.full((len(rows), width), -1, dtype=torch.int64)
         values = torch.zeros(len(rows), width, dtype=torch.float64)
         for i, row in enumerate(rows):
