@@ -1,8 +1,15 @@
-"""group_advantages against verl's own functions, all of them, and TRL's formulas."""
+"""group_advantages against the functions of verl, all of them, of SkyRL and OpenRLHF, and TRL's formulas."""
+
+import collections
+import itertools
+import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from backends import of, running
+from peer_sources import load
 
 import rlkernel
 from rlkernel.benchmarks import _peers
@@ -154,3 +161,87 @@ def test_verls_optimal_token_baseline_is_opo_at_every_timestep(backend, device, 
         alone = (counts == 1) & (torch.stack([(ids == i).sum() for i in ids]) > 1)[:, None]
         ours, expected = (torch.where(alone, 0, x) for x in (ours, expected))
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
+
+
+def skyrl(name):
+    path = "skyrl/backends/skyrl_train/utils"
+    tools = vars(load("skyrl", f"{path}/torch_utils.py", "masked_mean"))
+    tools |= {"defaultdict": collections.defaultdict}
+    return getattr(load("skyrl", f"{path}/ppo_utils.py", name, "masked_whiten", "masked_var", **tools), name)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("compute_grpo_outcome_advantage", {"eps": 1e-6, "singletons": "reward"}),
+        ("compute_rloo_outcome_advantage", {"estimator": "rloo"}),
+        ("compute_maxrl_advantage", {"estimator": "maxrl", "eps": 1e-6, "singletons": "reward"}),
+    ],
+)
+def test_skyrl_says_the_same(function, options, monkeypatch):
+    monkeypatch.setitem(sys.modules, "loguru", SimpleNamespace(logger=logging.getLogger("loguru")))
+    r, _, mask, scores, ids = for_verl(12)
+    expected, _ = skyrl(function)(scores.clone(), mask, ids.numpy())
+    ours = rlkernel.group_advantages(r, group_ids=ids, **options)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    if "singletons" in options:  # without it a group of one has 0
+        plain = rlkernel.group_advantages(r, group_ids=ids, **options | {"singletons": "zero"})
+        assert (plain != ours).sum() == 1
+
+
+def test_skyrls_reinforce_plus_plus_says_the_same():
+    """With gamma: its returns are those of gae without values, its advantages whiten them."""
+    _, _, mask, scores, _ = for_verl(12)
+    advantages, returns = skyrl("compute_reinforce_plus_plus_outcome_advantage")(scores, mask, 0.9)
+    ours = rlkernel.gae(scores, torch.zeros_like(scores), mask, gamma=0.9, lam=1.0).returns
+    torch.testing.assert_close(ours, returns * mask)
+    torch.testing.assert_close(rlkernel.whiten(ours, mask), advantages, rtol=1e-5, atol=1e-6)
+    # without a discount it is the estimator, in which each response counts as often as it has tokens
+    advantages, _ = skyrl("compute_reinforce_plus_plus_outcome_advantage")(scores, mask, 1.0)
+    ours = rlkernel.group_advantages(
+        scores.sum(1), estimator="reinforce_plus_plus", lengths=mask.sum(1), unbiased=True
+    )
+    torch.testing.assert_close(ours[:, None] * mask, advantages, rtol=1e-4, atol=1e-5)
+
+
+OPENRLHF = {
+    "rloo": {"estimator": "rloo"},
+    "dr_grpo": {"estimator": "dr_grpo"},
+    "group_norm": {"estimator": "grpo", "eps": 1e-9},
+    "reinforce_baseline": {"estimator": "reinforce_plus_plus_baseline", "unbiased": False},
+    "reinforce": {"estimator": "reinforce_plus_plus", "unbiased": False},
+    "flash_reinforce": {"estimator": "dr_grpo", "group_size": 12},  # the batch is one group
+}
+
+
+@pytest.mark.parametrize("estimator", OPENRLHF)
+def test_openrlhf_says_the_same(estimator):
+    """RemoteExperienceMaker's own method, on a batch of two experiences."""
+    r, lengths, mask, _, _ = for_verl(12)
+    tools = load("openrlhf", "openrlhf/models/utils.py", "compute_reward", "masked_mean")
+    maker = load(
+        "openrlhf", "openrlhf/trainer/ppo_utils/experience_maker.py", "RemoteExperienceMaker",
+        itertools=itertools, apply_length_penalties=lambda *_: None, **vars(tools),
+    ).RemoteExperienceMaker  # fmt: skip
+    advantage = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False)
+    args = SimpleNamespace(
+        rollout=SimpleNamespace(n_samples_per_prompt=4), reward=SimpleNamespace(clip_range=None),
+        algo=SimpleNamespace(advantage=advantage),
+    )  # fmt: skip
+    experiences = [
+        SimpleNamespace(
+            index=list(range(a, a + 6)), rewards=r[a : a + 6], info={}, kl=torch.zeros(6, mask.shape[1]),
+            action_mask=mask[a : a + 6],
+        )
+        for a in (0, 6)
+    ]  # fmt: skip
+    self = SimpleNamespace(
+        strategy=SimpleNamespace(args=args), kl_ctl=SimpleNamespace(value=0.0), advantage_estimator=estimator
+    )
+    self.get_cumulative_returns = lambda *x: maker.get_cumulative_returns(None, *x)
+    maker.compute_advantages_and_returns(self, experiences)
+    expected = torch.cat([e.advantages for e in experiences]) * mask
+    options = {"group_size": 4} | OPENRLHF[estimator]
+    options |= {"lengths": lengths} if estimator.startswith("reinforce") else {}
+    ours = rlkernel.group_advantages(r, **options)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
