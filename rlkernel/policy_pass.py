@@ -33,7 +33,7 @@ class PolicyPass:
         mask, offsets = tensors[2:4]
         assert mask is not None
         self.mask, self.offsets = mask, offsets
-        self.items = None if items is None else items.clamp(min=1)
+        self.items = items
         self.entropy_gradient = rule.entropy_coef != 0
         self.entropy = return_entropy or self.entropy_gradient
 

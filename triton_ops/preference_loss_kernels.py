@@ -202,11 +202,11 @@ def loss_kernel(
         tl.store(new_delta + 1, (batches + tl.where(number > 0, 1.0, 0.0)).to(tl.float32))
     divisor = tl.where(item_count > 0, item_count, here)
     if items is not None:
-        divisor = tl.maximum(tl.load(items), 1.0)
+        divisor = tl.load(items)
     nll_here = tl.maximum(nll_tokens_here, 1.0)
     nll_divisor = tl.where(nll_item_count > 0, nll_item_count, nll_here)
     if nll_items is not None:
-        nll_divisor = tl.maximum(tl.load(nll_items), 1.0)
+        nll_divisor = tl.load(nll_items)
     scale = factor / divisor
 
     v_loss, v_reward_c, v_reward_r, v_better, v_logps_c, v_logps_r = zeros, zeros, zeros, zeros, zeros, zeros

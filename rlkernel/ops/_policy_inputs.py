@@ -46,11 +46,9 @@ def checked(
     mask = _mask(mask, logprobs)
     staleness = _staleness(staleness, logprobs, count, dtype)
     token_counts = _token_counts(token_counts, logprobs, count, dtype)
-    items, known = None, num_items_in_batch
-    if isinstance(known, Tensor):
-        if known.numel() != 1:
-            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(known.shape)}")
-        items, known = known.detach().reshape(()), 1.0
+    items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    if items is not None:
+        known, items = 1.0, None if choices["loss_agg_mode"] == "token-sum" else items.to(dtype)
     rule = _policy_rule.build(
         **choices,
         has_reference=ref_logprobs is not None,

@@ -36,16 +36,6 @@ def check_offsets(offsets: Tensor, total: int) -> None:
         raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
 
 
-def count(
-    argument: str, value: float | Tensor | None, device: torch.device
-) -> tuple[Tensor | None, float | None]:
-    if not isinstance(value, Tensor):
-        return None, value
-    if value.numel() != 1:
-        raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
-    return value.detach().reshape(()).to(device=device, dtype=torch.float64), None
-
-
 def reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
     if x is None:
         return None

@@ -144,6 +144,31 @@ def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
     return kept if kept.dim() == 0 or kept.stride(-1) == 1 or kept.shape[-1] < 2 else kept.contiguous()
 
 
+def item_count(
+    argument: str, value: float | Tensor | None, device: torch.device
+) -> tuple[Tensor | None, float | None]:
+    """What a mean divides by, > 0 in either form: as a tensor of fp64, or as a number.
+
+    A tensor is looked at on a CPU and in debug mode.  Elsewhere that would synchronise: one that is no count
+    becomes NaN, and so does the loss.
+    """
+    if value is None:
+        return None, None
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{argument} must be > 0 and finite, got {value}")
+        return None, float(value)
+    if value.numel() != 1:
+        raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
+    readable = debug.may_read(value)
+    if readable and not 0 < value.item() < math.inf:
+        raise ValueError(f"{argument} must be > 0 and finite, got {value.item()}")
+    count = value.detach().reshape(()).to(device=device, dtype=torch.float64)
+    return count if readable else torch.where((count > 0) & (count < math.inf), count, math.nan), None
+
+
 def fraction(argument: str, value: float) -> float:
     """A number in [0, 1]."""
     return number(argument, value, 0.0, 1.0)

@@ -143,7 +143,7 @@ def linear_policy_loss(
     kept = tensors[2]
     assert kept is not None
     if items is not None:
-        items = items.detach().reshape(()).to(like)
+        items = items.to(like)
 
     reach = _reach(options.get("loss_type", _DEFAULTS["loss_type"]), rule)
     if reach == "batch":

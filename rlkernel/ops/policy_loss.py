@@ -114,7 +114,8 @@ def policy_loss(
         staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled.
         seed: of clip_cov's choice.
         num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
-            by; a tensor is not synchronised.  None: those that are here.
+            by: > 0, a number or a tensor of one, which on a GPU is not synchronised.  None: those that are
+            here.  "token-sum" divides by nothing.
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
         token_counts: [B] or [S]: with "seq-mean-token-mean" what each sequence's sum is divided by instead of
             its own tokens: those of its prompt's or its rollout's sequences, wherever they are.
@@ -125,8 +126,9 @@ def policy_loss(
         PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
 
     Raises:
-        ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in
-            which a NaN among the advantages that count raises too; else metric "not_finite" counts it.
+        ValueError: an argument is off.  ``cu_seqlens`` and ``num_items_in_batch`` are looked at on a CPU, and
+            on a GPU in debug mode, in which a NaN among the advantages that count raises too; else metric
+            "not_finite" counts it, and a number of items that is not > 0 makes the loss NaN.
 
     Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
     CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
@@ -186,7 +188,7 @@ def policy_loss(
     else:
         loss, metrics, _ = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
     if items is not None:
-        loss = loss / items.to(device=loss.device, dtype=loss.dtype).clamp(min=1)
+        loss = loss / items
     return PolicyLossOutput(loss, metrics)
 
 

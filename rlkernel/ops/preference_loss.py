@@ -99,8 +99,8 @@ def preference_loss(
         kl: of kto: an estimate of the divergence from the reference, one or [S]; has no gradient.  None: 0.
         running_delta: [2], of bco_pair: the mean reward of earlier batches, and their number.  This batch is
             added before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
-        num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by; a
-            tensor is not synchronised.  None: those that are here.
+        num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by: > 0, a
+            number or a tensor of one, which on a GPU is not synchronised.  None: those that are here.
         num_tokens_in_batch: tokens of the whole batch that the likelihood's mean divides by.
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
         cu_seqlens: [S + 1] offsets of packed sequences, chosen ones first; tokens behind the last are
@@ -112,9 +112,10 @@ def preference_loss(
             ``running_delta``.
 
     Raises:
-        ValueError: an argument is off.  ``cu_seqlens`` is looked at on a CPU, and on a GPU in debug mode, in
-            which a log-probability that counts and is not finite raises too; else metric "not_finite" counts
-            its pair.
+        ValueError: an argument is off.  ``cu_seqlens`` and the numbers of items and tokens are looked at on a
+            CPU, and on a GPU in debug mode (else one that is not > 0 makes the loss NaN), in which a
+            log-probability that counts and is not finite raises too; else metric "not_finite" counts its
+            pair.
 
     Sources: DPO arXiv 2305.18290, robust DPO 2403.00409, IPO 2310.12036, EXO 2402.00856, NCA
     2402.05369, BCO 2404.04656, SPPO 2405.00675, AOT 2406.05882, APO 2408.06266, DiscoPOP 2406.08414, f-DPO
@@ -122,8 +123,8 @@ def preference_loss(
     2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
     dtype, rows, cu_seqlens = _preference_inputs.sequences(logprobs, cu_seqlens)
-    items, known_items = _preference_inputs.count("num_items_in_batch", num_items_in_batch, logprobs.device)
-    nll_items, known_tokens = _preference_inputs.count(
+    items, known_items = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    nll_items, known_tokens = _validate.item_count(
         "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
     )
     rule = _preference_rule.build(

@@ -64,7 +64,7 @@ def value_loss(
             count.
         num_items_in_batch: what the means divide by: tokens in ``"token-mean"``, sequences in ``"seq-*"``,
             of the whole batch where this call sees a part; a number or a tensor of one.  None: those of this
-            call.  ``"token-sum"`` divides by nothing.
+            call.  > 0; ``"token-sum"`` divides by nothing.
         dp_size: ranks whose gradients are averaged afterwards; multiplies the loss.
         loss_scale_factor: what ``"seq-mean-token-sum-norm"`` also divides by; None: L.  Must be given for
             packed input, which has no L.
@@ -78,7 +78,8 @@ def value_loss(
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.  Values of ``cu_seqlens``
             and ``num_items_in_batch`` are looked at on a CPU, and on a GPU only in debug mode
-            (``RLKERNEL_DEBUG=1``), because that synchronises.  NaN and infinities that count raise in debug
+            (``RLKERNEL_DEBUG=1``), because that synchronises; else a number of items that is not > 0 makes
+            the loss NaN.  NaN and infinities that count raise in debug
             mode, else show in the loss and in the metric ``nonfinite``.
 
     Follows ``compute_value_loss`` of verl and ``ppo_critic_loss_fn`` of AReaL.
@@ -174,19 +175,12 @@ def _check_options(
 def _num_items(
     value: float | Tensor | None, mode: str, dp_size: int, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor | None:
+    items, number = _validate.item_count("num_items_in_batch", value, device)
     if mode == "token-sum":
         return 1.0
-    if value is None:
-        if dp_size > 1:
-            raise ValueError(f"num_items_in_batch must be given with dp_size > 1 and {mode!r}, got None")
-        return None
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(value.shape)}")
-        return value.detach().reshape(()).to(device=device, dtype=dtype)
-    if not 0 < value < math.inf:
-        raise ValueError(f"num_items_in_batch must be > 0 and finite, got {value}")
-    return float(value)
+    if value is None and dp_size > 1:
+        raise ValueError(f"num_items_in_batch must be given with dp_size > 1 and {mode!r}, got None")
+    return number if items is None else items.to(dtype)
 
 
 def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None) -> float:
@@ -201,10 +195,8 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     return float(value)
 
 
-def _check_values(values: Tensor, cu_seqlens: Tensor | None, items: float | Tensor | None) -> None:
-    """Looks at the values themselves: always on a CPU, in debug mode on a GPU, where it synchronises."""
-    if isinstance(items, Tensor) and debug.may_read(items) and not 0 < items.item() < math.inf:
-        raise ValueError(f"num_items_in_batch must be > 0 and finite, got {items.item()}")
+def _check_offsets(values: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Looks at the offsets themselves: always on a CPU, in debug mode on a GPU, where it synchronises."""
     if cu_seqlens is None or not debug.may_read(cu_seqlens):
         return
     if cu_seqlens[0] != 0:
@@ -230,7 +222,7 @@ def _forward(
     cu_seqlens: Tensor | None,
     need_slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    _check_values(values, cu_seqlens, aggregation.num_items)
+    _check_offsets(values, cu_seqlens)
     result = impl.forward(
         values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
     )

@@ -176,12 +176,12 @@ def _total(
     terms = _paired if rule.paired else _unpaired
     each, weight, odds = terms(logps, ref, length, aligned, labels, kl, order, delta, count, rule)
     divisor = rule.items or number.clamp(min=1)
-    divisor = divisor if items is None else items.double().clamp(min=1)
+    divisor = divisor if items is None else items.double()
     kept = torch.where(chosen, nll_tokens, 0)
     # replaced for sequences that have none, or the slope of a token would not be the same for all
     likelihood = torch.where(chosen & (kept > 0), -nll, 0).sum()
     nll_divisor = rule.nll_items or kept.sum().clamp(min=1)
-    nll_divisor = nll_divisor if nll_items is None else nll_items.double().clamp(min=1)
+    nll_divisor = nll_divisor if nll_items is None else nll_items.double()
 
     def mean_of(x: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, x, 0).sum() / where.sum().clamp(min=1)

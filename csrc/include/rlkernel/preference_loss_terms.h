@@ -255,9 +255,9 @@ RLKERNEL_BOTH void preference_total(const PreferenceLoss& p, Team& team) {
     }
   }
   double items = rule.items > 0 ? rule.items : here;
-  if (p.items != nullptr) items = *p.items > 1 ? *p.items : 1;
+  if (p.items != nullptr) items = *p.items;
   double nll_items = rule.nll_items > 0 ? rule.nll_items : before[kNllCount] > 1 ? before[kNllCount] : 1;
-  if (p.nll_items != nullptr) nll_items = *p.nll_items > 1 ? *p.nll_items : 1;
+  if (p.nll_items != nullptr) nll_items = *p.nll_items;
   const double scale = rule.factor / items;
 
   for (int64_t k = team.first(); k < slots; k += team.step()) {
