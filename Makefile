@@ -61,7 +61,7 @@ docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an
 check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a register spill is an error
 	@$(PY) tests/codegen/check.py $(ARGS)
 
-readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of the README from the newest reports in benchmarks/results
+readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of README and docs from the newest reports in benchmarks/results
 	@$(PY) -m rlkernel.bench readme $(ARGS)
 
 info: $(DONE)/build  ## what this machine can run

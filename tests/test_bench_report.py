@@ -365,3 +365,24 @@ def test_readme_tables(tmp_path, head, monkeypatch, capsys):
     assert cli.main(["readme", "--check"]) == 1 and page.read_text() == text
     assert cli.main(["readme"]) == 0 and page.read_text() == filled
     assert cli.main(["readme", "--check"]) == 0
+
+
+def test_tables_of_docs(tmp_path, monkeypatch, capsys):
+    """A figure that somebody has typed over a table of a page is found, and written anew."""
+    (tmp_path / "docs" / "integrations").mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
+    root = cli.ROOT
+    (tmp_path / "benchmarks" / "results").symlink_to(root / "benchmarks" / "results")
+    text = (root / "docs" / "integrations" / "trl.md").read_text()
+    page = tmp_path / "docs" / "integrations" / "trl.md"
+    stored = json.loads(readme.newest(root / "benchmarks" / "results", "grpo_prefix").read_text())
+    seconds = [stored[mode]["summary"]["cpu_seconds"] for mode in ("stock", "packed")]
+    ratio = f"{seconds[0] / seconds[1]:.1f}x"
+    assert f"| {ratio} |" in text
+    page.write_text(text.replace(f"| {ratio} |", "| 99.9x |"))
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / "docs" / "plain.md").write_text("no table")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    assert cli.main(["readme", "--check"]) == 1 and "trl.md are not up to date" in capsys.readouterr().err
+    assert cli.main(["readme"]) == 0 and page.read_text() == text
+    assert cli.main(["readme", "--check"]) == 0

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=COMMANDS,
         help="one suite, `compare A.json B.json`, or `readme`; default: all suites",
     )
-    add("files", nargs="*", help="the two reports of compare; the file of readme (README.md)")
+    add("files", nargs="*", help="the two reports of compare; the files of readme (README.md and docs)")
     add("--op", type=_names, default=(), help="ops, separated by commas; default: all")
     add(
         "--backend",
@@ -218,17 +218,20 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    path = Path(options.files[0]) if options.files else ROOT / "README.md"
-    if not path.is_file():
-        raise UsageError(f"readme must be given a file that is there, got {os.fspath(path)}")
-    before = path.read_text()
-    after = readme.fill(before, ROOT / "benchmarks" / "results")
-    if options.check:
-        if before != after:
+    stale = 0
+    for path in [Path(name) for name in options.files] or readme.pages(ROOT):
+        if not path.is_file():
+            raise UsageError(f"readme must be given a file that is there, got {os.fspath(path)}")
+        before = path.read_text()
+        after = readme.fill(before, ROOT / "benchmarks" / "results")
+        if before == after:
+            continue
+        stale = 1
+        if options.check:
             print(
                 f"rlkernel.bench: the tables of {path.name} are not up to date: run make readme-tables",
                 file=sys.stderr,
             )
-        return int(before != after)
-    path.write_text(after)
-    return 0
+        else:
+            path.write_text(after)
+    return stale if options.check else 0

@@ -1,18 +1,17 @@
-"""``readme``: the tables of README.md, written from the committed reports between their markers.
+"""``readme``: the tables of README.md and docs, written from the committed reports between their markers.
 
 ``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` holds the newest
 ``benchmarks/results/<date>-NAME.json``; of the names in ``MADE``, what a function makes of all reports.
 """
 
+import json
 import re
 from pathlib import Path
 
-from rlkernel.bench import render, report, status
+from rlkernel.bench import render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
 
 _MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
-
-MADE = {"status": status.table, "status-line": status.line}
 
 
 def newest(results: Path, name: str) -> Path:
@@ -28,6 +27,19 @@ def newest(results: Path, name: str) -> Path:
             f"bench:begin must name a report of {results} ({', '.join(known) or 'it has none'}), got {name}"
         )
     return found[-1]
+
+
+def _trainer_step(results: Path) -> str:
+    return trainer_step.markdown(json.loads(newest(results, "grpo_prefix").read_text()))
+
+
+MADE = {"status": status.table, "status-line": status.line, "grpo_prefix": _trainer_step}
+
+
+def pages(root: Path) -> list[Path]:
+    """README.md, and the pages of docs that hold a table."""
+    marked = (page for page in sorted((root / "docs").rglob("*.md")) if _MARKED.search(page.read_text()))
+    return [root / "README.md", *marked]
 
 
 def fill(text: str, results: Path) -> str:

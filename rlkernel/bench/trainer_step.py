@@ -1,0 +1,40 @@
+"""The report of ``examples/grpo_prefix.py`` as a table for ``readme``: a step of TRL, three ways."""
+
+from typing import Any
+
+from rlkernel.bench import render
+
+MODES = {"stock": "stock TRL", "head": "`patch_trl()`", "packed": "`prefix_sharing=True`"}
+MEASURED = {
+    "step, s": ("step_seconds", "{:.2f}"),
+    "of it the reference pass, s": ("reference_seconds", "{:.2f}"),
+    "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+    "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+}
+COUNTED = {"tokens": "token_ratio", "FLOPs": "flop_ratio", "FLOPs without the head": "body_ratio"}
+
+
+def markdown(stored: dict[str, Any]) -> str:
+    settings = stored["settings"]
+    rows = [["", *MODES.values(), "stock / packed"]]
+    for label, (key, form) in MEASURED.items():
+        values = [stored[mode]["summary"][key] for mode in MODES]
+        rows.append([label, *(form.format(value) for value in values), f"{values[0] / values[-1]:.1f}x"])
+    rows += [[label, "", "", "", f"{stored[key]:.1f}x"] for label, key in COUNTED.items()]
+    rows.insert(1, ["---"] * len(rows[0]))
+    left = sum(stored["packed"]["fallbacks"].values())
+    return "\n".join(
+        [
+            "  \n".join(f"`{line}`" for line in render.provenance(stored["header"])),
+            "",
+            f"A step of `GRPOTrainer` without generation: {settings['groups']} group(s), "
+            f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, fp32, "
+            f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+            "",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
+            f"- largest difference of a logprob in the first step: {stored['logprob_difference']:.1e}; "
+            f"passes left to TRL: {left}",
+            "",
+        ]
+    )
