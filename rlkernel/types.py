@@ -275,6 +275,7 @@ PREFERENCE_TERMS = (
     "simpo",
     "kto",
     "apo_zero_unpaired",
+    "ipo_sum",
 )
 PREFERENCE_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # columns of the sums of a sequence, in the order of csrc/include/rlkernel/preference_loss.h

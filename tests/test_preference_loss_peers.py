@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import error
+from peer_sources import load
 from preference_peers import IGNORED, batch_of_trl, head, trl_batch_loss
 
 import rlkernel
@@ -61,6 +62,23 @@ def smoothing_of(name):
 
 def without_sft(inputs, name):
     return inputs | {"ref_logprobs": None} if name == "sft" else inputs
+
+
+@pytest.mark.parametrize("drift", [0.05, 1.0])
+@pytest.mark.parametrize("kind", [{"ipo": True}, {}, {"label_smoothing": 0.1}], ids=str)
+def test_is_openrlhfs_dpo(kind, drift):
+    """DPOLoss of sums of log-probabilities, its IPO too."""
+    loss = load("openrlhf", "openrlhf/models/loss.py", "DPOLoss").DPOLoss(0.3, **kind)
+    inputs = make_inputs(12, 40, dtype=torch.float64, drift=drift)
+
+    def theirs(x):
+        ours, reference = (
+            torch.where(inputs["mask"], x[k], 0).sum(-1).chunk(2) for k in ("logprobs", "ref_logprobs")
+        )
+        return loss(*ours, *reference)[0]
+
+    options = {"loss_type": "ipo_sum"} if "ipo" in kind else {"loss_type": "sigmoid", **kind}
+    check_same(theirs, inputs, beta=0.3, **options)
 
 
 @pytest.mark.parametrize("drift", [0.05, 1.0])

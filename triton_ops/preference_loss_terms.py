@@ -128,7 +128,10 @@ def pair_term(
         score_r, slope_r = score(mean_r, exponent, DIVERGENCE)
         loss, slope = smoothed(beta * (score_c - score_r) - gamma, e)
         chosen, rejected = beta * slope * slope_c * per_c, -beta * slope * slope_r * per_r
-    if (TERM == 1) | (TERM == 2) | (TERM == 4) | (TERM == 6) | (TERM == 13):
+    elif TERM == 19:
+        d = score_x - score_y - 1.0 / (2.0 * beta)
+        loss, by_z = d * d, 2.0 * d / beta
+    if (TERM == 1) | (TERM == 2) | (TERM == 4) | (TERM == 6) | (TERM == 13) | (TERM == 19):
         # 0 * infinity: where the loss is flat, the score may have no end
         chosen = tl.where(by_z == 0, 0.0, beta * by_z * slope_x)
         rejected = tl.where(by_z == 0, 0.0, -beta * by_z * slope_y)

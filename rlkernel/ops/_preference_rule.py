@@ -18,7 +18,8 @@ SORTED = ("aot", "aot_unpaired")
 SMOOTHED = ("sigmoid", "cpo", "sigmoid_norm", "simpo", "aot", "aot_unpaired", "robust", "exo_pair")
 # those whose loss is of the difference of two scores, which an f-divergence replaces
 DIFFERENCES = (
-    "sigmoid", "cpo", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "simpo", "sft",
+    "sigmoid", "cpo", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop", "simpo",
+    "sft",
 )  # fmt: skip
 MAX_TERMS = 16
 

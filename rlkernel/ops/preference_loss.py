@@ -56,6 +56,7 @@ def preference_loss(
         sigmoid_norm       l_e(beta (s_c / n_c - s_r / n_r))
         hinge              max(0, 1 - z)
         ipo                (s_c / n_c - s_r / n_r - 1 / (2 beta))^2
+        ipo_sum            (s_c - s_r - 1 / (2 beta))^2                           (the paper's, OpenRLHF's)
         exo_pair           sigmoid(z) (-l(z) - log(1 - e)) + sigmoid(-z) (-l(-z) - log e)
         robust             ((1 - e) l(z) - e l(-z)) / (1 - 2 e)
         discopop           l(z) (1 - w) + exp(-z) w, w = sigmoid(z / discopop_tau)

@@ -251,6 +251,8 @@ def _paired(
             each = torch.relu(1 - z)
         elif name == "ipo":
             each = (normed - 1 / (2 * beta)) ** 2
+        elif name == "ipo_sum":
+            each = (score_c - score_r - 1 / (2 * beta)) ** 2
         elif name == "exo_pair":
             each = torch.sigmoid(z) * (F.logsigmoid(z) - math.log1p(-e))
             each = each + torch.sigmoid(-z) * (F.logsigmoid(-z) - math.log(e))

@@ -10,7 +10,7 @@ namespace rlkernel {
 // The numbers are those of rlkernel/types.py.
 enum class PreferenceTerm : int {
   sft, sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,
-  discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired
+  discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired, ipo_sum
 };
 enum class PreferenceDivergence : int { reverse_kl, forward_kl, js_divergence, alpha_divergence };
 

@@ -85,6 +85,11 @@ RLKERNEL_BOTH PairLoss pair_loss(const PreferenceRule& rule, const double* c, co
         loss = d * d, by_normed = 2 * d;
         break;
       }
+      case PreferenceTerm::ipo_sum: {
+        const double d = sx.value - sy.value - 1 / (2 * beta);
+        loss = d * d, by_z = 2 * d / beta;
+        break;
+      }
       case PreferenceTerm::exo_pair: {
         const double right = sigmoid(z), wrong = sigmoid(-z), log_right = log1p_of(-e), log_wrong = log_of(e);
         loss = right * (-softplus(-z) - log_right) + wrong * (-softplus(z) - log_wrong);
