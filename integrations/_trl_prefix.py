@@ -183,7 +183,7 @@ class _Call:
     aux_loss: bool
     rest: tuple[Any, ...] = ()
     multimodal: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    for_loss: bool = False  # the very rows of the loss that will be compared with these scores
+    for_loss: bool = False  # the very rows of the loss to come; nothing of the trainer refuses that
 
     @functools.cached_property
     def unwrapped(self) -> Any:
@@ -219,7 +219,7 @@ class _Call:
 
     def batch(self, sharing: PrefixSharing) -> PrefixBatch | str:
         """The samples packed, or why TRL runs them."""
-        if reason := self.refusal(sharing):
+        if not self.for_loss and (reason := self.refusal(sharing)):
             return reason
         if self.sharded and torch.is_grad_enabled() and self.passes > 1:
             return "the model is sharded, and its backward passes must be as many as on other ranks"
