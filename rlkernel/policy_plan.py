@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel import tiles, workspace
 from rlkernel.policy_pass import PolicyPass
-from rlkernel.tile_products import Scratch, dense
+from rlkernel.tile_products import Scratch, dense, one_pass_limit
 from rlkernel.types import Head
 from rlkernel.workspace import Carver
 
@@ -63,6 +63,8 @@ class Plan:
             self.obstacle = (
                 f"the logits of {what} take {size / 2**20:.1f} MiB, the limit is {limit / 2**20:.1f}"
             )
+            if least == 1:
+                self.obstacle += f"; {one_pass_limit(weight, head)} MiB are enough"
             return
         self.steps = steps_of(need, self.blocks)
         self.scratch: Resident = one if self.blocks == 1 else make(blocks=self.blocks)

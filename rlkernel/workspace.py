@@ -20,7 +20,7 @@ from rlkernel import gpu
 
 DEFAULT_LIMIT = 256 * 2**20
 _MINIMUM = 2**20
-_ALIGNMENT = 256  # bytes: what cuBLAS and 16-byte vector loads want of every part
+ALIGNMENT = 256  # bytes: what cuBLAS and 16-byte vector loads want of every part
 
 
 class _Buffer:
@@ -160,7 +160,7 @@ class Carver:
     def part(self, *shape: int, dtype: torch.dtype) -> Tensor:
         start = self.size
         size = math.prod(shape) * dtype.itemsize
-        self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.size += -(-size // ALIGNMENT) * ALIGNMENT
         if self.buffer is None:
             return _COUNTED
         return self.buffer[start : start + size].view(dtype).view(shape)

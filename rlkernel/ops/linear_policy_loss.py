@@ -79,7 +79,7 @@ def linear_policy_loss(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> LinearPolicyLossOutput:
-    """A policy loss and its gradients from hidden states and the lm_head, with three GEMMs instead of four.
+    """A policy loss and its gradients from hidden states and the lm_head, each logit computed once if it fits.
 
     Equal to
 
@@ -88,10 +88,10 @@ def linear_policy_loss(
 
     The logits of a chunk of rows stay in the workspace until the loss's derivative of these rows is known,
     and become their gradient in place.  So the logits are not computed again in backward, which multiplies
-    the gradients by the upstream number.  Rows outside of the mask cost nothing; on a CPU, rows whose
+    the gradients by the upstream number: three GEMMs instead of four.  Rows outside of the mask cost nothing; on a CPU, rows whose
     derivative is exactly 0 cost one GEMM of three.
 
-    Where the workspace does not hold a chunk of rows (for a ratio of sequences: of whole sequences), or a
+    Where the workspace does not hold a chunk of rows that pays (for a ratio of sequences: of whole sequences), or a
     loss needs the logprobs of the whole batch, the call makes two passes with four GEMMs, with a frozen head
     two.  ``logging.getLogger("rlkernel")`` says which, at level DEBUG.
 
