@@ -23,9 +23,9 @@ class Tile(NamedTuple):
 # The most that helps: GEMMs run at full speed, and on a CPU a tile of logits stays in the caches.
 CPU_TILE = Tile(1024, 4096)
 GPU_TILE = Tile(4096, 16384)
-# Rows of whole logits from which linear_policy_loss gains by one pass: a chunk of N saves 2 N H V operations and
-# reads and writes the weight's gradient, 8 V H bytes. At F operations and B bytes in a second that pays from
-# 4 F / B rows on: F / B is 150 to 300 in the data sheets of A100 to B200 and MI300X, and about 10 on a CPU.
+# Rows of whole logits from which linear_policy_loss gains by one pass: a chunk of N saves 2 N H V operations
+# and reads and writes the weight's gradient, 8 V H bytes. At F operations and B bytes in a second that pays
+# from 4 F / B rows on: F / B is 150 to 300 in data sheets from A100 to B200 and MI300X, 10 to 30 on a CPU.
 CPU_WHOLE_ROWS, GPU_WHOLE_ROWS = 128, 1024
 
 

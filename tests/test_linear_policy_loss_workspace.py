@@ -69,7 +69,7 @@ def test_on_a_gpu_one_pass_needs_room_for_1024_rows_of_logits_and_little_more(mo
     logits = 1024 * MODELS[model]["V"] * 4
     monkeypatch.setattr(workspace, "_limit", int(1.1 * logits) + 32 * 2**20)
     _, one = resident(model, torch.bfloat16, torch.float32, "cuda")
-    assert 1024 <= one.plan.tokens and one.size <= workspace.limit()
+    assert one.plan.tokens >= 1024 and one.size <= workspace.limit()
 
 
 def test_a_chunk_that_does_not_pay_is_not_taken(monkeypatch):

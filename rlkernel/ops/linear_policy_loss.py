@@ -79,7 +79,7 @@ def linear_policy_loss(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> LinearPolicyLossOutput:
-    """A policy loss and its gradients from hidden states and the lm_head, each logit computed once if it fits.
+    """A policy loss and its gradients from hidden states and the lm_head; each logit is computed once.
 
     Equal to
 
@@ -88,12 +88,12 @@ def linear_policy_loss(
 
     The logits of a chunk of rows stay in the workspace until the loss's derivative of these rows is known,
     and become their gradient in place.  So the logits are not computed again in backward, which multiplies
-    the gradients by the upstream number: three GEMMs instead of four.  Rows outside of the mask cost nothing; on a CPU, rows whose
-    derivative is exactly 0 cost one GEMM of three.
+    the gradients by the upstream number: three GEMMs instead of four.  Rows outside of the mask cost nothing;
+    on a CPU, rows whose derivative is exactly 0 cost one GEMM of three.
 
-    Where the workspace does not hold a chunk of rows that pays (for a ratio of sequences: of whole sequences), or a
-    loss needs the logprobs of the whole batch, the call makes two passes with four GEMMs, with a frozen head
-    two.  ``logging.getLogger("rlkernel")`` says which, at level DEBUG.
+    Where the workspace does not hold a chunk of rows that pays (for a ratio of sequences: of whole
+    sequences), or a loss needs the logprobs of the whole batch, the call makes two passes with four GEMMs,
+    with a frozen head two.  ``logging.getLogger("rlkernel")`` says which, at level DEBUG.
 
     The logprobs have the bits that ``linear_logprob`` gives on the same backend with the rows outside of the
     mask ignored, with and without gradients, and the same call gives the same bits.
