@@ -178,10 +178,10 @@ bool policy_loss(uint64_t seed, bool everything) {
   const float inf = __builtin_huge_valf();
   PolicyLossRule rule{};
   rule.low = 0.8f, rule.high = 1.2f, rule.denominator = 1, rule.factor = 1;
-  rule.delta = rule.dual = rule.log_clip = inf;
+  rule.delta = rule.dual = rule.log_clip = rule.kl_input = rule.kl_output = inf;
   if (everything) {
     rule.term = Term::dppo, rule.level = Level::sequence, rule.aggregation = Aggregation::sequence_means;
-    rule.kl = Kl::k3, rule.kl_times_ratio = true, rule.divergence = rule.sign_mask = Divergence::kl;
+    rule.kl = Kl::k3, rule.kl_weight = KlWeight::rollout, rule.divergence = rule.sign_mask = Divergence::kl;
     rule.correction = Correction::token, rule.shrink = rule.normalize = true;
     rule.beta = rule.entropy_coef = 0.1f, rule.weight_high = rule.sign_high = rule.max_staleness = inf;
     rule.sign_low = rule.log_weight_low = rule.token_low = rule.extreme_low = rule.sum_k1_low = rule.mean_k1_low = -inf;
