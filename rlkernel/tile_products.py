@@ -103,8 +103,17 @@ def one_pass_limit(weight: Tensor, head: Head) -> int:
 
 
 @functools.lru_cache
-def _one_pass_limit(*key: Any) -> int:
-    *shape, most, least = key
+def _one_pass_limit(
+    vocab: int,
+    size: int,
+    dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    most: Tile,
+    least: int,
+) -> int:
+    shape = vocab, size, dtype, logits_dtype, compute_dtype, device
 
     def holds(mib: int) -> bool:
         tokens, wide = _tile_plan.__wrapped__(*shape, most, mib * 2**20)

@@ -265,7 +265,7 @@ def test_opcheck(needs, room):
     mask, fp32 = inputs["mask"], torch.float32
     ids = torch.where(mask, inputs["target_ids"], _OUTSIDE).view(-1)
     head = (ids, None, 0.7, 1.0, None, fp32, fp32)
-    tensors = [inputs["old_logprobs"], inputs["advantages"], mask, None, None, None, None]
+    tensors = [inputs["old_logprobs"], inputs["advantages"], mask, *[None] * 5]
     weights = leaves["hidden"].view(18, 16), leaves["weight"], leaves["bias"]
     rule = [float(x) for x in _PLAIN]
     for items in (None, torch.tensor(7.0)):

@@ -108,10 +108,10 @@ def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: i
                 value = ids[tuple(where)].item()
                 raise ValueError(f"target_ids{where if where else ''} = {value} is outside [0, {vocab})")
     if isinstance(temperature, Tensor) and debug.may_read(temperature) and temperature.numel():
-        low, high = torch.finfo(temperature.dtype).tiny, torch.finfo(temperature.dtype).max
+        least, most = torch.finfo(temperature.dtype).tiny, torch.finfo(temperature.dtype).max
         lowest, highest = map(float, temperature.aminmax())
-        if not (lowest >= low and highest <= high):  # NaN is neither
-            where = (~((temperature >= low) & (temperature <= high))).nonzero()[0].tolist()
+        if not (lowest >= least and highest <= most):  # NaN is neither
+            where = (~((temperature >= least) & (temperature <= most))).nonzero()[0].tolist()
             _temperature(f"temperature{where}", temperature[tuple(where)].item(), temperature.dtype)
 
 
