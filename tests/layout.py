@@ -226,6 +226,27 @@ def forbidden_text(root: Path, files: list[Path]) -> list[str]:
     return problems
 
 
+def typed_figures(root: Path) -> list[str]:
+    """Figures of speed in a page, which only a tool may write, between its markers."""
+    number = r"(?:\b\d[\d.]*x?|\b(?:two|three|four|five|ten|several|many))"
+    compared = r"(?:times )?(?:as )?(?:fast|slow|quick)(?:er)?\b"
+    units = r"\b\d[\d.]* ?(?:ms|µs|GB/s|TB/s|[TG]FLOP/s|tokens/s)(?!\w)"
+    rule = re.compile(rf"{number} {compared}|{number} times[.;:]|{units}")
+    problems = []
+    for page in _pages(root):
+        text = re.sub(
+            r"<!-- bench:begin (\S+) -->.*?<!-- bench:end \1 -->", _blank, _text(page), flags=re.DOTALL
+        )
+        for line, words in enumerate(text.splitlines(), 1):
+            if found := rule.search(words):
+                problems.append(f"{page.relative_to(root)}:{line} has a figure typed by hand: {found[0]}")
+    return problems
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "\n" * match[0].count("\n")
+
+
 def _stems(folder: Path, pattern: str) -> list[str]:
     names = (p.name for p in folder.glob(pattern) if p.is_file())
     return sorted({name.partition(".")[0] for name in names if not name.startswith(("_", "."))})

@@ -121,6 +121,12 @@ RULES = {
     ),
     "commands": (layout.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
     "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),
+    "typed_figures": (
+        layout.typed_figures,
+        (),
+        plant("docs/ops/scale.md", "ok\nit is 1.5 times as fast as before"),
+        "docs/ops/scale.md:2 has a figure typed by hand: 1.5 times as fast",
+    ),
     "environment": (layout.environment, (), plant("docs/lost.md", "RLKERNEL_SPEED"), "nothing reads it"),
     "stubs": (
         layout.stubs,
@@ -160,6 +166,24 @@ def test_the_check_accepts_a_good_tree(rule, house):
 )
 def test_every_way_of_importing_is_seen(script, problem, house):
     assert problem in layout.backend_imports(house(**plant("rlkernel/native/scale.py", script)), BACKENDS)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("takes 12 ms a step", True),
+        ("3.2x faster", True),
+        ("can be ten times slower, so", True),
+        ("reads 1.2 TB/s", True),
+        ("huge pages help: 1.6 to 2 times.", True),
+        ("is several times as fast.", True),
+        ("<!-- bench:begin a -->\n| 12 ms | 2.0x |\n<!-- bench:end a -->", False),
+        ("at most twice torch's error; 4 V bytes; every row is read two times", False),
+        ("faster than a fault for each", False),
+    ],
+)
+def test_figures_of_speed_are_seen(text, seen, house):
+    assert bool(layout.typed_figures(house(**plant("docs/ops/scale.md", text)))) == seen
 
 
 def test_there_are_ops_and_backends():

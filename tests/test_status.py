@@ -79,6 +79,14 @@ def test_every_op_stands_in_the_table_with_the_backends_that_have_it(tmp_path):
     assert "No GPU has run" in status.line(tmp_path)
 
 
+@pytest.mark.parametrize("library", status.LIBRARIES)
+def test_the_page_of_backends_names_every_op_of_a_library(library):
+    own = [path.stem for path in sorted((ROOT / f"rlkernel/{library}").glob("[!_]*.py"))]
+    page = (ROOT / "docs/dispatch.md").read_text()
+    (named,) = re.findall(rf"^\| `{library}`, `pip .* \| (.*) \|$", page, re.MULTILINE)
+    assert own and sorted(re.findall(r"`(\w+)`", named)) == own
+
+
 @pytest.mark.parametrize(
     "gpu, column", [("NVIDIA H100, sm_90, 80 GiB", 3), ("AMD Instinct MI300X, gfx942, 192 GiB", 4)]
 )
