@@ -79,4 +79,6 @@ def _configs(model: Any) -> Iterator[Any]:
             continue
         seen.add(id(config))
         yield config
-        pending += [x for name in config.sub_configs if (x := getattr(config, name, None)) is not None]
+        pending += [
+            x for name in getattr(config, "sub_configs", ()) if (x := getattr(config, name, None)) is not None
+        ]

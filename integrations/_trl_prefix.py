@@ -198,10 +198,11 @@ class _Call:
         policy = getattr(trainer, "model", None)
         if torch.is_grad_enabled() or self.aux_loss or policy is None or self.model is not policy:
             return []
-        if not policy.training or n != trainer.args.steps_per_generation * self.chunk:
+        steps = trainer.args.steps_per_generation if policy.training else 1
+        if n != steps * self.chunk or _is_reference(self.unwrapped) or self.refusal(sharing):
             return []
-        if _is_reference(self.unwrapped) or self.refusal(sharing):
-            return []
+        if not policy.training:  # an evaluation, whose samples stay as they are
+            return [torch.arange(n)]
         order = sharing.order.plan(self.input_ids[:, : -self.logits_to_keep])
         return list(order.split(self.chunk))
 

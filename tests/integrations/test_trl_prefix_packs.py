@@ -90,6 +90,11 @@ def test_experts_run_with_the_last_tokens_in_both(make_trainer, tmp_path):
     trainer, patch = train(make_trainer, model=str(tmp_path / "moe"), steps_per_generation=3)
     assert trainer.aux_loss_enabled and not patch.fallbacks
     assert ratios(trainer.passes) == 0
+    trainer.passes.clear()
+    with patch_trl() as patch:
+        trainer.evaluate()
+    assert len(trainer.passes) == 1 and patch.calls[METHOD] == 2
+    assert ratios(trainer.passes) == 0
 
 
 def test_reference_of_an_adapter_needs_no_packs_of_the_loss(make_trainer):

@@ -4,7 +4,6 @@ import types
 
 import pytest
 import tiny
-import torch
 from trl_prefix_cases import METHOD, trl
 
 PROMPTS = [f"what is {i} plus {i + 1}? it is" for i in range(32)]
@@ -36,7 +35,8 @@ def make_trainer(model_path, tmp_path):
         }  # fmt: skip
         return (base or getattr(trl, f"{algorithm}Trainer"))(
             model=model, args=getattr(trl, f"{algorithm}Config")(**settings), reward_funcs=reward,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}), processing_class=tiny.make_tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}), processing_class=tiny.make_tokenizer(),
             **arguments,
         )  # fmt: skip
 
@@ -49,18 +49,22 @@ def recording(algorithm="GRPO"):
     class Recording(getattr(trl, f"{algorithm}Trainer")):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.passes = []
+            self.passes, self.in_loss = [], False
 
         def _compute_loss(self, model, inputs):
             seen = types.SimpleNamespace(logps=None, mask=inputs["completion_mask"].bool())
             seen.old, seen.ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
             seen.old_sums, seen.prompts = inputs.get("old_logps"), inputs["prompt_ids"]
             self.passes.append(seen)
-            return super()._compute_loss(model, inputs)
+            self.in_loss = True
+            try:
+                return super()._compute_loss(model, inputs)
+            finally:
+                self.in_loss = False
 
     def remember(self, *args, **options):
         scores = getattr(super(Recording, self), METHOD)(*args, **options)
-        if torch.is_grad_enabled():
+        if self.in_loss:
             self.passes[-1].logps = scores[0].detach()
         return scores
 
