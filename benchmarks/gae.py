@@ -16,7 +16,7 @@ GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
 
 QUICK = [Case({"B": 32, "L": 512}, "float32", OPTIONS)]  # the peers walk in Python
 PRESETS = {
-    "tiny": [Case({"B": 3, "L": 103}, "float32", OPTIONS)],
+    "tiny": [Case({"B": 3, "L": 103}, "float32", o) for o in (OPTIONS, {"gamma": 0.9, "lam": 1.0})],
     "advantages-cpu": [Case({"B": 64, "L": 4096}, "float32", OPTIONS)],
     "advantages-gpu": [Case({"B": 256, "L": 16384}, "float32", OPTIONS)],
 }

@@ -18,7 +18,10 @@ GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
 WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 QUICK = [Case({"G": 128, "S": 8}, "float32", OPTIONS)]
 PRESETS = {
-    "tiny": [Case({"G": 3, "S": 5}, "float32", OPTIONS)],
+    "tiny": [
+        Case({"G": 3, "S": 5}, "float32", {"estimator": name}, note=name, inputs={"estimator": name})
+        for name in ESTIMATORS
+    ],
     "advantages-cpu": [
         Case({"G": 128, "S": 8}, "float32", {"estimator": name}, note=name, inputs={"estimator": name})
         for name in ESTIMATORS

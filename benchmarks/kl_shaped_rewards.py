@@ -16,7 +16,7 @@ GRADIENTS: tuple[str, ...] = ()  # advantages are constants of the losses
 
 QUICK = [Case({"B": 64, "L": 4096}, "float32", OPTIONS)]
 PRESETS = {
-    "tiny": [Case({"B": 3, "L": 103}, "float32", OPTIONS)],
+    "tiny": [Case({"B": 3, "L": 103}, "float32", {"kl_estimator": k}, note=k) for k in ("k3", "k1", "k2")],
     "advantages-cpu": QUICK,
     "advantages-gpu": [Case({"B": 256, "L": 16384}, "float32", OPTIONS)],
 }

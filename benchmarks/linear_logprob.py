@@ -57,7 +57,11 @@ QUICK = [
     *(_group(size, scale=16).replace(peers=("torch", "trl"), dtype="float32") for size in GROUPS),
 ]
 PRESETS = {
-    "tiny": [Case({"N": 3, "H": 24, "V": 1030}, "float32", ENTROPY)],
+    "tiny": [
+        Case({"N": 3, "H": 24, "V": 1030}, "float32", ENTROPY),
+        Case({"N": 3, "H": 24, "V": 1030}, "float32", OPTIONS),
+        Case({"N": 3, "H": 24, "V": 1030}, "float32", OPTIONS, "frozen head", gradients=("hidden",)),
+    ],
     # the case of the research notes: how far logits rounded to bf16 take a logprob
     "accuracy": [Case({"N": 8192, "H": 512, "V": 16384}, "bfloat16", ENTROPY, suites=("parity",))],
     "linear-cpu": [

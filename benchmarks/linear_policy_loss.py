@@ -20,10 +20,15 @@ SHARED = ("weight",)
 GRADIENTS = ("hidden", "weight")
 SCALARS = ("loss",)
 
+_TINY = {"B": 2, "L": 3, "H": 24, "V": 130}
 _CPU = {"B": 8, "L": 512, "H": 1024, "V": 32768}
 QUICK = [Case({"B": 2, "L": 64, "H": 256, "V": 4096}, "float32", OPTIONS)]
 PRESETS = {
-    "tiny": [Case({"B": 2, "L": 3, "H": 24, "V": 130}, "float32", OPTIONS)],
+    "tiny": [
+        Case(_TINY, "float32", OPTIONS),
+        Case(_TINY, "float32", {"importance_sampling_level": "sequence"}, "sequence"),
+        Case(_TINY, "float32", OPTIONS, "frozen head", ("hidden",)),
+    ],
     "linear-policy-cpu": [
         Case(_CPU, "float32", OPTIONS),
         Case(_CPU, "float32", {"importance_sampling_level": "sequence"}, "sequence"),

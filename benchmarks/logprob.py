@@ -20,7 +20,7 @@ QUICK = [
 ]
 PRESETS = {
     # odd sizes: more than one vector and a tail, small enough for Triton's interpreter
-    "tiny": [Case({"N": 3, "V": 1030}, "float32", OPTIONS)],
+    "tiny": [Case({"N": 3, "V": 1030}, "float32", o) for o in (OPTIONS, {"temperature": 1.0})],
     # against TRL's two functions with entropy; and logprobs alone, as for old or reference logprobs
     "logits-cpu": [
         Case({"N": 4096, "V": 32768}, dtype, {"temperature": 1.0, "return_entropy": entropy})

@@ -1,6 +1,7 @@
 """``rlkernel.policy_loss`` against PyTorch and the loss code of TRL and verl, as they stand."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +22,25 @@ SCALARS = ("loss",)
 
 # what a loss type cannot do without
 NEEDS: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.7}, "kl_cov": {"cov_ratio": 0.1}}
+
+
+def _terms(sizes: dict[str, int], names: Iterable[str]) -> list[Case]:
+    return [Case(sizes, "float32", {"loss_type": name} | NEEDS.get(name, {}), note=name) for name in names]
+
+
 QUICK = [Case({"B": 16, "L": 1024}, "float32", OPTIONS)]
 PRESETS = {
-    "tiny": [Case({"B": 3, "L": 130}, "float32", OPTIONS)],
+    "tiny": [
+        Case({"B": 3, "L": 130}, "float32", OPTIONS),
+        Case({"B": 3, "L": 130}, "float32", {"importance_sampling_level": "sequence"}, note="sequence"),
+        # vespo's terms cancel in a loss of so few tokens, whose error is then that of its terms
+        *_terms({"B": 3, "L": 130}, [name for name in LOSS_TYPES if name != "vespo"]),
+    ],
     "policy-cpu": [
         Case({"B": 64, "L": 4096}, "float32", OPTIONS),
         Case({"B": 64, "L": 4096}, "float32", {"importance_sampling_level": "sequence"}, note="sequence"),
     ],
-    "policy-terms": [
-        Case({"B": 64, "L": 1024}, "float32", {"loss_type": name} | NEEDS.get(name, {}), note=name)
-        for name in LOSS_TYPES
-    ],
+    "policy-terms": _terms({"B": 64, "L": 1024}, LOSS_TYPES),
 }
 # the names that peers give a loss type, where both mean over tokens
 TRLS = {"grpo": "dapo", "dapo": "dapo", "cispo_cap": "cispo", "vespo": "vespo"}

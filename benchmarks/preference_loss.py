@@ -32,7 +32,12 @@ TERMS = (*PAIRED, "sppo_hard", "sigmoid_norm", "aot")
 QUICK = [Case({"B": 16, "L": 4096}, "float32", OPTIONS)]
 _SEVERAL = {"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)}
 PRESETS = {
-    "tiny": [Case({"B": 2, "L": 130}, "float32", OPTIONS)],
+    "tiny": [
+        Case({"B": 2, "L": 130}, "float32", OPTIONS),
+        Case({"B": 2, "L": 130}, "float32", {"ld_alpha": 0.5}, note="ld_dpo"),
+        Case({"B": 2, "L": 130}, "float32", _SEVERAL, note="mpo"),
+        *(Case({"B": 2, "L": 130}, "float32", {"loss_type": name}, note=name) for name in TERMS),
+    ],
     "preference-cpu": [
         Case({"B": 32, "L": 4096}, "float32", OPTIONS),
         Case({"B": 32, "L": 4096}, "float32", {"ld_alpha": 0.5}, note="ld_dpo"),

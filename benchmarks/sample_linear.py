@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rlkernel
 from rlkernel.bench.cases import Call, Case, Peer
-from rlkernel.benchmarks import _peers
+from rlkernel.benchmarks import _draws, _peers
 
 DIMS = ("B", "H", "V")
 INPUTS: dict[str, Any] = {}
@@ -19,7 +19,14 @@ GRADIENTS: tuple[str, ...] = ()  # a draw has none
 
 QUICK = [Case({"B": 16, "H": 256, "V": 16384}, "float32", OPTIONS)]
 PRESETS = {
-    "tiny": [Case({"B": 3, "H": 24, "V": 1030}, "float32", NUCLEUS, "top_p 0.95")],
+    "tiny": [
+        Case({"B": 3, "H": 24, "V": 1030}, "float32", options, note)
+        for options, note in (
+            (NUCLEUS, "top_p 0.95"),
+            (OPTIONS, ""),
+            ({"temperature": 0.7, "top_k": 5, "softcap": 4.0}, "top_k 5 softcap 4"),
+        )
+    ],
     "sample-linear-cpu": [
         Case({"B": rows, "H": 1024, "V": 65536}, "float32", options, note)
         for rows in (8, 64)
@@ -61,12 +68,36 @@ def gemm(case: Case) -> tuple[int, int, int] | None:
 
 def exact(inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> dict[str, Tensor]:
     """The log-probabilities in fp64 of the tokens that were drawn, under distributions without a filter."""
-    logits = inputs["hidden"].double() @ inputs["weight"].double().T
+    logits, options = _logits(inputs, case)
     with rlkernel.use_backend("reference"):
-        scored = rlkernel.score_tokens(logits, got["token_ids"].long(), temperature=0.8)
-    # the last token of a nucleus may be another one in fp64: its kept mass would be no error of the kernel's
+        scored = rlkernel.score_tokens(logits, got["token_ids"].long(), temperature=options["temperature"])
+    # the last token of a nucleus may be another one in fp64: what rests on it is left to ``wrong``
     assert scored.raw_logprobs is not None and scored.tempered_logprobs is not None
     return {"raw_logprobs": scored.raw_logprobs, "tempered_logprobs": scored.tempered_logprobs}
+
+
+def _logits(inputs: dict[str, Any], case: Case) -> tuple[Tensor, dict[str, Any]]:
+    """In fp64, and the options that are the sampler's."""
+    logits = inputs["hidden"].double() @ inputs["weight"].double().T
+    options = dict(case.options)
+    if softcap := options.pop("softcap", None):
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits, options
+
+
+def wrong(call: Call, inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> list[str]:
+    """What is not as it must be of the answers that are no rounded numbers."""
+    logits, options = _logits(inputs, case)
+    own = {name: inputs[name] for name in ("seeds", "positions")}
+    problems = _draws.different(got, logits, {**own, **options})
+    one = {"hidden": inputs["hidden"][:1], "weight": inputs["weight"][: _draws.VOCAB]}
+
+    def draw(seeds: Tensor) -> Tensor:
+        key = {"seeds": seeds, "positions": torch.zeros_like(seeds)}
+        hidden = one["hidden"].expand(len(seeds), -1).contiguous()
+        return call({"hidden": hidden, "weight": one["weight"], **key}, case)["token_ids"]
+
+    return problems + _draws.unlikely(draw, _logits(one, case)[0][0], options)
 
 
 def _torch() -> Call:
@@ -76,8 +107,12 @@ def _torch() -> Call:
 def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
     # What one writes by hand: a product, a sort where top_p asks for one, Gumbel's trick, three softmaxes.
     x = (inputs["hidden"] @ inputs["weight"].T).to(torch.promote_types(case.torch_dtype, torch.float32))
+    if softcap := case.options.get("softcap"):
+        x = softcap * torch.tanh(x / softcap)
     z = x / case.options["temperature"]
     kept = z
+    if "top_k" in case.options:
+        kept = z.masked_fill(z < z.topk(case.options["top_k"]).values[:, -1:], -torch.inf)
     if "top_p" in case.options:
         sorted_z, order = z.sort(dim=-1, descending=True)
         p = sorted_z.softmax(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rlkernel
 from rlkernel.bench.cases import Call, Case, Peer
-from rlkernel.benchmarks import _peers
+from rlkernel.benchmarks import _draws, _peers
 
 FUNCTION = "sample"
 DIMS = ("B", "V")
@@ -30,9 +30,22 @@ def _cases(rows: int, vocab: int, dtype: str, *names: str) -> list[Case]:
     return [Case({"B": rows, "V": vocab}, dtype, {**OPTIONS, **FILTERS[n]}, note=n) for n in names or FILTERS]
 
 
+# beside the filters, so that parity looks at every kernel's paths
+OTHERS: dict[str, dict[str, Any]] = {
+    "top_n_sigma 1": {"top_n_sigma": 1.0},
+    "gumbel": {"method": "gumbel"},
+    "joint": {"top_k": 7, "top_p": 0.6, "filter_order": "joint"},
+    "rank entropy": {"return_rank": True, "return_entropy": True, "top_p": 0.5},
+    "greedy": {"temperature": 0.0},
+}
 QUICK = _cases(8, 32768, "bfloat16", "top_k 50 top_p 0.95")
 PRESETS = {
-    "tiny": _cases(3, 1030, "float32", "top_k 50 top_p 0.95"),
+    "tiny": [
+        *_cases(
+            3, 1030, "float32", "top_k 50 top_p 0.95", "unfiltered", "top_p 0.95", "top_k 50", "min_p 0.05"
+        ),
+        *(Case({"B": 3, "V": 130}, "float32", {**OPTIONS, **o}, note=name) for name, o in OTHERS.items()),
+    ],
     # the logits of a decoding step of Qwen's vocabulary
     "sampling-cpu": [case for dtype in ("float32", "bfloat16") for case in _cases(64, 151936, dtype)],
     "sampling-gpu": [
@@ -70,12 +83,33 @@ def exact(inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> dict[st
     """The log-probabilities of the tokens that were drawn, in fp64; -inf where a filter leaves one out, so
     that a token outside of the support is an infinite error."""
     with rlkernel.use_backend("reference"):
-        scored = rlkernel.score_tokens(inputs["logits"].double(), got["token_ids"].long(), **case.options)
+        scored = rlkernel.score_tokens(inputs["logits"].double(), got["token_ids"].long(), **_scoring(case))
     return {
         name: value
         for name, value in scored._asdict().items()
         if name.endswith("_logprobs") and value is not None
     }
+
+
+def _scoring(case: Case) -> dict[str, Any]:
+    """The options that change the distribution."""
+    return {k: v for k, v in case.options.items() if k != "method" and not k.startswith("return_")}
+
+
+def wrong(call: Call, inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> list[str]:
+    """What is not as it must be of the answers that are no rounded numbers."""
+    own = {name: inputs[name] for name in ("seeds", "positions")}
+    problems = _draws.different(got, inputs["logits"], {**own, **case.options})
+    g = torch.Generator().manual_seed(7)
+    row = torch.randn(_draws.VOCAB, generator=g).to(inputs["logits"])
+
+    def draw(seeds: Tensor) -> Tensor:
+        logits = row.expand(len(seeds), -1).contiguous()
+        return call({"logits": logits, "seeds": seeds, "positions": torch.zeros_like(seeds)}, case)[
+            "token_ids"
+        ]
+
+    return problems + _draws.unlikely(draw, row, _scoring(case))
 
 
 def _filters(case: Case) -> tuple[int | None, float | None, float | None]:
@@ -89,9 +123,13 @@ def _torch() -> Call:
 def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
     # What one writes by hand: three softmaxes, a sort where top_p asks for one, torch.multinomial.
     x = inputs["logits"].float()
-    z = x / case.options["temperature"]
-    top_k, top_p, min_p = _filters(case)
+    greedy = case.options["temperature"] == 0
+    z = x if greedy else x / case.options["temperature"]
+    top_k, top_p, min_p = (1, None, None) if greedy else _filters(case)
     tempered, kept = z.log_softmax(-1), z
+    if sigmas := case.options.get("top_n_sigma"):
+        lowest = x.amax(-1, keepdim=True) - sigmas * x.std(-1, keepdim=True, correction=0)
+        kept = kept.masked_fill(x < lowest, -torch.inf)
     if min_p is not None:
         kept = kept.masked_fill(
             tempered < tempered.amax(-1, keepdim=True) + torch.tensor(min_p).log(), -torch.inf
@@ -104,7 +142,9 @@ def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         kept = kept.masked_fill(~(above | (ties & (ties.cumsum(-1) <= room))), -torch.inf)
     if top_p is not None:
         sorted_z, order = kept.sort(dim=-1, descending=True, stable=True)
-        p = sorted_z.softmax(-1)
+        # of which top_p takes its share: of what is kept so far, or of the whole row
+        whole = z.gather(-1, order) if case.options.get("filter_order") == "joint" else sorted_z
+        p = whole.softmax(-1)
         outside = p.cumsum(-1) - p >= top_p
         kept = kept.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     processed = tempered if kept is z else kept.log_softmax(-1)

@@ -18,7 +18,10 @@ SCALARS = ("loss",)
 QUICK = [Case({"B": 64, "L": 4096}, "float32", OPTIONS)]
 PRESETS = {
     # odd sizes: more than one chunk and a tail
-    "tiny": [Case({"B": 3, "L": 2051}, "float32", OPTIONS)],
+    "tiny": [
+        Case({"B": 3, "L": 2051}, "float32", {**OPTIONS, "loss_agg_mode": mode}, mode)
+        for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    ],
     "losses-cpu": [
         Case({"B": 64, "L": 4096}, "float32", {**OPTIONS, "loss_agg_mode": mode}, mode)
         for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")

@@ -45,6 +45,7 @@ class Contender:
     skipped: str = ""
     errors: dict[str, parity.Error] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # of answers that no error of rounding excuses
     seconds: dict[str, list[float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)  # seconds of the CPU, where a GPU does the work
     peak: dict[str, int] = field(default_factory=dict)
@@ -192,9 +193,10 @@ class _Bench:
         truth = parity.Truth(self.module, self.case, self.inputs, self.grads)
 
         def judge(contender: Contender) -> None:
-            contender.errors = truth.errors(
-                contender.step(self.inputs, self.case, self.grads, backward=True)()
-            )
+            got = contender.step(self.inputs, self.case, self.grads, backward=True)()
+            contender.errors = truth.errors(got)
+            if hasattr(self.module, "wrong") and not contender.is_peer and contender.call is not None:
+                contender.wrong = self.module.wrong(contender.call, self.inputs, self.case, got)
 
         for contender in {id(c): c for c in [self.torch, *self.contenders]}.values():
             if contender.bare is None:
@@ -204,7 +206,7 @@ class _Bench:
             yardstick = self.module.PEERS[0].load()
             self.torch.errors = truth.errors(slices.outcome(yardstick, tuple(self.grads)))
         for backend in self.backends:
-            backend.failures = parity.failures(backend.errors, self.torch.errors)
+            backend.failures = [*parity.failures(backend.errors, self.torch.errors), *backend.wrong]
 
     def _memory(self) -> None:
         with memory.quick_collection():
