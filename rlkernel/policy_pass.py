@@ -4,6 +4,7 @@ import bisect
 import functools
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from rlkernel.types import PolicyRule
@@ -68,10 +69,18 @@ class PolicyPass:
         a, b = self.starts[s0], self.starts[s1]
         rows = slice(s0, s1) if self.offsets is None else slice(a, b)
 
+        # an empty sequence more where there are as many as tokens, and a shape would not tell them apart
+        alike = self.offsets is not None and s1 - s0 == b - a
+
         def cut(x: Tensor | None) -> Tensor | None:
-            if x is None or x is self.offsets:
-                return None if x is None else x[s0 : s1 + 1] - a
-            return x[rows] if x.shape == self.mask.shape else x[s0:s1]
+            if x is None:
+                return None
+            if x is self.offsets:
+                ends = x[s0 : s1 + 1] - a
+                return torch.cat([ends, ends[-1:]]) if alike else ends
+            if x.shape == self.mask.shape:
+                return x[rows]
+            return torch.cat([x[s0:s1], x.new_zeros(1)]) if alike else x[s0:s1]
 
         tensors = tuple(map(cut, self.tensors))
         shape = self.mask[rows].shape

@@ -469,9 +469,9 @@ def test_bad_input_is_named(change, message):
 @pytest.mark.parametrize(
     "offsets, message",
     [
-        ([0, 2], "cu_seqlens must go from 0 to 6, got 0 to 2"),
-        ([1, 6], "cu_seqlens must go from 0 to 6, got 1 to 6"),
-        ([0, 4, 3, 6], r"cu_seqlens\[2\] must be >= cu_seqlens\[1\] = 4, got 3"),
+        ([0, 7], r"cu_seqlens must rise from 0 to at most 6, got \[0, 7\]"),
+        ([1, 6], r"cu_seqlens must rise from 0 to at most 6, got \[1, 6\]"),
+        ([0, 4, 3, 6], r"cu_seqlens must rise from 0 to at most 6, got \[0, 4, 3, 6\]"),
         ([], "cu_seqlens must be int32 or int64"),
         ([0.0, 6.0], "cu_seqlens must be int32 or int64"),
     ],

@@ -121,7 +121,10 @@ GOOD = {
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rewards": torch.zeros(3)}, r"rewards must have logprobs' shape \(2, 3\) or .* \(2,\), got \(3,\)"),
+        (
+            {"rewards": torch.zeros(3)},
+            r"rewards must have logprobs' shape \(2, 3\) or one reward for each of 2 sequences, got \(3,\)",
+        ),
         (
             {"ref_logprobs": torch.zeros(2, 4)},
             r"ref_logprobs must have logprobs' shape \(2, 3\), got \(2, 4\)",

@@ -504,8 +504,8 @@ def test_a_bad_argument_is_named(message):
 
 def test_offsets_are_looked_at():
     inputs = {k: v[0] for k, v in make_inputs(1, 12).items()}
-    for offsets in ([0, 11], [1, 12], [0, 8, 4, 12]):
-        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 12"):
+    for offsets in ([0, 13], [1, 12], [0, 8, 4, 12]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 12"):
             rlkernel.policy_loss(**inputs, cu_seqlens=torch.tensor(offsets))
 
 

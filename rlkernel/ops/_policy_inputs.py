@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
-from rlkernel.ops import _policy_rule, _validate
+from rlkernel.ops import _packing, _policy_rule, _validate
 from rlkernel.types import KL_WEIGHTS, PolicyRule
 
 
@@ -42,10 +42,22 @@ def checked(
     ref_logprobs = _tokens("ref_logprobs", ref_logprobs, logprobs, dtype)
     rollout_logprobs = _tokens("rollout_logprobs", rollout_logprobs, logprobs, dtype)
     entropy = _tokens("entropy", entropy, logprobs, dtype)
-    advantages = _advantages(advantages, logprobs, count, dtype)
+    advantages, each = _advantages(advantages, logprobs, count, dtype)
     mask = _mask(mask, logprobs)
-    staleness = _staleness(staleness, logprobs, count, dtype)
+    staleness, stale_each = _staleness(staleness, logprobs, count, dtype)
     token_counts = _token_counts(token_counts, logprobs, count, dtype)
+    if cu_seqlens is not None:
+        _packing.check(cu_seqlens, len(logprobs))
+        # one more sequence also where their number would not tell what belongs to a token from what to one
+        if (
+            (each or stale_each)
+            and count == len(logprobs)
+            or _packing.may_be_padded(cu_seqlens, len(logprobs))
+        ):
+            cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
+            advantages = _packing.one_more(advantages) if each else advantages
+            staleness = _packing.one_more(staleness) if staleness is not None and stale_each else staleness
+            token_counts = None if token_counts is None else _packing.one_more(token_counts)
     items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     if items is not None:
         known, items = 1.0, None if choices["loss_agg_mode"] == "token-sum" else items.to(dtype)
@@ -74,12 +86,8 @@ def checked(
 
 def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
     """Looks at the values themselves: offsets on a CPU, and on a GPU in debug mode; NaN in debug mode."""
-    if cu_seqlens is not None and debug.may_read(cu_seqlens):
-        n = mask.shape[0]
-        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n or bool((cu_seqlens.diff() < 0).any()):
-            x = cu_seqlens
-            shown = x.tolist() if len(x) < 9 else f"{x[:4].tolist()}..{x[-4:].tolist()}"
-            raise ValueError(f"cu_seqlens must rise from 0 to {n}, got {shown}")
+    if cu_seqlens is not None:
+        _packing.check(cu_seqlens, mask.shape[0])
     if debug.enabled() and debug.may_read(advantages):
         counted = advantages[mask] if advantages.shape == mask.shape else advantages
         if bool(counted.isnan().any()):
@@ -103,20 +111,23 @@ def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -
     return _validate.dense(x, dtype)
 
 
-def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
     _validate.floating("advantages", x)
-    x = _per_sequence("advantages", x, logprobs, count)
+    x, each = _per_sequence("advantages", x, logprobs, count)
     if x.requires_grad:
         raise ValueError("advantages must not require a gradient, got requires_grad=True")
-    return _validate.dense(x, dtype)
+    return _validate.dense(x, dtype), each
 
 
-def _staleness(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
+def _staleness(
+    x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype
+) -> tuple[Tensor | None, bool]:
     if x is None:
-        return None
+        return None, False
     if not isinstance(x, Tensor):
         raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
-    return _validate.dense(_per_sequence("staleness", x, logprobs, count), dtype)
+    x, each = _per_sequence("staleness", x, logprobs, count)
+    return _validate.dense(x, dtype), each
 
 
 def _token_counts(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
@@ -129,14 +140,11 @@ def _token_counts(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.d
     return _validate.dense(x, dtype)
 
 
-def _per_sequence(name: str, x: Tensor, logprobs: Tensor, count: int) -> Tensor:
-    """One value for each token, or [count]."""
-    shape = x.shape
-    if shape not in (logprobs.shape, (count,), (count, 1)):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one value for each of {count} sequences"
-        raise ValueError(f"{name} must have {want}, got {tuple(shape)}")
+def _per_sequence(name: str, x: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, bool]:
+    """One value for each token, or [count], and whether it is that."""
+    x, each = _packing.per_sequence(name, x, "logprobs", logprobs, count)
     _validate.same_device(name, x, "logprobs", logprobs.device)
-    return x if shape in ((count,), logprobs.shape) else x.reshape(count)
+    return x, each
 
 
 def _mask(x: Tensor, logprobs: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlkernel import debug
-from rlkernel.ops import _preference_rule, _validate
+from rlkernel.ops import _packing, _preference_rule, _validate
 from rlkernel.types import PREFERENCE_TERMS, PreferenceRule
 
 
@@ -27,24 +26,16 @@ def sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype,
     return dtype, cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int64).contiguous()
 
 
-def check_offsets(offsets: Tensor, total: int) -> None:
-    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
-    if debug.may_read(offsets) and (
-        int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any())
-    ):
-        shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
-
-
-def reference(x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
+def reference(
+    x: Tensor | None, logprobs: Tensor, rows: int, dtype: torch.dtype
+) -> tuple[Tensor | None, bool]:
+    """And whether it is one sum for each sequence."""
     if x is None:
-        return None
+        return None, False
     _validate.constant("ref_logprobs", x)
-    if x.shape != logprobs.shape and x.shape != (rows,):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one sum for each of {rows} sequences"
-        raise ValueError(f"ref_logprobs must have {want}, got {tuple(x.shape)}")
+    x, each = _packing.per_sequence("ref_logprobs", x, "logprobs", logprobs, rows, "sum")
     _validate.same_device("ref_logprobs", x, "logprobs", logprobs.device)
-    return _validate.dense(x.detach(), dtype)
+    return _validate.dense(x.detach(), dtype), each
 
 
 def mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:

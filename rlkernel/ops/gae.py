@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _validate
+from rlkernel.ops import _packing, _validate
 from rlkernel.ops.whiten import whiten as _whiten
 from rlkernel.types import GaeOutput
 
@@ -54,7 +54,8 @@ def gae(
         return_lam: another lambda for ``returns``, whose advantages are then not those returned (VAPO); a
             second walk.
         holes: what tokens under the mask are: "skip" or "zero".
-        cu_seqlens: [S + 1] integers from 0 to N; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``.
+        cu_seqlens: [S + 1] integers that rise from 0; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``,
+            and tokens behind the last are padding.
         last_values: [B] or [S], the value after each sequence's last token, for one that was cut off; None
             means 0: the sequence ended.  Not with ``holes`` "zero", where padding is part of a sequence.
         whiten: also ``rlkernel.whiten(advantages, mask)``.
@@ -83,7 +84,7 @@ def gae(
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
     rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    lams = [_lambda("lam", lam, rows, rewards)]
+    lams: list[tuple[float, Tensor | None]] = [_lambda("lam", lam, rows, rewards)]
     if return_lam is not None:
         lams.append(_lambda("return_lam", return_lam, rows, rewards))
     if last_values is not None:
@@ -94,6 +95,12 @@ def gae(
             raise ValueError(f"last_values must have shape {(rows,)}, got {tuple(last_values.shape)}")
         _validate.same_device("last_values", last_values, "rewards", rewards.device)
         last_values = last_values.to(dtype).contiguous()
+    if cu_seqlens is not None:
+        _packing.check(cu_seqlens, len(rewards))
+        if _packing.may_be_padded(cu_seqlens, len(rewards)):
+            cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, rewards)
+            last_values = None if last_values is None else _packing.one_more(last_values)
+            lams = [(number, None if each is None else _packing.one_more(each)) for number, each in lams]
     run = _op if torch.compiler.is_compiling() else _forward
     options = cu_seqlens, last_values
     advantages, returns = run(rewards, values, mask, gamma, *lams[0], *options, holes == "zero")
@@ -137,7 +144,7 @@ def _forward(
     zero_holes: bool,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
-        _validate.ascending("cu_seqlens", cu_seqlens, len(rewards))
+        _packing.check(cu_seqlens, len(rewards))
     if debug.enabled():
         _validate.finite("rewards", rewards, mask)
         _validate.finite("values", values, mask)

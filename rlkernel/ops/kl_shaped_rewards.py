@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _validate
+from rlkernel.ops import _packing, _validate
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
@@ -36,7 +36,8 @@ def kl_shaped_rewards(
         mask: of the same shape, nonzero where a token counts; None means everywhere.
         beta: weight of the penalty, >= 0.
         kl_estimator: "k1", "abs", "k2" or "k3" (Schulman, joschu.net/blog/kl-approx.html).
-        cu_seqlens: [S + 1] integers from 0 to N; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``.
+        cu_seqlens: [S + 1] integers that rise from 0; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``,
+            and tokens behind the last are padding.
 
     Returns:
         A tensor of ``logprobs``' shape in fp32 (fp64 when an input is fp64), without a gradient.
@@ -52,20 +53,22 @@ def kl_shaped_rewards(
     dims, form = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
     if logprobs.dim() != dims:
         raise ValueError(f"logprobs must be {form}, got {tuple(logprobs.shape)}")
-    rows = (len(logprobs) if cu_seqlens is None else cu_seqlens.numel() - 1,)
-    if rewards.shape not in (logprobs.shape, rows):
-        want = f"logprobs' shape {tuple(logprobs.shape)} or one reward per sequence {rows}"
-        raise ValueError(f"rewards must have {want}, got {tuple(rewards.shape)}")
+    rows = len(logprobs) if cu_seqlens is None else cu_seqlens.numel() - 1
+    rewards, per_sequence = _packing.per_sequence("rewards", rewards, "logprobs", logprobs, rows, "reward")
     _validate.same_device("rewards", rewards, "logprobs", logprobs.device)
     mask = _validate.mask(mask, "logprobs", logprobs)
     beta = _validate.number("beta", beta, 0.0)
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     if cu_seqlens is not None:
         cu_seqlens = _validate.cu_seqlens(cu_seqlens, logprobs.device)
-    per_sequence = rewards.shape != logprobs.shape
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     rewards, logprobs, ref_logprobs = (_validate.rows(x, dtype) for x in (rewards, logprobs, ref_logprobs))
+    if cu_seqlens is not None:
+        _packing.check(cu_seqlens, len(logprobs))
+        if _packing.may_be_padded(cu_seqlens, len(logprobs)):
+            cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
+            rewards = _packing.one_more(rewards) if per_sequence else rewards
     run = _op if torch.compiler.is_compiling() else _forward
     return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
 
@@ -82,7 +85,7 @@ def _forward(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     if cu_seqlens is not None:
-        _validate.ascending("cu_seqlens", cu_seqlens, len(logprobs))
+        _packing.check(cu_seqlens, len(logprobs))
     if debug.enabled():
         _validate.finite("logprobs", logprobs, mask)
         _validate.finite("ref_logprobs", ref_logprobs, mask)

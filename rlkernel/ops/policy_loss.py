@@ -97,7 +97,8 @@ def policy_loss(
     Args:
         logprobs: [B, L], or [N] with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         old_logprobs: of the policy that the step started from, the same shape; None: ``logprobs`` themselves.
-        advantages: one for each token or one for each sequence, [B] or [S].
+        advantages: one for each token or one for each sequence, [B] or [S]; with as many packed sequences as
+            tokens [1, N] or [S, 1].
         mask: nonzero where a token counts; what the others hold is never read into arithmetic.
         loss_agg_mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm" (divided by
             ``loss_scale_factor``, which defaults to L), "seq-mean-token-mean".
@@ -120,7 +121,8 @@ def policy_loss(
         token_counts: [B] or [S]: with "seq-mean-token-mean" what each sequence's sum is divided by instead of
             its own tokens: those of its prompt's or its rollout's sequences, wherever they are.
             ``num_items_in_batch`` is then the number of prompts or rollouts.
-        cu_seqlens: [S + 1] offsets of packed sequences, from 0 to N.
+        cu_seqlens: [S + 1] offsets of packed sequences, which rise from 0; tokens behind the last are
+            padding.
 
     Returns:
         PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.

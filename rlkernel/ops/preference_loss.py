@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _preference_inputs, _preference_rule, _validate
+from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
@@ -149,7 +149,7 @@ def preference_loss(
     )
     if rule.paired and rows % 2:
         raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
-    ref_logprobs = _preference_inputs.reference(ref_logprobs, logprobs, rows, dtype)
+    ref_logprobs, sums = _preference_inputs.reference(ref_logprobs, logprobs, rows, dtype)
     mask = _preference_inputs.mask("mask", mask, logprobs)
     nll_mask = None if nll_mask is None else _preference_inputs.mask("nll_mask", nll_mask, logprobs)
     log_sum_sq_probs = _preference_inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
@@ -157,6 +157,11 @@ def preference_loss(
     kl = _preference_inputs.kl(kl, rule, rows, logprobs, dtype)
     running_delta = _preference_inputs.delta(running_delta, rule, logprobs, dtype)
     logprobs = _validate.dense(logprobs, dtype)
+    if sums and logprobs.shape == (rows,):  # a token of padding: else they would pass for those of tokens
+        logprobs, mask = _packing.one_more(logprobs), _packing.one_more(mask)
+        nll_mask, log_sum_sq_probs = (
+            None if x is None else _packing.one_more(x) for x in (nll_mask, log_sum_sq_probs)
+        )
     constants = (
         ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
         running_delta,
@@ -200,7 +205,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
     if cu_seqlens is not None:
-        _preference_inputs.check_offsets(cu_seqlens, logprobs.shape[0])
+        _packing.check(cu_seqlens, logprobs.shape[0])
     if debug.enabled():
         _validate.finite("logprobs", logprobs, mask)
         if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _validate
+from rlkernel.ops import _packing, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.types import Aggregation, ValueLossOutput
 
@@ -195,21 +195,6 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     return float(value)
 
 
-def _check_offsets(values: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Looks at the offsets themselves: always on a CPU, in debug mode on a GPU, where it synchronises."""
-    if cu_seqlens is None or not debug.may_read(cu_seqlens):
-        return
-    if cu_seqlens[0] != 0:
-        raise ValueError(f"cu_seqlens[0] must be 0, got {cu_seqlens[0].item()}")
-    falling = cu_seqlens[1:] < cu_seqlens[:-1]
-    if falling.any():
-        i = int(falling.nonzero()[0, 0]) + 1
-        before, got = cu_seqlens[i - 1].item(), cu_seqlens[i].item()
-        raise ValueError(f"cu_seqlens[{i}] must be >= cu_seqlens[{i - 1}] = {before}, got {got}")
-    if cu_seqlens[-1] > values.shape[0]:
-        raise ValueError(f"cu_seqlens[-1] must be at most N = {values.shape[0]}, got {cu_seqlens[-1].item()}")
-
-
 def _forward(
     impl: ModuleType,
     values: Tensor,
@@ -222,7 +207,8 @@ def _forward(
     cu_seqlens: Tensor | None,
     need_slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    _check_offsets(values, cu_seqlens)
+    if cu_seqlens is not None:
+        _packing.check(cu_seqlens, values.shape[0])
     result = impl.forward(
         values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
     )

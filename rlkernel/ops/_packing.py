@@ -1,0 +1,56 @@
+"""Packed sequences, by one rule for every op that takes ``cu_seqlens``.
+
+Offsets rise from 0 to at most N, and the tokens behind the last sequence are padding: they count nowhere,
+whatever the mask says of them, and what an op gives for them is 0.
+"""
+
+import torch
+from torch import Tensor
+
+from rlkernel import debug
+
+
+def check(offsets: Tensor, total: int) -> None:
+    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode.  Raises ValueError."""
+    if not debug.may_read(offsets):
+        return
+    if int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any()):
+        shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
+
+
+def may_be_padded(offsets: Tensor, total: int) -> bool:
+    """Whether there is padding, or one may not look."""
+    return not debug.may_read(offsets) or int(offsets[-1]) != total
+
+
+def with_padding(offsets: Tensor, mask: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The offsets with the padding as one more sequence, and the mask, in which none of its tokens counts."""
+    total = like.shape[0]
+    inside = torch.arange(total, device=like.device) < offsets[-1]
+    return torch.cat([offsets, offsets.new_full((1,), total)]), inside if mask is None else mask & inside
+
+
+def one_more(x: Tensor) -> Tensor:
+    """What each sequence has, and a 0 for the padding."""
+    return torch.cat([x, x.new_zeros(1)])
+
+
+def per_sequence(
+    name: str, x: Tensor, other: str, tokens: Tensor, count: int, noun: str = "value"
+) -> tuple[Tensor, bool]:
+    """``x`` as ``tokens``' shape or [count], and whether it is the latter.
+
+    Raises:
+        ValueError: it is neither; or [N] where there are as many packed sequences as tokens.
+    """
+    shape, packed = tuple(x.shape), tokens.dim() == 1
+    if packed and shape == (count,) == tuple(tokens.shape) and count > 1:
+        want = f"[1, {count}], one for each token, or [{count}, 1], one for each sequence"
+        raise ValueError(f"{name} must be {want}, where there are as many sequences as tokens, got {shape}")
+    if shape == tuple(tokens.shape) or (packed and shape == (1, *tokens.shape)):
+        return x.reshape(tokens.shape), False
+    if shape not in ((count,), (count, 1)):
+        want = f"{other}' shape {tuple(tokens.shape)} or one {noun} for each of {count} sequences"
+        raise ValueError(f"{name} must have {want}, got {shape}")
+    return x.reshape(count), True
