@@ -385,7 +385,7 @@ FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
 class Sampling(NamedTuple):
     """What a sampling kernel is asked for, checked and normalised; per-row values are [B] or one number."""
 
-    temperature: float | Tensor  # 0: the likeliest token
+    temperature: float | Tensor  # 0: the likeliest token; else a normal number
     top_k: int | Tensor  # off below 1 and from V on
     top_p: float | Tensor  # off from 1 on
     min_p: float | Tensor  # off from 0 down

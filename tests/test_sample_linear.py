@@ -282,7 +282,7 @@ WRONG = {
         "store_logits must be True or 'auto' with a filter, return_rank, got False",
     ),
     "store name": ({"store_logits": "never"}, "store_logits must be True, False or 'auto', got 'never'"),
-    "temperature": ({"temperature": -0.5}, "temperature must be >= 0 and finite, got -0.5"),
+    "temperature": ({"temperature": -0.5}, "temperature must be 0 or from 1.18e-38 to 3.4e+38, got -0.5"),
     "top_logprobs": ({"top_logprobs": 41}, "top_logprobs must be an integer in [0, 40], got 41"),
     "softcap": ({"softcap": 0.0}, "softcap must be > 0 and finite, or None, got 0.0"),
     "dtype": ({"logits_dtype": torch.int8}, "logits_dtype must be float16, bfloat16 or float32, got "),

@@ -16,12 +16,21 @@ def some(value, dtype=torch.float32):
 
 
 ERRORS = {
-    "temperature below 0": ({"temperature": -0.5}, "temperature must be >= 0 and finite, got -0.5"),
-    "temperature NaN": ({"temperature": math.nan}, "temperature must be >= 0 and finite, got nan"),
-    "temperature infinite": ({"temperature": math.inf}, "temperature must be >= 0 and finite, got inf"),
+    "temperature below 0": (
+        {"temperature": -0.5},
+        r"temperature must be 0 or from 1.18e-38 to 3.4e\+38, got -0.5",
+    ),
+    "temperature NaN": (
+        {"temperature": math.nan},
+        r"temperature must be 0 or from 1.18e-38 to 3.4e\+38, got nan",
+    ),
+    "temperature infinite": (
+        {"temperature": math.inf},
+        r"temperature must be 0 or from 1.18e-38 to 3.4e\+38, got inf",
+    ),
     "temperatures": (
         {"temperature": torch.tensor([1.0, -1.0, 0.0])},
-        r"temperature\[1\] must be >= 0 and finite, got -1",
+        r"temperature\[1\] must be 0 or from 1.18e-38 to 3.4e\+38, got -1",
     ),
     "temperature of two rows": (
         {"temperature": torch.ones(2)},
@@ -45,7 +54,7 @@ ERRORS = {
     "seeds' shape": ({"seeds": torch.arange(4)}, r"seeds must be one value or have shape \(3,\), got \(4,\)"),
     "seeds' dtype": ({"seeds": some(1.0)}, "seeds must be integers, got float32"),
     "seeds of a float": ({"seeds": 1.5}, "seeds must be a 64-bit integer or a tensor, got 1.5"),
-    "seeds too large": ({"seeds": 2**63}, "seeds must be a 64-bit integer"),
+    "seeds too large": ({"seeds": 2**64}, "seeds must be a 64-bit integer"),
     "positions' shape": (
         {"positions": torch.zeros(1, 3, dtype=torch.int64)},
         r"positions must be .*\(3,\), got \(1, 3\)",

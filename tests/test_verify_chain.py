@@ -617,7 +617,7 @@ def test_split_seeds_are_distinct():
     [
         (1, 0, "n must be an integer in [1, 2**31), got 0"),
         (1, True, "n must be an integer in [1, 2**31), got True"),
-        (2**63, 1, f"seeds must be a 64-bit integer or a tensor, got {2**63}"),
+        (2**64, 1, f"seeds must be a 64-bit integer or a tensor, got {2**64}"),
         (torch.zeros(2), 1, "seeds must be integers, got float32"),
     ],
 )

@@ -9,11 +9,14 @@ import triton.language as tl
 
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
+    COLDEST,
     FIXED_POINT,
+    HOTTEST,
     RECORD,
     any_order_sum,
     load_entries,
     load_scalar,
+    softmax_temperature,
 )
 from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise, stream_of
 from rlkernel.triton_ops.sampling_select_kernels import (
@@ -163,9 +166,9 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     if skip is not None and tl.load(skip + row):
         return
-    t = load_scalar(temperatures, temperature, row).to(tl.float64)
-    greedy = t == 0.0
-    t = tl.where(greedy, 1.0, t)
+    asked = load_scalar(temperatures, temperature, row)
+    greedy = asked == 0.0
+    t = softmax_temperature(asked)
     per_t = 1.0 / t
     c = (per_t * LOG2E).to(tl.float32)
 
@@ -176,6 +179,13 @@ def finish_kernel(
     sums = tl.load(record + 2, mask=here, other=0.0)
     finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int32)  # whole numbers: any order
     valid = (tl.max((sums != sums).to(tl.int32)) == 0) & (finite > 0)
+    # on a GPU nobody has looked at the parameters
+    valid = valid & (greedy | ((asked >= COLDEST) & (asked <= HOTTEST)))
+    given_k = load_scalar(top_ks, top_k, row).to(tl.int64)
+    p = load_scalar(top_ps, top_p, row)
+    least = load_scalar(min_ps, min_p, row)
+    width = load_scalar(sigmas, sigma, row)
+    valid = valid & (p > 0.0) & (p <= 1.0) & (least >= 0.0) & (least <= 1.0) & (width > 0.0) & (given_k >= -1)
 
     # the kept set first: what follows would only take registers from it
     x_ptr = logits
@@ -195,12 +205,8 @@ def finish_kernel(
     pivot = top
     last = tl.full((), -1, tl.int32)
     if FILTER:
-        k = load_scalar(top_ks, top_k, row).to(tl.int64)
-        k_on = (k >= 1) & (k < V)
-        k = tl.where(k_on, k, V).to(tl.int32)
-        p = load_scalar(top_ps, top_p, row)
-        least = load_scalar(min_ps, min_p, row)
-        width = load_scalar(sigmas, sigma, row)
+        k_on = (given_k >= 1) & (given_k < V)
+        k = tl.where(k_on, given_k, V).to(tl.int32)
         p_on = p < 1.0
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:

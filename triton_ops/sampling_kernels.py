@@ -28,6 +28,8 @@ from rlkernel.triton_ops.sampling_random import (
 SPLIT = tl.constexpr(4096)
 GROUP = tl.constexpr(64)
 RECORD = tl.constexpr(13)
+COLDEST = tl.constexpr(2.0**-126)  # normal numbers
+HOTTEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
 
 @triton.jit
@@ -55,6 +57,12 @@ def load_scalar(each, of_all, row):
     else:
         value = of_all
     return value
+
+
+@triton.jit
+def softmax_temperature(t):
+    """The row's T in fp64; 1 for a greedy row and for a T that is none, so that no number overflows."""
+    return tl.where((t >= COLDEST) & (t <= HOTTEST), t, 1.0).to(tl.float64)
 
 
 @triton.jit
@@ -101,9 +109,9 @@ def statistics_kernel(
     start = (tl.program_id(0) % tile_splits) * SPLIT
     first = vocab_start + start
     split = (first // SPLIT).to(tl.int64)
-    t = load_scalar(temperatures, temperature, row).to(tl.float64)
-    greedy = t == 0.0
-    t = tl.where(greedy, 1.0, t)
+    asked = load_scalar(temperatures, temperature, row)
+    greedy = asked == 0.0
+    t = softmax_temperature(asked)
     c = (1.0 / t * LOG2E).to(tl.float32)
 
     x_ptr = tile + row * row_stride

@@ -126,9 +126,9 @@ void split(const SamplingInputs& in, int64_t row, int64_t index) {
   job.row = row;
   job.start = index * kSamplingSplit;
   job.count = static_cast<int>(in.vocab - job.start < kSamplingSplit ? in.vocab - job.start : kSamplingSplit);
-  const float t = in.temperature.each != nullptr ? in.temperature.each[row] : in.temperature.all;
+  const float t = of_row(in.temperature, row);
   job.greedy = t == 0;
-  job.temperature = job.greedy ? 1 : t;
+  job.temperature = is_temperature(t) ? t : 1;
   job.first = in.vocab_start + job.start;
   const int64_t splits = (in.whole_vocab + kSamplingSplit - 1) / kSamplingSplit;
   const int64_t groups = (in.whole_vocab + kSamplingGroup - 1) / kSamplingGroup;
@@ -237,9 +237,9 @@ void write_support(const SamplingOutputs& out, int64_t row, const Filter& filter
 // The cutoff of min_p and top_n_sigma on z - max.
 float cutoff_of(const SamplingInputs& in, int64_t row, const Softmax& softmax, double temperature) {
   float cutoff = -kInf;
-  if (const float min_p = at(in.min_p, row); min_p > 0)
+  if (const float min_p = of_row(in.min_p, row); min_p > 0)
     cutoff = static_cast<float>(temperature * std::log(static_cast<double>(min_p)));
-  if (const float sigmas = at(in.top_n_sigma, row); sigmas < kInf) {
+  if (const float sigmas = of_row(in.top_n_sigma, row); sigmas < kInf) {
     const double sigma = std::sqrt(softmax.squares / softmax.finite);
     cutoff = std::fmax(cutoff, static_cast<float>(-static_cast<double>(sigmas) * sigma));
   }
@@ -249,19 +249,19 @@ float cutoff_of(const SamplingInputs& in, int64_t row, const Softmax& softmax, d
 void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   const int64_t vocab = in.whole_vocab, splits = (vocab + kSamplingSplit - 1) / kSamplingSplit;
   const int64_t groups = (vocab + kGroup - 1) / kGroup;
-  const float given = at(in.temperature, row), temperature = given == 0 ? 1 : given;
+  const float given = of_row(in.temperature, row), temperature = is_temperature(given) ? given : 1;
   const bool greedy = given == 0;
   const Softmax softmax(in.records + row * splits * kRecord, splits, temperature);
   if (out.support != nullptr) std::fill_n(out.support + row * out.support_size, out.support_size, -1);
-  if (!(softmax.sum > 0) || softmax.finite == 0) return invalid_row(in, out, row);
+  if (!(softmax.sum > 0) || softmax.finite == 0 || !parameters_hold(in, row)) return invalid_row(in, out, row);
 
   const double log_sum = std::log(softmax.sum);
   const auto scaled = [&](float z) { return (static_cast<double>(z) - softmax.max) / temperature; };
   int64_t token = in.token_ids != nullptr ? in.token_ids[row] : softmax.token;
   float z = softmax.token_z, x = softmax.token_x;
 
-  const int64_t k = at(in.top_k, row);
-  const float p = at(in.top_p, row), cutoff = cutoff_of(in, row, softmax, temperature);
+  const int64_t k = of_row(in.top_k, row);
+  const float p = of_row(in.top_p, row), cutoff = cutoff_of(in, row, softmax, temperature);
   const bool cut = (k >= 1 && k < vocab) || p < 1 || cutoff > -kInf;
   bool filtered = !greedy && (cut || (in.bitmask != nullptr && softmax.finite < static_cast<double>(vocab)));
   bool kept = true;

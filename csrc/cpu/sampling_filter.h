@@ -90,8 +90,8 @@ class Filter {
     }
   }
 
-  // Below this a token has no mass.
-  float massless() const { return -29.0f * temperature_; }
+  // Below this a token has no mass; finite, so that -inf is below it at any T.
+  float massless() const { return std::fmax(-29.0f * temperature_, -3e38f); }
 
   static int64_t share(float p, double mass) {
     return static_cast<int64_t>(std::ceil(static_cast<double>(p) * mass));

@@ -6,11 +6,6 @@
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
-template <class T>
-inline T at(const PerRow<T>& x, int64_t row) {
-  return x.each != nullptr ? x.each[row] : x.all;
-}
-
 // What the splits say together, in fp64 and in their order.
 struct Softmax {
   float max = -kInf, max_x = -kInf;

@@ -209,6 +209,19 @@ inline double sum_of(const PerGroup& masses) {
   return sum;
 }
 
+// Of values whose squares are no floats.
+template <class T>
+inline void wide_moments_of(const Groups<T>& z, int count, double& mean, double& squares) {
+  const auto each = [&](auto body) {
+    for (int g = 0; g < z.count; ++g)
+      for (int i = 0; i < kGroup; ++i)
+        if (const float v = widen_one(z[g][i]); v > -kInf) body(static_cast<double>(v));
+  };
+  squares = mean = 0;
+  each([&](double v) { mean += v / count; });
+  each([&](double v) { squares += (v - mean) * (v - mean); });
+}
+
 // Mean of the finite values and the sum of their squared deviations, in two looks.
 template <class T>
 inline void moments_of(const Groups<T>& z, int count, double& mean, double& squares) {
@@ -238,6 +251,7 @@ inline void moments_of(const Groups<T>& z, int count, double& mean, double& squa
   }
   mean = static_cast<double>(middle[0]) + off / count;  // what rounding the middle left out
   squares -= off * off / count;
+  if (!(squares > 1e-20 && squares < 1e37)) wide_moments_of(z, count, mean, squares);
 }
 
 // What a row draws with.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
-from rlkernel.ops import _validate
+from rlkernel.ops import _scalars, _validate
 from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
 from rlkernel.ops._token_bias import TokenBias
 from rlkernel.types import FILTER_ORDERS, Sampling
@@ -65,13 +65,13 @@ def sampling(
         positions = None if positions is None else _integers("positions", positions, *where)
     wide = torch.promote_types(dtype, torch.float32)
     return Sampling(
-        temperature=_floats("temperature", temperature, 0, math.inf, *where, dtype=wide),
+        temperature=_temperature(temperature, *where, wide),
         top_k=_top_k(top_k, *where),
         top_p=1.0 if top_p is None else _floats("top_p", top_p, 0, 1, *where, above=True),
         min_p=0.0 if min_p is None else _floats("min_p", min_p, 0, 1, *where),
         top_n_sigma=math.inf
         if top_n_sigma is None
-        else _floats("top_n_sigma", top_n_sigma, 0, math.inf, *where, above=True, unbounded=True),
+        else _floats("top_n_sigma", top_n_sigma, 0, math.inf, *where, above=True),
         seeds=seeds if token_ids is None else None,  # type: ignore[arg-type]
         positions=positions if token_ids is None else None,  # type: ignore[arg-type]
         token_ids=token_ids,
@@ -87,9 +87,10 @@ def sampling(
 
 
 def count(argument: str, value: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+    number = _scalars.as_int(value)
+    if number is None or not 0 <= number <= most:
         raise ValueError(f"{argument} must be an integer in [0, {most}], got {value!r}")
-    return value
+    return number
 
 
 def wanted(
@@ -133,12 +134,25 @@ def _seeds(value: int | Tensor | None, shape: torch.Size, device: torch.device) 
 
 def _integers(argument: str, value: int | Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        if value.dtype not in INTEGERS:
-            raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
-        return _per_row(argument, value, shape, device, torch.int64)
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        return _per_row(argument, int64(argument, value), shape, device, torch.int64)
+    return torch.full((math.prod(shape),), int64_of(argument, value), dtype=torch.int64, device=device)
+
+
+def int64(argument: str, value: Tensor) -> Tensor:
+    """64-bit words; those of uint64 keep their bits."""
+    if value.dtype == torch.uint64:
+        return value.view(torch.int64)
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
+    return value
+
+
+def int64_of(argument: str, value: Any) -> int:
+    """A number below 2**64 as the int64 with its bits."""
+    number = _scalars.as_int(value)
+    if number is None or not -(2**63) <= number < 2**64:
         raise ValueError(f"{argument} must be a 64-bit integer or a tensor, got {value!r}")
-    return torch.full((math.prod(shape),), value, dtype=torch.int64, device=device)
+    return number if number < 2**63 else number - 2**64
 
 
 def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) -> int | Tensor:
@@ -146,13 +160,30 @@ def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) 
     if value is None:
         return 0
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        number = _scalars.as_int(value)
+        if number is None or number < -1:
             raise ValueError(f"top_k must be an integer >= 1, or 0 or -1 for all, got {value!r}")
-        return max(value, 0)
+        return min(max(number, 0), 2**63 - 1)
     if value.dtype not in INTEGERS:
         raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
     value = _per_row("top_k", value, shape, device, torch.int64)
     _look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
+    return value
+
+
+def _temperature(
+    value: float | Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype
+) -> float | Tensor:
+    """0, or a normal number: one whose inverse is finite too."""
+    low, high = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+
+    def inside(x: float) -> bool:
+        return low <= x <= high
+
+    want = f"0 or from {low:.3g} to {high:.3g}"
+    value = _rounded("temperature", value, shape, device, dtype, lambda x: x == 0 or inside(x), want)
+    if isinstance(value, Tensor):
+        _look("temperature", torch.where(value == 0, 1, value), inside, want)
     return value
 
 
@@ -164,30 +195,43 @@ def _floats(
     shape: torch.Size,
     device: torch.device,
     *,
-    dtype: torch.dtype = torch.float32,
     above: bool = False,
-    unbounded: bool = False,
 ) -> float | Tensor:
-    """One number, or one per row; ``above``: more than ``low``; ``unbounded``: infinity is a value."""
+    """One number, or one per row; ``above``: more than ``low``."""
 
     def inside(x: float) -> bool:
-        return (low < x if above else low <= x) and x <= high and (unbounded or x < math.inf)
+        return (low < x if above else low <= x) and x <= high
 
+    want = f"in {'(' if above else '['}{low:g}, {high:g}]"
     if high == math.inf:
-        want = f"{'>' if above else '>='} {low:g}" + ("" if unbounded else " and finite")
-    else:
-        want = f"in {'(' if above else '['}{low:g}, {high:g}]"
+        want = f"{'>' if above else '>='} {low:g}"
+    value = _rounded(argument, value, shape, device, torch.float32, inside, want)
+    if isinstance(value, Tensor):
+        _look(argument, value, inside, want)
+    return value
+
+
+def _rounded(
+    argument: str,
+    value: float | Tensor,
+    shape: torch.Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    inside: Callable[[float], bool],
+    want: str,
+) -> float | Tensor:
+    """In ``dtype``, in which a kernel has it: only what is left of a number may be in range or not.  Numbers
+    are looked at, tensors are not."""
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not _scalars.is_number(value):
             raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
-        if not inside(value):
+        number = _scalars.rounded(value, dtype)
+        if not inside(number):
             raise ValueError(f"{argument} must be {want}, got {value}")
-        return float(value)
+        return number
     if value.requires_grad:
         raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
-    value = _per_row(argument, value, shape, device, dtype)
-    _look(argument, value, inside, want)
-    return value
+    return _per_row(argument, value, shape, device, dtype)
 
 
 def _per_row(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlkernel import stream
 from rlkernel.ops import _sampling_inputs as inputs
-from rlkernel.ops import _validate
+from rlkernel.ops import _scalars
 
 
 def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
@@ -25,14 +25,12 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
     Raises:
         ValueError: ``seeds`` are not integers; ``n`` is not an integer in [1, 2**31).
     """
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n < 2**31:
+    number = _scalars.as_int(n)
+    if number is None or not 1 <= number < 2**31:
         raise ValueError(f"n must be an integer in [1, 2**31), got {n!r}")
     if not isinstance(seeds, Tensor):
-        if isinstance(seeds, bool) or not isinstance(seeds, int) or not -(2**63) <= seeds < 2**63:
-            raise ValueError(f"seeds must be a 64-bit integer or a tensor, got {seeds!r}")
-        seeds = torch.tensor(seeds)
-    if seeds.dtype not in inputs.INTEGERS:
-        raise ValueError(f"seeds must be integers, got {_validate.name(seeds.dtype)}")
+        seeds = torch.tensor(inputs.int64_of("seeds", seeds))
+    seeds = inputs.int64("seeds", seeds)
     first = seeds.to(torch.int64)[..., None]
-    i = torch.arange(n, device=seeds.device)
+    i = torch.arange(number, device=seeds.device)
     return torch.where(i == 0, first, stream.seeds_of(stream.SPLIT, first, i))

@@ -1,13 +1,13 @@
 """Checks shared by the public functions.  Each error names the argument, what it must be and what it got."""
 
 import math
-import numbers
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from rlkernel import debug
+from rlkernel.ops import _scalars
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -77,24 +77,16 @@ def temperature(
 
 def _temperature(argument: str, value: float, dtype: torch.dtype) -> float:
     """``value`` rounded to ``dtype``, in which 1 / value must be finite too: a normal number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+    if not _scalars.is_number(value):
         raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
-    rounded = _rounded(float(value), dtype) if 0 < value < 1e290 else value  # all of it traceable
+    rounded = _scalars.rounded(value, dtype)
     low, high = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     if not low <= rounded <= high:
         want = "> 0 and finite"
         if 0 < value < math.inf:  # it is neither, once rounded
             want += f" as {name(dtype)}, from {low:.3g} to {high:.3g}"
         raise ValueError(f"{argument} must be {want}, got {value}")
-    return float(rounded)
-
-
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """To the nearest float32 by Veltkamp's splitting (Dekker 1971), by what torch.compile traces."""
-    if dtype == torch.float64:
-        return value
-    shifted = value * (2.0**29 + 1)  # of 53 bits 24 stay
-    return shifted - (shifted - value)
+    return rounded
 
 
 def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: int) -> None:
@@ -155,7 +147,7 @@ def item_count(
     if value is None:
         return None, None
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if not _scalars.is_number(value):
             raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
         if not 0 < value < math.inf:
             raise ValueError(f"{argument} must be > 0 and finite, got {value}")

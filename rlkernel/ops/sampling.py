@@ -58,12 +58,13 @@ def sample(
 
     Args:
         logits: [..., V] fp16, bf16, fp32 or fp64; not modified.
-        temperature: a number >= 0, or one per row [...], as all parameters below may be.
+        temperature: 0 or a normal number > 0; one, or one per row [...], as all parameters below may be.
+            They are rounded to fp32 (that of fp64 logits to fp64) and checked then.
         top_k: >= 1; 0, -1 or None keep all.
         top_p: in (0, 1]; 1 or None keep all.
         min_p: in [0, 1]; 0 or None keep all.
         top_n_sigma: > 0; infinity or None keep all.
-        seeds: 64-bit integers; None draws them from torch's generator.
+        seeds: 64-bit integers, signed or not; None draws them from torch's generator.
         positions: the token's place in its sequence, 64-bit integers; None means 0.
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
             Words behind V do not count; tokens behind a narrower mask are not allowed.
@@ -92,7 +93,7 @@ def sample(
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.  Values of tensors are
             checked on a CPU, and on a GPU only in debug mode (``RLKERNEL_DEBUG=1``), because that
-            synchronises.
+            synchronises; without it, a row of such a value is not ``valid``.
 
     The grouped draw rests on the max-stability of Gumbel variables, as FlashSampling (arXiv 2603.15854);
     top-p follows Holtzman et al. (arXiv 1904.09751), min-p Nguyen et al. (arXiv 2407.01082), top-n-sigma

@@ -27,17 +27,26 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
     if sampling.token_bitmask is not None:
         z = z.masked_fill(~_allowed(sampling.token_bitmask, z.shape[1]), -torch.inf)
     bad = (x.isnan() | (x == torch.inf) | z.isnan() | (z == torch.inf)).any(-1)
-    valid = ~bad & (z > -torch.inf).any(-1)
+    valid = ~bad & (z > -torch.inf).any(-1) & _in_range(sampling, z)
     x, z = (torch.where(valid[:, None], y, 0) for y in (x, z))
 
     t = _column(sampling.temperature, z, z.dtype)
     greedy = (t == 0)[:, 0]
-    softmax = _softmax(z, torch.where(t == 0, 1, t))
+    softmax = _softmax(z, torch.where((t == 0) | ~valid[:, None], 1, t))
     kept, kept_mass, filtered = _filter(softmax, sampling, greedy)
     token = sampling.token_ids
     if token is None:
         token = torch.where(greedy, z.argmax(-1), _draw(softmax, kept, filtered, sampling))
     return _statistics(x, softmax, kept, kept_mass, filtered, greedy, valid, token, sampling)
+
+
+def _in_range(sampling: Sampling, z: Tensor) -> Tensor:
+    """Rows [B] whose parameters mean something; on a GPU nobody has looked at those of tensors."""
+    t = _column(sampling.temperature, z, z.dtype)
+    p, m, s = (_column(x, z) for x in (sampling.top_p, sampling.min_p, sampling.top_n_sigma))
+    held = (t == 0) | ((t >= torch.finfo(z.dtype).tiny) & (t <= torch.finfo(z.dtype).max))
+    held = held & (p > 0) & (p <= 1) & (m >= 0) & (m <= 1) & (s > 0)
+    return (held & (_column(sampling.top_k, z, torch.int64) >= -1))[:, 0]
 
 
 class _Softmax(NamedTuple):

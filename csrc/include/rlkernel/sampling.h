@@ -54,7 +54,7 @@ struct SamplingInputs {
   int64_t adjusted_stride;
   const int32_t* bitmask;        // bit i % 32 of word i / 32: token i (of the whole vocabulary) is allowed; null: all are
   int64_t bitmask_stride;
-  PerRow<float> temperature;     // 0: greedy
+  PerRow<float> temperature;     // 0: greedy; else from kColdest to kHottest
   PerRow<int64_t> top_k;         // off below 1 and from V on
   PerRow<float> top_p;           // off from 1 on
   PerRow<float> min_p;           // off from 0 down
@@ -69,7 +69,24 @@ struct SamplingInputs {
   float* group_max;              // [rows, groups of whole_vocab]; null: there is no second read
 };
 
-// Static: the files for each instruction set must not share one copy.
+// Normal numbers: their inverse is finite, and they are not 0 where denormal ones are.
+constexpr float kColdest = 0x1p-126f, kHottest = 0x1.fffffep127f;
+
+// Static, as what follows: the files for each instruction set must not share one copy.
+RLKERNEL_HOST_DEVICE static inline bool is_temperature(float t) { return t >= kColdest && t <= kHottest; }
+
+template <class T>
+RLKERNEL_HOST_DEVICE static inline T of_row(const PerRow<T>& value, int64_t r) {
+  return value.each != nullptr ? value.each[r] : value.all;
+}
+
+// Whether the row's parameters mean something: on a GPU nobody has looked at them. A row of others is not valid.
+RLKERNEL_HOST_DEVICE static inline bool parameters_hold(const SamplingInputs& in, int64_t r) {
+  const float t = of_row(in.temperature, r), p = of_row(in.top_p, r), m = of_row(in.min_p, r);
+  return (t == 0 || is_temperature(t)) && p > 0 && p <= 1 && m >= 0 && m <= 1 && of_row(in.top_n_sigma, r) > 0 &&
+         of_row(in.top_k, r) >= -1;
+}
+
 RLKERNEL_HOST_DEVICE static inline int64_t position_of(const SamplingInputs& in, int64_t row) {
   return in.positions == nullptr ? 0 : in.positions[row];
 }

@@ -152,7 +152,9 @@ __device__ __forceinline__ void write_short_support(const SamplingOutputs& out, 
   for (int64_t i = threadIdx.x; i < out.support_size; i += blockDim.x) out.support[r * out.support_size + i] = i == 0 ? id : -1;
 }
 
-__device__ __forceinline__ bool is_valid(const RowSummary& row) { return row.sum == row.sum && row.finite > 0; }
+__device__ __forceinline__ bool is_valid(const SamplingInputs& in, int64_t r, const RowSummary& row) {
+  return row.sum == row.sum && row.finite > 0 && parameters_hold(in, r);
+}
 
 static __global__ void RLKERNEL_LAUNCH_BOUNDS(kLanes, 16) finish_kernel(SamplingInputs in, SamplingOutputs out) {
   for (int64_t r = blockIdx.x; r < in.rows; r += gridDim.x) {
@@ -160,7 +162,7 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kLanes, 16) finish_kernel(Sampling
     const float temperature = of_row(in.temperature, r);
     const bool greedy = temperature == 0.0f;
     const RowSummary row = combine(in, r, softmax_temperature(temperature));
-    const bool valid = is_valid(row);
+    const bool valid = is_valid(in, r, row);
     write_short_support(out, r, valid && greedy ? row.argmax : -1);
     if (threadIdx.x == 0) write_row(in, out, r, row, {}, row.token, 1, valid);
   }

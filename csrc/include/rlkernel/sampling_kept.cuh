@@ -138,7 +138,7 @@ __device__ __forceinline__ void filter_row(const SamplingInputs& in, const Sampl
   }
   __syncthreads();  // the summary is written
   const RowSummary& row = shared.row;  // not in the registers of each thread
-  const bool valid = is_valid(row);
+  const bool valid = is_valid(in, r, row);
   KeptSet kept = {};
   Drawn token = row.token;
   int64_t rank = 1;

@@ -14,13 +14,10 @@ constexpr int kSplit = static_cast<int>(kSamplingSplit), kGroup = static_cast<in
 // u at and below this has 2^u = 0 and a finite product with anything a row can hold.
 constexpr float kLowestPower = -200.0f;
 
-template <class T>
-__device__ __forceinline__ T of_row(const PerRow<T>& value, int64_t r) {
-  return value.each != nullptr ? value.each[r] : value.all;
+// Greedy rows have the statistics of T = 1, and so have those of a T that is none: no number overflows, no id is left over.
+__device__ __forceinline__ float softmax_temperature(float temperature) {
+  return is_temperature(temperature) ? temperature : 1.0f;
 }
-
-// Greedy rows have the statistics of T = 1.
-__device__ __forceinline__ float softmax_temperature(float temperature) { return temperature == 0.0f ? 1.0f : temperature; }
 
 // 2^(this * (z - max)) = exp((z - max) / T), as the kernels of logprob have it.
 __device__ __forceinline__ float power_scale(float temperature) { return kLog2E / temperature; }
