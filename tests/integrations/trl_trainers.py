@@ -70,3 +70,13 @@ def recording(algorithm="GRPO"):
 
     setattr(Recording, METHOD, remember)
     return Recording
+
+
+def told(caught):
+    return [str(w.message) for w in caught if "rlkernel" in str(w.message)]
+
+
+def lora(**options):
+    """The adapter that TRL's scripts make, whose dropout is 0.05 unless somebody says otherwise."""
+    pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
+    return trl.get_peft_config(trl.ModelConfig(use_peft=True, **options))
