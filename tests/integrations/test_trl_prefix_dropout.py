@@ -46,6 +46,20 @@ def test_what_turns_dropout_off(make_trainer):
         assert all(left in text and "disable_dropout=True does not reach it" in text for text in messages)
 
 
+def test_dropout_of_attention_by_another_name(make_trainer):
+    """BioGPT's config calls it attention_probs_dropout_prob, its module dropout; it has no shared draw."""
+    from transformers import BioGptConfig, BioGptForCausalLM
+
+    config = BioGptConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+    model, trainer = BioGptForCausalLM(config), make_trainer()
+    with patch_trl(dropout="shared") as patch:
+        assert patch.prefix.refusal(trainer, model.eval()) is None
+        assert prefix.ATTENTION_DROPOUT in patch.prefix.refusal(trainer, model.train())
+
+
 def rows_of(ids, mask):
     """The row of the packed batch that runs each token of the padded one, -1 where none does."""
     batch = PrefixBatch.from_padded(ids[:, :PROMPT], mask[:, :PROMPT], ids[:, PROMPT:], mask[:, PROMPT:])

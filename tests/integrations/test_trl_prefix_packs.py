@@ -8,6 +8,7 @@ import pytest
 import test_trl_prefix
 import tiny
 import torch
+import transformers
 import trl_prefix_cases
 import trl_trainers
 from trl_prefix_cases import COMPLETION, METHOD, patch_trl, samples
@@ -97,15 +98,40 @@ def test_experts_run_with_the_last_tokens_in_both(make_trainer, tmp_path):
     assert ratios(trainer.passes) == 0
 
 
-def test_reference_of_an_adapter_needs_no_packs_of_the_loss(make_trainer):
+@pytest.mark.parametrize("adapter", ["new", "trained before"])
+def test_reference_of_an_adapter_needs_no_packs_of_the_loss(make_trainer, model_path, adapter):
     """Old logprobs run once a micro-batch, the reference's in as few passes as hold its rows."""
     peft = pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
-    adapter = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
     options = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}
-    trainer, patch = train(make_trainer, peft_config=adapter, **options)
+    if adapter == "new":  # the reference is the model without it
+        options["peft_config"] = config
+    else:  # the reference is a copy of it, called "ref"
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+        options["model"] = peft.get_peft_model(base, config)
+    trainer, patch = train(make_trainer, **options)
     assert not patch.fallbacks and patch.calls[METHOD] == 4 + 4 + 1  # old, policy, reference
     assert ratios(trainer.passes) == 0
-    assert (trainer.passes[0].old - trainer.passes[0].ref).abs().max() > 1e-3
+    apart = (trainer.passes[0].old - trainer.passes[0].ref).abs().max()
+    assert apart > 1e-3  # the reference's packs, and without the adapter its weights, are others
+
+
+def test_aux_loss_of_several_chunks_is_trls(make_trainer, tmp_path):
+    test_trl_prefix.make_moe(vocab=len(tiny.make_tokenizer())).save_pretrained(tmp_path / "moe")
+    trainer = make_trainer(model=str(tmp_path / "moe"), steps_per_generation=2, per_device_train_batch_size=4)
+    trainer.model.train()
+    ids, mask = samples()
+    inputs = ids % 40 * mask, mask, COMPLETION, 4
+
+    def scores():
+        with torch.no_grad():
+            return getattr(trainer, METHOD)(trainer.model, *inputs, compute_aux_loss=True)
+
+    stock = scores()
+    with patch_trl() as patch:
+        packed = scores()
+    assert patch.fallbacks == {f"{METHOD}: the aux loss of several chunks": 1}
+    torch.testing.assert_close(packed[2], stock[2])
 
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
