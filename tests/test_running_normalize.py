@@ -161,6 +161,10 @@ def _normalize(rank, kind):
         inputs = make_inputs(40 + 30 * rank, seed=10 * step + rank)
         found.append(moments.normalize(inputs["x"], inputs["mask"], clip=2.0))
         found.append(moments.state.clone())
+    # an evaluation: its ranks have batches of their own number, and nobody waits for another one
+    for step in range(rank + 1):
+        found.append(moments.normalize(make_inputs(9, seed=70 + step)["x"], update=False, clip=2.0))
+    found.append(moments.state.clone())
     return found
 
 
@@ -178,6 +182,13 @@ def test_two_ranks(tmp_path):
         got = torch.cat([found[2 * step].flatten() for found in (one, two)])
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert state[0] > 150
+    for rank, found in enumerate((one, two)):
+        assert len(found) == 6 + rank
+        assert_equal("state after an evaluation", found[-1], found[3])
+        for step in range(rank + 1):
+            x = make_inputs(9, seed=70 + step)["x"]
+            want, _ = rlkernel.running_normalize(x, found[3], update=False, clip=2.0)
+            assert_equal("evaluation", found[4 + step], want)
 
 
 def test_state_dict():
