@@ -43,8 +43,8 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: ``name`` is not a backend.
     """
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
+        raise ValueError(f"name must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     token = _forced.set(name)
     try:
         yield
@@ -115,7 +115,7 @@ def _public(op: str) -> ModuleType:
 
 
 def _check_op(op: str) -> None:
-    if op not in ops():
+    if not isinstance(op, str) or op not in ops():
         raise ValueError(f"op must be one of {', '.join(map(repr, ops()))}, got {op!r}")
 
 

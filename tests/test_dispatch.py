@@ -123,7 +123,7 @@ def test_backward_on_another_thread_uses_the_backend_of_forward():
 
 @pytest.mark.parametrize("call", [lambda: rlkernel.use_backend("cudnn").__enter__()])
 def test_unknown_backend(call):
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of 'native', .*, got 'cudnn'"):
+    with pytest.raises(ValueError, match="name must be 'auto' or one of 'native', .*, got 'cudnn'"):
         call()
 
 

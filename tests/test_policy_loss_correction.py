@@ -177,7 +177,9 @@ BAD = {
     r"correction.reject of token_k3 must be \(name, high\)": RolloutCorrection(
         reject=(("token_k3", 0.0, 1.0),)
     ),
-    "token_k1's bounds must be low <= high": RolloutCorrection(reject=(("token_k1", 2.0, 1.0),)),
+    "correction.reject of token_k1: its bounds must be low <= high": RolloutCorrection(
+        reject=(("token_k1", 2.0, 1.0),)
+    ),
     r"correction.dppo\[0\] must be one of tv, kl": RolloutCorrection(dppo=("js", 0.1, 0.1)),
     "staleness must be given": RolloutCorrection(max_staleness=2),
     "correction.staleness_decay must be finite and > 0": RolloutCorrection(staleness_decay=0.0),

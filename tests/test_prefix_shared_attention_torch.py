@@ -155,8 +155,8 @@ WRONG = {
     "softcap must be > 0 and finite, or None, got -1.0": {"softcap": -1.0},
     "softcap must be > 0 and finite, or None, got nan": {"softcap": math.nan},
     "window must be an integer >= 1, or None, got 0": {"window": 0},
-    "window must be an integer >= 1, or None, got 2.0": {"window": 2.0},
-    "window must be an integer >= 1, or None, got True": {"window": True},
+    "window must be an integer of 64 bits or None, got 2.0": {"window": 2.0},
+    "window must be an integer of 64 bits or None, got bool": {"window": True},
     "parity must be one of 'fast', 'bitwise', got 'exact'": {"parity": "exact"},
 }
 

@@ -61,7 +61,7 @@ BAD_POLICY = {
         dict(correction=RolloutCorrection()), dict(correction=tuple(RolloutCorrection())),
     ),
     "must be a RolloutCorrection or a name, got dict": (dict(correction="icepop"), dict(correction={})),
-    "dp_size must be a number, got bool": (dict(dp_size=1), dict(dp_size=True)),
+    "dp_size must be an integer of 64 bits, got bool": (dict(dp_size=1), dict(dp_size=True)),
 }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def results(call, t, dtype=torch.float32):
 @pytest.mark.parametrize("t", OUTSIDE)
 def test_what_the_dtype_of_use_has_no_number_for_is_refused(name, t):
     call = CALLS[name][0]
-    rounds_out = 0 < t < float("inf")
+    rounds_out = 0 < t < 1e301
     want = "> 0 and finite" + (r" as float32, from 1\.18e-38 to 3\.4e\+38" if rounds_out else "") + ", got"
     with pytest.raises(ValueError, match=f"^temperature must be {want}"):
         call(t)

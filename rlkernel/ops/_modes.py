@@ -87,6 +87,10 @@ class _Refuse(torch.autograd.Function):
         )
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for ``device``; ``meta`` has none, and torch raises when asked."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else _NOTHING

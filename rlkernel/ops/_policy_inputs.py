@@ -31,6 +31,7 @@ def checked(
     ``token_counts``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that
     is off."""
     _validate.floating("logprobs", logprobs)
+    _policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], _policy_rule.AGGREGATIONS)
     if cu_seqlens is None and logprobs.dim() != 2:
         want = "[B, L], or [N] with cu_seqlens"
         raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
@@ -106,7 +107,7 @@ def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -
     if x.shape != logprobs.shape:
         raise ValueError(f"{name} must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
     _validate.same_device(name, x, "logprobs", logprobs.device)
-    if name != "entropy" and x.requires_grad:
+    if name != "entropy" and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
     return _validate.dense(x, dtype)
 
@@ -114,7 +115,7 @@ def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -
 def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
     _validate.floating("advantages", x)
     x, each = _per_sequence("advantages", x, logprobs, count)
-    if x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("advantages must not require a gradient, got requires_grad=True")
     return _validate.dense(x, dtype), each
 

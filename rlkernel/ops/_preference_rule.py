@@ -67,6 +67,8 @@ def build(
     has_reference: bool,
 ) -> PreferenceRule:
     """Raises ValueError for the first argument that is off."""
+    if not isinstance(loss_type, Sequence):
+        raise ValueError(f"loss_type must be a name or a sequence of them, got {type(loss_type).__name__}")
     names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     if not 1 <= len(names) <= MAX_TERMS:
         raise ValueError(f"loss_type must be a name or 1 to {MAX_TERMS} of them, got {len(names)}")
@@ -127,6 +129,8 @@ def build(
 def _weights(values: Sequence[float] | None, names: tuple[str, ...]) -> tuple[float, ...]:
     if values is None:
         return (1.0,) * len(names)
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(f"loss_weights must be a sequence of numbers, got {type(values).__name__}")
     if len(values) != len(names):
         raise ValueError(
             f"loss_weights must have one number for each of {len(names)} losses, got {len(values)}"
@@ -143,6 +147,7 @@ def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[
         each = tuple(value)
         wrong = [name for name, x in zip(names, each, strict=True) if x and name not in SMOOTHED]
     else:
+        _validate.fraction("label_smoothing", value)
         each = tuple(value if name in SMOOTHED else 0.0 for name in names)
         wrong = list(names) if value and not any(name in SMOOTHED for name in names) else []
     if wrong:

@@ -116,7 +116,7 @@ CORRECTIONS = {
 
 
 def choice(argument: str, value: Any, known: Mapping[Any, T]) -> T:
-    if value not in known:
+    if not isinstance(value, (str, bool)) or value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(map(str, known))}, got {value!r}")
     return known[value]
 
@@ -144,7 +144,12 @@ def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness:
     choice("correction.mode", c.mode, dict.fromkeys((*CORRECTION_MODES, "reject")))
     choice("correction.denominator", c.denominator, dict.fromkeys(("keep", "shrink")))
     low = number("correction.low", c.low, 0.0)
-    high = c.high if c.high == math.inf else number("correction.high", c.high, low)
+    high = math.inf if _is_infinite(c.high) else number("correction.high", c.high, low)
+    for name, flag in (("normalize", c.normalize), ("stale_only", c.stale_only)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"correction.{name} must be True or False, got {flag!r}")
+    if not isinstance(c.reject, (tuple, list)):
+        raise ValueError(f"correction.reject must be a tuple of tuples, got {type(c.reject).__name__}")
     level, reject = c.level, list(c.reject)
     if c.mode == "reject":
         names = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -169,6 +174,8 @@ def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness:
     for entry in reject:
         _reject(found, entry)
     if c.dppo is not None:
+        if not isinstance(c.dppo, (tuple, list)) or len(c.dppo) != 3:
+            raise ValueError(f"correction.dppo must be (divergence, low, high), got {c.dppo!r}")
         kind, below, above = c.dppo
         choice("correction.dppo[0]", kind, dict.fromkeys(DIVERGENCES[1:]))
         found["sign_mask"] = DIVERGENCES.index(kind)
@@ -224,20 +231,28 @@ _OF_MANY = {"seq_sum": "sum", "seq_mean": "mean"}
 REJECTIONS = tuple(f"{place}_{k}" for place in (*_OF_ONE, *_OF_MANY) for k in ("k1", "k2", "k3"))
 
 
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and value == math.inf
+
+
 def _reject(found: dict[str, Any], entry: tuple[Any, ...]) -> None:
     """Tighten the bounds by one entry of ``reject``: of single tokens, every k bounds d from both sides."""
-    name: Any = entry[0] if isinstance(entry, tuple) and entry else entry
+    if not isinstance(entry, (tuple, list)) or not entry:
+        raise ValueError(f"correction.reject must hold tuples (name, ...), got {entry!r}")
+    name: Any = entry[0]
     choice("correction.reject[...][0]", name, dict.fromkeys(REJECTIONS))
     place, _, k = name.rpartition("_")
     want = 3 if k == "k1" else 2
     if len(entry) != want:
         form = "(name, low, high)" if k == "k1" else "(name, high)"
         raise ValueError(f"correction.reject of {name} must be {form}, got {entry!r}")
-    high = entry[-1] if entry[-1] == math.inf and k == "k1" else number(f"{name}'s bound", entry[-1], 0.0)
+    label = f"correction.reject of {name}: its"
+    endless = _is_infinite(entry[-1]) and k == "k1"
+    high = math.inf if endless else number(f"{label} bound", entry[-1], 0.0)
     if k == "k1":
-        bounds = _log(number(f"{name}'s lower bound", entry[1], 0.0)), _log(high)
+        bounds = _log(number(f"{label} lower bound", entry[1], 0.0)), _log(high)
         if not bounds[0] <= bounds[1]:
-            raise ValueError(f"{name}'s bounds must be low <= high, got {entry!r}")
+            raise ValueError(f"{label} bounds must be low <= high, got {entry!r}")
     elif place in _OF_ONE:
         bounds = _INTERVALS[k](high)
     else:

@@ -68,11 +68,11 @@ def temperature(
     if value.dim() and value.shape != shape:
         want = f"one value or have shape {tuple(shape)}"
         raise ValueError(f"temperature must be {want}, got {tuple(value.shape)}")
-    if value.requires_grad:
+    if value.requires_grad and torch.is_grad_enabled():
         raise ValueError("temperature must not require a gradient, got requires_grad=True")
     if value.dim():
         same_device("temperature", value, "target_ids", device)
-    return value.to(device=device, dtype=wide).expand(shape).contiguous()
+    return value.detach().to(device=device, dtype=wide).expand(shape).contiguous()
 
 
 def _temperature(argument: str, value: float, dtype: torch.dtype) -> float:
@@ -176,7 +176,7 @@ def number(argument: str, value: float, low: float, high: float = math.inf) -> f
 
 
 def choice(argument: str, value: str, known: Iterable[str]) -> str:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {value!r}")
     return value
 

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _validate
+from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import whiten as _whiten
 from rlkernel.types import GaeOutput
 
 HOLES = ("skip", "zero")
 
 
+@typed
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -77,8 +79,7 @@ def gae(
     _validate.like("values", values, "rewards", rewards)
     mask = _validate.mask(mask, "rewards", rewards)
     gamma = _validate.fraction("gamma", gamma)
-    if holes not in HOLES:
-        raise ValueError(f"holes must be one of {', '.join(HOLES)}, got {holes!r}")
+    _validate.choice("holes", holes, HOLES)
     if cu_seqlens is not None:
         cu_seqlens = _validate.cu_seqlens(cu_seqlens, rewards.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._typed import typed
 
 ESTIMATORS = (
     "grpo",
@@ -24,6 +25,7 @@ SCALES = ("group", "batch", "none")
 SINGLETONS = ("zero", "reward")
 
 
+@typed
 def group_advantages(
     rewards: Tensor,
     *,

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _validate
+from rlkernel.ops._typed import typed
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 
+@typed
 def kl_shaped_rewards(
     rewards: Tensor,
     logprobs: Tensor,

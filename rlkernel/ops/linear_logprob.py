@@ -2,6 +2,7 @@
 logits."""
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _linear_support, _support, _validate
-from rlkernel.ops._modes import once_differentiable, without_autocast
+from rlkernel.ops._modes import autocasts, once_differentiable, without_autocast
+from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.tile_statistics import NAMES, Statistics
 from rlkernel.types import (
@@ -25,6 +27,7 @@ from rlkernel.types import (
 ALGORITHMS = ("auto", "tiled", "fused")
 
 
+@typed
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -93,6 +96,7 @@ def linear_logprob(
     return LogprobOutput(*outputs[:3])
 
 
+@typed
 def linear_logprob_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -130,8 +134,10 @@ def linear_logprob_statistics(
 
     Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log.
     """
+    if isinstance(statistics, str) or not isinstance(statistics, Sequence):
+        raise ValueError(f"statistics must be a tuple of names, got {statistics!r}")
     for name in statistics:
-        if name not in NAMES:
+        if not isinstance(name, str) or name not in NAMES:
             raise ValueError(f"statistics must be among {', '.join(map(repr, NAMES))}, got {name!r}")
     options = bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
     outputs = _call(hidden, weight, target_ids, options, return_entropy, "tiled", tuple(statistics))
@@ -149,8 +155,7 @@ def _call(
     support: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Any, ...]:
     target_ids, head = checked_head(hidden, weight, target_ids, *options)
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    _validate.choice("algorithm", algorithm, ALGORITHMS)
 
     bias = head.bias
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -210,7 +215,7 @@ def checked_head(
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
-    if logits_dtype not in _validate.FLOATS[:3]:
+    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in _validate.FLOATS[:3]:
         raise ValueError(f"logits_dtype must be float16, bfloat16 or float32, got {logits_dtype}")
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
         want = f"float32 or the {_validate.name(compute_dtype)} of the inputs"
@@ -222,10 +227,9 @@ def checked_head(
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    kind = hidden.device.type
     widest = torch.promote_types(hidden.dtype, weight.dtype)
-    if torch.is_autocast_enabled(kind) and widest != torch.float64:
-        return torch.get_autocast_dtype(kind)
+    if autocasts(hidden.device) and widest != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
     return widest
 
 

@@ -14,6 +14,7 @@ from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable, without_autocast
 from rlkernel.ops._policy_inputs import check_values, checked
+from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.policy_pass import PolicyPass
@@ -60,6 +61,7 @@ _CHOICES = {
 }
 
 
+@functools.partial(typed, options=policy_loss)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -126,8 +128,7 @@ def linear_policy_loss(
     target_ids, head = checked_head(
         hidden, weight, target_ids, bias, temperature, logit_scale, softcap, _OUTSIDE, logits_dtype
     )
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    _validate.choice("algorithm", algorithm, ALGORITHMS)
     for name in options:
         if name not in _DEFAULTS or name == "entropy":
             known = ", ".join(sorted(set(_DEFAULTS) - {"entropy"}))

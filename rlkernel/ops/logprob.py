@@ -9,9 +9,11 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _logprob_support, _support, _validate
 from rlkernel.ops._modes import once_differentiable
+from rlkernel.ops._typed import typed
 from rlkernel.types import LogprobOutput
 
 
+@typed
 def logprob(
     logits: Tensor,
     target_ids: Tensor,
@@ -92,12 +94,16 @@ def logprob(
     )
 
 
+@typed
 def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-probabilities of the tokens ``index``: ``log_softmax(logits / T, -1).gather(-1, index)``, under
     TRL's name.
 
     ``index`` is [...] (one token a row) or [..., K] (K tokens a row); the result has its shape, in fp32.
     """
+    _validate.floating("logits", logits)
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"index must be integers, got {_validate.name(index.dtype)}")
     if index.shape == logits.shape[:-1]:
         return logprob(logits, index, temperature=temperature).logprobs
     if index.dim() != logits.dim() or index.shape[:-1] != logits.shape[:-1]:
@@ -108,12 +114,16 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
     return logits.gather(-1, index).to(lse.dtype) / t - lse[..., None]
 
 
+@typed
 def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-probabilities of ``labels``: ``logprob(logits, labels).logprobs``, under verl's and DeepSpeed-
     Chat's name."""
+    _validate.floating("logits", logits)
+    labels = _validate.target_ids(labels, logits.shape[:-1], "the rows of logits", logits.device, "labels")
     return logprob(logits, labels, temperature=temperature).logprobs
 
 
+@typed
 def entropy_from_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Entropy of ``softmax(logits / T)`` in nats, fp32, [...]: the name that TRL and verl share."""
     no_target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)

@@ -11,9 +11,11 @@ from rlkernel.ops import _covariance, _policy_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked
 from rlkernel.ops._rollout_correction import RolloutCorrection
+from rlkernel.ops._typed import typed
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
 
 
+@typed
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -181,6 +183,8 @@ def policy_loss(
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
+        if not clip_cov_lb < clip_cov_ub:
+            raise ValueError(f"clip_cov_lb must be < clip_cov_ub = {clip_cov_ub}, got {clip_cov_lb}")
         bounds = clip_cov_lb, clip_cov_ub, rule.low, rule.high
         pick = CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
         selected = _covariance.selected((logprobs.detach(), *tensors[:4]), pick)

@@ -9,6 +9,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _validate
 from rlkernel.ops._modes import once_differentiable
+from rlkernel.ops._typed import typed
 from rlkernel.prefix_batch import PrefixBatch
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule
@@ -16,6 +17,7 @@ from rlkernel.types import AttentionRule
 PARITIES = ("fast", "bitwise")
 
 
+@typed
 def prefix_shared_attention(
     q: Tensor,
     k: Tensor,

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import EPS_PLACES
 from rlkernel.types import RunningOutput
 
 
+@typed
 def running_normalize(
     x: Tensor,
     state: Tensor,

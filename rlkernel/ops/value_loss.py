@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
+from rlkernel.ops._typed import typed
 from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed
@@ -23,6 +24,7 @@ UNITS = {
 LOSSES = ("mse", "huber")
 
 
+@typed
 def value_loss(
     values: Tensor,
     returns: Tensor,
@@ -133,7 +135,7 @@ def _check_tensors(
         if x.shape != values.shape:
             raise ValueError(f"{name} must have values' shape {tuple(values.shape)}, got {tuple(x.shape)}")
         _validate.same_device(name, x, "values", values.device)
-        if x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
     if cu_seqlens is None:
         return
@@ -155,10 +157,8 @@ def _check_options(
     loss_agg_mode: str,
     dp_size: int,
 ) -> None:
-    if loss not in LOSSES:
-        raise ValueError(f"loss must be one of {', '.join(map(repr, LOSSES))}, got {loss!r}")
-    if loss_agg_mode not in UNITS:
-        raise ValueError(f"loss_agg_mode must be one of {', '.join(map(repr, UNITS))}, got {loss_agg_mode!r}")
+    _validate.choice("loss", loss, LOSSES)
+    _validate.choice("loss_agg_mode", loss_agg_mode, UNITS)
     if (old_values is None) != (cliprange_value is None):
         given, missing = (
             ("cliprange_value", "old_values") if old_values is None else ("old_values", "cliprange_value")

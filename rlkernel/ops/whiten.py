@@ -5,10 +5,12 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _validate
+from rlkernel.ops._typed import typed
 
 EPS_PLACES = ("variance", "std")
 
 
+@typed
 def whiten(
     x: Tensor,
     mask: Tensor | None = None,

@@ -1,0 +1,206 @@
+"""Whatever is passed for an argument, the error names it: every argument of every public function."""
+
+import inspect
+import math
+import typing
+
+import numpy as np
+import pytest
+import torch
+
+import rlkernel
+from rlkernel import PrefixBatch, RolloutCorrection
+
+ROWS, MASK = torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
+IDS = torch.tensor([[1, 4, 0, 2], [2, 2, 3, 3]])
+BATCH = PrefixBatch.pack([[1, 2, 3]], [[[4, 5], [6, 7]]])
+HEAD = {"hidden": torch.randn(8, 3), "weight": torch.randn(5, 3), "target_ids": IDS.flatten()}
+POLICY = {"old_logprobs": ROWS, "advantages": torch.ones(2), "mask": MASK}
+
+# a call of each function that is good, and says what an argument needs beside it
+CALLS = {
+    rlkernel.gae: {"rewards": ROWS, "values": ROWS},
+    rlkernel.group_advantages: {"rewards": torch.randn(8), "group_size": 4},
+    rlkernel.kl_shaped_rewards: {"rewards": ROWS, "logprobs": ROWS, "ref_logprobs": ROWS, "beta": 0.1},
+    rlkernel.linear_logprob: HEAD,
+    rlkernel.linear_logprob_statistics: HEAD,
+    rlkernel.linear_policy_loss: {
+        "hidden": torch.randn(2, 4, 3),
+        "weight": HEAD["weight"],
+        "target_ids": IDS,
+        **POLICY,
+    },
+    rlkernel.logprob: {"logits": torch.randn(2, 4, 5), "target_ids": IDS},
+    rlkernel.selective_log_softmax: {"logits": torch.randn(2, 4, 5), "index": IDS},
+    rlkernel.logprobs_from_logits: {"logits": torch.randn(2, 4, 5), "labels": IDS},
+    rlkernel.entropy_from_logits: {"logits": torch.randn(2, 4, 5)},
+    rlkernel.policy_loss: {"logprobs": ROWS, **POLICY},
+    rlkernel.policy_loss_preset: {"name": "grpo"},
+    rlkernel.preference_loss: {"logprobs": ROWS, "ref_logprobs": ROWS, "mask": MASK},
+    rlkernel.preference_loss_preset: {"name": "dpo"},
+    rlkernel.prefix_shared_attention: {
+        **{name: torch.randn(6, 2, 8) for name in "qkv"},
+        "batch": BATCH,
+    },
+    rlkernel.running_normalize: {"x": ROWS, "state": torch.zeros(3, dtype=torch.float64)},
+    rlkernel.value_loss: {"values": ROWS, "returns": ROWS, "mask": MASK},
+    rlkernel.whiten: {"x": ROWS},
+    rlkernel.use_backend: {"name": "auto"},
+    rlkernel.last_backend: {"op": "gae"},
+}
+# what an argument needs to be looked at
+BESIDE = {
+    **dict.fromkeys(("cov_ratio", "clip_cov_lb", "clip_cov_ub"), {"loss_type": "clip_cov"}),
+    "dro_beta": {"loss_type": "dro"},
+    "loss_scale_factor": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+}
+VALUES = {
+    "nan": math.nan,
+    "1.5": 1.5,
+    "np.float32": np.float32(1.5),
+    "True": True,
+    "np.bool_": np.bool_(True),
+    "3j": 3j,
+    "-1": -1,
+    "np.int64": np.int64(-1),
+    "inf": math.inf,
+    "10**400": 10**400,
+    "None": None,
+    "a string": "a",
+    "a list": [1.0],
+    "a dict": {"a": 1},
+    "an array": np.ones(3),
+    "a type": int,
+    "a tensor of strange shape": torch.ones(3, 1, 2),
+    "an integer tensor": torch.ones(7).int(),
+}
+# values that are good beside those that the annotation allows: None, a flag, 1.5 for a number
+GOOD = {
+    **dict.fromkeys(("logit_scale", "ignore_index", "seed", "entropy_coef"), {"-1"}),
+    "clip_cov_lb": {"-1"},
+    "clip_cov_ub": {"inf", "10**400"},
+    **dict.fromkeys(("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"), {"-1"}),
+    **dict.fromkeys(("gamma", "f_alpha_divergence_coef"), {"-1"}),
+    **dict.fromkeys(("label_smoothing", "loss_weights"), {"a list"}),
+    "use_bias_correction_kl": {"True"},
+    "log_sum_sq_probs": {"a tensor of strange shape", "an integer tensor"},  # not looked at unless wanted
+    **dict.fromkeys(("x", "logits"), {"a tensor of strange shape"}),  # any shape is one
+}
+TWINS = {"np.float32": "1.5", "np.int64": "-1", "np.bool_": "True"}
+NAMES_TOO = ("use_bias_correction_kl",)  # True is one of its names, not a flag
+
+
+def arguments():
+    for function, call in CALLS.items():
+        parameters = inspect.signature(function).parameters
+        for name, parameter in parameters.items():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                yield pytest.param(function, call, name, id=f"{function.__name__}-{name}")
+        if function is rlkernel.linear_policy_loss:  # whose other options are those of policy_loss
+            for name in inspect.signature(rlkernel.policy_loss).parameters:
+                if name not in (*parameters, "logprobs", "entropy"):
+                    yield pytest.param(function, call, name, id=f"{function.__name__}-{name}")
+
+
+def run(function, call):
+    """The error that a call ends with, or None."""
+    try:
+        result = function(**call)
+        if function is rlkernel.use_backend:
+            with result:
+                pass
+    except Exception as error:
+        return error
+
+
+def good(function, name):
+    source = function if name in inspect.signature(function).parameters else rlkernel.policy_loss
+    hint = typing.get_type_hints(source).get(name)
+    kinds = typing.get_args(hint) or (hint,)
+    by_type = {float: {"1.5"}, bool: {"True"}, type(None): {"None"}}
+    return set().union(GOOD.get(name, ()), *(by_type.get(kind, ()) for kind in kinds))
+
+
+@pytest.mark.parametrize(("function", "call", "name"), list(arguments()))
+def test_what_is_wrong_is_named(function, call, name):
+    call = call | BESIDE.get(name, {})
+    allowed = good(function, name)
+    for what, value in VALUES.items():
+        error = run(function, call | {name: value})
+        if error is None:
+            assert TWINS.get(what, what) in allowed, f"{what} is accepted as {name}"
+        else:
+            assert isinstance(error, (TypeError, ValueError)), f"{name}, {what}: {error!r}"
+            # of two shapes that do not fit, either is the wrong one
+            names = (name, *(call if what == "a tensor of strange shape" else ()))
+            assert any(n in str(error) for n in names), f"{name}, {what}: {error!r}"
+            twin = (
+                what in TWINS
+                and name not in NAMES_TOO
+                and run(function, call | {name: VALUES[TWINS[what]]}) is None
+            )
+            assert not twin, f"{name}: {what} is refused, {TWINS[what]} is not: {error}"
+
+
+CORRECTIONS = {
+    "level": (None, "a", ["token"], 1, np.ones(2)),
+    "mode": (None, "a", ["mask"], True),
+    "low": (None, "a", [1.0], math.nan, -1.0, math.inf),
+    "high": (None, "a", [1.0], math.nan, -1.0, np.ones(2)),
+    "veto": ("a", [1.0], math.nan, 0.0),
+    "denominator": (None, "a", ["keep"]),
+    "reject": (
+        None, 1.5, ("token_k1",), (1.5,), (["a", 1.0],), ([],), (("token_k1", 1.0),), (("token_k2", "a"),),
+        (("token_k1", 2.0, 1.0),), (("token_k1", None, 1.0),), ({"a": 1},), (("token_k1", 1, np.ones(2)),),
+    ),
+    "normalize": (None, "a", 1, [True]),
+    "dppo": ("tv", ("tv", 0.2), ("tv", 0.2, "a"), (["tv"], 0.2, 0.2), ("a", 0.2, 0.2), ("tv", -0.2, 0.2), 1.5,
+             {"tv": 1}),
+    "off_policy_threshold": ("a", [1.0], math.nan),
+    "max_staleness": ("a", [1.0], math.nan, -1),
+    "staleness_decay": (None, "a", [1.0], 0.0),
+    "stale_only": (None, "a", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", CORRECTIONS)
+def test_what_is_wrong_in_a_correction_is_named(field):
+    for value in CORRECTIONS[field]:
+        correction = RolloutCorrection(**{field: value})
+        options = {"correction": correction, "rollout_logprobs": ROWS, "staleness": torch.ones(2)}
+        with pytest.raises(ValueError, match=rf"^correction\.{field}"):
+            rlkernel.policy_loss(ROWS, **POLICY, **options)
+
+
+def test_a_list_is_a_tuple_in_a_correction():
+    """As configuration files have it."""
+    results = []
+    for kind in (tuple, list):
+        reject = kind([kind(["token_k1", 0.5, 2.0])])
+        correction = RolloutCorrection(reject=reject, dppo=kind(["tv", 0.2, 0.2]))
+        options = {"correction": correction, "rollout_logprobs": ROWS - 0.3}
+        results.append(rlkernel.policy_loss(ROWS, **POLICY, **options).metrics)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages"])
+def test_a_constant_that_requires_a_gradient(name):
+    """is an error where there would be one, and nothing under no_grad."""
+    constants = POLICY | {"ref_logprobs": ROWS, "rollout_logprobs": ROWS}
+    constants |= {"correction": "token_tis", "beta": 0.1}
+    want = rlkernel.policy_loss(ROWS, **constants).loss
+    constants |= {name: constants[name].clone().requires_grad_()}
+    with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+        rlkernel.policy_loss(ROWS, **constants)
+    with torch.no_grad():
+        assert torch.equal(rlkernel.policy_loss(ROWS, **constants).loss, want)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_on_the_meta_device(autocast):
+    call = {name: x.to("meta") for name, x in HEAD.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), rlkernel.use_backend("reference"):
+        out = rlkernel.linear_logprob(**call)
+        assert out.logprobs.device.type == "meta" and out.logprobs.shape == (8,)
+        with pytest.raises(ValueError, match="^weight must be on hidden's device"):
+            rlkernel.linear_logprob(**call | {"weight": HEAD["weight"]})
