@@ -1,6 +1,7 @@
 """sampling: what is off is said by name, before anything is written."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,12 +10,19 @@ import rlkernel
 from rlkernel import debug
 
 LOGITS = torch.zeros(3, 40)
+SAID = torch.zeros(3, 5, dtype=torch.int64)
 
 
 def some(value, dtype=torch.float32):
     return torch.full((3,), value, dtype=dtype)
 
 
+# Not numbers, or none once they are fp32.
+PENALTIES = {
+    "repetition": [math.nan, math.inf, -math.inf, -1.5, 0.0, 1e-50, 1e39],
+    "frequency": [math.nan, math.inf, -math.inf, 1e39],
+    "presence": [math.nan, math.inf, -math.inf, -1e39],
+}
 ERRORS = {
     "temperature below 0": (
         {"temperature": -0.5},
@@ -108,11 +116,59 @@ ERRORS = {
         "penalties.output_token_ids must be an int32 or int64 tensor, got float32",
     ),
     "repetition of 0": (
-        {"penalties": rlkernel.Penalties(torch.zeros(3, 5, dtype=torch.int64), repetition=0.0)},
-        "penalties.repetition must be > 0, got 0.0",
+        {"penalties": rlkernel.Penalties(SAID, repetition=0.0)},
+        "penalties.repetition must be > 0 and finite, got 0.0",
+    ),
+    "penalties of a dict": (
+        {"penalties": {"repetition": 1.2}},
+        "penalties must be rlkernel.Penalties, got dict",
+    ),
+    **{
+        f"{name} of {value}": (
+            {"penalties": rlkernel.Penalties(SAID, **{name: value})},
+            rf"penalties.{name} must be (> 0 and )?finite, got {re.escape(str(value))}$",
+        )
+        for name in PENALTIES
+        for value in PENALTIES[name]
+    },
+    **{
+        f"{name} rows of {value}": (
+            {
+                "penalties": rlkernel.Penalties(
+                    SAID,
+                    **{name: torch.tensor([1.0, value, 1.0], dtype=torch.float64)},
+                )
+            },
+            rf"penalties.{name}\[1\] must be (> 0 and )?finite, got ",
+        )
+        for name in PENALTIES
+        for value in PENALTIES[name]
+    },
+    **{
+        f"bias of {value}": (
+            {"logit_bias": {7: 1.0, 3: value}},
+            rf"logit_bias\[3\] must be finite or -inf, got {re.escape(str(value))}$",
+        )
+        for value in (math.nan, math.inf, 1e39)
+    },
+    **{
+        f"bias tensor of {value}": (
+            {"logit_bias": torch.zeros(40, dtype=torch.float64).index_fill(0, torch.tensor(3), value)},
+            r"logit_bias\[3\] must be finite or -inf, got (nan|inf)$",
+        )
+        for value in (math.nan, math.inf, 1e39)
+    },
+    "bias by name": ({"logit_bias": {3: "high"}}, r"logit_bias\[3\] must be a number, got str"),
+    "bools as a penalty": (
+        {"penalties": rlkernel.Penalties(SAID, presence=torch.ones(3, dtype=torch.bool))},
+        "penalties.presence must be numbers, got bool",
+    ),
+    "a penalty with a gradient": (
+        {"penalties": rlkernel.Penalties(SAID, frequency=torch.ones(3, requires_grad=True))},
+        "penalties.frequency must not require a gradient",
     ),
     "presence of two rows": (
-        {"penalties": rlkernel.Penalties(torch.zeros(3, 5, dtype=torch.int64), presence=torch.ones(2))},
+        {"penalties": rlkernel.Penalties(SAID, presence=torch.ones(2))},
         r"penalties.presence must be one value or have shape \(3,\), got \(2,\)",
     ),
 }
@@ -186,6 +242,34 @@ def test_values_of_tensors_are_not_read_where_that_would_synchronise(monkeypatch
     with rlkernel.use_backend("reference"):
         forced = rlkernel.score_tokens(LOGITS, torch.tensor([5, 40, -7]), return_rank=True)
     assert forced.raw_logprobs.isnan().tolist() == [False, True, True] and forced.rank[1:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_penalties_that_nobody_looked_at_leave_no_token(backend, monkeypatch):
+    """As on a GPU outside of debug mode: what is no factor or no number makes its row invalid, no other."""
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    said = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    for name, values in PENALTIES.items():
+        for value in values:
+            if name == "repetition" or not abs(value) < math.inf:
+                penalties = rlkernel.Penalties(said, **{name: torch.tensor([1.0, value, 1.0])})
+                with rlkernel.use_backend(backend):
+                    out = rlkernel.sample(LOGITS, seeds=3, penalties=penalties)
+                assert out.valid.tolist() == [True, False, True] and out.token_ids[1] == -1, (name, value)
+    for value in (math.nan, math.inf):
+        bias = torch.zeros(3, 40).index_put_((torch.tensor(1), torch.tensor(9)), torch.tensor(value))
+        for given in (bias, rlkernel.TokenBias(torch.tensor([[9]] * 3), bias[:, 9:10])):
+            with rlkernel.use_backend(backend):
+                out = rlkernel.sample(LOGITS, seeds=3, logit_bias=given)
+            assert out.valid.tolist() == [True, False, True]
+
+
+def test_a_bias_of_minus_infinity_forbids():
+    for bias in ({3: -math.inf}, torch.zeros(40).index_fill(0, torch.tensor(3), -math.inf)):
+        out = rlkernel.sample(LOGITS.expand(200, 3, 40), logit_bias=bias, top_logprobs=40)
+        assert (
+            out.valid.all() and (out.token_ids != 3).all() and (out.top_logprobs[..., -1] == -math.inf).all()
+        )
 
 
 def test_results_carry_no_gradient():

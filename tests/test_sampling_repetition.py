@@ -300,14 +300,14 @@ BAD = {
     "dry.base": (Penalties(SAID, dry=Dry(1.0, base=float("nan"))), "base must be >= 1 and finite, got nan"),
     "dry.allowed_length": (
         Penalties(SAID, dry=Dry(1.0, 2.0, torch.tensor([1, 0]))),
-        "dry.allowed_length must be >= 1 and finite, got 0",
+        r"dry.allowed_length\[1\] must be >= 1 and finite, got 0",
     ),
     "dry.last_n": (Penalties(SAID, dry=Dry(1.0, last_n=-1)), "dry.last_n must be an integer >= 0, got -1"),
     "dicts of three rows": ([{}, {}, {}], "one dict or None for each of 2 rows, got 3"),
     "a list of numbers": ([1.0, 2.0], r"logit_bias\[0\] must be a dict or None, got float"),
     "a token of no vocabulary": ([{12: 1.0}, None], r"token ids in \[0, 12\) as keys, got 12"),
-    "nan": ([{1: float("nan")}, None], "logit_bias must be finite or -inf, got nan of row 0"),
-    "too large": ([None, {1: 1e39}], "logit_bias must be finite or -inf, got inf of row 1"),
+    "nan": ([{1: float("nan")}, None], r"logit_bias\[0\]\[1\] must be finite or -inf, got nan"),
+    "too large": ([None, {1: 1e39}], r"logit_bias\[1\]\[1\] must be finite or -inf, got 1e\+39"),
     "ids of floats": (TokenBias(torch.ones(1), 0.0), "must be an int32 or int64 tensor, got float32"),
     "ids of three rows": (
         TokenBias(torch.ones(3, 1, dtype=torch.int64), 0.0),

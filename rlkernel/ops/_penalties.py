@@ -1,5 +1,6 @@
 """Penalties on tokens that have appeared, or that would repeat what has."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
-from rlkernel.ops import _repetition, _validate
+from rlkernel.ops import _repetition, _scalars, _validate
 from rlkernel.ops._repetition import Dry
 from rlkernel.ops._token_bias import TokenBias
 
@@ -21,7 +22,7 @@ class Penalties(NamedTuple):
         z = z - frequency * c - presence * (c > 0)
 
     ``prompt_token_ids`` [B, P] and ``output_token_ids`` [B, L] are integers, padded with any id outside
-    [0, V); ``repetition`` > 0 (1: none), ``frequency`` and ``presence`` (0: none) are numbers or [B].
+    [0, V); ``repetition`` > 0 (1: none), ``frequency`` and ``presence`` (0: none) are finite numbers or [B].
     Follows vLLM's ``apply_all_penalties`` and OpenAI's definition of the last two.
 
     Then ``dry``; and ``z = -inf`` for each token that would be the last one of n tokens, ``no_repeat_ngram``
@@ -71,6 +72,8 @@ class Penalties(NamedTuple):
         if self.prompt_token_ids is not None:
             seen = seen | (_counts("prompt_token_ids", self.prompt_token_ids, z) > 0)
         factor = _column("repetition", self.repetition, z)
+        # on a GPU nobody has looked: what is no factor is NaN, and its row not valid
+        factor = torch.where((factor > 0) & (factor < torch.inf), factor, torch.nan)
         z = torch.where(seen, torch.where(z > 0, z / factor, z * factor), z)
         z = z - _column("frequency", self.frequency, z) * said
         return z - _column("presence", self.presence, z) * (said > 0)
@@ -123,11 +126,8 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
 def _checked(dry: Dry, z: Tensor) -> Dry:
     if not isinstance(dry, Dry):
         raise TypeError(f"penalties.dry must be a Dry, got {type(dry).__name__}")
-    for name, least in (("multiplier", 0), ("base", 1), ("allowed_length", 1)):
-        value = _column(f"dry.{name}", getattr(dry, name), z)
-        if debug.may_read(value) and not ((value >= least) & (value < torch.inf)).all():
-            wrong = value[~((value >= least) & (value < torch.inf))][0].item()
-            raise ValueError(f"penalties.dry.{name} must be >= {least} and finite, got {wrong:g}")
+    for name in ("multiplier", "base", "allowed_length"):
+        _column(f"dry.{name}", getattr(dry, name), z)
     if isinstance(dry.last_n, bool) or not isinstance(dry.last_n, int) or dry.last_n < 0:
         raise ValueError(f"penalties.dry.last_n must be an integer >= 0, got {dry.last_n!r}")
     return dry
@@ -148,14 +148,36 @@ def _counts(argument: str, ids: Tensor, z: Tensor) -> Tensor:
     return counts[:, :vocab]
 
 
+# From where on a value is one, more than that for the first; all are finite.
+_LEAST = {
+    "repetition": 0.0, "frequency": -math.inf, "presence": -math.inf,
+    "dry.multiplier": 0.0, "dry.base": 1.0, "dry.allowed_length": 1.0,
+}  # fmt: skip
+
+
 def _column(argument: str, value: float | Tensor, z: Tensor) -> Tensor:
+    """[B, 1] or [1, 1] in the dtype of ``z``, to which it is rounded before it is checked."""
+    least, above = _LEAST[argument], argument == "repetition"
+    want = "finite" if least == -math.inf else f"{'>' if above else '>='} {least:g} and finite"
+
+    def inside(x: float) -> bool:
+        return (x > least if above else x >= least) and -math.inf < x < math.inf
+
+    argument = f"penalties.{argument}"
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"penalties.{argument} must be a number or a tensor, got {type(value).__name__}")
-        if argument == "repetition" and not value > 0:
-            raise ValueError(f"penalties.repetition must be > 0, got {value}")
-        return z.new_full((1, 1), value)
+        if not _scalars.is_number(value):
+            raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+        number = _scalars.rounded(value, z.dtype)
+        if not inside(number):
+            raise ValueError(f"{argument} must be {want}, got {value}")
+        return z.new_full((1, 1), number)
+    if value.dtype == torch.bool or value.is_complex():
+        raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
+    if value.requires_grad:
+        raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
     if value.shape not in ((), (z.shape[0],)):
-        want = f"one value or have shape {(z.shape[0],)}"
-        raise ValueError(f"penalties.{argument} must be {want}, got {tuple(value.shape)}")
-    return value.to(z.device, z.dtype).reshape(-1, 1)
+        shape = f"one value or have shape {(z.shape[0],)}"
+        raise ValueError(f"{argument} must be {shape}, got {tuple(value.shape)}")
+    rows = value.to(z.device, z.dtype).reshape(-1)
+    _validate.look(argument, rows, inside, want)
+    return rows[:, None]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlkernel import debug
 from rlkernel.ops import _scalars, _validate
+from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
 from rlkernel.ops._token_bias import TokenBias
 from rlkernel.types import FILTER_ORDERS, Sampling
@@ -108,7 +109,9 @@ def wanted(
         want = f"[K] or {(*shape, 'K')}".replace("'", "")
         raise ValueError(f"logprob_token_ids must have shape {want}, got {tuple(token_ids.shape)}")
     _validate.same_device("logprob_token_ids", token_ids, "logits", device)
-    _look("logprob_token_ids", token_ids.flatten(), lambda x: -1 <= x < vocab, f"in [0, {vocab}), or -1")
+    _validate.look(
+        "logprob_token_ids", token_ids.flatten(), lambda x: -1 <= x < vocab, f"in [0, {vocab}), or -1"
+    )
     k = token_ids.shape[-1]
     return Wanted(ranking, top, token_ids.long().expand(*shape, k).reshape(math.prod(shape), k))
 
@@ -167,7 +170,7 @@ def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) 
     if value.dtype not in INTEGERS:
         raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
     value = _per_row("top_k", value, shape, device, torch.int64)
-    _look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
+    _validate.look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
     return value
 
 
@@ -183,7 +186,7 @@ def _temperature(
     want = f"0 or from {low:.3g} to {high:.3g}"
     value = _rounded("temperature", value, shape, device, dtype, lambda x: x == 0 or inside(x), want)
     if isinstance(value, Tensor):
-        _look("temperature", torch.where(value == 0, 1, value), inside, want)
+        _validate.look("temperature", torch.where(value == 0, 1, value), inside, want)
     return value
 
 
@@ -207,7 +210,7 @@ def _floats(
         want = f"{'>' if above else '>='} {low:g}"
     value = _rounded(argument, value, shape, device, torch.float32, inside, want)
     if isinstance(value, Tensor):
-        _look(argument, value, inside, want)
+        _validate.look(argument, value, inside, want)
     return value
 
 
@@ -247,13 +250,6 @@ def _per_row(
     return value.to(device).expand(shape).reshape(-1).to(dtype).contiguous()
 
 
-def _look(argument: str, value: Tensor, inside: Callable[[float], bool], want: str) -> None:
-    """Looks at the values: on a CPU, and on a GPU in debug mode.  ``inside`` an interval: NaN is not."""
-    if debug.may_read(value) and value.numel() and not all(inside(x.item()) for x in value.aminmax()):
-        i, wrong = next((i, x) for i, x in enumerate(value.tolist()) if not inside(x))
-        raise ValueError(f"{argument}[{i}] must be {want}, got {wrong}")
-
-
 def _bitmask(bitmask: Tensor | None, vocab: int, shape: torch.Size, device: torch.device) -> Tensor | None:
     """[B, ceil(V / 32)] of a mask of any width: of a padded vocabulary, or of a tokenizer with fewer tokens.
 
@@ -289,7 +285,13 @@ def adjusted(logits: Tensor, shape: torch.Size, logit_bias: Any, penalties: Any)
         z = logits.to(dtype)
         if logit_bias is not None:
             z = z + _bias(logit_bias, shape, z)
-    return z if penalties is None else penalties.apply(z)
+    return z if penalties is None else checked(penalties).apply(z)
+
+
+def checked(penalties: Any) -> Penalties:
+    if not isinstance(penalties, Penalties):
+        raise ValueError(f"penalties must be rlkernel.Penalties, got {type(penalties).__name__}")
+    return penalties
 
 
 def _token_bias(bias: Any, shape: torch.Size, z: Tensor) -> TokenBias:
@@ -311,4 +313,8 @@ def _bias(bias: Any, shape: torch.Size, z: Tensor) -> Tensor:
         want = f"{(vocab,)} or {(*shape, vocab)}"
         raise ValueError(f"logit_bias must have shape {want}, got {tuple(bias.shape)}")
     _validate.same_device("logit_bias", bias, "logits", z.device)
-    return bias.detach().to(z.dtype).reshape(-1, vocab)
+    bias = bias.detach().to(z.dtype)
+    if debug.may_read(bias) and bias.numel() and not bias.max().item() < math.inf:
+        where = (~(bias < math.inf)).nonzero()[0].tolist()
+        raise ValueError(f"logit_bias{where} must be finite or -inf, got {bias[tuple(where)].item()}")
+    return bias.reshape(-1, vocab)

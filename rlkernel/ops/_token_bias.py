@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
-from rlkernel.ops import _validate
+from rlkernel.ops import _scalars, _validate
 
 
 class TokenBias(NamedTuple):
@@ -34,9 +34,15 @@ class TokenBias(NamedTuple):
         ids = torch.full((len(rows), width), -1, dtype=torch.int64)
         values = torch.zeros(len(rows), width, dtype=torch.float64)
         for i, row in enumerate(rows):
-            for token in row or ():
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            name = "logit_bias" if len(rows) == 1 else f"logit_bias[{i}]"
+            for token, value in (row or {}).items():
+                id = _scalars.as_int(token)
+                if id is None or not 0 <= id < vocab:
                     raise ValueError(f"logit_bias must have token ids in [0, {vocab}) as keys, got {token!r}")
+                if not _scalars.is_number(value):
+                    raise ValueError(f"{name}[{token}] must be a number, got {type(value).__name__}")
+                if not _scalars.rounded(value, torch.float32) < math.inf:  # logits are fp32 at least
+                    raise ValueError(f"{name}[{token}] must be finite or -inf, got {value}")
             if row:
                 ids[i, : len(row)] = torch.tensor(list(row))
                 values[i, : len(row)] = torch.tensor(list(row.values()), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Checks shared by the public functions.  Each error names the argument, what it must be and what it got."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -221,6 +221,13 @@ def finite(argument: str, tensor: Tensor, kept: Tensor | None = None) -> None:
             where = bad.nonzero()[0].tolist()
             value = tensor[tuple(where)].item()
             raise ValueError(f"{argument}{where} must be finite where the mask is set, got {value}")
+
+
+def look(argument: str, values: Tensor, inside: Callable[[float], bool], want: str) -> None:
+    """Looks at the values: on a CPU, and on a GPU in debug mode.  ``inside`` an interval: NaN is not."""
+    if debug.may_read(values) and values.numel() and not all(inside(x.item()) for x in values.aminmax()):
+        i, wrong = next((i, x) for i, x in enumerate(values.tolist()) if not inside(x))
+        raise ValueError(f"{argument}[{i}] must be {want}, got {wrong}")
 
 
 def healthy(source: str, lse: Tensor) -> None:

@@ -115,7 +115,7 @@ def verify_chain(
     if isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() == 2:
         logit_bias = logit_bias.flat(shape[:1]).at_each(places)
     if penalties is not None:
-        penalties = _penalties(penalties, drafts, places)
+        penalties = _penalties(inputs.checked(penalties), drafts, places)
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
     if draft_logprobs is None:
         accepted, stats = _sampled(flat, z, request, drafts, lengths)
