@@ -220,7 +220,7 @@ POLICY_CHOICES = PolicyRule._fields.index("low")
 class PreferenceLossOutput(NamedTuple):
     """``loss`` [] is differentiable; the others are constants of the same pass.
 
-    ``metrics`` [16] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are
+    ``metrics`` [17] are named by ``PREFERENCE_METRICS``.  ``chosen_rewards`` and ``rejected_rewards`` are
     [B]; of an unpaired loss [S], 0 where the label is the other one.  ``logps`` [2B] or [S] are the sums of
     the policy's log-probabilities (of ``orpo`` and ``simpo`` means).  ``running_delta`` [2] is the new state
     of ``bco_pair``; None where none was given.
@@ -234,8 +234,8 @@ class PreferenceLossOutput(NamedTuple):
     running_delta: Tensor | None
 
 
-# means over the pairs (unpaired: the sequences of either label) that count
-PREFERENCE_METRICS = (
+# means over the pairs (unpaired: the sequences of either label) that count; what backends give
+PAIR_METRICS = (
     "rewards_chosen",
     "rewards_rejected",
     "rewards_margin",
@@ -252,6 +252,10 @@ PREFERENCE_METRICS = (
     "tokens_chosen",
     "tokens_rejected",
     "not_finite",  # pairs or sequences whose loss is NaN or infinite
+)
+PREFERENCE_METRICS = (
+    *PAIR_METRICS,
+    "outside_support",  # tokens with a log-probability of -inf, which the mask loses
 )
 
 # Their order is that of the enums of csrc/include/rlkernel/preference_loss.h.

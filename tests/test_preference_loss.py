@@ -179,6 +179,32 @@ def test_kl_of_each_sequence(backend, device):
     check_against_fp64(backend, inputs, **options | {"kl": torch.arange(6.0, device=device)})
 
 
+@pytest.mark.parametrize("loss_type", sorted(names.TERMS))
+@ON_EVERY_BACKEND
+def test_a_token_outside_its_support_leaves_the_masks(backend, device, loss_type):
+    inputs = make_inputs(4, 20, device=device, extras=True)
+    del inputs["log_sum_sq_probs"]
+    inputs, options = arguments(loss_type, inputs)
+    mask = inputs["mask"]
+    mask[:, 3:9] = True
+    inputs["nll_mask"] |= mask
+    inputs["logprobs"][0, 4] = inputs["logprobs"][2, 5] = inputs["logprobs"][3, 6] = -torch.inf
+    outside = inputs["logprobs"] == -torch.inf
+    if inputs["ref_logprobs"] is not None:
+        inputs["ref_logprobs"][1, 7] = inputs["ref_logprobs"][2, 5] = -torch.inf
+        outside = outside | (inputs["ref_logprobs"] == -torch.inf)
+    got = run(backend, inputs, **options)
+    kept = {"mask": mask & ~outside, "nll_mask": inputs["nll_mask"] & (inputs["logprobs"] != -torch.inf)}
+    want = run(backend, inputs | kept, **options)
+    assert got[0].isfinite() and got[1].isfinite().all() and got[-1].isfinite().all()
+    count = PREFERENCE_METRICS.index("outside_support")
+    assert got[1][count] == outside.sum() > 0 and want[1][count] == 0
+    assert_equal("loss", got[0], want[0])
+    assert_equal("metrics", got[1][:count], want[1][:count])
+    assert_equal("grad", got[-1], want[-1])
+    assert not got[-1][inputs["logprobs"] == -torch.inf].any()
+
+
 @ON_EVERY_BACKEND
 def test_a_nan_is_counted_and_raises_in_debug_mode(backend, device):
     inputs = make_inputs(4, 9, device=device)

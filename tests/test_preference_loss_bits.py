@@ -249,7 +249,7 @@ def test_opcheck():
         torch.library.opcheck(module._op, (*tensors, *module._flat(rule)))
 
 
-def test_peak_memory_is_one_gradient():
+def test_peak_memory_is_one_gradient_and_a_mask():
     from rlkernel.bench.memory import peak_extra
 
     inputs = make_inputs(64, 1024)
@@ -260,7 +260,7 @@ def test_peak_memory_is_one_gradient():
             return torch.autograd.grad(rlkernel.preference_loss(x, **inputs).loss, x)
 
     step()
-    assert peak_extra(step, "cpu") <= x.numel() * 4 + 64 * 1024
+    assert peak_extra(step, "cpu") <= x.numel() * 5 + 64 * 1024
 
 
 def test_retained_graph_and_a_second_upstream():

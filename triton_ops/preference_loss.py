@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.triton_ops.preference_loss_kernels import COLUMNS, gradient_kernel, loss_kernel, sums_kernel
-from rlkernel.types import PREFERENCE_METRICS, PreferenceRule
+from rlkernel.types import PAIR_METRICS, PreferenceRule
 
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
@@ -61,7 +61,7 @@ def loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     rows, device, r = stats.shape[0], stats.device, rule
     total = torch.empty((), dtype=dtype, device=device)
-    metrics = torch.empty(len(PREFERENCE_METRICS), dtype=dtype, device=device)
+    metrics = torch.empty(len(PAIR_METRICS), dtype=dtype, device=device)
     slopes = torch.empty(rows + 1, dtype=torch.float64, device=device)
     rewards, logps = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
     delta = None if running_delta is None else torch.empty(2, dtype=dtype, device=device)

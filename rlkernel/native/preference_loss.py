@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.native import kernels_for, launch
-from rlkernel.types import PREFERENCE_METRICS, SEQUENCE_SUMS, PreferenceRule
+from rlkernel.types import PAIR_METRICS, SEQUENCE_SUMS, PreferenceRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -54,7 +54,7 @@ def loss(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     rows, device = stats.shape[0], stats.device
-    metrics = torch.empty(len(PREFERENCE_METRICS), dtype=dtype, device=device)
+    metrics = torch.empty(len(PAIR_METRICS), dtype=dtype, device=device)
     total, rewards, logps = metrics.new_empty(()), metrics.new_empty(rows), metrics.new_empty(rows)
     slopes = torch.empty(rows + 1, dtype=torch.float64, device=device)
     delta = None if running_delta is None else torch.empty_like(running_delta)

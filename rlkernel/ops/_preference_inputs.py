@@ -45,6 +45,17 @@ def mask(argument: str, x: Tensor, logprobs: Tensor) -> Tensor:
     return (x if x.dtype == torch.bool else x != 0).contiguous()
 
 
+def supported(
+    logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, nll_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The masks without the tokens whose log-probability is -inf; in the likelihood the policy's alone."""
+    inside = logprobs != -torch.inf
+    nll_mask = None if nll_mask is None else nll_mask & inside
+    if ref_logprobs is not None:
+        inside &= ref_logprobs != -torch.inf
+    return mask & inside, nll_mask
+
+
 def aligned(x: Tensor | None, wanted: bool, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
     if not wanted:
         return None

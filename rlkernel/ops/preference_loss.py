@@ -11,7 +11,7 @@ from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._typed import typed
-from rlkernel.types import PREFERENCE_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
+from rlkernel.types import PAIR_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
 
@@ -73,6 +73,9 @@ def preference_loss(
         orpo               beta l(m_c - m_r - log(1 - exp(m_c)) + log(1 - exp(m_r))), plus the likelihood
         kto                desirable_weight sigmoid(-beta (x - kl)), undesirable_weight sigmoid(beta (x - kl))
         apo_zero_unpaired  the same with kl = 0
+
+    A token with a log-probability of -inf under the policy or the reference is outside of its support: it
+    leaves the masks, and metric "outside_support" counts it.
 
     Sums over tokens are fp64 in a fixed order.  A sequence's sum has the same bits whatever surrounds it
     (batch-invariant); loss and gradient have the same bits in every run, and with ``num_items_in_batch`` a
@@ -164,6 +167,8 @@ def preference_loss(
         nll_mask, log_sum_sq_probs = (
             None if x is None else _packing.one_more(x) for x in (nll_mask, log_sum_sq_probs)
         )
+    given, ref = mask, None if sums else ref_logprobs
+    mask, nll_mask = _preference_inputs.supported(logprobs.detach(), ref, mask, nll_mask)
     constants = (
         ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
         running_delta,
@@ -173,6 +178,8 @@ def preference_loss(
     else:
         loss, metrics, rewards, logps, delta, _ = _PreferenceLoss.apply(logprobs, constants, rule)
     delta = None if running_delta is None else delta
+    outside = torch.count_nonzero(given) - torch.count_nonzero(mask)
+    metrics = torch.cat([metrics, outside[None].to(metrics.dtype)])
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
     else:
@@ -303,7 +310,7 @@ def _op_fake(logprobs, ref_logprobs, mask, nll_mask, aligned, cu_seqlens, *rest)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = logprobs.new_empty
     return (
-        new(()), new(len(PREFERENCE_METRICS)), new(rows), new(rows), new((rows, 7), dtype=torch.float64),
+        new(()), new(len(PAIR_METRICS)), new(rows), new(rows), new((rows, 7), dtype=torch.float64),
         new(rows + 1, dtype=torch.float64), new(0 if running_delta is None else 2),
     )  # fmt: skip
 
