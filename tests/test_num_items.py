@@ -85,9 +85,7 @@ def test_a_count_that_is_none_is_refused(name, value):
             with pytest.raises(ValueError, match=f"num_items_in_batch must be > 0 and finite, got {shown}$"):
                 call(name, "native", "cpu", mode, num_items_in_batch=given)
     for wrong in (True, "3", torch.ones(2)):
-        with pytest.raises(
-            ValueError, match="num_items_in_batch must be (a number or a tensor|one number), got"
-        ):
+        with pytest.raises(ValueError, match="num_items_in_batch must be (a number or a tensor|one number)"):
             call(name, "native", "cpu", num_items_in_batch=wrong)
 
 
