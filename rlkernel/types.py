@@ -173,6 +173,7 @@ class PolicyRule(NamedTuple):
     normalize: bool  # weights are divided by their mean over the batch
     stale_only: bool  # fresh tokens have the weight 1
     sign_mask: int  # the divergence that a token may have moved from its rollout in the advantage's direction
+    two_sided: bool  # or in either
     low: float  # bounds of the ratio; of its logarithm for gmpo; of the divergence for dppo
     high: float
     delta: float
@@ -205,6 +206,7 @@ class PolicyRule(NamedTuple):
     mean_k2_high: float
     sum_k3_high: float
     mean_k3_high: float
+    tv_high: float  # of the mean of |exp(d) - 1|, where d has the advantage's sign
     off_policy_high: float  # of the mean of rollout - current, where the advantage is negative
     sign_low: float
     sign_high: float

@@ -52,6 +52,16 @@ CHECKOUTS = {
             "packages/prime-rl-configs/src/prime_rl/configs/trainer.py": "8e9dfae7baf22c7e",
         },
     ),
+    "areal": (
+        "inclusionAI/AReaL",
+        "4aef98d8d818af55b43621aaadba047ae10f4e77",
+        {"areal/trainer/ppo/actor.py": "32fa42bdb82943e4"},
+    ),
+    "open-instruct": (
+        "allenai/open-instruct",
+        "e6c3044aa6201c8bfa4573c1b03142af599e730d",
+        {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
+    ),
 }
 WHEELS = ("skyrl", "openrlhf")
 

@@ -78,8 +78,9 @@ def test_every_correction_is_the_composition(correction, room):
         RolloutCorrection(max_staleness=2, staleness_decay=0.5, denominator="shrink"),
         RolloutCorrection("sequence", stale_only=True),
         CORRECTIONS["icepop"]._replace(veto=0.9, denominator="shrink"),
+        RolloutCorrection(tv_threshold=0.03, m2_threshold=1.5e-3, max_staleness=2),
     ],
-    ids=["stale", "stale only", "veto"],
+    ids=["stale", "stale only", "veto", "moments"],
 )
 def test_staleness_and_rejection_are_the_composition(rule, room):
     inputs = make_inputs(5, 19, 16, 133, extras=True, drift=0.05)

@@ -64,6 +64,10 @@ def test_rejections_match_fp64(backend, device, name, denominator):
 MORE = {
     "tv": RolloutCorrection("none", dppo=("tv", 0.01, 0.02)),
     "kl": RolloutCorrection("none", dppo=("kl", 2e-4, 3e-4), denominator="shrink"),
+    "both sides": RolloutCorrection("none", dppo=("tv", 0.01, 0.02), two_sided=True),
+    "kl on both sides": RolloutCorrection("none", dppo=("kl", 2e-4, 3e-4), two_sided=True),
+    "total variation": RolloutCorrection(high=1.03, tv_threshold=0.04),
+    "second moment": RolloutCorrection("none", m2_threshold=1.5e-3),
     "off policy": RolloutCorrection("none", off_policy_threshold=0.0),
     "raw weights of near sequences": RolloutCorrection(high=math.inf, reject=(("seq_mean_k1", 0.99, 1.01),)),
     "normalised": RolloutCorrection(high=1.03, normalize=True),
@@ -81,9 +85,32 @@ def test_the_others_match_fp64(backend, device, name):
     if "normalised" in name and "sequences" not in name:
         assert abs(metric(metrics, "correction_weight_mean") - 1) < 1e-6
     elif "normalised" not in name:
-        assert metric(metrics, "correction_kept") < 1 or MORE[name].denominator == "shrink"
+        out_of_mask = MORE[name].denominator == "shrink" or MORE[name].m2_threshold is not None
+        assert metric(metrics, "correction_kept") < 1 or out_of_mask
+        assert metric(metrics, "tokens") < inputs["mask"].sum() or not out_of_mask
     if not is_slow(backend, device) or "normalised" in name:
         check_against_fp64(backend, inputs, correction=MORE[name], loss_type="vespo")
+
+
+def test_the_second_moment_takes_the_first_of_equal_tokens_and_leaves_one():
+    rollout = torch.tensor([[0.5, -0.5, 0.5, 0.1, torch.nan, 9.0]])
+    zero, mask = torch.zeros(1, 6), torch.tensor([[1, 1, 1, 1, 1, 0]])
+
+    def left(threshold):
+        correction = RolloutCorrection("none", m2_threshold=threshold)
+        x = zero.clone().requires_grad_()
+        rlkernel.policy_loss(
+            x, zero, zero + 1, mask, rollout_logprobs=rollout, correction=correction
+        ).loss.backward()
+        return x.grad.ne(0).int().tolist()[0]
+
+    # squares 0.25, 0.25, 0.25, 0.01, 0: means 0.152, 0.1275, 0.0867, 0.005, 0
+    assert left(0.2) == [1, 1, 1, 1, 1, 0]
+    assert left(0.152) == [0, 1, 1, 1, 1, 0]
+    assert left(0.1) == [0, 0, 1, 1, 1, 0]
+    assert left(1e-9) == [0, 0, 0, 0, 1, 0]
+    mask[0, 4] = 0
+    assert left(1e-9) == [0, 0, 0, 1, 0, 0]
 
 
 STALE = {

@@ -20,7 +20,7 @@ from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
 
 # what is compiled in, and what is not; Triton takes a named tuple as one argument
 _FIELDS = PolicyRule._fields
-_Choices = namedtuple("_Choices", (*_FIELDS[:POLICY_CHOICES], "rejects_k2", "rejects_k3", "off_policy"))  # type: ignore[misc]
+_Choices = namedtuple("_Choices", (*_FIELDS[:POLICY_CHOICES], "rejects_k2", "rejects_k3", "tv", "off_policy"))  # type: ignore[misc]
 _Numbers = namedtuple("_Numbers", _FIELDS[POLICY_CHOICES:])  # type: ignore[misc]
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
@@ -65,6 +65,7 @@ def forward(
             *(int(x) for x in rule[:POLICY_CHOICES]),
             min(rule.sum_k2_high, rule.mean_k2_high) < math.inf,
             min(rule.sum_k3_high, rule.mean_k3_high) < math.inf,
+            rule.tv_high < math.inf,
             rule.off_policy_high < math.inf,
         ]
     )
@@ -119,6 +120,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
 
     rejections = RolloutCorrection(
         "sequence", normalize=True, denominator="shrink", dppo=("kl", 0.2, 0.2), off_policy_threshold=0.5,
+        two_sided=True, tv_threshold=0.5,
         max_staleness=4, staleness_decay=0.9, reject=(("seq_sum_k2", 1.0), ("seq_mean_k3", 0.1)),
     )  # fmt: skip
     sequence = {"importance_sampling_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"}

@@ -30,9 +30,10 @@ def drift(old_logprobs, rollout_logprobs, i, present):
 def gather(
     logprobs, old_logprobs, rollout_logprobs, mask, begin, end, rule, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """What the whole sequence decides about its correction: its log weight, rejection, too far off policy."""
+    """What the whole sequence decides about its correction: its log weight, rejection, and in two bits
+    whether it is too far off policy and too far from its rollout."""
     zero = tl.zeros((), tl.float64)
-    count, whole, k1, k2, k3, moved = zero, zero, zero, zero, zero, zero
+    count, whole, k1, k2, k3, tv, moved = zero, zero, zero, zero, zero, zero, zero
     least = tl.full((), float("inf"), tl.float32)
     most = tl.full((), float("-inf"), tl.float32)
     lanes = tl.arange(0, BLOCK)
@@ -48,6 +49,8 @@ def gather(
             k2 += total(x * x * 0.5, present)
         if C.rejects_k3:
             k3 += total(expm1(x) - x, present)
+        if C.tv:
+            tv += total(tl.abs(expm1(x)), present)
         if C.off_policy:
             known = in_support(logprobs, i, scored_of(old_logprobs, rollout_logprobs, i, present))
             behind = tl.load(rollout_logprobs + i, mask=known, other=0.0)
@@ -70,8 +73,10 @@ def gather(
         rejected = rejected | (k3.to(tl.float32) > rule.sum_k3_high)
         rejected = rejected | ((k3 / count).to(tl.float32) > rule.mean_k3_high)
     rejected = rejected | (least < rule.extreme_low) | (most > rule.extreme_high)
-    drifted = (moved / count).to(tl.float32) > rule.off_policy_high
-    return log_weight, rejected.to(tl.int32), drifted.to(tl.int32)
+    drifted = ((moved / count).to(tl.float32) > rule.off_policy_high).to(tl.int32)
+    if C.tv:
+        drifted += 2 * ((tv / count).to(tl.float32) > rule.tv_high).to(tl.int32)
+    return log_weight, rejected.to(tl.int32), drifted
 
 
 @triton.jit
@@ -103,11 +108,17 @@ def weigh(
     weight = weight * tl.exp(stale * rule.log_decay) / mean
 
     kept = kept & (outside(d, rule.token_low, rule.token_high) == 0) & (stale <= rule.max_staleness)
-    kept = kept & (rejected == 0) & ((drifted == 0) | ((advantage < 0) == 0))
+    kept = kept & (rejected == 0) & ((drifted % 2 == 0) | ((advantage < 0) == 0))
+    if C.tv:
+        kept = kept & ((drifted < 2) | ((d * advantage > 0) == 0))
     if C.sign_mask:
         known = in_support(logprobs, i, scored_of(old_logprobs, rollout_logprobs, i, present))
         logprob = tl.load(logprobs + i, mask=known, other=0.0)
         anchor = tl.load(rollout_logprobs + i, mask=known, other=0.0)
         low, high = moved_too_far(rule.sign_low, rule.sign_high, advantage, logprob, anchor, C.sign_mask)
+        if C.two_sided:
+            one = tl.zeros_like(d) + 1.0
+            low, _ = moved_too_far(rule.sign_low, rule.sign_high, -one, logprob, anchor, C.sign_mask)
+            _, high = moved_too_far(rule.sign_low, rule.sign_high, one, logprob, anchor, C.sign_mask)
         kept = kept & ((low | high) == 0)
     return weight, logarithm, kept

@@ -169,7 +169,7 @@ bool policy_loss(uint64_t seed, bool everything) {
     return x;
   };
   const auto logprobs = noise(tokens), old = noise(tokens), advantages = noise(tokens), ref = noise(tokens),
-             rollout = noise(tokens), entropy = noise(tokens), staleness = noise(rows), grad = noise(tokens),
+             rollout = noise(tokens), entropy = noise(tokens), staleness = noise(rows), counts = noise(rows), grad = noise(tokens),
              grad_entropy = noise(tokens);
   const std::unique_ptr<uint8_t[]> mask(new uint8_t[tokens]), selected(new uint8_t[tokens]);
   for (int64_t i = 0; i < tokens; ++i) mask[i] = random() % 8 != 0, selected[i] = random() % 8 == 0;
@@ -186,7 +186,7 @@ bool policy_loss(uint64_t seed, bool everything) {
     rule.beta = rule.entropy_coef = 0.1f, rule.weight_high = rule.sign_high = rule.max_staleness = inf;
     rule.sign_low = rule.log_weight_low = rule.token_low = rule.extreme_low = rule.sum_k1_low = rule.mean_k1_low = -inf;
     rule.log_weight_high = rule.token_high = rule.extreme_high = rule.sum_k1_high = rule.mean_k1_high = inf;
-    rule.sum_k2_high = rule.mean_k2_high = rule.sum_k3_high = rule.mean_k3_high = rule.off_policy_high = 100;
+    rule.sum_k2_high = rule.mean_k2_high = rule.sum_k3_high = rule.mean_k3_high = rule.off_policy_high = rule.tv_high = 100;
   }
   PolicyLoss p{};
   p.logprobs = logprobs.get(), p.old_logprobs = old.get(), p.advantages = advantages.get(), p.mask = mask.get();
@@ -194,7 +194,7 @@ bool policy_loss(uint64_t seed, bool everything) {
   p.grad_logprobs = grad.get(), p.partials = partials.get(), p.values = values.get(), p.rule = rule;
   if (everything) {
     p.ref_logprobs = ref.get(), p.rollout_logprobs = rollout.get(), p.entropy = entropy.get();
-    p.staleness = staleness.get(), p.selected = selected.get(), p.grad_entropy = grad_entropy.get();
+    p.staleness = staleness.get(), p.token_counts = counts.get(), p.selected = selected.get(), p.grad_entropy = grad_entropy.get();
   }
   emulated::policy_loss(p, nullptr);
   for (int64_t i = 0; i < tokens; ++i) {

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlkernel import debug
 from rlkernel.ops import _packing, _policy_rule, _validate
+from rlkernel.ops._rollout_correction import RolloutCorrection, of_second_moment
 from rlkernel.types import KL_WEIGHTS, PolicyRule
 
 
@@ -83,6 +84,14 @@ def checked(
         staleness if rule.correction else None, token_counts,
     )  # fmt: skip
     return entropy, tensors, rule, items
+
+
+def counted(tensors: tuple[Any, ...], correction: RolloutCorrection | str | None) -> tuple[Any, ...]:
+    """The tensors with the mask of those tokens that ``m2_threshold`` leaves."""
+    old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others = tensors
+    if correction is not None:
+        mask = of_second_moment(correction, old_logprobs, rollout_logprobs, mask)
+    return old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others
 
 
 def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:

@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from rlkernel.types import CORRECTION_LEVELS, CORRECTION_MODES, DIVERGENCES
 
 T = TypeVar("T")
@@ -30,7 +33,11 @@ class RolloutCorrection(NamedTuple):
     bound alone.  ``off_policy_threshold`` rejects tokens with a negative advantage in sequences whose mean of
     ``rollout_logprobs - logprobs`` is above it.  ``dppo = (divergence, low, high)`` rejects a token that has
     moved from its rollout probability q to p further than that in the direction of its advantage; the
-    divergence is "tv", |p - q|, or "kl" of the choice between this token and any other.
+    divergence is "tv", |p - q|, or "kl" of the choice between this token and any other; with ``two_sided``
+    whatever the advantage.  ``tv_threshold`` rejects the tokens whose d has the sign of their advantage in
+    sequences whose mean of ``|exp(d) - 1|`` is above it (VACO, open-instruct).  ``m2_threshold`` takes tokens
+    out of the mask, those with the largest d^2 of the batch first, until the mean of d^2 over the others is
+    below it; one is always left (M2PO, AReaL).
 
     ``policy_loss(staleness=...)`` counts versions of the policy since the token was sampled: beyond
     ``max_staleness`` it is rejected; ``staleness_decay`` multiplies the weight once for each version; with
@@ -57,7 +64,9 @@ class RolloutCorrection(NamedTuple):
         nemo_rl:tis, icepop, seq_mask_tis   truncated_importance_sampling_type: min(r, 2); r in 0.5..5;
                          raw r in sequences with a geometric mean in 0.999..1.002 (ClippedPGLossFn)
         slime:tis, icepop   --use-tis with its --tis-clip 2, --tis-clip-low 0; icepop_function with the same
-        prime_rl:dppo    ("tv", 0.2, 0.2), for which old_logprobs are the rollout's
+        prime_rl:dppo, ipo    ("tv", 0.2, 0.2), and ("tv", 0.1, 0.1) on both sides, for which old_logprobs are
+                         the rollout's
+        areal:m2po       m2_threshold 0.04, of its example
     """
 
     level: str = "token"
@@ -69,7 +78,10 @@ class RolloutCorrection(NamedTuple):
     reject: tuple[tuple[Any, ...], ...] = ()
     normalize: bool = False
     dppo: tuple[str, float, float] | None = None
+    two_sided: bool = False
     off_policy_threshold: float | None = None
+    tv_threshold: float | None = None
+    m2_threshold: float | None = None
     max_staleness: float | None = None
     staleness_decay: float = 1.0
     stale_only: bool = False
@@ -112,6 +124,8 @@ CORRECTIONS = {
     "slime:tis": RolloutCorrection(),
     "slime:icepop": RolloutCorrection(mode="mask"),
     "prime_rl:dppo": _NONE._replace(dppo=("tv", 0.2, 0.2)),
+    "prime_rl:ipo": _NONE._replace(dppo=("tv", 0.1, 0.1), two_sided=True),
+    "areal:m2po": _NONE._replace(m2_threshold=0.04),
 }
 
 
@@ -181,6 +195,13 @@ def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness:
         found["sign_mask"] = DIVERGENCES.index(kind)
         found["sign_low"] = -number("correction.dppo[1]", below, 0.0)
         found["sign_high"] = number("correction.dppo[2]", above, 0.0)
+        found["two_sided"] = bool(c.two_sided)
+    if c.two_sided and c.dppo is None:
+        raise ValueError("correction.dppo must be given with correction.two_sided, got None")
+    if c.tv_threshold is not None:
+        found["tv_high"] = number("correction.tv_threshold", c.tv_threshold, 0.0)
+    if c.m2_threshold is not None:
+        number("correction.m2_threshold", c.m2_threshold, 0.0, above=True)
     if c.off_policy_threshold is not None:
         found["off_policy_high"] = number("correction.off_policy_threshold", c.off_policy_threshold)
     decay = number("correction.staleness_decay", c.staleness_decay, 0.0, above=True)
@@ -195,6 +216,7 @@ def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness:
 
 _ABSENT = {
     "correction": 0, "verdict": 0, "shrink": False, "normalize": False, "stale_only": False, "sign_mask": 0,
+    "two_sided": False, "tv_high": math.inf,
     "weight_low": 0.0, "weight_high": math.inf, "log_weight_low": -math.inf, "log_weight_high": math.inf,
     "token_low": -math.inf, "token_high": math.inf, "extreme_low": -math.inf, "extreme_high": math.inf,
     "sum_k1_low": -math.inf, "sum_k1_high": math.inf, "mean_k1_low": -math.inf, "mean_k1_high": math.inf,
@@ -261,3 +283,22 @@ def _reject(found: dict[str, Any], entry: tuple[Any, ...]) -> None:
     if bounds[0] > -math.inf:
         found[f"{field}_low"] = max(found[f"{field}_low"], bounds[0])
     found[f"{field}_high"] = min(found[f"{field}_high"], bounds[1])
+
+
+def of_second_moment(
+    correction: RolloutCorrection | str, old: Tensor, rollout: Tensor, mask: Tensor
+) -> Tensor:
+    """The mask without what ``m2_threshold`` takes out of it; where two are alike, the first one goes."""
+    c = CORRECTIONS[correction] if isinstance(correction, str) else correction
+    if c.m2_threshold is None:
+        return mask
+    d = (old - rollout).double()
+    counts = mask.reshape(-1)
+    # what the engine did not score has moved by nothing; what the mask hides comes last
+    square = torch.where(mask & d.isfinite(), d * d, 0).reshape(-1)
+    ranked, order = torch.where(counts, square, -1).sort(descending=True, stable=True)
+    left = counts.sum() - torch.arange(len(order), device=mask.device)
+    mean = ranked.clamp(min=0).flip(0).cumsum(0).flip(0) / left.clamp(min=1)
+    dropped = ((mean >= c.m2_threshold) & (left > 1)).sum()
+    rank = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=mask.device))
+    return mask & (rank >= dropped).view(mask.shape)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable, without_autocast
-from rlkernel.ops._policy_inputs import check_values, checked
+from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
@@ -44,7 +44,7 @@ _KNOWN = frozenset((
     "k_negative", "lambda_negative", "coefficient", "weight_low", "weight_high", "log_weight_low",
     "log_weight_high", "token_low", "token_high", "extreme_low", "extreme_high", "sum_k1_low",
     "sum_k1_high", "mean_k1_low", "mean_k1_high", "sum_k2_high", "mean_k2_high", "sum_k3_high",
-    "mean_k3_high", "max_staleness", "log_decay", "denominator", "factor",
+    "mean_k3_high", "tv_high", "max_staleness", "log_decay", "denominator", "factor",
 ))  # fmt: skip
 
 _log = logging.getLogger("rlkernel")
@@ -143,6 +143,7 @@ def linear_policy_loss(
     _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
     kept = tensors[2]
     assert kept is not None
+    tensors = counted(tensors, choices["correction"])
     if items is not None:
         items = items.to(like)
 

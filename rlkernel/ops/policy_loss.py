@@ -9,7 +9,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _covariance, _policy_rule, _validate
 from rlkernel.ops._modes import anchor, once_differentiable
-from rlkernel.ops._policy_inputs import check_values, checked
+from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops._typed import typed
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
@@ -180,6 +180,7 @@ def policy_loss(
         token_counts=token_counts,
         cu_seqlens=cu_seqlens,
     )
+    tensors = counted(tensors, correction)
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):

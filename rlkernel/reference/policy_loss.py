@@ -391,8 +391,16 @@ def _correction(
     if rule.off_policy_high < torch.inf:
         drifted = rows.spread(rows.mean(torch.where(mask & known, rollout - logp, 0), mask))
         kept = kept & ~((advantages < 0) & (drifted > rule.off_policy_high))
+    if rule.tv_high < torch.inf:
+        far = rows.spread(rows.mean(torch.where(mask, x.expm1().abs(), 0), mask)) > rule.tv_high
+        kept = kept & ~(far & (d * advantages > 0))
     if rule.sign_mask:
-        low, high = _moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantages, logp, rollout)
+        bounds = rule.sign_mask, rule.sign_low, rule.sign_high
+        low, high = _moved_too_far(*bounds, advantages, logp, rollout)
+        if rule.two_sided:
+            one = torch.ones_like(advantages)
+            low = _moved_too_far(*bounds, -one, logp, rollout)[0]
+            high = _moved_too_far(*bounds, one, logp, rollout)[1]
         kept = kept & ~(known & (low | high))
     if staleness is not None:
         kept = kept & ~(staleness > rule.max_staleness)

@@ -24,10 +24,10 @@ void policy_loss(py::module_& m, const char* name, Launch launch, Describe descr
         const PolicyLossRule rule{
             static_cast<Term>(c[0]), static_cast<Level>(c[1]), static_cast<Aggregation>(c[2]), static_cast<Kl>(c[3]),
             c[4] != 0, static_cast<KlWeight>(c[5]), static_cast<Divergence>(c[6]), static_cast<Correction>(c[7]),
-            static_cast<Verdict>(c[8]), c[9] != 0, c[10] != 0, c[11] != 0, static_cast<Divergence>(c[12]),
+            static_cast<Verdict>(c[8]), c[9] != 0, c[10] != 0, c[11] != 0, static_cast<Divergence>(c[12]), c[13] != 0,
             x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15], x[16],
             x[17], x[18], x[19], x[20], x[21], x[22], x[23], x[24], x[25], x[26], x[27], x[28], x[29], x[30], x[31],
-            x[32], x[33], x[34], x[35], x[36], x[37], x[38]};
+            x[32], x[33], x[34], x[35], x[36], x[37], x[38], x[39]};
         const PolicyLoss arguments{pointer<const float>(logprobs), pointer<const float>(old_logprobs),
                                    pointer<const float>(advantages), pointer<const uint8_t>(mask),
                                    pointer<const float>(ref_logprobs), pointer<const float>(rollout_logprobs),

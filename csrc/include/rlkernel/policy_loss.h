@@ -31,16 +31,17 @@ struct PolicyLossRule {
   Verdict verdict;
   bool shrink, normalize, stale_only;
   Divergence sign_mask;
+  bool two_sided;
   float low, high, delta, dual, log_clip, tau_positive, tau_negative, beta;
   float kl_input, kl_output, entropy_coef;
   float k_positive, lambda_positive, k_negative, lambda_negative, coefficient;
   float weight_low, weight_high, log_weight_low, log_weight_high;
   float token_low, token_high, extreme_low, extreme_high, sum_k1_low, sum_k1_high, mean_k1_low, mean_k1_high;
-  float sum_k2_high, mean_k2_high, sum_k3_high, mean_k3_high, off_policy_high, sign_low, sign_high;
+  float sum_k2_high, mean_k2_high, sum_k3_high, mean_k3_high, tv_high, off_policy_high, sign_low, sign_high;
   float max_staleness, log_decay;
   float denominator, factor;
 };
-constexpr int kChoices = 13, kNumbers = 39;
+constexpr int kChoices = 14, kNumbers = 40;
 constexpr float kLogTiny = -18.420681f;  // log(1e-8), the least that vespo takes for a weight
 
 // Sums of one sequence, doubles.

@@ -18,7 +18,7 @@ struct RolloutDrift {
   const PolicyLoss& p;
   int64_t row;
   float log_weight = 0;  // of the sequence
-  bool rejected = false, drifted = false;
+  bool rejected = false, drifted = false, far = false;
   float mean = 1;  // of the weights of the batch
 
   // Whether the engine had a logprob for the token, which the old policy knows.
@@ -41,7 +41,8 @@ struct RolloutDrift {
     const bool k2 = rule.sum_k2_high < infinite || rule.mean_k2_high < infinite;
     const bool k3 = rule.sum_k3_high < infinite || rule.mean_k3_high < infinite;
     const bool off_policy = rule.off_policy_high < infinite;
-    enum { kCount, kWhole, kK1, kK2, kK3, kOffPolicy, kAll };
+    const bool tv = rule.tv_high < infinite;
+    enum { kCount, kWhole, kK1, kK2, kK3, kTv, kOffPolicy, kAll };
     typename Team::template Sums<kAll> sums;
     F least = spread<F>(infinite), most = spread<F>(-infinite);
     team.each(sums, [&](auto at) {
@@ -52,6 +53,7 @@ struct RolloutDrift {
       sums.add(kK1, x);
       if (k2) sums.add(kK2, x * x * 0.5f);
       if (k3) sums.add(kK3, exp_of(x).minus_one - x);
+      if (tv) sums.add(kTv, magnitude(exp_of(x).minus_one));
       if (off_policy) {
         const F logprob = at.load(p.logprobs);
         const M known = both<M>(scored(at, present), in_support(logprob));
@@ -72,6 +74,7 @@ struct RolloutDrift {
                static_cast<float>(sums.total(kK3) / count) > rule.mean_k3_high;
     const float low = team.smallest(least), high = team.largest(most);
     rejected = rejected || low < rule.extreme_low || high > rule.extreme_high;
+    far = static_cast<float>(sums.total(kTv) / count) > rule.tv_high;
     drifted = static_cast<float>(sums.total(kOffPolicy) / count) > rule.off_policy_high;
   }
 
@@ -106,11 +109,16 @@ struct RolloutDrift {
     w.kept = w.kept & not_(either<M>(outside(d, rule.token_low, rule.token_high), stale > rule.max_staleness));
     if (rejected) w.kept = zero > zero;
     if (drifted) w.kept = w.kept & not_(advantage < zero);
+    if (far) w.kept = w.kept & not_(d * advantage > zero);
     if (rule.sign_mask != Divergence::none) {
       const F logprob = at.load(p.logprobs);
       const M known = both<M>(scored(at, present), in_support(logprob));
-      const Moved<F> moved = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantage, keep(known, logprob),
-                                           keep(known, at.load(p.rollout_logprobs)));
+      const F now = keep(known, logprob), then = keep(known, at.load(p.rollout_logprobs));
+      Moved<F> moved = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, advantage, now, then);
+      if (rule.two_sided) {
+        moved.low = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, -one, now, then).low;
+        moved.high = moved_too_far(rule.sign_mask, rule.sign_low, rule.sign_high, one, now, then).high;
+      }
       w.kept = w.kept & not_(either(moved.low, moved.high));
     }
     return w;
