@@ -67,7 +67,8 @@ def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     truth, true_grad = run("reference", logits.double(), target_ids, upstream, **wide)
     torchs, torch_grad = run("reference", logits, target_ids, upstream, **options)
-    ours, grad = run(backend, logits, target_ids, upstream, **options)
+    again = backend == "reference"  # against itself: what is judged are dtypes, and that nothing is NaN
+    ours, grad = (torchs, torch_grad) if again else run(backend, logits, target_ids, upstream, **options)
     judge((ours, grad), (torchs, torch_grad), (truth, true_grad), logits.dtype)
 
 

@@ -69,7 +69,7 @@ def test_the_floor_is_that_of_the_best_gemm(op, best, monkeypatch):
 
     monkeypatch.setattr(measure, "gemm_rate", rate)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda *_: math.inf)
-    bench = run._Bench(case, module, run.Settings(("speed",)))
+    bench = run._Bench(case, module, run.Settings(("speed",), peers=()))
     floor, shapes = bench._floor(False), list(dict.fromkeys(x[:3] for x in asked))
     m, n, k = module.gemm(case)
     assert shapes == list(dict.fromkeys([(m, n, k), *((min(a, 1024), min(b, 4096), c) for a, b, c in

@@ -47,7 +47,8 @@ def test_options_do_not_depend_on_each_other(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @ON_EVERY_BACKEND
 def test_huge_vocabulary(backend, device, dtype, shape):
-    rows = 2 if is_slow(backend, device) else shape[0]
+    """Many rows only where many run at once: on a CPU they differ in nothing, and fp64 takes its time."""
+    rows = min(shape[0], 64 if device == "cuda" else 5 if backend == "native" else 2)
     inputs = make_inputs(rows, shape[1], dtype=dtype, device=device)
     skip_unless_able(backend, "logprob", *inputs.values())
     check_against_fp64(backend, **inputs, upstream=upstream_like(inputs["target_ids"]), return_entropy=True)
