@@ -45,6 +45,9 @@ IGNORED = frozenset(
 
 NAMES_THAT_MODELS_KNOW = ("sdpa", "eager")
 
+# arguments of a model that change its mask or its positions by something else than text
+NOT_TEXT = ("audio", "image", "input_features", "pixel_values", "token_type_ids", "video")
+
 OPTIONS = ("dropout", "output_attentions", "s_aux", "scaling", "sliding_window", "softcap", "use_cache")
 
 
@@ -92,23 +95,89 @@ def is_registered(implementation: str | None) -> bool:
     return implementation in _registered
 
 
-def use_packed(model: nn.Module, name: str = "rlkernel") -> str:
+def use_packed(model: nn.Module, name: str = "rlkernel") -> Any:
     """Put a model on packed attention, its ordinary calls on what it is on now; returns that.
 
-    ``model.set_attn_implementation(<that>)`` takes it back.
+    ``model.set_attn_implementation(<that>)`` takes it back. The language model alone is put on it: towers for
+    images and sounds stay on what they are on. A copy of the model, and what ``torch.save`` makes of it, is
+    on what the model was on before.
     """
     found = causal_lm(model)
     former: str = found.config.get_text_config()._attn_implementation
     if is_registered(former):
-        return former
+        return _of_the_text(found, former)
     register_hf(name)
-    if former != ("sdpa" if found._supports_sdpa else "eager"):
+    if former != _default(type(found.config.get_text_config())):
         # transformers acts upon some words in a name
         suffix = former.replace("flash_attention_", "fa").replace("flash", "fa").replace("/", ".")
         name = f"{name}|{suffix}"
         _register(name, former)
-    found.set_attn_implementation(name)
-    return former
+    found.set_attn_implementation(_of_the_text(found, _Name(name, former)))
+    return _of_the_text(found, former)
+
+
+def verify(model: nn.Module) -> list[str]:
+    """Why a model's packed logits are not those of its samples alone; empty when they are.
+
+    Runs six samples of a few tokens, each alone on the model's own attention, and then packed. So it finds
+    what ``check_model`` does not know: modules that mix tokens of neighbouring rows, attention that is not
+    the registered one, code that packed batches break. It sees no window and no limit longer than its
+    samples, and in bf16 nothing that is small against bf16's rounding.
+
+    The model is put into evaluation mode for it, and left as it was, on the attention that it was on. Where
+    the model is sharded, all ranks must call this, for it calls the model.
+    """
+    from rlkernel.integrations._hf_verify import found_by_running
+
+    return found_by_running(model)
+
+
+@contextlib.contextmanager
+def on_its_own(model: Any) -> Iterator[None]:
+    """Inside, a model on packed attention is on the one that serves its ordinary calls."""
+    text = model.config.get_text_config()
+    former = text._attn_implementation
+    model.set_attn_implementation(_of_the_text(model, _registered[former] or _default(type(text))))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(_of_the_text(model, former))
+
+
+def _of_the_text(model: Any, implementation: str) -> Any:
+    """What ``set_attn_implementation`` takes to change a model's language model, and no tower beside it."""
+    path = _path(model.config, model.config.get_text_config())
+    if not path:
+        return {"": implementation} if getattr(model.config, "sub_configs", {}) else implementation
+    result: Any = implementation
+    for name in reversed(path):
+        result = {name: result}
+    return result
+
+
+def _path(config: Any, wanted: Any) -> list[str] | None:
+    """The attributes that lead from a configuration to one inside of it."""
+    if config is wanted:
+        return []
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None and (rest := _path(part, wanted)) is not None:
+            return [name, *rest]
+    return None
+
+
+class _Name(str):
+    """A name of packed attention in a config, whose copies are the name of what was there before."""
+
+    former: str
+
+    def __new__(cls, name: str, former: str) -> _Name:
+        result = super().__new__(cls, name)
+        result.former = former
+        return result
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.former,)
 
 
 @functools.cache
@@ -221,6 +290,9 @@ def _check_call(
             _refuse(module, f"{name} must be None, got {type(value).__name__}: its effect is not known")
     if not _are_positions(kwargs.get("position_ids"), batch):
         _refuse(module, "position_ids must be the batch's, got others")
+    first = not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling()
+    if first and (given := _given_beside_text()):
+        _refuse(module, f"{given} must be None for a packed batch: its mask is of text alone")
 
 
 def _are_positions(found: Tensor | None, batch: PrefixBatch) -> bool:
@@ -234,6 +306,29 @@ def _are_positions(found: Tensor | None, batch: PrefixBatch) -> bool:
         return False
     _seen_positions[batch] = weakref.ref(found)  # the comparison waits for the GPU: once, not in every layer
     return True
+
+
+def _given_beside_text() -> str | None:
+    """The argument by which the model that is running was given images, sounds or other tokens than text.
+
+    A model with images makes its own mask of them, and a packed batch's stand-in takes the place of it. Its
+    arguments do not reach the attention; the frames of the call have them.
+    """
+    frame = sys._getframe(1)
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_name == "forward" and any(_is_beside_text(name) for name in names):
+            values = frame.f_locals
+            for name in filter(_is_beside_text, names):
+                value = values.get(name)
+                if value is not None and not (name.endswith("token_type_ids") and not bool(value.any())):
+                    return name
+    return None
+
+
+def _is_beside_text(name: str) -> bool:
+    return any(word in name for word in NOT_TEXT)
 
 
 def _refuse(module: nn.Module, reason: str) -> NoReturn:

@@ -89,7 +89,7 @@ OWN = {
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {"rope_parameters": FULL_ROPE},
     "dots1": {"n_shared_experts": 1},
-    "gemma3": IMAGES,
+    "gemma3": IMAGES | {"mm_tokens_per_image": 4, "image_token_id": VOCAB - 1},
     "gemma4": IMAGES,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
