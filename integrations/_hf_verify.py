@@ -53,7 +53,7 @@ def _worst_error(model: nn.Module, found: Any) -> tuple[float, float]:
     """(error, what rounding may be) of rows in the same place of their completions, the worst place."""
     prompts, completions = _samples(found.config.get_text_config().vocab_size)
     batch = PrefixBatch.pack(prompts, completions, device=found.device)
-    dtypes: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []  # of the head, whose autocast shows here: accelerate converts outputs
     hook = found.get_output_embeddings().register_forward_hook(lambda *a: dtypes.append(a[-1].dtype))
     try:
         with hf.every_layer(found):
@@ -69,8 +69,8 @@ def _worst_error(model: nn.Module, found: Any) -> tuple[float, float]:
     # The median of each place: an expert that flips at a tie of its router concerns one row, neighbours that
     # mix concern all rows of a place, the first ones most.
     worst = max(float(by_place.nanmedian(1).values.max()), float(_error(again, alone[0]).max()))
-    dtype = dtypes[0] if dtypes else packed.dtype  # accelerate converts outputs
-    return worst, max(MIN_TOLERANCE, 8 * torch.finfo(dtype).eps)
+    dtypes += {p.dtype for p in found.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1}
+    return worst, max(MIN_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _samples(vocab: int) -> tuple[list[list[int]], list[list[list[int]]]]:

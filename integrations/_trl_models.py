@@ -27,6 +27,14 @@ class Models:
     def __init__(self) -> None:
         self._former: dict[int, _Former] = {}  # by the id of a config; configs have no hash
         self._reducers: dict[type, tuple[Any, Any]] = {}
+        self._doubts: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+    def doubt(self, model: Any) -> str | None:
+        """Why packed batches are not to be trusted to a model: a tiny one shows it, once for each model."""
+        found = hf.causal_lm(model)
+        if found not in self._doubts:
+            self._doubts[found] = next(iter(hf.verify(model)), None)
+        return self._doubts[found]
 
     def attach(self, model: Any) -> None:
         """Put a model on packed attention until ``undo()``; ordinary calls stay what they are."""

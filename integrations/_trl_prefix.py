@@ -104,7 +104,9 @@ class PrefixSharing:
             return reason
         if reasons := hf.check_model(model_inside):
             return reasons[0]
-        return _model_reason(model_inside, self.shared_dropout)
+        if reason := _model_reason(model_inside, self.shared_dropout):
+            return reason
+        return self.models.doubt(model)  # runs it; no reason before hangs on this rank's data
 
     @contextlib.contextmanager
     def labels_after(self, n_prefix: int, rows: int) -> Iterator[None]:

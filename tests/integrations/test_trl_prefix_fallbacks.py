@@ -218,13 +218,53 @@ def test_ways_to_run_a_model_that_are_left_to_trl(setting, reason):
     assert reason in found and METHOD not in patch.calls
 
 
-def test_attention_that_goes_another_way_is_an_error(trainer):
+def test_attention_that_goes_another_way_is_an_error(trainer, monkeypatch):
     """A layer that never calls the registered attention would attend to the whole packed batch."""
+    monkeypatch.setattr(hf, "verify", lambda model: [])  # which finds it first
     model, (ids, mask) = make_model(), samples()
     first = model.model.layers[0]
     first.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with patch_trl(), pytest.raises(ValueError, match="each of its 2 layers .* got 1 calls"):
         getattr(trl.GRPOTrainer, METHOD)(trainer, model, ids, mask, COMPLETION)
+
+
+def mixing(model):
+    """A module that mixes neighbours, and whose name does not say so."""
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
+    return model
+
+
+def stablelm():
+    """Its files take registered attention, and its layers do not call it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.StableLmConfig(
+        vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, pad_token_id=0,
+    )  # fmt: skip
+    return make_model(transformers.StableLmForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (
+            lambda: mixing(make_model()),
+            "logits of a tiny packed batch differ from those of its samples",
+        ),
+        (stablelm, "a tiny packed batch fails with ValueError: .* each of its 2 layers must call"),
+    ],
+    ids=("mixing", "stablelm"),
+)
+def test_what_only_running_shows_is_left_to_trl(trainer, monkeypatch, make, reason):
+    model, inputs = make(), samples()
+    stock = one_pass(trainer, model, *inputs)
+    verified, verify = [], hf.verify
+    monkeypatch.setattr(hf, "verify", lambda model: verified.append(model) or verify(model))
+    with patch_trl() as patch:
+        for _ in range(2):
+            assert_same_pass(one_pass(trainer, model, *inputs), stock)
+    assert [re.search(reason, key) is not None for key in patch.fallbacks] == [True]
+    assert not patch.calls[METHOD] and verified == [model]
 
 
 # On, off, and options
