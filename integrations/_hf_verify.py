@@ -19,12 +19,14 @@ MIN_TOLERANCE = 1e-4
 
 def found_by_running(model: nn.Module) -> list[str]:
     """See ``hf.verify``."""
+    if is_sharded(model):
+        raise ValueError("model must be whole, got one that ranks hold parts of: verify it before")
     if reasons := check_model(model):
         return reasons
     found = causal_lm(model)
     try:
         with _undisturbed(found), torch.no_grad():
-            worst, tolerance = _worst_error(model if is_sharded(model) else found, found)
+            worst, tolerance = _worst_error(found)
     except Exception as error:  # whatever code of others makes of a packed batch
         message = str(error).partition("\n")[0]
         return [f"{family(found).__name__}: a tiny packed batch fails with {type(error).__name__}: {message}"]
@@ -49,7 +51,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
         model.set_attn_implementation(former)
 
 
-def _worst_error(model: nn.Module, found: Any) -> tuple[float, float]:
+def _worst_error(found: Any) -> tuple[float, float]:
     """(error, what rounding may be) of rows in the same place of their completions, the worst place."""
     prompts, completions = _samples(found.config.get_text_config().vocab_size)
     batch = PrefixBatch.pack(prompts, completions, device=found.device)
@@ -57,10 +59,10 @@ def _worst_error(model: nn.Module, found: Any) -> tuple[float, float]:
     hook = found.get_output_embeddings().register_forward_hook(lambda *a: dtypes.append(a[-1].dtype))
     try:
         with hf.every_layer(found):
-            packed = batch.completion_rows(model(**batch.model_kwargs()).logits)
+            packed = batch.completion_rows(found(**batch.model_kwargs()).logits)
         with hf.on_its_own(found):
-            alone = [_alone(model, p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
-        again = _alone(model, prompts[0], completions[0][0])
+            alone = [_alone(found, p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
+        again = _alone(found, prompts[0], completions[0][0])
     finally:
         hook.remove()
     errors = _error(packed, torch.cat(alone))
@@ -86,10 +88,9 @@ def _samples(vocab: int) -> tuple[list[list[int]], list[list[list[int]]]]:
     return prompts, completions
 
 
-def _alone(model: nn.Module, prompt: list[int], completion: list[int]) -> Tensor:
+def _alone(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
     """The logits of one completion: [len(completion), V]."""
-    device = causal_lm(model).device
-    ids = torch.tensor([prompt + completion], device=device)
+    ids = torch.tensor([prompt + completion], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits
     return logits[0, len(prompt) - 1 : -1]
 

@@ -31,6 +31,8 @@ class Models:
 
     def doubt(self, model: Any) -> str | None:
         """Why packed batches are not to be trusted to a model: a tiny one shows it, once for each model."""
+        if hf.is_sharded(model):
+            return None
         found = hf.causal_lm(model)
         if found not in self._doubts:
             self._doubts[found] = next(iter(hf.verify(model)), None)

@@ -106,7 +106,7 @@ class PrefixSharing:
             return reasons[0]
         if reason := _model_reason(model_inside, self.shared_dropout):
             return reason
-        return self.models.doubt(model)  # runs it; no reason before hangs on this rank's data
+        return self.models.doubt(model)
 
     @contextlib.contextmanager
     def labels_after(self, n_prefix: int, rows: int) -> Iterator[None]:

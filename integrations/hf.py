@@ -56,7 +56,10 @@ _registered: dict[str, str | None] = {}
 
 _defaults: dict[type, str] = {}  # configuration -> what transformers would choose
 _calls: ContextVar[list[nn.Module] | None] = ContextVar("rlkernel_attention_calls", default=None)
-_seen_positions: weakref.WeakKeyDictionary[PrefixBatch, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+# of a batch: positions that were compared with its own, and at which version
+_seen_positions: weakref.WeakKeyDictionary[PrefixBatch, tuple[weakref.ref[Tensor], int | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def register_hf(name: str = "rlkernel") -> str:
@@ -124,8 +127,11 @@ def verify(model: nn.Module) -> list[str]:
     the registered one, code that packed batches break. It sees no window and no limit longer than its
     samples, and in bf16 nothing that is small against bf16's rounding.
 
-    The model is put into evaluation mode for it, and left as it was, on the attention that it was on. Where
-    the model is sharded, all ranks must call this, for it calls the model.
+    The model is put into evaluation mode for it, and left as it was, on the attention that it was on. It is
+    called without what wraps it (DDP, PEFT), so that ranks need not agree.
+
+    Raises:
+        ValueError: the model is sharded (FSDP, ZeRO-3), whose passes have to follow a plan of all ranks.
     """
     from rlkernel.integrations._hf_verify import found_by_running
 
@@ -299,12 +305,16 @@ def _are_positions(found: Tensor | None, batch: PrefixBatch) -> bool:
     want = batch.position_ids
     if found is None or found is want or torch.compiler.is_compiling():
         return True
-    seen = _seen_positions.get(batch)
-    if seen is not None and seen() is found:
+    version = None if found.is_inference() else found._version  # counts changes in place
+    seen, seen_version = _seen_positions.get(batch, (None, None))
+    if seen is not None and seen() is found and version is not None and seen_version == version:
         return True
     if found.shape[-1:] != want.shape[-1:] or not bool((found.to(want.device) == want).all()):
         return False
-    _seen_positions[batch] = weakref.ref(found)  # the comparison waits for the GPU: once, not in every layer
+    _seen_positions[batch] = (
+        weakref.ref(found),
+        version,
+    )  # the comparison waits for the GPU: once, not in every layer
     return True
 
 

@@ -368,6 +368,24 @@ def test_equal_positions_in_another_tensor_are_compared_once(monkeypatch):
     assert model(**inputs).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("change", ("another tensor", "in place"))
+def test_other_positions_after_a_good_call(change):
+    """What was compared once is not compared again, but for what it was."""
+    model, batch = packed_model("llama", dtype=torch.float32), pack()
+    inputs = batch.model_kwargs()
+    inputs["position_ids"] = positions = inputs["position_ids"].clone()
+    good = model(**inputs).logits
+    assert torch.equal(model(**inputs).logits, good)
+    if change == "in place":
+        positions += 1
+    else:
+        inputs["position_ids"] = positions + 1
+    with pytest.raises(ValueError, match="position_ids must be the batch's, got others"):
+        model(**inputs)
+    inputs["position_ids"] = batch.position_ids.clone()
+    assert torch.equal(model(**inputs).logits, good)
+
+
 def refused_models():
     def small(kind, **options):
         config = getattr(transformers, kind)(**models.COMMON | options)

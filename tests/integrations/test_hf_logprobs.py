@@ -382,6 +382,21 @@ def test_logits_are_looked_at_once(monkeypatch):
     assert len(looks) == 1
 
 
+@pytest.mark.parametrize("option, value", (("logit_scale", 2.0), ("final_logit_softcapping", 5.0)))
+def test_a_config_that_changes_after_a_good_call(option, value):
+    """The look at the logits is of one scale and one softcap."""
+    model = packed_model()
+    first = rlkernel.packed_logprobs(model, pack()).logprobs
+    setattr(model.config, option, value)  # which the model does not do
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="its logits must be scaled by .* and capped at .*, as its config"
+        ):
+            rlkernel.packed_logprobs(model, pack())
+    setattr(model.config, option, None)
+    assert torch.equal(rlkernel.packed_logprobs(model, pack()).logprobs, first)
+
+
 def test_a_head_that_is_called_twice_or_never(monkeypatch):
     model = packed_model()
     real = type(model).forward

@@ -92,6 +92,12 @@ def test_families_that_cannot(kind, reason):
     assert state(model) == before
 
 
+def test_sharded_models_are_not_run(monkeypatch):
+    monkeypatch.setattr(_hf_verify, "is_sharded", lambda model: True)
+    with pytest.raises(ValueError, match="model must be whole, got one that ranks hold parts of"):
+        hf.verify(families.make("llama"))
+
+
 @pytest.mark.parametrize("rows, found", ((1, False), (4, True)))
 def test_a_tie_of_one_router_is_no_reason(rows, found, monkeypatch):
     """One row of the six at a place may differ, and is no number here: not most of them."""
