@@ -10,7 +10,8 @@ from rlkernel.types import Sampling
 
 # Warps of 64 give the bits that warps of 32 give: test_same_bits_on_warps_of_32_and_of_64.
 PAIRS = [pair for pair in of("sampling") if pair.values[0] != "emulated-warp64"]
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": math.inf}
+THRESHOLDS = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_a": 0.0}
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": math.inf} | THRESHOLDS
 FILTERS = {
     "none": {},
     "top_k": {"top_k": 5},
@@ -29,9 +30,14 @@ FILTERS = {
     "p of nearly all": {"top_p": 0.9999},
     "min_p of 1": {"min_p": 1.0},
     "k beyond V": {"top_k": 10**6},
+    "epsilon": {"epsilon_cutoff": 0.01},
+    "eta": {"eta_cutoff": 0.02},
+    "top_a": {"top_a": 0.2},
+    "thresholds above all": {"epsilon_cutoff": 1.0, "eta_cutoff": 1.0},
+    "thresholds top_p": {"epsilon_cutoff": 1e-3, "eta_cutoff": 3e-3, "top_a": 0.02, "top_p": 0.8},
 }
 # one of every kind, where a row costs milliseconds
-FEW = ("none", "top_k", "top_p", "min_p top_p", "all", "k and p of most")
+FEW = ("none", "top_k", "top_p", "min_p top_p", "all", "k and p of most", "thresholds top_p")
 
 
 def _rows(seed, count, vocab):
@@ -159,6 +165,9 @@ def _count(d, weights, temperature, f, vocab, filter_order, slack):
         mean = math.fsum(d) / len(d)
         cutoff = -f["top_n_sigma"] * math.sqrt(math.fsum((x - mean) ** 2 for x in d) / len(d))
         count = min(count, sum(x >= cutoff - slack * max(1, abs(cutoff)) for x in d))
+    if any(f[name] for name in THRESHOLDS):
+        least = _least(d, weights, f)
+        count = min(count, sum(x / temperature >= least - slack * max(1, abs(least)) for x in d))
     count = min(count, first_k)
     if f["top_p"] < 1:
         share_of = {"sequential": count, "joint": vocab, "top_k_first": first_k}[filter_order]
@@ -172,10 +181,21 @@ def _count(d, weights, temperature, f, vocab, filter_order, slack):
     return max(count, 1)
 
 
+def _least(d, weights, f):
+    """The least d / T that the thresholds of the tempered probability keep."""
+    total = math.fsum(weights)
+    p = [w / total for w in weights]
+    entropy = -math.fsum(x * math.log(x) for x in p if x > 0)
+    eta = f["eta_cutoff"]
+    bound = max(f["epsilon_cutoff"], min(eta, math.sqrt(eta) * math.exp(-entropy)), f["top_a"] * p[0] ** 2)
+    return min(0.0, math.log(bound / p[0]))  # the likeliest tokens stay
+
+
 def is_on(options, vocab):
     """Whether any of the filters can leave out a token."""
     f = OFF | options
-    return 1 <= f["top_k"] < vocab or f["top_p"] < 1 or f["min_p"] > 0 or f["top_n_sigma"] < math.inf
+    others = f["top_p"] < 1 or f["min_p"] > 0 or f["top_n_sigma"] < math.inf or any(f[x] for x in THRESHOLDS)
+    return 1 <= f["top_k"] < vocab or others
 
 
 def check_kept(out, row, z, temperature, options, filter_order="sequential", masked=False):

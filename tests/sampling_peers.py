@@ -89,10 +89,13 @@ def vllm_runner_min_p(logits, min_p):
     return made
 
 
-def hf_processed(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
+def hf_processed(
+    logits, temperature=1.0, top_k=None, top_p=None, min_p=None, epsilon_cutoff=None, eta_cutoff=None
+):
     """log_softmax after the processors that ``generate`` makes of these options, in its order."""
     chain = [(hf("TemperatureLogitsWarper"), temperature), (hf("TopKLogitsWarper"), top_k)]
     chain += [(hf("TopPLogitsWarper"), top_p), (hf("MinPLogitsWarper"), min_p)]
+    chain += [(hf("EpsilonLogitsWarper"), epsilon_cutoff), (hf("EtaLogitsWarper"), eta_cutoff)]
     for warper, value in chain:
         logits = logits if value is None else warper(value)(None, logits)
     return logits.log_softmax(-1)
@@ -158,3 +161,10 @@ def dry(tokens, scores, multiplier, base, allowed_length, breakers, last_n):
     for token, length in longest.items():
         if length >= allowed_length:
             scores[token] -= multiplier * base ** (length - allowed_length)
+
+
+def top_a_processed(logits, top_a):
+    """log_softmax after ``TopALogitsWarper`` of text-generation-webui (``modules/sampler_hijack.py``)."""
+    probs = logits.softmax(-1)
+    most = probs.amax(-1, keepdim=True)
+    return logits.masked_fill(probs < most * most * top_a, -torch.inf).log_softmax(-1)

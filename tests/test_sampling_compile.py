@@ -16,6 +16,8 @@ OPTIONS = {
     "everything": {"top_p": 0.9, "return_entropy": True, "return_rank": True, "return_support": 70,
                    "top_logprobs": 3, "token_bitmask": torch.full((3, 3), 0x0F0F0F0F, dtype=torch.int32),
                    "logit_bias": {4: 2.0}, "method": "gumbel", "filter_order": "joint"},
+    "thresholds": {"epsilon_cutoff": 0.01, "eta_cutoff": torch.tensor([0.0, 0.02, 0.1]), "top_a": 0.1,
+                   "return_support": 70, "top_logprobs": 2},
     "one logprob": {"return_logprobs": ("processed",), "top_k": 2},
 }  # fmt: skip
 

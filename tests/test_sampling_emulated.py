@@ -26,6 +26,7 @@ FILTERS = {
     "sigma": {"top_n_sigma": 1.5},
     "all": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "top_n_sigma": 3.0},
     "joint": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "order": "joint"},
+    "thresholds": {"thresholds": torch.tensor([[0.01, 0.002, 0.1]]).repeat(3, 1), "top_p": 0.9},
     "top_k first": {"top_k": 300, "top_p": 0.8, "min_p": 2e-3, "order": "top_k_first"},
 }
 
@@ -84,6 +85,8 @@ def random_case(seed):
         "top_p": each([0.1, 0.9, 0.999, 1.0]) if on(0.5) else 1.0,
         "min_p": each([0.0, 0.05, 1e-4, 1.0]) if on(0.3) else 0.0,
         "top_n_sigma": each([0.5, 2.0, float("inf")]) if on(0.3) else float("inf"),
+        "thresholds": torch.tensor([[rng.choice([0, 1e-4, 0.02]) for _ in range(3)] for _ in range(rows)])
+        if on(0.3) else None,
         "token_bitmask": mask, "order": rng.choice(FILTER_ORDERS), "gumbel": on(0.3), "raw": on(0.7),
         "entropy": on(0.5), "rank": on(0.5), "support": rng.choice([0, 7, 6000]),
     }  # fmt: skip

@@ -169,6 +169,9 @@ def test_agrees_with_the_reference(vocab):
             "top_p": each(1.0, 0.95, 0.5, 1e-6, 0.9999999),
             "min_p": each(0.0, 0.0, 0.05, 1.0),
             "top_n_sigma": each(INF, INF, 1.0, 0.1),
+            "thresholds": torch.tensor(
+                [[r.choice([0, 0, 1e-3, 0.3]) for _ in range(3)] for _ in range(rows)]
+            ),
             "order": r.choice(FILTER_ORDERS),
             "gumbel": r.random() < 0.3,
             "support": r.choice([0, 1, 64, vocab]),

@@ -184,6 +184,31 @@ def test_sglangs_torch_sampler_is_joint(backend, device, name, logits):
     check_same(sample(backend, logits.to(device), **options), processed)
 
 
+THRESHOLDS = {
+    "epsilon": {"epsilon_cutoff": 0.003},
+    "eta": {"eta_cutoff": 0.003},
+    "eta below its entropy": {"eta_cutoff": 0.2},
+    "epsilon above all": {"epsilon_cutoff": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@ON_FAST_BACKENDS
+def test_hugging_faces_epsilon_and_eta(backend, device, name, logits):
+    logits = logits * torch.tensor([0.2, 0.5, 1.0, 1.0, 2.0, 4.0])[:, None]
+    options = {"temperature": 0.8, "return_support": VOCAB} | THRESHOLDS[name]
+    processed = peers.hf_processed(logits, 0.8, **THRESHOLDS[name])
+    check_same(sample(backend, logits.to(device), **options), processed)
+
+
+@pytest.mark.parametrize("top_a", [0.01, 0.2, 1.0])
+@ON_FAST_BACKENDS
+def test_text_generation_webuis_top_a(backend, device, top_a, logits):
+    logits = logits * torch.tensor([0.2, 0.5, 1.0, 1.0, 2.0, 4.0])[:, None]
+    processed = peers.top_a_processed(logits, top_a)
+    check_same(sample(backend, logits.to(device), top_a=top_a, return_support=VOCAB), processed)
+
+
 def test_trls_logprobs_are_the_tempered_ones(logits):
     """TRL 1.16 has no sampler: its trainers give the filters to vLLM or transformers and train on this."""
     utils = pytest.importorskip("trl.trainer.utils", reason="needs TRL")
@@ -216,6 +241,14 @@ def test_ties_at_the_edge_of_a_nucleus_are_broken_by_the_sort_elsewhere():
     assert peers.vllm_processed(logits, top_p=0.3).isfinite().sum() == 3
     assert peers.hf_processed(logits, top_p=0.3).isfinite().sum() == 3
     assert peers.flashinfer_kept(logits[0].softmax(-1), 8, 0.3, "joint").sum() == 8
+
+
+def test_epsilon_behind_top_k_is_of_what_is_left_elsewhere():
+    """Hugging Face renormalises before each processor; here a threshold is of the tempered probability."""
+    logits = torch.tensor([[0.4, 0.2, 0.11, 0.1, 0.1, 0.09]]).log()
+    options = {"top_k": 3, "epsilon_cutoff": 0.12}
+    assert peers.hf_processed(logits, **options).isfinite().sum() == 3, "0.11 of 0.71"
+    assert sample("reference", logits, **options).kept_count.item() == 2
 
 
 def test_a_share_that_is_met_exactly_keeps_one_token_more_in_sglang():

@@ -68,9 +68,10 @@ def tile_statistics(
             width, vocab_start, splits, triton.cdiv(vocab, SPLIT), triton.cdiv(vocab, GROUP),
             *_per_row(sampling.temperature), sampling.seeds, sampling.positions, sampling.token_ids,
             sampling.skip, partials, group_max,
-            RAW=sampling.raw, ENTROPY=sampling.entropy, SIGMA=sampling.may_use_sigma,
-            GUMBEL=sampling.gumbel, SCATTERED=_scattered(tile, adjusted), LANES=SPLIT // vec, VEC=vec,
-            num_warps=8 if sampling.may_use_sigma or sampling.gumbel else 4, enable_fp_fusion=False,
+            RAW=sampling.raw, ENTROPY=sampling.entropy or sampling.thresholds is not None,
+            SIGMA=sampling.may_use_sigma, GUMBEL=sampling.gumbel, SCATTERED=_scattered(tile, adjusted),
+            LANES=SPLIT // vec, VEC=vec, num_warps=8 if sampling.may_use_sigma or sampling.gumbel else 4,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -120,7 +121,8 @@ def finish(
             *_rows_of(sampling.token_bitmask), vocab, triton.cdiv(vocab, SPLIT), groups,
             *_per_row(sampling.temperature), *((top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)),
             *_per_row(sampling.top_p), *_per_row(sampling.min_p), *_per_row(sampling.top_n_sigma),
-            sampling.seeds, sampling.positions, sampling.token_ids, sampling.skip, partials, group_max,
+            sampling.thresholds, sampling.seeds, sampling.positions, sampling.token_ids, sampling.skip,
+            partials, group_max,
             *stats[:9], sampling.support, *stats[9:], listed, candidates,
             FILTER=filters, ORDER=FILTER_ORDERS.index(sampling.order), GUMBEL=sampling.gumbel,
             SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
@@ -167,7 +169,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     rows = torch.ones(2)
     everything: dict[str, Any] = {
         "temperature": rows, "top_k": rows.to(torch.int64), "top_p": rows, "min_p": rows,
-        "top_n_sigma": rows, "skip": rows > 0, "entropy": True, "rank": True, "support": 512,
+        "top_n_sigma": rows, "thresholds": torch.ones(2, 3), "skip": rows > 0, "entropy": True,
+        "rank": True, "support": 512,
     }  # fmt: skip
     forced: dict[str, Any] = {"seeds": None, "positions": None, "token_ids": torch.ones(2, dtype=torch.int64)}
     return {

@@ -59,6 +59,28 @@ def standard_deviation(records, here):
 
 
 @triton.jit
+def log_sum_and_entropy(record, here, per_t):
+    """``log(sum exp((z - max) / T))`` and the entropy of the tempered distribution."""
+    maxima = tl.load(record, mask=here, other=float("-inf"))
+    sums = tl.load(record + 2, mask=here, other=0.0)
+    top = finite_or_zero(tl.max(maxima, axis=0))
+    scale = scales(maxima, top, per_t)
+    s = sum_lanes(sums * scale)
+    weighted = tl.load(record + 3, mask=here, other=0.0)
+    weighted += tl.where(maxima == float("-inf"), 0.0, sums * ((maxima - top) * per_t))
+    log_s = tl.log(s)
+    return log_s, log_s - sum_lanes(weighted * scale) / s
+
+
+@triton.jit
+def least_of(epsilon, eta, top_a, log_s, entropy):
+    """The least (z - max) / T that the thresholds keep, each off at 0; the likeliest token has 0."""
+    lower = tl.minimum(tl.log(eta), 0.5 * tl.log(eta) - entropy)  # log(0) is -inf
+    least = tl.maximum(tl.log(epsilon), lower) + log_s
+    return tl.minimum(tl.maximum(least, tl.log(top_a) - log_s), 0.0)
+
+
+@triton.jit
 def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream):
     """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
     best = tl.full((), float("-inf"), tl.float32)
@@ -156,7 +178,7 @@ def finish_kernel(
     logits, row_stride: tl.int64, adjusted, adjusted_stride: tl.int64, bitmask, bitmask_stride: tl.int64,
     V, splits, groups, temperatures, temperature: tl.float32, top_ks, top_k: tl.int64,
     top_ps, top_p: tl.float32, min_ps, min_p: tl.float32, sigmas, sigma: tl.float32,
-    seeds, positions, token_ids, skip, records, group_max,
+    thresholds, seeds, positions, token_ids, skip, records, group_max,
     token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
     support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
     listed, candidates,
@@ -211,6 +233,11 @@ def finish_kernel(
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:
             filtered = filtered | (finite < V)
+        if thresholds is not None:
+            epsilon = tl.load(thresholds + 3 * row).to(tl.float64)
+            eta = tl.load(thresholds + 3 * row + 1).to(tl.float64)
+            top_a = tl.load(thresholds + 3 * row + 2).to(tl.float64)
+            filtered = filtered | (epsilon > 0.0) | (eta > 0.0) | (top_a > 0.0)
         if filtered & valid & (not greedy):
             cut = tl.full((), float("-inf"), tl.float32)
             if least > 0.0:
@@ -218,6 +245,9 @@ def finish_kernel(
             if width < float("inf"):
                 deviation = standard_deviation(record, here)
                 cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
+            if thresholds is not None:
+                log_mass, in_row = log_sum_and_entropy(record, here, per_t)
+                cut = tl.maximum(cut, (t * least_of(epsilon, eta, top_a, log_mass, in_row)).to(tl.float32))
             n, pivot, last, kept_count, mass = select(
                 listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
                 p, p_on, cut, ORDER, GROUPS, ROOM,

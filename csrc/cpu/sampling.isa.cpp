@@ -234,7 +234,7 @@ void write_support(const SamplingOutputs& out, int64_t row, const Filter& filter
   });
 }
 
-// The cutoff of min_p and top_n_sigma on z - max.
+// The cutoff of min_p, top_n_sigma and the thresholds on z - max.
 float cutoff_of(const SamplingInputs& in, int64_t row, const Softmax& softmax, double temperature) {
   float cutoff = -kInf;
   if (const float min_p = of_row(in.min_p, row); min_p > 0)
@@ -242,6 +242,11 @@ float cutoff_of(const SamplingInputs& in, int64_t row, const Softmax& softmax, d
   if (const float sigmas = of_row(in.top_n_sigma, row); sigmas < kInf) {
     const double sigma = std::sqrt(softmax.squares / softmax.finite);
     cutoff = std::fmax(cutoff, static_cast<float>(-static_cast<double>(sigmas) * sigma));
+  }
+  if (in.thresholds != nullptr) {
+    const double log_sum = std::log(softmax.sum), entropy = log_sum - softmax.weighted / softmax.sum;
+    const double least = least_of(in.thresholds + row * kThresholds, log_sum, entropy);
+    cutoff = std::fmax(cutoff, static_cast<float>(temperature * least));
   }
   return cutoff;
 }

@@ -51,6 +51,9 @@ def sampling(
     return_entropy: bool,
     return_rank: bool,
     return_support: int,
+    epsilon_cutoff: float | Tensor | None = None,
+    eta_cutoff: float | Tensor | None = None,
+    top_a: float | Tensor | None = None,
 ) -> Sampling:
     """Raises ValueError for what is off."""
     _validate.choice("filter_order", filter_order, FILTER_ORDERS)
@@ -84,7 +87,24 @@ def sampling(
         entropy=bool(return_entropy),
         rank=bool(return_rank),
         support=int(return_support),
+        thresholds=_thresholds(
+            {"epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff, "top_a": top_a}, *where
+        ),
     )
+
+
+def _thresholds(
+    given: dict[str, float | Tensor | None], shape: torch.Size, device: torch.device
+) -> Tensor | None:
+    """[B, 3]; None where all are numbers and off."""
+    columns = [0.0 if x is None else _floats(name, x, 0, 1, shape, device) for name, x in given.items()]
+    if not any(isinstance(x, Tensor) or x > 0 for x in columns):
+        return None
+    rows, fp32 = math.prod(shape), torch.float32
+    made = [
+        x if isinstance(x, Tensor) else torch.full((rows,), x, dtype=fp32, device=device) for x in columns
+    ]
+    return torch.stack(made, -1)
 
 
 def count(argument: str, value: int, most: int) -> int:

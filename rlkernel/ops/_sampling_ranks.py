@@ -47,6 +47,7 @@ def ranked(
     plain = request._replace(
         temperature=1.0, top_k=top, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None,
         positions=None, token_ids=stats.token_ids, raw=False, entropy=False, rank=False, support=top,
+        thresholds=None,
     )  # fmt: skip
     needs = frozenset({"token_ids", "support"})
     row_max, log_sum, t = stats.row_max, stats.log_sum, _per_row(request.temperature)

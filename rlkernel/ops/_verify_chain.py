@@ -28,6 +28,9 @@ def verify_chain(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     top_n_sigma: float | Tensor | None = None,
+    epsilon_cutoff: float | Tensor | None = None,
+    eta_cutoff: float | Tensor | None = None,
+    top_a: float | Tensor | None = None,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -64,7 +67,7 @@ def verify_chain(
         draft_logprobs: [B, K, V], normalised; -inf where a token could not be drafted, everywhere where
             nothing was and the draft is -1.
         draft_lengths: [B] integers in [0, K], how many drafts a row has; None means K.
-        seeds, positions, temperature, top_k, top_p, min_p, top_n_sigma: as in ``sample``, a number or one
+        seeds, positions, temperature and the filters: as in ``sample``, a number or one
             per request [B]; ``positions`` is that of the first token.
         token_bitmask: int32 [B, K + 1, ceil(V / 32)].
         logit_bias: [V], [B, V], [B, K + 1, V], {token: bias}, one such dict for each request, or a
@@ -95,6 +98,9 @@ def verify_chain(
         "top_p": top_p,
         "min_p": min_p,
         "top_n_sigma": top_n_sigma,
+        "epsilon_cutoff": epsilon_cutoff,
+        "eta_cutoff": eta_cutoff,
+        "top_a": top_a,
     }
     start = _spread("positions", 0 if positions is None else positions, shape)
     place = torch.arange(places, device=flat.device)

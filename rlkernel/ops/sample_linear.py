@@ -31,6 +31,9 @@ def sample_linear(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     top_n_sigma: float | Tensor | None = None,
+    epsilon_cutoff: float | Tensor | None = None,
+    eta_cutoff: float | Tensor | None = None,
+    top_a: float | Tensor | None = None,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -89,7 +92,7 @@ def sample_linear(
         min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=None,
         token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support,
+        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
     )  # fmt: skip
     wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, vocab, flat.device)
     reasons = {
@@ -181,10 +184,12 @@ def _op(
     entropy: bool,
     rank: bool,
     support: int,
+    thresholds: Tensor | None,
 ) -> list[Tensor]:
     request = op.unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
         seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
+        thresholds,
     ])  # fmt: skip
     head = Head(bias, 1.0, logit_scale, softcap, -100, logits_dtype, compute_dtype)
     stats, logits = _forward(hidden, weight, head, request if drawn else None, store)

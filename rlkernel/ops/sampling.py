@@ -22,6 +22,9 @@ def sample(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     top_n_sigma: float | Tensor | None = None,
+    epsilon_cutoff: float | Tensor | None = None,
+    eta_cutoff: float | Tensor | None = None,
+    top_a: float | Tensor | None = None,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -48,7 +51,9 @@ def sample(
 
     Each filter keeps the first tokens in the order (z descending, id ascending): ``top_k`` the first k;
     ``min_p`` those with at least ``min_p`` times the largest probability; ``top_n_sigma`` those with
-    ``z >= max z - n * std(z)``; ``top_p`` a token while those before it have less than ``top_p`` of the mass.
+    ``z >= max z - n * std(z)``; ``epsilon_cutoff`` = e those with a probability of at least e, ``eta_cutoff``
+    of at least min(e, sqrt(e) * exp(-entropy)) and ``top_a`` of at least a times the largest squared, but
+    always the likeliest; ``top_p`` a token while those before it have less than ``top_p`` of the mass.
     A row with T = 0 takes the likeliest token (lowest id), is not filtered, and has ``processed = 0`` and the
     other two at T = 1.
 
@@ -64,6 +69,7 @@ def sample(
         top_p: in (0, 1]; 1 or None keep all.
         min_p: in [0, 1]; 0 or None keep all.
         top_n_sigma: > 0; infinity or None keep all.
+        epsilon_cutoff, eta_cutoff, top_a: in [0, 1]; 0 or None keep all.
         seeds: 64-bit integers, signed or not; None draws them from torch's generator.
         positions: the token's place in its sequence, 64-bit integers; None means 0.
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
@@ -97,7 +103,7 @@ def sample(
 
     The grouped draw rests on the max-stability of Gumbel variables, as FlashSampling (arXiv 2603.15854);
     top-p follows Holtzman et al. (arXiv 1904.09751), min-p Nguyen et al. (arXiv 2407.01082), top-n-sigma
-    arXiv 2411.07641.
+    arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191).
     """
     shape, flat = inputs.rows_of(logits)
     request = inputs.sampling(
@@ -105,7 +111,7 @@ def sample(
         min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=None,
         token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support,
+        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
     )  # fmt: skip
     needs = {"seeds"} if seeds is not None else set()
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
@@ -122,6 +128,9 @@ def score_tokens(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     top_n_sigma: float | Tensor | None = None,
+    epsilon_cutoff: float | Tensor | None = None,
+    eta_cutoff: float | Tensor | None = None,
+    top_a: float | Tensor | None = None,
     token_bitmask: Tensor | None = None,
     logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
@@ -150,7 +159,7 @@ def score_tokens(
         min_p=min_p, top_n_sigma=top_n_sigma, seeds=None, positions=None, token_ids=token_ids,
         token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support,
+        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
     )  # fmt: skip
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
     wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
@@ -255,6 +264,8 @@ def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
     in_range = (k >= 1) & (k < vocab)
     on = in_range | (request.top_p < 1) | (request.min_p > 0) | (request.top_n_sigma < torch.inf)
     on = on | (request.token_bitmask is not None)
+    if request.thresholds is not None:
+        on = on | (request.thresholds > 0).any(-1)
     return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
 
 
@@ -309,7 +320,7 @@ def list_of(stats: SampleStats, forced: Tensor | None) -> list[Tensor]:
 
 
 def fake_list(rows: int, like: Tensor, dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    raw, entropy, rank, support = values[-4:]
+    raw, entropy, rank, support = values[-5:-1]
 
     def row(kind: torch.dtype, want: bool = True) -> Tensor:
         return like.new_empty(rows if want else 0, dtype=kind if want else dtype)
@@ -345,11 +356,13 @@ def _op(
     entropy: bool,
     rank: bool,
     support: int,
+    thresholds: Tensor | None,
     needs: str,
 ) -> list[Tensor]:
     request = unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
         seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
+        thresholds,
     ])  # fmt: skip
     return list_of(_forward(logits, adjusted, request, frozenset(needs.split(",")) - {""}), token_ids)
 

@@ -93,6 +93,10 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
     cutoff = torch.where(m_on, (softmax.t.double() * min_p.double().log()).to(d.dtype), -torch.inf)
     below = (-sigmas.double() * _deviation(z, finite)).to(d.dtype)
     cutoff = torch.where(s_on, torch.maximum(cutoff, below), cutoff)
+    if sampling.thresholds is not None:
+        on = on | (sampling.thresholds > 0).any(-1)
+        least = softmax.t.double() * _least(softmax, sampling.thresholds.double())
+        cutoff = torch.maximum(cutoff, least.to(d.dtype))
     allowed = finite & (d >= cutoff)
 
     order = z.sort(dim=-1, descending=True, stable=True).indices
@@ -112,6 +116,18 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
     kept = torch.zeros_like(first).scatter_(-1, order, first)
     filtered = on & ~greedy & (count[:, 0] < vocab)
     return kept, torch.where(first, mass, 0).sum(-1), filtered
+
+
+def _least(softmax: _Softmax, thresholds: Tensor) -> Tensor:
+    """The least (z - max) / T [B, 1] that epsilon, eta and top-a keep; the likeliest token has 0."""
+    epsilon, eta, top_a = thresholds.log().split(1, -1)  # -inf where off
+    total, log_sum = softmax.total.double()[:, None], softmax.total.double().log()[:, None]
+    weighted = (
+        torch.where(softmax.e == 0, 0, softmax.e * softmax.d / softmax.t).double().sum(-1, keepdim=True)
+    )
+    entropy = log_sum - weighted / total
+    least = torch.maximum(epsilon, torch.minimum(eta, 0.5 * eta - entropy)) + log_sum
+    return torch.maximum(least, top_a - log_sum).clamp(max=0)
 
 
 def _deviation(z: Tensor, finite: Tensor) -> Tensor:

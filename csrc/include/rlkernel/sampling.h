@@ -5,6 +5,7 @@
 // 64 tokens that can matter. Splits and groups are counted from the start of the vocabulary, so a row's bits do not depend on
 // the tiles it comes in, nor on the rows around it.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "rlkernel/logprob.h"
@@ -37,6 +38,10 @@ enum SamplingRecord : int {
 // left is cut by the thresholds.
 enum class FilterOrder : int { sequential = 0, joint = 1, top_k_first = 2 };
 
+// Thresholds of the tempered probability of a row, whose likeliest token is kept whatever they say: at least epsilon; at least
+// min(eta, sqrt(eta) * exp(-entropy)); at least top_a times the largest one squared.
+enum SamplingThreshold : int { kEpsilon = 0, kEta = 1, kTopA = 2, kThresholds = 3 };
+
 // A value for each row, or one for all where `each` is null.
 template <class T>
 struct PerRow {
@@ -59,6 +64,7 @@ struct SamplingInputs {
   PerRow<float> top_p;           // off from 1 on
   PerRow<float> min_p;           // off from 0 down
   PerRow<float> top_n_sigma;     // off at infinity
+  const float* thresholds;       // [rows, kThresholds], each off at 0; null: none
   const int64_t *seeds, *positions;  // [rows]; null with token_ids; positions also where all are 0
   const int64_t* token_ids;      // forced tokens; null: draw
   const uint8_t* skip;           // rows that are neither read nor written; null: none
@@ -89,6 +95,18 @@ RLKERNEL_HOST_DEVICE static inline bool parameters_hold(const SamplingInputs& in
 
 RLKERNEL_HOST_DEVICE static inline int64_t position_of(const SamplingInputs& in, int64_t row) {
   return in.positions == nullptr ? 0 : in.positions[row];
+}
+
+// The least (z - max z) / T that a row's thresholds keep, from log(sum exp((z - max z) / T)) and the entropy.
+RLKERNEL_HOST_DEVICE static inline double least_of(const float* thresholds, double log_sum, double entropy) {
+  double least = -HUGE_VAL;
+  if (thresholds[kEpsilon] > 0) least = log(static_cast<double>(thresholds[kEpsilon])) + log_sum;
+  if (thresholds[kEta] > 0) {
+    const double eta = log(static_cast<double>(thresholds[kEta])), lower = 0.5 * eta - entropy;
+    least = fmax(least, (lower < eta ? lower : eta) + log_sum);
+  }
+  if (thresholds[kTopA] > 0) least = fmax(least, log(static_cast<double>(thresholds[kTopA])) - log_sum);
+  return fmin(least, 0.0);
 }
 
 struct SamplingOutputs {

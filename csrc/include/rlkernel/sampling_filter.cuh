@@ -129,6 +129,11 @@ struct Filter : Search<T> {
       const float below = static_cast<float>(-static_cast<double>(sigmas) * sqrt(row.moments.squares / row.moments.count));
       least = fmaxf(least, below);
     }
+    if (in.thresholds != nullptr) {
+      const double log_sum = log(row.sum), entropy = log_sum - row.weighted / row.sum;
+      const double of_row = least_of(in.thresholds + r * kThresholds, log_sum, entropy);
+      least = fmaxf(least, static_cast<float>(static_cast<double>(temperature) * of_row));
+    }
     *lowest = first_key(kLowestKey, high, [&](float z) { return z - row.max >= least; });
     return least > -infinity();
   }
