@@ -49,6 +49,12 @@ def model(said):
 SETTINGS = {
     "plain": lambda: {"temperature": torch.tensor([0.7, 0.0, 1.0, 1.3])},
     "filtered": lambda: {"top_k": torch.tensor([20, 0, 5, 50]), "top_p": 0.9, "method": "gumbel"},
+    "thresholds": lambda: {
+        "epsilon_cutoff": torch.tensor([0.01, 0.0, 0.02, 0.0]),
+        "top_a": 0.1,
+        "top_p": 0.9,
+        "filter_order": "top_k_first",
+    },
     "penalties": lambda: {"penalties": True, "logit_bias": {7: 1.0}, "min_p": 0.01},
 }
 
@@ -58,7 +64,9 @@ def options_of(setting, said, device):
     if options.pop("penalties", False):
         length = max(map(len, said))
         ids = torch.tensor([row + [-1] * (length - len(row)) for row in said], device=device)
-        options["penalties"] = rlkernel.Penalties(ids, repetition=1.3, frequency=0.4, presence=0.2)
+        numbers = {"repetition": 1.3, "frequency": 0.4, "presence": 0.2}
+        of_history = {"no_repeat_ngram": 3, "dry": rlkernel.Dry(1.0, allowed_length=1)}
+        options["penalties"] = rlkernel.Penalties(ids, **numbers, **of_history)
     return options
 
 
