@@ -29,6 +29,9 @@ REFUSED = {
     "top_p": [math.nan, 0.0, 1e-50, -1e-30, 1.0 + 1e-7, 2.0],
     "min_p": [math.nan, -1e-40, 1.0 + 1e-7, math.inf],
     "top_n_sigma": [math.nan, 0.0, 1e-50, -1.0],
+    "epsilon_cutoff": [math.nan, -1e-40, 1.0 + 1e-7],
+    "eta_cutoff": [math.nan, -1.0, math.inf],
+    "top_a": [math.nan, -1e-40, 2.0],
     "top_k": [-2, -(2**40)],
 }
 # Inside, or so once they are fp32; what they come to.
@@ -37,6 +40,9 @@ TAKEN = {
     "top_p": {1.0 + 1e-9: 1.0, 1.0 - 1e-9: 1.0, 1e-45: 2.0**-149, 1.0: 1.0},
     "min_p": {-1e-50: 0.0, 1e-50: 0.0, 1.0 + 1e-9: 1.0},
     "top_n_sigma": {1e39: math.inf, 3.4028235677973366e38: math.inf, 1e-45: 2.0**-149},
+    "epsilon_cutoff": {1e-50: 0.0, 1.0 + 1e-9: 1.0, 1e-45: 2.0**-149},
+    "eta_cutoff": {-1e-50: 0.0, 1e-45: 2.0**-149},
+    "top_a": {1e-50: 0.0, 1.0: 1.0},
     "top_k": {2**63 - 1: 40, 41: 40, -1: 0},
 }
 
@@ -97,6 +103,7 @@ BAD = {
     "top_p": [math.nan, 0.0, -0.5, 1.5, math.inf],
     "min_p": [math.nan, -0.5, 1.5, math.inf],
     "top_n_sigma": [math.nan, 0.0, -1.0, -math.inf],
+    "eta_cutoff": [math.nan, -0.5, 1.5, math.inf],
     "top_k": [-2, -(2**62)],
 }
 
@@ -112,7 +119,8 @@ def test_rows_of_parameters_that_nobody_looked_at_are_not_valid(backend, device,
     logits[:, 7], logits[1] = -math.inf, -math.inf
     logits[1, 33] = 0.5
     dtype = torch.int64 if name == "top_k" else torch.float32
-    good = {"top_k": 5, "temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "top_n_sigma": 2.0}[name]
+    goods = {"top_k": 5, "temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "top_n_sigma": 2.0}
+    good = goods.get(name, 0.02)
     asked = torch.tensor([good, *values, good], dtype=dtype, device=device)
     others = {"top_k": 9, "top_p": 0.8} if name == "temperature" else {}
     options = {"method": method, "return_support": 150, "return_entropy": True, "return_rank": True, **others}

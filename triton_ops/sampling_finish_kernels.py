@@ -208,6 +208,12 @@ def finish_kernel(
     least = load_scalar(min_ps, min_p, row)
     width = load_scalar(sigmas, sigma, row)
     valid = valid & (p > 0.0) & (p <= 1.0) & (least >= 0.0) & (least <= 1.0) & (width > 0.0) & (given_k >= -1)
+    if thresholds is not None:
+        epsilon = tl.load(thresholds + 3 * row).to(tl.float64)
+        eta = tl.load(thresholds + 3 * row + 1).to(tl.float64)
+        top_a = tl.load(thresholds + 3 * row + 2).to(tl.float64)
+        valid = valid & (epsilon >= 0.0) & (epsilon <= 1.0) & (eta >= 0.0) & (eta <= 1.0)
+        valid = valid & (top_a >= 0.0) & (top_a <= 1.0)
 
     # the kept set first: what follows would only take registers from it
     x_ptr = logits
@@ -234,9 +240,6 @@ def finish_kernel(
         if bitmask is not None:
             filtered = filtered | (finite < V)
         if thresholds is not None:
-            epsilon = tl.load(thresholds + 3 * row).to(tl.float64)
-            eta = tl.load(thresholds + 3 * row + 1).to(tl.float64)
-            top_a = tl.load(thresholds + 3 * row + 2).to(tl.float64)
             filtered = filtered | (epsilon > 0.0) | (eta > 0.0) | (top_a > 0.0)
         if filtered & valid & (not greedy):
             cut = tl.full((), float("-inf"), tl.float32)

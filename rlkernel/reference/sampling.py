@@ -46,6 +46,8 @@ def _in_range(sampling: Sampling, z: Tensor) -> Tensor:
     p, m, s = (_column(x, z) for x in (sampling.top_p, sampling.min_p, sampling.top_n_sigma))
     held = (t == 0) | ((t >= torch.finfo(z.dtype).tiny) & (t <= torch.finfo(z.dtype).max))
     held = held & (p > 0) & (p <= 1) & (m >= 0) & (m <= 1) & (s > 0)
+    if sampling.thresholds is not None:
+        held = held & ((sampling.thresholds >= 0) & (sampling.thresholds <= 1)).all(-1, keepdim=True)
     return (held & (_column(sampling.top_k, z, torch.int64) >= -1))[:, 0]
 
 

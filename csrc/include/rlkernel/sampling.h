@@ -89,6 +89,10 @@ RLKERNEL_HOST_DEVICE static inline T of_row(const PerRow<T>& value, int64_t r) {
 // Whether the row's parameters mean something: on a GPU nobody has looked at them. A row of others is not valid.
 RLKERNEL_HOST_DEVICE static inline bool parameters_hold(const SamplingInputs& in, int64_t r) {
   const float t = of_row(in.temperature, r), p = of_row(in.top_p, r), m = of_row(in.min_p, r);
+  for (int i = 0; in.thresholds != nullptr && i < kThresholds; ++i) {
+    const float threshold = in.thresholds[r * kThresholds + i];
+    if (!(threshold >= 0 && threshold <= 1)) return false;
+  }
   return (t == 0 || is_temperature(t)) && p > 0 && p <= 1 && m >= 0 && m <= 1 && of_row(in.top_n_sigma, r) > 0 &&
          of_row(in.top_k, r) >= -1;
 }
