@@ -42,6 +42,12 @@ def by_hand(r, estimator, eps=1e-4, lengths=None, baselines=None):
         return (r - mean) / (std + eps)
     if estimator == "rloo":
         return r - (r.sum() - r) / (n - 1) if n > 1 else r * 0
+    if estimator == "grpo_loo":
+        others = [torch.cat([r[:i], r[i + 1 :]]) for i in range(n)]
+        return torch.stack([
+            (r[i] - x.mean()) / (x.std() + eps) if n > 2 else (r[i] - x.mean()) if n > 1 else r[i] * 0
+            for i, x in enumerate(others)
+        ])  # fmt: skip
     if estimator == "opo":
         return r - (lengths * r).sum() / lengths.sum()
     if estimator == "maxrl":
@@ -55,7 +61,9 @@ def by_hand(r, estimator, eps=1e-4, lengths=None, baselines=None):
     return r - (baselines if estimator == "remax" else mean)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "remax"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "grpo_passk", "remax"]
+)
 @ON_EVERY_BACKEND
 def test_matches_the_papers(backend, device, estimator):
     sizes = [4, 1, 7, 2, 33]
@@ -91,7 +99,7 @@ def test_every_way_of_naming_groups_is_the_same(backend, device, estimator):
     torch.testing.assert_close(scattered, rows[mixed], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "grpo_passk"])
 @ON_EVERY_BACKEND
 def test_bits_of_a_group_depend_on_it_alone(backend, device, estimator):
     r = make_inputs(9, 13, device=device)["rewards"] + 1000
@@ -117,7 +125,7 @@ def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, dev
         assert (naive - by_hand(r, "grpo")).abs().max() > 1  # the mutant
     for value in (0.1, 1000.1, -3e30):
         same = torch.full((21,), value, dtype=dtype, device=device)
-        for estimator in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "gdpo"):
+        for estimator in ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "grpo_passk", "gdpo"):
             for eps in (1e-4, 0.0):
                 out = run(
                     backend, same, group_size=7, estimator=estimator, eps=eps, **extras(estimator, 21, device)

@@ -245,3 +245,31 @@ def test_openrlhf_says_the_same(estimator):
     options |= {"lengths": lengths} if estimator.startswith("reinforce") else {}
     ours = rlkernel.group_advantages(r, **options)
     torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@ON_EVERY_BACKEND
+def test_nemo_rl_says_the_same(backend, device, normalize, leave_one_out):
+    """Its recipes' estimator, on groups of 1, 2 and more; three of a group agree, so one has no deviation."""
+    path = "nemo_rl/algorithms"
+    baseline = load("nemo-rl", f"{path}/utils.py", "calculate_baseline_and_std_per_prompt")
+    kind = load("nemo-rl", f"{path}/advantage_estimator.py", "GRPOAdvantageEstimator", **vars(baseline))
+    config = SimpleNamespace(use_leave_one_out_baseline=leave_one_out, normalize_rewards=normalize)
+    ids = torch.tensor([0, 2, 2, 1, 0, 2, 1, 1, 3, 2, 0, 1, 4, 4])
+    r = torch.randn(14, generator=torch.Generator().manual_seed(4))
+    r[ids == 0] = torch.tensor([0.25, 0.25, 1.0])
+    r[ids == 2] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    theirs = kind.GRPOAdvantageEstimator(config, None)
+    expected = theirs.compute_advantage(ids[:, None], r, torch.ones(14, 1))[:, 0]
+    names = {
+        (True, True): "grpo_loo",
+        (False, True): "rloo",
+        (True, False): "grpo",
+        (False, False): "dr_grpo",
+    }
+    ours = run(backend, r, group_ids=ids, estimator=names[normalize, leave_one_out], eps=1e-6)
+    # it takes the mean of squares less the square of the mean
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    if normalize and leave_one_out:
+        assert ours[1] == 1 and ours[8] == 0 and ours[12] == -ours[13]

@@ -15,7 +15,7 @@ from rlkernel.triton_ops.whiten_kernels import CHUNK
 KINDS = {
     "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "deviation", "rloo": "rloo",
     "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
-    "remax": "total",
+    "remax": "total", "grpo_loo": "loo",
 }  # fmt: skip
 SCALED = ("grpo", "grpo_passk", "gdpo")
 WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -114,6 +114,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "rloo weighted": case("rloo", three, reward_weights=weights, mask=three == 0),
         "opo": case("opo", lengths=each),
         "maxrl": case("maxrl"),
+        "grpo_loo": case("grpo_loo", group_ids=ids, mask=one == 0),
         "grpo_passk": case("grpo_passk"),
         "gdpo": case("gdpo", three, reward_weights=weights, mask=three == 0, lengths=each),
         "gdpo batch": case("gdpo", three, scale="batch", reward_weights=weights),

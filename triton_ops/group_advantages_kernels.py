@@ -208,6 +208,33 @@ def group_kernel(
                     result = reward - tl.load(baselines + response, mask=inside, other=0.0).to(tl.float64)
             elif KIND == "rloo":
                 result = result * number * reciprocal(tl.where(number > 2, number - 1.0, 1.0))
+            elif KIND == "loo":
+                others, anchor, behind, apart = none, none, none, none
+                for q in range(start, end):
+                    other_response = responses_of(order, q, q < end)
+                    other, counted = rewards_of(
+                        rewards, mask, reward_weights, columns, column, other_response, q < end, WEIGHTED
+                    )
+                    is_other = counted & (place != q)
+                    anchor = tl.where(is_other & (others == 0), other, anchor)
+                    others += is_other.to(tl.float64)
+                    behind += tl.where(is_other, other - anchor, 0.0)
+                mean = behind * reciprocal(tl.where(others > 1, others, 1.0))
+                for q in range(start, end):
+                    other_response = responses_of(order, q, q < end)
+                    other, counted = rewards_of(
+                        rewards, mask, reward_weights, columns, column, other_response, q < end, WEIGHTED
+                    )
+                    e = tl.where(counted & (place != q), other - anchor - mean, 0.0)
+                    apart += e * e
+                freedom = others
+                if UNBIASED:
+                    freedom = others - 1.0
+                freedom = tl.where(freedom > 1, freedom, 1.0)
+                std = square_root(apart * reciprocal(freedom))
+                result = tl.where(others > 0, reward - anchor - mean, 0.0)
+                divided = result * reciprocal(tl.where(std == 0, 1.0, std + eps))
+                result = tl.where((std == 0) | (result == 0), result, divided)
             elif KIND == "opo":
                 result = tl.where(d == baseline, 0.0, d - baseline)
             elif KIND == "maxrl":

@@ -10,7 +10,7 @@ from rlkernel.native import Kernels, kernels_for, launch, whiten
 
 ESTIMATORS = {  # rlkernel::Estimator
     "dr_grpo": 0, "reinforce_plus_plus_baseline": 0, "grpo": 1, "rloo": 2, "opo": 3, "maxrl": 4,
-    "grpo_passk": 5, "gdpo": 6, "reinforce_plus_plus": 7, "remax": 7,
+    "grpo_passk": 5, "gdpo": 6, "reinforce_plus_plus": 7, "remax": 7, "grpo_loo": 8,
 }  # fmt: skip
 SCALES = {"none": 0, "group": 1, "batch": 2}  # rlkernel::RewardScale
 SCALED = ("grpo", "grpo_passk", "gdpo")

@@ -11,6 +11,7 @@ ESTIMATORS = (
     "grpo",
     "dr_grpo",
     "rloo",
+    "grpo_loo",
     "opo",
     "maxrl",
     "grpo_passk",
@@ -51,6 +52,7 @@ def group_advantages(
         grpo            (r - mean) / (std + eps)          std of the group or batch, or 1: scale_rewards
         dr_grpo         r - mean
         rloo            r - mean of the others = (r - mean) * n / (n - 1)
+        grpo_loo        (r - mean of the others) / (std of the others + eps), undivided where that std is 0
         opo             r - sum(lengths * r) / sum(lengths)
         maxrl           (r - mean) / (mean + eps)
         grpo_passk      (best - second best) / (std + eps) for the first of the best, 0 for the others
@@ -62,6 +64,7 @@ def group_advantages(
     where ``whiten`` is over the batch, every response with its ``lengths`` (1 unless given).  Statistics are
     taken in fp64 of differences to the group's first reward, in two passes, by a tree over the places in the
     group: rewards that share a large offset keep their digits, and a group of equal rewards gives exactly 0.
+    Those of grpo_loo are of differences to the first of the others, which every response walks over.
     The same call gives the same bits (run-to-run); a response's bits depend on its group alone, unless the
     estimator whitens or ``scale_rewards="batch"``.  No synchronisation, no shape that depends on values.
 
@@ -79,7 +82,7 @@ def group_advantages(
             whitens tokens.
         scale_rewards: "group", "batch" or "none", of grpo, grpo_passk and gdpo.
         unbiased: std with n - 1 (TRL, verl) instead of n.
-        eps: added to what divides: 1e-4 in TRL, 1e-6 in verl.
+        eps: added to what divides: 1e-4 in TRL, 1e-6 in verl and NeMo-RL.
         singletons: what a group of one gives: "zero" (TRL: it is its own mean), or "reward" (verl: mean 0 and
             std 1).  grpo_passk gives 0.
         batch_eps, batch_eps_in: of the whitening, see ``rlkernel.whiten``: 1e-8 in the variance as verl, or

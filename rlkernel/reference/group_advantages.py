@@ -4,7 +4,7 @@ Sums over groups are trees over the places in the group: log2(N) steps on all re
 follows from those places alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,9 @@ def forward(
             return torch.where(one, own / one_scale, _over(group.deviation, scale, eps))
         if estimator == "rloo":
             return torch.where(one, own, group.deviation * group.size / (group.size - 1).clamp(min=1))
+        if estimator == "grpo_loo":
+            alone = _leave_one_out(x, counts, starts, ends, unbiased, eps)
+            return torch.where(one, own, alone)
         if estimator == "opo":
             assert share is not None
             length = torch.where(counts, share, 0)
@@ -135,6 +138,33 @@ class _Group(NamedTuple):
         second = _tree(torch.where(place == winner, -torch.inf, x), self.starts, self.ends, torch.maximum)
         lead = torch.where((place == winner) & (self.size > 1), best - second, 0)
         return torch.where(self.mean.isnan(), torch.nan, lead)
+
+
+def _leave_one_out(
+    x: Tensor, counts: Tensor, starts: Tensor, ends: Tensor, unbiased: bool, eps: float
+) -> Tensor:
+    """Above the mean of the others in the group, over their standard deviation, where they have one."""
+    place = torch.arange(len(x), device=x.device)
+    longest = int((ends - starts).max()) if len(x) else 0
+
+    def others() -> Iterator[tuple[Tensor, Tensor]]:
+        for k in range(longest):
+            other = (starts + k).clamp(max=len(x) - 1)
+            yield x[other], (starts + k < ends) & (other != place) & counts[other]
+
+    number, first = torch.zeros_like(x), torch.zeros_like(x)
+    for value, is_other in others():
+        first = torch.where(is_other & (number == 0), value, first)
+        number = number + is_other
+    above, squares = torch.zeros_like(x), torch.zeros_like(x)
+    for value, is_other in others():
+        above = above + torch.where(is_other, value - first, 0)
+    mean = above / number.clamp(min=1)
+    for value, is_other in others():
+        squares = squares + torch.where(is_other, value - first - mean, 0).square()
+    std = (squares / (number - int(unbiased)).clamp(min=1)).sqrt()
+    d = torch.where(counts & (number > 0), x - first - mean, 0)
+    return torch.where(std == 0, d, _over(d, std, eps))
 
 
 def _tree(

@@ -7,7 +7,7 @@
 namespace rlkernel {
 
 // rlkernel/types.py has the names. `deviation` is r - mean, `total` r less a baseline where there is one.
-enum class Estimator : int { deviation, scaled, rloo, opo, maxrl, passk, gdpo, total };
+enum class Estimator : int { deviation, scaled, rloo, opo, maxrl, passk, gdpo, total, leave_one_out };
 enum class RewardScale : int { none, group, batch };
 
 struct GroupAdvantages {

@@ -146,6 +146,33 @@ RLKERNEL_TEAM_FUNCTION double advantage(const GroupAdvantages& a, const GroupSta
   }
 }
 
+// Above the mean of the others, over their standard deviation where they have one: differences to the first of the others, so
+// that others which are all equal deviate by exactly 0.
+template <class Team>
+RLKERNEL_TEAM_FUNCTION double leave_one_out(const GroupAdvantages& a, int64_t start, int64_t end, int64_t place,
+                                            double reward, int column) {
+  const auto is_other = [&](int64_t p) {
+    return p != place && counts_at<Team::kPlain>(a, response_at(a, p), column);
+  };
+  double number = 0, first = 0, above = 0, squares = 0;
+  for (int64_t p = start; p < end; ++p) {
+    if (!is_other(p)) continue;
+    const double other = reward_at<Team::kPlain>(a, response_at(a, p), column);
+    if (number == 0) first = other;
+    number += 1;
+    above += other - first;
+  }
+  if (number == 0) return 0;
+  above /= number;
+  for (int64_t p = start; p < end; ++p) {
+    if (!is_other(p)) continue;
+    const double d = reward_at<Team::kPlain>(a, response_at(a, p), column) - first - above;
+    squares += d * d;
+  }
+  const double d = reward - first - above;
+  return squares == 0 ? d : times(d, scale_of(a, squares, number));
+}
+
 // The places of one task: a group, or with `ends` a place, which is a task where a group starts there.
 struct Places {
   int64_t start, end;
@@ -189,7 +216,9 @@ RLKERNEL_TEAM_FUNCTION void group(const Team& team, const GroupAdvantages& a, in
       const double reward = reward_at<Team::kPlain>(a, i, column);
       double result = 0;
       if (a.estimator == Estimator::total) result = a.baselines != nullptr ? reward - a.baselines[i] : reward;
-      else result = advantage(a, s, scale, p, reward);
+      else if (a.estimator != Estimator::leave_one_out) result = advantage(a, s, scale, p, reward);
+      else if (s.count == 1 && a.reward_singletons) result = reward;
+      else result = leave_one_out<Team>(a, at.start, at.end, p, reward, column);
       if (by_column && a.reward_weights != nullptr) result *= a.reward_weights[k];
       if (!counts) result = 0;
       if (a.out != nullptr) {
