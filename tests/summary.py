@@ -10,17 +10,21 @@ import xml.etree.ElementTree as ET
 
 import skips
 
+SLOWEST, SECONDS = 20, 5  # how many tests are listed by what they take, from how long on
+
 
 def summarise(path: str) -> tuple[str, int]:
     """The counts of a JUnit report: a line per outcome, one per reason of a skip, most frequent first.
 
     And how many skips are out of order.
     """
+    slow: list[tuple[float, str]] = []
     outcomes: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     lost: collections.Counter[str] = collections.Counter()
     for case in ET.parse(path).getroot().iter("testcase"):
         tags = {child.tag: child for child in case}
+        slow.append((float(case.get("time") or 0), f"{case.get('classname')}::{case.get('name')}"))
         outcome = next((tag for tag in ("failure", "error", "skipped") if tag in tags), "passed")
         if outcome == "skipped":
             outcome = "expected failure" if tags["skipped"].get("type") == "pytest.xfail" else "skipped"
@@ -37,6 +41,9 @@ def summarise(path: str) -> tuple[str, int]:
     if reasons:
         lines.append("skipped or expected to fail, because")
         lines += [f"{count:>6} x {reason}" for reason, count in reasons.most_common()]
+    if slowest := [x for x in sorted(slow, reverse=True)[:SLOWEST] if x[0] >= SECONDS]:
+        lines.append(f"the slowest, of {sum(seconds for seconds, _ in slow):.0f} s in all")
+        lines += [f"{seconds:>6.0f} s {name}" for seconds, name in slowest]
     if lost.total():
         lines.append("skipped, and nothing on this machine explains it (tests/skips.py)")
         lines += [f"{count:>6} x {reason}" for reason, count in lost.most_common() if count]

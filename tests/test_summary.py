@@ -47,3 +47,17 @@ def test_counts_and_reasons(tmp_path):
         "     4 x case # needs a GPU",
         "     1 x unconditional skip",
     ]
+
+
+def test_the_slowest_are_listed(tmp_path):
+    times = [0.1, 31.4, 4.9, 7.0] + [6.0] * 40
+    cases = "".join(f'<testcase classname="a" name="test_{i}" time="{t}"/>' for i, t in enumerate(times))
+    (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    text, lost = summary.summarise(str(tmp_path / "tests.xml"))
+    lines = text.splitlines()
+    assert lines[2:5] == [
+        "the slowest, of 283 s in all",
+        "    31 s tests.a::test_1",
+        "     7 s tests.a::test_3",
+    ]
+    assert len(lines) == 3 + summary.SLOWEST and not lost
