@@ -57,7 +57,7 @@ def test_the_slowest_are_listed(tmp_path):
     lines = text.splitlines()
     assert lines[2:5] == [
         "the slowest, of 283 s in all",
-        "    31 s tests.a::test_1",
-        "     7 s tests.a::test_3",
+        "    31 s a::test_1",
+        "     7 s a::test_3",
     ]
     assert len(lines) == 3 + summary.SLOWEST and not lost
