@@ -2,7 +2,8 @@
 
 MurmurHash3 of four 32-bit words, as vLLM's model runner publishes it: a row's place in the batch is no part
 of the key, so a request draws the same tokens alone, in any batch and in any order.  Kernels have their own
-copy of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.
+copy of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.  The state between two
+mixes has 32 bits, and each seed has a twin with the same words: docs/ops/sampling.md says what that means.
 """
 
 import torch
