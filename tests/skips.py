@@ -5,13 +5,12 @@ this machine, is an error: a backend, a compiler or a framework was lost, or the
 """
 
 import importlib.metadata
+import platform
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import required_parts
-import torch
 
 NO_INTERPRETER = "Triton runs on the GPU here, or is too old to be interpreted"
 
@@ -27,11 +26,19 @@ def always() -> bool:
 
 
 def gpu() -> bool:
+    import torch  # here and below: a run without a skip that asks for it is summed up at once
+
     return torch.cuda.is_available()
 
 
 def no_gpu() -> bool:
     return not gpu()
+
+
+def torch_without(part: str) -> bool:
+    import torch
+
+    return torch.version.cuda is None if part == "cuda" else not torch.distributed.is_available()
 
 
 def old_triton() -> bool:
@@ -45,9 +52,9 @@ def another_python() -> bool:
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
 
 
-def old_processor() -> bool:
-    flags = Path("/proc/cpuinfo")
-    return not flags.exists() or "avx512vl" not in flags.read_text()
+def not_x86() -> bool:
+    """The kernels are compiled for several instruction sets on x86 alone."""
+    return platform.machine() not in ("x86_64", "AMD64")
 
 
 # the beginning of a reason, and when it holds; the first that fits decides
@@ -61,19 +68,19 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"\S+ refuses: ", always),  # backends.skip_unless_able knows of what
     (r"needs a CUDA or ROCm device|the vendors' own kernels need a GPU", no_gpu),
     (r"\S+: \S+ is a Triton kernel without a CPU path", no_gpu),
-    (r"indexing needs a torch built with CUDA", lambda: torch.version.cuda is None),
+    (r"indexing needs a torch built with CUDA", lambda: torch_without("cuda")),
     (r"with a GPU the ops' tests run the CUDA functions|its kernels are interpreted here", gpu),
     (r"a cascade has no window", gpu),
     (re.escape(NO_INTERPRETER), lambda: gpu() or old_triton()),
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
-    (r"this processor's kernels are ", old_processor),
+    (r"this processor's kernels are ", not_x86),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
     (r"(flashinfer|aiter|x) is (not )?installed|flash-attn: not installed", always),  # their users have GPUs
     (r"\S+: RLKERNEL_PEERS names no folder with a checkout", always),
     (r"this kernel keeps no resettable high-water mark|this Linux is older than 5.14", always),
     (r"needs /proc|pages are Linux's", lambda: sys.platform != "linux"),
     (r"this tree was not built in place|not a git checkout", always),
-    (r"needs torch.distributed", lambda: not torch.distributed.is_available()),
+    (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"tomllib needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (
         r"(hypothesis|Triton) is not installed|vLLM|\S+: make fetches it|\S+: \S+ is not that of commit ",
