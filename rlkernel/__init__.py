@@ -3,8 +3,9 @@
 from typing import Any
 
 from rlkernel import debug, workspace
+from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
-from rlkernel.dispatch import explain, last_backend, use_backend
+from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._repetition import Dry
 from rlkernel.ops._rollout_correction import RolloutCorrection

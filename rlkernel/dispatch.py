@@ -30,6 +30,7 @@ _ORDER = tuple(BACKENDS)
 
 _log = logging.getLogger("rlkernel")
 _forced: ContextVar[str] = ContextVar("rlkernel_backend", default="auto")
+_asked: ContextVar[dict[str, list[str]] | None] = ContextVar("rlkernel_asked", default=None)
 _last: dict[str, str] = {}
 
 
@@ -52,15 +53,33 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def explain(op: str, *tensors: Tensor, **options: Any) -> dict[str, list[str]]:
-    """Every backend's reasons for not running ``op`` on ``tensors``; an empty list means that it can."""
-    _check_op(op)
+def reasons(op: str, *tensors: Tensor, **options: Any) -> dict[str, list[str]]:
+    """Every backend's reasons for not running ``op`` on what ``pick`` gets; empty where it can."""
     return {name: _load(name, op, tensors, options)[1] for name in BACKENDS}
 
 
-def last_backend(op: str) -> str | None:
-    """The backend that ran ``op`` most recently in this process, or None when it has not run."""
-    _check_op(op)
+class _Answered(BaseException):
+    """Ends a call that is asked about, past all that would handle its errors."""
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[dict[str, list[str]]]:
+    """The first op that is picked inside the block ends it; the reasons of all backends are then in the dict.
+
+    It stays empty where nothing was picked.
+    """
+    answer: dict[str, list[str]] = {}
+    token = _asked.set(answer)
+    try:
+        yield answer
+    except _Answered:
+        pass
+    finally:
+        _asked.reset(token)
+
+
+def last(op: str) -> str | None:
+    """The backend that ran ``op`` most recently in this process."""
     return _last.get(op)
 
 
@@ -87,16 +106,20 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
     Raises:
         NotImplementedError: no allowed backend can run these inputs; lists every backend's reasons.
     """
+    answer = _asked.get()
+    if answer is not None:
+        answer.update(reasons(op, *tensors, **options))
+        raise _Answered
     forced = _forced.get()
     rejected = {}
     for name in order(op) if forced == "auto" else (forced,):
-        module, reasons = _load(name, op, tensors, options)
-        if module is not None and not reasons:
+        module, why_not = _load(name, op, tensors, options)
+        if module is not None and not why_not:
             if _last.get(op) != name:
                 _last[op] = name
                 _log.debug("%s runs on %s", op, name)
             return module
-        rejected[name] = reasons
+        rejected[name] = why_not
     shapes = ", ".join(
         f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors
     )
@@ -112,11 +135,6 @@ def order(op: str) -> tuple[str, ...]:
 @functools.cache
 def _public(op: str) -> ModuleType:
     return importlib.import_module(f"rlkernel.ops.{op}")
-
-
-def _check_op(op: str) -> None:
-    if not isinstance(op, str) or op not in ops():
-        raise ValueError(f"op must be one of {', '.join(map(repr, ops()))}, got {op!r}")
 
 
 def _load(

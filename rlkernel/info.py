@@ -144,7 +144,7 @@ def _extension() -> dict[str, Any]:
 def _choice(op: str, device: str) -> dict[str, Any]:
     """The backend that would run ``op`` on small inputs on ``device``, and why the others would not."""
     tensors = [x for x in _inputs(op, device).values() if isinstance(x, Tensor)]
-    reasons = dispatch.explain(op, *tensors)
+    reasons = dispatch.reasons(op, *tensors)
     able = [name for name in dispatch.order(op) if not reasons[name]]
     return {
         "backend": able[0] if able else None,

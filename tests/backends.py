@@ -65,7 +65,7 @@ def is_slow(backend: str, device: str) -> bool:
 def skip_unless_able(backend: str, op: str, *tensors, **options) -> None:
     """Skip what the backend is known to refuse; fail where it refuses more."""
     name = "native" if backend in EMULATED else backend
-    reasons = rlkernel.explain(op, *tensors, **options)[name]
+    reasons = dispatch.reasons(op, *tensors, **options)[name]
     if lost := [
         r for r in reasons if tensors[0].device.type == "cpu" and not _known(op, r, tensors, options)
     ]:

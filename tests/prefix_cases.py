@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernel
+from rlkernel import dispatch
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule
 
@@ -162,7 +163,7 @@ def reasons(backend, layout, inputs, **options):
     name = "native" if backend in EMULATED else backend
     rule = rule_of(inputs, **options)
     named = {"layout": layout, "rule": rule, "sinks": inputs["sinks"], "needs_grad": True}
-    return rlkernel.explain(OP, *(inputs[x] for x in "qkv"), **named)[name]
+    return dispatch.reasons(OP, *(inputs[x] for x in "qkv"), **named)[name]
 
 
 def skip_unless_it_can(backend, layout, inputs, **options):

@@ -44,7 +44,7 @@ def test_no_backend_refuses_the_plain_call(op):
     ],
 )
 def test_only_what_is_known_is_skipped(monkeypatch, reasons, algorithm, outcome):
-    monkeypatch.setattr(rlkernel, "explain", lambda *_, **__: {"native": reasons})
+    monkeypatch.setattr(dispatch, "reasons", lambda *_, **__: {"native": reasons})
     try:
         backends.skip_unless_able("emulated-warp32", "linear_logprob", torch.zeros(1), algorithm=algorithm)
     except (pytest.skip.Exception, pytest.fail.Exception) as exception:
