@@ -168,7 +168,7 @@ class _Head:
     def __init__(self, model: Any, temperature: float, return_entropy: bool, fp32: bool) -> None:
         self.name = hf.family(model).__name__
         self.config = model.config.get_text_config()
-        self.module = model.get_output_embeddings()
+        self.module = _that_runs(model.get_output_embeddings())
         if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
             kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
             raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
@@ -247,6 +247,17 @@ class _Head:
                 f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
                 f"its config says, got {got} for {list(PROBE)}"
             )
+
+
+def _that_runs(head: Any) -> Any:
+    """The lm_head itself; PEFT has a copy of it for each adapter that trains it (``modules_to_save``)."""
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    active = list(head.active_adapters)
+    if head.disable_adapters or not active or not all(name in copies for name in active):
+        return head.original_module
+    return copies[active[0]]
 
 
 def _logit_scale(config: Any) -> float:

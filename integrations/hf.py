@@ -229,9 +229,6 @@ def _attention(
         dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    narrow, width = sorted((q.shape[-1], v.shape[-1]))
-    if narrow < width:  # multi-head latent attention; zeros add nothing to a product
-        q, k, v = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     out = prefix_shared_attention(
         q,
         k,
@@ -243,7 +240,7 @@ def _attention(
         sinks=kwargs.get("s_aux"),
     )
     assert isinstance(out, Tensor)
-    return out[None, ..., : value.shape[-1]], None
+    return out[None], None
 
 
 def _check_call(

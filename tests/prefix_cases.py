@@ -139,12 +139,17 @@ def inputs_of(
     device="cpu",
     sinks=False,
     seed=0,
+    v_dim=None,
 ) -> dict[str, Any]:
     """q, k, v, grad_out, and sinks or None."""
     g = torch.Generator().manual_seed(seed)
     total = sequences(forest)[1]
     shapes = {"q": heads, "k": kv_heads, "v": kv_heads, "grad_out": heads}
-    made = {n: torch.randn(total, h, head_dim, generator=g).to(dtype).to(device) for n, h in shapes.items()}
+    dims = dict.fromkeys(("v", "grad_out"), v_dim or head_dim)
+    made = {
+        n: torch.randn(total, h, dims.get(n, head_dim), generator=g).to(dtype).to(device)
+        for n, h in shapes.items()
+    }
     made["sinks"] = torch.randn(heads, generator=g).to(dtype).to(device) if sinks else None
     return made
 
@@ -205,7 +210,7 @@ def dense(forest: Forest, inputs: dict[str, Any], attention, **options) -> Resul
     names = [name for name in ("q", "k", "v", "sinks") if inputs[name] is not None]
     wide = torch.promote_types(inputs["q"].dtype, torch.float32)
     grads = {name: torch.zeros_like(inputs[name], dtype=wide) for name in names}
-    out = torch.full_like(inputs["q"], torch.nan)
+    out = torch.full_like(inputs["grad_out"], torch.nan)
     lse = out.new_full(out.shape[1::-1], torch.nan, dtype=wide)
     done: set[int] = set()
     for sample in sequences(forest)[0]:

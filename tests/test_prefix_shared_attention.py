@@ -90,6 +90,18 @@ def test_head_dims(backend, device, head_dim):
     check(backend, device, FORESTS["ragged"], 2, 1, head_dim)
 
 
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24), (40, 1)], ids=str)
+@ON_EVERY_BACKEND
+def test_values_of_another_head_dim(backend, device, dims):
+    """Multi-head latent attention; the scale is that of the keys."""
+    slow = is_slow(backend, device)
+    for name in ("ragged",) if slow else ("ragged", "past tiles"):
+        dtype = widest(backend, device, FORESTS[name], 2, 1, max(dims))["q"].dtype
+        sizes = (2, 1, dims[0]) if slow else (4, 2, dims[0])
+        inputs = inputs_of(FORESTS[name], *sizes, v_dim=dims[1], dtype=dtype, device=device)
+        check_against_dense(backend, FORESTS[name], inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @ON_EVERY_BACKEND
 def test_errors_are_at_most_twice_torchs(backend, device, dtype):

@@ -141,7 +141,8 @@ WRONG = {
     "k must be [T, Hkv, D] with the batch's T = 9, got (9, 16)": {"k": torch.zeros(9, 16)},
     "k must have q's dtype float32, got float64": {"k": torch.zeros(9, 2, 8).double()},
     "q must be float16, bfloat16, float32 or float64, got int64": {"q": torch.zeros(9, 4, 8).long()},
-    "v must have k's shape (9, 2, 8), got (9, 4, 8)": {"v": torch.zeros(9, 4, 8)},
+    "v must be [T, 2, Dv], with k's heads and Dv of 1 at least, got (9, 4, 8)": {"v": torch.zeros(9, 4, 8)},
+    "v must be [T, 2, Dv], with k's heads and Dv of 1 at least, got (9, 2, 0)": {"v": torch.zeros(9, 2, 0)},
     "k must have q's head dim 8, at least 1, got 4": {"k": torch.zeros(9, 2, 4), "v": torch.zeros(9, 2, 4)},
     "q must have a multiple of the 3 heads of k, got 4": {
         "k": torch.zeros(9, 3, 8),

@@ -46,7 +46,9 @@ def prefix_shared_attention(
 
     Args:
         q: [T, Hq, D] fp16, bf16, fp32 or fp64, in the row order of ``batch``.
-        k, v: [T, Hkv, D] of the same dtype; Hq is a multiple of Hkv.
+        k, v: [T, Hkv, D] and [T, Hkv, Dv] of the same dtype; Hq is a multiple of Hkv.  Where Dv is not D
+            (multi-head latent attention), the narrower ones are copied with zeros behind, at the cost in
+            memory and time of the wider.
         batch: PrefixBatch, or its ``layout``: a forest of segments of any depth.
         scale: None means ``1 / sqrt(D)``.
         softcap: > 0, or None.
@@ -59,7 +61,7 @@ def prefix_shared_attention(
             ``batch.layout.repeated()``, where every sample has its own copy of the prompt.
 
     Returns:
-        out [T, Hq, D] in q's dtype, or (out, lse).
+        out [T, Hq, Dv] in q's dtype, or (out, lse).
 
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.
@@ -72,7 +74,8 @@ def prefix_shared_attention(
     rule = _check_options(scale, softcap, window, parity, q.shape[2])
     if rule.window > layout.max_position:
         rule = rule._replace(window=0)  # nothing is outside, and kernels without a window can run
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    width, v_width = max(q.shape[2], v.shape[2]), v.shape[2]
+    q, k, v = (_widened(x, width) for x in (q, k, v))
     if torch.compiler.is_compiling():
         out, lse = _op(q, k, v, sinks, layout.segments, *rule)
     else:
@@ -80,7 +83,16 @@ def prefix_shared_attention(
             x is not None and x.requires_grad for x in (q, k, v, sinks)
         )
         out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule, needs_grad)
+    if v_width < width:
+        out = out[..., :v_width]
     return (out, lse) if return_lse else out
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """[T, H, D] with the numbers of a row side by side, and zeros, which add nothing to a product, behind."""
+    if x.shape[2] < width:
+        return torch.nn.functional.pad(x, (0, width - x.shape[2]))
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _check_tensors(
@@ -99,7 +111,9 @@ def _check_tensors(
             want, got = _validate.name(q.dtype), _validate.name(x.dtype)
             raise ValueError(f"{name} must have q's dtype {want}, got {got}")
         _validate.same_device(name, x, "q", q.device)
-    _validate.like("v", v, "k", k)
+    if v.shape[1] != k.shape[1] or not v.shape[2]:
+        want = f"[T, {k.shape[1]}, Dv], with k's heads and Dv of 1 at least"
+        raise ValueError(f"v must be {want}, got {tuple(v.shape)}")
     if q.shape[2] != k.shape[2] or not q.shape[2]:
         raise ValueError(f"k must have q's head dim {q.shape[2]}, at least 1, got {k.shape[2]}")
     if not k.shape[1] or q.shape[1] % k.shape[1] or not q.shape[1]:

@@ -282,6 +282,34 @@ def test_a_model_inside_another_object():
     assert wrapper.calls == 1
 
 
+def test_a_head_that_peft_trains():
+    """Its adapter has a copy of the head, which runs while the adapter is on, and its base the original."""
+    peft = pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["lm_head"])
+    base = models.make("llama")
+    model = peft.get_peft_model(base, config).double()
+    head = base.lm_head.modules_to_save["default"]
+    torch.nn.init.normal_(head.weight, std=0.2)  # as training would make it another
+    w = models.weights(len(models.dense("llama")[0]))
+
+    def scored(logprobs):
+        return logprobs.detach(), models.gradients(model, (logprobs * w).sum())
+
+    def alone():
+        return torch.cat([logprobs for logprobs, _ in models.alone(model)])
+
+    expected, grads = scored(alone())
+    with model.disable_adapter(), torch.no_grad():
+        reference = alone()
+    hf.use_packed(model)
+    found, found_grads = scored(rlkernel.packed_logprobs(model, pack()).logprobs)
+    with model.disable_adapter(), torch.no_grad():
+        found_reference = rlkernel.packed_logprobs(model, pack()).logprobs
+    assert error(found, expected) <= 1e-12 and error(found_reference, reference) <= 1e-12
+    assert models.worst(found_grads, grads) <= 1e-6 and any("modules_to_save" in name for name in grads)
+    assert error(expected, reference) > 0.1 and "forward" not in vars(head)
+
+
 def test_frozen_models_train_what_is_not_frozen():
     logprobs, _, _ = models.dense("llama")
     model = packed_model().requires_grad_(False)
