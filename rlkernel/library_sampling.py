@@ -36,6 +36,18 @@ def probabilities(logits: Tensor, adjusted: Tensor | None, temperature: float) -
     return torch.where(valid[:, None], probs, 1 / max(logits.shape[1], 1)), valid
 
 
+def held(sampling: Sampling, valid: Tensor) -> Tensor:
+    """Rows that are ``valid`` and whose parameters are in range: nobody has looked at those of tensors."""
+    k, p, m = sampling.top_k, sampling.top_p, sampling.min_p
+    if isinstance(k, Tensor):
+        valid = valid & (k >= -1)
+    if isinstance(p, Tensor):
+        valid = valid & (p > 0) & (p <= 1)
+    if isinstance(m, Tensor):
+        valid = valid & (m >= 0) & (m <= 1)
+    return valid
+
+
 def top_k(value: int | Tensor, vocab: int) -> int | Tensor:
     """The bound as a library takes it: ``vocab`` where it is off."""
     if isinstance(value, Tensor):
@@ -44,9 +56,14 @@ def top_k(value: int | Tensor, vocab: int) -> int | Tensor:
 
 
 def top_p(value: float | Tensor) -> float | Tensor:
-    if isinstance(value, Tensor):
-        return torch.where(value >= 1, NEVER, value.float())
+    if isinstance(value, Tensor):  # without one that is none, for which a kernel could loop forever
+        return torch.where((value > 0) & (value < 1), value.float(), NEVER)
     return value if value < 1 else NEVER
+
+
+def min_p(value: float | Tensor) -> float | Tensor:
+    """Likewise; 0 where it is off."""
+    return torch.where((value >= 0) & (value <= 1), value, 0) if isinstance(value, Tensor) else value
 
 
 def no_rows(logits: Tensor) -> SampleStats:

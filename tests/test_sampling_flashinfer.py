@@ -193,6 +193,30 @@ def test_rows_without_a_distribution(name, backend):
     assert got.token_ids[~got.valid].tolist() == [-1, -1, -1] and got.token_ids[4] == 0
 
 
+BAD = {
+    "top_k": torch.tensor([5, -2, -(2**40), 0, -1, 8]),
+    "top_p": torch.tensor([0.5, torch.nan, 0.0, -0.5, 1.5, 1.0]),
+    "min_p": torch.tensor([0.5, torch.nan, -0.5, 1.5, torch.inf, 0.0]),
+}
+
+
+@both
+@pytest.mark.parametrize("argument", BAD)
+def test_rows_of_parameters_that_nobody_looked_at(name, argument, backend, monkeypatch):
+    """They are not valid and reach no kernel; what the reference says of the rows is said here."""
+    request = PLAIN._replace(**{argument: BAD[argument]})
+    if backend.unsupported(on_gpu(monkeypatch, name), sampling=request):
+        assert (name, argument) == ("aiter", "min_p")
+        return
+    logits = logits_of()
+    got, want = (run.forward(logits, None, request) for run in (backend, reference))
+    assert torch.equal(got.valid, want.valid) and 0 < got.valid.sum() < 6
+    assert (got.token_ids[~got.valid] == -1).all()
+    for bound in (library_sampling.top_p, library_sampling.min_p):
+        passed = bound(BAD[argument].float())
+        assert not passed.isnan().any() and (passed >= 0).all()
+
+
 @both
 def test_adjusted_logits_count_and_a_temperature_does_not_overflow(name, backend):
     logits = logits_of()

@@ -56,7 +56,7 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
             token_ids = library.top_k_top_p_sampling_from_probs(probs, ids, *bounds, deterministic=True)
     finally:
         generator.set_state(state)  # AITER seeds torch's own generator anew
-    return library_sampling.stats(token_ids, valid)
+    return library_sampling.stats(token_ids, library_sampling.held(sampling, valid))
 
 
 @functools.cache

@@ -47,7 +47,8 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
     k = library_sampling.top_k(sampling.top_k, logits.shape[1])
     p = library_sampling.top_p(sampling.top_p)
     if _min_p(sampling):
-        ids = library.min_p_sampling_from_probs(probs, sampling.min_p, **stream)
+        m = library_sampling.min_p(sampling.min_p)
+        ids = library.min_p_sampling_from_probs(probs, m, **stream)
     elif _top_k(sampling, logits) and _top_p(sampling):
         order = "joint" if sampling.order == "joint" else "top_k_first"
         ids = library.top_k_top_p_sampling_from_probs(probs, k, p, filter_apply_order=order, **stream)
@@ -57,7 +58,7 @@ def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> Samp
         ids = library.top_p_sampling_from_probs(probs, p, **stream)
     else:
         ids = library.sampling_from_probs(probs, **stream)
-    return library_sampling.stats(ids, valid)
+    return library_sampling.stats(ids, library_sampling.held(sampling, valid))
 
 
 @functools.cache
