@@ -113,6 +113,41 @@ def test_the_second_moment_takes_the_first_of_equal_tokens_and_leaves_one():
     assert left(1e-9) == [0, 0, 0, 1, 0, 0]
 
 
+@ON_EVERY_BACKEND
+def test_off_policy_rejects_negative_advantages_alone(backend, device):
+    """A token of advantage 0 in a sequence that has drifted stays, and so does its part in the mean."""
+    inputs = drifting(6, 40, device, drift=0.2)
+    inputs["advantages"][:, ::3] = 0.0
+    mask, negative = inputs["mask"], inputs["advantages"] < 0
+    behind = torch.where(mask, inputs["rollout_logprobs"] - inputs["logprobs"], 0).double().sum(-1)
+    drifted = behind / mask.sum(-1).clamp(min=1) > 0.01
+    assert 0 < drifted.sum() < 6
+    kept = mask & ~(drifted[:, None] & negative)
+    for denominator in ("keep", "shrink"):
+        correction = RolloutCorrection("none", off_policy_threshold=0.01, denominator=denominator)
+        _, metrics, grad = run(backend, inputs, correction=correction)
+        if denominator == "keep":
+            assert metric(metrics, "correction_kept") == pytest.approx((kept.sum() / mask.sum()).item())
+        else:
+            assert metric(metrics, "tokens") == kept.sum()
+        assert not grad[mask & ~kept].any()
+
+
+@pytest.mark.parametrize("veto", [0.7, 0.95])
+@pytest.mark.parametrize("low", [0.7, 0.95])
+@ON_EVERY_BACKEND
+def test_a_veto_and_a_bound_of_the_same_both_hold(backend, device, veto, low):
+    inputs = drifting(40, 12, device, drift=0.05)
+    correction = RolloutCorrection("none", veto=veto, reject=(("seq_max_k1", low, 1.2),))
+    _, metrics, _ = run(backend, inputs, correction=correction)
+    ratio = (inputs["old_logprobs"] - inputs["rollout_logprobs"]).double().exp()
+    mask = inputs["mask"]
+    fine = ~mask | ((ratio >= max(veto, low)) & (ratio <= 1.2))
+    kept = fine.all(-1, keepdim=True) & mask
+    assert metric(metrics, "correction_kept") == pytest.approx((kept.sum() / mask.sum()).item())
+    assert 0 < kept.sum() < mask.sum() or max(veto, low) == 0.7
+
+
 STALE = {
     "beyond": RolloutCorrection("none", max_staleness=2),
     "decay": RolloutCorrection(high=1.05, staleness_decay=0.8),

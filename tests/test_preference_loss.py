@@ -179,6 +179,43 @@ def test_kl_of_each_sequence(backend, device):
     check_against_fp64(backend, inputs, **options | {"kl": torch.arange(6.0, device=device)})
 
 
+@ON_EVERY_BACKEND
+def test_kl_of_sequences_without_a_token_is_nobodys(backend, device):
+    inputs, options = arguments("kto", make_inputs(8, 20, device=device))
+    inputs["mask"][[1, 4]] = False
+    kl = torch.tensor([0.1, torch.nan, 0.7, 0.3, torch.inf, 0.9, 0.2, 0.5], device=device)
+    kept = [0, 2, 3, 5, 6, 7]
+    got = run(backend, inputs, **options | {"kl": kl})
+    less = {k: v[kept] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    want = run(backend, less, **options | {"kl": kl[kept]})
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+    torch.testing.assert_close(got[-1][kept], want[-1])
+    assert not got[-1][[1, 4]].any()
+    torch.testing.assert_close(got[1][PREFERENCE_METRICS.index("kl")], kl[kept].mean())
+    check_against_fp64(backend, inputs, **options | {"kl": kl})
+
+
+@pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired"])
+@ON_EVERY_BACKEND
+def test_pairs_that_do_not_count_are_not_sorted_among_the_others(backend, device, loss_type):
+    """Theirs would be in the middle, and shift the partners of all that are larger."""
+    inputs = make_inputs(14, 12, device=device, drift=1.0)
+    inputs["mask"][:, 4:] = True
+    inputs["mask"][7 + 2], inputs["mask"][5] = False, False  # rejected of pair 2, chosen of pair 5
+    # in the middle by one key, at an end by the other
+    inputs["logprobs"][2], inputs["ref_logprobs"][2] = -0.01, -5.0
+    inputs["logprobs"][7 + 5], inputs["ref_logprobs"][7 + 5] = -5.0, -0.01
+    kept = [i for i in range(14) if i % 7 not in (2, 5)]
+    options = {"loss_type": loss_type, "label_smoothing": 0.2}
+    got = run(backend, inputs, **options)
+    want = run(backend, {k: v[kept] for k, v in inputs.items()}, **options)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[-1][kept], want[-1])
+    assert not got[-1][[2, 5, 9, 12]].any() and want[-1].any()
+    check_against_fp64(backend, inputs, **options)
+
+
 @pytest.mark.parametrize("loss_type", sorted(names.TERMS))
 @ON_EVERY_BACKEND
 def test_a_token_outside_its_support_leaves_the_masks(backend, device, loss_type):

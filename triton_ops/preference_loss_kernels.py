@@ -314,7 +314,7 @@ def loss_kernel(
             v_rejected += tl.where(present & (chosen == 0), 1.0, 0.0)
             v_tokens_c += tl.where(chosen, tokens, 0.0)
             v_tokens_r += tl.where(chosen, 0.0, tokens)
-            v_kl += divergence
+            v_kl += tl.where(present, divergence, 0.0)
         v_loss += value
         v_odd += tl.where((value - value) != 0.0, 1.0, 0.0)
 
@@ -366,7 +366,7 @@ def loss_kernel(
     tl.store(metrics + 8, ratio.to(tl.float32))
     tl.store(metrics + 9, odds_mean.to(tl.float32))
     tl.store(metrics + 10, mean_weight.to(tl.float32))
-    kl_mean = tl.sum(v_kl, axis=0) / tl.maximum(rows, 1)
+    kl_mean = tl.sum(v_kl, axis=0) / here
     if (kl is not None) & (not KL_PER_ROW):
         kl_mean = tl.load(kl).to(tl.float64)
     tl.store(metrics + 11, kl_mean.to(tl.float32))

@@ -197,7 +197,9 @@ def _total(
             better = (rewards[:half] > rewards[half:]).double()
         sides = [counted & chosen, counted & ~chosen]
         of_sides = [mean_of(rewards, side) for side in sides]
-        divergence = kl.double().mean() if kl is not None and kl.numel() else torch.zeros_like(number)
+        divergence = torch.zeros_like(number) if kl is None else kl.double().sum()
+        if kl is not None and kl.shape == count.shape and len(kl) != 1:
+            divergence = mean_of(kl.double(), count)
         metrics = torch.stack([
             *of_sides, of_sides[0] - of_sides[1], mean_of(better, count),
             *(mean_of(values, side) for side in sides), preference,

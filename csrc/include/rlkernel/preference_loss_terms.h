@@ -296,7 +296,7 @@ RLKERNEL_BOTH void preference_total(const PreferenceLoss& p, Team& team) {
       if (counted) single = single_loss(rule, s, p.labels[k] != 0, kl);
       loss = single.value;
       p.slopes[k] = single.slope * scale;
-      after[kKlSum] += kl;
+      after[kKlSum] += counted ? kl : 0;
     }
     // no index that is known at run time only: it would put the sums into memory
     const bool chosen = paired || p.labels[k] != 0;
@@ -347,7 +347,7 @@ RLKERNEL_BOTH void preference_total(const PreferenceLoss& p, Team& team) {
       after[kLogpsChosen] / chosen, after[kLogpsRejected] / rejected, preference,
       -before[kNllSum] / (before[kNllCount] > 1 ? before[kNllCount] : 1), odds ? after[kRatio] / here : 0,
       odds ? after[kOdds] / here : 0, mean_weight,
-      p.kl == nullptr ? 0 : p.kl_per_row ? after[kKlSum] / (p.rows > 1 ? p.rows : 1) : *p.kl, number, after[kTokensChosen],
+      p.kl == nullptr ? 0 : p.kl_per_row ? after[kKlSum] / here : *p.kl, number, after[kTokensChosen],
       after[kTokensRejected], after[kNotFinite]};
   for (int i = 0; i < kPreferenceMetrics; ++i) p.metrics[i] = static_cast<float>(metrics[i]);
 }
