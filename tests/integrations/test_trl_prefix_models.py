@@ -1,7 +1,6 @@
 """rlkernel.patch_trl(prefix_sharing=True): what a model is on comes back, and goes with its copies."""
 
 import copy
-import copyreg
 import zipfile
 
 import pytest
@@ -16,13 +15,6 @@ from rlkernel.integrations._trl_models import Models
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
-
-
-@pytest.fixture(autouse=True)
-def no_reducers_left():
-    before = dict(copyreg.dispatch_table)
-    yield
-    assert copyreg.dispatch_table == before
 
 
 def trained(make_trainer, **options):
