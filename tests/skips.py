@@ -75,7 +75,8 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
     (r"this processor's kernels are ", not_x86),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
-    (r"(flashinfer|aiter|x) is (not )?installed|flash-attn: not installed", always),  # their users have GPUs
+    # what runs on GPUs alone
+    (r"(flashinfer|aiter|x) is (not )?installed|(flash-attn|flashinfer): not installed", always),
     (r"\S+: RLKERNEL_PEERS names no folder with a checkout", always),
     (r"this kernel keeps no resettable high-water mark|this Linux is older than 5.14", always),
     (r"needs /proc|pages are Linux's", lambda: sys.platform != "linux"),

@@ -28,7 +28,7 @@ def summarise(path: str) -> tuple[str, int]:
         outcome = next((tag for tag in ("failure", "error", "skipped") if tag in tags), "passed")
         if outcome == "skipped":
             outcome = "expected failure" if tags["skipped"].get("type") == "pytest.xfail" else "skipped"
-            message = tags["skipped"].get("message") or "no reason given"
+            message = _reason(tags["skipped"])
             # what differs between cases of one reason: shapes, addresses, counts
             reason = re.sub(r"\d+", "#", message.splitlines()[0])
             reasons[reason] += 1
@@ -48,6 +48,13 @@ def summarise(path: str) -> tuple[str, int]:
         lines.append("skipped, and nothing on this machine explains it (tests/skips.py)")
         lines += [f"{count:>6} x {reason}" for reason, count in lost.most_common() if count]
     return "\n".join(lines), lost.total()
+
+
+def _reason(skipped: ET.Element) -> str:
+    """Why; of a whole file the message says only that, and its text is pytest's tuple of place and reason."""
+    whole = re.search(r"Skipped: (.*)['\"]\)$", skipped.text or "", re.DOTALL)
+    message = whole[1] if skipped.get("message") == "collection skipped" and whole else skipped.get("message")
+    return message or "no reason given"
 
 
 if __name__ == "__main__":

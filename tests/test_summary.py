@@ -23,10 +23,19 @@ def test_known(): assert False
 
 def test_fails(): assert False
 """
+WHOLE = """
+import pytest
+pytest.importorskip("no_such_package", reason="flashinfer is not installed")
+"""
+PACKAGE = """
+import pytest
+pytest.skip("Triton's interpreter is not here", allow_module_level=True)
+"""
 
 
 def test_counts_and_reasons(tmp_path):
-    (tmp_path / "test_cases.py").write_text(CASES)
+    for name, text in (("cases", CASES), ("whole", WHOLE), ("package", PACKAGE)):
+        (tmp_path / f"test_{name}.py").write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=tests.xml"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
@@ -34,17 +43,20 @@ def test_counts_and_reasons(tmp_path):
     run = subprocess.run(script, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
     assert run.stdout.splitlines() == [
-        "10 tests: 5 ran, 5 were skipped",
-        "     5 skipped",
+        "12 tests: 5 ran, 7 were skipped",
+        "     7 skipped",
         "     3 passed",
         "     1 expected failure",
         "     1 failure",
         "skipped or expected to fail, because",
         "     4 x case # needs a GPU",
+        "     1 x Triton's interpreter is not here",
+        "     1 x flashinfer is not installed",
         "     1 x unconditional skip",
         "     1 x known fault",
         "skipped, and nothing on this machine explains it (tests/skips.py)",
         "     4 x case # needs a GPU",
+        "     1 x Triton's interpreter is not here",
         "     1 x unconditional skip",
     ]
 
