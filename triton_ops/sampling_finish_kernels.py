@@ -59,8 +59,8 @@ def standard_deviation(records, here):
 
 
 @triton.jit
-def log_sum_and_entropy(record, here, per_t):
-    """``log(sum exp((z - max) / T))`` and the entropy of the tempered distribution."""
+def least_of(thresholds, record, here, per_t):
+    """The least (z - max) / T that epsilon, eta and top-a keep, each off at 0; the likeliest token has 0."""
     maxima = tl.load(record, mask=here, other=float("-inf"))
     sums = tl.load(record + 2, mask=here, other=0.0)
     top = finite_or_zero(tl.max(maxima, axis=0))
@@ -69,15 +69,11 @@ def log_sum_and_entropy(record, here, per_t):
     weighted = tl.load(record + 3, mask=here, other=0.0)
     weighted += tl.where(maxima == float("-inf"), 0.0, sums * ((maxima - top) * per_t))
     log_s = tl.log(s)
-    return log_s, log_s - sum_lanes(weighted * scale) / s
-
-
-@triton.jit
-def least_of(epsilon, eta, top_a, log_s, entropy):
-    """The least (z - max) / T that the thresholds keep, each off at 0; the likeliest token has 0."""
-    lower = tl.minimum(tl.log(eta), 0.5 * tl.log(eta) - entropy)  # log(0) is -inf
-    least = tl.maximum(tl.log(epsilon), lower) + log_s
-    return tl.minimum(tl.maximum(least, tl.log(top_a) - log_s), 0.0)
+    entropy = log_s - sum_lanes(weighted * scale) / s
+    i = tl.arange(0, 4)
+    logs = tl.log(tl.load(thresholds + i, mask=i < 3, other=0.0).to(tl.float64))  # log(0) is -inf
+    logs = tl.where(i == 1, tl.minimum(logs, 0.5 * logs - entropy), logs)
+    return tl.minimum(tl.max(tl.where(i == 2, logs - log_s, logs + log_s), axis=0), 0.0)
 
 
 @triton.jit
@@ -208,12 +204,12 @@ def finish_kernel(
     least = load_scalar(min_ps, min_p, row)
     width = load_scalar(sigmas, sigma, row)
     valid = valid & (p > 0.0) & (p <= 1.0) & (least >= 0.0) & (least <= 1.0) & (width > 0.0) & (given_k >= -1)
+    thresholds_on = False
     if thresholds is not None:
-        epsilon = tl.load(thresholds + 3 * row).to(tl.float64)
-        eta = tl.load(thresholds + 3 * row + 1).to(tl.float64)
-        top_a = tl.load(thresholds + 3 * row + 2).to(tl.float64)
-        valid = valid & (epsilon >= 0.0) & (epsilon <= 1.0) & (eta >= 0.0) & (eta <= 1.0)
-        valid = valid & (top_a >= 0.0) & (top_a <= 1.0)
+        j = tl.arange(0, 4)
+        given = tl.load(thresholds + 3 * row + j, mask=j < 3, other=0.0)
+        valid = valid & (tl.min(((given >= 0.0) & (given <= 1.0)).to(tl.int32)) > 0)
+        thresholds_on = tl.max(given) > 0.0
 
     # the kept set first: what follows would only take registers from it
     x_ptr = logits
@@ -239,8 +235,7 @@ def finish_kernel(
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:
             filtered = filtered | (finite < V)
-        if thresholds is not None:
-            filtered = filtered | (epsilon > 0.0) | (eta > 0.0) | (top_a > 0.0)
+        filtered = filtered | thresholds_on
         if filtered & valid & (not greedy):
             cut = tl.full((), float("-inf"), tl.float32)
             if least > 0.0:
@@ -248,9 +243,9 @@ def finish_kernel(
             if width < float("inf"):
                 deviation = standard_deviation(record, here)
                 cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
-            if thresholds is not None:
-                log_mass, in_row = log_sum_and_entropy(record, here, per_t)
-                cut = tl.maximum(cut, (t * least_of(epsilon, eta, top_a, log_mass, in_row)).to(tl.float32))
+            if thresholds is not None and thresholds_on:
+                bound = t * least_of(thresholds + 3 * row, record, here, per_t)
+                cut = tl.maximum(cut, bound.to(tl.float32))
             n, pivot, last, kept_count, mass = select(
                 listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
                 p, p_on, cut, ORDER, GROUPS, ROOM,
