@@ -49,6 +49,11 @@ ERRORS = {
         {"temperature": torch.ones(3, requires_grad=True)},
         "temperature must not require a gradient",
     ),
+    "temperatures of bools": (
+        {"temperature": some(True, torch.bool)},
+        "temperature must be numbers, got bool",
+    ),
+    "top_p of bools": ({"top_p": some(True, torch.bool)}, "top_p must be numbers, got bool"),
     "top_k": ({"top_k": -2}, "top_k must be an integer >= 1, or 0 or -1 for all, got -2"),
     "top_k of a float": ({"top_k": 5.0}, "top_k must be an integer >= 1, or 0 or -1 for all, got 5.0"),
     "top_k floats": ({"top_k": some(5.0)}, "top_k must be integers, got float32"),

@@ -252,6 +252,8 @@ def _rounded(
         if not inside(number):
             raise ValueError(f"{argument} must be {want}, got {value}")
         return number
+    if value.dtype == torch.bool or value.is_complex():
+        raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
     if value.requires_grad:
         raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
     return _per_row(argument, value, shape, device, dtype)
