@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from rlkernel.prefix_batch import PrefixBatch
@@ -16,7 +18,7 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEng
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model inside DDP, FSDP, DeepSpeed and PEFT wrappers.
+    """The transformers model inside DDP, FSDP, DeepSpeed and PEFT wrappers and torch.compile's.
 
     Raises:
         ValueError: there is none.
@@ -27,6 +29,8 @@ def causal_lm(model: nn.Module) -> Any:
     while not isinstance(found, PreTrainedModel):
         if any(base.__name__ in WRAPPERS for base in type(found).__mro__):
             found = found.module
+        elif isinstance(compiled := vars(found).get("_modules", {}).get("_orig_mod"), nn.Module):
+            found = compiled
         elif callable(getattr(found, "get_base_model", None)):  # PEFT
             found = found.get_base_model()
         else:
@@ -49,6 +53,18 @@ def is_sharded(model: nn.Module) -> bool:
     if any(base.__name__ in kinds for module in model.modules() for base in type(module).__mro__):
         return True
     return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made a module, or compiled its call in place."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is compiled of a model runs as it was written."""
+    if any(map(_is_compiled, model.modules())):
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()  # the other one imports the compiler
 
 
 def _is_split(model: nn.Module) -> bool:
@@ -88,8 +104,10 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         reasons.append(f"attention dropout must be 0 in training, got {dropout}")
     if batch is not None and (kind := _rope_of_the_longest(text, batch)):
         reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
-    if any(getattr(m, "_compiled_call_impl", None) is not None for m in found.modules()):
-        reasons.append("it is compiled, and what its layers do cannot be watched")
+    inner = [m for m in found.modules() if m is not found]
+    checkpointing = found.training and any(getattr(m, "gradient_checkpointing", False) for m in inner)
+    if checkpointing and any(map(_is_compiled, inner)):
+        reasons.append("its layers are compiled, as which gradient checkpointing would run them again")
     if _is_split(found):
         reasons.append("its layers are split over ranks by tensor parallelism")
     return [f"{family(found).__name__}: {reason}" for reason in reasons]

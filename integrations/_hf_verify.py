@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel.integrations import hf
-from rlkernel.integrations._hf_models import causal_lm, check_model, family, is_sharded
+from rlkernel.integrations._hf_models import as_written, causal_lm, check_model, family, is_sharded
 from rlkernel.prefix_batch import PrefixBatch
 
 LENGTHS = ((7, (3, 5, 4)), (4, (4, 3, 6)))  # of a prompt, and of its completions
@@ -25,7 +25,7 @@ def found_by_running(model: nn.Module) -> list[str]:
         return reasons
     found = causal_lm(model)
     try:
-        with _undisturbed(found), torch.no_grad():
+        with _undisturbed(found), as_written(found), torch.no_grad():
             worst, tolerance = _worst_error(found)
     except Exception as error:  # whatever code of others makes of a packed batch
         message = str(error).partition("\n")[0]

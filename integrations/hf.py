@@ -25,7 +25,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations._hf_models import LAYER_TYPES, causal_lm
+from rlkernel.integrations._hf_models import LAYER_TYPES, as_written, causal_lm
 from rlkernel.integrations._hf_models import check_model as check_model  # for adapters
 from rlkernel.integrations._hf_models import family as family
 from rlkernel.integrations._hf_models import is_sharded as is_sharded
@@ -460,13 +460,16 @@ class _Seen:
 def every_layer(model: nn.Module) -> Iterator[None]:
     """Raises at the end of the block unless each layer of the model has run packed in it, once.
 
+    What is compiled runs as it was written inside: what compiled layers do cannot be watched.
+
     Raises:
         ValueError: some attention went past transformers' AttentionInterface, or the model did not run once.
     """
     calls: list[nn.Module] = []
     token = _calls.set(calls)
     try:
-        yield
+        with as_written(model):
+            yield
     finally:
         _calls.reset(token)
     found = causal_lm(model)

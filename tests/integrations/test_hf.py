@@ -418,10 +418,11 @@ def refused_models():
 
     def compiled():
         model = models.make("llama")
+        model.gradient_checkpointing_enable()
         model.model.layers[1].compile()
         return model
 
-    yield "compiled", "it is compiled, and what its layers do cannot be watched", compiled
+    yield "compiled", "its layers are compiled, as which gradient checkpointing would run them", compiled
     yield (
         "no model",
         "a transformers model, alone or in DDP, FSDP, DeepSpeed or PEFT, got Linear",

@@ -261,6 +261,53 @@ def test_ddp_reduces_the_gradients(tmp_path, find_unused_parameters, max_tokens)
     assert models.worst({name: grad / 2 for name, grad in reduced.items()}, grads) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "where, checkpointing",
+    [
+        ("around", False),
+        ("around", True),
+        ("in place", True),
+        ("a layer", False),
+        ("around an adapter", False),
+    ],
+)
+def test_compiled_models_run_as_they_are_written(where, checkpointing):
+    """In a packed call; all others stay compiled."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *a: runs.append(1) or graph(*a)
+
+    logprobs, _, grads = models.dense("llama")
+    model = compiled = packed_model()
+    if checkpointing:  # which is refused where a layer is compiled
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch._dynamo.reset()
+    if where == "in place":
+        model.compile(backend=backend)
+    elif where == "a layer":
+        model.model.layers[1].compile(backend=backend)
+    elif where == "around":
+        compiled = torch.compile(model, backend=backend)
+    else:
+        peft = pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2)).double()
+        compiled = torch.compile(adapted, backend=backend)
+    found = rlkernel.packed_logprobs(compiled, pack()).logprobs
+    assert error(found, logprobs) <= 1e-12
+    if where == "around an adapter":
+        found.sum().backward()
+    else:
+        stock = models.make("llama")
+        w = models.weights(len(logprobs))
+        expected = models.gradients(stock, (torch.cat([x for x, _ in models.alone(stock)]) * w).sum())
+        assert models.worst(models.gradients(model, (found * w).sum()), expected) <= 1e-6
+    assert not runs
+    if not checkpointing:
+        compiled(torch.tensor([models.PROMPTS[0]]), use_cache=False)
+        assert runs
+
+
 def test_a_model_inside_another_object():
     """As PEFT wraps: a module of another kind whose forward calls the model."""
 
