@@ -38,6 +38,11 @@ def advantage_of(advantages, row, i, present, PER_TOKEN: tl.constexpr):
 
 
 @triton.jit
+def count_of(mask):
+    return tl.sum(mask.to(tl.int32), axis=0)
+
+
+@triton.jit
 def log_ratio_of(logprobs, old_logprobs, i, present):
     if old_logprobs is None:
         return tl.where(present, 0.0, 0.0)
@@ -158,9 +163,10 @@ def sequence_kernel(
         share = (1.0 / divisor).to(tl.float32)
 
     zero = tl.zeros((), tl.float64)
-    s_loss, s_tokens, s_low, s_high, s_far, s_k1, s_k3 = zero, zero, zero, zero, zero, zero, zero
-    s_ratio, s_entropy, s_kl, s_weight, s_kept, s_odd, s_chain = zero, zero, zero, zero, zero, zero, zero
-    s_outside = zero
+    s_loss, s_k1, s_k3, s_ratio, s_entropy, s_kl, s_weight = zero, zero, zero, zero, zero, zero, zero
+    s_chain = zero
+    none = tl.zeros((), tl.int32)  # a count in half of the registers
+    s_tokens, s_low, s_high, s_far, s_kept, s_odd, s_outside = none, none, none, none, none, none, none
     largest = tl.zeros((), tl.float32)
     for start in range(begin, end, BLOCK):
         i = start + lanes
@@ -238,19 +244,18 @@ def sequence_kernel(
         else:
             grad = direct + tl.where(passes > 0, chain, 0.0)
         tl.store(grad_logprobs + i, tl.where(supported, grad * share, 0.0), mask=inside)
-        one = tl.zeros_like(d) + 1.0
         s_loss += total(value * share, supported)
-        s_tokens += total(one, present)
-        s_low += total(one, supported & is_low)
-        s_high += total(one, supported & is_high)
-        s_far += total(one, supported & is_far)
+        s_tokens += count_of(present)
+        s_low += count_of(supported & is_low)
+        s_high += count_of(supported & is_high)
+        s_far += count_of(supported & is_far)
         s_k1 += total(-d, supported)
         s_k3 += total(expm1(d) - d, supported)
         s_ratio += total(ratio, supported)
         s_weight += total(weight, present & kept)
-        s_kept += total(one, present & kept)
-        s_odd += total(one, supported & ((value - value) != 0.0))
-        s_outside += total(one, present & (referred == 0))
+        s_kept += count_of(present & kept)
+        s_odd += count_of(supported & ((value - value) != 0.0))
+        s_outside += count_of(present & (referred == 0))
         largest = tl.maximum(largest, tl.max(tl.where(supported & (ratio > 0), ratio, 0.0), axis=0))
 
     if C.level == 1:  # the ratio of the sequence hangs on every token of it
@@ -277,20 +282,20 @@ def sequence_kernel(
 
     out = partials + row * 16
     tl.store(out, s_loss)
-    tl.store(out + 1, s_tokens)
+    tl.store(out + 1, s_tokens.to(tl.float64))
     tl.store(out + 2, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
-    tl.store(out + 3, s_low)
-    tl.store(out + 4, s_high)
-    tl.store(out + 5, s_far)
+    tl.store(out + 3, s_low.to(tl.float64))
+    tl.store(out + 4, s_high.to(tl.float64))
+    tl.store(out + 5, s_far.to(tl.float64))
     tl.store(out + 6, s_k1)
     tl.store(out + 7, s_k3)
     tl.store(out + 8, s_ratio)
     tl.store(out + 9, s_entropy)
     tl.store(out + 10, s_kl)
     tl.store(out + 11, s_weight)
-    tl.store(out + 12, s_kept)
-    tl.store(out + 13, s_odd)
-    tl.store(out + 14, s_outside)
+    tl.store(out + 12, s_kept.to(tl.float64))
+    tl.store(out + 13, s_odd.to(tl.float64))
+    tl.store(out + 14, s_outside.to(tl.float64))
     tl.store(out + 15, largest.to(tl.float64))
 
 
