@@ -4,15 +4,20 @@ import torch
 
 
 def assert_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Same bits; NaN equals NaN.  Says where the first difference is and what stands there."""
+    """Same bits; NaN equals NaN, -0 is not 0.  Says where the first difference is and what stands there."""
     assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{name}: {got.shape} {got.dtype}, not {want.shape}"
     )
-    differs = (got != want) & ~(got.isnan() & want.isnan())
+    differs = (_bits(got) != _bits(want)) & ~(got.isnan() & want.isnan())
     if bool(differs.any()):
         where = tuple(differs.nonzero()[0].tolist())
         count = int(differs.sum())
         raise AssertionError(f"{name}{list(where)} is {got[where]!r}, want {want[where]!r}; {count} differ")
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().view(integers[x.itemsize]) if x.is_floating_point() else x
 
 
 def probe(rows: int, vocab: int, dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -50,7 +50,21 @@ def check_against_fp64(backend, rewards, values, mask=None, **options):
     for name, a, b, c in zip(ours._fields, ours, torchs, exact, strict=True):
         assert a.dtype == torch.float32 and c.dtype == torch.float64 and not a.requires_grad
         check(name, a, b, c, magnitude=1)
+        if backend != "reference":  # which is the loop in fp32
+            check_rounded_once(name, a, c)
     return ours
+
+
+def check_rounded_once(name, got, exact):
+    """The walk is in double: half a unit in the last place of fp32 is lost, and what doubles lose."""
+    nearest = exact.float()
+    unit = torch.maximum(
+        torch.nextafter(nearest.abs(), torch.full_like(nearest, torch.inf)) - nearest.abs(),
+        torch.full_like(nearest, 2.0**-149),
+    ).double()
+    slack = 1e-13 * max(exact.abs().max().item(), 1.0) if exact.numel() else 0.0
+    lost = (got.double() - exact).abs()
+    assert (lost <= 0.5 * unit + slack).all(), f"{name}: {(lost / unit).max().item():.3f} units, not 1/2"
 
 
 def packed(inputs, lengths, **options):
@@ -58,6 +72,14 @@ def packed(inputs, lengths, **options):
     flat = {k: torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]) for k, x in inputs.items()}
     device = inputs["rewards"].device
     return flat | {"cu_seqlens": torch.tensor([0, *lengths], device=device).cumsum(0)} | options
+
+
+def test_a_walk_in_fp32_would_be_seen():
+    inputs = make_inputs(3, 300, masked=0.3)
+    with rlkernel.use_backend("reference"):
+        rough, exact = rlkernel.gae(**inputs), rlkernel.gae(**{k: wide(v) for k, v in inputs.items()})
+    with pytest.raises(AssertionError, match="units, not 1/2"):
+        check_rounded_once("advantages", rough.advantages, exact.advantages)
 
 
 # one token; a tail shorter than a thread's tokens; past a tile of 1024; several tiles and a tail

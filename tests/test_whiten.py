@@ -40,6 +40,22 @@ def test_matches_fp64(backend, device, shape, offset):
         torch.testing.assert_close(kept, (y - y.mean()) / scale + y.mean(), rtol=2e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("backend", "device"), [p for p in of("whiten") if not p.values[0].startswith("emulated")]
+)
+def test_more_chunks_than_are_merged_at_a_time(backend, device):
+    """Triton merges 256 moments of 2048 elements; what comes behind them is far from the rest."""
+    x = torch.randn(2**19 + 3 * 2048 + 5, generator=torch.Generator().manual_seed(0))
+    x[2**19 :] += torch.tensor([50.0, -200.0]).repeat_interleave(2 * 2048)[: len(x) - 2**19]
+    mask = torch.ones(len(x), dtype=torch.bool)
+    mask[::7] = mask[2**19 + 2048 : 2**19 + 2 * 2048] = False  # a chunk that counts for nothing
+    y = x[mask].double()
+    want = (y - y.mean()) / (y.var() + 1e-8).sqrt()
+    got = run(backend, x.to(device), mask.to(device)).cpu()
+    torch.testing.assert_close(got[mask].double(), want, rtol=2e-7, atol=1e-7)
+    assert (got[~mask] == 0).all()
+
+
 @ON_EVERY_BACKEND
 def test_verl_says_the_same(backend, device):
     try:
