@@ -323,8 +323,9 @@ class PrefixBatch:
         """Parts of at most ``max_tokens`` rows each that keep what shares a prompt together, few by best fit.
 
         A group that is larger than the limit is cut below what it shares, between the branches of a tree,
-        and only then is its prompt computed again; one sample alone may exceed the limit.  The parts are in
-        the order of their first samples; ``samples`` of a part are the numbers in this batch's ``samples``.
+        and only then is its prompt computed again.  A part may exceed the limit by one sample that does so
+        alone; whatever begins it, such as its earlier turns, stays with it.  The parts are in the order of
+        their first samples; ``samples`` of a part are the numbers in this batch's ``samples``.
         """
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens must be an integer >= 1, got {max_tokens!r}")

@@ -26,7 +26,7 @@ def parts(tree: Tree, limit: int) -> list[list[int]]:
 
     Rows are counted as tokens: a root's last one too, which has no row of its own.
     """
-    pieces = _fit(_pieces(tree, tree.lengths, limit), limit)
+    pieces = _fit(_pieces(tree, _needed(tree)[0], tree.lengths, limit), limit)
     return sorted(sorted(piece.samples) for piece in pieces) or [[]]
 
 
@@ -37,7 +37,8 @@ def balanced(tree: Tree, ranks: int, pair_cost: float) -> list[list[int]]:
     """
     above = _sums_above(tree, tree.lengths)
     costs = [n + pair_cost * n * (over + (n + 1) / 2) for n, over in zip(tree.lengths, above, strict=True)]
-    pieces = _pieces(tree, costs, sum(costs) / ranks)
+    ends, needed = _needed(tree)
+    pieces = _pieces(tree, ends, costs, sum(costs[i] for i in needed) / ranks)
     loads = [(0.0, rank) for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
     for piece in sorted(pieces, key=lambda piece: (-piece.cost, piece.samples)):
@@ -47,7 +48,23 @@ def balanced(tree: Tree, ranks: int, pair_cost: float) -> list[list[int]]:
     return [sorted(samples) for samples in found]
 
 
-def _pieces(tree: Tree, costs: Sequence[float], limit: float) -> list[_Piece]:
+def _needed(tree: Tree) -> tuple[list[int], set[int]]:
+    """Where each sample's last label is, and the nodes that any label needs: no other has rows.
+
+    A sample without a label is at the root that it shares with others, at -1 where these have none either.
+    """
+    ends: list[int] = []
+    for n in range(len(tree.ends)):
+        own = [i for i in tree.predicted(n) if tree.lengths[i]]
+        ends.append(own[-1] if own else -1)
+    needed = tree.ancestry(ends)
+    for n, end in enumerate(ends):
+        if end < 0 and (root := tree.path(n)[0]) in needed:
+            ends[n] = root
+    return ends, needed
+
+
+def _pieces(tree: Tree, ends: Sequence[int], costs: Sequence[float], limit: float) -> list[_Piece]:
     """The trees of the forest, those that cost more than the limit cut into pieces that do not.
 
     From the leaves up: what stands below a node is one piece if it fits together with all that is above it.
@@ -55,9 +72,10 @@ def _pieces(tree: Tree, costs: Sequence[float], limit: float) -> list[_Piece]:
     above = _sums_above(tree, costs)
     below: list[list[_Piece]] = [[] for _ in costs]
     ending: list[list[int]] = [[] for _ in costs]
-    for sample, end in enumerate(tree.ends):
-        ending[end].append(sample)
-    roots: list[_Piece] = []
+    free: list[int] = []  # of cost
+    for sample, end in enumerate(ends):
+        (ending[end] if end >= 0 else free).append(sample)
+    roots = [_Piece(free, 0)] if free else []
     for i in reversed(range(len(costs))):
         pieces = below[i]
         if ending[i]:
@@ -70,7 +88,10 @@ def _pieces(tree: Tree, costs: Sequence[float], limit: float) -> list[_Piece]:
 
 
 def _fit(pieces: list[_Piece], room: float) -> list[_Piece]:
-    """Pieces joined up to ``room``: all of them if they fit, else by best fit, largest first."""
+    """Pieces joined up to ``room``: all of them if they fit, else by best fit, largest first.
+
+    What costs nothing joins others in any case: its rows are among theirs.
+    """
     total = sum(piece.cost for piece in pieces)
     if len(pieces) < 2 or total <= room:
         return [_Piece([n for piece in pieces for n in piece.samples], total)] if pieces else []
@@ -78,6 +99,8 @@ def _fit(pieces: list[_Piece], room: float) -> list[_Piece]:
     rooms: list[tuple[float, int]] = []  # what is left in each bin, sorted
     for piece in sorted(pieces, key=lambda piece: (-piece.cost, piece.samples)):
         place = bisect.bisect_left(rooms, (piece.cost, -1))
+        if not piece.cost and bins:
+            place = min(place, len(rooms) - 1)
         if place == len(rooms):
             bisect.insort(rooms, (room - piece.cost, len(bins)))
             bins.append(_Piece(list(piece.samples), piece.cost))

@@ -58,7 +58,7 @@ class Tree:
 
     def select(self, samples: Sequence[int]) -> Tree:
         wanted = [self.ends[n] for n in samples]
-        kept = sorted(self._ancestry(wanted))
+        kept = sorted(self.ancestry(wanted))
         place = {i: k for k, i in enumerate(kept)} | {-1: -1}
         labelled = self.labelled
         if labelled is not None:
@@ -72,7 +72,8 @@ class Tree:
             labelled,
         )
 
-    def _ancestry(self, nodes: Sequence[int]) -> set[int]:
+    def ancestry(self, nodes: Sequence[int]) -> set[int]:
+        """These nodes, -1 aside, and all above them."""
         found: set[int] = set()
         for i in nodes:
             while i >= 0 and i not in found:

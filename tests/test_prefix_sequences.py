@@ -84,7 +84,9 @@ def test_parts(case, limit):
             own = part.samples.tolist()
             check(part, [tokens[n] for n in own], [masks[n] for n in own])
             assert part.width == batch.width
-    assert all(part.total <= limit or len(part) == 1 for part in batch.split(limit))
+    alone = [batch.select([n]).total for n in range(len(batch))]
+    for part in batch.split(limit):  # a sample too large alone takes no other rows with it
+        assert part.total <= limit or part.total in [alone[n] for n in part.samples.tolist()]
 
 
 @UNHURRIED
@@ -190,6 +192,30 @@ def test_a_tree_is_cut_as_low_as_it_can_be():
     parts = batch.split(600)  # the system prompt and two groups of 50 + 4 * 40
     assert [part.samples.tolist() for part in parts] == [list(range(n, n + 8)) for n in (0, 8, 16)]
     assert sum(part.total for part in parts) == batch.total + 2 * 99
+
+
+def test_turns_stay_with_the_last_one_where_that_alone_is_too_large():
+    """The rows of the earlier turns are among its own: they cost nothing more, and much elsewhere."""
+    ids, ends = list(range(2000)), [1000 + 200 * turn for turn in range(1, 6)]
+    batch = PrefixBatch.from_sequences(
+        [ids[:end] for end in ends], [[0] * 1000 + [1] * (e - 1000) for e in ends]
+    )
+    for limit in (100, 1500, 1900):
+        assert [(part.total, len(part)) for part in batch.split(limit)] == [(1999, 5)]
+
+
+def test_tokens_that_nothing_needs_count_for_no_part():
+    """Filtered sequences, and what follows the last label: no rows, so nothing to split or to balance."""
+    tokens = [list(range(1000 * n, 1000 * (n + 1))) for n in range(8)]
+    masks = [[0] * 500 + [1] * 500 if n in (0, 1, 4, 5) else [0] * 1000 for n in range(8)]
+    batch = PrefixBatch.from_sequences(tokens, masks)
+    assert [part.total for part in batch.balance(4)] == [999] * 4
+    assert [part.total for part in batch.split(2000)] == [1998] * 2
+    assert len(PrefixBatch.from_sequences(tokens, [[0] * 1000] * 8).split(10)) == 1
+    masks = [[0] * 10 + [1] * 10 + [0] * 980 if n < 7 else [0] * 10 + [1] * 990 for n in range(8)]
+    parts = PrefixBatch.from_sequences(tokens, masks).balance(2)
+    assert sorted(part.total for part in parts) == [7 * 19, 999]
+    assert [part.total for part in PrefixBatch.from_sequences(tokens, masks).split(1140)] == [7 * 19 + 999]
 
 
 def test_the_parts_of_a_limit_are_found_once(monkeypatch):

@@ -77,7 +77,7 @@ def test_old_and_reference_passes_have_the_bits_of_the_policy_pass():
 def test_parts(max_tokens):
     logprobs, entropy, grads = models.dense("llama")
     model, batch = packed_model(), pack()
-    assert len(batch.split(max_tokens)) == {1: 9, 15: 5, 30: 2, 1000: 1}[max_tokens]
+    assert len(batch.split(max_tokens)) == {1: 8, 15: 5, 30: 2, 1000: 1}[max_tokens]
     found = rlkernel.packed_logprobs(model, batch, return_entropy=True, max_tokens=max_tokens)
     assert error(found.logprobs, logprobs) <= 1e-12 and error(found.entropy, entropy) <= 1e-12
     w = models.weights(len(logprobs))
