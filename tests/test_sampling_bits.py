@@ -7,6 +7,7 @@ from bitwise import assert_batch_invariant, assert_equal, probe
 from sampling_cases import (
     FEW,
     FILTERS,
+    OFF,
     PAIRS,
     bitmask,
     everything,
@@ -48,11 +49,11 @@ def checked(backend, out):
 def runner(backend, method, order="sequential"):
     """``run(logits, *per_row)`` of ``assert_batch_invariant``, every row with filters of its own."""
 
-    def run(logits, seeds, positions, t, top_k, top_p, min_p, top_n_sigma):
+    def run(logits, seeds, positions, t, *filters):
+        named = dict(zip(OFF, filters, strict=True))
         out = sample(
-            backend, logits, seeds=seeds, positions=positions, temperature=t, top_k=top_k, top_p=top_p,
-            min_p=min_p, top_n_sigma=top_n_sigma, method=method, filter_order=order,
-            **everything(logits.shape[1]),
+            backend, logits, seeds=seeds, positions=positions, temperature=t, method=method,
+            filter_order=order, **named, **everything(logits.shape[1]),
         )  # fmt: skip
         return checked(backend, out)
 
@@ -191,10 +192,10 @@ def test_same_bits_on_any_number_of_threads():
 
 def asked_for(logits, names):
     """What ``ops`` hands to a backend, for rows with filters of their own, with all outputs."""
-    seeds, positions, t, top_k, top_p, min_p, top_n_sigma = rows_for(logits, names)
+    seeds, positions, t, top_k, top_p, min_p, top_n_sigma, *more = rows_for(logits, names)
     return request(
         logits, temperature=t, top_k=top_k, top_p=top_p, min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds,
-        positions=positions, entropy=True, rank=True, support=64,
+        positions=positions, entropy=True, rank=True, support=64, thresholds=torch.stack(more, 1).float(),
     )  # fmt: skip
 
 
