@@ -132,6 +132,6 @@ def _rope_of_the_longest(text: Any, batch: PrefixBatch) -> str | None:
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in ("dynamic", "longrope"):
             limit = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
-            if batch.layout.max_position >= limit:
+            if batch.longest > limit:  # also by tokens that have no row here
                 return cast(str, kind)
     return None

@@ -39,6 +39,7 @@ class PrefixBatch:
         completion_lengths: [N] int64 on the CPU: tokens of each sample that are predicted, the first one
             also where nothing stands in front of it; of whole sequences all tokens.
         tokens_dense: tokens of all samples, each with its own copy of the prompt.
+        longest: tokens of the longest sample that has a label, from its first to its last, 0 without one.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class PrefixBatch:
         self.position_ids = self.layout.row_tables().pos.long()[None].to(self.device)
         self.labels = tree.tokens[rows.labels].to(self.device)
         self._label_rows = None if rows.label_rows is None else rows.label_rows.to(self.device)
-        lengths, self.tokens_dense = [], 0
+        lengths, self.tokens_dense, self.longest = [], 0, 0
         samples: list[list[tuple[int, int, Run]]] = []
         for n in range(len(tree.ends)):
             path = tree.path(n)
@@ -230,7 +231,10 @@ class PrefixBatch:
                 at += tree.lengths[i]
             samples.append(places)
             lengths.append(at)
-            self.tokens_dense += sum(tree.lengths[i] for i in path)
+            dense = sum(tree.lengths[i] for i in path)
+            self.tokens_dense += dense
+            if places:
+                self.longest = max(self.longest, dense)
         self.completion_lengths = torch.tensor(lengths, dtype=torch.int64)
         self.width = max(lengths, default=0) if width is None else width
         self._index(samples)

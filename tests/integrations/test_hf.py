@@ -459,6 +459,22 @@ def test_positions_whose_rotation_depends_on_the_longest_sequence():
         ]
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_their_limit_is_of_a_whole_sequence(kind):
+    """Of which a packed batch leaves out the last token, and all that follows the last label."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    model = models.make("llama", rope_parameters=rope, max_position_embeddings=16)
+    ids = list(range(3, 27))
+    for length, labels, refused in ((16, 16, False), (17, 17, True), (24, 10, True)):
+        mask = [int(4 <= t < labels) for t in range(length)]
+        batch = PrefixBatch.from_sequences([ids[:length], ids], [mask, [0] * 24])  # the second one is not run
+        assert bool(hf.check_model(model, batch)) == refused, (length, labels)
+    assert not hf.check_model(model, PrefixBatch.pack([ids[:10]], [[ids[10:16]]]))
+    padded = torch.tensor([ids[:10]]), torch.ones(1, 10), torch.tensor([ids[10:17]]), torch.ones(1, 7)
+    assert hf.check_model(model, PrefixBatch.from_padded(*padded))
+
+
 def test_attention_that_goes_past_the_interface(monkeypatch):
     model, batch = packed_model("llama", dtype=torch.float32), pack()
     layer = model.model.layers[1].self_attn
