@@ -27,6 +27,7 @@ def _fused(tensors, options) -> bool:
 # `unsupported()` says there is a backend that was lost, so a failure. On a GPU the vendors' libraries decide.
 REFUSALS = {
     ("group_advantages", "rewards must be at most fp32"): lambda x, _: x[0].dtype == torch.float64,
+    ("whiten", "x must be at most fp32"): lambda x, _: x[0].dtype == torch.float64,
     ("linear_logprob", "algorithm 'fused' is a Triton kernel"): _fused,
     ("linear_logprob", "algorithm 'fused' needs float16 or bfloat16"): _fused,
 }

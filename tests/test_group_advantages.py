@@ -78,7 +78,7 @@ def test_matches_the_papers(backend, device, estimator):
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-7)
     wide = rlkernel.group_advantages(r.double(), estimator=estimator, **groups, **extra)
-    torch.testing.assert_close(wide, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(wide, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("estimator", GROUPED)

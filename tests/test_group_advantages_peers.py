@@ -72,7 +72,7 @@ def test_verl_says_the_same(backend, device, verl, function, options):
     if options["estimator"] == "gdpo":
         extra["reward_weights"], r = torch.ones(1), r[:, None]
     ours = run(backend, r, group_ids=ids, **(VERL | options), **extra)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
 @ON_EVERY_BACKEND
@@ -84,11 +84,11 @@ def test_verl_says_the_same_of_passk_and_remax(backend, device, verl):
         expected, _ = verl.compute_grpo_passk_outcome_advantage(scores, mask, ids.numpy(), config=config)
         scale = "group" if scaled else "none"
         ours = run(backend, r, group_ids=ids, estimator="grpo_passk", scale_rewards=scale, eps=1e-6)
-        torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
     baselines = torch.rand(12)
     expected, _ = verl.compute_remax_outcome_advantage(scores, baselines, mask)
     ours = run(backend, r, estimator="remax", baselines=baselines)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
 def trl_nanstd(x, **dims):
@@ -136,7 +136,7 @@ def test_verls_gpg_is_dr_grpo_times_a_number(backend, device, verl):
     expected, _ = verl.compute_gpg_outcome_advantage(scores, mask, ids.numpy())
     ours = run(backend, r, group_ids=ids, estimator="dr_grpo", singletons="reward")
     ours = ours * (len(r) / r.count_nonzero().clamp(min=1))
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero_tail", [True, False])
@@ -160,7 +160,7 @@ def test_verls_optimal_token_baseline_is_opo_at_every_timestep(backend, device, 
         counts = torch.stack([mask[ids == i].sum(0) for i in ids]) * mask
         alone = (counts == 1) & (torch.stack([(ids == i).sum() for i in ids]) > 1)[:, None]
         ours, expected = (torch.where(alone, 0, x) for x in (ours, expected))
-    torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
 def skyrl(name):
@@ -183,7 +183,7 @@ def test_skyrl_says_the_same(function, options, monkeypatch):
     r, _, mask, scores, ids = for_verl(12)
     expected, _ = skyrl(function)(scores.clone(), mask, ids.numpy())
     ours = rlkernel.group_advantages(r, group_ids=ids, **options)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
     if "singletons" in options:  # without it a group of one has 0
         plain = rlkernel.group_advantages(r, group_ids=ids, **options | {"singletons": "zero"})
         assert (plain != ours).sum() == 1
@@ -244,7 +244,7 @@ def test_openrlhf_says_the_same(estimator):
     options = {"group_size": 4} | OPENRLHF[estimator]
     options |= {"lengths": lengths} if estimator.startswith("reinforce") else {}
     ours = rlkernel.group_advantages(r, **options)
-    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
