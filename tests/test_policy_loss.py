@@ -193,10 +193,10 @@ MUTANTS = {
         "policy_loss_terms.h", "keep(not_(frozen), -x.ratio * x.advantage)", "-x.ratio * x.advantage",
     ),
     "a mask that multiplies": (
-        "policy_loss_sequence.h", "x.logprob = keep(present, at.load(p.logprobs))",
-        "x.logprob = at.load(p.logprobs) * keep(present, one)",
+        "policy_loss_sequence.h", "x.logprob = keep(inside, at.load(p.logprobs))",
+        "x.logprob = at.load(p.logprobs) * keep(inside, one)",
     ),
-    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / count) :", "1.0f :"),
+    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / divisor) :", "1.0f :"),
     "a weight without effect": ("policy_loss_sequence.h", "keep(w.kept, t.chain * w.weight)", "t.chain"),
 }  # fmt: skip
 
