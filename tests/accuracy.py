@@ -22,3 +22,16 @@ def check(
     largest = finite.abs().max().item() if finite.numel() else 0.0
     ulp = torch.finfo(got.dtype).eps * max(largest, magnitude)
     assert ours <= 2 * theirs + ulp, f"{name}: {ours:.3e} from fp64, PyTorch {theirs:.3e}, one ulp {ulp:.1e}"
+
+
+def check_rounded_once(name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    """What is computed in double: half a unit in the last place of fp32 is lost, and what doubles lose."""
+    got, exact = got.detach().cpu(), exact.detach().cpu()
+    nearest = exact.float().abs()
+    unit = torch.maximum(
+        torch.nextafter(nearest, torch.full_like(nearest, torch.inf)) - nearest,
+        torch.full_like(nearest, 2.0**-149),
+    ).double()
+    slack = 1e-13 * max(exact.abs().max().item(), 1.0) if exact.numel() else 0.0
+    lost = (got.double() - exact).abs()
+    assert (lost <= 0.5 * unit + slack).all(), f"{name}: {(lost / unit).max().item():.3f} units, not 1/2"

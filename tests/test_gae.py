@@ -5,7 +5,7 @@ import types
 import emulation
 import pytest
 import torch
-from accuracy import check, error
+from accuracy import check, check_rounded_once, error
 from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 from hypothesis import given, settings
@@ -53,18 +53,6 @@ def check_against_fp64(backend, rewards, values, mask=None, **options):
         if backend != "reference":  # which is the loop in fp32
             check_rounded_once(name, a, c)
     return ours
-
-
-def check_rounded_once(name, got, exact):
-    """The walk is in double: half a unit in the last place of fp32 is lost, and what doubles lose."""
-    nearest = exact.float()
-    unit = torch.maximum(
-        torch.nextafter(nearest.abs(), torch.full_like(nearest, torch.inf)) - nearest.abs(),
-        torch.full_like(nearest, 2.0**-149),
-    ).double()
-    slack = 1e-13 * max(exact.abs().max().item(), 1.0) if exact.numel() else 0.0
-    lost = (got.double() - exact).abs()
-    assert (lost <= 0.5 * unit + slack).all(), f"{name}: {(lost / unit).max().item():.3f} units, not 1/2"
 
 
 def packed(inputs, lengths, **options):
