@@ -29,7 +29,9 @@ def causal_lm(model: nn.Module) -> Any:
     while not isinstance(found, PreTrainedModel):
         if any(base.__name__ in WRAPPERS for base in type(found).__mro__):
             found = found.module
-        elif isinstance(compiled := vars(found).get("_modules", {}).get("_orig_mod"), nn.Module):
+        elif isinstance(
+            compiled := getattr(found, "__dict__", {}).get("_modules", {}).get("_orig_mod"), nn.Module
+        ):
             found = compiled
         elif callable(getattr(found, "get_base_model", None)):  # PEFT
             found = found.get_base_model()

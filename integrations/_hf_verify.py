@@ -19,10 +19,10 @@ MIN_TOLERANCE = 1e-4
 
 def found_by_running(model: nn.Module) -> list[str]:
     """See ``hf.verify``."""
-    if is_sharded(model):
-        raise ValueError("model must be whole, got one that ranks hold parts of: verify it before")
     if reasons := check_model(model):
         return reasons
+    if is_sharded(model):
+        raise ValueError("model must be whole, got one that ranks hold parts of: verify it before")
     found = causal_lm(model)
     try:
         with _undisturbed(found), as_written(found), torch.no_grad():
@@ -101,4 +101,4 @@ def _error(found: Tensor, expected: Tensor) -> Tensor:
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     error = (found - expected).norm(dim=-1)
     error = torch.where(error == 0, 0.0, error / spread)
-    return error.nan_to_num(float("inf"))
+    return error.nan_to_num(float("inf"), float("inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlkernel import prefix_parts
 from rlkernel.prefix_layout import Run, ranges
 from rlkernel.prefix_rows import rows_of
 from rlkernel.prefix_sequences import tree_of
-from rlkernel.prefix_tree import Tree, padded, same_prompt, tokens_of
+from rlkernel.prefix_tree import Tree, listed, padded, same_prompt, tokens_of
 
 _ON_THE_HOST = ("samples", "completion_lengths")
 
@@ -74,6 +75,7 @@ class PrefixBatch:
         Raises:
             ValueError: the two lists differ in length, or hold something else than lists of integers.
         """
+        prompts, completions = listed("prompts", prompts), listed("completions", completions)
         if len(prompts) != len(completions):
             raise ValueError(
                 f"completions must have a list for each of the {len(prompts)} prompts, got {len(completions)}"
@@ -117,6 +119,8 @@ class PrefixBatch:
             ValueError: the lists differ in length, a parent is not an earlier node, or a node below a
                 completion is none.
         """
+        nodes, parents = listed("nodes", nodes), listed("parents", parents)
+        completion = listed("completion", completion)
         if not len(nodes) == len(parents) == len(completion):
             got = f"{len(nodes)}, {len(parents)} and {len(completion)}"
             raise ValueError(f"nodes, parents and completion must have the same length, got {got}")
@@ -360,10 +364,14 @@ class PrefixBatch:
         Raises:
             ValueError: a place that this batch does not have.
         """
-        if any(not 0 <= n < len(self) for n in samples):
-            raise ValueError(f"samples must be places in [0, {len(self)}), got {list(samples)}")
-        numbers = self.samples[torch.tensor(list(samples), dtype=torch.int64)]
-        return PrefixBatch(self._tree.select(samples), width=self.width, samples=numbers, device=self.device)
+        try:
+            places = [operator.index(n) for n in samples]
+        except TypeError:
+            places = [-1]
+        if any(not 0 <= n < len(self) for n in places):
+            raise ValueError(f"samples must be places in [0, {len(self)}), got {samples!r:.80}")
+        numbers = self.samples[torch.tensor(places, dtype=torch.int64)]
+        return PrefixBatch(self._tree.select(places), width=self.width, samples=numbers, device=self.device)
 
     def one_row(self) -> PrefixBatch:
         """The smallest batch with a label, for a rank that must call the model as often as others do."""

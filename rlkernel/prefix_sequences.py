@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.prefix_layout import ranges
-from rlkernel.prefix_tree import Tree, tokens_of
+from rlkernel.prefix_tree import Tree, listed, tokens_of
 
 
 def tree_of(token_ids: Sequence[Any], loss_mask: Sequence[Any]) -> Tree:
     """The tree whose sample n is sequence n, of which the tokens under its mask are predicted."""
-    sequences = [tokens_of(f"token_ids[{n}]", ids) for n, ids in enumerate(token_ids)]
+    sequences = [tokens_of(f"token_ids[{n}]", ids) for n, ids in enumerate(listed("token_ids", token_ids))]
+    loss_mask = listed("loss_mask", loss_mask)
     if len(loss_mask) != len(sequences):
         raise ValueError(
             f"loss_mask must have a mask for each of the {len(sequences)} sequences, got {len(loss_mask)}"

@@ -82,6 +82,13 @@ class Tree:
         return found
 
 
+def listed(argument: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError as error:
+        raise ValueError(f"{argument} must be a list, got {values!r:.80}") from error
+
+
 def tokens_of(argument: str, ids: Any) -> Tensor:
     try:
         tokens = ids.detach().cpu() if isinstance(ids, Tensor) else torch.tensor(ids)

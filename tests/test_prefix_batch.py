@@ -392,6 +392,11 @@ WRONG = {
     "max_tokens must be an integer >= 1, got 0": lambda: PrefixBatch.pack([[1]], [[[2]]]).split(0),
     "max_tokens must be an integer >= 1, got 2.0": lambda: PrefixBatch.pack([[1]], [[[2]]]).split(2.0),
     "samples must be places in [0, 1), got [1]": lambda: PrefixBatch.pack([[1]], [[[2]]]).select([1]),
+    "samples must be places in [0, 1), got [0.5]": lambda: PrefixBatch.pack([[1]], [[[2]]]).select([0.5]),
+    "samples must be places in [0, 1), got None": lambda: PrefixBatch.pack([[1]], [[[2]]]).select(None),
+    "prompts must be a list, got None": lambda: PrefixBatch.pack(None, []),
+    "completions must be a list, got 3": lambda: PrefixBatch.pack([], 3),
+    "parents must be a list, got None": lambda: PrefixBatch.pack_tree([], None, []),
     "samples must be places in [0, 1), got [-1]": lambda: PrefixBatch.pack([[1]], [[[2]]]).select([-1]),
     "per_token must have shape (1,) (one value a label), got (2,)": lambda: PrefixBatch.pack(
         [[1]], [[[2]]]

@@ -135,6 +135,15 @@ def test_each_sequence_has_its_own_mask():
     assert both.total == 2 and both.unpack(both.labels).tolist() == [[0, 2, 3]] * 2
 
 
+def test_anything_that_has_rows_is_a_list():
+    tokens, masks = [[1, 2, 3], [1, 2, 4]], [[0, 1, 1], [0, 1, 1]]
+    want = PrefixBatch.from_sequences(tokens, masks)
+    for make in (tuple, iter, torch.tensor, lambda x: torch.tensor(x, dtype=torch.uint8).numpy()):
+        got = PrefixBatch.from_sequences(make(tokens), make(masks))
+        assert torch.equal(got.input_ids, want.input_ids)
+        assert torch.equal(got.unpack(got.labels), want.unpack(want.labels))
+
+
 def test_groups_become_the_batch_of_pack():
     prompts, completions = [[1, 2, 3], [9, 8]], [[[4, 5], [6, 7, 8]], [[1, 1], [2]]]
     want = PrefixBatch.pack(prompts, completions)
@@ -291,6 +300,8 @@ def test_the_host_does_work_linear_in_the_batch():
 
 
 WRONG = {
+    "token_ids must be a list, got None": (None, [[1]]),
+    "loss_mask must be a list, got 1": ([[1]], 1),
     "loss_mask must have a mask for each of the 2 sequences, got 1": ([[1], [2]], [[1]]),
     "loss_mask[1] must have token_ids[1]'s shape (2,), got (3,)": ([[1], [2, 3]], [[1], [1, 1, 1]]),
     "loss_mask[0] must be a list of booleans or numbers, got 'yes'": ([[1]], ["yes"]),

@@ -92,6 +92,21 @@ def test_families_that_cannot(kind, reason):
     assert state(model) == before
 
 
+@pytest.mark.parametrize("thing", [None, 3, torch.nn.Linear(2, 2)], ids=lambda thing: type(thing).__name__)
+def test_what_is_no_model_is_told_so(thing):
+    (reason,) = hf.verify(thing)
+    assert reason.endswith(f"alone or in DDP, FSDP, DeepSpeed or PEFT, got {type(thing).__name__}")
+    with pytest.raises(ValueError, match="^model must be a transformers model"):
+        rlkernel.packed_logprobs(thing, tiny())
+
+
+def test_an_error_without_a_measure_is_infinite():
+    """Not the largest number that a double has; of equal rows it is 0, whatever they are."""
+    expected = torch.tensor([[2.0, 2.0], [2.0, 2.0], [1.0, 3.0]])
+    found = torch.tensor([[2.5, 2.5], [2.0, 2.0], [1.0, float("nan")]])
+    assert _hf_verify._error(found, expected).tolist() == [float("inf"), 0.0, float("inf")]
+
+
 def test_sharded_models_are_not_run(monkeypatch):
     monkeypatch.setattr(_hf_verify, "is_sharded", lambda model: True)
     with pytest.raises(ValueError, match="model must be whole, got one that ranks hold parts of"):
