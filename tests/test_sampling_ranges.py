@@ -9,9 +9,11 @@ import torch
 from backends import is_slow, running
 from bitwise import assert_equal
 from sampling_cases import PAIRS, bitmask, sample, skip_unless_sampling
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel import debug
+from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _scalars
 
 COLDEST, HOTTEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal numbers of fp32
@@ -209,6 +211,26 @@ def test_extremes_have_one_answer(backend, device, method, setting):
         for field in ("raw_logprobs", "tempered_logprobs", "processed_logprobs", "kept_mass"):
             mine, theirs = getattr(got, field).cpu()[same], getattr(want, field)[same]
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6, equal_nan=True)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **kwargs or {})
+
+
+def test_good_temperatures_cost_one_reduction():
+    """What a check of good values runs is paid in every step of a rollout."""
+    good = torch.tensor([0.5, 1.0])
+    with Operators() as run:
+        inputs._temperature(good, good.shape, good.device, torch.float32)
+    assert run.names == ["aminmax", "_local_scalar_dense", "_local_scalar_dense"]
 
 
 def test_numbers_of_numpy_and_seeds_of_64_bits():

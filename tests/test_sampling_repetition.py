@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import sampling_peers as peers
 import torch
@@ -294,6 +295,10 @@ BAD = {
     "a negative word": (Penalties(SAID, bad_words=[[-1]]), r"must be lists of token ids, got \[-1\]"),
     "an id of no vocabulary": (Penalties(SAID, bad_words=[[12]]), r"must hold ids in \[0, 12\), got 12"),
     "words of three rows": (Penalties(SAID, bad_words=[[[1]], None, None]), "each of 2 rows, got 3 lists"),
+    "words and None": (Penalties(SAID, bad_words=[[1], None]), "must be lists of token ids, got None"),
+    "no words": (Penalties(SAID, bad_words=7), "bad_words must be lists of token ids, got 7"),
+    "dry.breakers": (Penalties(SAID, dry=Dry(1.0, breakers="a")), "dry.breakers must be token ids, got 'a'"),
+    "breakers of floats": (Penalties(SAID, dry=Dry(1.0, breakers=[1.5])), r"must be token ids, got \[1.5\]"),
     "words of floats": (Penalties(SAID, bad_words=torch.ones(1, 1)), "bad_words must be integers"),
     "dry": (Penalties(SAID, dry=0.8), "penalties.dry must be a Dry, got float"),
     "dry.multiplier": (Penalties(SAID, dry=Dry(-1.0)), "dry.multiplier must be >= 0 and finite, got -1"),
@@ -319,6 +324,20 @@ BAD = {
     ),
     "values": (TokenBias(torch.tensor([1]), [1.0]), "values must be numbers or a tensor, got list"),
 }
+
+
+def test_numbers_of_numpy_and_requests_without_words():
+    said, z = padded(histories(3, 5)), torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
+    words = [[[np.int64(5)], [1, np.int64(2)]], [], None, [], []]
+    plain = [[[5], [1, 2]], None, None, None, None]
+    numpys = Penalties(said, no_repeat_ngram=np.int64(2), bad_words=words, dry=Dry(1.0, last_n=np.int32(9)))
+    want = adjusted(z, penalties=Penalties(said, no_repeat_ngram=2, bad_words=plain, dry=Dry(1.0, last_n=9)))
+    assert_equal("NumPy", adjusted(z, penalties=numpys), want)
+    none = Penalties(said, bad_words=[[], [], [], [], []])
+    assert_equal("no words", adjusted(z, penalties=none), adjusted(z, penalties=Penalties(said)))
+    one = TokenBias(torch.tensor([1]), np.float32(-2.0))
+    assert_equal("a bias", adjusted(z, logit_bias=one), adjusted(z, logit_bias={1: -2.0}))
+    assert_equal("a ban", adjusted(z, logit_bias={1: -(10**400)}), adjusted(z, logit_bias={1: -torch.inf}))
 
 
 @pytest.mark.parametrize("name", BAD)

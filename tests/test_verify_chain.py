@@ -538,6 +538,17 @@ def test_it_compiles_in_one_graph(rejection):
         assert_equal(name, a, b)
 
 
+def test_positions_of_64_bits_without_a_sign():
+    drafts, logits, _, seeds = case()
+    large = torch.tensor([-1, 5, -(2**63), 7])
+    want = rlkernel.verify_chain(drafts, logits, seeds=seeds, positions=large).token_ids
+    got = rlkernel.verify_chain(drafts, logits, seeds=seeds, positions=large.view(torch.uint64)).token_ids
+    assert torch.equal(got, want)
+    with pytest.raises(TypeError, match="penalties.dry must be a Dry, got dict"):
+        said = torch.zeros(4, 1, dtype=torch.int64)
+        rlkernel.verify_chain(drafts, logits, penalties=rlkernel.Penalties(said, dry={"multiplier": 1.0}))
+
+
 def test_seeds_are_torchs_where_none_are_given():
     drafts, logits, q, _ = case(64)
     torch.manual_seed(3)
@@ -587,6 +598,14 @@ WRONG = {
         "temperature must be one value or have shape (4,), got (4, 4)",
     ),
     "top_p": (lambda d, x, q: {"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
+    "positions": (
+        lambda d, x, q: {"positions": "a"},
+        "positions must be a 64-bit integer or a tensor, got 'a'",
+    ),
+    "biases": (
+        lambda d, x, q: {"logit_bias": [{1: 1.0}]},
+        "logit_bias must be one dict or None for each of 4 requests, got 1",
+    ),
     "penalties": (
         lambda d, x, q: {"penalties": rlkernel.Penalties(torch.zeros(2, 2, dtype=torch.int64))},
         "penalties.output_token_ids must be [4, L], got (2, 2)",

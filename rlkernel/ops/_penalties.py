@@ -54,6 +54,7 @@ class Penalties(NamedTuple):
             return x.repeat_interleave(times, 0) if isinstance(x, Tensor) and x.dim() else x
 
         words = None if self.bad_words is None else words_of(self.bad_words)
+        _is_dry(self.dry)
         if words is not None and words.dim() == 3:
             words = each(words)
         dry = (
@@ -79,9 +80,8 @@ class Penalties(NamedTuple):
         return z - _column("presence", self.presence, z) * (said > 0)
 
     def _of_history(self, z: Tensor) -> list[TokenBias]:
-        n, words, found = self.no_repeat_ngram, self.bad_words, []
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"penalties.no_repeat_ngram must be an integer >= 0, got {n!r}")
+        words, found = self.bad_words, []
+        n = _count("no_repeat_ngram", self.no_repeat_ngram)
         if n == 0 and words is None and self.dry is None:
             return []
         ids = _repetition.history(self.prompt_token_ids, self.output_token_ids, z.shape[1])
@@ -109,10 +109,16 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
             got = f"{_validate.name(words.dtype)} {tuple(words.shape)}"
             raise ValueError(f"penalties.bad_words must be integers [W, n] or [B, W, n], got {got}")
         return words.long()
-    own = any(x is None or (len(x) > 0 and not isinstance(x[0], int)) for x in words)
-    lists = [list(x or ()) for x in words] if own else [list(words)]
+    if not isinstance(words, Sequence):
+        raise ValueError(f"penalties.bad_words must be lists of token ids, got {words!r}")
+    own = len(words) > 0 and not any(_holds_ids(x) for x in words)
+    each_row = words if own else [words]
+    for row in each_row:
+        if row is not None and not isinstance(row, Sequence):
+            raise ValueError(f"penalties.bad_words must be lists of token ids, got {row!r}")
+    lists = [[] if row is None else list(row) for row in each_row]
     for word in (word for each in lists for word in each):
-        if len(word) == 0 or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in word):
+        if not isinstance(word, Sequence) or len(word) == 0 or not all(_is_id(t) for t in word):
             raise ValueError(f"penalties.bad_words must be lists of token ids, got {word!r}")
     longest = max([1, *[len(word) for each in lists for word in each]])
     most = max([0, *[len(each) for each in lists]])
@@ -123,14 +129,40 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
     return made if own else made[0]
 
 
-def _checked(dry: Dry, z: Tensor) -> Dry:
-    if not isinstance(dry, Dry):
+def _holds_ids(words: Any) -> bool:
+    """Whether it is a word, and no list of them or None."""
+    return isinstance(words, Sequence) and len(words) > 0 and _scalars.as_int(words[0]) is not None
+
+
+def _is_id(token: Any) -> bool:
+    id = _scalars.as_int(token)
+    return id is not None and id >= 0
+
+
+def _count(argument: str, value: Any) -> int:
+    number = _scalars.as_int(value)
+    if number is None or number < 0:
+        raise ValueError(f"penalties.{argument} must be an integer >= 0, got {value!r}")
+    return number
+
+
+def _is_dry(dry: Any) -> None:
+    if dry is not None and not isinstance(dry, Dry):
         raise TypeError(f"penalties.dry must be a Dry, got {type(dry).__name__}")
+
+
+def _checked(dry: Dry, z: Tensor) -> Dry:
+    _is_dry(dry)
     for name in ("multiplier", "base", "allowed_length"):
         _column(f"dry.{name}", getattr(dry, name), z)
-    if isinstance(dry.last_n, bool) or not isinstance(dry.last_n, int) or dry.last_n < 0:
-        raise ValueError(f"penalties.dry.last_n must be an integer >= 0, got {dry.last_n!r}")
-    return dry
+    breakers = dry.breakers
+    if isinstance(breakers, Tensor):
+        integers = not (breakers.is_floating_point() or breakers.is_complex() or breakers.dtype == torch.bool)
+    else:
+        integers = isinstance(breakers, Sequence) and all(_scalars.as_int(x) is not None for x in breakers)
+    if not integers:
+        raise ValueError(f"penalties.dry.breakers must be token ids, got {breakers!r}")
+    return dry._replace(last_n=_count("dry.last_n", dry.last_n))
 
 
 def _counts(argument: str, ids: Tensor, z: Tensor) -> Tensor:

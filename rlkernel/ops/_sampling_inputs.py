@@ -1,8 +1,8 @@
 """The arguments of ``sample`` and its kin, checked and normalised."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,31 @@ from rlkernel.types import FILTER_ORDERS, Sampling
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 METHODS = ("grouped", "gumbel")
 LOGPROBS = ("raw", "tempered", "processed")
+
+
+class _Range(NamedTuple):
+    """Numbers from ``low`` (more than that where ``above``) to ``high``; ``want`` says so in an error.
+
+    Made once: most calls have the defaults, and a text for each of their errors took longer than the checks.
+    """
+
+    low: float
+    high: float
+    above: bool
+    want: str
+
+    def holds(self, x: float) -> bool:
+        return (self.low < x if self.above else self.low <= x) and x <= self.high
+
+
+_UNIT = _Range(0, 1, False, "in [0, 1]")
+_SHARE = _Range(0, 1, True, "in (0, 1]")
+_POSITIVE = _Range(0, math.inf, True, "> 0")
+# of temperatures that are not 0: normal numbers, whose inverse is finite too
+_NORMAL = {
+    dtype: _Range(kind.tiny, kind.max, False, f"0 or from {kind.tiny:.3g} to {kind.max:.3g}")
+    for dtype, kind in ((x, torch.finfo(x)) for x in (torch.float32, torch.float64))
+}
 
 
 def rows_of(logits: Tensor) -> tuple[torch.Size, Tensor]:
@@ -71,11 +96,11 @@ def sampling(
     return Sampling(
         temperature=_temperature(temperature, *where, wide),
         top_k=_top_k(top_k, *where),
-        top_p=1.0 if top_p is None else _floats("top_p", top_p, 0, 1, *where, above=True),
-        min_p=0.0 if min_p is None else _floats("min_p", min_p, 0, 1, *where),
+        top_p=1.0 if top_p is None else _floats("top_p", top_p, _SHARE, *where),
+        min_p=0.0 if min_p is None else _floats("min_p", min_p, _UNIT, *where),
         top_n_sigma=math.inf
         if top_n_sigma is None
-        else _floats("top_n_sigma", top_n_sigma, 0, math.inf, *where, above=True),
+        else _floats("top_n_sigma", top_n_sigma, _POSITIVE, *where),
         seeds=seeds if token_ids is None else None,  # type: ignore[arg-type]
         positions=positions if token_ids is None else None,  # type: ignore[arg-type]
         token_ids=token_ids,
@@ -87,7 +112,9 @@ def sampling(
         entropy=bool(return_entropy),
         rank=bool(return_rank),
         support=int(return_support),
-        thresholds=_thresholds(
+        thresholds=None
+        if epsilon_cutoff is None and eta_cutoff is None and top_a is None
+        else _thresholds(
             {"epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff, "top_a": top_a}, *where
         ),
     )
@@ -97,7 +124,7 @@ def _thresholds(
     given: dict[str, float | Tensor | None], shape: torch.Size, device: torch.device
 ) -> Tensor | None:
     """[B, 3]; None where all are numbers and off."""
-    columns = [0.0 if x is None else _floats(name, x, 0, 1, shape, device) for name, x in given.items()]
+    columns = [0.0 if x is None else _floats(name, x, _UNIT, shape, device) for name, x in given.items()]
     if not any(isinstance(x, Tensor) or x > 0 for x in columns):
         return None
     rows, fp32 = math.prod(shape), torch.float32
@@ -197,61 +224,46 @@ def _top_k(value: int | Tensor | None, shape: torch.Size, device: torch.device) 
 def _temperature(
     value: float | Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype
 ) -> float | Tensor:
-    """0, or a normal number: one whose inverse is finite too."""
-    low, high = torch.finfo(dtype).tiny, torch.finfo(dtype).max
-
-    def inside(x: float) -> bool:
-        return low <= x <= high
-
-    want = f"0 or from {low:.3g} to {high:.3g}"
-    value = _rounded("temperature", value, shape, device, dtype, lambda x: x == 0 or inside(x), want)
+    """0, or a normal number."""
+    normal = _NORMAL[dtype]
     if isinstance(value, Tensor):
-        _validate.look("temperature", torch.where(value == 0, 1, value), inside, want)
-    return value
+        value = _numbers("temperature", value, shape, device, dtype)
+        if debug.may_read(value) and value.numel():
+            low, high = value.aminmax()
+            if not (normal.low <= low.item() and high.item() <= normal.high):  # 0, or a wrong one
+                _validate.look("temperature", torch.where(value == 0, 1, value), normal.holds, normal.want)
+        return value
+    number = _number("temperature", value, dtype)
+    if number != 0 and not normal.holds(number):
+        raise ValueError(f"temperature must be {normal.want}, got {value}")
+    return number
 
 
 def _floats(
-    argument: str,
-    value: float | Tensor,
-    low: float,
-    high: float,
-    shape: torch.Size,
-    device: torch.device,
-    *,
-    above: bool = False,
+    argument: str, value: float | Tensor, range: _Range, shape: torch.Size, device: torch.device
 ) -> float | Tensor:
-    """One number, or one per row; ``above``: more than ``low``."""
-
-    def inside(x: float) -> bool:
-        return (low < x if above else low <= x) and x <= high
-
-    want = f"in {'(' if above else '['}{low:g}, {high:g}]"
-    if high == math.inf:
-        want = f"{'>' if above else '>='} {low:g}"
-    value = _rounded(argument, value, shape, device, torch.float32, inside, want)
+    """One number, or one per row."""
     if isinstance(value, Tensor):
-        _validate.look(argument, value, inside, want)
-    return value
+        value = _numbers(argument, value, shape, device, torch.float32)
+        _validate.look(argument, value, range.holds, range.want)
+        return value
+    number = _number(argument, value, torch.float32)
+    if not range.holds(number):
+        raise ValueError(f"{argument} must be {range.want}, got {value}")
+    return number
 
 
-def _rounded(
-    argument: str,
-    value: float | Tensor,
-    shape: torch.Size,
-    device: torch.device,
-    dtype: torch.dtype,
-    inside: Callable[[float], bool],
-    want: str,
-) -> float | Tensor:
-    """In ``dtype``, in which a kernel has it: only what is left of a number may be in range or not.  Numbers
-    are looked at, tensors are not."""
-    if not isinstance(value, Tensor):
-        if not _scalars.is_number(value):
-            raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
-        number = _scalars.rounded(value, dtype)
-        if not inside(number):
-            raise ValueError(f"{argument} must be {want}, got {value}")
-        return number
+def _number(argument: str, value: Any, dtype: torch.dtype) -> float:
+    """In ``dtype``, in which a kernel has it: only what is left of a number may be in range or not."""
+    if not _scalars.is_number(value):
+        raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
+    return _scalars.rounded(value, dtype)
+
+
+def _numbers(
+    argument: str, value: Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Likewise of a tensor, whose values are not looked at."""
     if value.dtype == torch.bool or value.is_complex():
         raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
     if value.requires_grad:

@@ -105,7 +105,7 @@ class _Values(NamedTuple):
         if self.bitmask is not None:
             word = self.bitmask.gather(-1, index // 32)
             values = values.masked_fill((word >> (index % 32).to(torch.int32)) & 1 == 0, -torch.inf)
-        return values.masked_fill((ids < 0) | (ids >= vocab), -torch.inf)
+        return values.masked_fill(index != ids, -torch.inf)  # outside [0, V)
 
     def logprobs(self, values: Tensor) -> Tensor:
         return (values - self.row_max[:, None]) / self.t - self.log_sum[:, None]

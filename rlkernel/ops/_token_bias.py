@@ -45,7 +45,8 @@ class TokenBias(NamedTuple):
                     raise ValueError(f"{name}[{token}] must be finite or -inf, got {value}")
             if row:
                 ids[i, : len(row)] = torch.tensor(list(row))
-                values[i, : len(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+                wide = [_scalars.rounded(x, torch.float64) for x in row.values()]
+                values[i, : len(row)] = torch.tensor(wide, dtype=torch.float64)
         return cls(ids.to(device), values.to(device))
 
     def flat(self, shape: torch.Size) -> "TokenBias":
@@ -60,7 +61,7 @@ class TokenBias(NamedTuple):
         if isinstance(values, Tensor) and values.dim() and values.shape != ids.shape:
             want = f"one value or have shape {tuple(ids.shape)}"
             raise ValueError(f"logit_bias.values must be {want}, got {tuple(values.shape)}")
-        if not isinstance(values, (Tensor, float, int)) or isinstance(values, bool):
+        if not isinstance(values, Tensor) and not _scalars.is_number(values):
             raise TypeError(f"logit_bias.values must be numbers or a tensor, got {type(values).__name__}")
         size = math.prod(shape), ids.shape[-1]
         if isinstance(values, Tensor):

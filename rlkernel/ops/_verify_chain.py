@@ -102,7 +102,9 @@ def verify_chain(
         "eta_cutoff": eta_cutoff,
         "top_a": top_a,
     }
-    start = _spread("positions", 0 if positions is None else positions, shape)
+    first: Any = 0 if positions is None else positions
+    of: Any = inputs.int64 if isinstance(first, Tensor) else inputs.int64_of
+    start = _spread("positions", of("positions", first), shape)
     place = torch.arange(places, device=flat.device)
     if seeds is None:  # one for a row, not for a place
         seeds = inputs.sampling(shape[:1], 1, flat.dtype, flat.device, **_NOTHING).seeds
@@ -117,6 +119,9 @@ def verify_chain(
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (rows, flat.shape[1]):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
     elif isinstance(logit_bias, Sequence) and not isinstance(logit_bias, TokenBias):
+        if len(logit_bias) != rows:
+            want = f"one dict or None for each of {rows} requests"
+            raise ValueError(f"logit_bias must be {want}, got {len(logit_bias)}")
         logit_bias = TokenBias.of(logit_bias, flat.shape[1], flat.device)
     if isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() == 2:
         logit_bias = logit_bias.flat(shape[:1]).at_each(places)
