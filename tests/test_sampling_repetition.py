@@ -196,6 +196,17 @@ def test_vllms_bias_of_each_request():
     assert (out.id_logprobs - theirs).abs().max() < 5e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_dict_is_the_bias_of_every_row(dtype):
+    z = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = {7: 1.3, 0: -torch.inf, VOCAB - 1: -0.1}
+    kept = z.clone()
+    got = adjusted(z, logit_bias=bias)
+    assert_equal("rows", got, adjusted(z, logit_bias=[bias] * 3))
+    assert got[:, 0].isneginf().all() and torch.equal(z, kept)
+    assert_equal("empty", adjusted(z, logit_bias={}), adjusted(z))
+
+
 def test_of_a_token_twice_the_smaller_value_counts():
     z = torch.zeros(3, 5)
     ids = torch.tensor([[1, 1, 1, -1], [2, -1, 2, 0], [-1, -1, -1, -1]])

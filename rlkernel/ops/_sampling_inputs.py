@@ -303,7 +303,8 @@ def _bitmask(bitmask: Tensor | None, vocab: int, shape: torch.Size, device: torc
     flat = bitmask.reshape(math.prod(shape), bitmask.shape[-1])
     if flat.shape[1] < words:
         return torch.nn.functional.pad(flat, (0, words - flat.shape[1]))
-    flat = flat[:, :words]
+    if flat.shape[1] > words:
+        flat = flat[:, :words]
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
@@ -314,7 +315,11 @@ def adjusted(logits: Tensor, shape: torch.Size, logit_bias: Any, penalties: Any)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(logit_bias, (Sequence, Mapping)):  # of few tokens
         z = logits.to(dtype, copy=True)
-        _token_bias(logit_bias, shape, z).add_to(z)
+        if isinstance(logit_bias, Mapping):  # one for all rows, with every token once
+            ids, values = TokenBias.of([logit_bias], z.shape[1], z.device)
+            z[:, ids[0]] += values[0].to(dtype)  # type: ignore[index]
+        else:
+            _token_bias(logit_bias, shape, z).add_to(z)
     else:
         z = logits.to(dtype)
         if logit_bias is not None:
@@ -332,9 +337,6 @@ def _token_bias(bias: Any, shape: torch.Size, z: Tensor) -> TokenBias:
     if isinstance(bias, TokenBias):
         return bias.flat(shape)
     rows = z.shape[0]
-    if isinstance(bias, Mapping):
-        ids, values = TokenBias.of([bias], z.shape[1], z.device)
-        return TokenBias(ids.expand(rows, -1), values.expand(rows, -1))  # type: ignore[union-attr]
     if len(bias) != rows:
         raise ValueError(f"logit_bias must be one dict or None for each of {rows} rows, got {len(bias)}")
     return TokenBias.of(bias, z.shape[1], z.device)
