@@ -102,6 +102,18 @@ def test_clips_match_fp64(backend, device):
 
 
 @ON_EVERY_BACKEND
+def test_a_delta_below_the_upper_bound_has_the_gradient_of_the_bound_that_holds(backend, device):
+    """Between the two, where A < 0, the loss is ``-r A``, which is not flat."""
+    inputs = make_inputs(4, 40, device=device, drift=0.4)
+    for delta, level in itertools.product((0.7, 1.0, 1.1), LEVELS):
+        check_against_fp64(backend, inputs, delta=delta, importance_sampling_level=level)
+    between = {"logprobs": 0.1, "old_logprobs": 0.0, "advantages": -1.0, "mask": True}
+    between = {k: torch.full((1, 1), x, device=device) for k, x in between.items()}
+    _, _, grad = run(backend, between, delta=1.0)
+    torch.testing.assert_close(grad.item(), math.exp(0.1))
+
+
+@ON_EVERY_BACKEND
 def test_packed_is_padded(backend, device):
     inputs = make_inputs(5, 33, device=device, extras=True, per_token=False)
     lengths = torch.tensor([33, 0, 1, 20, 33], device=device)

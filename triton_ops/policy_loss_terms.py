@@ -102,7 +102,9 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
         limit = -advantage * rule.dual
         is_dual = negative & (value > limit)
         value = tl.where(is_dual, limit, value)
-        chain = tl.where((bounded > plain) | is_dual | (ratio > rule.delta), 0.0, -ratio * advantage)
+        # flat where the bound that holds is; between a small delta and the upper bound only one of them is
+        is_flat = tl.where(bounded > plain, (ratio < rule.low) | (ratio > rule.high), ratio > rule.delta)
+        chain = tl.where(is_flat | is_dual, 0.0, -ratio * advantage)
         is_low, is_high = negative & (ratio < rule.low), positive & (ratio > rule.high)
         is_far = is_dual | (negative & (ratio > rule.delta))
     elif C.term == 1:  # cispo

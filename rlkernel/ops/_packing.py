@@ -44,7 +44,10 @@ def per_sequence(
     Raises:
         ValueError: it is neither; or [N] where there are as many packed sequences as tokens.
     """
-    shape, packed = tuple(x.shape), tokens.dim() == 1
+    packed = tokens.dim() == 1
+    if not packed and (x.shape == tokens.shape or x.shape == (count,)):  # as most are
+        return x, x.shape != tokens.shape
+    shape = tuple(x.shape)
     if packed and shape == (count,) == tuple(tokens.shape) and count > 1:
         want = f"[1, {count}], one for each token, or [{count}, 1], one for each sequence"
         raise ValueError(f"{name} must be {want}, where there are as many sequences as tokens, got {shape}")

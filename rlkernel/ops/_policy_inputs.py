@@ -32,7 +32,8 @@ def checked(
     ``token_counts``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that
     is off."""
     _validate.floating("logprobs", logprobs)
-    _policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], _policy_rule.AGGREGATIONS)
+    if not isinstance(choices["loss_agg_mode"], str):  # an array would be compared element by element
+        _policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], _policy_rule.AGGREGATIONS)
     if cu_seqlens is None and logprobs.dim() != 2:
         want = "[B, L], or [N] with cu_seqlens"
         raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
@@ -47,7 +48,8 @@ def checked(
     advantages, each = _advantages(advantages, logprobs, count, dtype)
     mask = _mask(mask, logprobs)
     staleness, stale_each = _staleness(staleness, logprobs, count, dtype)
-    token_counts = _token_counts(token_counts, logprobs, count, dtype)
+    if token_counts is not None:
+        token_counts = _token_counts(token_counts, logprobs, count, dtype)
     if cu_seqlens is not None:
         _packing.check(cu_seqlens, len(logprobs))
         # one more sequence also where their number would not tell what belongs to a token from what to one
@@ -60,7 +62,9 @@ def checked(
             advantages = _packing.one_more(advantages) if each else advantages
             staleness = _packing.one_more(staleness) if staleness is not None and stale_each else staleness
             token_counts = None if token_counts is None else _packing.one_more(token_counts)
-    items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
+    items = known = None
+    if num_items_in_batch is not None:
+        items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     if items is not None:
         known, items = 1.0, None if choices["loss_agg_mode"] == "token-sum" else items.to(dtype)
     rule = _policy_rule.build(
@@ -86,11 +90,10 @@ def checked(
     return entropy, tensors, rule, items
 
 
-def counted(tensors: tuple[Any, ...], correction: RolloutCorrection | str | None) -> tuple[Any, ...]:
+def counted(tensors: tuple[Any, ...], correction: RolloutCorrection | str) -> tuple[Any, ...]:
     """The tensors with the mask of those tokens that ``m2_threshold`` leaves."""
     old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others = tensors
-    if correction is not None:
-        mask = of_second_moment(correction, old_logprobs, rollout_logprobs, mask)
+    mask = of_second_moment(correction, old_logprobs, rollout_logprobs, mask)
     return old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others
 
 
@@ -140,9 +143,7 @@ def _staleness(
     return _validate.dense(x, dtype), each
 
 
-def _token_counts(x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
-    if x is None:
-        return None
+def _token_counts(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     if not isinstance(x, Tensor) or x.shape != (count,):
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"token_counts must be one number for each of {count} sequences, got {got}")

@@ -32,25 +32,31 @@ def typed(function: F, options: Callable[..., Any] | None = None) -> F:
     """
     names = tuple(inspect.signature(function).parameters)
     wanted = _wanted(function) if options is None else _wanted(options) | _wanted(function)
+    places = tuple(wanted.get(name) for name in names)
+    is_compiling = torch.compiler.is_compiling
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return function(*args, **kwargs)
-        for i, (name, value) in enumerate(zip(names, args, strict=False)):
-            if name in wanted and _is_strange(value, wanted[name]):
-                args = *args[:i], _converted(name, value, wanted[name]), *args[i + 1 :]
+        for value, kinds in zip(args, places, strict=False):
+            if kinds is not None and (type(value) not in kinds or type(value) is int):
+                args = tuple(map(_looked_at, names, args, places)) + args[len(places) :]
+                break
         for name, value in kwargs.items():
-            if name in wanted and _is_strange(value, wanted[name]):
-                kwargs[name] = _converted(name, value, wanted[name])
+            kinds = wanted.get(name)
+            if kinds is not None and (type(value) not in kinds or type(value) is int):
+                kwargs[name] = _looked_at(name, value, kinds)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
-def _is_strange(value: Any, kinds: tuple[type, ...]) -> bool:
+def _looked_at(name: str, value: Any, kinds: tuple[type, ...] | None) -> Any:
     kind = type(value)
-    return kind not in kinds or (kind is int and not _fits(value))
+    if kinds is None or (kind in kinds and (kind is not int or _fits(value))):
+        return value
+    return _converted(name, value, kinds)
 
 
 def _fits(value: int) -> bool:

@@ -143,7 +143,8 @@ def linear_policy_loss(
     _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
     kept = tensors[2]
     assert kept is not None
-    tensors = counted(tensors, choices["correction"])
+    if choices["correction"] is not None:
+        tensors = counted(tensors, choices["correction"])
     if items is not None:
         items = items.to(like)
 

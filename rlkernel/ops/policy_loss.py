@@ -180,7 +180,8 @@ def policy_loss(
         token_counts=token_counts,
         cu_seqlens=cu_seqlens,
     )
-    tensors = counted(tensors, correction)
+    if correction is not None:
+        tensors = counted(tensors, correction)
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
     selected = None
     if loss_type in ("clip_cov", "kl_cov"):
@@ -240,6 +241,8 @@ class _PolicyLoss(torch.autograd.Function):
         values, grad, grad_entropy = _forward(*arguments)
         # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
         loss, metrics = values[0].data, values[2:].data
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            return loss, metrics, None
         graph = anchor(values)
         ctx.save_for_backward(values, grad, grad_entropy, graph)
         ctx.set_materialize_grads(False)

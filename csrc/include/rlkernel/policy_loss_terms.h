@@ -104,7 +104,9 @@ RLKERNEL_INLINE Term_<F> clipped_term(const PolicyLossRule& rule, const Token<F>
   const F loss = bounded > plain ? bounded : plain;
   const F limit = negative ? -x.advantage * rule.dual : spread<F>(__builtin_huge_valf());
   const auto dual = loss > limit, beyond = x.ratio > rule.delta;
-  const MaskOf<F> frozen = (bounded > plain) | dual | beyond;
+  // the loss is flat where the bound that holds is; between a small delta and the upper bound only one of them is
+  const MaskOf<F> clipped = bounded > plain;
+  const MaskOf<F> frozen = (clipped & outside(x.ratio, rule.low, rule.high)) | (not_(clipped) & beyond) | dual;
   return {dual ? limit : loss,
           zero,
           keep(not_(frozen), -x.ratio * x.advantage),
