@@ -121,6 +121,7 @@ def _by_hand(
             (chosen > rejected).to(c.dtype).mean(),
             c.mean(), r.mean(), preference, nll, zero, zero, one, zero, one * len(c),
             *(x.sum().to(c.dtype) for x in tokens.chunk(2)), (~logps.isfinite()).sum().to(c.dtype),
+            zero,  # outside_support: no token here is
         ])  # fmt: skip
     return {
         "loss": loss + preference, "metrics": metrics, "chosen_rewards": chosen.detach(),

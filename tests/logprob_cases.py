@@ -62,17 +62,20 @@ def upstream_like(target_ids, seed=3):
     return [torch.randn(target_ids.shape, generator=g).to(target_ids.device) for _ in range(3)]
 
 
-def check_against_fp64(backend, logits, target_ids, upstream=None, **options):
-    """Outputs and gradient within the budget; PyTorch's own error is the reference's in fp32."""
+def check_against_fp64(backend, logits, target_ids, upstream=None, magnitude=0.0, **options):
+    """Outputs and gradient within the budget; PyTorch's own error is the reference's in fp32.
+
+    ``magnitude``: of the numbers whose last digit the gradient depends on.
+    """
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     truth, true_grad = run("reference", logits.double(), target_ids, upstream, **wide)
     torchs, torch_grad = run("reference", logits, target_ids, upstream, **options)
     again = backend == "reference"  # against itself: what is judged are dtypes, and that nothing is NaN
     ours, grad = (torchs, torch_grad) if again else run(backend, logits, target_ids, upstream, **options)
-    judge((ours, grad), (torchs, torch_grad), (truth, true_grad), logits.dtype)
+    judge((ours, grad), (torchs, torch_grad), (truth, true_grad), logits.dtype, magnitude)
 
 
-def judge(ours, torchs, truth, dtype):
+def judge(ours, torchs, truth, dtype, magnitude=0.0):
     """Outputs and gradient of each: ours within the budget that PyTorch's error sets."""
     for name, a, b, c in zip(ours[0]._fields, ours[0], torchs[0], truth[0], strict=True):
         if a is not None:
@@ -80,4 +83,4 @@ def judge(ours, torchs, truth, dtype):
             check(name, a, b, c, magnitude=1)
     if ours[1] is not None:
         assert ours[1].dtype == dtype
-        check("grad", ours[1], torchs[1], truth[1])
+        check("grad", ours[1], torchs[1], truth[1], magnitude=magnitude)

@@ -411,7 +411,7 @@ def test_gradcheck():
 BAD = [
     (dict(support_offsets=None), "support_offsets must be given together with support_ids, got None"),
     (dict(support_ids=None), "support_ids must be given together with support_offsets, got None"),
-    (dict(support_ids=[1]), "support_ids must be a tensor, got list"),
+    (dict(support_ids=[1]), "support_ids must be a tensor or None, got list"),
     (dict(support_ids=torch.zeros(3)), "support_ids must be int32 or int64, got float32"),
     (
         dict(support_ids=torch.zeros(1, 3, dtype=torch.int32)),

@@ -176,7 +176,7 @@ def test_bias_and_penalties(backend, device):
     )
     for name, exact in want.items():
         assert (getattr(out, name) - exact).abs().max() < 5e-6, name
-    with pytest.raises(ValueError, match="logit_bias must be finite or -inf, got inf"):
+    with pytest.raises(ValueError, match=r"logit_bias\[5\] must be finite or -inf, got inf"):
         sample(backend, logits, logit_bias={5: math.inf, 7: 1.0}, top_k=2)
     banned = sample(
         backend, logits, logit_bias={int(i): -math.inf for i in logits[0].topk(3).indices}, temperature=0.0

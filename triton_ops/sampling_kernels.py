@@ -109,9 +109,9 @@ def statistics_kernel(
     start = (tl.program_id(0) % tile_splits) * SPLIT
     first = vocab_start + start
     split = (first // SPLIT).to(tl.int64)
-    asked = load_scalar(temperatures, temperature, row)
-    greedy = asked == 0.0
-    t = softmax_temperature(asked)
+    t = load_scalar(temperatures, temperature, row).to(tl.float64)
+    drawn = (t >= COLDEST) & (t <= HOTTEST)  # else greedy, or no temperature and no valid row
+    t = tl.where(drawn, t, 1.0)
     c = (1.0 / t * LOG2E).to(tl.float32)
 
     x_ptr = tile + row * row_stride
@@ -204,8 +204,8 @@ def statistics_kernel(
         below = draw_below(tl.max(sums), INSIDE_HIGH, INSIDE_LOW, stream, offset)
         column = start + group * GROUP + tl.minimum(tl.sum((sums <= below).to(tl.int32)), 63)
     if token_ids is None:  # among greedy splits the one with the largest z wins: all have the same key
-        column = tl.where(greedy, likeliest, column)
-        key = tl.where(greedy & (split_max > float("-inf")), 0.0, key)
+        column = tl.where(drawn, column, likeliest)
+        key = tl.where(drawn | (split_max == float("-inf")), key, 0.0)
     x_token, z_token = load_entries(x_ptr, adjusted, bitmask, column, column < V, vocab_start)
     tl.store(record + 9, key.to(tl.float64))
     tl.store(record + 10, (vocab_start + column).to(tl.float64))
