@@ -51,7 +51,7 @@ def test_huge_vocabulary(backend, device, dtype, shape):
     rows = min(shape[0], 64 if device == "cuda" else 5 if backend == "native" else 2)
     inputs = make_inputs(rows, shape[1], dtype=dtype, device=device)
     skip_unless_able(backend, "logprob", *inputs.values())
-    # half of a row's probability may lie on one token, and is exp(x - lse): lse is 16 here, its last digit 2e-6
+    # half of a row's probability may lie on one token, and is exp(x - lse): the last digit of lse is 1e-6
     condition = 8.0 if dtype == torch.float32 else 0.0
     upstream = upstream_like(inputs["target_ids"])
     check_against_fp64(backend, **inputs, upstream=upstream, return_entropy=True, magnitude=condition)
