@@ -64,6 +64,7 @@ VALUES = {
     "-1": -1,
     "np.int64": np.int64(-1),
     "inf": math.inf,
+    "-inf": -math.inf,
     "10**400": 10**400,
     "None": None,
     "a string": "a",
@@ -77,7 +78,7 @@ VALUES = {
 # values that are good beside those that the annotation allows: None, a flag, 1.5 for a number
 GOOD = {
     **dict.fromkeys(("logit_scale", "ignore_index", "seed", "entropy_coef"), {"-1"}),
-    "clip_cov_lb": {"-1"},
+    "clip_cov_lb": {"-1", "-inf"},
     "clip_cov_ub": {"inf", "10**400"},
     **dict.fromkeys(("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"), {"-1"}),
     **dict.fromkeys(("gamma", "f_alpha_divergence_coef"), {"-1"}),
@@ -156,7 +157,8 @@ CORRECTIONS = {
     "normalize": (None, "a", 1, [True]),
     "dppo": ("tv", ("tv", 0.2), ("tv", 0.2, "a"), (["tv"], 0.2, 0.2), ("a", 0.2, 0.2), ("tv", -0.2, 0.2), 1.5,
              {"tv": 1}),
-    "off_policy_threshold": ("a", [1.0], math.nan),
+    "off_policy_threshold": ("a", [1.0], math.nan, -math.inf),
+    "two_sided": ("no", 1, None),
     "max_staleness": ("a", [1.0], math.nan, -1),
     "staleness_decay": (None, "a", [1.0], 0.0),
     "stale_only": (None, "a", 1),
@@ -170,6 +172,21 @@ def test_what_is_wrong_in_a_correction_is_named(field):
         options = {"correction": correction, "rollout_logprobs": ROWS, "staleness": torch.ones(2)}
         with pytest.raises(ValueError, match=rf"^correction\.{field}"):
             rlkernel.policy_loss(ROWS, **POLICY, **options)
+
+
+@pytest.mark.parametrize("name", ["num_items_in_batch", "token_counts"])
+def test_a_complex_number_is_named(name):
+    value = torch.tensor(3 + 0j) if name == "num_items_in_batch" else torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=rf"^{name} must be .*real number.*, got complex64"):
+        rlkernel.policy_loss(ROWS, **POLICY, **{name: value})
+
+
+def test_numbers_of_numpy_in_a_correction():
+    results = []
+    for high in (2.0, np.float32(2.0)):
+        options = {"correction": RolloutCorrection(high=high), "rollout_logprobs": ROWS - 1.0}
+        results.append(rlkernel.policy_loss(ROWS, **POLICY, **options).metrics)
+    assert torch.equal(*results)
 
 
 def test_a_list_is_a_tuple_in_a_correction():

@@ -148,6 +148,8 @@ def _token_counts(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"token_counts must be one number for each of {count} sequences, got {got}")
     _validate.same_device("token_counts", x, "logprobs", logprobs.device)
+    if x.is_complex():
+        raise ValueError(f"token_counts must be real numbers, got {str(x.dtype).removeprefix('torch.')}")
     return _validate.dense(x, dtype)
 
 

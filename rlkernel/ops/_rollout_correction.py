@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rlkernel.ops import _scalars
 from rlkernel.types import CORRECTION_LEVELS, CORRECTION_MODES, DIVERGENCES
 
 T = TypeVar("T")
@@ -136,9 +137,9 @@ def choice(argument: str, value: Any, known: Mapping[Any, T]) -> T:
 
 
 def number(argument: str, value: float, low: float = -math.inf, *, above: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _scalars.is_number(value):
         raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
-    if not (value > low if above else value >= low) or value == math.inf:
+    if not (value > low if above else value >= low) or value in (math.inf, -math.inf):
         want = "finite" if low == -math.inf else f"finite and {'>' if above else '>='} {low:g}"
         raise ValueError(f"{argument} must be {want}, got {value}")
     return float(value)
@@ -159,7 +160,8 @@ def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness:
     choice("correction.denominator", c.denominator, dict.fromkeys(("keep", "shrink")))
     low = number("correction.low", c.low, 0.0)
     high = math.inf if _is_infinite(c.high) else number("correction.high", c.high, low)
-    for name, flag in (("normalize", c.normalize), ("stale_only", c.stale_only)):
+    for name in ("normalize", "stale_only", "two_sided"):
+        flag = getattr(c, name)
         if not isinstance(flag, bool):
             raise ValueError(f"correction.{name} must be True or False, got {flag!r}")
     if not isinstance(c.reject, (tuple, list)):

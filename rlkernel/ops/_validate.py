@@ -154,6 +154,8 @@ def item_count(
         return None, float(value)
     if value.numel() != 1:
         raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
+    if value.is_complex():
+        raise ValueError(f"{argument} must be a real number, got {str(value.dtype).removeprefix('torch.')}")
     readable = debug.may_read(value)
     if readable and not 0 < value.item() < math.inf:
         raise ValueError(f"{argument} must be > 0 and finite, got {value.item()}")
@@ -169,7 +171,7 @@ def fraction(argument: str, value: float) -> float:
 def number(argument: str, value: float, low: float, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
-    if not low <= value <= high or value == math.inf:
+    if not low <= value <= high or value in (math.inf, -math.inf):
         want = f">= {low:g} and finite" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{argument} must be {want}, got {value}")
     return float(value)
