@@ -200,6 +200,27 @@ def test_bits_do_not_depend_on_threads():
         assert_equal("threads", a, b)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@ON_EVERY_BACKEND
+def test_bits_do_not_depend_on_the_padding(backend, device, level):
+    """The gradient of a sequence in a wider batch is its own, wherever its end cuts a vector."""
+    if backend == "reference":
+        pytest.skip("the reference promises no bits")
+    lengths = (43, 17, 130) if is_slow(backend, device) else (*range(1, 80), 1030)
+    inputs = make_inputs(len(lengths), max(lengths) + 5, device=device)
+    inputs["mask"] = (
+        torch.arange(max(lengths) + 5, device=device) < torch.tensor(lengths, device=device)[:, None]
+    )
+    options = {"importance_sampling_level": level, "loss_agg_mode": "token-sum", "epsilon": 0.9}
+    wide = run(backend, inputs, **options)[-1]
+    for row, n in enumerate(lengths):
+        cut = {
+            k: x[row : row + 1, :n].contiguous() if x.dim() > 1 else x[row : row + 1]
+            for k, x in inputs.items()
+        }
+        assert_equal(f"{n} tokens", run(backend, cut, **options)[-1][0], wide[row, :n])
+
+
 MUTANTS = {
     "the gradient of a clipped token": (
         "policy_loss_terms.h", "keep(not_(frozen), -x.ratio * x.advantage)", "-x.ratio * x.advantage",

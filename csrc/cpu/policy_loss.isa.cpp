@@ -134,14 +134,15 @@ struct Vector {
 
   template <class S, class Body>
   inline __attribute__((always_inline)) void each(S& sums, Body body) const {
+    // Blocks begin at places in the sequence and end with its tail: what is padded to another length has the same sums.
     int64_t i = begin;
-    while (end - i >= kWidth) {
-      const int64_t stop = end - i < kBlock ? end - kWidth : i + kBlock - kWidth;
-      for (; i <= stop; i += kWidth) body(Full{i});
+    while (i < end) {
+      const int64_t stop = end - i < kBlock ? end : i + kBlock;
+      for (; stop - i >= kWidth; i += kWidth) body(Full{i});
+      if (i < stop) body(Tail{i, static_cast<int>(stop - i)});
+      i = stop;
       sums.flush();
     }
-    if (i < end) body(Tail{i, static_cast<int>(end - i)});
-    sums.flush();
   }
   template <class S>
   void finish(S&) const {}
