@@ -1,9 +1,9 @@
 """PrefixBatch and PrefixLayout: every row sees its own sample and predicts its next token."""
 
 import re
-import sys
 from collections.abc import Sequence
 
+import host_work
 import pytest
 import torch
 from hypothesis import given, settings
@@ -299,20 +299,7 @@ def test_the_host_does_work_linear_in_the_batch(what):
             "split": lambda: batch.split(30),
             "from_padded": lambda: PrefixBatch.from_padded(*tensors),
         }[what]
-        count = 0
-
-        def counting(*_):
-            nonlocal count
-            count += 1
-
-        sys.settrace(lambda *_: counting)
-        sys.setprofile(counting)
-        try:
-            work()
-        finally:
-            sys.settrace(None)
-            sys.setprofile(None)
-        return count
+        return host_work.events(work)
 
     assert calls(400) < 4.5 * calls(100)
 
