@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import gpu
+from rlkernel.runtime import gpu
 
 DEFAULT_LIMIT = 256 * 2**20
 _MINIMUM = 2**20

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkernel.ops._modes import once_differentiable, without_autocast
+from rlkernel.runtime.modes import once_differentiable, without_autocast
 
 
 class _Square(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlkernel import gpu
+from rlkernel.runtime import gpu
 
 ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it with `pip install -e . --no-build-isolation` where a C++ compiler is, in the source tree"

@@ -10,7 +10,7 @@ from rlkernel import dispatch, support_products
 from rlkernel.ops import _validate
 from rlkernel.ops import linear_logprob as whole
 from rlkernel.ops._logprob_support import without_support
-from rlkernel.ops._modes import once_differentiable, without_autocast
+from rlkernel.runtime.modes import once_differentiable, without_autocast
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _validate
-from rlkernel.ops._modes import once_differentiable
+from rlkernel.runtime.modes import once_differentiable
 from rlkernel.types import LogprobOutput, RowGrads
 
 # logprobs, entropy, lse, row_max, log_sum, and the logits at the supports

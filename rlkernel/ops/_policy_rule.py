@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkernel.ops import _rollout_correction
-from rlkernel.ops._remembered import remembered
 from rlkernel.ops._rollout_correction import RolloutCorrection, choice
 from rlkernel.ops._rollout_correction import number as _number
+from rlkernel.runtime.memo import remembered
 from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, KL_WEIGHTS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
 
 LOSS_TYPES = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkernel.ops import _validate
-from rlkernel.ops._remembered import remembered
+from rlkernel.runtime.memo import remembered
 from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
 
 # cpo is the sigmoid without a reference; its definition adds the likelihood of the chosen

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _policy_rule, _validate
-from rlkernel.ops._modes import anchor, once_differentiable, without_autocast
 from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.policy_pass import PolicyPass
+from rlkernel.runtime.modes import anchor, once_differentiable, without_autocast
 from rlkernel.types import (
     LEVELS,
     POLICY_METRICS,

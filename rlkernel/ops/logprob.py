@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _logprob_support, _support, _validate
-from rlkernel.ops._modes import once_differentiable
 from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import once_differentiable
 from rlkernel.types import LogprobOutput
 
 

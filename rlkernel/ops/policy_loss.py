@@ -8,10 +8,10 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.ops import _covariance, _policy_rule, _validate
-from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
 
 

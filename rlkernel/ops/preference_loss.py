@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
-from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.types import PAIR_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
 
 _SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)

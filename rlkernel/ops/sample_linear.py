@@ -9,10 +9,10 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
-from rlkernel.ops._modes import without_autocast
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
+from rlkernel.runtime.modes import without_autocast
 from rlkernel.sampling_tiles import stored_dtype
 from rlkernel.types import Head, SampleOutput, Sampling
 

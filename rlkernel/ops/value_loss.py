@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlkernel import debug, dispatch
 from rlkernel.ops import _packing, _validate
-from rlkernel.ops._modes import anchor, once_differentiable
 from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed

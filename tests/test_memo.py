@@ -5,8 +5,8 @@ import torch
 
 import rlkernel
 from rlkernel import RolloutCorrection
-from rlkernel.ops._remembered import remembered
 from rlkernel.reference import policy_loss, preference_loss
+from rlkernel.runtime.memo import remembered
 
 
 def test_made_once_for_the_same_values_and_types():
