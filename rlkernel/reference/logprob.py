@@ -1,13 +1,13 @@
 """What ``logprob`` means, in plain PyTorch; in fp64 it is the truth that backends are measured against."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel import whole_rows
 from rlkernel.reference import sampling
-from rlkernel.support_products import row_of
+from rlkernel.types import Sampling
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
@@ -88,7 +88,7 @@ def support_forward(
     give 0.  A target outside its row's support gives -inf.
     """
     n, shape = target_ids.numel(), target_ids.shape
-    row = row_of(support_offsets, support_ids.numel())
+    row = _row_of(support_offsets, support_ids.numel())
     used = (row >= 0) & (row < n)
     values = logits if gathered else logits.new_zeros(support_ids.shape)
     if not gathered and used.any():
@@ -115,8 +115,7 @@ def support_forward(
     logprobs, lse, row_max, log_sum, *entropy = (x.view(shape) for x in columns)
     stats = logprobs, entropy[0] if return_entropy else None, lse, row_max, log_sum
     if not gathered:
-        options = target_ids, temperature, ignore_index, support_offsets
-        stats = whole_rows.filled(sampling.forward, stats, logits, *options)
+        stats = _with_whole_rows(stats, logits, target_ids, temperature, ignore_index, support_offsets)
     return *stats, values
 
 
@@ -139,7 +138,7 @@ def support_backward(
     """The gradient at the support of each row, written to ``out`` [..., V], which holds 0 in these rows; as
     [nnz] where ``out`` is None.  A target of probability 0 has no gradient."""
     n = target_ids.numel()
-    row = row_of(support_offsets, support_ids.numel())
+    row = _row_of(support_offsets, support_ids.numel())
     used = (row >= 0) & (row < n)
     used &= (target_ids.reshape(-1) != ignore_index)[row.clamp(0, n - 1)] if n else used
     row, ids, y = row[used], support_ids[used].long(), values[used].to(row_max.dtype)
@@ -166,6 +165,47 @@ def support_backward(
         place = *index, ids
         out[place] = grad.to(out.dtype)
     return out
+
+
+def _row_of(offsets: Tensor, entries: int) -> Tensor:
+    """The row of each entry; -1 and the number of rows for those outside all of them."""
+    return torch.searchsorted(offsets, torch.arange(entries, device=offsets.device), right=True) - 1
+
+
+def _with_whole_rows(
+    stats: Stats,
+    logits: Tensor,
+    target_ids: Tensor,
+    temperature: float | Tensor,
+    ignore_index: int,
+    support_offsets: Tensor,
+) -> Stats:
+    """``stats``, and in the rows without a support what ``sampling`` says of the target."""
+    ids, vocab = target_ids.reshape(-1), logits.shape[-1]
+    whole = (support_offsets.diff() == 0) & (ids != ignore_index)
+    if not whole.any():
+        return stats
+    t = temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature
+    sampling_rule = Sampling(
+        temperature=t, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=None, positions=None,
+        token_ids=ids, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=False,
+        entropy=stats[1] is not None, rank=False, support=0,
+    )  # fmt: skip
+    got = sampling.forward(logits.reshape(-1, vocab), None, sampling_rule)
+    inverse = 1 / t.double() if isinstance(t, Tensor) else 1 / t
+    lse = (got.row_max.double() * inverse + got.log_sum.double()).to(got.row_max.dtype)
+    # a target outside the vocabulary makes the whole gradient row NaN through log_sum
+    log_sum = torch.where((ids >= 0) & (ids < vocab), got.log_sum, torch.nan)
+    logprobs, entropy, *others = stats
+
+    def merged(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(whole, new, old.reshape(-1)).view(target_ids.shape)
+
+    return (
+        merged(got.tempered_logprobs, logprobs),
+        None if entropy is None or got.entropy is None else merged(got.entropy, entropy),
+        *map(merged, (lse, got.row_max, log_sum), others),
+    )  # type: ignore[return-value]
 
 
 def _per_row(temperature: float | Tensor, like: Tensor, rows: int) -> Tensor:
