@@ -6,6 +6,8 @@ copy of this arithmetic; here it is in int64 tensors, whose products wrap as the
 mixes has 32 bits, and each seed has a twin with the same words: docs/ops/sampling.md says what that means.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,50 @@ RESIDUAL = (0xA0761D64, 0xE7037ED1)  # the token in the place of one that was no
 BONUS = (0x3C6EF372, 0xA54FF53A)  # the seed of the token where a draft of a known distribution is missing
 SPLIT = (0x8EBC6AF0, 0x589965CC)  # seeds of the samples of one request
 
+XTC = 9  # whether a row's likeliest tokens are excluded
+
 _WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four random words of the broadcast counters and keys, all int64 in [0, 2**32).
+
+    For each key a bijection of the counters (Salmon et al., SC 2011).
+    """
+    x: Any = counter
+    low, high = key
+    for _ in range(10):
+        p, q = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
+        x = (q >> 32 & _WORD) ^ x[1] ^ low, q & _WORD, (p >> 32 & _WORD) ^ x[3] ^ high, p & _WORD
+        low, high = low + 0x9E3779B9 & _WORD, high + 0xBB67AE85 & _WORD
+    words: tuple[Tensor, Tensor, Tensor, Tensor] = x
+    return words
+
+
+def bits(
+    domain: int, seeds: Tensor, positions: Tensor, indices: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Two random words for each broadcast (seed, position, index), as int64 in [0, 2**32); None: index 0.
+
+    The key is the seed; the counter is (index // 2, domain, low word, high word of the position).  An even
+    index has the first two words of its block, an odd one the others.
+    """
+    block = 0 if indices is None else indices // 2
+    words = philox(
+        (block, domain, positions & _WORD, positions >> 32 & _WORD), (seeds & _WORD, seeds >> 32 & _WORD)
+    )
+    if indices is None:
+        return words[:2]
+    odd = indices % 2 == 1
+    return torch.where(odd, words[2], words[0]), torch.where(odd, words[3], words[1])
+
+
+def row_uniform(domain: int, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Multiples of 2**-53 in [0, 1): ``u < p`` has exactly the probability p, for 0 and 1 too; fp64."""
+    high, low = bits(domain, seeds, positions)
+    return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
 def _rotate(value: Tensor, bits: int) -> Tensor:

@@ -121,6 +121,50 @@ def test_distribution_under_a_bitmask(backend, device, method):
 
 # The stream, bit by bit
 
+# counter, key and words of Philox4x32-10, as Random123 publishes them
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "want"), KNOWN_ANSWERS)
+def test_the_generator_is_philox(counter, key, want):
+    words = [torch.tensor([int(w, 16) for w in x.split()]) for x in (counter, key, want)]
+    assert torch.stack(stream.philox(tuple(words[0]), tuple(words[1]))).equal(words[2])
+
+
+def philox(counter, key):
+    """Philox4x32-10, written from its definition."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = q >> 32 ^ b ^ k, q & 0xFFFFFFFF, p >> 32 ^ d ^ m, p & 0xFFFFFFFF
+        k, m = k + 0x9E3779B9 & 0xFFFFFFFF, m + 0xBB67AE85 & 0xFFFFFFFF
+    return a, b, c, d
+
+
+def bits(domain, seed, position, index=0):
+    """The 64 bits of a draw, as an integer."""
+    place, key = ((x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF) for x in (position, seed))
+    block = philox((index // 2, domain, *place), key)
+    return block[2 * (index % 2)] << 32 | block[2 * (index % 2) + 1]
+
+
+def test_bits_are_of_the_whole_key():
+    keys = [(0, 0, 0), (1, 2, 3), (-1, 2**31, 151935), (2**62 + 12345, 2**40 + 7, 64), (-(2**63), -1, 2**31)]
+    seeds, positions, indices = torch.tensor(keys, dtype=torch.int64).unbind(-1)
+    for domain in (1, 9):
+        high, low = stream.bits(domain, seeds, positions, indices)
+        assert ((high << 32) | low).tolist() == [signed(bits(domain, *key)) for key in keys]
+        uniform = [(bits(domain, *key[:2]) >> 11) * 2.0**-53 for key in keys]
+        assert stream.row_uniform(domain, seeds, positions).tolist() == uniform
+
+
+def signed(x):
+    return x - 2**64 if x >= 2**63 else x
+
 
 def murmur3(data: bytes, seed: int) -> int:
     """MurmurHash3_x86_32 of whole words, written from its definition."""

@@ -203,6 +203,29 @@ def test_no_logits_are_needed_where_nothing_is_read_again(device):
 
 
 @triton.jit
+def bits_kernel(seeds, positions, indices, out, uniform, DOMAIN: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    seed, position = tl.load(seeds + 1), tl.load(positions + 1)
+    high, low = sampling_random.random_words(DOMAIN, seed, position, tl.load(indices + i))
+    tl.store(out + i, high.to(tl.int64))
+    tl.store(out + N + i, low.to(tl.int64))
+    tl.store(uniform, sampling_random.row_uniform(DOMAIN, seed, position))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("domain", [1, stream.XTC, 2**31 + 5])
+def test_bits_are_those_of_the_stream(device, domain):
+    g = torch.Generator().manual_seed(11)
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (2, 2), generator=g).to(device)
+    indices = torch.randint(0, 2**31 - 1, (256,), generator=g).to(device)
+    out = torch.empty(2, 256, dtype=torch.int64, device=device)
+    uniform = torch.empty(1, dtype=torch.float64, device=device)
+    bits_kernel[(1,)](seeds, positions, indices, out, uniform, DOMAIN=domain, N=256)
+    assert torch.equal(out, torch.stack(stream.bits(domain, seeds[1:], positions[1:], indices)))
+    assert torch.equal(uniform, stream.row_uniform(domain, seeds[1:], positions[1:]))
+
+
+@triton.jit
 def words_kernel(seeds, positions, offsets, out, DOMAIN: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
     words = sampling_random.scramble(tl.load(offsets + i))

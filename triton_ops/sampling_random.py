@@ -7,6 +7,8 @@ vendor's library, so that all GPUs draw the same.
 import triton
 import triton.language as tl
 
+from rlkernel import stream
+
 # streams that share no hash; 0 is the one of method "gumbel"
 GROUP_HIGH = tl.constexpr(0x9E3779B9)
 GROUP_LOW = tl.constexpr(0x7F4A7C15)
@@ -14,6 +16,49 @@ INSIDE_HIGH = tl.constexpr(0xBF58476D)
 INSIDE_LOW = tl.constexpr(0x94D049BB)
 AGAIN_HIGH = tl.constexpr(0x2545F491)
 AGAIN_LOW = tl.constexpr(0x4F6CDD1D)
+
+XTC = tl.constexpr(stream.XTC)
+
+
+@triton.jit
+def philox(first, second, third, fourth, low_key, high_key):
+    """Philox4x32-10 of a counter of four words and a key of two, all uint32: four random words."""
+    for _ in tl.static_range(10):
+        p = first.to(tl.uint64) * 0xD2511F53
+        q = third.to(tl.uint64) * 0xCD9E8D57
+        first = (q >> 32).to(tl.uint32) ^ second ^ low_key
+        third = (p >> 32).to(tl.uint32) ^ fourth ^ high_key
+        second = q.to(tl.uint32)
+        fourth = p.to(tl.uint32)
+        low_key += 0x9E3779B9
+        high_key += 0xBB67AE85
+    return first, second, third, fourth
+
+
+@triton.jit
+def two_words(x):
+    """The low and the high word of an int64."""
+    return (x & 0xFFFFFFFF).to(tl.uint32), ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def random_words(DOMAIN: tl.constexpr, seed, position, indices):
+    """64 random bits for each index, the high word and the low one; two indices share a block."""
+    indices = indices.to(tl.uint32)
+    blocks = indices >> 1
+    low_key, high_key = two_words(seed)
+    low, high = two_words(position)
+    domain = tl.full((), DOMAIN, tl.uint32)
+    first, second, third, fourth = philox(blocks, domain, low, high, low_key, high_key)
+    odd = (indices & 1) != 0
+    return tl.where(odd, third, first), tl.where(odd, fourth, second)
+
+
+@triton.jit
+def row_uniform(DOMAIN: tl.constexpr, seed, position):
+    """A multiple of 2**-53 in [0, 1): ``u < p`` has exactly the probability p, for 0 and 1 too; fp64."""
+    high, low = random_words(DOMAIN, seed, position, tl.full((), 0, tl.uint32))
+    return (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 // too. Static: the files for each instruction set must not share one copy.
 #pragma once
 
-#include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
+#include "rlkernel/philox.h"
 
 namespace rlkernel {
 
@@ -17,6 +17,27 @@ constexpr uint32_t kGumbelDomain = 0;                           // offset: token
 constexpr StreamDomain kGroupDomain{0x9E3779B9u, 0x7F4A7C15u};   // offset: group; which group wins
 constexpr StreamDomain kMemberDomain{0xBF58476Du, 0x94D049BBu};  // offset: group; which of its tokens
 constexpr StreamDomain kKeptDomain{0x2545F491u, 0x4F6CDD1Du};    // offset: 0; which of the kept tokens
+
+constexpr uint32_t kXtcDomain = 9;  // whether a row's likeliest tokens are excluded
+
+// 64 random bits.
+struct StreamBits {
+  uint32_t high, low;
+};
+
+// Two of them share a block: those of an even index have its first words.
+RLKERNEL_HOST_DEVICE static constexpr StreamBits stream_bits(uint32_t domain, int64_t seed, int64_t position, uint32_t index = 0) {
+  const uint64_t key = static_cast<uint64_t>(seed), place = static_cast<uint64_t>(position);
+  const PhiloxBlock x = philox({index / 2, domain, static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32)},
+                               static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
+  return index % 2 == 0 ? StreamBits{x.first, x.second} : StreamBits{x.third, x.fourth};
+}
+
+// A multiple of 2^-53 in [0, 1), one for each row and domain: `u < p` has exactly the probability p, for 0 and 1 too.
+RLKERNEL_HOST_DEVICE static constexpr double row_uniform(uint32_t domain, int64_t seed, int64_t position) {
+  const StreamBits bits = stream_bits(domain, seed, position);
+  return static_cast<double>((static_cast<uint64_t>(bits.high) << 32 | bits.low) >> 11) * 0x1p-53;
+}
 
 template <class Word>
 RLKERNEL_HOST_DEVICE static inline Word stream_mix(Word h, Word key) {
