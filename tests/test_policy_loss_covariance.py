@@ -9,6 +9,7 @@ from backends import is_slow, of, running
 
 import rlkernel
 from rlkernel.ops import _covariance
+from rlkernel.reference import policy_loss as reference
 from rlkernel.reference.policy_loss import make_inputs
 from rlkernel.types import CovariancePick
 
@@ -209,16 +210,28 @@ def test_seeds_pick_other_tokens_and_all_of_them_alike():
 
 
 @BOTH
-def test_a_backend_without_kernels_for_it_has_the_definition(by_hash, monkeypatch):
+def test_the_backend_that_was_asked_for_picks(by_hash, monkeypatch):
+    """Also under torch.compile, which sees one node: no plain PyTorch runs in the place of a kernel."""
     inputs = make_inputs(5, 60, drift=0.1)
     want = picked("native", inputs, by_hash)
     calls = []
-    select = _covariance.select
-    monkeypatch.setattr(_covariance, "select", lambda *a: calls.append(a) or select(*a))
-    assert torch.equal(picked("native", inputs, by_hash), want) and not calls
-    assert torch.equal(picked("reference", inputs, by_hash), want) and calls
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(picked("native", inputs, by_hash), want) and len(calls) == 2
+    select = reference.select
+    monkeypatch.setattr(reference, "select", lambda *a: calls.append(a) or select(*a))
+    assert torch.equal(picked("reference", inputs, by_hash), want) and len(calls) == 1
+    with running("native"):
+        compiled = torch.compile(_covariance.selected, backend="eager", fullgraph=True)
+        tensors = (*(inputs[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")), None)
+        pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
+        assert torch.equal(compiled(tensors, pick), want) and len(calls) == 1
+
+
+@BOTH
+def test_the_choice_is_one_node_of_a_graph(by_hash):
+    inputs = make_inputs(5, 60, drift=0.1)
+    pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
+    names = ("logprobs", "old_logprobs", "advantages", "mask")
+    arguments = (*(inputs[name] for name in names), None, *pick)
+    torch.library.opcheck(torch.ops.rlkernel.policy_loss_select.default, arguments)
 
 
 def test_loss_uses_them():

@@ -16,7 +16,8 @@ from rlkernel.triton_ops.policy_loss_kernels import (
     values_kernel,
     weights_kernel,
 )
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, PolicyRule
+from rlkernel.triton_ops.policy_loss_selection import selection
+from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyRule
 
 # what is compiled in, and what is not; Triton takes a named tuple as one argument
 _FIELDS = PolicyRule._fields
@@ -54,7 +55,7 @@ def forward(
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
     values = torch.empty(2 + len(POLICY_METRICS) + 1, dtype=torch.float32, device=device)
-    partials = torch.empty(rows, COLUMNS, dtype=torch.float64, device=device)
+    partials = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
     mask = mask.view(torch.uint8)
@@ -92,6 +93,17 @@ def forward(
     return values[:-1], grad_logprobs, grad_entropy
 
 
+def select(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    pick: CovariancePick,
+) -> Tensor:
+    return selection(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
+
+
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
     from rlkernel.ops import _policy_rule
@@ -118,6 +130,14 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         stale = x if rule.max_staleness < math.inf else None
         return lambda: forward(x, x, x, mask, None, more, more, more, rule, extras, stale, picked)
 
+    def choice(by_hash: bool, packed: bool) -> Callable[[], object]:
+        x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
+        offsets = torch.tensor([0, 60, 128]) if packed else None
+        shape = (-1,) if packed else (2, 64)
+        pick = CovariancePick(by_hash, 0.1, 1.0, 5.0, 0.8, 1.2, 7)
+        old, advantages = (x.view(shape), x.view(shape)) if by_hash else (None, x[:, 0].contiguous())
+        return lambda: select(x.view(shape), old, advantages, mask.view(shape), offsets, pick)
+
     rejections = RolloutCorrection(
         "sequence", normalize=True, denominator="shrink", dppo=("kl", 0.2, 0.2), off_policy_threshold=0.5,
         two_sided=True, tv_threshold=0.5,
@@ -136,6 +156,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "dppo_kl": case(False, loss_type="dppo_kl"),
         "vespo": case(True, loss_type="vespo", correction="trl:token_mask"),
         "kl_cov": case(False, loss_type="kl_cov"),
+        "choice of kl_cov": choice(False, packed=True),
+        "choice of clip_cov": choice(True, packed=False),
         "every rejection": case(True, correction=rejections),
         "bounded kl": case(
             True, beta=0.1, use_bias_correction_kl="rollout", kl_input_clamp=20.0, kl_output_clamp=10.0

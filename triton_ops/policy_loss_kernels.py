@@ -22,7 +22,7 @@ from rlkernel.triton_ops.policy_loss_terms import (
     total,
 )
 
-COLUMNS = 16  # of partials: the sums below, then the largest ratio
+COLUMNS = tl.constexpr(16)  # of partials: the sums below, then the largest ratio
 TENSORS = (
     "logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs",
     "entropy", "staleness", "selected", "token_counts", "grad_logprobs", "grad_entropy", "partials", "values",
@@ -87,14 +87,14 @@ def weights_kernel(
     if C.correction > 2:  # a weight for each sequence
         weights = weights / tl.maximum(tokens, 1.0)
         tokens = tl.where(tokens > 0, 1.0, 0.0).to(tl.float64)
-    tl.store(partials + row * 16, weights)
-    tl.store(partials + row * 16 + 1, tokens)
+    tl.store(partials + row * COLUMNS, weights)
+    tl.store(partials + row * COLUMNS + 1, tokens)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["partials", "values"])
 def mean_weight_kernel(partials, rows, values, BLOCK: tl.constexpr):
-    count = column(partials, rows, 1, BLOCK)
-    mean = column(partials, rows, 0, BLOCK) / tl.maximum(count, 1.0)
+    count = column(partials, rows, 1, COLUMNS, BLOCK)
+    mean = column(partials, rows, 0, COLUMNS, BLOCK) / tl.maximum(count, 1.0)
     tl.store(values + 17, tl.where(mean > 1e-8, mean, 1.0).to(tl.float32))
 
 
@@ -280,7 +280,7 @@ def sequence_kernel(
             grad = tl.load(grad_logprobs + i, mask=supported, other=0.0) + through
             tl.store(grad_logprobs + i, grad, mask=supported)
 
-    out = partials + row * 16
+    out = partials + row * COLUMNS
     tl.store(out, s_loss)
     tl.store(out + 1, s_tokens.to(tl.float64))
     tl.store(out + 2, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
@@ -300,13 +300,13 @@ def sequence_kernel(
 
 
 @triton.jit
-def column(partials, rows, k, BLOCK: tl.constexpr):
+def column(partials, rows, k, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of a column in the order of the rows: BLOCK chains, then the chains."""
     lanes = tl.arange(0, BLOCK)
     chains = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        chains += tl.load(partials + r * 16 + k, mask=r < rows, other=0.0)
+        chains += tl.load(partials + r * COLUMNS + k, mask=r < rows, other=0.0)
     return tl.sum(chains, axis=0)
 
 
@@ -318,23 +318,23 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
     largest = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        largest = tl.maximum(largest, tl.load(partials + r * 16 + 15, mask=r < rows, other=0.0))
-    tokens = column(partials, rows, 1, BLOCK)
-    sequences = column(partials, rows, 2, BLOCK)
+        largest = tl.maximum(largest, tl.load(partials + r * COLUMNS + 15, mask=r < rows, other=0.0))
+    tokens = column(partials, rows, 1, COLUMNS, BLOCK)
+    sequences = column(partials, rows, 2, COLUMNS, BLOCK)
     here = sequences
     if BY_TOKEN:
         here = tokens
     below = tl.where(denominator > 0, tl.full((), denominator, tl.float64), tl.maximum(here, 1.0))
     scale = tl.full((), factor, tl.float64) / below
-    tl.store(values, (column(partials, rows, 0, BLOCK) * scale).to(tl.float32))
+    tl.store(values, (column(partials, rows, 0, COLUMNS, BLOCK) * scale).to(tl.float32))
     tl.store(values + 1, scale.to(tl.float32))
     each = 1.0 / tl.maximum(tokens, 1.0)
     for k in tl.static_range(6):
-        tl.store(values + 2 + k, (column(partials, rows, 3 + k, BLOCK) * each).to(tl.float32))
+        tl.store(values + 2 + k, (column(partials, rows, 3 + k, COLUMNS, BLOCK) * each).to(tl.float32))
     tl.store(values + 8, tl.max(largest, axis=0).to(tl.float32))
     for k in tl.static_range(4):
-        tl.store(values + 9 + k, (column(partials, rows, 9 + k, BLOCK) * each).to(tl.float32))
+        tl.store(values + 9 + k, (column(partials, rows, 9 + k, COLUMNS, BLOCK) * each).to(tl.float32))
     tl.store(values + 13, tokens.to(tl.float32))
     tl.store(values + 14, sequences.to(tl.float32))
-    tl.store(values + 15, column(partials, rows, 13, BLOCK).to(tl.float32))
-    tl.store(values + 16, column(partials, rows, 14, BLOCK).to(tl.float32))
+    tl.store(values + 15, column(partials, rows, 13, COLUMNS, BLOCK).to(tl.float32))
+    tl.store(values + 16, column(partials, rows, 14, COLUMNS, BLOCK).to(tl.float32))

@@ -10,8 +10,8 @@ Tensors = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]  # the fir
 
 
 def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
-    """``select`` of these tensors, in the kernels of the backend that runs ``policy_loss`` if it has some;
-    without the tokens outside of their support.
+    """``select`` of the backend that runs ``policy_loss`` on these tensors; without the tokens outside of
+    their support.
 
     Raises:
         ValueError: the share is none.
@@ -20,14 +20,12 @@ def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
         raise ValueError(f"cov_ratio must be in (0, 1], got {pick.share}")
     logprobs, old, advantages, mask, offsets = tensors
     mask = mask & ~(logprobs.isneginf() if old is None else logprobs.isneginf() | old.isneginf())
-    if torch.compiler.is_compiling():  # which fuses what surrounds it
-        return select(logprobs, old, advantages, mask, offsets, pick)
-    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
-    chosen: Tensor = getattr(impl, "select", select)(logprobs, old, advantages, mask, offsets, pick)
-    return chosen
+    if torch.compiler.is_compiling():
+        return _op(logprobs, old, advantages, mask, offsets, *pick)
+    return _select(logprobs, old, advantages, mask, offsets, pick)
 
 
-def select(
+def _select(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
@@ -35,70 +33,30 @@ def select(
     cu_seqlens: Tensor | None,
     pick: CovariancePick,
 ) -> Tensor:
-    """One bool for each token; what every backend's ``select`` means."""
-    if cu_seqlens is not None:
-        token = torch.arange(logprobs.shape[0], device=logprobs.device)
-        row = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
-    if advantages.shape != logprobs.shape:
-        advantages = advantages[:, None] if cu_seqlens is None else advantages[row]
-    tokens = mask.sum().double()
-    cov = covariance(logprobs, advantages, mask, tokens)
-    wanted = (tokens * pick.share).floor().clamp(min=1).long()
-    if not pick.by_hash:
-        return largest(cov, mask & ~cov.isnan(), wanted, pick.share)
-    old = logprobs if old_logprobs is None else old_logprobs
-    r = (logprobs - old).exp()
-    clipped = r * advantages > r.clamp(pick.low, pick.high) * advantages
-    candidates = mask & (cov > pick.cov_low) & (cov < pick.cov_high) & ~clipped
-    if cu_seqlens is None:
-        position = torch.arange(logprobs.shape[1], dtype=torch.int32, device=logprobs.device)
-    else:
-        position = (token - cu_seqlens[row]).int()
-    return largest(~hash_of(old, position, pick.seed), candidates, wanted, pick.share)
+    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
+    chosen: Tensor = impl.select(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
+    return chosen
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-    """(A - mean A) (logprob - mean logprob) of each token; the means in fp64, so that their order hardly
-    matters.  What lies under a zero of the mask is any number, or none."""
-
-    def centred(x: Tensor) -> Tensor:
-        total = torch.where(mask, x, 0).sum(dtype=torch.float64)
-        return x - (total / tokens).to(x.dtype)
-
-    return centred(advantages) * centred(logprobs)
-
-
-def largest(rank: Tensor, among: Tensor, wanted: Tensor, share: float) -> Tensor:
-    """The ``wanted`` of ``among`` that rank highest; the first in the batch of those that rank alike."""
-    if not rank.numel():
-        return among
-    lowest = -torch.inf if rank.is_floating_point() else torch.iinfo(rank.dtype).min
-    # only the device knows how many are wanted: no more than with a mask that is all true
-    most = max(1, int(rank.numel() * share))
-    ranked = torch.where(among, rank, lowest).flatten().topk(most).values
-    least = ranked.gather(0, (wanted - 1)[None])
-    above, tied = among & (rank > least), among & (rank == least)
-    return above | tied & (tied.flatten().cumsum(0).view_as(tied) <= wanted - above.sum())
+@torch.library.custom_op("rlkernel::policy_loss_select", mutates_args=())
+def _op(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    by_hash: bool,
+    share: float,
+    cov_low: float,
+    cov_high: float,
+    low: float,
+    high: float,
+    seed: int,
+) -> Tensor:
+    pick = CovariancePick(by_hash, share, cov_low, cov_high, low, high, seed)
+    return _select(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
 
 
-def hash_of(logprobs: Tensor, position: Tensor, seed: int) -> Tensor:
-    """clip_cov's order of its candidates: an int32 of the log-probability in fp32, the position in the
-    sequence and the seed; those with the least are picked, the same tokens in every run."""
-    salt = position * _int32(0x9E3779B1) + _int32(seed * 0x85EBCA77)
-    return _hash(logprobs.float().contiguous().view(torch.int32) ^ salt)
-
-
-def _hash(x: Tensor) -> Tensor:
-    """A bijection of int32 in which every input bit changes every output bit: murmur3's finaliser."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ _shifted(x, shift)) * _int32(factor)
-    return x ^ _shifted(x, 16)
-
-
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """``x >> count`` that fills with zeros, as that of int32 does not."""
-    return (x >> count) & (1 << 32 - count) - 1
-
-
-def _int32(x: int) -> int:
-    return (x + 2**31) % 2**32 - 2**31
+@_op.register_fake
+def _op_fake(logprobs, old_logprobs, advantages, mask, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(mask)

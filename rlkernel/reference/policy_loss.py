@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
 from rlkernel.types import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
@@ -14,6 +15,7 @@ from rlkernel.types import (
     LEVELS,
     POLICY_TERMS,
     SUMS,
+    CovariancePick,
     PolicyRule,
 )
 
@@ -57,6 +59,36 @@ def forward(
     )
     values = torch.stack([total.detach() * scale, scale, *metrics.values()])
     return values, grads[0], grads[1] if len(grads) > 1 else None
+
+
+def select(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    pick: CovariancePick,
+) -> Tensor:
+    """One bool for each token: those that kl_cov and clip_cov pick, a share of the batch's.
+
+    kl_cov picks the tokens with the largest covariance of log-probability and advantage, clip_cov those with
+    the least hash of the ones whose covariance lies within bounds and whose ratio is not clipped.
+    """
+    rows = _Rows(logprobs, cu_seqlens)
+    advantages = rows.like(advantages, logprobs)
+    tokens = mask.sum().double()
+    cov = covariance(logprobs, advantages, mask, tokens)
+    wanted = (tokens * pick.share).floor().clamp(min=1).long()
+    if not pick.by_hash:
+        return largest(cov, mask & ~cov.isnan(), wanted, pick.share)
+    old = logprobs if old_logprobs is None else old_logprobs
+    r = (logprobs - old).exp()
+    clipped = r * advantages > r.clamp(pick.low, pick.high) * advantages
+    candidates = mask & (cov > pick.cov_low) & (cov < pick.cov_high) & ~clipped
+    place = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    first = torch.zeros_like(place) if cu_seqlens is None else cu_seqlens[rows.of_token]
+    position = (place - first).int().expand(logprobs.shape)
+    return largest(~hash_of(old, position, pick.seed), candidates, wanted, pick.share)
 
 
 class _Rows:

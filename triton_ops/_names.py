@@ -1,0 +1,38 @@
+"""Names for numbers that kernels compare with, made from the tuples of ``rlkernel.types``."""
+
+from collections import namedtuple
+from typing import Any
+
+import triton.language as tl
+
+
+class Names(tl.constexpr):
+    """``Names(("a", "b")).b`` is 1, in a kernel that finds it among its module's globals and outside of one.
+
+    Kernels may read no other globals than ``tl.constexpr``.  Triton takes an attribute from the value, its
+    interpreter from the object; before each launch Triton asks whether a global is what it was.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(namedtuple("Names", names)(*range(len(names))))
+        self._count = len(names)
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("_"):  # what Triton and copy ask of any object
+            raise AttributeError(name)
+        number: int = getattr(self.value, name)
+        return number
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __deepcopy__(self, memo: Any) -> "Names":
+        return self
+
+    def __ne__(self, other: object) -> bool:  # once a launch: the same object costs no comparison of values
+        return self is not other and (not isinstance(other, Names) or self.value != other.value)
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    __hash__ = tl.constexpr.__hash__
