@@ -82,6 +82,38 @@ def test_token_counts_match_fp64(backend, device):
     assert_equal("packed", packed[2].view(6, 50), torch.cat([p[2] for p in parts]))
 
 
+COUNTED = {"loss_agg_mode": "seq-mean-token-mean", "num_items_in_batch": 3}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@ON_EVERY_BACKEND
+def test_token_counts_that_are_none_are_refused(backend, device, packed, monkeypatch):
+    """0 is one where no token is: of a prompt all of whose samples the mask hides."""
+    inputs = make_inputs(3, 20, device=device)
+    inputs["mask"][1] = False
+    if packed:
+        inputs = {k: v.flatten() for k, v in inputs.items()}
+        inputs["cu_seqlens"] = torch.tensor([0, 20, 40, 57], device=device)  # and padding
+
+    def loss(*counts):
+        return run(backend, inputs | {"token_counts": torch.tensor(counts, device=device)}, **COUNTED)[0]
+
+    wrong = [(0, bad, ">= 1 and finite") for bad in (0.0, 0.5, -3.0, math.nan, math.inf)]
+    wrong += [(1, bad, "0 or >= 1, and finite") for bad in (0.5, -3.0, math.nan, math.inf)]
+    wanted = loss(20.0, 1.0, 1.0)
+    with debug.checks():
+        assert_equal("a prompt without a token", loss(20.0, 0.0, 1.0), wanted)
+        for place, bad, want in wrong:
+            counts = [20.0, 20.0, 20.0]
+            counts[place] = bad
+            with pytest.raises(ValueError, match=rf"^token_counts\[{place}\] must be {want}, got {bad}$"):
+                loss(*counts)
+    monkeypatch.setattr(debug, "may_read", lambda x: False)  # as of a tensor on a GPU
+    assert_equal("unread", loss(20.0, 0.0, 0.0), wanted)
+    for bad in (-3.0, math.nan, math.inf):
+        assert loss(20.0, 20.0, bad).isnan()
+
+
 @pytest.mark.parametrize("estimator", names.KL)
 @ON_EVERY_BACKEND
 def test_kl_estimators_match_fp64(backend, device, estimator):

@@ -159,7 +159,9 @@ def sequence_kernel(
     if C.aggregation == 2:
         divisor = count
         if token_counts is not None:
-            divisor = tl.maximum(tl.load(token_counts + row).to(tl.float64), 1.0)
+            given = tl.load(token_counts + row).to(tl.float64)
+            counts = (given >= 0.0) & (given < float("inf"))  # else NaN, as nobody could look
+            divisor = tl.where(counts, tl.maximum(given, 1.0), float("nan"))
         share = (1.0 / divisor).to(tl.float32)
 
     zero = tl.zeros((), tl.float64)

@@ -1,5 +1,6 @@
 """The tensors of a policy loss: what they must be, and how backends take them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,14 +98,38 @@ def counted(tensors: tuple[Any, ...], correction: RolloutCorrection | str) -> tu
     return old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others
 
 
-def check_values(advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Looks at the values themselves: offsets on a CPU, and on a GPU in debug mode; NaN in debug mode."""
+def check_values(
+    advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None, token_counts: Tensor | None = None
+) -> None:
+    """Looks at the values themselves: offsets and counts on a CPU, and on a GPU in debug mode; NaN in debug
+    mode."""
     if cu_seqlens is not None:
         _packing.check(cu_seqlens, mask.shape[0])
+    if token_counts is not None:
+        _check_counts(token_counts, mask, cu_seqlens)
     if debug.enabled() and debug.may_read(advantages):
         counted = advantages[mask] if advantages.shape == mask.shape else advantages
         if bool(counted.isnan().any()):
             raise ValueError("advantages must be numbers where the mask is true, got NaN")
+
+
+def _check_counts(counts: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """At least one token where the sequence has one; a prompt whose samples have none has 0."""
+    if not debug.may_read(counts) or not counts.numel():
+        return
+    low, high = (x.item() for x in counts.aminmax())
+    if 1 <= low and high < math.inf:  # as almost always; NaN is neither
+        return
+    if cu_seqlens is None:
+        own = mask.sum(-1)
+    else:
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        own = before[cu_seqlens].diff()
+    bad = ~((counts >= 1) & (counts < math.inf)) & ~((counts == 0) & (own == 0))
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        want = ">= 1 and finite" if own[i] else "0 or >= 1, and finite"
+        raise ValueError(f"token_counts[{i}] must be {want}, got {counts[i].item()}")
 
 
 def _length(logprobs: Tensor, loss_agg_mode: str) -> int:

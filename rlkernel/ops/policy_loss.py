@@ -122,7 +122,8 @@ def policy_loss(
         dp_size: of data-parallel ranks that average gradients; the loss is multiplied by it.
         token_counts: [B] or [S]: with "seq-mean-token-mean" what each sequence's sum is divided by instead of
             its own tokens: those of its prompt's or its rollout's sequences, wherever they are.
-            ``num_items_in_batch`` is then the number of prompts or rollouts.
+            ``num_items_in_batch`` is then the number of prompts or rollouts.  At least 1; 0 is right where
+            none of them has a token, and divides by 1.
         cu_seqlens: [S + 1] offsets of packed sequences, which rise from 0; tokens behind the last are
             padding.
 
@@ -130,9 +131,10 @@ def policy_loss(
         PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
 
     Raises:
-        ValueError: an argument is off.  ``cu_seqlens`` and ``num_items_in_batch`` are looked at on a CPU, and
-            on a GPU in debug mode, in which a NaN among the advantages that count raises too; else metric
-            "not_finite" counts it, and a number of items that is not > 0 makes the loss NaN.
+        ValueError: an argument is off.  ``cu_seqlens``, ``num_items_in_batch`` and ``token_counts`` are looked
+            at on a CPU, and on a GPU in debug mode, in which a NaN among the advantages that count raises
+            too; else metric "not_finite" counts it, and a number of items that is not > 0, or a count of
+            tokens that is negative or not finite, makes the loss NaN.
 
     Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
     CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
@@ -225,7 +227,7 @@ def _forward(
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Looks at values, where that is allowed, and runs the backend."""
-    check_values(advantages, mask, cu_seqlens)
+    check_values(advantages, mask, cu_seqlens, token_counts)
     impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
     return impl.forward(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, rule,

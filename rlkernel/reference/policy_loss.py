@@ -192,7 +192,7 @@ def _total(
     loss = torch.where(inside, loss, 0)
     by_row = rows.sum(loss)
     if SUMS[rule.aggregation] == "sequence_means":
-        by_row = rows.mean(loss, mask) if token_counts is None else by_row / token_counts.clamp(min=1)
+        by_row = rows.mean(loss, mask) if token_counts is None else by_row / _divisor(token_counts)
 
     tokens = mask.sum().to(logp.dtype)
 
@@ -351,6 +351,11 @@ def _kl_weight(
         known = d.detach().exp().isfinite()  # before the exponential: its gradient of infinity is NaN
         return torch.where(known, torch.where(known, d, 0).exp(), 0)
     return ratio if kind == "ratio" else torch.ones_like(ratio)
+
+
+def _divisor(counts: Tensor) -> Tensor:
+    """At least 1; NaN for what is no count, where nobody could look."""
+    return torch.where((counts >= 0) & (counts < math.inf), counts.clamp(min=1), math.nan)
 
 
 def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:

@@ -87,7 +87,12 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
   }
   const LogRatio<float> of_sequence = bounded(static_cast<float>(mean), rule.log_clip);
   double divisor = count;
-  if (p.token_counts != nullptr) divisor = p.token_counts[row] > 1 ? p.token_counts[row] : 1;
+  if (p.token_counts != nullptr) {
+    const float given = p.token_counts[row];
+    constexpr double kInfinity = __builtin_huge_val();
+    divisor = given > 1 ? given : 1;
+    if (!(given >= 0 && given < kInfinity)) divisor = kInfinity - kInfinity;  // no count, and nobody could look: NaN
+  }
   const float share = rule.aggregation == Aggregation::sequence_means ? static_cast<float>(1 / divisor) : 1.0f;
   Token<F> x;
   x.ratio = spread<F>(exp_of(of_sequence.value).exp);
