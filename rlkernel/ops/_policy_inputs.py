@@ -118,7 +118,7 @@ def _check_counts(counts: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> No
     if not debug.may_read(counts) or not counts.numel():
         return
     low, high = (x.item() for x in counts.aminmax())
-    if 1 <= low and high < math.inf:  # as almost always; NaN is neither
+    if low >= 1 and high < math.inf:  # as almost always; NaN is neither
         return
     if cu_seqlens is None:
         own = mask.sum(-1)

@@ -131,10 +131,10 @@ def policy_loss(
         PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
 
     Raises:
-        ValueError: an argument is off.  ``cu_seqlens``, ``num_items_in_batch`` and ``token_counts`` are looked
-            at on a CPU, and on a GPU in debug mode, in which a NaN among the advantages that count raises
-            too; else metric "not_finite" counts it, and a number of items that is not > 0, or a count of
-            tokens that is negative or not finite, makes the loss NaN.
+        ValueError: an argument is off.  ``cu_seqlens``, ``num_items_in_batch`` and ``token_counts`` are
+            looked at on a CPU, and on a GPU in debug mode, in which a NaN among the advantages that count
+            raises too; else metric "not_finite" counts it, and a number of items that is not > 0, or a count
+            of tokens that is negative or not finite, makes the loss NaN.
 
     Sources: PPO arXiv 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, GSPO 2507.18071,
     CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
