@@ -7,19 +7,13 @@ import pytest
 import tiny
 import torch
 import trl_prefix_cases
+import trl_trainers
 from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, order, patch_trl, trl
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
+model_path = trl_trainers.model_path
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.make_model(vocab=len(tiny.make_tokenizer())).save_pretrained(path)
-    tiny.make_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture
@@ -27,10 +21,7 @@ def train(model_path, tmp_path):
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    data = Dataset.from_dict({"prompt": [f"what is {i} plus {i + 1}? it is" for i in range(32)]})
-
-    def reward(completions, **_):
-        return [text.count("a") + 0.1 * len(set(text)) for text in completions]
+    data = Dataset.from_dict({"prompt": trl_trainers.PROMPTS})
 
     def train(steps=STEPS, evaluate=False, algorithm="GRPO", **options):
         """What every step logged, its gradients, and the tokens that were sampled."""
@@ -65,7 +56,7 @@ def train(model_path, tmp_path):
             train_dataset=data,
             eval_dataset=data.select(range(2)),
             processing_class=tiny.make_tokenizer(),
-            reward_funcs=reward,
+            reward_funcs=tiny.reward,
             callbacks=[Record()],
             **rollout,
         )

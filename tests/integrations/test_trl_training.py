@@ -17,10 +17,7 @@ SCALARS = ("loss", "grad_norm", "reward", "kl", "entropy", "rewards/chosen", "lo
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     """A path, because trainers load the reference model from where the policy came from."""
-    path = tmp_path_factory.mktemp("model")
-    tiny.make_model().save_pretrained(path)
-    tiny.make_tokenizer().save_pretrained(path)
-    return str(path)
+    return tiny.save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -44,9 +41,6 @@ def train(model_path, tmp_path):
         },
     }
 
-    def reward(completions, **_):
-        return [text.count("a") + 0.1 * len(set(text)) for text in completions]
-
     def train(name="GRPO", steps=STEPS, dataset="prompt", callbacks=(), **options):
         """Losses and metrics of every step, and the weights after the last."""
         settings = {
@@ -63,7 +57,7 @@ def train(model_path, tmp_path):
             args=getattr(trl, f"{name}Config")(**settings),
             train_dataset=Dataset.from_dict(data[dataset]),
             processing_class=tiny.make_tokenizer(),
-            **({"reward_funcs": reward} if dataset == "prompt" else {}),
+            **({"reward_funcs": tiny.reward} if dataset == "prompt" else {}),
             callbacks=list(callbacks),
         )
         trainer.train()

@@ -53,3 +53,15 @@ def make_model(vocab=2048, hidden=64, layers=2):
         eos_token_id=EOS,
     )
     return Qwen2ForCausalLM(config)
+
+
+def save(path, **sizes):
+    """Model and tokenizer on the disk, where trainers load them from; the path."""
+    make_model(**sizes).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def reward(completions, **_):
+    """Larger for what a model easily learns to say."""
+    return [text.count("a") + 0.1 * len(set(text)) for text in completions]

@@ -11,10 +11,7 @@ PROMPTS = [f"what is {i} plus {i + 1}? it is" for i in range(32)]
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.make_model(vocab=len(tiny.make_tokenizer())).save_pretrained(path)
-    tiny.make_tokenizer().save_pretrained(path)
-    return str(path)
+    return tiny.save(tmp_path_factory.mktemp("model"), vocab=len(tiny.make_tokenizer()))
 
 
 @pytest.fixture
@@ -23,10 +20,7 @@ def make_trainer(model_path, tmp_path):
     of its config, but for ``peft_config``."""
     from datasets import Dataset
 
-    def longer_is_better(completions, **_):
-        return [text.count("a") + 0.1 * len(set(text)) for text in completions]
-
-    def make(algorithm="GRPO", base=None, reward=longer_is_better, model=model_path, **options):
+    def make(algorithm="GRPO", base=None, reward=tiny.reward, model=model_path, **options):
         arguments = {name: options.pop(name) for name in ("peft_config", "callbacks") if name in options}
         settings = {
             **tiny.TRAINING, "output_dir": str(tmp_path), "per_device_train_batch_size": 8,
