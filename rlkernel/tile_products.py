@@ -29,45 +29,60 @@ GPU_TILE = Tile(4096, 16384)
 CPU_WHOLE_ROWS, GPU_WHOLE_ROWS = 128, 1024
 
 
+class _Shape(NamedTuple):
+    """All that a tile follows from, but for the limit."""
+
+    vocab: int
+    size: int
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    device: torch.device
+    most: Tile
+
+    @classmethod
+    def of(cls, weight: Tensor, head: Head) -> "_Shape":
+        device, (vocab, size) = weight.device, weight.shape
+        most = CPU_TILE if device.type == "cpu" else GPU_TILE
+        return cls(vocab, size, weight.dtype, head.logits_dtype, head.compute_dtype, device, most)
+
+    @property
+    def operand(self) -> torch.dtype:
+        return operand_dtype(self.compute_dtype, self.device)
+
+    @property
+    def converted(self) -> int:
+        """Bytes that an entry of the weight takes as an operand, where it is none as it is."""
+        return 0 if self.dtype == self.operand == self.compute_dtype else self.operand.itemsize
+
+
 def tile_plan(weight: Tensor, head: Head) -> Tile:
     """The tile: the same for forward and backward, or the recomputed logits would not be those of the lse.
 
     The widest slice of the vocabulary whose converted weight and fp32 gradient take at most half of the
     limit, and as many tokens as fit beside it.
     """
-    device = weight.device
-    most = CPU_TILE if device.type == "cpu" else GPU_TILE
-    dtypes = weight.dtype, head.logits_dtype, head.compute_dtype
-    return _tile_plan(*weight.shape, *dtypes, device, most, workspace.limit())
+    return _tile_plan(_Shape.of(weight, head), workspace.limit())
 
 
 @functools.lru_cache
-def _tile_plan(
-    vocab: int,
-    size: int,
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    most: Tile,
-    limit: int,
-) -> Tile:
-    operand = operand_dtype(compute_dtype, device)
-    cell = logits_dtype.itemsize + (0 if logits_dtype == operand else operand.itemsize)
-    converted = 0 if dtype == operand == compute_dtype else operand.itemsize
-    per_entry = size * (converted + (0 if dtype == torch.float32 else 4))
+def _tile_plan(shape: _Shape, limit: int) -> Tile:
+    vocab, size, most, operand = shape.vocab, shape.size, shape.most, shape.operand
+    logits = shape.logits_dtype.itemsize
+    cell = logits + (0 if shape.logits_dtype == operand else operand.itemsize)
+    per_entry = size * (shape.converted + (0 if shape.dtype == torch.float32 else 4))
     per_token = size * (operand.itemsize + 4)
     wide = min(vocab, most.vocab)
     while wide > 256 and wide * per_entry > limit // 2:
         wide = max(256, wide // 2)
     tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
     # linear_policy_loss keeps whole rows of logits, in these same tiles: its bits are those of linear_logprob
-    if device.type == "cpu":  # whose GEMMs lose little by it
-        row = logits_dtype.itemsize * vocab + cell * wide + 4 * per_token
-        whole = (limit - wide * size * converted) // row
+    if shape.device.type == "cpu":  # whose GEMMs lose little by it
+        row = logits * vocab + cell * wide + 4 * per_token
+        whole = (limit - wide * size * shape.converted) // row
         tokens = min(tokens, max(whole, CPU_WHOLE_ROWS))
     else:
-        fixed, row = _whole_rows(vocab, size, dtype, logits_dtype, compute_dtype, device, wide)
+        fixed, row = _whole_rows(shape, wide)
         if GPU_WHOLE_ROWS <= (limit - fixed) // row < min(tokens, most.tokens):
             tokens = GPU_WHOLE_ROWS
     if tokens > 128:
@@ -75,49 +90,27 @@ def _tile_plan(
     return Tile(int(min(tokens, most.tokens)), wide)
 
 
-def _whole_rows(
-    vocab: int,
-    size: int,
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    wide: int,
-) -> tuple[int, int]:
+def _whole_rows(shape: _Shape, wide: int) -> tuple[int, int]:
     """Bytes that linear_policy_loss needs at most to keep rows of whole logits: once, and for each row."""
-    operand = operand_dtype(compute_dtype, device)
-    converted = 0 if dtype == operand == compute_dtype else operand.itemsize
-    fixed = wide * size * converted + (-(-vocab // wide) + 6) * ALIGNMENT
-    row = logits_dtype.itemsize * vocab + size * (operand.itemsize + 4)
-    row += 0 if logits_dtype == operand else wide * operand.itemsize
-    if device.type == "cpu":  # where rows without a derivative are left out
-        row += wide * logits_dtype.itemsize + size * operand.itemsize
+    vocab, size, operand, logits = shape.vocab, shape.size, shape.operand, shape.logits_dtype.itemsize
+    fixed = wide * size * shape.converted + (-(-vocab // wide) + 6) * ALIGNMENT
+    row = logits * vocab + size * (operand.itemsize + 4)
+    row += 0 if shape.logits_dtype == operand else wide * operand.itemsize
+    if shape.device.type == "cpu":  # where rows without a derivative are left out
+        row += wide * logits + size * operand.itemsize
     return fixed, row
 
 
 def one_pass_limit(weight: Tensor, head: Head) -> int:
     """The next larger workspace limit, in MiB, with which linear_policy_loss takes one pass over any rows."""
-    most = CPU_TILE if weight.device.type == "cpu" else GPU_TILE
-    dtypes = weight.dtype, head.logits_dtype, head.compute_dtype
-    return _one_pass_limit(*weight.shape, *dtypes, weight.device, most, workspace.limit() // 2**20 + 1)
+    return _one_pass_limit(_Shape.of(weight, head), workspace.limit() // 2**20 + 1)
 
 
 @functools.lru_cache
-def _one_pass_limit(
-    vocab: int,
-    size: int,
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    most: Tile,
-    least: int,
-) -> int:
-    shape = vocab, size, dtype, logits_dtype, compute_dtype, device
-
+def _one_pass_limit(shape: _Shape, least: int) -> int:
     def holds(mib: int) -> bool:
-        tokens, wide = _tile_plan.__wrapped__(*shape, most, mib * 2**20)
-        fixed, row = _whole_rows(*shape, wide)
+        tokens, wide = _tile_plan.__wrapped__(shape, mib * 2**20)
+        fixed, row = _whole_rows(shape, wide)
         return fixed + tokens * row <= mib * 2**20
 
     return next(mib for mib in itertools.count(least) if holds(mib))
