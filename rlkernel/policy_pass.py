@@ -7,35 +7,23 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel.types import PolicyRule
+from rlkernel.types import LinearPolicy
 
 Part = tuple[Tensor, Tensor | None]
 
 
 class PolicyPass:
-    """One policy loss over rows of shape ``mask.shape``: the backend's module and all that it takes.
+    """One policy loss over rows of shape ``mask.shape``, by a backend's module of ``policy_loss``.
 
-    ``tensors`` are old logprobs, advantages, mask, offsets, reference and rollout logprobs, staleness and
-    token counts.
-    ``reach``: whether the derivative of a token needs the logprobs of its "token" alone or of its "sequence".
     Row gradients are those of the loss itself, its denominator included.
     """
 
-    def __init__(
-        self,
-        impl: ModuleType,
-        tensors: tuple[Tensor | None, ...],
-        rule: PolicyRule,
-        items: Tensor | None,
-        reach: str,
-        return_entropy: bool,
-    ) -> None:
-        self.impl, self.tensors, self.rule, self.reach = impl, tensors, rule, reach
-        mask, offsets = tensors[2:4]
+    def __init__(self, impl: ModuleType, asked: LinearPolicy) -> None:
+        self.impl, (self.tensors, self.rule, self.items, self.reach, return_entropy) = impl, asked
+        mask, offsets = self.tensors[2:4]
         assert mask is not None
         self.mask, self.offsets = mask, offsets
-        self.items = items
-        self.entropy_gradient = rule.entropy_coef != 0
+        self.entropy_gradient = self.rule.entropy_coef != 0
         self.entropy = return_entropy or self.entropy_gradient
 
     @functools.cached_property

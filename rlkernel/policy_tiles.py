@@ -12,6 +12,7 @@ not hold the logits of as many whole rows as the loss needs at once.
 import functools
 import logging
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +21,25 @@ from torch import Tensor
 from rlkernel import tiles
 from rlkernel.policy_pass import PolicyPass
 from rlkernel.policy_plan import Plan, Resident, Step
-from rlkernel.types import Head, LinearPolicyStats
+from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
 
 _log = logging.getLogger("rlkernel")
 
 
 def forward(
     kernels: Any,
+    loss: ModuleType,
     hidden: Tensor,
     weight: Tensor,
     target_ids: Tensor,
     head: Head,
-    policy: PolicyPass,
+    asked: LinearPolicy,
     algorithm: str,
     needs: tuple[bool, bool, bool],
 ) -> LinearPolicyStats:
-    """The forward pass of every tiled backend; returns what the reference's ``forward`` returns."""
+    """The forward pass of every tiled backend, by its kernels of ``logprob`` and its module of
+    ``policy_loss``; returns what the reference's ``forward`` returns."""
+    policy = PolicyPass(loss, asked)
     frozen_head = needs == (True, False, False) and not policy.entropy_gradient
     if not any(needs) or (frozen_head and algorithm != "one_pass"):
         # with a frozen head, linear_logprob's forward pass makes the direction of d hidden: two GEMMs

@@ -1,6 +1,6 @@
 """Results of the public functions, and what ops hand to backends."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -332,6 +332,17 @@ class LinearPolicyLossOutput(NamedTuple):
     entropy: Tensor | None
 
 
+class LinearPolicy(NamedTuple):
+    """The policy loss of ``linear_policy_loss``, checked and normalised."""
+
+    # old logprobs, advantages, mask, offsets, reference and rollout logprobs, staleness and token counts
+    tensors: tuple[Tensor | None, ...]
+    rule: PolicyRule
+    items: Tensor | None  # what the loss is divided by
+    reach: str  # whether the derivative of a token needs the logprobs of its "token" or of its "sequence"
+    return_entropy: bool
+
+
 # loss, metrics, logprobs, entropy, and the loss's gradients of hidden, weight and bias where they are wanted
 LinearPolicyStats = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -441,6 +452,19 @@ class SampleStats(NamedTuple):
     valid: Tensor
     row_max: Tensor
     log_sum: Tensor
+
+
+class Forest(Protocol):
+    """Segments of rows, one behind the other: how long each is, and below which one it stands (-1: none).
+
+    A row sees the rows of its segment up to itself and all rows of the segments above.
+    """
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+    @property
+    def parents(self) -> tuple[int, ...]: ...
 
 
 class AttentionRule(NamedTuple):

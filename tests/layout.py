@@ -6,6 +6,7 @@ They read files and import nothing: test_layout.py also runs each of them on a t
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def backend_imports(root: Path, backends: dict[str, str]) -> list[str]:
             for imported in _imports(path, module):
                 if any(f"{imported}.".startswith(f"{other}.") for other in others):
                     problems.append(f"{backend}'s {path.name} imports {imported}")
+    return problems
+
+
+def reference_imports(root: Path) -> list[str]:
+    """The reference shares no code with what it judges: torch, the standard library, and what calls are made
+    of."""
+    own = ("rlkernel.reference.", "rlkernel.types.", "rlkernel.calls.")
+    # the words of a random stream, which kernels have in copies of their own
+    own += ("rlkernel.stream.",)
+    problems = []
+    for path in sorted((root / "rlkernel/reference").glob("**/*.py")):
+        for imported in _imports(path, "rlkernel.reference"):
+            first = imported.partition(".")[0]
+            if first not in ("torch", *sys.stdlib_module_names) and not f"{imported}.".startswith(own):
+                problems.append(f"the reference's {path.name} imports {imported}")
     return problems
 
 

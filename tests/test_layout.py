@@ -107,6 +107,12 @@ RULES = {
         plant("triton_ops/scale.py", "def forward():\n    from ..reference import scale"),
         "triton's scale.py imports rlkernel.reference.scale",
     ),
+    "reference_imports": (
+        layout.reference_imports,
+        (),
+        plant("rlkernel/reference/scale.py", FUNCTIONS + "import math\nfrom rlkernel import tiles\n"),
+        "the reference's scale.py imports rlkernel.tiles",
+    ),
     "links": (
         layout.links,
         (),

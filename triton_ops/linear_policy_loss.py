@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel import policy_tiles
-from rlkernel.policy_pass import PolicyPass
-from rlkernel.triton_ops import linear_logprob
+from rlkernel.triton_ops import linear_logprob, policy_loss
 from rlkernel.triton_ops import logprob as kernels
-from rlkernel.types import Head, LinearPolicyStats
+from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -20,8 +19,10 @@ def forward(
     weight: Tensor,
     target_ids: Tensor,
     head: Head,
-    policy: PolicyPass,
+    policy: LinearPolicy,
     algorithm: str,
     needs: tuple[bool, bool, bool],
 ) -> LinearPolicyStats:
-    return policy_tiles.forward(kernels, hidden, weight, target_ids, head, policy, algorithm, needs)
+    return policy_tiles.forward(
+        kernels, policy_loss, hidden, weight, target_ids, head, policy, algorithm, needs
+    )

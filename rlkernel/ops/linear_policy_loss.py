@@ -16,12 +16,12 @@ from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
-from rlkernel.policy_pass import PolicyPass
 from rlkernel.runtime.modes import anchor, once_differentiable, without_autocast
 from rlkernel.types import (
     LEVELS,
     POLICY_METRICS,
     Head,
+    LinearPolicy,
     LinearPolicyLossOutput,
     LinearPolicyStats,
     PolicyRule,
@@ -228,10 +228,7 @@ def _forward(
     advantages, mask, cu_seqlens = tensors[1:4]
     assert advantages is not None and mask is not None
     check_values(advantages, mask, cu_seqlens)
-    dtype = torch.promote_types(head.compute_dtype, torch.float32)
-    like = hidden.new_empty(0, dtype=dtype)
-    loss = dispatch.pick("policy_loss", like, advantages, mask)
-    policy = PolicyPass(loss, tuple(tensors), rule, items, reach, return_entropy)
+    policy = LinearPolicy(tuple(tensors), rule, items, reach, return_entropy)
     with torch.no_grad(), without_autocast(hidden.device):
         stats = impl.forward(
             hidden, weight, target_ids, head, policy, algorithm, (needs[0], needs[1], needs[2])

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.reference import logprob
-from rlkernel.tile_statistics import Statistics
 from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+
+Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

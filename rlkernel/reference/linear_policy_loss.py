@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.policy_pass import PolicyPass
 from rlkernel.reference import linear_logprob, policy_loss
-from rlkernel.types import Head, LinearPolicyStats
+from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -21,7 +20,7 @@ def forward(
     weight: Tensor,
     target_ids: Tensor,
     head: Head,
-    policy: PolicyPass,
+    policy: LinearPolicy,
     algorithm: str,
     needs: tuple[bool, bool, bool],
 ) -> LinearPolicyStats:
@@ -29,16 +28,28 @@ def forward(
 
     That of the weight may be wider than the weight.
     """
-    stats = linear_logprob.forward(hidden, weight, target_ids, head, policy.entropy, "auto", False, False)
+    of_entropy = policy.rule.entropy_coef != 0
+    stats = linear_logprob.forward(
+        hidden, weight, target_ids, head, policy.return_entropy or of_entropy, "auto", False, False
+    )
     logprobs, entropy, _, row_max, log_sum, _ = stats
-    loss, metrics, *upstream = policy.whole(logprobs, entropy)
+    old, advantages, mask, offsets, reference, rollout, staleness, token_counts = policy.tensors
+    assert advantages is not None and mask is not None
+    values, grad, grad_entropy = policy_loss.forward(
+        logprobs.view(mask.shape), old, advantages, mask, offsets, reference, rollout,
+        None if entropy is None else entropy.view(mask.shape), policy.rule, of_entropy, staleness, None,
+        token_counts,
+    )  # fmt: skip
+    loss, scale, metrics = values[0], values[1], values[2:].clone()
+    if policy.items is not None:
+        loss, scale = loss / policy.items.to(loss), scale / policy.items.to(scale)
     grads: tuple[Tensor | None, ...] = (None, None, None)
     if any(needs):
+        upstream = (grad * scale).view(-1), None if grad_entropy is None else (grad_entropy * scale).view(-1)
         grads = linear_logprob.backward(
-            (upstream[0], upstream[1], None), hidden, weight, target_ids, head, entropy, row_max, log_sum,
-            None, needs,
-        )  # fmt: skip
-    return loss, metrics, logprobs, entropy, *grads  # type: ignore[return-value]
+            (*upstream, None), hidden, weight, target_ids, head, entropy, row_max, log_sum, None, needs
+        )
+    return loss.clone(), metrics, logprobs, entropy, *grads  # type: ignore[return-value]
 
 
 def make_inputs(

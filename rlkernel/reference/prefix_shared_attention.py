@@ -1,13 +1,13 @@
 """What ``prefix_shared_attention`` means, in plain PyTorch; in fp64 it is the truth for other backends."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, ranges
-from rlkernel.types import AttentionRule
+from rlkernel.types import AttentionRule, Forest
 
 # Rows of a tile. Tiles are cut at positions in the sequence, and are always full: so a row takes part in the
 # same products whether its prompt is shared or not, and has the same bits.
@@ -19,15 +19,14 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, layout: Forest, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``out`` [T, Hq, D] and ``lse`` [Hq, T], fp32 or fp64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
-    for s, first in enumerate(layout.starts):
-        path = _path(layout, s, q.device)
-        n, skip = len(path), layout.offsets[s]
+    for path, rows in _paths(layout, q.device):
+        n, skip = len(path), len(path) - len(rows)
         qs, ks, vs = (_padded(x[path].to(dtype)) for x in (q, k, v))
         for a in range(skip // TILE * TILE, n, TILE):
             b = a + TILE
@@ -37,10 +36,10 @@ def forward(
                 scores = torch.cat([scores, sink], 2)
             norm = scores.logsumexp(2)  # [Hq, TILE]
             p = torch.exp(scores - norm[..., None])[..., :b]
-            rows = slice(max(a, skip) - a, min(b, n) - a)
-            to = slice(first + a + rows.start - skip, first + a + rows.stop - skip)
-            out[to] = _from_keys(p, vs[:b])[rows].to(q.dtype)
-            lse[:, to] = norm[:, rows]
+            own = slice(max(a, skip) - a, min(b, n) - a)
+            to = path[a:b][own]
+            out[to] = _from_keys(p, vs[:b])[own].to(q.dtype)
+            lse[:, to] = norm[:, own]
     return out, lse
 
 
@@ -51,21 +50,19 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    layout: PrefixLayout,
+    layout: Forest,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from the whole row's ``out`` and ``lse``; those of k and v summed wide."""
     dtype = lse.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(2).T  # [Hq, T]
-    for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
-        path = _path(layout, s, q.device)
+    for path, rows in _paths(layout, q.device):
         ks, vs = (x[path].to(dtype) for x in (k, v))
         dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
-        for a in range(first, end, TILE):
-            to = slice(a, min(a + TILE, end))
-            at = layout.offsets[s] + a - first
-            seen = at + to.stop - a
+        for at in range(len(path) - len(rows), len(path), TILE):
+            to = path[at : at + TILE]
+            seen = at + len(to)
             scores, slope = _scores(q[to].to(dtype), ks[:seen], at, rule)
             p = torch.exp(scores - lse[:, to, None])
             grad = grad_out[to].to(dtype)
@@ -74,18 +71,18 @@ def backward(
             dq[to] = _from_keys(ds, ks[:seen])
             dks[:seen] += _to_keys(ds, q[to].to(dtype), ks.shape[1])
             dvs[:seen] += _to_keys(p, grad, vs.shape[1])
-        row = 0
-        for ancestor in layout.path(s):
-            run = slice(*layout.rows(ancestor))
-            length = run.stop - run.start
-            dk[run] += dks[row : row + length]
-            dv[run] += dvs[row : row + length]
-            row += length
+        dk[path] += dks
+        dv[path] += dvs
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _path(layout: PrefixLayout, s: int, device: torch.device) -> Tensor:
-    return ranges([layout.rows(a) for a in layout.path(s)]).to(device)
+def _paths(layout: Forest, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each segment the rows that it sees, from the root down to its own, and its own."""
+    paths: list[Tensor] = []
+    every = torch.arange(sum(layout.lengths), device=device)
+    for rows, parent in zip(every.split(layout.lengths), layout.parents, strict=True):
+        paths.append(torch.cat([paths[parent], rows]) if parent >= 0 else rows)
+        yield paths[-1], rows
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ def _to_keys(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
 
 
 def make_inputs(
-    layout: PrefixLayout | None = None,
+    layout: Forest,
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 64,
@@ -138,13 +135,8 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v.
-
-    Without a layout: a prompt of 8 rows and completions of 5 and 3.
-    """
-    if layout is None:
-        layout = PrefixLayout((8, 5, 3), (-1, 0, 0), (False, True, True))
-    g, total = torch.Generator(device).manual_seed(seed), layout.total
+    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v."""
+    g, total = torch.Generator(device).manual_seed(seed), sum(layout.lengths)
 
     def normal(h: int) -> Tensor:
         return torch.randn(total, h, head_dim, generator=g, device=device).to(dtype)
