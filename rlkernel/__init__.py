@@ -5,6 +5,7 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
+from rlkernel.calls.logprob import LogprobOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._repetition import Dry
@@ -35,7 +36,6 @@ from rlkernel.types import (
     GaeOutput,
     LinearLogprobStatistics,
     LinearPolicyLossOutput,
-    LogprobOutput,
     PolicyLossOutput,
     PreferenceLossOutput,
     RunningOutput,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import tiles
+from rlkernel.calls.logprob import LogprobResults, RowGrads
 from rlkernel.policy_pass import PolicyPass
 from rlkernel.policy_plan import Plan, Resident, Step
 from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
@@ -70,7 +71,7 @@ def _two_passes(
     loss, metrics, grad, grad_entropy = policy.whole(logprobs, entropy)
     grads: tuple[Tensor | None, ...] = (None, None, None)
     if any(needs):
-        upstream = grad, grad_entropy, None
+        upstream = RowGrads(grad, grad_entropy)
         grads = tiles.backward(
             kernels, upstream, hidden, weight, target_ids, head, entropy if policy.entropy_gradient else None,
             row_max, log_sum, direction, needs,
@@ -149,11 +150,10 @@ class _OnePass:
         for v0, v1, w in scratch.weight_slices():
             for block in blocks:
                 a, b = scratch.bounds(block)
-                self.kernels.tile_forward(
-                    scratch.block_logits(block, v0, w), v0, self.ids[a:b],
-                    *tiles._tile_options(self.head, self.t, a, b, v0, v1), self.state[:, a:b], v0 == 0,
-                    v1 == vocab, tuple(tiles._part(x, a, b) for x in self.results),
-                )  # fmt: skip
+                logits, t = scratch.block_logits(block, v0, w), tiles._part(self.t, a, b)
+                tile = tiles.tile_of(logits, self.head, self.ids[a:b], t, v0, v1)
+                results = LogprobResults(*(tiles._part(x, a, b) for x in self.results))
+                self.kernels.tile_forward(tile, self.state[:, a:b], v0 == 0, v1 == vocab, results)
         if self.apart and len(blocks):
             a, b = scratch.bounds(blocks[0])[0], scratch.bounds(blocks[-1])[1]
             where = slice(a, b) if self.rows is None else self.rows[a:b]
@@ -177,9 +177,10 @@ class _OnePass:
                 logits = scratch.tile(run.at, run.given, v0)
                 logits = logits if run.live is None else scratch.compact(logits, run.live)
                 dz = scratch.gradient(logits)
-                ids, t, *upstream = run.vectors
-                options = tiles._tile_options(head, t, 0, run.rows, v0, v1)
-                self.kernels.tile_backward(logits, v0, ids, *options, *upstream[:2], None, *upstream[2:], dz)
+                ids, t, grad, grad_entropy, *stats = run.vectors
+                tile = tiles.tile_of(logits, head, ids, t, v0, v1)
+                results = tiles.backward_results(*stats)
+                self.kernels.tile_backward(tile, RowGrads(grad, grad_entropy), results, dz)
                 if self.dhidden is not None:
                     scratch.accumulate(scratch.hidden_sum(run.at, run.rows), dz, w, v0 == 0)
                 if dw is not None and run.states is not None:

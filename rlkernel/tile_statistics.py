@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.logprob import LogprobResults, Tile
 from rlkernel.types import Head
 
 NAMES = ("mean_logits", "is_top1", "log_sum_sq_probs")
@@ -32,33 +33,20 @@ class TileStatistics:
         self.state = make(4, n, dtype=dtype) if "log_sum_sq_probs" in names else None
         self.results = tuple(make(n, dtype=dtype) for _ in range(4)) if self.state is not None else ()
 
-    def tile(
-        self,
-        logits: Tensor,
-        h: Tensor,
-        w: Tensor,
-        v0: int,
-        ids: Tensor,
-        options: tuple[Any, ...],
-        a: int,
-        b: int,
-    ) -> None:
-        """One tile of logits, as the product left it."""
+    def tile(self, tile: Tile, h: Tensor, w: Tensor, a: int, b: int) -> None:
+        """One tile of the rows [a, b), as the product of ``h`` and ``w`` left it."""
+        logits, v0 = tile.logits, tile.vocab_start
         first, last = v0 == 0, v0 + logits.shape[1] == self.vocab
-        t, *_ = options
         if self.state is not None:
-            results = (self.results[0][a:b], None, *(x[a:b] for x in self.results[1:]))
-            self.kernels.tile_forward(
-                logits, v0, ids, t / 2, *options[1:], self.state[:, a:b], first, last, results
-            )
+            results = LogprobResults(self.results[0][a:b], None, *(x[a:b] for x in self.results[1:]))
+            half = tile._replace(temperature=tile.temperature / 2)
+            self.kernels.tile_forward(half, self.state[:, a:b], first, last, results)
         if self.sum is None:
             return
         if self.weight_sum is None:
             step = max(1, _CELLS // logits.shape[1])
             for i in range(0, b - a, step):
-                self.sum[a + i : min(a + i + step, b)] += self._capped(logits[i : i + step], options[2]).sum(
-                    1
-                )
+                self.sum[a + i : min(a + i + step, b)] += self._capped(logits[i : i + step], tile.bias).sum(1)
             return
         if a == 0:
             self.weight_sum += w.sum(0, dtype=torch.float32)

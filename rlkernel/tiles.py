@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.logprob import LogprobResults, RowGrads, Tile
 from rlkernel.tile_products import Scratch, rows_of
 from rlkernel.tile_statistics import Statistics, TileStatistics
-from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+from rlkernel.types import Head, LinearGrads, LinearStats
 
 
 def forward(
@@ -58,7 +59,8 @@ def statistics(
     new = functools.partial(hidden.new_empty if n else hidden.new_zeros, dtype=torch.float32)
     state, logprobs = new(4, n), new(n)
     lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    outputs = (logprobs, torch.empty_like(logprobs) if return_entropy else None, lse, row_max, log_sum)
+    entropy = torch.empty_like(logprobs) if return_entropy else None
+    outputs = LogprobResults(logprobs, entropy, lse, row_max, log_sum)
     direction = new(n, hidden.shape[1]) if need_direction else None
     also = TileStatistics(kernels, names, hidden, weight, head, n) if names else None
     keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
@@ -69,24 +71,23 @@ def statistics(
             for a, b in scratch.chunks():
                 h = scratch.hidden(rows, a, b)
                 logits = scratch.logits(h, w, v0, a)
-                options = _tile_options(head, t, a, b, v0, v1)
-                tile = (logits, v0, ids[a:b], *options)
+                tile = tile_of(logits, head, ids[a:b], _part(t, a, b), v0, v1)
                 before = None if direction is None or first else state[0, a:b].clone()
-                results = tuple(_part(x, a, b) for x in outputs)
+                results = LogprobResults(*(_part(x, a, b) for x in outputs))
                 states = state if b - a == n else state[:, a:b]
-                kernels.tile_forward(*tile, states, first, last, results)
+                kernels.tile_forward(tile, states, first, last, results)
                 if also is not None:
-                    also.tile(logits, h, w, v0, ids[a:b], options, a, b)
+                    also.tile(tile, h, w, a, b)
                 if direction is not None:
                     exps = scratch.gradient(logits)
-                    kernels.tile_exp(*tile, state[0, a:b], exps)
+                    kernels.tile_exp(tile, state[0, a:b], exps)
                     if before is not None:
                         _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
-            _finish_direction(direction, weight, head, ids, t, state, outputs[0], outputs[4], scratch)
-        more = (None, None, None) if also is None else also.finish(ids, t, state, outputs[4])
-        scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs)
+            _finish_direction(direction, weight, head, ids, t, state, logprobs, log_sum, scratch)
+        more = (None, None, None) if also is None else also.finish(ids, t, state, log_sum)
+        scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs[:5])
         scratch.keep(scattered[4])  # type: ignore[arg-type]
     if direction is not None:
         if rows is None:  # under capture, ignored rows were computed too
@@ -142,10 +143,9 @@ def backward(
                 h = scratch.hidden(rows, a, b)
                 logits = scratch.logits(h, w, v0, a)
                 dz = scratch.gradient(logits)
-                per_row = (_part(x, a, b) for x in (*upstream, *stats))
-                kernels.tile_backward(
-                    logits, v0, ids[a:b], *_tile_options(head, t, a, b, v0, v1), *per_row, dz
-                )
+                tile = tile_of(logits, head, ids[a:b], _part(t, a, b), v0, v1)
+                row_grads = RowGrads(*(_part(x, a, b) for x in upstream))
+                kernels.tile_backward(tile, row_grads, backward_results(*(_part(x, a, b) for x in stats)), dz)
                 if dhidden is not None:
                     if rows is None:
                         scratch.accumulate(rows_of(dhidden, a, b), dz, w, v0 == 0)
@@ -184,8 +184,16 @@ def _wide_bias(head: Head) -> Head:
     return head if head.bias is None else head._replace(bias=head.bias.float().contiguous())
 
 
-def _tile_options(head: Head, t: float | Tensor, a: int, b: int, v0: int, v1: int) -> tuple[Any, ...]:
-    return _part(t, a, b), head.ignore_index, _part(head.bias, v0, v1), head.logit_scale, head.softcap
+def tile_of(logits: Tensor, head: Head, ids: Tensor, t: float | Tensor, v0: int, v1: int) -> Tile:
+    """The entries [v0, v1) of the vocabulary, of the rows that ``ids`` and ``t`` are of."""
+    return Tile(
+        logits, v0, ids, t, head.ignore_index, _part(head.bias, v0, v1), head.logit_scale, head.softcap
+    )
+
+
+def backward_results(entropy: Tensor | None, row_max: Tensor, log_sum: Tensor) -> LogprobResults:
+    """What the backward kernels read of the results."""
+    return LogprobResults(row_max, entropy, row_max, row_max, log_sum)
 
 
 def _select(x: Any, rows: Tensor | None) -> Any:

@@ -6,19 +6,6 @@ import torch
 from torch import Tensor
 
 
-class LogprobOutput(NamedTuple):
-    """Per-token statistics of a softmax over the vocabulary, in nats; fp32 (fp64 for fp64 input).
-
-    ``logprobs`` of the target token, ``entropy`` of the whole distribution (None unless asked for) and
-    ``lse``, the log-sum-exp of the logits after temperature.  All have the shape of the target ids, are
-    differentiable, and are 0 on ignored rows.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-
-
 class LinearLogprobStatistics(NamedTuple):
     """A ``LogprobOutput``, and of each row what trainers log; None unless asked for, without a gradient.
 
@@ -94,8 +81,6 @@ class Aggregation(NamedTuple):
     factor: float
 
 
-# upstream gradients of logprobs, entropy and lse, [N] each; None where there is none
-RowGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # logprobs, entropy, lse, row_max, log_sum, and d logprobs / d hidden where it was asked for
 LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
 # of hidden, weight and bias

@@ -76,9 +76,9 @@ def planted(tmp_path, monkeypatch):
     (package / "logprob.py").write_text(
         "from rlkernel.reference import logprob as right\n"
         "from rlkernel.reference.logprob import backward, unsupported\n"
-        "def forward(*arguments):\n"
-        "    logprobs, *rest = right.forward(*arguments)\n"
-        "    return logprobs * 1.001, *rest\n"
+        "def forward(call):\n"
+        "    results = right.forward(call)\n"
+        "    return results._replace(logprobs=results.logprobs * 1.001)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(dispatch.BACKENDS, "planted", "planted_backend")

@@ -11,6 +11,7 @@ from backends import skip_unless_able
 from bitwise import assert_equal
 from emulation import CSRC, CXX, FLAGS
 
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.native import logprob
 from rlkernel.reference.logprob import make_inputs
 
@@ -87,14 +88,15 @@ def test_a_gradient_has_the_same_bits_in_new_memory(monkeypatch, dtype, vocab):
     skip_unless_able("native", "logprob", *inputs.values())
     logits, ids = inputs["logits"].detach(), inputs["target_ids"]
     ids[1:3] = -100
-    _, entropy, _, row_max, log_sum = logprob.forward(logits, ids, 0.7, -100, True)
+    results = logprob.forward(LogprobCall(logits, ids, 0.7, -100, True))
     up = torch.randn(2, len(ids))
 
     def gradient(rows, out):
         monkeypatch.setattr(torch, "empty", lambda *_, **__: out)
         try:
-            parts = (x[rows] for x in (entropy, row_max, log_sum))
-            return logprob.backward(*up[:, rows], None, logits[rows], ids[rows], 0.7, -100, *parts, False)
+            call = LogprobCall(logits[rows], ids[rows], 0.7, -100, True)
+            parts = LogprobResults(*(x[rows] for x in results[:5]))
+            return logprob.backward(call, parts, RowGrads(*up[:, rows]))[0]
         finally:
             monkeypatch.undo()
 

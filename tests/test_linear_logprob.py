@@ -265,16 +265,18 @@ def test_against_the_real_trl():
 
 MUTANTS = {
     "drops the ragged end": lambda k: {
-        "tile_forward": lambda x, v, *r: k.tile_forward(x, v, *r) if v < 96 else None
+        "tile_forward": lambda tile, *r: k.tile_forward(tile, *r) if tile.vocab_start < 96 else None
     },
     "restarts at every tile": lambda k: {
-        "tile_forward": lambda *a: k.tile_forward(*a[:9], True, *a[10:]),
+        "tile_forward": lambda tile, state, first, *r: k.tile_forward(tile, state, True, *r),
     },
     "scale missing in the gradient": lambda k: {
-        "tile_backward": lambda *a: k.tile_backward(*a[:5], a[5], 1.0, *a[7:]),
+        "tile_backward": lambda tile, *r: k.tile_backward(tile._replace(logit_scale=1.0), *r),
     },
     "target kept in the direction": lambda k: {
-        "tile_exp": lambda x, v, ids, *r: k.tile_exp(x, v, torch.full_like(ids, 10**6), *r),
+        "tile_exp": lambda tile, *r: k.tile_exp(
+            tile._replace(target_ids=torch.full_like(tile.target_ids, 10**6)), *r
+        ),
     },
 }
 

@@ -259,24 +259,41 @@ def test_fp64_stays_fp64():
     assert (out.logprobs - want)[kept].abs().max() < 1e-13
 
 
+def asked_with(ref, **change):
+    """``forward`` of a call that is not the caller's: ``change`` gives fields from the right call."""
+    return lambda call: ref.forward(call._replace(**{name: f(call) for name, f in change.items()}))
+
+
+def halved(ref):
+    def forward(call):
+        out = ref.forward(call._replace(logits=call.logits.bfloat16()))
+        return type(out)(*(None if x is None else x.float() for x in out))
+
+    return forward
+
+
+def last_entry_gone(call):
+    return call.logits.index_fill(-1, torch.tensor([call.logits.shape[-1] - 1]), -99.0)
+
+
 MUTANTS = {
-    "forgets 1/T in the gradient": lambda ref: {"backward": lambda *a: ref.backward(*a[:5], 1.0, *a[6:])},
-    "forgets the entropy's gradient": lambda ref: {"backward": lambda a, b, *r: ref.backward(a, None, *r)},
-    "forgets lse's gradient": lambda ref: {"backward": lambda a, b, c, *r: ref.backward(a, b, None, *r)},
-    "one target off": lambda ref: {"forward": lambda x, ids, *r: ref.forward(x, (ids + 1) % x.shape[-1], *r)},
-    "drops the last vocabulary entry": lambda ref: {
-        "forward": lambda x, ids, *r: ref.forward(
-            x.index_fill(-1, torch.tensor([x.shape[-1] - 1]), -99.0), ids, *r
-        )
+    "forgets 1/T in the gradient": lambda ref: {
+        "backward": lambda call, *r: ref.backward(call._replace(temperature=1.0), *r)
     },
+    "forgets the entropy's gradient": lambda ref: {
+        "backward": lambda call, out, grads: ref.backward(call, out, grads._replace(entropy=None))
+    },
+    "forgets lse's gradient": lambda ref: {
+        "backward": lambda call, out, grads: ref.backward(call, out, grads._replace(lse=None))
+    },
+    "one target off": lambda ref: {
+        "forward": asked_with(ref, target_ids=lambda call: (call.target_ids + 1) % call.logits.shape[-1])
+    },
+    "drops the last vocabulary entry": lambda ref: {"forward": asked_with(ref, logits=last_entry_gone)},
     "ignores nothing": lambda ref: {
-        "forward": lambda x, ids, t, i, e: ref.forward(x, ids.clamp(min=0), t, i, e)
+        "forward": asked_with(ref, target_ids=lambda call: call.target_ids.clamp(min=0))
     },
-    "half precision inside": lambda ref: {
-        "forward": lambda x, *r: tuple(
-            None if o is None else o.float() for o in ref.forward(x.bfloat16(), *r)
-        )
-    },
+    "half precision inside": lambda ref: {"forward": halved(ref)},
 }
 
 

@@ -10,6 +10,7 @@ from logprob_cases import DTYPES, eager_and_compiled, gradient, in_place, judge,
 from support_cases import masked, supports
 
 import rlkernel
+from rlkernel.calls.logprob import LogprobCall
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
@@ -358,22 +359,28 @@ def test_a_support_off_by_one_is_seen():
         assert_equal("logprobs", got.logprobs, out.processed_logprobs)
 
 
+def off_by_one(call):
+    return call._replace(support_ids=(call.support_ids + 1) % call.logits.shape[-1])
+
+
+def of_supports_alone(ref, call):
+    out = ref.forward(call)
+    filtered = (call.support_offsets.diff() > 0).view(call.target_ids.shape)
+    return out._replace(logprobs=torch.where(filtered, out.logprobs, 0))
+
+
 MUTANTS = {
-    "one row's support off by one": lambda ref: {
-        "support_forward": lambda *a: ref.support_forward(*a[:5], (a[5] + 1) % a[0].shape[-1], *a[6:])
-    },
+    "one row's support off by one": lambda ref: {"forward": lambda call: ref.forward(off_by_one(call))},
     "forgets the temperature": lambda ref: {
-        "support_forward": lambda *a: ref.support_forward(*a[:2], 1.0, *a[3:])
+        "forward": lambda call: ref.forward(call._replace(temperature=1.0))
     },
     "forgets 1/T in the gradient": lambda ref: {
-        "support_backward": lambda *a: ref.support_backward(*a[:5], 1.0, *a[6:])
+        "backward": lambda call, *r: ref.backward(call._replace(temperature=1.0), *r)
     },
     "forgets the entropy's gradient": lambda ref: {
-        "support_backward": lambda a, b, *rest: ref.support_backward(a, None, *rest)
+        "backward": lambda call, out, grads: ref.backward(call, out, grads._replace(entropy=None))
     },
-    "leaves whole rows out": lambda ref: {
-        "support_forward": lambda *a: ref.support_forward(a[0], *a[1:])[:5] + (a[0].new_zeros(a[5].shape),)
-    },
+    "leaves whole rows out": lambda ref: {"forward": lambda call: of_supports_alone(ref, call)},
 }
 
 
@@ -478,8 +485,11 @@ def test_compiles_as_one_graph(backend):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_opcheck(return_entropy):
+    from rlkernel.ops.logprob import op
+
     inputs = make_inputs(4, 40)
     support = supports(inputs["target_ids"], 40, (6, 0))
-    temperatures = None if return_entropy else torch.rand(4) + 0.5
-    args = (inputs["logits"].requires_grad_(), inputs["target_ids"], temperatures, 0.7, -100, return_entropy)
-    torch.library.opcheck(torch.ops.rlkernel.logprob_support.default, (*args, *support.values()))
+    logits, ids = inputs["logits"].requires_grad_(), inputs["target_ids"]
+    temperature = 0.7 if return_entropy else torch.rand(4) + 0.5
+    call = LogprobCall(logits, ids, temperature, -100, return_entropy, False, *support.values())
+    torch.library.opcheck(op.node, op.flat(call))

@@ -7,6 +7,7 @@ from bitwise import assert_equal
 from logprob_cases import eager_and_compiled, in_place, run, upstream_like
 
 import rlkernel
+from rlkernel.calls.logprob import LogprobCall
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
@@ -115,12 +116,16 @@ def test_compiles_as_one_graph(backend):
         assert torch.equal(compiled, eager)
 
 
-@pytest.mark.parametrize("temperatures", [None, torch.rand(4) + 0.5], ids=["scalar", "rows"])
+@pytest.mark.parametrize("temperature", [0.7, torch.rand(4) + 0.5], ids=["scalar", "rows"])
 @pytest.mark.parametrize("return_entropy", [False, True])
-def test_opcheck(temperatures, return_entropy):
+def test_opcheck(temperature, return_entropy):
+    from rlkernel.ops.logprob import op
+
     inputs = make_inputs(4, 40)
-    args = (inputs["logits"].requires_grad_(), inputs["target_ids"], temperatures, 0.7, -100, return_entropy)
-    torch.library.opcheck(torch.ops.rlkernel.logprob.default, args)
+    call = LogprobCall(
+        inputs["logits"].requires_grad_(), inputs["target_ids"], temperature, -100, return_entropy
+    )
+    torch.library.opcheck(op.node, op.flat(call))
 
 
 def test_gradient_checkpointing_and_autocast():

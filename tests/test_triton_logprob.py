@@ -10,6 +10,7 @@ if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
+from rlkernel.calls.logprob import LogprobCall, RowGrads  # noqa: E402
 from rlkernel.triton_ops import logprob  # noqa: E402
 from rlkernel.triton_ops.logprob_kernels import bounded  # noqa: E402
 
@@ -23,20 +24,18 @@ def test_alignment_changes_no_bit(device, dtype):
     for vocab in (48, 9008):
         aligned = (torch.randn(3, vocab, device=device) * 4).to(dtype)
         target_ids = torch.randint(0, vocab, (3,), device=device)
-        expected = logprob.forward(aligned, target_ids, 0.7, -100, True)
-        upstream = torch.randn(3, 3, device=device)
-        expected_grad = logprob.backward(
-            *upstream, aligned, target_ids, 0.7, -100, expected[1], expected[3], expected[4], False
-        )
+        call = LogprobCall(aligned, target_ids, 0.7, -100, True)
+        expected = logprob.forward(call)
+        upstream = RowGrads(*torch.randn(3, 3, device=device))
+        (expected_grad,) = logprob.backward(call, expected, upstream)
         for offset, stride in ((0, vocab + 1), (3, vocab + 5), (8, vocab + 16)):
             buffer = torch.full((3, stride + offset), float("nan"), dtype=dtype, device=device)
             view = buffer[:, offset : offset + vocab].copy_(aligned)
-            stats = logprob.forward(view, target_ids, 0.7, -100, True)
-            for i, (a, b) in enumerate(zip(stats, expected, strict=True)):
-                assert_equal(f"output {i} at offset {offset}", a, b)
-            grad = logprob.backward(
-                *upstream, view, target_ids, 0.7, -100, stats[1], stats[3], stats[4], True
-            )
+            call = LogprobCall(view, target_ids, 0.7, -100, True, True)
+            results = logprob.forward(call)
+            for name, a, b in zip(results._fields[:5], results, expected, strict=False):
+                assert_equal(f"{name} at offset {offset}", a, b)
+            (grad,) = logprob.backward(call, results, upstream)
             assert_equal(f"gradient at offset {offset}", grad.contiguous(), expected_grad)
             outside = torch.cat([buffer[:, :offset], buffer[:, offset + vocab :]], dim=1)
             assert outside.isnan().all(), "the gradient was written outside of the logits"

@@ -89,6 +89,7 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
+    from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.prefix_layout import PrefixLayout
     from rlkernel.triton_ops import (
         gae,
@@ -115,13 +116,12 @@ def binaries_of_varied_calls() -> dict[str, int]:
             n = batch * length
             logits = torch.empty(batch, length + 1, 256)[:, :-1]
             ids, rows = torch.zeros(batch, length, dtype=torch.int64), torch.ones(batch, length)
-            logprob.forward(logits, ids, t, ignore, True)
-            logprob.backward(rows, rows, rows, logits, ids, t, ignore, rows, rows, rows, True)
             kept = torch.zeros(7 * n, dtype=torch.int32), torch.arange(n + 1)
-            logprob.support_forward(logits, ids, t, ignore, True, *kept, False)
-            logprob.support_backward(
-                rows, rows, rows, torch.empty(7 * n), ids, t, ignore, *kept, rows, rows, rows, rows, logits
-            )
+            grads, results = RowGrads(*(rows,) * 3), LogprobResults(*(rows,) * 5, torch.empty(7 * n))
+            for support in ((), kept):
+                call = LogprobCall(logits, ids, t, ignore, True, True, *support)
+                logprob.forward(call)
+                logprob.backward(call, results, grads)
             head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
             linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False, False)
             # any address and stride too: the order of its sums must not follow from them

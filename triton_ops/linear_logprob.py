@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel import tiles, workspace
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.tile_statistics import Statistics
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops.logprob_kernels import (
@@ -29,7 +30,7 @@ from rlkernel.triton_ops.logprob_kernels import (
     shift_from,
     transform,
 )
-from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+from rlkernel.types import Head, LinearGrads, LinearStats
 
 PART = 4096  # vocabulary entries of one program: many programs for a GPU, few sums to merge
 MERGED_ROWS = 64
@@ -68,11 +69,11 @@ def forward(
 ) -> LinearStats:
     if algorithm != "fused":
         return tiles.forward(kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
-    stats = _fused(hidden, weight, target_ids, head, return_entropy)
+    stats = _fused(hidden, weight, target_ids, head, return_entropy)[:5]
     logprobs, entropy, _, row_max, log_sum = stats
     direction = None
     if need_direction:  # the backward pass of ones
-        ones, hidden_only = (torch.ones_like(logprobs), None, None), (True, False, False)
+        ones, hidden_only = RowGrads(torch.ones_like(logprobs)), (True, False, False)
         direction = backward(
             ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
         )[0]
@@ -113,10 +114,11 @@ def backward(
 
 def _fused(
     hidden: Tensor, weight: Tensor, target_ids: Tensor, head: Head, return_entropy: bool
-) -> kernels.Stats:
+) -> LogprobResults:
     n, size = hidden.shape
     vocab = weight.shape[0]
-    outputs = kernels.empty_stats(target_ids.shape, hidden.device, return_entropy)
+    call = LogprobCall(hidden, target_ids, head.temperature, head.ignore_index, return_entropy)
+    outputs = kernels.empty_results(call)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     target_ids = target_ids.contiguous()
     bias = None if head.bias is None else head.bias.float().contiguous()
@@ -140,7 +142,7 @@ def _fused(
                 )  # fmt: skip
                 merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
                     part, rows, vocab, parts, ids, head.ignore_index, t, scalar_t,
-                    *(None if x is None else x[start : start + rows] for x in outputs),
+                    *(None if x is None else x[start : start + rows] for x in outputs[:5]),
                     PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
                 )  # fmt: skip
     return outputs

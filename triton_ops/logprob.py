@@ -11,13 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel import whole_rows
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
+from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB, backward_kernel, exp_kernel, forward_kernel
 from rlkernel.triton_ops.logprob_support_kernels import support_backward_kernel, support_forward_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
-SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 SUPPORT = {"BLOCK": 256, "num_warps": 2, "enable_fp_fusion": False}  # most rows keep fewer tokens
 
 
@@ -38,254 +37,158 @@ def device_reasons(tensor: Tensor) -> list[str]:
     return [f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {tensor.device}"]
 
 
-def forward(
-    logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
-) -> Stats:
-    outputs = empty_stats(logits.shape[:-1], logits.device, return_entropy)
-    _forward(logits, 0, target_ids, temperature, ignore_index, None, 1.0, None, None, True, True, outputs)
-    return outputs
-
-
-def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    inplace: bool,
-) -> Tensor:
-    out = logits if inplace else torch.empty_like(logits)
-    tile_backward(
-        logits, 0, target_ids, temperature, ignore_index, None, 1.0, None, grad_logprobs, grad_entropy,
-        grad_lse, entropy, row_max, log_sum, out,
-    )  # fmt: skip
-    return out
-
-
-def support_forward(
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    return_entropy: bool,
-    support_ids: Tensor,
-    support_offsets: Tensor,
-    gathered: bool,
-) -> SupportStats:
-    """One kernel takes rows with a support, ``sampling``'s the whole ones: see the reference."""
+def forward(call: LogprobCall) -> LogprobResults:
+    if call.support_ids is None:
+        results = empty_results(call)
+        tile_forward(_tile(call), None, True, True, results)
+        return results
     from rlkernel.triton_ops import sampling  # it imports this module itself
 
-    stats = empty_stats(target_ids.shape, logits.device, return_entropy)
-    values = logits.contiguous() if gathered else logits.new_zeros(support_ids.shape)
-    options = ignore_index, support_ids, values, gathered
-    _support_forward(logits, target_ids, temperature, support_offsets, stats, *options)
-    if not gathered:
-        row = target_ids, temperature, ignore_index, support_offsets
-        stats = whole_rows.filled(sampling.forward, stats, logits, *row)
-    return *stats, values
+    logits, ids = call.logits, call.support_ids
+    values = logits.contiguous() if call.gathered else logits.new_zeros(ids.shape)
+    results = empty_results(call)._replace(values=values)
+    _support_forward(call, results)
+    return results if call.gathered else with_unfiltered_rows(sampling.forward, results, call)
 
 
-def _support_forward(
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    support_offsets: Tensor,
-    stats: Stats,
-    ignore_index: int,
-    support_ids: Tensor,
-    values: Tensor,
-    gathered: bool,
-) -> None:
-    layout = (target_ids.numel(), 1, [(0, 0)]) if gathered else _rows(logits)
+def backward(call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tuple[Tensor]:
+    if call.gathered:
+        assert results.values is not None
+        out = torch.zeros_like(results.values, dtype=torch.float32)
+        _support_backward(call, results, grads, out)
+        return (out,)
+    out = call.logits if call.inplace_backward else torch.empty_like(call.logits)
+    # to the kernel of whole rows those with a support are ignored ones: it leaves zeros there
+    tile = _tile(call if call.support_ids is None else call._replace(target_ids=unfiltered_ids(call)))
+    tile_backward(tile, grads, results, out)
+    if call.support_ids is not None:
+        _support_backward(call, results, grads, out)
+    return (out,)
+
+
+def _support_forward(call: LogprobCall, results: LogprobResults) -> None:
+    layout = (call.target_ids.numel(), 1, [(0, 0)]) if call.gathered else _rows(call.logits)
     if layout is None:
-        size = target_ids[0].numel()
-        for i in range(len(target_ids)):
-            offsets = support_offsets[i * size : (i + 1) * size + 1]
-            part = tuple(_at(x, i) for x in stats)
-            options = ignore_index, support_ids, values, gathered
-            _support_forward(logits[i], target_ids[i], _at(temperature, i), offsets, part, *options)
+        for i in range(len(call.target_ids)):
+            _support_forward(_part(call, i), _row_results(results, i))
         return
     rows, inner, (strides,) = layout
     if rows:
-        with torch.cuda.device_of(logits):
+        with torch.cuda.device_of(call.logits):
             support_forward_kernel[(rows,)](
-                logits, inner, *strides, logits.shape[-1], target_ids.contiguous(), ignore_index,
-                *per_row(temperature), support_ids, support_offsets, values, *stats,
-                GATHERED=gathered, **SUPPORT,
+                call.logits, inner, *strides, call.logits.shape[-1], call.target_ids.contiguous(),
+                call.ignore_index, *per_row(call.temperature), call.support_ids, call.support_offsets,
+                results.values, *results[:5], GATHERED=call.gathered, **SUPPORT,
             )  # fmt: skip
 
 
-def support_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    values: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    support_ids: Tensor,
-    support_offsets: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor | None,
-) -> Tensor:
-    scattered = out is not None
-    if out is None:
-        out = torch.zeros_like(values, dtype=torch.float32)
-    layout = _rows(out) if scattered else (target_ids.numel(), 1, [(0, 0)])
+def _support_backward(call: LogprobCall, results: LogprobResults, grads: RowGrads, out: Tensor) -> None:
+    layout = (call.target_ids.numel(), 1, [(0, 0)]) if call.gathered else _rows(out)
     if layout is None:
-        size = target_ids[0].numel()
-        for i in range(len(target_ids)):
-            offsets = support_offsets[i * size : (i + 1) * size + 1]
-            support_backward(
-                _at(grad_logprobs, i), _at(grad_entropy, i), _at(grad_lse, i), values, target_ids[i],
-                _at(temperature, i), ignore_index, support_ids, offsets, logprobs[i], _at(entropy, i),
-                row_max[i], log_sum[i], out[i],
-            )  # fmt: skip
-        return out
+        for i in range(len(call.target_ids)):
+            row_grads = RowGrads(*(_at(x, i) for x in grads))
+            _support_backward(_part(call, i), _row_results(results, i), row_grads, out[i])
+        return
     rows, inner, (strides,) = layout
     if rows:
         with torch.cuda.device_of(out):
             support_backward_kernel[(rows,)](
-                values, target_ids.contiguous(), ignore_index, *per_row(temperature), support_ids,
-                support_offsets, grad_logprobs, grad_entropy, grad_lse, logprobs,
-                None if grad_entropy is None else entropy, row_max, log_sum, out, inner, *strides,
-                out.shape[-1], SCATTERED=scattered, **SUPPORT,
+                results.values, call.target_ids.contiguous(), call.ignore_index, *per_row(call.temperature),
+                call.support_ids, call.support_offsets, *grads, results.logprobs,
+                None if grads.entropy is None else results.entropy, results.row_max, results.log_sum, out,
+                inner, *strides, out.shape[-1], SCATTERED=not call.gathered, **SUPPORT,
             )  # fmt: skip
-    return out
 
 
-def tile_forward(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    state: Tensor,
-    first: bool,
-    last: bool,
-    outputs: Stats,
-) -> None:
-    """Continue the rows' softmax with ``tile`` [R, Vt] in ``state`` [4, R]; the last writes ``outputs``."""
-    _forward(
-        tile, vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap, state, first,
-        last, outputs,
-    )  # fmt: skip
+def _part(call: LogprobCall, i: int) -> LogprobCall:
+    """The rows below index ``i`` of the first dimension."""
+    assert call.support_offsets is not None
+    size = call.target_ids[0].numel()
+    return call._replace(
+        logits=_at(call.logits, i),
+        target_ids=call.target_ids[i],
+        temperature=_at(call.temperature, i),
+        support_offsets=call.support_offsets[i * size : (i + 1) * size + 1],
+    )
 
 
-def tile_backward(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor,
-) -> None:
-    """Write the gradient of ``tile`` into ``out``, which may be the tile itself."""
-    layout = _rows(tile, out)
+def tile_forward(tile: Tile, state: Tensor | None, first: bool, last: bool, results: LogprobResults) -> None:
+    """Continue the rows' softmax with ``tile`` in ``state`` [4, R]; the last writes ``results``."""
+    layout = _rows(tile.logits)
     if layout is None:
-        for i in range(tile.shape[0]):
-            parts = (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum, out)
-            tile_backward(
-                tile[i], vocab_start, target_ids[i], _at(temperature, i), ignore_index, bias, logit_scale,
-                softcap, *(_at(x, i) for x in parts),
+        for i in range(len(tile.logits)):
+            tile_forward(_row_tile(tile, i), state, first, last, _row_results(results, i))
+        return
+    rows, inner, (strides,) = layout
+    vocab = tile.logits.shape[-1]
+    lanes, vec, warps = _row_plan(vocab, tile.logits.dtype)
+    scattered = any(x % 16 for x in (vocab, *strides, tile.logits.data_ptr()))
+    if rows:
+        with torch.cuda.device_of(tile.logits):
+            forward_kernel[(rows,)](
+                tile.logits, inner, *strides, vocab, *_head(tile),
+                state, 0 if state is None else state.stride(0), *results[:5],
+                FIRST=first, LAST=last, SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps,
+                enable_fp_fusion=False,
             )  # fmt: skip
+
+
+def tile_backward(tile: Tile, grads: RowGrads, results: LogprobResults, out: Tensor) -> None:
+    """Write the gradient of ``tile`` into ``out``, which may be the tile itself."""
+    layout = _rows(tile.logits, out)
+    if layout is None:
+        for i in range(len(tile.logits)):
+            row_grads = RowGrads(*(_at(x, i) for x in grads))
+            tile_backward(_row_tile(tile, i), row_grads, _row_results(results, i), out[i])
         return
     rows, inner, (strides, out_strides) = layout
-    vocab = tile.shape[-1]
-    block, span, warps = _elementwise_plan(vocab, tile.dtype)
+    vocab = tile.logits.shape[-1]
+    block, span, warps = _elementwise_plan(vocab, tile.logits.dtype)
     spans = triton.cdiv(vocab, span)
     if rows:
-        with torch.cuda.device_of(tile):
+        with torch.cuda.device_of(tile.logits):
             backward_kernel[(rows * spans,)](
-                tile, inner, *strides, vocab, vocab_start, target_ids.contiguous(), ignore_index,
-                *per_row(temperature), bias, _unless_one(logit_scale), softcap,
-                grad_logprobs, grad_entropy, grad_lse, None if grad_entropy is None else entropy, row_max,
-                log_sum, out, *out_strides, spans,
-                SPAN=span, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
-
-
-def tile_exp(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    row_max: Tensor,
-    out: Tensor,
-) -> None:
-    """Write ``exp((y - row_max) / T) * dy/dx / T`` into ``out``, 0 at the target and on ignored rows."""
-    rows, inner, (strides, out_strides) = _rows(tile, out)  # type: ignore[misc]
-    vocab = tile.shape[-1]
-    block, span, warps = _elementwise_plan(vocab, tile.dtype)
-    spans = triton.cdiv(vocab, span)
-    if rows:
-        with torch.cuda.device_of(tile):
-            exp_kernel[(rows * spans,)](
-                tile, inner, *strides, vocab, vocab_start, target_ids.contiguous(), ignore_index,
-                *per_row(temperature), bias, _unless_one(logit_scale), softcap, row_max,
+                tile.logits, inner, *strides, vocab, *_head(tile), *grads,
+                None if grads.entropy is None else results.entropy, results.row_max, results.log_sum,
                 out, *out_strides, spans, SPAN=span, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
 
 
-def _forward(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    state: Tensor | None,
-    first: bool,
-    last: bool,
-    outputs: Stats,
-) -> None:
-    layout = _rows(tile)
-    if layout is None:
-        for i in range(tile.shape[0]):
-            _forward(
-                tile[i], vocab_start, target_ids[i], _at(temperature, i), ignore_index, bias, logit_scale,
-                softcap, state, first, last, tuple(_at(x, i) for x in outputs),
-            )  # fmt: skip
-        return
-    rows, inner, (strides,) = layout
-    vocab = tile.shape[-1]
-    lanes, vec, warps = _row_plan(vocab, tile.dtype)
-    scattered = any(x % 16 for x in (vocab, *strides, tile.data_ptr()))
+def tile_exp(tile: Tile, row_max: Tensor, out: Tensor) -> None:
+    """Write ``exp((y - row_max) / T) * dy/dx / T`` into ``out``, 0 at the target and on ignored rows."""
+    rows, inner, (strides, out_strides) = _rows(tile.logits, out)  # type: ignore[misc]
+    vocab = tile.logits.shape[-1]
+    block, span, warps = _elementwise_plan(vocab, tile.logits.dtype)
+    spans = triton.cdiv(vocab, span)
     if rows:
-        with torch.cuda.device_of(tile):
-            forward_kernel[(rows,)](
-                tile, inner, *strides, vocab, vocab_start, target_ids.contiguous(), ignore_index,
-                *per_row(temperature), bias, _unless_one(logit_scale), softcap,
-                state, 0 if state is None else state.stride(0), *outputs,
-                FIRST=first, LAST=last, SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps,
-                enable_fp_fusion=False,
+        with torch.cuda.device_of(tile.logits):
+            exp_kernel[(rows * spans,)](
+                tile.logits, inner, *strides, vocab, *_head(tile), row_max, out, *out_strides, spans,
+                SPAN=span, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
+
+
+def _tile(call: LogprobCall) -> Tile:
+    return Tile(call.logits, 0, call.target_ids, call.temperature, call.ignore_index)
+
+
+def _head(tile: Tile) -> tuple[Any, ...]:
+    """What the kernels of a tile take behind its layout."""
+    return (
+        tile.vocab_start, tile.target_ids.contiguous(), tile.ignore_index, *per_row(tile.temperature),
+        tile.bias, None if tile.logit_scale == 1.0 else tile.logit_scale, tile.softcap,
+    )  # fmt: skip
+
+
+def _row_tile(tile: Tile, i: int) -> Tile:
+    return tile._replace(
+        logits=tile.logits[i], target_ids=tile.target_ids[i], temperature=_at(tile.temperature, i)
+    )
+
+
+def _row_results(results: LogprobResults, i: int) -> LogprobResults:
+    rows = {name: _at(getattr(results, name), i) for name in results._fields if name != "values"}
+    return results._replace(**rows)
 
 
 def _rows(*tensors: Tensor) -> tuple[int, int, list[tuple[int, int]]] | None:
@@ -331,19 +234,15 @@ def per_row(temperature: float | Tensor) -> tuple[Tensor | None, float]:
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-def empty_stats(shape: torch.Size, device: torch.device, entropy: bool) -> Stats:
-    def rows() -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    return rows(), rows() if entropy else None, rows(), rows(), rows()
+def empty_results(call: LogprobCall) -> LogprobResults:
+    logprobs = torch.empty(call.target_ids.shape, dtype=torch.float32, device=call.logits.device)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+    entropy = torch.empty_like(logprobs) if call.return_entropy else None
+    return LogprobResults(logprobs, entropy, lse, row_max, log_sum)
 
 
 def _at(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, Tensor) else x
-
-
-def _unless_one(logit_scale: float) -> float | None:
-    return None if logit_scale == 1.0 else logit_scale
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
@@ -352,50 +251,45 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.ones(2)
 
-    def head_tile(vocab: int, dtype: torch.dtype, head: bool) -> dict[str, Any]:
-        tile, ids, t = rows(vocab, dtype)
-        shared = {"tile": tile, "vocab_start": 4096, "target_ids": ids, "ignore_index": -100}
+    def head_tile(vocab: int, dtype: torch.dtype, head: bool) -> Tile:
+        logits, ids, t = rows(vocab, dtype)
         if head:
-            return shared | {"temperature": t, "bias": torch.ones(vocab), "logit_scale": 0.5, "softcap": 30.0}
-        return shared | {"temperature": 1.0, "bias": None, "logit_scale": 1.0, "softcap": None}
+            return Tile(logits, 4096, ids, t, -100, torch.ones(vocab), 0.5, 30.0)
+        return Tile(logits, 4096, ids, 1.0, -100)
+
+    def results(entropy: bool = True) -> LogprobResults:
+        t = torch.ones(2)
+        return LogprobResults(t, t if entropy else None, t, t, t)
 
     def run_forward(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool) -> None:
-        tile, ids, t = rows(vocab, dtype)
-        forward(tile, ids, t if per_row else 0.7, -100, entropy)
+        logits, ids, t = rows(vocab, dtype)
+        forward(LogprobCall(logits, ids, t if per_row else 0.7, -100, entropy))
 
     def run_backward(vocab: int, dtype: torch.dtype, grads: str, per_row: bool) -> None:
-        tile, ids, t = rows(vocab, dtype)
-        g_logprobs, g_entropy, g_lse = (
-            t if name in grads else None for name in ("logprobs", "entropy", "lse")
-        )
-        backward(g_logprobs, g_entropy, g_lse, tile, ids, t if per_row else 0.7, -100, t, t, t, True)
+        logits, ids, t = rows(vocab, dtype)
+        upstream = RowGrads(*(t if name in grads else None for name in RowGrads._fields))
+        backward(LogprobCall(logits, ids, t if per_row else 0.7, -100, True, True), results(), upstream)
 
     def run_tile_forward(dtype: torch.dtype, head: bool, first: bool, last: bool) -> None:
-        state, outputs = torch.ones(4, 2), (torch.ones(2),) * 5
-        tile_forward(**head_tile(8192, dtype, head), state=state, first=first, last=last, outputs=outputs)
+        tile_forward(head_tile(8192, dtype, head), torch.ones(4, 2), first, last, results())
 
     def run_tile_backward(dtype: torch.dtype, out_dtype: torch.dtype, head: bool) -> None:
-        arguments = head_tile(8192, dtype, head)
-        names = ("grad_logprobs", "grad_entropy", "grad_lse", "entropy", "row_max", "log_sum")
-        arguments |= dict.fromkeys(names, torch.ones(2))
-        tile_backward(**arguments, out=torch.empty(2, 8192, dtype=out_dtype))
+        grads, out = RowGrads(*(torch.ones(2),) * 3), torch.empty(2, 8192, dtype=out_dtype)
+        tile_backward(head_tile(8192, dtype, head), grads, results(), out)
 
     def run_tile_exp(out_dtype: torch.dtype, head: bool) -> None:
-        arguments = head_tile(8192, torch.float32, head)
-        tile_exp(**arguments, row_max=torch.ones(2), out=torch.empty(2, 8192, dtype=out_dtype))
+        out = torch.empty(2, 8192, dtype=out_dtype)
+        tile_exp(head_tile(8192, torch.float32, head), torch.ones(2), out)
 
     def run_support(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool, gathered: bool) -> None:
-        tile, targets, t = rows(vocab, dtype)
+        logits, targets, t = rows(vocab, dtype)
         ids, offsets = torch.zeros(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-        stats, h = empty_stats(targets.shape, tile.device, entropy), t if entropy else None
-        source, temperature = tile[0, :6] if gathered else tile, t if per_row else 0.7
-        values = tile[0, :6]
-        _support_forward(source, targets, temperature, offsets, stats, -100, ids, values, gathered)
-        row = targets, temperature, -100, ids, offsets, t, h, t, t
-        if gathered:
-            support_backward(t, h, None, values, *row, None)
-        else:
-            support_backward(t, h, t, values, *row, tile)
+        source, temperature = logits[0, :6] if gathered else logits, t if per_row else 0.7
+        call = LogprobCall(source, targets, temperature, -100, entropy, False, ids, offsets, gathered)
+        stats = results(entropy)._replace(values=logits[0, :6])
+        _support_forward(call, stats)
+        grads = RowGrads(t, t if entropy else None, None if gathered else t)
+        _support_backward(call, stats, grads, torch.zeros(6) if gathered else logits)
 
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     everything = "logprobs entropy lse"

@@ -5,9 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel import tiles
+from rlkernel.calls.logprob import RowGrads
 from rlkernel.native import logprob
 from rlkernel.tile_statistics import Statistics
-from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+from rlkernel.types import Head, LinearGrads, LinearStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

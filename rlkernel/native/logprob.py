@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import whole_rows
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
+from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
 from rlkernel.native import kernels_for, launch, sampling
-
-Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
-SupportStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
 
@@ -37,179 +35,105 @@ def unsupported_tensor(name: str, tensor: Tensor) -> list[str]:
     return reasons
 
 
-def forward(
-    logits: Tensor, target_ids: Tensor, temperature: float | Tensor, ignore_index: int, return_entropy: bool
-) -> Stats:
-    logprobs = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if return_entropy else None
-    target_ids = target_ids.contiguous()
+def forward(call: LogprobCall) -> LogprobResults:
+    if call.support_ids is not None:
+        return _supported(call)
+    logits = call.logits
+    results = _empty(call)
+    tile = _tile(call)
     for part in _layout(logits):
-        tile = _tile(logits, part, 0, target_ids, temperature, ignore_index)
-        outputs = (_row(x, part) for x in (logprobs, entropy, lse, row_max, log_sum))
-        launch("logprob_forward", logits.device, *tile, 0, 0, 0, 0, True, True, *outputs)
-    return logprobs, entropy, lse, row_max, log_sum
+        outputs = (_row(x, part) for x in results[:5])
+        launch("logprob_forward", logits.device, *_fields(tile, part), 0, 0, 0, 0, True, True, *outputs)
+    return results
 
 
-def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    inplace: bool,
-) -> Tensor:
+def backward(call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tuple[Tensor]:
+    if call.gathered:
+        assert results.values is not None
+        out = torch.zeros(results.values.shape, dtype=torch.float32, device=results.values.device)
+        _support_backward(call, results, grads, out, _rows_of(call.target_ids))
+        return (out,)
+    logits, inplace = call.logits, call.inplace_backward
     out = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    target_ids = target_ids.contiguous()
+    # to the kernel of whole rows those with a support are ignored ones: it leaves zeros there
+    tile = _tile(call if call.support_ids is None else call._replace(target_ids=unfiltered_ids(call)))
+    stats = results.entropy, results.row_max, results.log_sum
     for part in _layout(logits):
-        tile = _tile(logits, part, 0, target_ids, temperature, ignore_index)
-        rows = (_row(x, part) for x in (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
+        rows = (_row(x, part) for x in (*grads, *stats))
         if inplace:
-            address, outer, inner = tile[0], part.outer_stride, part.inner_stride
+            address, outer, inner = (
+                logits.data_ptr() + part.offset * logits.itemsize,
+                part.outer_stride,
+                part.inner_stride,
+            )
         else:
             inner = logits.shape[-1]
             address, outer = out.data_ptr() + part.first_row * inner * out.itemsize, part.inner * inner
-        launch("logprob_backward", logits.device, *tile, *rows, address, DTYPES[out.dtype], outer, inner)
-    return out
+        launch(
+            "logprob_backward",
+            logits.device,
+            *_fields(tile, part),
+            *rows,
+            address,
+            DTYPES[out.dtype],
+            outer,
+            inner,
+        )
+    if call.support_ids is not None:
+        _support_backward(call, results, grads, out, _layout(out))
+    return (out,)
 
 
-def support_forward(
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    return_entropy: bool,
-    support_ids: Tensor,
-    support_offsets: Tensor,
-    gathered: bool,
-) -> SupportStats:
-    """The kernel takes rows with a support, ``sampling``'s the whole ones: see the reference."""
-    target_ids = target_ids.contiguous()
-    logprobs = torch.empty(target_ids.shape, dtype=torch.float32, device=logits.device)
-    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if return_entropy else None
-    values = logits.contiguous() if gathered else logits.new_zeros(support_ids.shape)
-    vocab = 2**31 - 1 if gathered else logits.shape[-1]
-    parts = _rows_of(target_ids) if gathered else _layout(logits)
-    for part in parts:
-        support = _support(part, vocab, target_ids, ignore_index, temperature, support_ids, support_offsets)
-        address = 0 if gathered else logits.data_ptr() + part.offset * logits.itemsize
+def _supported(call: LogprobCall) -> LogprobResults:
+    """The kernel takes rows with a support, ``sampling``'s the others: see the reference."""
+    call, logits = _dense(call), call.logits
+    assert call.support_ids is not None
+    values = logits.contiguous() if call.gathered else logits.new_zeros(call.support_ids.shape)
+    results = _empty(call)._replace(values=values)
+    for part in _rows_of(call.target_ids) if call.gathered else _layout(logits):
+        address = 0 if call.gathered else logits.data_ptr() + part.offset * logits.itemsize
         rows = address, DTYPES[logits.dtype], part.inner, part.outer_stride, part.inner_stride
-        outputs = (_row(x, part) for x in (logprobs, entropy, lse, row_max, log_sum))
+        outputs = (_row(x, part) for x in results[:5])
+        support = _support(call, part, logits.shape[-1])
         launch("logprob_support_forward", logits.device, *support, *rows, values.data_ptr(), *outputs)
-    stats: Stats = (logprobs, entropy, lse, row_max, log_sum)
-    if not gathered:
-        options = target_ids, temperature, ignore_index, support_offsets
-        stats = whole_rows.filled(sampling.forward, stats, logits, *options)
-    return *stats, values
+    return results if call.gathered else with_unfiltered_rows(sampling.forward, results, call)
 
 
-def support_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    values: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    support_ids: Tensor,
-    support_offsets: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor | None,
-) -> Tensor:
-    scattered = out is not None
-    target_ids = target_ids.contiguous()
-    if out is None:
-        out = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
-    vocab = out.shape[-1] if scattered else 2**31 - 1
-    for part in _layout(out) if scattered else _rows_of(target_ids):
-        support = _support(part, vocab, target_ids, ignore_index, temperature, support_ids, support_offsets)
-        columns = (grad_logprobs, grad_entropy, grad_lse, logprobs, entropy, row_max, log_sum)
+def _support_backward(
+    call: LogprobCall, results: LogprobResults, grads: RowGrads, out: Tensor, parts: Iterable["_Layout"]
+) -> None:
+    """Add the gradients of rows with a support to ``out``: [..., V], or [nnz] where logits are gathered."""
+    call, values = _dense(call), results.values
+    assert values is not None
+    for part in parts:
+        support = _support(call, part, out.shape[-1])
+        columns = *grads, results.logprobs, results.entropy, results.row_max, results.log_sum
         rows = (_row(x, part) for x in columns)
         address = out.data_ptr() + part.offset * out.itemsize
-        target = address, DTYPES[out.dtype], scattered, part.inner, part.outer_stride, part.inner_stride
+        strides = part.inner, part.outer_stride, part.inner_stride
+        target = address, DTYPES[out.dtype], not call.gathered, *strides
         source = values.data_ptr(), DTYPES[values.dtype]
         launch("logprob_support_backward", out.device, *support, *source, *rows, *target)
-    return out
 
 
-def tile_forward(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    state: Tensor,
-    first: bool,
-    last: bool,
-    outputs: Stats,
-) -> None:
-    """Take the logits ``tile`` [R, Vt] of the entries from ``vocab_start`` on into ``state``.
-
-    That is [4, R]: maximum, sum, weighted sum and target's value of each row so far.  The first tile sets it,
-    the last one also writes ``outputs``.
-    """
-    arguments = _tile(
-        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
-    )
+def tile_forward(tile: Tile, state: Tensor, first: bool, last: bool, results: LogprobResults) -> None:
+    """Take the logits of ``tile`` into ``state`` [4, R]: maximum, sum, weighted sum and target's value of
+    each row so far.  The first tile sets it, the last one also writes ``results``."""
     start, step = state.data_ptr(), state.stride(0) * state.itemsize
     states = range(start, start + 4 * step, step) if step else (start,) * 4
-    launch("logprob_forward", tile.device, *arguments, *states, first, last, *map(_address, outputs))
+    outputs = map(_address, results[:5])
+    launch("logprob_forward", tile.logits.device, *_fields(tile), *states, first, last, *outputs)
 
 
-def tile_backward(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor,
-) -> None:
-    """Write the gradient of the GEMM's result to ``out`` [R, Vt], which may be ``tile`` itself."""
-    arguments = _tile(
-        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
-    )
-    rows = map(_address, (grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum))
-    launch("logprob_backward", tile.device, *arguments, *rows, *_out(out))
+def tile_backward(tile: Tile, grads: RowGrads, results: LogprobResults, out: Tensor) -> None:
+    """Write the gradient of the GEMM's result to ``out`` [R, Vt], which may be ``tile.logits`` itself."""
+    rows = map(_address, (*grads, results.entropy, results.row_max, results.log_sum))
+    launch("logprob_backward", tile.logits.device, *_fields(tile), *rows, *_out(out))
 
 
-def tile_exp(
-    tile: Tensor,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    row_max: Tensor,
-    out: Tensor,
-) -> None:
+def tile_exp(tile: Tile, row_max: Tensor, out: Tensor) -> None:
     """Write ``exp((y - row_max) / T) * dy/dx / T`` to ``out`` [R, Vt]; 0 at targets and on ignored rows."""
-    arguments = _tile(
-        tile, _whole(tile), vocab_start, target_ids, temperature, ignore_index, bias, logit_scale, softcap
-    )
-    launch("logprob_exp", tile.device, *arguments, _address(row_max), *_out(out))
+    launch("logprob_exp", tile.logits.device, *_fields(tile), _address(row_max), *_out(out))
 
 
 class _Layout(NamedTuple):
@@ -254,24 +178,31 @@ def _loops(x: Tensor) -> Iterator[_Layout]:
         yield _Layout(rows, inner, outer_stride, inner_stride, offset, k * rows)
 
 
-def _tile(
-    logits: Tensor,
-    layout: _Layout,
-    vocab_start: int,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> tuple[Any, ...]:
+def _empty(call: LogprobCall) -> LogprobResults:
+    logprobs = torch.empty(call.target_ids.shape, dtype=torch.float32, device=call.logits.device)
+    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+    entropy = torch.empty_like(logprobs) if call.return_entropy else None
+    return LogprobResults(logprobs, entropy, lse, row_max, log_sum)
+
+
+def _dense(call: LogprobCall) -> LogprobCall:
+    return call if call.target_ids.is_contiguous() else call._replace(target_ids=call.target_ids.contiguous())
+
+
+def _tile(call: LogprobCall) -> Tile:
+    return Tile(call.logits, 0, call.target_ids.contiguous(), call.temperature, call.ignore_index)
+
+
+def _fields(tile: Tile, layout: _Layout | None = None) -> tuple[Any, ...]:
     """The fields of LogprobTile, in order."""
-    per_row = temperature if isinstance(temperature, Tensor) else None
+    logits, t = tile.logits, tile.temperature
+    per_row = t if isinstance(t, Tensor) else None
+    layout = _whole(logits) if layout is None else layout
     return (
         logits.data_ptr() + layout.offset * logits.itemsize, DTYPES[logits.dtype], layout.rows, layout.inner,
-        layout.outer_stride, layout.inner_stride, logits.shape[-1], vocab_start, _row(target_ids, layout),
-        ignore_index, _row(per_row, layout), 1.0 if per_row is not None else temperature, _address(bias),
-        logit_scale, softcap or 0.0,
+        layout.outer_stride, layout.inner_stride, logits.shape[-1], tile.vocab_start,
+        _row(tile.target_ids, layout), tile.ignore_index, _row(per_row, layout),
+        1.0 if per_row is not None else t, _address(tile.bias), tile.logit_scale, tile.softcap or 0.0,
     )  # fmt: skip
 
 
@@ -281,20 +212,14 @@ def _rows_of(target_ids: Tensor) -> Iterable[_Layout]:
     return (_Layout(rows, rows, 0, 0),) if rows else ()
 
 
-def _support(
-    layout: _Layout,
-    vocab: int,
-    target_ids: Tensor,
-    ignore_index: int,
-    temperature: float | Tensor,
-    support_ids: Tensor,
-    support_offsets: Tensor,
-) -> tuple[Any, ...]:
+def _support(call: LogprobCall, layout: _Layout, vocab: int) -> tuple[Any, ...]:
     """The fields of LogprobSupport, in order."""
-    per_row = temperature if isinstance(temperature, Tensor) else None
+    per_row = call.temperature if isinstance(call.temperature, Tensor) else None
+    assert call.support_ids is not None
     return (
-        layout.rows, vocab, _row(target_ids, layout), ignore_index, _row(per_row, layout),
-        1.0 if per_row is not None else temperature, support_ids.data_ptr(), _row(support_offsets, layout),
+        layout.rows, 2**31 - 1 if call.gathered else vocab, _row(call.target_ids, layout),
+        call.ignore_index, _row(per_row, layout), 1.0 if per_row is not None else call.temperature,
+        call.support_ids.data_ptr(), _row(call.support_offsets, layout),
     )  # fmt: skip
 
 

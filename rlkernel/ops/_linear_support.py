@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, support_products
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+from rlkernel.drivers.logprob import unfiltered_ids
 from rlkernel.ops import _validate
 from rlkernel.ops import linear_logprob as whole
-from rlkernel.ops._logprob_support import without_support
 from rlkernel.runtime.modes import once_differentiable, without_autocast
-from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+from rlkernel.types import Head, LinearGrads, LinearStats
 
 Stats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 Support = tuple[Tensor, Tensor]  # ids, offsets
@@ -101,15 +102,16 @@ def _forward(
 ) -> tuple[LinearStats, Stats, Tensor]:
     """The statistics of the whole rows, those of the others, and the products at the supports."""
     _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
-    whole_ids = without_support(target_ids, support[1], head.ignore_index)
+    none = hidden.new_empty(0)
+    row = target_ids, head.temperature, head.ignore_index, return_entropy, False, *support, True
+    whole_ids = unfiltered_ids(LogprobCall(none, *row))
     options = return_entropy, algorithm, need_direction, keep, ()
     of_whole, _ = whole._forward(impls[0], hidden, weight, whole_ids, head, *options)
     with without_autocast(hidden.device):
         u = support_products.products(hidden, weight, head, *support)
-        row = target_ids, head.temperature, head.ignore_index, return_entropy
-        *stats, _ = impls[1].support_forward(support_products.capped(u, head), *row, *support, True)
-    _validate.healthy("hidden", stats[2])
-    return of_whole, tuple(stats), u
+        stats = impls[1].forward(LogprobCall(support_products.capped(u, head), *row))
+    _validate.healthy("hidden", stats.lse)
+    return of_whole, stats[:5], u
 
 
 def _merged(
@@ -123,7 +125,7 @@ def _merged(
 
 def _backward(
     impls: tuple[ModuleType, ModuleType],
-    grads: RowGrads,
+    grads: tuple[Tensor | None, ...],
     hidden: Tensor,
     weight: Tensor,
     target_ids: Tensor,
@@ -137,13 +139,13 @@ def _backward(
     filtered = support[1][1:] > support[1][:-1]
     upstream = [None if g is None else g.to(row_max.dtype).contiguous() for g in grads]
     a, b, c = (None if g is None else torch.where(filtered, 0, g) for g in upstream)
-    whole_ids = without_support(target_ids, support[1], head.ignore_index)
+    row = target_ids, head.temperature, head.ignore_index, entropy is not None, False, *support, True
+    whole_ids = unfiltered_ids(LogprobCall(u, *row))
     result = whole._backward(impls[0], (a, b, c), hidden, weight, whole_ids, head, h, m, s, direction, needs)
     with without_autocast(hidden.device):
-        row = target_ids, head.temperature, head.ignore_index
-        stats = logprobs, entropy, row_max, log_sum
         values = support_products.capped(u, head)
-        grad = impls[1].support_backward(*upstream, values, *row, *support, *stats, None)
+        stats = LogprobResults(logprobs, entropy, row_max, row_max, log_sum, values)
+        (grad,) = impls[1].backward(LogprobCall(values, *row), stats, RowGrads(*upstream))
         support_products.gradients(grad, u, hidden, weight, head, *support, *result)
     return result
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.calls.logprob import LogprobOutput, RowGrads
 from rlkernel.ops import _linear_support, _support, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
@@ -20,8 +21,6 @@ from rlkernel.types import (
     LinearGrads,
     LinearLogprobStatistics,
     LinearStats,
-    LogprobOutput,
-    RowGrads,
 )
 
 ALGORITHMS = ("auto", "tiled", "fused")
@@ -306,7 +305,7 @@ def _forward(
 
 def _backward(
     impl: ModuleType,
-    grads: RowGrads,
+    grads: tuple[Tensor | None, ...],
     hidden: Tensor,
     weight: Tensor,
     target_ids: Tensor,
@@ -317,10 +316,10 @@ def _backward(
     direction: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> LinearGrads:
-    grads = tuple(row_gradient(g, row_max) for g in grads)  # type: ignore[assignment]
+    upstream = RowGrads(*(row_gradient(g, row_max) for g in grads))
     stats = entropy, row_max, log_sum, direction
     with without_autocast(hidden.device):
-        return impl.backward(grads, hidden, weight, target_ids, head, *stats, needs)
+        return impl.backward(upstream, hidden, weight, target_ids, head, *stats, needs)
 
 
 # The op under torch.compile: one opaque node each for forward and backward.  A custom op takes and gives

@@ -1,16 +1,16 @@
 """Log-probability of given tokens, entropy and log-sum-exp, from logits."""
 
+import functools
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.ops import _logprob_support, _support, _validate
+from rlkernel.calls.logprob import LogprobCall, LogprobOutput, LogprobResults, RowGrads
+from rlkernel.opaque import Op
+from rlkernel.ops import _support, _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime.modes import once_differentiable
-from rlkernel.types import LogprobOutput
 
 
 @typed
@@ -82,16 +82,8 @@ def logprob(
     support = _support.checked(
         support_ids, support_offsets, target_ids.numel(), logits.shape[-1], logits.device
     )
-    if support is not None:
-        options = temperature, ignore_index, return_entropy, inplace_backward
-        return _logprob_support.logprob(logits, target_ids, *options, *support)
-    if torch.compiler.is_compiling():
-        scalar, tensor = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
-        logprobs, entropy, lse, _, _ = _op(logits, target_ids, tensor, scalar, ignore_index, return_entropy)
-        return LogprobOutput(logprobs, entropy if return_entropy else None, lse)
-    return LogprobOutput(
-        *_Logprob.apply(logits, target_ids, temperature, ignore_index, return_entropy, inplace_backward)
-    )
+    options = temperature, ignore_index, return_entropy, inplace_backward
+    return LogprobOutput(*op(LogprobCall(logits, target_ids, *options, *(support or (None, None)))))
 
 
 @typed
@@ -137,154 +129,45 @@ def row_gradient(grad: Tensor | None, like: Tensor) -> Tensor | None:
     return None if grad is None else _validate.dense(grad, like.dtype)
 
 
-class _Logprob(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, logits, target_ids, temperature, ignore_index, return_entropy, inplace
-    ):
-        ctx.set_materialize_grads(False)
-        # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = dispatch.pick("logprob", logits, target_ids)
-        logprobs, entropy, lse, row_max, log_sum = _forward(
-            ctx.impl, logits, target_ids, temperature, ignore_index, return_entropy
-        )
-        per_row = temperature if isinstance(temperature, Tensor) else None
-        ctx.save_for_backward(logits, target_ids, per_row, entropy, row_max, log_sum)
-        ctx.temperature = None if per_row is not None else temperature
-        ctx.ignore_index, ctx.inplace, ctx.overwritten = ignore_index, inplace, False
-        return logprobs, entropy, lse
-
-    @staticmethod
-    @once_differentiable("logprob")
-    def backward(ctx: Any, grad_logprobs, grad_entropy, grad_lse):  # type: ignore[no-untyped-def]
-        if ctx.overwritten:
-            raise RuntimeError(
-                "inplace_backward must be False for a second backward, got True: logits are gone"
-            )
-        logits, target_ids, per_row, entropy, row_max, log_sum = ctx.saved_tensors
-        grads = (grad_logprobs, grad_entropy, grad_lse)
-        if grad_logprobs is None and grad_entropy is None and grad_lse is None:
-            return (None,) * 6
-        temperature = per_row if per_row is not None else ctx.temperature
-        if ctx.inplace:
-            ctx.overwritten = True
-            # other users of the logits in this graph then raise instead of computing nonsense
-            torch.autograd.graph.increment_version(logits)
-        grad = _backward(
-            ctx.impl, grads, logits, target_ids, temperature, ctx.ignore_index, entropy, row_max, log_sum,
-            ctx.inplace,
-        )  # fmt: skip
-        return grad, None, None, None, None, None
+def _pick(call: LogprobCall) -> ModuleType:
+    return dispatch.pick("logprob", call.logits, call.target_ids)
 
 
-def _forward(
-    impl: ModuleType,
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    return_entropy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    _validate.values(target_ids, logits.shape[-1], temperature, ignore_index)
-    stats = impl.forward(logits, target_ids, temperature, ignore_index, return_entropy)
-    _validate.healthy("logits", stats[2])
-    return stats
+def _forward(impl: ModuleType, call: LogprobCall) -> LogprobResults:
+    _validate.values(call.target_ids, call.logits.shape[-1], call.temperature, call.ignore_index)
+    results = impl.forward(call)
+    _validate.healthy("logits", results.lse)
+    return results
 
 
 def _backward(
-    impl: ModuleType,
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    logits: Tensor,
-    target_ids: Tensor,
-    temperature: float | Tensor,
-    ignore_index: int,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    inplace: bool,
-) -> Tensor:
-    grad_logprobs, grad_entropy, grad_lse = (row_gradient(g, row_max) for g in grads)
-    return impl.backward(
-        grad_logprobs, grad_entropy, grad_lse, logits, target_ids, temperature, ignore_index, entropy,
-        row_max, log_sum, inplace
-    )  # fmt: skip
+    impl: ModuleType, call: LogprobCall, results: LogprobResults, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor]:
+    return impl.backward(call, results, RowGrads(*(row_gradient(g, results.row_max) for g in grads)))
 
 
-# Under torch.compile the op is one opaque node.  An absent entropy is an empty tensor, because a custom op's
-# outputs are tensors; inplace_backward is a permission, which a functional graph does not use.
+def _like(call: LogprobCall) -> LogprobResults:
+    dtype = torch.promote_types(call.logits.dtype, torch.float32)
+    row = functools.partial(torch.empty, call.target_ids.shape, dtype=dtype, device=call.logits.device)
+    values = None if call.support_ids is None else call.logits.new_empty(call.support_ids.shape)
+    return LogprobResults(row(), row() if call.return_entropy else None, row(), row(), row(), values)
 
 
-@torch.library.custom_op("rlkernel::logprob", mutates_args=())
-def _op(
-    logits: Tensor,
-    target_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-    return_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = temperature if temperatures is None else temperatures
-    impl = dispatch.pick("logprob", logits, target_ids)
-    stats = _forward(impl, logits, target_ids, t, ignore_index, return_entropy)
-    logprobs, entropy, lse, row_max, log_sum = stats
-    return logprobs, logprobs.new_empty(0) if entropy is None else entropy, lse, row_max, log_sum
-
-
-@_op.register_fake
-def _op_fake(  # type: ignore[no-untyped-def]
-    logits, target_ids, temperatures, temperature, ignore_index, return_entropy
-):
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    rows = [torch.empty(logits.shape[:-1], dtype=dtype, device=logits.device) for _ in range(5)]
-    if not return_entropy:
-        rows[1] = rows[0].new_empty(0)
-    return tuple(rows)
-
-
-@torch.library.custom_op("rlkernel::logprob_backward", mutates_args=())
-def _op_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-) -> Tensor:
-    t = temperature if temperatures is None else temperatures
-    grads = (grad_logprobs, grad_entropy, grad_lse)
-    impl = dispatch.pick("logprob", logits, target_ids)
-    return _backward(impl, grads, logits, target_ids, t, ignore_index, entropy, row_max, log_sum, False)
-
-
-@_op_backward.register_fake
-def _op_backward_fake(grad_logprobs, grad_entropy, grad_lse, logits, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(logits)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target_ids, temperatures, temperature, ignore_index, return_entropy = inputs
-    _, entropy, _, row_max, log_sum = output
-    ctx.save_for_backward(logits, target_ids, temperatures, entropy, row_max, log_sum)
-    ctx.temperature, ctx.ignore_index, ctx.return_entropy = temperature, ignore_index, return_entropy
-    ctx.set_materialize_grads(False)
-
-
-@once_differentiable("logprob")
-def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
-    logits, target_ids, temperatures, entropy, row_max, log_sum = ctx.saved_tensors
-    if not ctx.return_entropy:
-        grad_entropy = None
-    grad = _op_backward(
-        grad_logprobs, grad_entropy, grad_lse, logits, target_ids, temperatures, ctx.temperature,
-        ctx.ignore_index,
-        entropy if grad_entropy is not None else None, row_max, log_sum,
-    )  # fmt: skip
-    return grad, None, None, None, None, None
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "logprob",
+    LogprobCall,
+    LogprobResults,
+    outputs=3,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("logits",),
+    differentiable=("logprobs", "entropy", "lse"),
+    saves=(
+        "logits", "target_ids", "temperature", "support_ids", "support_offsets",
+        "entropy", "row_max", "log_sum", "values",
+    ),
+    saves_if={"logprobs": "support_ids"},
+    overwrites="logits",
+)  # fmt: skip

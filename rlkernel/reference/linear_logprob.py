@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.reference import logprob
-from rlkernel.types import Head, LinearGrads, LinearStats, RowGrads
+from rlkernel.types import Head, LinearGrads, LinearStats
 
 Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -32,15 +33,15 @@ def forward(
     ``direction`` is d logprobs / d hidden, [N, H] in hidden's dtype, or None where nobody asks for it.
     """
     logits, _ = _logits(hidden, weight, head)
-    stats = logprob.forward(logits, target_ids, head.temperature, head.ignore_index, return_entropy)
-    logprobs, entropy, _, row_max, log_sum = stats
+    call = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, return_entropy)
+    logprobs, entropy, lse, row_max, log_sum, _ = logprob.forward(call)
     direction = None
     if need_direction:
-        ones, hidden_only = (torch.ones_like(logprobs), None, None), (True, False, False)
+        ones, hidden_only = RowGrads(torch.ones_like(logprobs)), (True, False, False)
         direction = backward(
             ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
         )[0]
-    return *stats, direction
+    return logprobs, entropy, lse, row_max, log_sum, direction
 
 
 def statistics(
@@ -81,9 +82,10 @@ def backward(
 ) -> LinearGrads:
     """Gradients of hidden, weight and bias, each in its dtype and only where ``needs`` says so."""
     logits, u = _logits(hidden, weight, head)
-    grad = logprob.backward(
-        *grads, logits, target_ids, head.temperature, head.ignore_index, entropy, row_max, log_sum, False
-    )
+    call = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, entropy is not None)
+    none = torch.empty(0)  # backward reads no logprobs and no lse
+    results = LogprobResults(none, entropy, none, row_max, log_sum)
+    (grad,) = logprob.backward(call, results, RowGrads(*grads))
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
     grad = grad * head.logit_scale

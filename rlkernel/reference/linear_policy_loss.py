@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.logprob import RowGrads
 from rlkernel.reference import linear_logprob, policy_loss
 from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
 
@@ -47,7 +48,7 @@ def forward(
     if any(needs):
         upstream = (grad * scale).view(-1), None if grad_entropy is None else (grad_entropy * scale).view(-1)
         grads = linear_logprob.backward(
-            (*upstream, None), hidden, weight, target_ids, head, entropy, row_max, log_sum, None, needs
+            RowGrads(*upstream), hidden, weight, target_ids, head, entropy, row_max, log_sum, None, needs
         )
     return loss.clone(), metrics, logprobs, entropy, *grads  # type: ignore[return-value]
 

@@ -1,0 +1,71 @@
+"""What a backend is asked for ``logprob``, and what it answers."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LogprobOutput(NamedTuple):
+    """Per-token statistics of a softmax over the vocabulary, in nats; fp32 (fp64 for fp64 input).
+
+    ``logprobs`` of the target token, ``entropy`` of the whole distribution (None unless asked for) and
+    ``lse``, the log-sum-exp of the logits after temperature.  All have the shape of the target ids, are
+    differentiable, and are 0 on ignored rows.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
+class LogprobCall(NamedTuple):
+    """Checked and normalised.
+
+    ``gathered``: ``logits`` [nnz] are those of the supports alone, and rows without one give 0.
+    """
+
+    logits: Tensor  # [..., V]
+    target_ids: Tensor  # [...] int64
+    temperature: float | Tensor  # one value, or [...]
+    ignore_index: int
+    return_entropy: bool
+    inplace_backward: bool = False  # the gradient may be written over the logits
+    support_ids: Tensor | None = None  # int32
+    support_offsets: Tensor | None = None  # int64, [N + 1] over the N rows
+    gathered: bool = False
+
+
+class LogprobResults(NamedTuple):
+    """[...] each, with ``lse = row_max / T + log_sum``; ``values`` [nnz] are the logits at the supports.
+
+    ``row_max`` and ``log_sum`` are what backward needs: ``exp(z - lse)`` loses digits when the logits share a
+    large offset, while ``exp((y - row_max) / T - log_sum)`` does not.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+    values: Tensor | None = None
+
+
+class RowGrads(NamedTuple):
+    """Upstream gradients, dense and in the dtype of the statistics; None where there is none."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """Logits of some entries of the vocabulary as a GEMM leaves them, before bias, scale and softcap."""
+
+    logits: Tensor  # [R, Vt]
+    vocab_start: int
+    target_ids: Tensor
+    temperature: float | Tensor
+    ignore_index: int
+    bias: Tensor | None = None  # of these entries
+    logit_scale: float = 1.0
+    softcap: float | None = None

@@ -1,0 +1,1 @@
+"""Loops of the host that run under the kernels of any backend."""

@@ -1,0 +1,316 @@
+"""An op made from its records: autograd in eager mode, and one opaque node each way under ``torch.compile``.
+
+``Call`` is a NamedTuple of what a backend is asked, ``Results`` one of what it answers; of these the first
+few are the caller's.  Autograd, the schemas of the nodes, and what is saved and handed back follow from the
+annotations: an option of an op is written in its record and in the kernels that use it, and nowhere between.
+"""
+
+import operator
+import re
+import typing
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.runtime.modes import anchor, once_differentiable
+from rlkernel.runtime.schema import holds_tensor, part_of
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Op:
+    """An op: call it with its record, and get the caller's results.
+
+    ``outputs`` of the results are the caller's, ``differentiable`` names those that have a gradient, and
+    ``gradients`` the fields of the call that get one.  ``saves`` names the fields and the results whose
+    tensors ``backward`` reads: it finds None in the place of others; ``saves_if`` names results that it reads
+    where a field of the call, named beside it, is not None.
+
+    ``pick(call)`` chooses the backend; ``forward(impl, call)`` and ``backward(impl, call, results, grads)``
+    ask it.  ``backward`` returns a gradient for each of ``gradients``, or None; a field ``needs`` of the call
+    tells which of them are wanted.  ``like(call)`` gives empty results of the right shapes, None for those
+    that the call does not ask for.
+
+    ``traced``: ``backward`` is a few operations of torch, which a compiler may see; its ``impl`` is None.
+    ``overwrites``: the field over which ``backward`` writes its gradient where ``call.inplace_backward``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Any,
+        results: Any,
+        *,
+        outputs: int,
+        pick: Callable[[Any], ModuleType],
+        like: Callable[[Any], Any],
+        forward: Callable[[ModuleType, Any], Any],
+        backward: Callable[[Any, Any, Any, Grads], Grads] | None = None,
+        gradients: tuple[str, ...] = (),
+        differentiable: tuple[str, ...] = (),
+        saves: tuple[str, ...] = (),
+        saves_if: dict[str, str] | None = None,
+        traced: bool = False,
+        overwrites: str | None = None,
+    ) -> None:
+        fields, names, saves_if = call._fields, results._fields, saves_if or {}
+        unknown = {*gradients, *saves, *differentiable, *saves_if} - {*fields, *names}
+        if unknown:
+            raise TypeError(f"{name} has no {', '.join(sorted(unknown))}")
+        self.name, self.call, self.results, self.outputs = name, call, results, outputs
+        self.pick, self.like, self.forward, self.backward = pick, like, forward, backward
+        self.traced, self.overwrites = traced, overwrites
+        self.part = part_of("", call)
+        self.gradients = [fields.index(x) for x in gradients]
+        self.constants = [i for i, x in enumerate(names[:outputs]) if x not in differentiable]
+        self.needs = fields.index("needs") if "needs" in fields else None
+        self.store = _Store(call, results, {*saves, *saves_if}, saves_if)
+        # what connects a gradient with its graph, where nothing does that is saved anyway
+        linked = not {*self.gradients}.isdisjoint(self.store.fields)
+        linked |= any(i < outputs and names[i] not in saves_if for i in self.store.results)
+        self.anchored = not linked
+        self.eager = _eager(self)
+        self.node = _node(self)
+
+    def __call__(self, call: Any) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            there = [x is not None for x in self.like(call)[: self.outputs]]
+            got = self.node(*self.flat(call))
+            return tuple(x if t else None for x, t in zip(got, there, strict=False))
+        if torch.is_grad_enabled():
+            sources = [call[i] for i in self.gradients]
+            for x in sources:
+                if x is not None and x.requires_grad:
+                    return self.eager.apply(call, *sources)[: self.outputs]
+        return self.forward(self.pick(call), call)[: self.outputs]
+
+    def flat(self, call: Any) -> list[Any]:
+        """The arguments of the node."""
+        return list(self.part.flat(call))
+
+    def functional(self, flat: Sequence[Any]) -> Any:
+        """The call of these arguments, which writes over none of them."""
+        call = self.part.made(iter(flat))
+        return call if self.overwrites is None else call._replace(inplace_backward=False)
+
+
+class _Store:
+    """What a call and its results leave for ``backward``: tensors apart from plain values, and back."""
+
+    def __init__(self, call: Any, results: Any, saves: set[str], saves_if: dict[str, str]) -> None:
+        hints = typing.get_type_hints(call)
+        tensors = [i for i, x in enumerate(call._fields) if holds_tensor(hints[x])]
+        self.call, self.made = call, results
+        self.fields = [i for i in tensors if call._fields[i] in saves]
+        self.results = [i for i, x in enumerate(results._fields) if x in saves]
+        # fields that may hold a number in a tensor's place
+        self.either = [(k, i) for k, i in enumerate(self.fields) if hints[call._fields[i]] not in _TENSORS]
+        plain = [i for i in range(len(call._fields)) if i not in tensors]
+        self.condition = [
+            (len(self.fields) + k, call._fields.index(saves_if[name]))
+            for k, i in enumerate(self.results)
+            if (name := results._fields[i]) in saves_if
+        ]
+        self.plain, self.of_call = _getter(plain), _getter(self.fields)
+        self.of_results = _getter(self.results)
+        # backward finds all in one row: what was saved, None, numbers in the place of tensors, plain values
+        none = len(self.fields) + len(self.results)
+        place = {i: k for k, i in enumerate(self.fields)}
+        place |= {i: none + 1 + len(self.either) + k for k, i in enumerate(plain)}
+        self.call_order = _getter([place.get(i, none) for i in range(len(call._fields))])
+        place = {i: len(self.fields) + k for k, i in enumerate(self.results)}
+        self.results_order = _getter([place.get(i, none) for i in range(len(results._fields))])
+        self.count = none
+
+    def taken(self, call: Any, results: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+        """Plain values, and the tensors to save."""
+        saved = [*self.of_call(call), *self.of_results(results)]
+        plain = self.plain(call)
+        if self.either:
+            numbers = []
+            for k, _ in self.either:
+                x = saved[k]
+                if isinstance(x, Tensor):
+                    x = None
+                else:
+                    saved[k] = None
+                numbers.append(x)
+            plain = (*numbers, *plain)
+        for k, i in self.condition:
+            if call[i] is None:
+                saved[k] = None
+        return plain, saved
+
+    def back(self, plain: tuple[Any, ...], saved: Sequence[Tensor | None]) -> tuple[Any, Any]:
+        """The call and the results, None in the place of tensors that were not saved."""
+        row = [*saved[: self.count], None, *plain]
+        for number, (k, _) in enumerate(self.either):
+            if row[k] is None:
+                row[k] = plain[number]
+        call = tuple.__new__(self.call, self.call_order(row))
+        return call, tuple.__new__(self.made, self.results_order(row))
+
+
+_TENSORS = (Tensor, Tensor | None)
+
+
+def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda x: tuple(x[i] for i in places)
+
+
+def _eager(op: Op) -> Any:
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: Any, *sources: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            # backward runs on the same backend, also on another thread or after the block that forced it
+            ctx.impl = op.pick(call)
+            results = op.forward(ctx.impl, call)
+            ctx.plain, saved = op.store.taken(call, results)
+            ctx.overwritten = False
+            outputs = tuple(results[: op.outputs])
+            if op.anchored:
+                outputs = (*outputs, anchor(outputs[0]))
+                saved.append(outputs[-1])
+            ctx.save_for_backward(*saved)
+            if op.constants:
+                ctx.mark_non_differentiable(*(x for i in op.constants if (x := outputs[i]) is not None))
+            return outputs
+
+        @staticmethod
+        @once_differentiable(op.name)
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if ctx.overwritten:
+                why = f"got True: {op.overwrites} are gone"
+                raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
+            call, results = op.store.back(ctx.plain, ctx.saved_tensors)
+            if op.needs is not None:
+                call = call._replace(needs=tuple(ctx.needs_input_grad[1:]))
+            if op.overwrites is not None and call.inplace_backward:
+                ctx.overwritten = True
+                # other users of the tensor in this graph then raise instead of computing nonsense
+                torch.autograd.graph.increment_version(getattr(call, op.overwrites))
+            assert op.backward is not None
+            return None, *op.backward(ctx.impl, call, results, grads[: op.outputs])
+
+    Eager.__name__ = Eager.__qualname__ = f"_{op.name.title().replace('_', '')}"  # as it is called in a graph
+    return Eager
+
+
+# Under torch.compile.  What a node takes and gives are tensors and scalars: a result that is absent is empty.
+
+
+def _node(op: Op) -> Any:
+    schema = f"({', '.join(op.part.slots)}) -> ({', '.join(['Tensor'] * len(op.results._fields))})"
+
+    def forward(*flat: Any) -> Any:
+        call = op.functional(flat)
+        return _apart(op.forward(op.pick(call), call), flat)
+
+    def fake(*flat: Any) -> Any:
+        return _apart(op.like(op.functional(flat)), ())
+
+    node = torch.library.custom_op(f"rlkernel::{op.name}", forward, mutates_args=(), schema=schema)
+    node.register_fake(fake)
+    if op.backward is not None:
+        _differentiate(op, node)
+    return node
+
+
+def _differentiate(op: Op, node: Any) -> None:
+    slots, results = op.part.slots, len(op.results._fields)
+    names = [slot.split()[1] for slot in slots]
+    place = [names.index(op.call._fields[i]) for i in op.gradients]
+    kept = {names.index(op.call._fields[i]) for i in op.store.fields}
+    if not op.traced:
+        kept |= {*place}  # the shapes of the gradients are theirs
+        run = _backward_node(op, place)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.there = [x is not None for x in op.like(op.functional(inputs))]
+        ctx.kept = [i for i in sorted(kept) if isinstance(inputs[i], Tensor)]
+        ctx.flat = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.kept), *(output[i] for i in op.store.results))
+        ctx.mark_non_differentiable(*(output[i] for i in op.constants), *output[op.outputs :])
+
+    @once_differentiable(op.name)
+    def autograd(ctx: Any, *grads: Any) -> Any:
+        flat, saved = list(ctx.flat), ctx.saved_tensors
+        for i, x in zip(ctx.kept, saved, strict=False):
+            flat[i] = x
+        stats: list[Tensor | None] = [None] * results
+        for i, x in zip(op.store.results, saved[len(ctx.kept) :], strict=True):
+            stats[i] = x if ctx.there[i] else None
+        upstream = [g if there else None for g, there in zip(grads[: op.outputs], ctx.there, strict=False)]
+        needs = [ctx.needs_input_grad[i] for i in place]
+        if op.traced:
+            found = _gradients(op, None, upstream, needs, stats, flat)
+        else:
+            found = run(*upstream, needs, *stats, *flat)
+        given: list[Tensor | None] = [None] * len(flat)
+        for i, need, g in zip(place, needs, found, strict=True):
+            given[i] = g if need else None
+        return tuple(given)
+
+    node.register_autograd(autograd, setup_context=setup)
+
+
+def _backward_node(op: Op, place: list[int]) -> Any:
+    results = len(op.results._fields)
+    slots = [f"Tensor? grad_{i}" for i in range(op.outputs)]
+    slots += ["bool[] needs", *(f"Tensor? result_{i}" for i in range(results))]
+    slots += [re.sub("^Tensor ", "Tensor? ", slot) for slot in op.part.slots]
+
+    def parts(every: Any) -> tuple[Any, Any, Any, Any]:
+        a, b = op.outputs, op.outputs + 1 + results
+        return every[:a], every[a], every[a + 1 : b], every[b:]
+
+    def run(*every: Any) -> Any:
+        grads, needs, stats, flat = parts(every)
+        found = _gradients(op, op.pick(op.functional(flat)), grads, needs, stats, flat)
+        like = flat[place[0]]
+        return [
+            like.new_empty(0) if g is None or not need else g for g, need in zip(found, needs, strict=True)
+        ]
+
+    def fake(*every: Any) -> Any:
+        _, needs, _, flat = parts(every)
+        sources = [flat[i] for i in place]
+        return [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else sources[0].new_empty(0)
+            for x, need in zip(sources, needs, strict=True)
+        ]
+
+    schema = f"({', '.join(slots)}) -> Tensor[]"
+    node = torch.library.custom_op(f"rlkernel::{op.name}_backward", run, mutates_args=(), schema=schema)
+    node.register_fake(fake)
+    return node
+
+
+def _gradients(op: Op, impl: Any, grads: Any, needs: Any, results: Any, flat: Any) -> Grads:
+    call = op.functional(flat)
+    if op.needs is not None:
+        call = call._replace(needs=tuple(needs))
+    assert op.backward is not None
+    return op.backward(impl, call, op.results(*results), tuple(grads))
+
+
+def _apart(results: Any, inputs: Any) -> tuple[Tensor, ...]:
+    """The results of a node, none of which may share memory with another or with an input."""
+    there = [x for x in results if x is not None]
+    taken = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
+    out = []
+    for x in results:
+        if x is None:
+            x = there[0].new_empty(0)
+        elif x.untyped_storage()._cdata in taken:
+            x = x.clone()
+        taken.add(x.untyped_storage()._cdata)
+        out.append(x)
+    return tuple(out)

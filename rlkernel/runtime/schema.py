@@ -1,0 +1,79 @@
+"""Records as the arguments of a custom op: flat, by name, each of a kind that torch's schemas have."""
+
+import typing
+from collections.abc import Callable, Iterator
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+
+class Part(NamedTuple):
+    """One argument of a record: the slots that it takes in the schema, there and back."""
+
+    slots: tuple[str, ...]  # each a kind and a name
+    flat: Callable[[Any], Iterator[Any]]
+    made: Callable[[Iterator[Any]], Any]
+
+
+def part_of(name: str, hint: Any) -> Part:
+    """How an argument ``name`` with the annotation ``hint`` crosses.
+
+    A record crosses as its fields, and ``float | Tensor`` as a number and a tensor of which one counts.
+
+    Raises:
+        TypeError: no schema has such an argument.
+    """
+    if hasattr(hint, "_fields"):
+        return _record(name, hint)
+    if hasattr(hint, "of_tensor"):  # a layout: an object that one tensor tells
+        return Part(
+            (f"Tensor {name}",), lambda x: iter((x.as_tensor(),)), lambda it: hint.of_tensor(next(it))
+        )
+    kinds = set(typing.get_args(hint) or (hint,))
+    if typing.get_origin(hint) is tuple:
+        kind, _ = typing.get_args(hint)
+        return Part((f"{_KINDS[kind]}[] {name}",), lambda x: iter((list(x),)), lambda it: tuple(next(it)))
+    optional = "?" if NoneType in kinds else ""
+    kinds -= {NoneType}
+    if Tensor in kinds and len(kinds) == 2:
+        (number,) = kinds - {Tensor}
+        return _either(name, number, optional)
+    if len(kinds) != 1 or not kinds <= _KINDS.keys():
+        raise TypeError(f"{name} must be a tensor, a number, a string or a record of these, got {hint}")
+    (kind,) = kinds
+    return Part((f"{_KINDS[kind]}{optional} {name}",), lambda x: iter((x,)), next)
+
+
+def holds_tensor(hint: Any) -> bool:
+    return hint is Tensor or Tensor in typing.get_args(hint)
+
+
+def _record(name: str, record: Any) -> Part:
+    hints = typing.get_type_hints(record)
+    parts = [part_of(f"{name}_{field}" if name else field, hints[field]) for field in record._fields]
+
+    def flat(x: Any) -> Iterator[Any]:
+        for part, value in zip(parts, x, strict=True):
+            yield from part.flat(value)
+
+    def made(it: Iterator[Any]) -> Any:
+        return record(*[part.made(it) for part in parts])
+
+    return Part(tuple(slot for part in parts for slot in part.slots), flat, made)
+
+
+def _either(name: str, number: type, optional: str) -> Part:
+    absent = None if optional else number(1)
+
+    def flat(x: Any) -> Iterator[Any]:
+        return iter((x, absent) if isinstance(x, Tensor) else (None, x))
+
+    def made(it: Iterator[Any]) -> Any:
+        tensor, value = next(it), next(it)
+        return value if tensor is None else tensor
+
+    return Part((f"Tensor? {name}", f"{_KINDS[number]}{optional} {name}_number"), flat, made)
