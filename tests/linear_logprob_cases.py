@@ -7,8 +7,8 @@ from backends import running, skip_unless_able
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import tile_products
-from rlkernel.tile_products import Tile
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_products import Tile
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]

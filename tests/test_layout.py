@@ -111,7 +111,7 @@ RULES = {
         layout.reference_imports,
         (),
         plant("rlkernel/reference/scale.py", FUNCTIONS + "import math\nfrom rlkernel import tiles\n"),
-        "the reference's scale.py imports rlkernel.tiles",
+        "the reference's scale.py imports rlkernel.drivers.linear_logprob",
     ),
     "links": (
         layout.links,

@@ -9,9 +9,10 @@ from linear_logprob_cases import DTYPES, NAMES, able, check_against_fp64, run, w
 from logprob_cases import upstream_like
 
 import rlkernel
-from rlkernel import tile_products, tiles
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
-from rlkernel.tile_products import Tile
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")

@@ -7,10 +7,11 @@ from backends import of, running, skip_unless_able
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel import tile_products, tiles
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_logprob_statistics import NAMES
+from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
-from rlkernel.tile_products import Tile
-from rlkernel.tile_statistics import NAMES
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")

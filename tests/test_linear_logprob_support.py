@@ -9,7 +9,8 @@ from logprob_cases import upstream_like
 from support_cases import masked, supports
 
 import rlkernel
-from rlkernel import support_products, workspace
+from rlkernel import workspace
+from rlkernel.drivers import linear_logprob_support as support_products
 from rlkernel.reference.linear_logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))

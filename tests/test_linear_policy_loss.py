@@ -21,10 +21,14 @@ from linear_policy import (
 )
 
 import rlkernel
-from rlkernel import policy_plan, policy_tiles, tile_products, tiles, workspace
+from rlkernel import workspace
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers import linear_policy_loss as policy_tiles
+from rlkernel.drivers import linear_policy_loss_plan as policy_plan
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
-from rlkernel.tile_products import Tile
 from rlkernel.types import LEVELS, POLICY_METRICS
 
 DTYPES = pytest.mark.parametrize(

@@ -23,8 +23,12 @@ from linear_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import policy_plan, policy_tiles, tile_products, tiles, workspace
-from rlkernel.tile_products import Tile
+from rlkernel import workspace
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers import linear_policy_loss as policy_tiles
+from rlkernel.drivers import linear_policy_loss_plan as policy_plan
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_products import Tile
 
 pytestmark = pytest.mark.usefixtures("poison")
 room = linear_policy.room

@@ -5,10 +5,10 @@ import torch
 from backends import skip_unless_able
 
 import rlkernel
-from rlkernel import tile_products
+from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops.policy_loss import policy_loss_preset
 from rlkernel.reference.linear_policy_loss import make_inputs
-from rlkernel.tile_products import Tile
 
 B, L, H, V = 4, 11, 16, 133
 

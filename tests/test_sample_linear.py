@@ -9,7 +9,8 @@ from bitwise import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import sampling_tiles, workspace
+from rlkernel import workspace
+from rlkernel.drivers import sample_linear as sampling_tiles
 from rlkernel.reference.sample_linear import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sample_linear"))

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import rlkernel
-from rlkernel import dispatch, library_sampling
+from rlkernel import dispatch
+from rlkernel.drivers import sampling as library_sampling
 from rlkernel.reference import sampling as reference
 from rlkernel.types import Sampling
 

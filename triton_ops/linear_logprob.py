@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel import tiles, workspace
+from rlkernel import workspace
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-from rlkernel.tile_statistics import Statistics
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers.linear_logprob_statistics import Statistics
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,

@@ -1,6 +1,7 @@
 """``logprob`` over Triton: one read of the logits forward, one read and one write backward.
 
-Also the tile functions that ``rlkernel.tiles`` calls.  Plans (block sizes) follow from V and the dtype alone.
+Also the tile functions that ``rlkernel.drivers.linear_logprob`` calls.  Plans (block sizes) follow from V and
+the dtype alone.
 """
 
 import os

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import library_sampling
+from rlkernel.drivers import sampling as library_sampling
 from rlkernel.types import SampleStats, Sampling
 
 

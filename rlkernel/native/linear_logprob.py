@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel import tiles
 from rlkernel.calls.logprob import RowGrads
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers.linear_logprob_statistics import Statistics
 from rlkernel.native import logprob
-from rlkernel.tile_statistics import Statistics
 from rlkernel.types import Head, LinearGrads, LinearStats
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel import policy_tiles
+from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.native import linear_logprob, policy_loss
 from rlkernel.native import logprob as kernels
 from rlkernel.types import Head, LinearPolicy, LinearPolicyStats

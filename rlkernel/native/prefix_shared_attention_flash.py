@@ -1,6 +1,7 @@
 """``prefix_shared_attention`` on NVIDIA GPUs over a vendor's varlen kernels, by gather or by cascade.
 
-Which way and why: ``rlkernel.prefix_cascade``.  Neither differentiates through a merge: vendors' kernels take
+Which way and why: ``rlkernel.drivers.prefix_shared_attention``.  Neither differentiates through a merge:
+vendors' kernels take
 no gradient of a lse.  Backward makes the calls of forward again, each with the whole row's out and lse, and
 what a key gets from different calls is added up in fp32, in the order of the calls, which the lengths decide.
 """
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers
 from rlkernel.native import kernels_for
 from rlkernel.native import prefix_shared_attention_varlen as varlen
 from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.native.prefix_shared_attention_varlen import Sequences, Varlen
-from rlkernel.prefix_cascade import Call, Cascade, cascade, gathers
 from rlkernel.prefix_layout import Gathered, PrefixLayout, Run
 from rlkernel.types import AttentionRule
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel import sampling_tiles
+from rlkernel.drivers import sample_linear as sampling_tiles
 from rlkernel.native import sampling as kernels
 from rlkernel.types import Head, SampleStats, Sampling
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch, support_products
+from rlkernel import dispatch
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+from rlkernel.drivers import linear_logprob_support as support_products
 from rlkernel.drivers.logprob import unfiltered_ids
 from rlkernel.ops import _validate
 from rlkernel.ops import linear_logprob as whole

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
+from rlkernel.drivers.linear_logprob_support import row_of
 from rlkernel.ops import _validate
-from rlkernel.support_products import row_of
 
 
 def checked(

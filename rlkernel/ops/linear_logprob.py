@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.calls.logprob import LogprobOutput, RowGrads
+from rlkernel.drivers.linear_logprob_statistics import NAMES, Statistics
 from rlkernel.ops import _linear_support, _support, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.runtime.modes import autocasts, once_differentiable, without_autocast
-from rlkernel.tile_statistics import NAMES, Statistics
 from rlkernel.types import (
     Head,
     LinearGrads,

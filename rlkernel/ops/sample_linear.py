@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.drivers.sample_linear import stored_dtype
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.runtime.modes import without_autocast
-from rlkernel.sampling_tiles import stored_dtype
 from rlkernel.types import Head, SampleOutput, Sampling
 
 

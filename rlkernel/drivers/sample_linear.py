@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
-from rlkernel.tile_products import dense, operand_dtype, product_kind, rows_of
+from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
 from rlkernel.types import Head, SampleStats, Sampling
 from rlkernel.workspace import Carver
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobResults, RowGrads, Tile
-from rlkernel.tile_products import Scratch, rows_of
-from rlkernel.tile_statistics import Statistics, TileStatistics
+from rlkernel.drivers.linear_logprob_statistics import Statistics, TileStatistics
+from rlkernel.drivers.linear_products import Scratch, rows_of
 from rlkernel.types import Head, LinearGrads, LinearStats
 
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import tiles, workspace
-from rlkernel.policy_pass import PolicyPass
-from rlkernel.tile_products import Scratch, dense, one_pass_limit
+from rlkernel import workspace
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
+from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
 from rlkernel.types import Head
 from rlkernel.workspace import Carver
 

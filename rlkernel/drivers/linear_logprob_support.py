@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlkernel import tiles, workspace
+from rlkernel import workspace
+from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.types import Head
 
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB

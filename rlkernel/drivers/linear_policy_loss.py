@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import tiles
 from rlkernel.calls.logprob import LogprobResults, RowGrads
-from rlkernel.policy_pass import PolicyPass
-from rlkernel.policy_plan import Plan, Resident, Step
+from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
+from rlkernel.drivers.linear_policy_loss_plan import Plan, Resident, Step
 from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
 
 _log = logging.getLogger("rlkernel")
