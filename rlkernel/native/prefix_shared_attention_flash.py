@@ -1,9 +1,9 @@
 """``prefix_shared_attention`` on NVIDIA GPUs over a vendor's varlen kernels, by gather or by cascade.
 
 Which way and why: ``rlkernel.drivers.prefix_shared_attention``.  Neither differentiates through a merge:
-vendors' kernels take
-no gradient of a lse.  Backward makes the calls of forward again, each with the whole row's out and lse, and
-what a key gets from different calls is added up in fp32, in the order of the calls, which the lengths decide.
+vendors' kernels take no gradient of a lse.  Backward makes the calls of forward again, each with the whole
+row's out and lse, and what a key gets from different calls is added up in fp32, in the order of the calls,
+which the lengths decide.
 """
 
 from __future__ import annotations
