@@ -20,6 +20,7 @@ ACCEPT = (0xD6E8FEB8, 0x94C849D5)  # whether a drafted token is accepted
 RESIDUAL = (0xA0761D64, 0xE7037ED1)  # the token in the place of one that was not
 BONUS = (0x3C6EF372, 0xA54FF53A)  # the seed of the token where a draft of a known distribution is missing
 SPLIT = (0x8EBC6AF0, 0x589965CC)  # seeds of the samples of one request
+EXCLUDE = (0x1D8E4E27, 0xC47D124F)  # whether XTC drops tokens of a row
 
 XTC = 9  # whether a row's likeliest tokens are excluded
 

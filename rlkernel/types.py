@@ -404,6 +404,7 @@ class Sampling(NamedTuple):
     rank: bool
     support: int  # room for the kept tokens of a row, 0: not wanted
     thresholds: Tensor | None = None  # fp32 [B, 3]: epsilon_cutoff, eta_cutoff and top_a, each off at 0
+    band: Tensor | None = None  # fp32 [B, 2]: typical_p and XTC's threshold where it was drawn, each off at 1
 
     def may_filter(self, vocab: int) -> bool:
         """Whether any row may be filtered, as far as one can tell without looking at values."""
@@ -411,7 +412,8 @@ class Sampling(NamedTuple):
         p_on = isinstance(self.top_p, Tensor) or self.top_p < 1
         m_on = isinstance(self.min_p, Tensor) or self.min_p > 0
         greedy = not isinstance(self.temperature, Tensor) and self.temperature == 0
-        given = self.token_bitmask is not None or self.thresholds is not None
+        tensors = (self.token_bitmask, self.thresholds, self.band)
+        given = any(x is not None for x in tensors)
         return not greedy and (k_on or p_on or m_on or self.may_use_sigma or given)
 
     @property

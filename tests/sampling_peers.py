@@ -90,11 +90,13 @@ def vllm_runner_min_p(logits, min_p):
 
 
 def hf_processed(
-    logits, temperature=1.0, top_k=None, top_p=None, min_p=None, epsilon_cutoff=None, eta_cutoff=None
-):
+    logits, temperature=1.0, top_k=None, top_p=None, min_p=None, typical_p=None, epsilon_cutoff=None,
+    eta_cutoff=None,
+):  # fmt: skip
     """log_softmax after the processors that ``generate`` makes of these options, in its order."""
     chain = [(hf("TemperatureLogitsWarper"), temperature), (hf("TopKLogitsWarper"), top_k)]
     chain += [(hf("TopPLogitsWarper"), top_p), (hf("MinPLogitsWarper"), min_p)]
+    chain += [(hf("TypicalLogitsWarper"), typical_p)]
     chain += [(hf("EpsilonLogitsWarper"), epsilon_cutoff), (hf("EtaLogitsWarper"), eta_cutoff)]
     for warper, value in chain:
         logits = logits if value is None else warper(value)(None, logits)
@@ -113,6 +115,14 @@ def flashinfer_kept(p, top_k, top_p, order):
     if order == "top_k_first":
         p = torch.where(first, p, 0) / p[first].sum()
     return first & ((likelier * p).sum(-1) < top_p)
+
+
+def xtc_kept(p, threshold):
+    """llama.cpp (``llama_sampler_xtc``) and text-generation-webui (``XTCLogitsWarper``): of the tokens in the
+    order of probability a token goes where the next one reaches the threshold too."""
+    order = p.argsort(descending=True, stable=True)
+    goes = torch.cat([p[order][1:] >= threshold, torch.tensor([False])])
+    return torch.zeros_like(goes).scatter(0, order, ~goes)
 
 
 def sglang_kept(p, top_k, top_p, min_p):

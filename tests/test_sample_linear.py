@@ -72,6 +72,12 @@ ASKED = {
         "return_entropy": True,
     },
     "thresholds": lambda device: {"epsilon_cutoff": 0.01, "eta_cutoff": 0.02, "top_a": 0.1, "top_p": 0.9},
+    "band": lambda device: {
+        "typical_p": 0.8,
+        "xtc_probability": 0.6,
+        "xtc_threshold": 0.01,
+        "return_support": 9,
+    },
     "sigma, joint": lambda device: {"top_n_sigma": 1.5, "top_p": 0.9, "filter_order": "joint"},
     "top_logprobs": lambda device: {"top_logprobs": 5},
     "logit_bias": lambda device: {"logit_bias": {3: 2.0, 70: -torch.inf}},

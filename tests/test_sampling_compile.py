@@ -18,6 +18,8 @@ OPTIONS = {
                    "logit_bias": {4: 2.0}, "method": "gumbel", "filter_order": "joint"},
     "thresholds": {"epsilon_cutoff": 0.01, "eta_cutoff": torch.tensor([0.0, 0.02, 0.1]), "top_a": 0.1,
                    "return_support": 70, "top_logprobs": 2},
+    "band": {"typical_p": torch.tensor([0.3, 0.9, 1.0]), "xtc_probability": 0.5, "top_k": 30,
+             "return_support": 70, "top_logprobs": 2, "ranking": "processed"},
     "one logprob": {"return_logprobs": ("processed",), "top_k": 2},
 }  # fmt: skip
 
@@ -35,7 +37,8 @@ def test_one_graph_gives_the_same_bits(name):
         return rlkernel.sample(**(x | {"logits": x["logits"] * 1}), **OPTIONS[name])
 
     def score(x):
-        return rlkernel.score_tokens(x["logits"] * 1, x["positions"] % 70, **{
+        key = {name: x[name] for name in ("seeds", "positions")}
+        return rlkernel.score_tokens(x["logits"] * 1, x["positions"] % 70, **key, **{
             k: v for k, v in OPTIONS[name].items() if k != "method"
         })  # fmt: skip
 

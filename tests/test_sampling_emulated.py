@@ -27,6 +27,7 @@ FILTERS = {
     "all": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "top_n_sigma": 3.0},
     "joint": {"top_k": 300, "top_p": 0.8, "min_p": 1e-4, "order": "joint"},
     "thresholds": {"thresholds": torch.tensor([[0.01, 0.002, 0.1]]).repeat(3, 1), "top_p": 0.9},
+    "band": {"band": torch.tensor([[0.6, 1.0], [1.0, 0.02], [0.9, 0.05]]), "top_p": 0.99},
     "top_k first": {"top_k": 300, "top_p": 0.8, "min_p": 2e-3, "order": "top_k_first"},
 }
 
@@ -92,6 +93,9 @@ def random_case(seed):
     }  # fmt: skip
     if on(0.3):
         options["token_ids"] = torch.randint(-1, vocab + 1, (rows,), generator=g)
+    if on(0.5):
+        shares = [[rng.choice([0.05, 0.5, 0.95, 1.0]), rng.choice([0.001, 0.1, 1.0])] for _ in range(rows)]
+        options["band"] = torch.tensor(shares)
     return x, adjusted, request_of(rows, seed, **options)
 
 

@@ -247,6 +247,7 @@ REFUSED = {
     "maybe greedy": ({"temperature": torch.ones(6)}, {}, "no rows at temperature 0"),
     "top_n_sigma": ({"top_n_sigma": 1.0}, {}, "has no top_n_sigma"),
     "thresholds": ({"thresholds": torch.ones(6, 3)}, {}, "has no thresholds"),
+    "band": ({"band": torch.ones(6, 2)}, {}, "has no typical_p and no XTC"),
     "forced": ({"token_ids": ROWS}, {}, "has no token_ids"),
     "bitmask": ({"token_bitmask": torch.zeros(6, 2, dtype=torch.int32)}, {}, "has no token_bitmask"),
     "skip": ({"skip": ROWS > 3}, {}, "has no skip"),

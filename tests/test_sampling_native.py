@@ -184,6 +184,9 @@ def test_agrees_with_the_reference(vocab):
         if r.random() < 0.3:
             ids = torch.tensor([r.randrange(vocab) for _ in range(rows - 1)] + [r.choice([-1, vocab])])
             sampling = sampling._replace(token_ids=ids, seeds=None, positions=None)
+        if r.random() < 0.5:
+            shares = [[r.choice([0.05, 0.5, 0.95, 1.0]), r.choice([1e-3, 0.1, 1.0])] for _ in range(rows)]
+            sampling = sampling._replace(band=torch.tensor(shares))
         check(x, z, sampling)
 
 

@@ -34,6 +34,9 @@ REFUSED = {
     "epsilon_cutoff": [math.nan, -1e-40, 1.0 + 1e-7],
     "eta_cutoff": [math.nan, -1.0, math.inf],
     "top_a": [math.nan, -1e-40, 2.0],
+    "typical_p": [math.nan, 0.0, 1e-50, 2.0],
+    "xtc_probability": [math.nan, -1e-40, 1.0 + 1e-7],
+    "xtc_threshold": [math.nan, 0.0, 1.5],
     "top_k": [-2, -(2**40)],
 }
 # Inside, or so once they are fp32; what they come to.
@@ -45,6 +48,9 @@ TAKEN = {
     "epsilon_cutoff": {1e-50: 0.0, 1.0 + 1e-9: 1.0, 1e-45: 2.0**-149},
     "eta_cutoff": {-1e-50: 0.0, 1e-45: 2.0**-149},
     "top_a": {1e-50: 0.0, 1.0: 1.0},
+    "typical_p": {1.0 + 1e-9: 1.0, 1.0 - 1e-9: 1.0, 1e-45: 2.0**-149},
+    "xtc_probability": {-1e-50: 0.0, 1.0 + 1e-9: 1.0},
+    "xtc_threshold": {1.0 + 1e-9: 1.0},
     "top_k": {2**63 - 1: 40, 41: 40, -1: 0},
 }
 
@@ -106,6 +112,8 @@ BAD = {
     "min_p": [math.nan, -0.5, 1.5, math.inf],
     "top_n_sigma": [math.nan, 0.0, -1.0, -math.inf],
     "eta_cutoff": [math.nan, -0.5, 1.5, math.inf],
+    "typical_p": [math.nan, 0.0, 1.5, -math.inf],
+    "xtc_probability": [math.nan, -0.5, 1.5, math.inf],
     "top_k": [-2, -(2**62)],
 }
 
@@ -127,6 +135,8 @@ def test_rows_of_parameters_that_nobody_looked_at_are_not_valid(backend, device,
     others = {"top_k": 9, "top_p": 0.8} if name == "temperature" else {}
     options = {"method": method, "return_support": 150, "return_entropy": True, "return_rank": True, **others}
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    if name.startswith("xtc"):
+        options["seeds"] = 3
     for more in ({}, {"token_ids": torch.arange(rows, device=device)}):
         if more:
             plain = {k: x for k, x in options.items() if k != "method"}

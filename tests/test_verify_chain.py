@@ -55,6 +55,7 @@ SETTINGS = {
         "top_p": 0.9,
         "filter_order": "top_k_first",
     },
+    "band": lambda: {"typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05, "top_k": 40},
     "penalties": lambda: {"penalties": True, "logit_bias": {7: 1.0}, "min_p": 0.01},
 }
 

@@ -30,6 +30,7 @@ from rlkernel.triton_ops.sampling_select_kernels import (
     list_groups,
     list_groups_from,
     load_survivors,
+    narrow,
     sums_before,
     survey,
     tie_id,
@@ -77,14 +78,14 @@ def least_of(thresholds, record, here, per_t):
 
 
 @triton.jit
-def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream):
+def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, stream):
     """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
     best = tl.full((), float("-inf"), tl.float32)
     winner = tl.full((), NO_TOKEN, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
         noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, tokens)
-        noisy = tl.where(is_kept(z, tokens, pivot, last), noisy, float("-inf"))
+        noisy = tl.where(is_kept(z, tokens, pivot, last, high), noisy, float("-inf"))
         here = tl.max(noisy)
         if here > best:
             winner = tl.min(tl.where(noisy == here, tokens, NO_TOKEN))
@@ -146,12 +147,12 @@ def select(
 
 
 @triton.jit
-def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last):
+def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last, high):
     """The kept ids, ascending."""
     written = tl.full((), 0, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        keep = is_kept(z, tokens, pivot, last).to(tl.int32)
+        keep = is_kept(z, tokens, pivot, last, high).to(tl.int32)
         place = written + sums_before(keep)
         tl.store(support + place, tokens, mask=(keep != 0) & (place < size))
         written += tl.sum(keep)
@@ -174,7 +175,7 @@ def finish_kernel(
     logits, row_stride: tl.int64, adjusted, adjusted_stride: tl.int64, bitmask, bitmask_stride: tl.int64,
     V, splits, groups, temperatures, temperature: tl.float32, top_ks, top_k: tl.int64,
     top_ps, top_p: tl.float32, min_ps, min_p: tl.float32, sigmas, sigma: tl.float32,
-    thresholds, seeds, positions, token_ids, skip, records, group_max,
+    thresholds, band, seeds, positions, token_ids, skip, records, group_max,
     token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
     support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
     listed, candidates,
@@ -210,6 +211,12 @@ def finish_kernel(
         given = tl.load(thresholds + 3 * row + j, mask=j < 3, other=0.0)
         valid = valid & (tl.min(((given >= 0.0) & (given <= 1.0)).to(tl.int32)) > 0)
         thresholds_on = tl.max(given) > 0.0
+    band_on = False
+    if band is not None:
+        typical = tl.load(band + 2 * row)
+        threshold = tl.load(band + 2 * row + 1)
+        valid = valid & (typical > 0.0) & (typical <= 1.0) & (threshold > 0.0) & (threshold <= 1.0)
+        band_on = (typical < 1.0) | (threshold < 1.0)
 
     # the kept set first: what follows would only take registers from it
     x_ptr = logits
@@ -228,6 +235,7 @@ def finish_kernel(
     n = tl.full((), 0, tl.int32)
     pivot = top
     last = tl.full((), -1, tl.int32)
+    high = None if band is None else top
     if FILTER:
         k_on = (given_k >= 1) & (given_k < V)
         k = tl.where(k_on, given_k, V).to(tl.int32)
@@ -235,7 +243,7 @@ def finish_kernel(
         filtered = k_on | p_on | (least > 0.0) | (width < float("inf"))
         if bitmask is not None:
             filtered = filtered | (finite < V)
-        filtered = filtered | thresholds_on
+        filtered = filtered | thresholds_on | band_on
         if filtered & valid & (not greedy):
             cut = tl.full((), float("-inf"), tl.float32)
             if least > 0.0:
@@ -250,6 +258,11 @@ def finish_kernel(
                 listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
                 p, p_on, cut, ORDER, GROUPS, ROOM,
             )  # fmt: skip
+            if band is not None and band_on:
+                pivot, last, high, kept_count, mass = narrow(
+                    listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, kept_count, mass, typical,
+                    threshold,
+                )  # fmt: skip
             restricted = kept_count < V
             log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
 
@@ -278,14 +291,16 @@ def finish_kernel(
 
     excluded = greedy & (token != argmax)  # from the kept set
     if FILTER and restricted:
-        excluded = not is_kept(z_token, token, pivot, last)
+        excluded = not is_kept(z_token, token, pivot, last, high)
         if token_ids is None and excluded:  # one draw over what is kept
             stream = stream_of(seeds, positions, row)
             if GUMBEL:
-                token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, stream)
+                token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, stream)
             else:
                 below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, tl.full((), 0, tl.int32))
-                token = token_at_mass(listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below)
+                token = token_at_mass(
+                    listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, high, below
+                )
             x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)
             excluded = tl.full((), False, tl.int1)
 
@@ -328,7 +343,9 @@ def finish_kernel(
             fill = tl.where(place < used, argmax, -1).to(tl.int32)
             tl.store(support_out + place, fill, mask=(place >= unused) & (place < support_size))
         if FILTER and restricted & (used > 0):
-            write_support(support_out, support_size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last)
+            write_support(
+                support_out, support_size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last, high
+            )
     if rank_out is not None:
         rank = tl.full((), 0, tl.int64)
         if valid & (not outside):

@@ -9,7 +9,7 @@ the result does not depend on the order of any sum.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.sampling_kernels import GROUP, masses
+from rlkernel.triton_ops.sampling_kernels import FIXED_POINT, GROUP, masses
 
 BATCH = tl.constexpr(32)  # groups that are read at a time
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -230,19 +230,106 @@ def tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, number):
 
 
 @triton.jit
-def is_kept(z, tokens, pivot, last):
-    return (z > pivot) | ((z == pivot) & (tokens <= last))
+def is_kept(z, tokens, pivot, last, high):
+    """From the pivot's first ties on; not above ``high``, where there is one."""
+    kept = (z > pivot) | ((z == pivot) & (tokens <= last))
+    if high is not None:
+        kept = kept & (z <= high)
+    return kept
 
 
 @triton.jit
-def token_at_mass(listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, below):
+def mean_of_kept(listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, mass):
+    """The mean of z - top over the kept tokens, of integers: in any order the same."""
+    total = tl.full((), 0, tl.int64)
+    t32 = t.to(tl.float32)
+    for start in range(0, n, BATCH):
+        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        e = tl.exp2((z - top) * c)
+        among = is_kept(z, tokens, pivot, last, None) & (e > 0.0)
+        total += tl.sum(tl.where(among, masses(tl.where(among, e * ((top - z) / t32), 0.0)), 0))
+    return (-t * (total.to(tl.float64) / mass.to(tl.float64))).to(tl.float32)
+
+
+@triton.jit
+def radius_about(mean, target, listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last):
+    """How far from ``mean`` the kept tokens reach that have a mass of ``target``, the nearest ones first.
+
+    An interval of distances is halved; its ends become distances of tokens, until one is left.
+    """
+    lo = tl.full((), 0.0, tl.float32)
+    hi = tl.maximum(tl.abs(mean), tl.abs(pivot - top - mean))
+    while lo < hi:
+        value = middle(lo, hi)
+        mass = tl.full((), 0, tl.int64)
+        below = tl.full((), 0.0, tl.float32)
+        over = hi
+        for start in range(0, n, BATCH):
+            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+            far = tl.abs(z - top - mean)
+            among = is_kept(z, tokens, pivot, last, None)
+            near = among & (far <= value)
+            mass += tl.sum(tl.where(near, masses(tl.exp2((z - top) * c)), 0))
+            below = tl.maximum(below, tl.max(tl.where(near, far, 0.0)))
+            over = tl.minimum(over, tl.min(tl.where(among & (far > value), far, float("inf"))))
+        reached = mass >= target
+        hi = tl.where(reached, below, hi)
+        lo = tl.where(reached, lo, over)
+    return hi
+
+
+@triton.jit
+def narrow(listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, count, mass, typical, threshold):
+    """``(pivot, last, high, count, mass)`` of what typical-p and XTC leave of the kept set, each off at 1."""
+    high = top
+    if typical < 1.0:
+        mean = mean_of_kept(listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, mass)
+        target = tl.ceil(typical.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+        radius = radius_about(mean, target, listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last)
+        count = tl.full((), 0, tl.int32)
+        mass = tl.full((), 0, tl.int64)
+        lowest = top
+        high = pivot
+        for start in range(0, n, BATCH):
+            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+            among = is_kept(z, tokens, pivot, last, None) & (tl.abs(z - top - mean) <= radius)
+            count += tl.sum(among.to(tl.int32))
+            mass += tl.sum(tl.where(among, masses(tl.exp2((z - top) * c)), 0))
+            lowest = tl.minimum(lowest, tl.min(tl.where(among, z, top)))
+            high = tl.maximum(high, tl.max(tl.where(among, z, pivot)))
+        last = tl.where(lowest > pivot, NO_TOKEN, last)
+        pivot = lowest
+    if threshold < 1.0:
+        # what it leaves has a mass: tokens too unlikely for one are not looked at
+        share = tl.log(threshold.to(tl.float64) * (mass.to(tl.float64) * (1.0 / FIXED_POINT)))
+        least = (t * tl.maximum(share, -27.0)).to(tl.float32)
+        found = high
+        for start in range(0, n, BATCH):
+            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+            among = is_kept(z, tokens, pivot, last, high) & (z - top >= least)
+            found = tl.minimum(found, tl.min(tl.where(among, z, high)))
+        dropped = tl.full((), 0, tl.int32)
+        dropped_mass = tl.full((), 0, tl.int64)
+        for start in range(0, n, BATCH):
+            z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+            above = (z > found) & (z <= high)
+            dropped += tl.sum(above.to(tl.int32))
+            dropped_mass += tl.sum(tl.where(above, masses(tl.exp2((z - top) * c)), 0))
+        high = found
+        count -= dropped
+        mass -= dropped_mass
+    return pivot, last, high, count, mass
+
+
+@triton.jit
+def token_at_mass(listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, high, below):
     """The first kept token, by id, of which the masses up to and with it exceed ``below``."""
     found = tl.full((), NO_TOKEN, tl.int32)
     passed = tl.full((), 0, tl.int64)
     start = tl.full((), 0, tl.int32)
     while (start < n) & (passed <= below):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        m = tl.where(is_kept(z, tokens, pivot, last), masses(tl.exp2((z - top) * c)), 0)
+        m = tl.where(is_kept(z, tokens, pivot, last, high), masses(tl.exp2((z - top) * c)), 0)
         total = tl.sum(m)
         if passed + total > below:
             found = tl.min(tl.where(passed + sums_before(m) + m > below, tokens, NO_TOKEN))

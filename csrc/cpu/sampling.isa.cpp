@@ -267,7 +267,8 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
 
   const int64_t k = of_row(in.top_k, row);
   const float p = of_row(in.top_p, row), cutoff = cutoff_of(in, row, softmax, temperature);
-  const bool cut = (k >= 1 && k < vocab) || p < 1 || cutoff > -kInf;
+  const float* const band = band_of(in, row);
+  const bool cut = (k >= 1 && k < vocab) || p < 1 || cutoff > -kInf || band != nullptr;
   bool filtered = !greedy && (cut || (in.bitmask != nullptr && softmax.finite < static_cast<double>(vocab)));
   bool kept = true;
   double log_kept = 0, kept_mass = 1;
@@ -277,6 +278,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
     thread_local Candidates candidates;
     Filter filter(in, row, read, softmax, temperature, candidates);
     filter.run(k, p, cutoff, in.order);
+    if (band != nullptr) filter.narrow(band);
     kept_count = filter.kept.count;
     filtered = kept_count < vocab;
     if (filtered) {

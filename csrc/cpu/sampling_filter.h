@@ -35,7 +35,33 @@ class Filter {
   }
 
   bool keeps(float z, int64_t token) const {
-    return z - max_ >= cutoff_ && (z > kept.pivot || (z == kept.pivot && token <= kept.last));
+    return z - max_ >= cutoff_ && z <= high_ && (z > kept.pivot || (z == kept.pivot && token <= kept.last));
+  }
+
+  // typical_p and XTC, of what the others keep: from here on the kept tokens have an upper end too.
+  void narrow(const float* band) {
+    if (band[kTypical] < 1) {
+      const float mean = mean_of_kept(), radius = radius_about(mean, band[kTypical]);
+      float low = kInf, high = -kInf;
+      each_kept_token([&](float z, float, int64_t) {
+        if (!(std::fabs(z - max_ - mean) <= radius)) return;
+        low = std::fmin(low, z);
+        high = std::fmax(high, z);
+      });
+      if (low > kept.pivot) {
+        kept.pivot = low;
+        kept.last = std::numeric_limits<int64_t>::max();
+      }
+      high_ = high;
+      weigh_kept();
+    }
+    if (band[kExclude] < 1) {
+      const float from = exclusion_of(band[kExclude], kept.mass, temperature_);
+      float least = kInf;
+      each_kept_token([&](float z, float, int64_t) { least = z - max_ >= from ? std::fmin(least, z) : least; });
+      high_ = std::fmin(high_, least);
+      weigh_kept();
+    }
   }
 
   // Calls body(z, first token, mask of the kept) for the vectors that hold kept tokens, ascending, until it returns false.
@@ -53,7 +79,7 @@ class Filter {
         unsigned ties = bits_of(equal(z, pivot));
         if (ties != 0 && kept.last < token + kWidth - 1)
           ties &= kept.last < token ? 0u : (2u << (kept.last - token)) - 1u;
-        const unsigned mask = inside & (bits_of(above(z, pivot)) | ties);
+        const unsigned mask = inside & bits_of(at_least(broadcast(high_), z)) & (bits_of(above(z, pivot)) | ties);
         if (mask != 0 && !body(z, token, mask)) return;
       }
     }
@@ -105,6 +131,48 @@ class Filter {
     return {sum * (1 - slack) - rounding, sum * (1 + slack) + rounding};
   }
 
+  Floats e_of(Floats d) const { return exp_(exp_.cut(d)); }
+
+  // Calls body(z, e, token) for the kept tokens, ids ascending.
+  template <class Body>
+  void each_kept_token(Body body) const {
+    each_kept([&](Floats z, int64_t first, unsigned mask) {
+      const Floats e = e_of(z - broadcast(max_));
+      for (; mask != 0; mask &= mask - 1) {
+        const int lane = __builtin_ctz(mask);
+        body(z[lane], e[lane], first + lane);
+      }
+      return true;
+    });
+  }
+
+  void weigh_kept() {
+    kept.count = kept.mass = 0;
+    each_kept_token([&](float, float e, int64_t) {
+      kept.count += 1;
+      kept.mass += stream_mass(e);
+    });
+  }
+
+  // The mean of z - max z over the kept tokens, of integers: in any order the same.
+  float mean_of_kept() const {
+    int64_t sum = 0;
+    each_kept_token([&](float z, float e, int64_t) { sum += e > 0 ? stream_mass(e * ((max_ - z) / temperature_)) : 0; });
+    return static_cast<float>(-static_cast<double>(temperature_) * (static_cast<double>(sum) / static_cast<double>(kept.mass)));
+  }
+
+  // How far from `mean` the kept tokens reach that have a share of their mass, the nearest ones first.
+  float radius_about(float mean, float part) {
+    int64_t n = 0;
+    each_kept_token([&](float z, float e, int64_t token) {
+      c_.z[n] = -std::fabs(z - max_ - mean);
+      c_.ids[n] = static_cast<int32_t>(token);
+      c_.masses[n++] = stream_mass(e);
+    });
+    c_.n = n;
+    return -select<true>(c_, {}, share(part, static_cast<double>(kept.mass))).pivot;
+  }
+
   // Without tokens that cannot be in the nucleus: those below the new cutoff have less than (1 - p) of the mass together.
   Scope near(Scope scope, float p, double mass) const {
     const double tokens = static_cast<double>(vocab_);  // as many times, the rounding to an integer mass errs
@@ -149,8 +217,6 @@ class Filter {
       }
     }
   }
-
-  Floats e_of(Floats d) const { return exp_(exp_.cut(d)); }
 
   Prefix totals(Scope scope) {
     MassSum sum;
@@ -313,7 +379,7 @@ class Filter {
   const float* group_max_;
   const Reader& read_;
   Candidates& c_;
-  float cutoff_ = -kInf;
+  float cutoff_ = -kInf, high_ = kInf;
   static constexpr float kLowest = -std::numeric_limits<float>::max();
 };
 

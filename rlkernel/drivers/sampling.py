@@ -21,6 +21,8 @@ def reasons(library: str, logits: Tensor, sampling: Sampling | None, needs: froz
         why.append(f"{library} has no rows at temperature 0: temperature must be one number > 0")
     if sampling.may_use_sigma:
         why.append(f"{library} has no top_n_sigma")
+    if sampling.band is not None:
+        why.append(f"{library} has no typical_p and no XTC")
     for name in ("token_ids", "token_bitmask", "thresholds", "skip"):
         if getattr(sampling, name) is not None:
             why.append(f"{library} has no {name}")

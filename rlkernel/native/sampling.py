@@ -119,8 +119,9 @@ def _inputs(
     return (
         _address(logits), 0 if logits is None else DTYPES[logits.dtype], partials.shape[0], _stride(logits),
         tile_vocab, vocab_start, vocab, _address(adjusted), _stride(adjusted), _address(bitmask),
-        _stride(bitmask), *per_row, _address(sampling.thresholds), _address(sampling.seeds),
-        _address(sampling.positions), _address(sampling.token_ids), _address(sampling.skip),
+        _stride(bitmask), *per_row, _address(sampling.thresholds), _address(sampling.band),
+        _address(sampling.seeds), _address(sampling.positions), _address(sampling.token_ids),
+        _address(sampling.skip),
         FILTER_ORDERS.index(sampling.order), sampling.gumbel, sampling.raw,
         sampling.entropy or sampling.thresholds is not None,
         sampling.may_use_sigma, partials.data_ptr(),

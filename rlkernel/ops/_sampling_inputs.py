@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import debug
+from rlkernel import debug, stream
 from rlkernel.ops import _scalars, _validate
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
@@ -79,6 +79,9 @@ def sampling(
     epsilon_cutoff: float | Tensor | None = None,
     eta_cutoff: float | Tensor | None = None,
     top_a: float | Tensor | None = None,
+    typical_p: float | Tensor | None = None,
+    xtc_probability: float | Tensor | None = None,
+    xtc_threshold: float | Tensor = 0.1,
 ) -> Sampling:
     """Raises ValueError for what is off."""
     _validate.choice("filter_order", filter_order, FILTER_ORDERS)
@@ -89,9 +92,9 @@ def sampling(
         _validate.choice("return_logprobs", each, LOGPROBS)
     count("return_support", return_support, 2**31 - 1)
     where = shape, device
-    if token_ids is None:
+    if token_ids is None or seeds is not None:
         seeds = _seeds(seeds, *where)
-        positions = None if positions is None else _integers("positions", positions, *where)
+    positions = None if positions is None else _integers("positions", positions, *where)
     wide = torch.promote_types(dtype, torch.float32)
     return Sampling(
         temperature=_temperature(temperature, *where, wide),
@@ -101,8 +104,8 @@ def sampling(
         top_n_sigma=math.inf
         if top_n_sigma is None
         else _floats("top_n_sigma", top_n_sigma, _POSITIVE, *where),
-        seeds=seeds if token_ids is None else None,  # type: ignore[arg-type]
-        positions=positions if token_ids is None else None,  # type: ignore[arg-type]
+        seeds=seeds if token_ids is None else None,
+        positions=positions if token_ids is None else None,
         token_ids=token_ids,
         token_bitmask=_bitmask(token_bitmask, vocab, *where),
         skip=None,
@@ -117,6 +120,7 @@ def sampling(
         else _thresholds(
             {"epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff, "top_a": top_a}, *where
         ),
+        band=_band(typical_p, xtc_probability, xtc_threshold, seeds, positions, *where),
     )
 
 
@@ -132,6 +136,37 @@ def _thresholds(
         x if isinstance(x, Tensor) else torch.full((rows,), x, dtype=fp32, device=device) for x in columns
     ]
     return torch.stack(made, -1)
+
+
+def _band(
+    typical_p: float | Tensor | None,
+    xtc_probability: float | Tensor | None,
+    xtc_threshold: float | Tensor,
+    seeds: Any,
+    positions: Any,
+    shape: torch.Size,
+    device: torch.device,
+) -> Tensor | None:
+    """[B, 2]; None where all are numbers and off.  Which rows XTC is on in is drawn here."""
+    typical = 1.0 if typical_p is None else _floats("typical_p", typical_p, _SHARE, shape, device)
+    threshold = _floats("xtc_threshold", xtc_threshold, _SHARE, shape, device)
+    chance = (
+        0.0 if xtc_probability is None else _floats("xtc_probability", xtc_probability, _UNIT, shape, device)
+    )
+    excludes = isinstance(chance, Tensor) or chance > 0
+    if not excludes and not isinstance(typical, Tensor) and typical == 1:
+        return None
+    made = torch.ones(2, math.prod(shape), dtype=torch.float32, device=device)
+    made[0] = typical
+    if excludes:
+        if seeds is None:
+            raise ValueError("seeds must be given with xtc_probability, of which they are the draw, got None")
+        places = torch.zeros_like(seeds) if positions is None else positions
+        u = stream.uniform53(stream.EXCLUDE, seeds, places, torch.zeros_like(seeds))
+        made[1] = torch.where(u < chance, threshold, 1.0)
+        if isinstance(chance, Tensor):  # on a GPU nobody has looked at them
+            made[1] = torch.where((chance >= 0) & (chance <= 1), made[1], torch.nan)
+    return made.t().contiguous()
 
 
 def count(argument: str, value: int, most: int) -> int:

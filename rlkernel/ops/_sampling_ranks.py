@@ -47,7 +47,7 @@ def ranked(
     plain = request._replace(
         temperature=1.0, top_k=top, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None,
         positions=None, token_ids=stats.token_ids, raw=False, entropy=False, rank=False, support=top,
-        thresholds=None,
+        thresholds=None, band=None,
     )  # fmt: skip
     needs = frozenset({"token_ids", "support"})
     row_max, log_sum, t = stats.row_max, stats.log_sum, _per_row(request.temperature)
@@ -72,7 +72,9 @@ def ranked(
             ids = table.long()
         at, place = values.at(ids).sort(dim=-1, descending=True, stable=True)
         top_logprobs, ids = values.logprobs(at), ids.gather(-1, place)
-        if wanted.ranking == "processed":
+        if wanted.ranking == "processed" and request.band is not None:
+            top_logprobs = _scored(run, logits, adjusted, request, ids)
+        elif wanted.ranking == "processed":
             before = torch.arange(top, device=z.device).expand_as(ids)
             top_logprobs = _processed(top_logprobs, before, request, stats)
         top_ids = torch.where(stats.valid[:, None], ids, -1)
@@ -82,7 +84,9 @@ def ranked(
         given = wanted.token_ids
         at = values.at(given)
         id_logprobs = values.logprobs(at)
-        if wanted.ranking == "processed":
+        if wanted.ranking == "processed" and request.band is not None:
+            id_logprobs = _scored(run, logits, adjusted, request, given)
+        elif wanted.ranking == "processed":
             id_logprobs = _processed(id_logprobs, values.before(given, at), request, stats)
         inside = (given >= 0) & (given < z.shape[1])
         id_logprobs = torch.where(inside, id_logprobs, -torch.inf)
@@ -130,6 +134,16 @@ def _processed(tempered: Tensor, before: Tensor, request: Sampling, stats: Sampl
         greedy = torch.as_tensor(request.temperature == 0, device=made.device).reshape(-1, 1)
         made = torch.where(greedy, 0.0, made)
     return torch.where(before < stats.kept_count[:, None], made, -torch.inf)
+
+
+def _scored(run: Run, logits: Tensor, adjusted: Tensor | None, request: Sampling, ids: Tensor) -> Tensor:
+    """Processed log-probabilities of the ids [B, K] where the kept tokens are not the first ones: K calls."""
+    plain = request._replace(seeds=None, positions=None, raw=False, entropy=False, rank=False, support=0)
+    columns = [
+        run(logits, adjusted, plain._replace(token_ids=own), frozenset({"token_ids"})).processed_logprobs
+        for own in ids.clamp(0, logits.shape[1] - 1).t().contiguous()  # kernels take dense ids
+    ]
+    return torch.stack(columns, -1) if columns else ids.to(torch.float32)
 
 
 def _per_row(temperature: float | Tensor) -> float | Tensor:

@@ -31,6 +31,9 @@ def verify_chain(
     epsilon_cutoff: float | Tensor | None = None,
     eta_cutoff: float | Tensor | None = None,
     top_a: float | Tensor | None = None,
+    typical_p: float | Tensor | None = None,
+    xtc_probability: float | Tensor | None = None,
+    xtc_threshold: float | Tensor = 0.1,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -101,6 +104,9 @@ def verify_chain(
         "epsilon_cutoff": epsilon_cutoff,
         "eta_cutoff": eta_cutoff,
         "top_a": top_a,
+        "typical_p": typical_p,
+        "xtc_probability": xtc_probability,
+        "xtc_threshold": xtc_threshold,
     }
     first: Any = 0 if positions is None else positions
     of: Any = inputs.int64 if isinstance(first, Tensor) else inputs.int64_of

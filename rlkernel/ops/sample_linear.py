@@ -34,6 +34,9 @@ def sample_linear(
     epsilon_cutoff: float | Tensor | None = None,
     eta_cutoff: float | Tensor | None = None,
     top_a: float | Tensor | None = None,
+    typical_p: float | Tensor | None = None,
+    xtc_probability: float | Tensor | None = None,
+    xtc_threshold: float | Tensor = 0.1,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -93,6 +96,7 @@ def sample_linear(
         token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
         return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
     )  # fmt: skip
     wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, vocab, flat.device)
     reasons = {
@@ -185,11 +189,12 @@ def _op(
     rank: bool,
     support: int,
     thresholds: Tensor | None,
+    band: Tensor | None,
 ) -> list[Tensor]:
     request = op.unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
         seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
-        thresholds,
+        thresholds, band,
     ])  # fmt: skip
     head = Head(bias, 1.0, logit_scale, softcap, -100, logits_dtype, compute_dtype)
     stats, logits = _forward(hidden, weight, head, request if drawn else None, store)

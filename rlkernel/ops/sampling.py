@@ -25,6 +25,9 @@ def sample(
     epsilon_cutoff: float | Tensor | None = None,
     eta_cutoff: float | Tensor | None = None,
     top_a: float | Tensor | None = None,
+    typical_p: float | Tensor | None = None,
+    xtc_probability: float | Tensor | None = None,
+    xtc_threshold: float | Tensor = 0.1,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -49,11 +52,15 @@ def sample(
         tempered  = log_softmax(z / T)                     at the token
         processed = log_softmax(z / T, -inf outside kept)  at the token, which is drawn from this distribution
 
-    Each filter keeps the first tokens in the order (z descending, id ascending): ``top_k`` the first k;
+    Each of these keeps the first tokens in the order (z descending, id ascending): ``top_k`` the first k;
     ``min_p`` those with at least ``min_p`` times the largest probability; ``top_n_sigma`` those with
     ``z >= max z - n * std(z)``; ``epsilon_cutoff`` = e those with a probability of at least e, ``eta_cutoff``
     of at least min(e, sqrt(e) * exp(-entropy)) and ``top_a`` of at least a times the largest squared, but
     always the likeliest; ``top_p`` a token while those before it have less than ``top_p`` of the mass.
+    Of what these leave, normalised to p', ``typical_p`` keeps a token while those whose surprise -log p' is
+    nearer to the entropy of p' have less than ``typical_p`` of the mass.  Of what is left then, normalised to
+    p'', XTC drops those likelier than the least likely one with p'' >= ``xtc_threshold``, in a row in which a
+    uniform number of (seed, position) is less than ``xtc_probability``.
     A row with T = 0 takes the likeliest token (lowest id), is not filtered, and has ``processed = 0`` and the
     other two at T = 1.
 
@@ -70,6 +77,9 @@ def sample(
         min_p: in [0, 1]; 0 or None keep all.
         top_n_sigma: > 0; infinity or None keep all.
         epsilon_cutoff, eta_cutoff, top_a: in [0, 1]; 0 or None keep all.
+        typical_p: in (0, 1]; 1 or None keep all.
+        xtc_probability: in [0, 1]; 0 or None keep all.
+        xtc_threshold: in (0, 1]; above 0.5 no two tokens reach it, and all are kept.
         seeds: 64-bit integers, signed or not; None draws them from torch's generator.
         positions: the token's place in its sequence, 64-bit integers; None means 0.
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
@@ -103,7 +113,8 @@ def sample(
 
     The grouped draw rests on the max-stability of Gumbel variables, as FlashSampling (arXiv 2603.15854);
     top-p follows Holtzman et al. (arXiv 1904.09751), min-p Nguyen et al. (arXiv 2407.01082), top-n-sigma
-    arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191).
+    arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191), typical-p Meister et al. (arXiv
+    2202.00666); XTC is text-generation-webui's and llama.cpp's.
     """
     shape, flat = inputs.rows_of(logits)
     request = inputs.sampling(
@@ -112,6 +123,7 @@ def sample(
         token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
         return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
     )  # fmt: skip
     needs = {"seeds"} if seeds is not None else set()
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
@@ -131,6 +143,11 @@ def score_tokens(
     epsilon_cutoff: float | Tensor | None = None,
     eta_cutoff: float | Tensor | None = None,
     top_a: float | Tensor | None = None,
+    typical_p: float | Tensor | None = None,
+    xtc_probability: float | Tensor | None = None,
+    xtc_threshold: float | Tensor = 0.1,
+    seeds: int | Tensor | None = None,
+    positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
     logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
@@ -147,19 +164,21 @@ def score_tokens(
     """What ``sample`` returns of its token, of given ones: prompt log-probabilities, replay of a rollout.
 
     Equal to ``sample`` where it had drawn ``token_ids`` [...], bit for bit.  A token that the filters leave
-    out has ``processed = -inf``, in a row with T = 0 every token but the likeliest.
+    out has ``processed = -inf``, in a row with T = 0 every token but the likeliest.  ``seeds`` and
+    ``positions`` say in which rows ``xtc_probability`` drops tokens, and nothing else.
 
     Raises:
-        ValueError: as ``sample``; a token id is outside [0, V).
+        ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
     shape, flat = inputs.rows_of(logits)
     token_ids = inputs.forced(token_ids, shape, flat.shape[1], flat.device)
     request = inputs.sampling(
         shape, flat.shape[1], flat.dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, top_n_sigma=top_n_sigma, seeds=None, positions=None, token_ids=token_ids,
+        min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=token_ids,
         token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
         return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
     )  # fmt: skip
     z = inputs.adjusted(flat, shape, logit_bias, penalties)
     wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
@@ -266,6 +285,8 @@ def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
     on = on | (request.token_bitmask is not None)
     if request.thresholds is not None:
         on = on | (request.thresholds > 0).any(-1)
+    if request.band is not None:
+        on = on | (request.band < 1).any(-1)
     return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
 
 
@@ -320,7 +341,7 @@ def list_of(stats: SampleStats, forced: Tensor | None) -> list[Tensor]:
 
 
 def fake_list(rows: int, like: Tensor, dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    raw, entropy, rank, support = values[-5:-1]
+    raw, entropy, rank, support = values[-6:-2]
 
     def row(kind: torch.dtype, want: bool = True) -> Tensor:
         return like.new_empty(rows if want else 0, dtype=kind if want else dtype)
@@ -357,12 +378,13 @@ def _op(
     rank: bool,
     support: int,
     thresholds: Tensor | None,
+    band: Tensor | None,
     needs: str,
 ) -> list[Tensor]:
     request = unpacked([
         temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
         seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
-        thresholds,
+        thresholds, band,
     ])  # fmt: skip
     return list_of(_forward(logits, adjusted, request, frozenset(needs.split(",")) - {""}), token_ids)
 

@@ -10,6 +10,7 @@ from rlkernel.types import SampleStats, Sampling
 
 GROUP = 64
 MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest
+LEAST_EXCLUDED = -27.0  # (z - max) / T below which XTC looks at no token: what it leaves has a mass
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -48,6 +49,8 @@ def _in_range(sampling: Sampling, z: Tensor) -> Tensor:
     held = held & (p > 0) & (p <= 1) & (m >= 0) & (m <= 1) & (s > 0)
     if sampling.thresholds is not None:
         held = held & ((sampling.thresholds >= 0) & (sampling.thresholds <= 1)).all(-1, keepdim=True)
+    if sampling.band is not None:
+        held = held & ((sampling.band > 0) & (sampling.band <= 1)).all(-1, keepdim=True)
     return (held & (_column(sampling.top_k, z, torch.int64) >= -1))[:, 0]
 
 
@@ -80,7 +83,8 @@ def _integer_mass(e: Tensor) -> Tensor:
 def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The kept tokens [B, V], their integer mass, and which rows do not keep the whole vocabulary.
 
-    Every filter keeps a prefix of the order (logit descending, id ascending).
+    Every filter but typical-p and XTC keeps a prefix of the order (logit descending, id ascending); these two
+    keep a band of logits, of what the others leave.
     """
     z, d = softmax.z, softmax.d
     rows, vocab = z.shape
@@ -99,6 +103,8 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
         on = on | (sampling.thresholds > 0).any(-1)
         least = softmax.t.double() * _least(softmax, sampling.thresholds.double())
         cutoff = torch.maximum(cutoff, least.to(d.dtype))
+    if sampling.band is not None:
+        on = on | (sampling.band < 1).any(-1)
     allowed = finite & (d >= cutoff)
 
     order = z.sort(dim=-1, descending=True, stable=True).indices
@@ -116,8 +122,40 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
     count = torch.where(greedy[:, None], 1, count)
     first = place < count
     kept = torch.zeros_like(first).scatter_(-1, order, first)
-    filtered = on & ~greedy & (count[:, 0] < vocab)
-    return kept, torch.where(first, mass, 0).sum(-1), filtered
+    if sampling.band is not None:
+        narrowed = _exclude(softmax, _typical(softmax, kept, sampling.band[:, :1]), sampling.band[:, 1:])
+        kept = torch.where((on & ~greedy)[:, None], narrowed, kept)
+    filtered = on & ~greedy & (kept.sum(-1) < vocab)
+    return kept, torch.where(kept, softmax.mass, 0).sum(-1), filtered
+
+
+def _typical(softmax: _Softmax, kept: Tensor, share: Tensor) -> Tensor:
+    """Of the ``kept``, those whose surprise is nearest to their entropy, until they have ``share`` [B, 1].
+
+    The surprise of a token less the entropy is the mean of z / T less its own: what counts is how far a token
+    is from the mean logit.  Tokens as far as the last one are kept too.
+    """
+    d, t = softmax.d, softmax.t
+    mass = torch.where(kept, softmax.mass, 0)
+    total = mass.sum(-1, keepdim=True)
+    surprise = torch.where(kept & (softmax.e > 0), softmax.e * (-d / t), 0)
+    mean = _integer_mass(surprise).sum(-1, keepdim=True).double() / total.double()
+    far = torch.where(kept, (d - (-t.double() * mean).to(d.dtype)).abs(), torch.inf)
+    far_sorted, order = far.sort(dim=-1, stable=True)
+    target = (share.double() * total.double()).ceil().to(torch.int64)
+    last = (mass.gather(-1, order).cumsum(-1) < target).sum(-1, keepdim=True)
+    radius = far_sorted.gather(-1, last.clamp(max=d.shape[1] - 1))
+    return kept & ((far <= radius) | (share >= 1))
+
+
+def _exclude(softmax: _Softmax, kept: Tensor, threshold: Tensor) -> Tensor:
+    """The ``kept`` without those likelier than the least likely one that has ``threshold`` [B, 1] of them."""
+    t = softmax.t.double()
+    total = torch.where(kept, softmax.mass, 0).sum(-1, keepdim=True).double() / MASS_ONE
+    reached = t * (threshold.double() * total).log().clamp(min=LEAST_EXCLUDED)
+    reaches = kept & (softmax.d >= reached.to(softmax.d.dtype))
+    least = torch.where(reaches, softmax.z, torch.inf).amin(-1, keepdim=True)
+    return kept & ((softmax.z <= least) | (threshold >= 1))
 
 
 def _least(softmax: _Softmax, thresholds: Tensor) -> Tensor:

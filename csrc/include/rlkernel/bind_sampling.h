@@ -11,15 +11,15 @@ namespace rlkernel::bind {
   Address logits, int dtype, int64_t rows, int64_t row_stride, int64_t vocab, int64_t vocab_start, int64_t whole_vocab,  \
       Address adjusted, int64_t adjusted_stride, Address bitmask, int64_t bitmask_stride, Address temperatures,          \
       float temperature, Address top_ks, int64_t top_k, Address top_ps, float top_p, Address min_ps, float min_p,        \
-      Address top_n_sigmas, float top_n_sigma, Address thresholds, Address seeds, Address positions, Address forced_ids, \
-      Address skip, int order, bool gumbel, bool raw, bool entropy, bool sigma, Address records, Address group_max
+      Address top_n_sigmas, float top_n_sigma, Address thresholds, Address band, Address seeds, Address positions,       \
+      Address forced_ids, Address skip, int order, bool gumbel, bool raw, bool entropy, bool sigma, Address records, Address group_max
 #define RLKERNEL_SAMPLING_NAMES                                                                                          \
   py::arg("logits"), py::arg("dtype"), py::arg("rows"), py::arg("row_stride"), py::arg("vocab"), py::arg("vocab_start"), \
       py::arg("whole_vocab"), py::arg("adjusted"), py::arg("adjusted_stride"), py::arg("bitmask"),                       \
       py::arg("bitmask_stride"), py::arg("temperatures"), py::arg("temperature"), py::arg("top_ks"), py::arg("top_k"),   \
       py::arg("top_ps"), py::arg("top_p"), py::arg("min_ps"), py::arg("min_p"), py::arg("top_n_sigmas"),                 \
-      py::arg("top_n_sigma"), py::arg("thresholds"), py::arg("seeds"), py::arg("positions"), py::arg("forced_ids"),      \
-      py::arg("skip"), py::arg("order"), py::arg("gumbel"), py::arg("raw"), py::arg("entropy"), py::arg("sigma"),        \
+      py::arg("top_n_sigma"), py::arg("thresholds"), py::arg("band"), py::arg("seeds"), py::arg("positions"),            \
+      py::arg("forced_ids"), py::arg("skip"), py::arg("order"), py::arg("gumbel"), py::arg("raw"), py::arg("entropy"), py::arg("sigma"),        \
       py::arg("records"), py::arg("group_max")
 #define RLKERNEL_SAMPLING                                                                                                \
   SamplingInputs {                                                                                                       \
@@ -28,7 +28,7 @@ namespace rlkernel::bind {
         {pointer<const float>(temperatures), temperature}, {pointer<const int64_t>(top_ks), top_k},                      \
         {pointer<const float>(top_ps), top_p}, {pointer<const float>(min_ps), min_p},                                    \
         {pointer<const float>(top_n_sigmas), top_n_sigma}, pointer<const float>(thresholds),                             \
-        pointer<const int64_t>(seeds), pointer<const int64_t>(positions), pointer<const int64_t>(forced_ids),            \
+        pointer<const float>(band), pointer<const int64_t>(seeds), pointer<const int64_t>(positions), pointer<const int64_t>(forced_ids),            \
         pointer<const uint8_t>(skip), static_cast<FilterOrder>(order), gumbel, raw, entropy, sigma,                      \
         pointer<double>(records), pointer<float>(group_max)                                                              \
   }

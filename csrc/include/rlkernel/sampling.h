@@ -42,6 +42,11 @@ enum class FilterOrder : int { sequential = 0, joint = 1, top_k_first = 2 };
 // min(eta, sqrt(eta) * exp(-entropy)); at least top_a times the largest one squared.
 enum SamplingThreshold : int { kEpsilon = 0, kEta = 1, kTopA = 2, kThresholds = 3 };
 
+// Of what all others keep, typical-p keeps the share nearest to the mean logit, with ties: a surprise less the entropy is the
+// mean of z / T less the token's. Of what is left XTC drops what is likelier than the least likely one that has the threshold
+// of it; where it was not drawn, its threshold is 1.
+enum SamplingBand : int { kTypical = 0, kExclude = 1, kBand = 2 };
+
 // A value for each row, or one for all where `each` is null.
 template <class T>
 struct PerRow {
@@ -65,6 +70,7 @@ struct SamplingInputs {
   PerRow<float> min_p;           // off from 0 down
   PerRow<float> top_n_sigma;     // off at infinity
   const float* thresholds;       // [rows, kThresholds], each off at 0; null: none
+  const float* band;             // [rows, kBand], each off at 1; null: none
   const int64_t *seeds, *positions;  // [rows]; null with token_ids; positions also where all are 0
   const int64_t* token_ids;      // forced tokens; null: draw
   const uint8_t* skip;           // rows that are neither read nor written; null: none
@@ -93,6 +99,10 @@ RLKERNEL_HOST_DEVICE static inline bool parameters_hold(const SamplingInputs& in
     const float threshold = in.thresholds[r * kThresholds + i];
     if (!(threshold >= 0 && threshold <= 1)) return false;
   }
+  for (int i = 0; in.band != nullptr && i < kBand; ++i) {
+    const float share = in.band[r * kBand + i];
+    if (!(share > 0 && share <= 1)) return false;
+  }
   return (t == 0 || is_temperature(t)) && p > 0 && p <= 1 && m >= 0 && m <= 1 && of_row(in.top_n_sigma, r) > 0 &&
          of_row(in.top_k, r) >= -1;
 }
@@ -111,6 +121,20 @@ RLKERNEL_HOST_DEVICE static inline double least_of(const float* thresholds, doub
   }
   if (thresholds[kTopA] > 0) least = fmax(least, log(static_cast<double>(thresholds[kTopA])) - log_sum);
   return fmin(least, 0.0);
+}
+
+// The row's part of the band, null where it is off.
+RLKERNEL_HOST_DEVICE static inline const float* band_of(const SamplingInputs& in, int64_t r) {
+  if (in.band == nullptr) return nullptr;
+  const float* const band = in.band + r * kBand;
+  return band[kTypical] < 1 || band[kExclude] < 1 ? band : nullptr;
+}
+
+// The least z - max z at which XTC sees a token: from the threshold's share of the kept mass on, and never where integer masses
+// end, so that what it leaves has one.
+RLKERNEL_HOST_DEVICE static inline float exclusion_of(float threshold, int64_t mass, double temperature) {
+  const double share = log(static_cast<double>(threshold) * (static_cast<double>(mass) * 0x1p-40));
+  return static_cast<float>(temperature * fmax(share, -27.0));
 }
 
 struct SamplingOutputs {

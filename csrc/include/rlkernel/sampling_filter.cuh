@@ -18,7 +18,8 @@ struct Filter : Search<T> {
   using Base = Search<T>;
   using typename Base::Bins, typename Base::Scan;
   using Base::kSize, Base::in, Base::shared, Base::row, Base::logits, Base::groups, Base::temperature, Base::scale;
-  using Base::bins_of, Base::clear, Base::count_groups, Base::cross, Base::first_key, Base::key_in, Base::narrow;
+  using Base::bins_of, Base::clear, Base::count_groups, Base::count_in, Base::cross, Base::exp_of, Base::first_key;
+  using Base::key_in, Base::narrow;
   using Base::no_bins, Base::scan_warps, Base::search, Base::sums_from, Base::walk, Base::whole_mass;
 
   __device__ __forceinline__ Filter(const SamplingInputs& in, FilterShared& shared, const RowSummary& row, int64_t r)
@@ -138,6 +139,75 @@ struct Filter : Search<T> {
     return least > -infinity();
   }
 
+  // The mean of z - max z over the kept tokens, of integers: in any order the same.
+  __device__ __forceinline__ float mean_of(const KeptSet& kept) const {
+    int64_t own = 0;
+    walk(kept.z, [&](const float(&z)[kSize], int id) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float e = kept.has(z[i], id + i) ? exp_of(z[i]) : 0.0f;
+        own += e > 0.0f ? Mass(e * ((row.max - z[i]) / temperature)).value() : 0;
+      }
+    });
+    const int64_t sum = scan_warps(reduce_lanes(own, Add())).total;
+    return static_cast<float>(-static_cast<double>(temperature) * (static_cast<double>(sum) / static_cast<double>(kept.mass)));
+  }
+
+  // How far from `mean` the kept tokens reach that have a mass of `target`, the nearest ones first: eight bits of the distance,
+  // which is not negative, in a round.
+  __device__ __forceinline__ float radius_about(const KeptSet& kept, float mean, int64_t target) const {
+    Sums nearer = {0, 0};
+    uint32_t radius = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      clear();
+      walk(kept.z, [&](const float(&z)[kSize], int id) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const uint32_t key = to_bits(fabsf(z[i] - row.max - mean));
+          const bool here = shift == 24 || key >> (shift + 8) == radius;
+          if (here && kept.has(z[i], id + i)) count_in(static_cast<int>(key >> shift & 255u), Mass(exp_of(z[i])).value());
+        }
+      });
+      __syncthreads();  // the bins are full
+      int bin;
+      nearer = cross(nearer, true, target, &bin).above;
+      radius = radius << 8 | static_cast<uint32_t>(bin);
+    }
+    return from_bits(radius);
+  }
+
+  // Takes what is above `key` from the kept tokens, none of which was before.
+  __device__ __forceinline__ static void drop(KeptSet& kept, uint32_t key, const Sums& above) {
+    kept.high = from_key(key);
+    kept.count -= above.count;
+    kept.mass -= above.mass;
+  }
+
+  // The share of their mass that is nearest to the mean, with ties. It lies between two z.
+  __device__ __forceinline__ void keep_typical(KeptSet& kept, float share) const {
+    const uint32_t top = ordered(row.max), low = ordered(kept.z);
+    const float mean = mean_of(kept), radius = radius_about(kept, mean, share_of(share, kept.mass));
+    const uint32_t from = first_key(low, top, [&](float z) { return z - row.max - mean >= -radius; });
+    const uint32_t behind = first_key(from, top, [&](float z) { return z - row.max - mean > radius; });
+    if (from > low) {
+      const Sums sums = sums_from(from);
+      kept = {true, from_key(from), logits.vocab, sums.count, sums.mass, row.max};
+    }
+    if (behind <= top) drop(kept, behind - 1, sums_from(behind));
+  }
+
+  // Drops what is likelier than the least likely one of those that have the threshold of the kept mass.
+  __device__ __forceinline__ void exclude_top(KeptSet& kept, float threshold) const {
+    const uint32_t high = ordered(kept.high);
+    const float least = exclusion_of(threshold, kept.mass, static_cast<double>(temperature));
+    const uint32_t from = first_key(ordered(kept.z), high, [&](float z) { return z - row.max >= least; });
+    if (from > high) return;
+    const Sums reach = sums_from(from), above = sums_from(high + 1);
+    if (reach.count == above.count) return;
+    const Crossing c = search(from, high, false, reach.count, above);
+    drop(kept, c.key, {c.above.count - above.count, c.above.mass - above.mass});
+  }
+
   // What is kept of a row that is not greedy.
   __device__ __forceinline__ KeptSet keep(int64_t r) const {
     const int64_t k = of_row(in.top_k, r);
@@ -146,7 +216,8 @@ struct Filter : Search<T> {
     uint32_t lowest;
     const bool cuts = cuts_below(r, high, &lowest), k_on = k >= 1 && k < logits.vocab, p_on = p < 1.0f;
     const bool masked = in.bitmask != nullptr && row.finite < logits.vocab;
-    if (!cuts && !k_on && !p_on && !masked) return {};
+    const float* const band = band_of(in, r);
+    if (!cuts && !k_on && !p_on && !masked && band == nullptr) return {};
 
     const bool later = in.order == FilterOrder::top_k_first && p_on;  // the thresholds do not change top_p's share
     const uint32_t from = later ? kLowestKey : lowest;
@@ -164,10 +235,16 @@ struct Filter : Search<T> {
     } else if (prefix.sums.count < 0) {
       prefix.sums = sums_from(prefix.key);
     }
-    if (prefix.sums.count == logits.vocab) return {};
+    if (prefix.sums.count == logits.vocab && band == nullptr) return {};
     const float z = from_key(prefix.key);
     const bool all = prefix.at < 0 || prefix.ties >= prefix.at;
-    return {true, z, all ? logits.vocab : last_tie(z, prefix.ties), prefix.sums.count, prefix.sums.mass};
+    KeptSet kept = {true, z, all ? logits.vocab : last_tie(z, prefix.ties), prefix.sums.count, prefix.sums.mass, row.max};
+    if (band != nullptr) {
+      if (band[kTypical] < 1.0f) keep_typical(kept, band[kTypical]);
+      if (band[kExclude] < 1.0f) exclude_top(kept, band[kExclude]);
+      kept.filtered = kept.count < logits.vocab;
+    }
+    return kept;
   }
 };
 

@@ -101,14 +101,17 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
   return row;
 }
 
-// What the filters keep: all tokens with a larger z and those with this one up to the id `last`.
+// What the filters keep: all tokens with a larger z and those with this one up to the id `last`, but none above `high`.
 struct KeptSet {
   bool filtered;  // false: the row is whole, or greedy
   float z;
   int last;
   int64_t count, mass;
+  float high;
 
-  __device__ __forceinline__ bool has(float value, int id) const { return value > z || (value == z && id <= last); }
+  __device__ __forceinline__ bool has(float value, int id) const {
+    return value <= high && (value > z || (value == z && id <= last));
+  }
 };
 
 // Thread 0 writes what one value a row says.
