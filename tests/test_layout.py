@@ -110,7 +110,7 @@ RULES = {
     "reference_imports": (
         layout.reference_imports,
         (),
-        plant("rlkernel/reference/scale.py", FUNCTIONS + "import math\nfrom rlkernel.drivers import linear_logprob\n"),
+        plant("rlkernel/reference/scale.py", FUNCTIONS + "from rlkernel.drivers import linear_logprob\n"),
         "the reference's scale.py imports rlkernel.drivers.linear_logprob",
     ),
     "links": (
