@@ -7,6 +7,7 @@ from bitwise import assert_equal
 from prefix_cases import (
     FORESTS,
     LARGE,
+    OP,
     OPTIONS,
     check_against_dense,
     forest,
@@ -14,12 +15,14 @@ from prefix_cases import (
     inputs_of,
     like_hugging_face,
     reasons,
+    rule_of,
     run,
     skip_unless_it_can,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import PrefixBatch, PrefixLayout
+from rlkernel import PrefixBatch, PrefixLayout, dispatch
 from rlkernel.reference import prefix_shared_attention as reference
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("prefix_shared_attention"))
@@ -90,16 +93,96 @@ def test_head_dims(backend, device, head_dim):
     check(backend, device, FORESTS["ragged"], 2, 1, head_dim)
 
 
-@pytest.mark.parametrize("dims", [(24, 16), (16, 24), (40, 1)], ids=str)
+# (D, Dv): multi-head latent attention's, some that fill no tile of a power of two, one number, wider values
+OTHER_DIMS = [(192, 128), (64, 32), (40, 24), (40, 1), (32, 64)]
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dims", OTHER_DIMS, ids=str)
 @ON_EVERY_BACKEND
-def test_values_of_another_head_dim(backend, device, dims):
+def test_values_of_another_head_dim(backend, device, dims, options):
     """Multi-head latent attention; the scale is that of the keys."""
     slow = is_slow(backend, device)
-    for name in ("ragged",) if slow else ("ragged", "past tiles"):
-        dtype = widest(backend, device, FORESTS[name], 2, 1, max(dims))["q"].dtype
+    asked = dict(OPTIONS[options])
+    sinks = asked.pop("sinks", False)
+    for name in ("ragged",) if slow else ("ragged", "past tiles", "a depth of five"):
+        dtype = widest(backend, device, FORESTS[name], 2, 1, max(dims), sinks=sinks, **asked)["q"].dtype
         sizes = (2, 1, dims[0]) if slow else (4, 2, dims[0])
-        inputs = inputs_of(FORESTS[name], *sizes, v_dim=dims[1], dtype=dtype, device=device)
-        check_against_dense(backend, FORESTS[name], inputs)
+        inputs = inputs_of(FORESTS[name], *sizes, v_dim=dims[1], dtype=dtype, device=device, sinks=sinks)
+        check_against_dense(backend, FORESTS[name], inputs, **asked)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        ((192, 128), torch.bfloat16),
+        ((192, 128), torch.float16),
+        ((32, 64), torch.bfloat16),
+        ((40, 24), torch.float32),
+        ((32, 64), torch.float32),
+    ],
+    ids=str,
+)
+@ON_EVERY_BACKEND
+def test_errors_with_values_of_another_head_dim(backend, device, dims, dtype):
+    slow = is_slow(backend, device)
+    if slow and dtype == torch.float16:
+        return
+    for name in ("ragged",) if slow else ("past tiles", "a depth of five"):
+        shape = FORESTS[name]
+        for options in ("plain",) if slow else ("plain", "softcap", "window 8", "all"):
+            asked = dict(OPTIONS[options])
+            sinks = asked.pop("sinks", False)
+            inputs = inputs_of(shape, 4, 2, dims[0], v_dim=dims[1], dtype=dtype, device=device, sinks=sinks)
+            skip_unless_it_can(backend, shape.layout(), inputs, **asked)
+            got = check_against_dense(backend, shape, inputs, **asked)
+            assert got.out.dtype == got.dv.dtype == dtype and got.dv.shape == inputs["v"].shape
+
+
+class HeadsPadded(TorchDispatchMode):
+    """Raises where a tensor's last dimension is padded."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.constant_pad_nd.default:
+            assert not any(args[1][:2]), (
+                f"{tuple(args[0].shape)} gets {args[1][:2]} more in its last dimension"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("parity", ["fast", "bitwise"])
+@pytest.mark.parametrize("dims", [(40, 24), (24, 40)], ids=str)
+@ON_EVERY_BACKEND
+def test_nothing_is_padded_to_another_head_dim(backend, device, dims, parity, monkeypatch):
+    """A backend gets the values as they are, and neither it nor backward makes them as wide as the keys."""
+    shape, (d, v_dim) = FORESTS["ragged"], dims
+    inputs = inputs_of(shape, 2, 1, d, v_dim=v_dim, device=device)
+    if (backend, device) == ("native", "cuda"):
+        return  # the vendors' kernels have one head dim
+    rule = rule_of(inputs, parity=parity)
+    with running(backend):
+        impl = dispatch.pick(
+            OP, *(inputs[x] for x in "qkv"), layout=shape.layout(), rule=rule, sinks=None, needs_grad=True
+        )
+    seen = []
+    for function in ("forward", "backward"):
+        real = getattr(impl, function)
+
+        def spy(*arguments, original=real):
+            shapes = [x.shape[2] for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 3]
+            with HeadsPadded():
+                results = original(*arguments)
+            seen.append((shapes, [x.shape[2] for x in results if x.dim() == 3]))
+            return results
+
+        monkeypatch.setattr(impl, function, spy)
+    run(backend, shape.layout(), inputs, parity=parity)
+    assert seen == [([d, d, v_dim], [v_dim]), ([v_dim, d, d, v_dim, v_dim], [d, d, v_dim])]
+
+
+def test_padding_would_be_seen():
+    with HeadsPadded(), pytest.raises(AssertionError, match="last dimension"):
+        torch.nn.functional.pad(torch.zeros(3, 2, 4), (0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

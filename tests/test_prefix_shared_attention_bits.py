@@ -66,6 +66,23 @@ def test_parity_with_repeated_prompts(backend, device, dtype, options):
         torch.testing.assert_close(got.out, fast.out, rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dims", [(40, 24), (24, 40)], ids=str)
+@ON_EVERY_BACKEND
+def test_parity_with_values_of_another_head_dim(backend, device, dims):
+    for shape in [*FEW_BITS, FORESTS["a depth of five"]]:
+        layout = shape.layout()
+        inputs = inputs_of(shape, 2, 1, dims[0], v_dim=dims[1], device=device, sinks=True)
+        skip_unless_it_can(backend, layout, inputs, parity="bitwise")
+        repeated, index = layout.repeated()
+        index = index.to(device)
+        dense = inputs | {name: inputs[name][index] for name in ("q", "k", "v", "grad_out")}
+        for options in ({}, {"window": 5, "softcap": 3.0}):
+            got = run(backend, layout, inputs, parity="bitwise", **options)
+            want = run(backend, repeated, dense, parity="bitwise", **options)
+            assert_equal("out", got.out[index], want.out)
+            assert_equal("lse", got.lse[:, index], want.lse)
+
+
 @ON_EVERY_BACKEND
 def test_a_row_does_not_depend_on_other_groups(backend, device):
     """Bitwise parity makes a row batch-invariant too: its tiles are cut at its own positions."""

@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import rlkernel
 from rlkernel.native import prefix_shared_attention as native
-from rlkernel.native import prefix_shared_attention_capped as capped
 from rlkernel.native import prefix_shared_attention_cpu as cpu
 from rlkernel.native import prefix_shared_attention_plan as planning
+from rlkernel.native import prefix_shared_attention_products as products
 from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 from rlkernel.types import AttentionRule
@@ -36,7 +36,7 @@ def small(monkeypatch):
     for name, value in {"ROWS": 7, "SHORT": 3, "BATCH_ROWS": 10, "TILE": 4}.items():
         monkeypatch.setattr(planning, name, value)
     monkeypatch.setattr(cpu, "TILE", 4)
-    monkeypatch.setattr(capped, "SCORES", 1)
+    monkeypatch.setattr(products, "SCORES", 1)
 
 
 def a_forest(seed: int) -> PrefixLayout:
@@ -52,12 +52,11 @@ def a_forest(seed: int) -> PrefixLayout:
     return PrefixLayout.of(lengths, parents, completion)[0]
 
 
-def tensors(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0):
+def tensors(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0, v_dim=None):
     g = torch.Generator().manual_seed(seed)
-    shapes = (heads, kv_heads, kv_heads, heads)
-    return [
-        torch.randn(layout.total, h, head_dim, generator=g, dtype=torch.float64).to(dtype) for h in shapes
-    ]
+    v_dim = v_dim or head_dim
+    shapes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_dim), (heads, v_dim))
+    return [torch.randn(layout.total, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
 def run(backend, layout, inputs, rule, sinks=None):
@@ -80,6 +79,8 @@ def test_exact_with_small_tiles(forest, rule, small, poison):
     layout = FORESTS[forest].layout()
     assert_exact(layout, tensors(layout), RULES[rule])
     assert_exact(layout, tensors(layout, 3, 1), RULES[rule], torch.randn(3, dtype=torch.float64))
+    for v_dim in (5, 12):
+        assert_exact(layout, tensors(layout, v_dim=v_dim), RULES[rule])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,7 +95,9 @@ def test_exact_on_random_forests(seed, small, poison):
 @pytest.mark.parametrize("forest", LARGE)
 def test_exact_with_real_tiles(forest, rule, heads):
     layout = LARGE[forest].layout()
-    assert_exact(layout, tensors(layout, *heads), RULES[rule], torch.randn(heads[0], dtype=torch.float64))
+    for v_dim in (8, 5, 12):
+        inputs = tensors(layout, *heads, v_dim=v_dim)
+        assert_exact(layout, inputs, RULES[rule], torch.randn(heads[0], dtype=torch.float64))
 
 
 def test_exact_past_a_call_of_rows():
@@ -102,6 +105,7 @@ def test_exact_past_a_call_of_rows():
     assert layout.total > planning.ROWS
     for rule in RULES.values():
         assert_exact(layout, tensors(layout, 2, 1), rule)
+        assert_exact(layout, tensors(layout, 2, 1, v_dim=6), rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -332,16 +336,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 )
 def test_the_same_bits_again(number, rule):
     layout = groups((130, [33, 66, 2, 3, 3]), (5, [40])).layout()
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = tensors(layout, 4, 2, 40, dtype)
+    for dtype, v_dim in ((torch.float32, 40), (torch.bfloat16, 40), (torch.float32, 24)):
+        inputs = tensors(layout, 4, 2, 40, dtype, v_dim=v_dim)
         with threads(number):
             first, again = (run(native, layout, inputs, RULES[rule]) for _ in range(2))
         for name, a, b in zip(NAMES, first, again, strict=True):
             bitwise.assert_equal(name, a, b)
 
 
-def parity(layout, rule, dtype, heads, head_dim=40, sinks=None):
-    q, k, v, _ = tensors(layout, *heads, head_dim, dtype)
+def parity(layout, rule, dtype, heads, head_dim=40, sinks=None, v_dim=None):
+    q, k, v, _ = tensors(layout, *heads, head_dim, dtype, v_dim=v_dim)
     alone, index = layout.repeated()
     out, lse = native.forward(q, k, v, layout, rule, sinks)
     want_out, want_lse = native.forward(q[index], k[index], v[index], alone, rule, sinks)
@@ -350,25 +354,26 @@ def parity(layout, rule, dtype, heads, head_dim=40, sinks=None):
     return out, lse
 
 
+@pytest.mark.parametrize("v_dim", [40, 24, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_bits_of_the_repeated_prompts(rule, dtype):
+def test_bits_of_the_repeated_prompts(rule, dtype, v_dim):
     rule = RULES[rule]._replace(bitwise=True)
     for forest, heads, sinks in (
         (LARGE["long stems"], (4, 2), None),
         (groups((77, [60, 1, 130]), (3, [64])), (3, 1), torch.tensor([0.3, -1.0, 2.0])),
     ):
         layout = forest.layout()
-        out, lse = parity(layout, rule, dtype, heads, sinks=sinks)
-        wide = [x.double() for x in tensors(layout, *heads, 40, dtype)[:3]]
+        out, lse = parity(layout, rule, dtype, heads, sinks=sinks, v_dim=v_dim)
+        wide = [x.double() for x in tensors(layout, *heads, 40, dtype, v_dim=v_dim)[:3]]
         want = reference.forward(*wide, layout, rule, None if sinks is None else sinks.double())
         allowed = {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
         assert error(out, want[0]) <= allowed and error(lse, want[1]) <= max(allowed, 1e-5)
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("head_dim", [40, 64])
-def test_bits_of_the_repeated_prompts_on_threads(number, head_dim):
+@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (40, 24), (24, 40), (192, 128)], ids=str)
+def test_bits_of_the_repeated_prompts_on_threads(number, dims):
     """Of parity bitwise: in fast a call of one row may have other bits in the memory of another thread."""
     layout = LARGE["long stems"].layout()
     for heads, name, dtype in (
@@ -378,11 +383,12 @@ def test_bits_of_the_repeated_prompts_on_threads(number, head_dim):
         ((4, 2), "plain", torch.bfloat16),
     ):
         rule = RULES[name]._replace(bitwise=True)
-        alone = parity(layout, rule, dtype, heads, head_dim)
+        alone = parity(layout, rule, dtype, heads, dims[0], v_dim=dims[1])
         with threads(number):
-            together = parity(layout, rule, dtype, heads, head_dim)
-        bitwise.assert_equal("out", together[0], alone[0])
-        bitwise.assert_equal("lse", together[1], alone[1])
+            together = parity(layout, rule, dtype, heads, dims[0], v_dim=dims[1])
+        if dims[0] == dims[1]:  # plain products may be cut otherwise for another number of threads
+            bitwise.assert_equal("out", together[0], alone[0])
+            bitwise.assert_equal("lse", together[1], alone[1])
 
 
 def test_the_fast_path_has_other_bits():
@@ -437,6 +443,26 @@ def extra_of_a_group(members: int, rule: AttentionRule) -> tuple[int, int]:
 def test_extra_memory_does_not_grow_with_the_group(rule):
     """From the size on where every kind of call has as many rows as it ever has."""
     assert extra_of_a_group(40, RULES[rule]) == extra_of_a_group(90, RULES[rule])
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (128, 192)], ids=str)
+def test_extra_memory_is_that_of_one_calls_results(dims):
+    """In the head dims that they have: nothing is as wide as the wider of both."""
+
+    def extra(rows):
+        layout = groups((rows, [40])).layout()
+        q, k, v, grad = tensors(layout, 2, 2, dims[0], torch.float32, v_dim=dims[1])
+        out, lse = native.forward(q, k, v, layout, RULES["plain"], None)
+        return (
+            extra_memory(lambda: native.forward(q, k, v, layout, RULES["plain"], None)),
+            extra_memory(lambda: native.backward(grad, q, k, v, out, lse, layout, RULES["plain"])),
+        )
+
+    (forward, backward), (more_forward, more_backward) = extra(1000), extra(2000)
+    row = 4 * 2  # bytes of a number, heads
+    results = 1000 * row * (dims[1] + 1), 1000 * row * (2 * dims[0] + dims[1])
+    assert abs(more_forward - forward - results[0]) <= 0.15 * results[0]
+    assert abs(more_backward - backward - results[1]) <= 0.15 * results[1]
 
 
 # ability

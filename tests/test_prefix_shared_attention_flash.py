@@ -65,13 +65,14 @@ def force(monkeypatch, way):
     monkeypatch.setattr(flash, "gathers", lambda *_: way == "gather")
 
 
-def inputs(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, **rule):
+def inputs(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, v_dim=None, **rule):
     """(q, k, v), layout, rule, sinks, the gradient of out: what both() takes."""
-    made = reference.make_inputs(layout, heads, kv_heads, head_dim, dtype=dtype)
+    made = reference.make_inputs(layout, heads, kv_heads, head_dim, v_dim, dtype=dtype)
     sinks = torch.linspace(-1, 2, heads, dtype=dtype) if rule.pop("sinks", False) else None
     options = {"scale": 0.4, "softcap": 0.0, "window": 0, "bitwise": False} | rule
     generator = torch.Generator().manual_seed(9)
-    grad = torch.randn(made["q"].shape, generator=generator, dtype=torch.float64).to(dtype)
+    shape = *made["q"].shape[:2], v_dim or head_dim
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return (made["q"], made["k"], made["v"]), layout, AttentionRule(**options), sinks, grad
 
 
@@ -118,6 +119,19 @@ def test_grouped_heads(heads, kv_heads, way, monkeypatch):
     force(monkeypatch, way)
     case = inputs(LAYOUTS["forest 1"], heads, kv_heads, sinks=True)
     assert error(both(flash, *case), both(reference, *case)) <= 1e-11
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=str)
+@pytest.mark.parametrize("name, way, rule", CASES)
+@pytest.mark.usefixtures("poison")
+def test_values_of_another_head_dim(name, way, rule, dims, monkeypatch):
+    """The vendors' kernels have one: they get zeros behind, of which nothing comes out."""
+    install(name, monkeypatch)
+    force(monkeypatch, way)
+    case = inputs(LAYOUTS["tree"], head_dim=dims[0], v_dim=dims[1], **RULES[rule])
+    for field, got, want in zip(NAMES, both(flash, *case), both(reference, *case), strict=True):
+        assert got.is_contiguous() and got.dtype == want.dtype and got.shape == want.shape, field
+        assert error([got], [want]) <= 1e-11, field
 
 
 def in_fp64(tensors, layout, rule, sinks, grad):

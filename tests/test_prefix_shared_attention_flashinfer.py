@@ -49,13 +49,16 @@ class Wrapper:
              o_indptr=None):
         Wrapper.plans += 1
         assert qo_indptr.device.type == kv_indptr.device.type == "cpu"
-        self.shape = (num_qo_heads, num_kv_heads, head_dim_qk, q_data_type, kv_data_type)
+        self.shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, q_data_type,
+                      kv_data_type)
         self.tables = (qo_indptr, kv_indptr)
         self.options = (sm_scale, causal, window_left, -1, logits_soft_cap or 0.0)
 
     def run(self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, out=None, lse=None,
             return_lse=False, lse_base="log2", lse_layout="NH", enable_pdl=None, kv_cache_sf=None):
-        assert self.shape == (q.shape[1], k.shape[1], q.shape[2], q.dtype, k.dtype)
+        assert self.shape == (q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, k.dtype)
+        Wrapper.dims = q.shape[2], v.shape[2]
+        assert q.shape[2] == k.shape[2] and (q.shape[2] == v.shape[2] or Wrapper.dims == (192, 128))
         assert all(x.is_contiguous() for x in (q, k, v)) and lse_base == "log2" and lse_layout == "NH"
         longest = (max(2, int(x.diff().max())) for x in self.tables)
         out, lse = attend(q, k, v, *self.tables, *longest, *self.options, -5e4)
@@ -86,8 +89,8 @@ def backend(monkeypatch):
     vars(rlkernel).pop("flashinfer", None)
 
 
-def case(layout, dtype=torch.float64, heads=4, kv_heads=2, **options):
-    made = reference.make_inputs(layout, heads, kv_heads, 16, dtype=dtype)
+def case(layout, dtype=torch.float64, heads=4, kv_heads=2, dims=(16, 16), **options):
+    made = reference.make_inputs(layout, heads, kv_heads, *dims, dtype=dtype)
     sinks = torch.linspace(-1, 2, heads, dtype=dtype) if options.pop("sinks", False) else None
     return made["q"], made["k"], made["v"], layout, RULE._replace(**options), sinks
 
@@ -102,6 +105,21 @@ def test_matches_the_reference(name, heads, kv_heads, options, backend):
     (out, lse), (want, want_lse) = backend.forward(*arguments), reference.forward(*arguments)
     assert out.is_contiguous() and lse.is_contiguous() and lse.shape == want_lse.shape
     # sinks reach it as fp32
+    assert (out - want).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
+    assert (lse - want_lse).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "given"),
+    [((192, 128), (192, 128)), ((64, 32), (64, 64)), ((32, 64), (64, 64)), ((128, 192), (192, 192))],
+    ids=str,
+)
+def test_values_of_another_head_dim(dims, given, options, backend):
+    """Those of multi-head latent attention go in as they are."""
+    arguments = case(TREE, dims=dims, **options)
+    (out, lse), (want, want_lse) = backend.forward(*arguments), reference.forward(*arguments)
+    assert Wrapper.dims == given and out.is_contiguous() and out.shape == want.shape
     assert (out - want).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
     assert (lse - want_lse).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
 
@@ -158,8 +176,11 @@ def test_it_says_why_not(monkeypatch, backend):
     (reason,) = backend.unsupported(on_gpu(monkeypatch, torch.float32))
     assert reason == "q must be float16 or bfloat16, got float32"
     assert backend.unsupported(on_gpu(monkeypatch, head_dim=96)) == [
-        "the head dim must be one of 64, 128, 256, got 96"
+        "the head dim must be one of 64, 128, 256, or 192 with values of 128, got 96 with values of 96"
     ]
+    for dims, is_able in {(192, 128): True, (64, 32): True, (192, 192): False, (192, 64): False}.items():
+        wide, v = (on_gpu(monkeypatch, head_dim=d) for d in dims)
+        assert (backend.unsupported(wide, wide, v) == []) == is_able, dims
     assert backend.unsupported(torch.zeros(3, 2, 64).bfloat16()) == ["q must be on an NVIDIA GPU, got cpu"]
     monkeypatch.setattr(backend, "_library", lambda: (None, "flashinfer does not import here: no such tool"))
     assert backend.unsupported(q) == ["flashinfer does not import here: no such tool"]

@@ -81,11 +81,12 @@ def test_backends_are_told_whether_a_gradient_is_wanted(monkeypatch):
     assert asked == [True, False] * 4 + [False, False]
 
 
+@pytest.mark.parametrize("v_dim", [16, 12])
 @pytest.mark.parametrize("options", ["plain", "all"])
-def test_compile_without_graph_breaks(options):
+def test_compile_without_graph_breaks(options, v_dim):
     asked = dict(OPTIONS[options])
     shape = FORESTS["a depth of three"]
-    inputs = inputs_of(shape, sinks=asked.pop("sinks", False))
+    inputs = inputs_of(shape, sinks=asked.pop("sinks", False), v_dim=v_dim)
     layout = shape.layout()
 
     def loss(q, k, v, sinks):
@@ -111,10 +112,11 @@ def test_a_batch_of_other_lengths_may_follow_under_compile():
         torch.testing.assert_close(compiled(q, k, v, shape.layout()), want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("v_dim", [16, 24])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_opcheck(sinks):
+def test_opcheck(sinks, v_dim):
     shape = FORESTS["ragged"]
-    inputs = inputs_of(shape, sinks=sinks)
+    inputs = inputs_of(shape, sinks=sinks, v_dim=v_dim)
     leaves = leaves_of(inputs)
     arguments = (*leaves, shape.layout().segments, 0.25, 0.0, 0, False)
     torch.library.opcheck(torch.ops.rlkernel.prefix_shared_attention, arguments)

@@ -436,7 +436,7 @@ def test_reasons():
     assert triton_op.unsupported(q, q, q) == []
     for bad, reason in (
         (q.double(), "q must be float32, float16 or bfloat16"),
-        (torch.zeros(3, 2, 257, device=q.device), "head dim must be at most 256, got 257"),
+        (torch.zeros(3, 2, 257, device=q.device), "the head dim of q must be at most 256, got 257"),
         (q.transpose(1, 2), "q must be dense in the last dimension"),
     ):
         assert [r for r in triton_op.unsupported(bad, bad, bad) if reason in r]

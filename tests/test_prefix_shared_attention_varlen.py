@@ -94,6 +94,8 @@ def test_limits(monkeypatch):
     assert not reasons("fa2", capability=(10, 0))
     assert "not deterministic above head dim 192" in reasons("fa3", head_dim=256)[0]
     assert not reasons("fa3", head_dim=256, needs_grad=False)
+    q = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
+    assert "got 264" in install("fa2", monkeypatch).reasons(q, 0.0, True, 264)[0]  # values are wider
     assert "it has no softcap" in reasons("aten", softcap=30.0)[0] and not reasons("fa2", softcap=30.0)
     assert "needs an A100" in reasons("aten", head_dim=256, capability=(8, 6))[0]
 

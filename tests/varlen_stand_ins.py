@@ -18,7 +18,8 @@ CALLS: list[str] = []
 def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, left, right, softcap, no_keys):
     """out and lse, row by row: a row's bits depend on its own keys alone, as a tiled kernel's do."""
     check(q, k, v, cu_q, cu_k, max_q, max_k)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide(q))
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=wide(q))
     for qs, ks in sequences(cu_q, cu_k):
         for i in range(qs.start, qs.stop):
             seen = keys_of(i, qs, ks, causal, left, right)
@@ -38,7 +39,7 @@ def attend_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, ca
     """dq, dk, dv.  Rows of sequences without a counterpart keep what memory held: nobody may look at them."""
     check(q, k, v, cu_q, cu_k, max_q, max_k)
     check(grad, out, out, cu_q, cu_q, max_q, max_q)
-    assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
+    assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0]) and q.shape == out.shape
     dq, dk, dv = (torch.full(x.shape, math.nan, dtype=x.dtype) for x in (q, k, v))
     for qs, ks in sequences(cu_q, cu_k):
         if qs.start == qs.stop or ks.start == ks.stop:
@@ -109,6 +110,7 @@ class FlashAttention2:
                                    return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
                                    zero_tensors=False):
         CALLS.append("forward")
+        assert q.shape[2] == v.shape[2]
         assert dropout_p == 0 and alibi_slopes is None
         out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                           causal, window_size_left, window_size_right, softcap, math.inf)
@@ -141,6 +143,7 @@ class FlashAttention3:
                             softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
                             pack_gqa=None, sm_margin=0):
         CALLS.append("forward")
+        assert q.shape[2] == v.shape[2]
         assert num_splits == 1
         out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                           causal, window_size_left, window_size_right, softcap, -math.inf)
@@ -168,6 +171,7 @@ class Aten:
                                  window_size_right=None, seqused_k=None, alibi_slopes=None,
                                  block_table=None, num_splits=None):
         CALLS.append("forward")
+        assert query.shape[2] == value.shape[2]
         assert dropout_p == 0 and not return_debug_mask and num_splits == 1
         out, lse = attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, scale, is_causal,
                           window_size_left, window_size_right, 0, math.inf)

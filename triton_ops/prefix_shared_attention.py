@@ -50,10 +50,10 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# (bytes of a number, head dim) -> blocks of each of KERNELS: the largest found that spill on none of sm_80,
-# sm_90, sm_100 and gfx942, in shared memory that all of them have (AMD: 64 KiB; its four warps have twice the
-# registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is exact, which on NVIDIA
-# means ordinary multiply-adds; there some spill with a softcap, or at head dims between these.
+# (bytes of a number, wider head dim) -> blocks of each of KERNELS: the largest found that spill on none of
+# sm_80, sm_90, sm_100 and gfx942, in shared memory that all of them have (AMD: 64 KiB; its four warps have
+# twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is exact, which on
+# NVIDIA means ordinary multiply-adds; there some spill with a softcap, or at head dims between these.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
     (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
@@ -78,13 +78,17 @@ TIGHT_KEY_GRAD = {
 }
 
 
+# that of NVIDIA for multi-head latent attention's (192, 128) spills on sm_100
+NARROW_VALUES_QUERY_GRAD = {(True, 2, 256, 128): Blocks(64, 32, 8, 2)}
+
+
 def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
     reasons = device_reasons(q)
     if q.dtype not in DTYPES:
         reasons.append(f"q must be float32, float16 or bfloat16, got {q.dtype}")
-    if q.shape[-1] > MAX_HEAD_DIM:
-        reasons.append(f"the head dim must be at most {MAX_HEAD_DIM}, got {q.shape[-1]}")
     for name, x in zip("qkv", (q, *tensors), strict=False):
+        if name != "k" and x.shape[-1] > MAX_HEAD_DIM:
+            reasons.append(f"the head dim of {name} must be at most {MAX_HEAD_DIM}, got {x.shape[-1]}")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             reasons.append(f"{name} must be dense in the last dimension, got strides {x.stride()}")
     return reasons
@@ -93,10 +97,11 @@ def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    total, heads, head_dim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    total, heads, _ = q.shape
+    out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    blocks = _blocks("forward", head_dim, q.dtype, rule)
+    dims = q.shape[2], v.shape[2]
+    blocks = _blocks("forward", dims, q.dtype, rule)
     plan = _query_plan(layout, rule, blocks, q.device)
     keys = layout.gathered(q.device).keys if rule.bitwise else None
     if total:
@@ -104,7 +109,7 @@ def forward(
             attention_forward_kernel[(len(plan.tiles) * heads,)](
                 *_strided(q), *_strided(k), *_strided(v), None if sinks is None else sinks.contiguous(),
                 out, lse, plan.tiles, plan.runs, keys, *layout.row_tables(q.device), total, *_numbers(rule),
-                HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
+                HEADS=heads, GROUP=heads // k.shape[1], **_shape(dims, blocks, blocks.k),
             )  # fmt: skip
     return out, lse
 
@@ -119,7 +124,7 @@ def backward(
     layout: PrefixLayout,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total, heads, head_dim = q.shape
+    total, heads, v_dim = out.shape
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if not total:
         return dq, dk, dv
@@ -128,10 +133,10 @@ def backward(
     out = out.contiguous()
     with torch.cuda.device_of(q):
         delta = torch.empty_like(lse)
-        rows = 4096 // max(64, _width(head_dim))
+        rows = 4096 // max(64, _width(v_dim))
         attention_delta_kernel[(triton.cdiv(total, rows) * heads,)](
             *_strided(grad_out), out, delta, total,
-            HEADS=heads, D=head_dim, WIDTH=_width(head_dim), ROWS=rows, num_warps=4,
+            HEADS=heads, DV=v_dim, V_WIDTH=_width(v_dim), ROWS=rows, num_warps=4,
         )  # fmt: skip
         _query_grad(grad_out, q, k, v, lse, delta, dq, layout, rule)
         _key_grads(grad_out, q, k, v, lse, delta, dk, dv, layout, rule)
@@ -149,13 +154,14 @@ def _query_grad(
     layout: PrefixLayout,
     rule: AttentionRule,
 ) -> None:
-    total, heads, head_dim = q.shape
-    blocks = _blocks("query grad", head_dim, q.dtype, rule)
+    total, heads, _ = q.shape
+    dims = q.shape[2], v.shape[2]
+    blocks = _blocks("query grad", dims, q.dtype, rule)
     plan = _query_plan(layout, rule._replace(bitwise=False), blocks, q.device)
     attention_query_grad_kernel[(len(plan.tiles) * heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
         plan.tiles, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        HEADS=heads, GROUP=heads // k.shape[1], **_shape(head_dim, blocks, blocks.k),
+        HEADS=heads, GROUP=heads // k.shape[1], **_shape(dims, blocks, blocks.k),
     )  # fmt: skip
 
 
@@ -171,27 +177,28 @@ def _key_grads(
     layout: PrefixLayout,
     rule: AttentionRule,
 ) -> None:
-    total, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    blocks = _blocks("key grad", head_dim, q.dtype, rule)
-    slot = kv_heads * blocks.k * head_dim  # numbers of a partial sum
+    total, heads, _ = q.shape
+    kv_heads, dims = k.shape[1], (k.shape[2], v.shape[2])
+    blocks = _blocks("key grad", dims, q.dtype, rule)
+    slot = 4 * kv_heads * blocks.k * sum(dims)  # bytes of a partial sum of keys and of values
     plan: KeyPlan = layout._on(
         q.device,
         f"triton keys {blocks.q} {blocks.k} {slot} {rule.window}",
-        lambda: key_plan(layout, rule.window, blocks.q, blocks.k, 8 * slot),
+        lambda: key_plan(layout, rule.window, blocks.q, blocks.k, slot),
     )
-    parts = torch.empty(2, plan.slots, slot, dtype=torch.float32, device=q.device)
+    size = plan.slots * kv_heads * blocks.k
+    parts = [torch.empty(size, d, dtype=torch.float32, device=q.device) for d in dims]
     attention_key_grad_kernel[(len(plan.items) * kv_heads,)](
         *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dk, dv, *parts,
         plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(head_dim, blocks, blocks.q),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(dims, blocks, blocks.q),
     )  # fmt: skip
-    rows = min(16, 2048 // _width(head_dim))
-    for part, grad in zip(parts, (dk, dv), strict=True):
+    for part, grad, d in zip(parts, (dk, dv), dims, strict=True):
+        rows = min(16, 2048 // _width(d))
         if len(plan.sums):
             attention_sum_kernel[(len(plan.sums) * (blocks.k // rows) * kv_heads,)](
                 part, grad, plan.sums,
-                KV_HEADS=kv_heads, D=head_dim, WIDTH=_width(head_dim), BK=blocks.k, ROWS=rows, num_warps=4,
+                KV_HEADS=kv_heads, D=d, WIDTH=_width(d), BK=blocks.k, ROWS=rows, num_warps=4,
             )  # fmt: skip
 
 
@@ -214,10 +221,12 @@ def _width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _shape(head_dim: int, blocks: Blocks, visited: int) -> dict[str, int]:
+def _shape(dims: tuple[int, int], blocks: Blocks, visited: int) -> dict[str, int]:
     return {
-        "D": head_dim,
-        "WIDTH": _width(head_dim),
+        "D": dims[0],
+        "WIDTH": _width(dims[0]),
+        "DV": dims[1],
+        "V_WIDTH": _width(dims[1]),
         "BQ": blocks.q,
         "BK": blocks.k,
         "STEP": max(16, visited // 2),
@@ -226,13 +235,16 @@ def _shape(head_dim: int, blocks: Blocks, visited: int) -> dict[str, int]:
     }
 
 
-def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule) -> Blocks:
+def _blocks(kernel: str, dims: tuple[int, int], dtype: torch.dtype, rule: AttentionRule) -> Blocks:
     nvidia = torch.version.hip is None
-    width = max(64, _width(head_dim))
+    width = max(64, *map(_width, dims))
     blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, width][KERNELS.index(kernel)]
+    if kernel == "query grad":
+        shape = nvidia, dtype.itemsize, _width(dims[0]), _width(dims[1])
+        blocks = NARROW_VALUES_QUERY_GRAD.get(shape, blocks)
     # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
     # half as many rows at a time, but enough for tensor cores
-    if rule.softcap or (not nvidia and head_dim < width):
+    if rule.softcap or (not nvidia and min(dims) < width):
         if kernel == "key grad" and (nvidia, dtype.itemsize, width) in TIGHT_KEY_GRAD:
             return TIGHT_KEY_GRAD[nvidia, dtype.itemsize, width]
         visited = "q" if kernel == "key grad" else "k"
@@ -245,13 +257,16 @@ def _blocks(kernel: str, head_dim: int, dtype: torch.dtype, rule: AttentionRule)
 def aot_cases() -> dict[str, Callable[[], object]]:
     """As in ``logprob``: a prompt whose keys take several programs, and its completions."""
 
-    def run(head_dim: int, dtype: torch.dtype, softcap: float, sinks: bool, bitwise: bool) -> None:
+    def run(
+        head_dim: int, dtype: torch.dtype, softcap: float, sinks: bool, bitwise: bool, v_dim: int = 0
+    ) -> None:
         layout = PrefixLayout((65, CHUNK, 65), (-1, 0, 0), (False, True, True))
         rule = AttentionRule(head_dim**-0.5, softcap, 0, bitwise)
-        q, kv = (torch.empty(layout.total, h, head_dim, dtype=dtype) for h in (8, 2))
-        out, lse = forward(q, kv, kv, layout, rule, torch.ones(8) if sinks else None)
+        q, k = (torch.empty(layout.total, h, head_dim, dtype=dtype) for h in (8, 2))
+        v = torch.empty(layout.total, 2, v_dim or head_dim, dtype=dtype)
+        out, lse = forward(q, k, v, layout, rule, torch.ones(8) if sinks else None)
         if not bitwise:
-            backward(q, q, kv, kv, out, lse, layout, rule)
+            backward(torch.empty_like(out), q, k, v, out, lse, layout, rule)
 
     bf16, fp32 = torch.bfloat16, torch.float32
     return {
@@ -259,5 +274,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         "bf16 D = 128": lambda: run(128, bf16, 0.0, False, False),
         "bf16 D = 128 bitwise": lambda: run(128, bf16, 0.0, False, True),
         "bf16 D = 256 softcap": lambda: run(256, bf16, 50.0, False, False),
+        "bf16 D = 192, Dv = 128": lambda: run(192, bf16, 0.0, False, False, 128),
+        "bf16 D = 192, Dv = 128 bitwise": lambda: run(192, bf16, 0.0, False, True, 128),
         "fp32 D = 128": lambda: run(128, fp32, 0.0, False, False),
     }

@@ -22,11 +22,11 @@ from rlkernel.triton_ops.prefix_shared_attention_kernels import (
 @triton.jit
 def push(
     key, value, q, q_stride, grad_out, g_stride, lse, delta, rows, ok, dk, dv, scale, softcap,
-    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradients of a tile's keys and values what a block of queries gives."""
     query = load_rows(q, rows, q_stride, D, WIDTH)
-    g = load_rows(grad_out, rows, g_stride, D, WIDTH)
+    g = load_rows(grad_out, rows, g_stride, DV, V_WIDTH)
     lse_i, delta_i = tl.load(lse + rows) * LOG2E, tl.load(delta + rows)
     if MASKED:  # a row whose query or gradient is not finite has no finite lse or delta
         query, g = finite(query), finite(g)
@@ -49,7 +49,7 @@ def attention_key_grad_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
     lse, delta, dk, dv, part_dk, part_dv, items, runs, first, last, pos, T, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
+    DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * 6
@@ -59,10 +59,10 @@ def attention_key_grad_kernel(
     inside = index < end
     j = tl.minimum(index, end - 1)  # keys beyond the end repeat the last, and are not stored
     key = load_rows(k + kv_head.to(tl.int64) * k_head, j, k_stride, D, WIDTH)
-    value = load_rows(v + kv_head.to(tl.int64) * v_head, j, v_stride, D, WIDTH)
+    value = load_rows(v + kv_head.to(tl.int64) * v_head, j, v_stride, DV, V_WIDTH)
     first_j, last_j, pos_j = load_tables(first, last, pos, j)
     sum_dk = tl.zeros((BK, WIDTH), tl.float32)
-    sum_dv = tl.zeros((BK, WIDTH), tl.float32)
+    sum_dv = tl.zeros((BK, V_WIDTH), tl.float32)
     for member in range(GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
         q_here, g_here = q + head * q_head, grad_out + head * g_head
@@ -72,7 +72,7 @@ def attention_key_grad_kernel(
                 rows = start + tl.arange(0, BQ)
                 sum_dk, sum_dv = push(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, True,
-                    sum_dk, sum_dv, scale, softcap, D, WIDTH, False,
+                    sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
         for run in range(masked, stop):
             run_end = tl.load(runs + run * 2 + 1)
@@ -90,16 +90,16 @@ def attention_key_grad_kernel(
                 ok &= (start + tl.arange(0, STEP) < run_end)[None, :]
                 sum_dk, sum_dv = push(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, ok,
-                    sum_dk, sum_dv, scale, softcap, D, WIDTH, True,
+                    sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, True,
                 )  # fmt: skip
     sum_dk *= scale
     if slot < 0:
         store_rows(dk + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dk, D, WIDTH)
-        store_rows(dv + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dv, D, WIDTH)
+        store_rows(dv + kv_head.to(tl.int64) * DV, j, KV_HEADS * DV, inside, sum_dv, DV, V_WIDTH)
     else:
-        to = (slot.to(tl.int64) * KV_HEADS + kv_head) * (BK * D)
-        store_rows(part_dk + to, tl.arange(0, BK), D, inside, sum_dk, D, WIDTH)
-        store_rows(part_dv + to, tl.arange(0, BK), D, inside, sum_dv, D, WIDTH)
+        to = (slot.to(tl.int64) * KV_HEADS + kv_head) * BK
+        store_rows(part_dk + to * D, tl.arange(0, BK), D, inside, sum_dk, D, WIDTH)
+        store_rows(part_dv + to * DV, tl.arange(0, BK), DV, inside, sum_dv, DV, V_WIDTH)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """The kernels of ``prefix_shared_attention`` that take a tile of queries: forward, and the gradient of q.
 
 A program visits the runs of keys that the plan lists for its tile, for one head: plain ones BK keys at a
-time, masked ones STEP, because masks take registers.  Scores are in units of log 2.
+time, masked ones STEP, because masks take registers.  Scores are in units of log 2.  Rows of q and k have D
+numbers in a tile of WIDTH, rows of v and of what is made of them DV in V_WIDTH.
 """
 
 import triton
@@ -80,7 +81,7 @@ def masked_keys(keys, start, end, first, last, pos, first_i, pos_i, window, BK: 
 @triton.jit
 def attend(
     query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap,
-    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue the softmax of a tile's rows with a block of keys."""
     key = load_rows(k, rows, k_stride, D, WIDTH)
@@ -91,7 +92,7 @@ def attend(
     safe = finite_or_zero(new_top)
     p = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(top - safe)
-    value = load_rows(v, rows, v_stride, D, WIDTH)
+    value = load_rows(v, rows, v_stride, DV, V_WIDTH)
     total = total * shrink + tl.sum(p, axis=1)
     if MASKED:  # rows that see a value which is not finite get NaN from its weight, others nothing
         not_finite = tl.sum((value - value).to(tl.float32), axis=1)
@@ -107,7 +108,7 @@ def attention_forward_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, sinks, out, lse,
     tiles, runs, keys, first, last, pos, T, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
+    DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     # neighbours in the grid are heads of one tile, which find the keys in the cache
     head = tl.program_id(0) % HEADS
@@ -127,24 +128,25 @@ def attention_forward_kernel(
     if sinks is not None:  # a key whose value is 0
         top = tl.zeros((BQ,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
         total += 1.0
-    sums = tl.zeros((BQ, WIDTH), tl.float32)
+    sums = tl.zeros((BQ, V_WIDTH), tl.float32)
     if keys is None:
         for run in range(plain, masked):
             for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BK):
                 rows = start + tl.arange(0, BK)
                 top, total, sums = attend(
                     query, k, k_stride, v, v_stride, rows, True, top, total, sums, scale, softcap,
-                    D, WIDTH, False,
+                    D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
         for start in range(tl.load(runs + run * 2), run_end, STEP):
             rows, ok = masked_keys(keys, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             top, total, sums = attend(
-                query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap, D, WIDTH, True
-            )
-    out += head.to(tl.int64) * D
-    store_rows(out, i, HEADS * D, inside, sums / total[:, None], D, WIDTH)
+                query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap,
+                D, WIDTH, DV, V_WIDTH, True,
+            )  # fmt: skip
+    out += head.to(tl.int64) * DV
+    store_rows(out, i, HEADS * DV, inside, sums / total[:, None], DV, V_WIDTH)
     lse += head.to(tl.int64) * T
     tl.store(lse + i, (top + tl.log2(total)) * LN2, mask=inside)
 
@@ -152,14 +154,14 @@ def attention_forward_kernel(
 @triton.jit(do_not_specialize=["T"])
 def attention_delta_kernel(
     grad_out, g_stride: tl.int64, g_head: tl.int64, out, delta, T,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``delta`` [H, T]: the sum of ``grad_out * out`` of a row."""
     head = tl.program_id(0) % HEADS
     index = tl.program_id(0) // HEADS * ROWS + tl.arange(0, ROWS)
     i = tl.minimum(index, T - 1)
-    g = load_rows(grad_out + head.to(tl.int64) * g_head, i, g_stride, D, WIDTH)
-    o = load_rows(out + head.to(tl.int64) * D, i, HEADS * D, D, WIDTH)
+    g = load_rows(grad_out + head.to(tl.int64) * g_head, i, g_stride, DV, V_WIDTH)
+    o = load_rows(out + head.to(tl.int64) * DV, i, HEADS * DV, DV, V_WIDTH)
     total = tl.sum(g.to(tl.float32) * o.to(tl.float32), axis=1)
     tl.store(delta + head.to(tl.int64) * T + i, total, mask=index < T)
 
@@ -167,11 +169,11 @@ def attention_delta_kernel(
 @triton.jit
 def pull(
     query, g, lse, delta, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
-    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile's queries what a block of keys gives."""
     key = load_rows(k, rows, k_stride, D, WIDTH)
-    value = load_rows(v, rows, v_stride, D, WIDTH)
+    value = load_rows(v, rows, v_stride, DV, V_WIDTH)
     if MASKED:  # rows that see a key which is not finite have no finite lse
         key = finite(key)
     scores, slope = scored(tl.dot(query, tl.trans(key), input_precision="ieee"), scale, softcap)
@@ -190,7 +192,7 @@ def attention_query_grad_kernel(
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
     lse, delta, dq, tiles, runs, first, last, pos, T, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
+    DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     tile = tiles + tl.program_id(0) // HEADS * 5
@@ -206,7 +208,7 @@ def attention_query_grad_kernel(
     inside = index < end
     i = tl.minimum(index, end - 1)
     query = load_rows(q, i, q_stride, D, WIDTH)
-    g = load_rows(grad_out, i, g_stride, D, WIDTH)
+    g = load_rows(grad_out, i, g_stride, DV, V_WIDTH)
     first_i, _, pos_i = load_tables(first, last, pos, i)
     lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
     sums = tl.zeros((BQ, WIDTH), tl.float32)
@@ -215,7 +217,7 @@ def attention_query_grad_kernel(
             rows = start + tl.arange(0, BK)
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
-                D, WIDTH, False,
+                D, WIDTH, DV, V_WIDTH, False,
             )  # fmt: skip
     for run in range(masked, stop):
         run_end = tl.load(runs + run * 2 + 1)
@@ -223,6 +225,6 @@ def attention_query_grad_kernel(
             rows, ok = masked_keys(None, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,
-                D, WIDTH, True,
+                D, WIDTH, DV, V_WIDTH, True,
             )  # fmt: skip
     store_rows(dq + head.to(tl.int64) * D, i, HEADS * D, inside, sums * scale, D, WIDTH)

@@ -2,6 +2,9 @@
 
 One ragged prefill call, each segment's rows on a copy of all keys of its path.  Its plan is made on the host,
 once for the layers of a model, which pass the same layout one after another.
+
+Its kernels take multi-head latent attention's values as they are, narrower than the keys.  In other cases the
+narrower ones get zeros behind, which add nothing to a product.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from rlkernel.prefix_layout import PrefixLayout
 from rlkernel.types import AttentionRule
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)  # what its kernels are compiled for
+HEAD_DIMS = (64, 128, 256)  # what its kernels are compiled for, with values as wide as keys
+LATENT = (192, 128)  # and the one pair with others
 WORKSPACE = 128 * 2**20  # bytes; what its documentation recommends
 
 
@@ -35,8 +39,10 @@ def unsupported(
         reasons.append(f"q must be on an NVIDIA GPU, got {q.device}")
     if q.dtype not in DTYPES:
         reasons.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
-    if q.shape[2] not in HEAD_DIMS:
-        reasons.append(f"the head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {q.shape[2]}")
+    dims = q.shape[2], tensors[1].shape[2] if len(tensors) > 1 else q.shape[2]
+    if dims != LATENT and max(dims) not in HEAD_DIMS:
+        want = f"{', '.join(map(str, HEAD_DIMS))}, or {LATENT[0]} with values of {LATENT[1]}"
+        reasons.append(f"the head dim must be one of {want}, got {dims[0]} with values of {dims[1]}")
     if rule is not None and rule.bitwise:
         reasons.append("parity must be 'fast': flashinfer splits keys by the size of the batch")
     if not reasons:  # an import takes seconds and sets up CUDA
@@ -48,20 +54,28 @@ def unsupported(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    v_dim = v.shape[2]
     if not layout.total:
-        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], v_dim), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+    if (q.shape[2], v_dim) != LATENT:
+        q, k, v = (_widened(x, max(q.shape[2], v_dim)) for x in (q, k, v))
     gathered = layout.gathered(q.device)
     if len(gathered.keys) > len(k):
         k, v = k[gathered.keys], v[gathered.keys]
-    wrapper = _planned(layout, _Plan(rule, q.shape[1], k.shape[1], q.shape[2], q.dtype), q.device)
+    wrapper = _planned(layout, _Plan(rule, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype), q.device)
     # the default of every version: base 2, [T, Hq]
     out, lse2 = wrapper.run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
+    out = out[..., :v_dim].contiguous()
     lse = lse2.T * math.log(2)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.float()[:, None])
         out = (out * torch.exp(lse - total).T[..., None]).to(q.dtype)
         lse = total
     return out, lse.contiguous()
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
 
 
 def backward(
@@ -82,6 +96,7 @@ class _Plan(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    v_dim: int
     dtype: torch.dtype
 
 
@@ -102,9 +117,10 @@ def _planned(layout: PrefixLayout, plan: _Plan, device: torch.device) -> Any:
     if kept.plan != plan or kept.layout is None or kept.layout() is not layout:
         host = layout.gathered()  # it copies tables to the host otherwise
         kept.wrapper.plan(
-            host.cu_seqlens_q, host.cu_seqlens_k, plan.heads, plan.kv_heads, plan.head_dim, causal=True,
-            window_left=plan.rule.window - 1, logits_soft_cap=plan.rule.softcap or None,
-            sm_scale=plan.rule.scale, q_data_type=plan.dtype, kv_data_type=plan.dtype,
+            host.cu_seqlens_q, host.cu_seqlens_k, plan.heads, plan.kv_heads, plan.head_dim,
+            head_dim_vo=plan.v_dim, causal=True, window_left=plan.rule.window - 1,
+            logits_soft_cap=plan.rule.softcap or None, sm_scale=plan.rule.scale,
+            q_data_type=plan.dtype, kv_data_type=plan.dtype,
         )  # fmt: skip
         kept.layout, kept.plan = weakref.ref(layout), plan
     return kept.wrapper

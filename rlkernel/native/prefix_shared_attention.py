@@ -1,4 +1,4 @@
-"""``prefix_shared_attention`` by the tensors' device: torch's own CPU kernels, or vendors' flash kernels."""
+"""``prefix_shared_attention`` by the tensors' device: torch's CPU kernels, or vendors' flash kernels."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``out`` [T, Hq, D] and ``lse`` [Hq, T], fp32 or fp64."""
+    """``out`` [T, Hq, Dv] and ``lse`` [Hq, T], fp32 or fp64."""
     return _path(q).forward(q, k, v, layout, rule, sinks)
 
 

@@ -1,5 +1,6 @@
 """``prefix_shared_attention`` from torch's CPU flash kernels: each segment on itself, then on those above.
 
+They have no softcap and one head dim: calls that need more are products over tiles of rows.
 Partial results are merged by their log-sum-exps.  Backward makes the same calls with the merged output and
 the whole row's log-sum-exp: the probabilities are the whole row's, and nothing differentiates the merge.
 """
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkernel.native import prefix_shared_attention_capped as capped
 from rlkernel.native import prefix_shared_attention_kernels as kernels
+from rlkernel.native import prefix_shared_attention_products as products
 from rlkernel.native.prefix_shared_attention_plan import BITWISE_TILE, TILE, Batch, plan
 from rlkernel.prefix_layout import PrefixLayout, Run
 from rlkernel.types import AttentionRule
@@ -26,7 +27,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
     calls = plan(layout, rule.window, rule.bitwise)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -111,9 +112,9 @@ def backward(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """[B, r, N, D] on [B, r, M, D]: their part of the output, [B, r, N, D], and its lse [B, r, N]."""
-    if rule.softcap:
-        return capped.forward(q, k, v, mask, rule)
+    """[B, r, N, D] on [B, r, M, D]: their part of the output, [B, r, N, Dv], and its lse [B, r, N]."""
+    if rule.softcap or q.shape[3] != v.shape[3]:
+        return products.forward(q, k, v, mask, rule)
     if mask is False:
         k, v, mask = _in_vectors(k, v)
     if isinstance(mask, Tensor):
@@ -152,8 +153,8 @@ def _attend_backward(
     r = q.shape[1]
     k, v = (x[:, :1].to(dtype).expand(-1, r, -1, -1) for x in (k, v))
     grad, q, out = (x.to(dtype) for x in (grad, q, out))
-    if rule.softcap:
-        return capped.backward(grad, q, k, v, out, lse, mask, rule)
+    if rule.softcap or q.shape[3] != v.shape[3]:
+        return products.backward(grad, q, k, v, out, lse, mask, rule)
     causal, attn_mask = (False, mask) if isinstance(mask, Tensor) else (mask, None)
     dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=attn_mask, scale=rule.scale)
     return (dq, dk[:, 0], dv[:, 0]) if r == 1 else (dq, dk.sum(1), dv.sum(1))

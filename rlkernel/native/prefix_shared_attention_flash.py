@@ -4,6 +4,9 @@ Which way and why: ``rlkernel.drivers.prefix_shared_attention``.  Neither differ
 vendors' kernels take no gradient of a lse.  Backward makes the calls of forward again, each with the whole
 row's out and lse, and what a key gets from different calls is added up in fp32, in the order of the calls,
 which the lengths decide.
+
+Vendors' backward kernels, and most of their forward ones, have one head dim: where that of the values is
+another than the keys', the narrower ones get zeros behind, which add nothing to a product, for a call's time.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ def unsupported_flash(
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
     softcap = rule.softcap if rule is not None else 0.0
+    width = q.shape[2] if v is None else max(q.shape[2], v.shape[2])
     reasons: list[str] = []
     for kernel in varlen.KERNELS:
-        if not (found := kernel.reasons(q, softcap, bool(needs_grad))):
+        if not (found := kernel.reasons(q, softcap, bool(needs_grad), width)):
             reasons = []
             break
         reasons += found
@@ -59,10 +63,13 @@ def unsupported_flash(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    v_dim, width = v.shape[2], max(q.shape[2], v.shape[2])
     if not layout.total:
-        return q.new_empty(q.shape), q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype))
+        return q.new_empty(*q.shape[:2], v_dim), q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype))
+    q, k, v = (_widened(x, width) for x in (q, k, v))
     way = _gather if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade
     out, lse = way(_kernel(q, rule), q, k, v, layout, rule)
+    out = out[..., :v_dim].contiguous()
     if sinks is not None:
         attention_merge(out, lse, None, None, sinks)
     return out, lse
@@ -80,9 +87,17 @@ def backward(
 ) -> Grads:
     if not layout.total:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dims, width = (q.shape[2], k.shape[2], v.shape[2]), max(q.shape[2], v.shape[2])
+    q, k, v, out, grad_out = (_widened(x, width) for x in (q, k, v, out, grad_out))
     way = _gather_backward if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade_backward
     # the calls of a cascade read it again and again, some of them by 16 bytes: no copy each time
-    return way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
+    grads = way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
+    dq, dk, dv = (x[..., :d].contiguous() for x, d in zip(grads, dims, strict=True))
+    return dq, dk, dv
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
 
 
 def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:

@@ -125,24 +125,26 @@ class Varlen:
         forward, backward = found
         return forward, backward
 
-    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+    def limits(self, q: Tensor, head_dim: int, softcap: float, needs_grad: bool) -> list[str]:
         """What this vendor alone cannot do."""
         return []
 
-    def reasons(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+    def reasons(self, q: Tensor, softcap: float, needs_grad: bool, head_dim: int = 0) -> list[str]:
+        """``head_dim``: that of all tensors of a call, where it is not q's."""
+        head_dim = head_dim or q.shape[2]
         found = []
         if q.dtype not in DTYPES:
             found.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
-        if q.shape[2] % 8 or q.shape[2] > MAX_HEAD_DIM:
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
             want = f"a multiple of 8 and at most {MAX_HEAD_DIM}"
-            found.append(f"the head dim must be {want}, got {q.shape[2]}")
+            found.append(f"the head dim must be {want}, got {head_dim}")
         if found:
             return [f"{self.name}: {reason}" for reason in found]
         words, majors = self.devices
         if capability(q.device)[0] not in majors:
             got = ".".join(map(str, capability(q.device)))
             found.append(f"compute capability must be {words}, got {got}")
-        found += self.limits(q, softcap, needs_grad)
+        found += self.limits(q, head_dim, softcap, needs_grad)
         if not found:  # an import takes seconds
             functions = self.functions
             found += [functions] if isinstance(functions, str) else [f.reason for f in functions if f.reason]
@@ -214,9 +216,9 @@ class FlashAttention3(Varlen):
         ),
     )
 
-    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
-        is_wide = needs_grad and q.shape[2] > 192  # rounded up to 256, which refuses deterministic=True
-        return [f"backward is not deterministic above head dim 192, got {q.shape[2]}"] if is_wide else []
+    def limits(self, q: Tensor, head_dim: int, softcap: float, needs_grad: bool) -> list[str]:
+        is_wide = needs_grad and head_dim > 192  # rounded up to 256, which refuses deterministic=True
+        return [f"backward is not deterministic above head dim 192, got {head_dim}"] if is_wide else []
 
 
 class FlashAttention2(Varlen):
@@ -257,10 +259,10 @@ class Aten(Varlen):
         ),
     )
 
-    def limits(self, q: Tensor, softcap: float, needs_grad: bool) -> list[str]:
+    def limits(self, q: Tensor, head_dim: int, softcap: float, needs_grad: bool) -> list[str]:
         found = ["it has no softcap"] if softcap else []
-        if needs_grad and q.shape[2] > 192 and capability(q.device) not in ((8, 0), (9, 0), (10, 0)):
-            found.append(f"backward above head dim 192 needs an A100, H100 or B200, got {q.shape[2]}")
+        if needs_grad and head_dim > 192 and capability(q.device) not in ((8, 0), (9, 0), (10, 0)):
+            found.append(f"backward above head dim 192 needs an A100, H100 or B200, got {head_dim}")
         return found
 
 

@@ -46,9 +46,9 @@ def prefix_shared_attention(
 
     Args:
         q: [T, Hq, D] fp16, bf16, fp32 or fp64, in the row order of ``batch``.
-        k, v: [T, Hkv, D] and [T, Hkv, Dv] of the same dtype; Hq is a multiple of Hkv.  Where Dv is not D
-            (multi-head latent attention), the narrower ones are copied with zeros behind, at the cost in
-            memory and time of the wider.
+        k, v: [T, Hkv, D] and [T, Hkv, Dv] of the same dtype; Hq is a multiple of Hkv.  Dv may be another
+            than D (multi-head latent attention); only vendors' kernels that have one head dim get the
+            narrower ones with zeros behind.
         batch: PrefixBatch, or its ``layout``: a forest of segments of any depth.
         scale: None means ``1 / sqrt(D)``.
         softcap: > 0, or None.
@@ -74,8 +74,7 @@ def prefix_shared_attention(
     rule = _check_options(scale, softcap, window, parity, q.shape[2])
     if rule.window > layout.max_position:
         rule = rule._replace(window=0)  # nothing is outside, and kernels without a window can run
-    width, v_width = max(q.shape[2], v.shape[2]), v.shape[2]
-    q, k, v = (_widened(x, width) for x in (q, k, v))
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     if torch.compiler.is_compiling():
         out, lse = _op(q, k, v, sinks, layout.segments, *rule)
     else:
@@ -83,16 +82,7 @@ def prefix_shared_attention(
             x is not None and x.requires_grad for x in (q, k, v, sinks)
         )
         out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule, needs_grad)
-    if v_width < width:
-        out = out[..., :v_width]
     return (out, lse) if return_lse else out
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """[T, H, D] with the numbers of a row side by side, and zeros, which add nothing to a product, behind."""
-    if x.shape[2] < width:
-        return torch.nn.functional.pad(x, (0, width - x.shape[2]))
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _check_tensors(
@@ -213,7 +203,8 @@ def _op(
 @_op.register_fake
 def _op_fake(q, k, v, sinks, segments, *rule):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
 
 
 @torch.library.custom_op("rlkernel::prefix_shared_attention_backward", mutates_args=())

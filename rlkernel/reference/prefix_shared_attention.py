@@ -21,9 +21,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Forest, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``out`` [T, Hq, D] and ``lse`` [Hq, T], fp32 or fp64."""
+    """``out`` [T, Hq, Dv] and ``lse`` [Hq, T], fp32 or fp64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
     for path, rows in _paths(layout, q.device):
         n, skip = len(path), len(path) - len(rows)
@@ -130,15 +130,17 @@ def make_inputs(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 64,
+    v_dim: int | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k and v."""
+    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k, and v of head dim ``v_dim``."""
     g, total = torch.Generator(device).manual_seed(seed), sum(layout.lengths)
 
-    def normal(h: int) -> Tensor:
-        return torch.randn(total, h, head_dim, generator=g, device=device).to(dtype)
+    def normal(h: int, d: int) -> Tensor:
+        return torch.randn(total, h, d, generator=g, device=device).to(dtype)
 
-    return {"q": normal(heads), "k": normal(kv_heads), "v": normal(kv_heads), "batch": layout}
+    q, k = normal(heads, head_dim), normal(kv_heads, head_dim)
+    return {"q": q, "k": k, "v": normal(kv_heads, v_dim or head_dim), "batch": layout}

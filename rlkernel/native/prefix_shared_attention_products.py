@@ -1,4 +1,8 @@
-"""Dense attention with a softcap, which torch's CPU flash kernels lack: products over tiles of rows."""
+"""Dense attention that torch's CPU flash kernels lack: a softcap, values of another head dim than the keys'.
+
+Products over tiles of rows, whose scores stay in the cache: about as fast as the flash kernels on tensors
+that are padded to one head dim, without their memory.
+"""
 
 import math
 
@@ -7,27 +11,28 @@ from torch import Tensor
 
 from rlkernel.types import AttentionRule
 
-SCORES = 1 << 20  # of a tile: memory does not grow with the number of rows
+SCORES = 1 << 18  # of a tile: they stay in the cache, and memory does not grow with the number of rows
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """[B, r, N, D] on [B, r, M, D], the r heads of k and v being one: output [B, r, N, D] and lse [B, r, N].
+    """[B, r, N, D] on [B, r, M, D], the r heads of k and v being one: output [B, r, N, Dv] and lse [B, r, N].
 
-    ``mask`` is added to the scores; True: row i sees the first i + 1 keys; False: all.
+    ``mask`` is added to the scores; True: row i sees the first i + 1 keys; False: all.  Every row sees one.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k[:, 0].to(dtype), v[:, 0].to(dtype)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(*q.shape[:3], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     for a, b, m in _tiles(q, k, mask):
         x = q[:, :, a:b].to(dtype).flatten(1, 2)
-        p = _scores(x, k[:, :m], mask, a, b, rule)[0]
-        norm = p.logsumexp(2, keepdim=True)
-        p.sub_(norm).exp_()
-        out[:, :, a:b] = (p @ v[:, :m]).unflatten(1, (-1, b - a))
-        lse[:, :, a:b] = norm.view(*q.shape[:2], b - a)
+        p, _ = _scores(x, k[:, :m], mask, a, b, rule)
+        top = p.amax(2, keepdim=True)
+        p.sub_(top).exp_()
+        total = p.sum(2, keepdim=True)
+        out[:, :, a:b] = (p @ v[:, :m]).div_(total).unflatten(1, (-1, b - a))
+        lse[:, :, a:b] = top.add_(total.log_()).view(*q.shape[:2], b - a)
     return out, lse
 
 
@@ -41,7 +46,7 @@ def backward(
     mask: Tensor | bool,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q [B, r, N, D], and of k and v [B, M, D]: all in lse's precision."""
+    """Gradients of q [B, r, N, D], and of k [B, M, D] and v [B, M, Dv]: all in lse's precision."""
     k, v = k[:, 0], v[:, 0]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
@@ -49,11 +54,13 @@ def backward(
         x, g, o = (y[:, :, a:b].flatten(1, 2) for y in (q, grad, out))
         p, slope = _scores(x, k[:, :m], mask, a, b, rule)
         p.sub_(lse[:, :, a:b].flatten(1, 2)[..., None]).exp_()
-        dv[:, :m] += p.transpose(1, 2) @ g
+        dv[:, :m].baddbmm_(p.transpose(1, 2), g)
         delta = torch.linalg.vecdot(g, o)[..., None]
-        ds = (g @ v[:, :m].transpose(1, 2)).sub_(delta).mul_(p).mul_(slope)
+        ds = (g @ v[:, :m].transpose(1, 2)).sub_(delta).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
         dq[:, :, a:b] = (ds @ k[:, :m]).mul_(rule.scale).unflatten(1, (-1, b - a))
-        dk[:, :m] += (ds.transpose(1, 2) @ x).mul_(rule.scale)
+        dk[:, :m].baddbmm_(ds.transpose(1, 2), x, alpha=rule.scale)
     return dq, dk, dv
 
 
@@ -68,15 +75,17 @@ def _tiles(q: Tensor, k: Tensor, mask: Tensor | bool) -> list[tuple[int, int, in
 
 def _scores(
     x: Tensor, k: Tensor, mask: Tensor | bool, a: int, b: int, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """[B, r * n, m] of rows [a, b), and the softcap's slope."""
-    capped = (x @ k.transpose(1, 2)).mul_(rule.scale / rule.softcap).tanh_()
-    slope = 1 - capped.square()
-    scores = capped.mul_(rule.softcap)
+    scores, slope = (x * (rule.scale / (rule.softcap or 1.0))) @ k.transpose(1, 2), None
+    if rule.softcap:
+        scores.tanh_()
+        slope = 1 - scores.square()
+        scores.mul_(rule.softcap)
     by_row = scores.unflatten(1, (-1, b - a))
     if isinstance(mask, Tensor):
         by_row.add_(mask[a:b])
-    elif mask:
-        later = torch.arange(k.shape[1]) > torch.arange(a, b)[:, None]
-        by_row.masked_fill_(later, -math.inf)
+    elif mask:  # the first a keys are seen by all rows of the tile
+        later = torch.ones(b - a, b - a, dtype=torch.bool).triu_(1)
+        by_row[..., a:].masked_fill_(later, -math.inf)
     return scores, slope
