@@ -11,13 +11,15 @@ from torch import Tensor
 
 from rlkernel.triton_ops.policy_loss_kernels import (
     COLUMNS,
+    Value,
     mean_weight_kernel,
     sequence_kernel,
     values_kernel,
     weights_kernel,
 )
 from rlkernel.triton_ops.policy_loss_selection import selection
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyRule
+from rlkernel.triton_ops.policy_loss_terms import Aggregate
+from rlkernel.types import POLICY_CHOICES, CovariancePick, PolicyRule
 
 # what is compiled in, and what is not; Triton takes a named tuple as one argument
 _FIELDS = PolicyRule._fields
@@ -54,7 +56,7 @@ def forward(
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
-    values = torch.empty(2 + len(POLICY_METRICS) + 1, dtype=torch.float32, device=device)
+    values = torch.empty(len(Value), dtype=torch.float32, device=device)
     partials = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
@@ -87,8 +89,8 @@ def forward(
                 STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         values_kernel[(1,)](
-            partials, rows, values, rule.denominator, rule.factor, BY_TOKEN=rule.aggregation == 0, BLOCK=256,
-            num_warps=4, enable_fp_fusion=False,
+            partials, rows, values, rule.denominator, rule.factor,
+            BY_TOKEN=rule.aggregation == Aggregate.tokens, BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return values[:-1], grad_logprobs, grad_entropy
 

@@ -6,7 +6,17 @@ As csrc/include/rlkernel/policy_loss_correction.h has it; ``rule`` and ``C`` are
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.policy_loss_terms import clamp, expm1, in_support, moved_too_far, outside, total
+from rlkernel.triton_ops.policy_loss_terms import (
+    Correction,
+    Term,
+    Verdict,
+    clamp,
+    expm1,
+    in_support,
+    moved_too_far,
+    outside,
+    total,
+)
 
 LOG_TINY = tl.constexpr(-18.420681)  # log(1e-8), the least that vespo takes for a weight
 
@@ -60,9 +70,9 @@ def gather(
         most = tl.maximum(most, tl.max(tl.where(is_number, d, float("-inf")), axis=0))
     count = tl.maximum(count, 1.0)
     log_weight = tl.zeros((), tl.float32)
-    if C.correction == 3:
+    if C.correction == Correction.sequence:
         log_weight = whole.to(tl.float32)
-    if C.correction == 4:
+    if C.correction == Correction.geometric:
         log_weight = (whole / count).to(tl.float32)
     rejected = outside(k1.to(tl.float32), rule.sum_k1_low, rule.sum_k1_high)
     rejected = rejected | outside((k1 / count).to(tl.float32), rule.mean_k1_low, rule.mean_k1_high)
@@ -87,7 +97,7 @@ def weigh(
     """Weight, its logarithm as vespo adds it up, and which tokens are kept."""
     d = drift(old_logprobs, rollout_logprobs, i, present)
     x = d
-    if C.correction != 2:
+    if C.correction != Correction.token:
         x = tl.zeros_like(d) + log_weight
     stale = tl.zeros_like(d)
     if staleness is not None:
@@ -100,10 +110,10 @@ def weigh(
     weight = clamp(tl.exp(x), rule.weight_low, rule.weight_high)
     logarithm = clamp(clamp(x, rule.log_weight_low, rule.log_weight_high), LOG_TINY, 20.0)
     kept = present == present
-    if C.verdict == 1:
+    if C.verdict == Verdict.mask:
         kept = (x >= rule.log_weight_low) & (x <= rule.log_weight_high)
         weight, logarithm = tl.where(kept, weight, 0.0), tl.where(kept, logarithm, LOG_TINY)
-    if C.term == 6:  # vespo takes the weight into its own
+    if C.term == Term.vespo:  # vespo takes the weight into its own
         weight, kept = tl.zeros_like(d) + 1.0, present == present
     weight = weight * tl.exp(stale * rule.log_decay) / mean
 

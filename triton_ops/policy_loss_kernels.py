@@ -7,8 +7,14 @@ Alignment decides Triton's layouts, and with them the order of a sum: no argumen
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.policy_loss_correction import LOG_TINY, gather, weigh
 from rlkernel.triton_ops.policy_loss_terms import (
+    Aggregate,
+    Correction,
+    KlWeight,
+    Level,
+    Term,
     apply_selection,
     bounds,
     clamp,
@@ -21,8 +27,16 @@ from rlkernel.triton_ops.policy_loss_terms import (
     term,
     total,
 )
+from rlkernel.types import POLICY_METRICS
 
-COLUMNS = tl.constexpr(16)  # of partials: the sums below, then the largest ratio
+# of partials: sums of a sequence, and its largest ratio
+Column = Names((
+    "loss", "tokens", "sequences", "low", "high", "far", "k1", "k3", "ratio", "entropy", "kl", "weight",
+    "kept", "not_finite", "outside", "largest",
+))  # fmt: skip
+COLUMNS = tl.constexpr(len(Column))
+WeightColumn = Names(("weights", "count"))  # of partials, before anything is rejected
+Value = Names(("loss", "scale", *POLICY_METRICS, "mean_weight"))
 TENSORS = (
     "logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs",
     "entropy", "staleness", "selected", "token_counts", "grad_logprobs", "grad_entropy", "partials", "values",
@@ -84,18 +98,18 @@ def weights_kernel(
         )  # fmt: skip
         weights += total(weight, present)
         tokens += tl.sum(present.to(tl.float64), axis=0)
-    if C.correction > 2:  # a weight for each sequence
+    if (C.correction == Correction.sequence) | (C.correction == Correction.geometric):
         weights = weights / tl.maximum(tokens, 1.0)
         tokens = tl.where(tokens > 0, 1.0, 0.0).to(tl.float64)
-    tl.store(partials + row * COLUMNS, weights)
-    tl.store(partials + row * COLUMNS + 1, tokens)
+    tl.store(partials + row * COLUMNS + WeightColumn.weights, weights)
+    tl.store(partials + row * COLUMNS + WeightColumn.count, tokens)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["partials", "values"])
 def mean_weight_kernel(partials, rows, values, BLOCK: tl.constexpr):
-    count = column(partials, rows, 1, COLUMNS, BLOCK)
-    mean = column(partials, rows, 0, COLUMNS, BLOCK) / tl.maximum(count, 1.0)
-    tl.store(values + 17, tl.where(mean > 1e-8, mean, 1.0).to(tl.float32))
+    count = column(partials, rows, WeightColumn.count, COLUMNS, BLOCK)
+    mean = column(partials, rows, WeightColumn.weights, COLUMNS, BLOCK) / tl.maximum(count, 1.0)
+    tl.store(values + Value.mean_weight, tl.where(mean > 1e-8, mean, 1.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=TENSORS)
@@ -114,12 +128,12 @@ def sequence_kernel(
             logprobs, old_logprobs, rollout_logprobs, mask, begin, end, rule, C, BLOCK
         )
         if C.normalize:
-            mean_weight = tl.load(values + 17)
+            mean_weight = tl.load(values + Value.mean_weight)
 
     count = tl.zeros((), tl.float64) + 1.0
     mean = tl.zeros((), tl.float32)
     phi_positive, phi_negative = 0.0, 0.0
-    if (C.level != 0) | (C.aggregation == 2) | (C.term == 6):
+    if (C.level != Level.token) | (C.aggregation == Aggregate.sequence_means) | (C.term == Term.vespo):
         tokens = tl.zeros((), tl.float64)
         log_ratios = tl.zeros((), tl.float64)
         log_w = tl.zeros((), tl.float64)
@@ -128,7 +142,7 @@ def sequence_kernel(
             i = start + lanes
             present = tl.load(mask + i, mask=i < end, other=0) != 0
             advantage = advantage_of(advantages, row, i, present, PER_TOKEN)
-            if C.shrink | ((C.term == 6) & (C.correction != 0)):
+            if C.shrink | ((C.term == Term.vespo) & (C.correction != Correction.absent)):
                 _, logarithm, kept = weigh(
                     logprobs, old_logprobs, rollout_logprobs, staleness, row, i, present, advantage,
                     log_weight, rejected, drifted, mean_weight, rule, C, STALE_PER_TOKEN,
@@ -145,8 +159,8 @@ def sequence_kernel(
             log_w += total(clamp(d, -20.0, 20.0), supported)
         count = tl.maximum(tokens, 1.0)
         mean = (log_ratios / count).to(tl.float32)
-        if C.term == 6:
-            if C.correction == 2:
+        if C.term == Term.vespo:
+            if C.correction == Correction.token:
                 log_w += log_weights
             elif C.correction:
                 log_w += log_weights / count
@@ -156,7 +170,7 @@ def sequence_kernel(
     bounded_mean = clamp(mean, -rule.log_clip, rule.log_clip)
     mean_passes = tl.where(bounded_mean == mean, 1.0, 0.0)
     share = tl.full((), 1.0, tl.float32)
-    if C.aggregation == 2:
+    if C.aggregation == Aggregate.sequence_means:
         divisor = count
         if token_counts is not None:
             given = tl.load(token_counts + row).to(tl.float64)
@@ -194,7 +208,7 @@ def sequence_kernel(
         d = logprob - old_logprob
         own, own_passes = own_log_ratio(d, advantage, rule, C)
         passes = tl.where(own_passes, 1.0, 0.0)
-        if C.level == 0:
+        if C.level == Level.token:
             log_ratio = clamp(own, -rule.log_clip, rule.log_clip)
             passes = tl.where(log_ratio == own, passes, 0.0)
         else:
@@ -216,11 +230,11 @@ def sequence_kernel(
         if C.kl:
             referred = in_support(ref_logprobs, i, supported)
             kl_weight = tl.zeros_like(d) + 1.0
-            if C.kl_weight == 1:
+            if C.kl_weight == KlWeight.ratio:
                 kl_weight = ratio
-            if C.kl_weight == 2:
+            if C.kl_weight == KlWeight.token:
                 kl_weight = tl.exp(d)
-            if C.kl_weight == 4:
+            if C.kl_weight == KlWeight.rollout:
                 kl_weight = tl.exp(difference(logprobs, rollout_logprobs, i, supported))
                 kl_weight = tl.where(kl_weight - kl_weight == 0, kl_weight, 0.0)
             kl_weight = tl.where(referred, kl_weight, 0.0)
@@ -229,7 +243,7 @@ def sequence_kernel(
             )
             value += rule.beta * kl
             direct += rule.beta * slope
-            if C.kl_weight == 1:
+            if C.kl_weight == KlWeight.ratio:
                 chain += rule.beta * through * kl_weight
             elif C.kl_weight:
                 direct += rule.beta * through * kl_weight
@@ -240,7 +254,7 @@ def sequence_kernel(
             s_entropy += total(h, supported)
             if grad_entropy is not None:
                 tl.store(grad_entropy + i, tl.where(supported, -rule.entropy_coef * share, 0.0), mask=inside)
-        if C.level == 1:
+        if C.level == Level.sequence:
             grad = direct
             s_chain += total(chain, supported)
         else:
@@ -260,7 +274,7 @@ def sequence_kernel(
         s_outside += count_of(present & (referred == 0))
         largest = tl.maximum(largest, tl.max(tl.where(supported & (ratio > 0), ratio, 0.0), axis=0))
 
-    if C.level == 1:  # the ratio of the sequence hangs on every token of it
+    if C.level == Level.sequence:  # the ratio of the sequence hangs on every token of it
         part = mean_passes * (s_chain / count).to(tl.float32) * share
         tl.debug_barrier()
         for start in range(begin, end, BLOCK):
@@ -275,7 +289,7 @@ def sequence_kernel(
                 present = present & kept
             supported = supported_of(logprobs, old_logprobs, i, present)
             through = part + tl.zeros_like(lanes).to(tl.float32)
-            if C.term == 4:
+            if C.term == Term.gmpo:
                 d = log_ratio_of(logprobs, old_logprobs, i, supported)
                 _, own_passes = own_log_ratio(d, advantage, rule, C)
                 through = tl.where(own_passes, through, 0.0)
@@ -283,22 +297,22 @@ def sequence_kernel(
             tl.store(grad_logprobs + i, grad, mask=supported)
 
     out = partials + row * COLUMNS
-    tl.store(out, s_loss)
-    tl.store(out + 1, s_tokens.to(tl.float64))
-    tl.store(out + 2, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
-    tl.store(out + 3, s_low.to(tl.float64))
-    tl.store(out + 4, s_high.to(tl.float64))
-    tl.store(out + 5, s_far.to(tl.float64))
-    tl.store(out + 6, s_k1)
-    tl.store(out + 7, s_k3)
-    tl.store(out + 8, s_ratio)
-    tl.store(out + 9, s_entropy)
-    tl.store(out + 10, s_kl)
-    tl.store(out + 11, s_weight)
-    tl.store(out + 12, s_kept.to(tl.float64))
-    tl.store(out + 13, s_odd.to(tl.float64))
-    tl.store(out + 14, s_outside.to(tl.float64))
-    tl.store(out + 15, largest.to(tl.float64))
+    tl.store(out + Column.loss, s_loss)
+    tl.store(out + Column.tokens, s_tokens.to(tl.float64))
+    tl.store(out + Column.sequences, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
+    tl.store(out + Column.low, s_low.to(tl.float64))
+    tl.store(out + Column.high, s_high.to(tl.float64))
+    tl.store(out + Column.far, s_far.to(tl.float64))
+    tl.store(out + Column.k1, s_k1)
+    tl.store(out + Column.k3, s_k3)
+    tl.store(out + Column.ratio, s_ratio)
+    tl.store(out + Column.entropy, s_entropy)
+    tl.store(out + Column.kl, s_kl)
+    tl.store(out + Column.weight, s_weight)
+    tl.store(out + Column.kept, s_kept.to(tl.float64))
+    tl.store(out + Column.not_finite, s_odd.to(tl.float64))
+    tl.store(out + Column.outside, s_outside.to(tl.float64))
+    tl.store(out + Column.largest, largest.to(tl.float64))
 
 
 @triton.jit
@@ -320,23 +334,37 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
     largest = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        largest = tl.maximum(largest, tl.load(partials + r * COLUMNS + 15, mask=r < rows, other=0.0))
-    tokens = column(partials, rows, 1, COLUMNS, BLOCK)
-    sequences = column(partials, rows, 2, COLUMNS, BLOCK)
+        largest = tl.maximum(
+            largest, tl.load(partials + r * COLUMNS + Column.largest, mask=r < rows, other=0.0)
+        )
+    tokens = column(partials, rows, Column.tokens, COLUMNS, BLOCK)
+    sequences = column(partials, rows, Column.sequences, COLUMNS, BLOCK)
     here = sequences
     if BY_TOKEN:
         here = tokens
     below = tl.where(denominator > 0, tl.full((), denominator, tl.float64), tl.maximum(here, 1.0))
     scale = tl.full((), factor, tl.float64) / below
-    tl.store(values, (column(partials, rows, 0, COLUMNS, BLOCK) * scale).to(tl.float32))
-    tl.store(values + 1, scale.to(tl.float32))
+    tl.store(
+        values + Value.loss, (column(partials, rows, Column.loss, COLUMNS, BLOCK) * scale).to(tl.float32)
+    )
+    tl.store(values + Value.scale, scale.to(tl.float32))
     each = 1.0 / tl.maximum(tokens, 1.0)
     for k in tl.static_range(6):
-        tl.store(values + 2 + k, (column(partials, rows, 3 + k, COLUMNS, BLOCK) * each).to(tl.float32))
-    tl.store(values + 8, tl.max(largest, axis=0).to(tl.float32))
+        tl.store(
+            values + Value.clip_fraction_low + k,
+            (column(partials, rows, Column.low + k, COLUMNS, BLOCK) * each).to(tl.float32),
+        )
+    tl.store(values + Value.ratio_max, tl.max(largest, axis=0).to(tl.float32))
     for k in tl.static_range(4):
-        tl.store(values + 9 + k, (column(partials, rows, 9 + k, COLUMNS, BLOCK) * each).to(tl.float32))
-    tl.store(values + 13, tokens.to(tl.float32))
-    tl.store(values + 14, sequences.to(tl.float32))
-    tl.store(values + 15, column(partials, rows, 13, COLUMNS, BLOCK).to(tl.float32))
-    tl.store(values + 16, column(partials, rows, 14, COLUMNS, BLOCK).to(tl.float32))
+        tl.store(
+            values + Value.entropy + k,
+            (column(partials, rows, Column.entropy + k, COLUMNS, BLOCK) * each).to(tl.float32),
+        )
+    tl.store(values + Value.tokens, tokens.to(tl.float32))
+    tl.store(values + Value.sequences, sequences.to(tl.float32))
+    tl.store(
+        values + Value.not_finite, column(partials, rows, Column.not_finite, COLUMNS, BLOCK).to(tl.float32)
+    )
+    tl.store(
+        values + Value.outside_support, column(partials, rows, Column.outside, COLUMNS, BLOCK).to(tl.float32)
+    )

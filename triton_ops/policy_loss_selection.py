@@ -16,9 +16,9 @@ from rlkernel.triton_ops.policy_loss_kernels import TENSORS, advantage_of, colum
 from rlkernel.triton_ops.policy_loss_terms import bounds, clamp, total
 from rlkernel.types import CovariancePick
 
-SUM = Names(("tokens", "logprob", "advantage"))
-SUMS = tl.constexpr(len(SUM))
-CUT = Names(
+Sum = Names(("tokens", "logprob", "advantage"))
+SUMS = tl.constexpr(len(Sum))
+Cut = Names(
     ("rank", "wanted")
 )  # the digits of the least rank so far, and how many of those with it are wanted
 LEVELS = tl.constexpr(3)  # digits of 11, 11 and 10 bits
@@ -47,23 +47,23 @@ def selection_sums_kernel(
         tokens += tl.sum(present.to(tl.float64), axis=0)
         logprob += total(tl.load(logprobs + i, mask=present, other=0.0), present)
         advantage += total(advantage_of(advantages, row, i, present, PER_TOKEN), present)
-    tl.store(sums + row * SUMS + SUM.tokens, tokens)
-    tl.store(sums + row * SUMS + SUM.logprob, logprob)
-    tl.store(sums + row * SUMS + SUM.advantage, advantage)
+    tl.store(sums + row * SUMS + Sum.tokens, tokens)
+    tl.store(sums + row * SUMS + Sum.logprob, logprob)
+    tl.store(sums + row * SUMS + Sum.advantage, advantage)
 
 
 @triton.jit(**_ARGUMENTS)
 def selection_batch_kernel(sums, rows, cut, share, BLOCK: tl.constexpr):
     """The sums of the batch, behind those of its sequences; how many tokens are wanted."""
-    tokens = column(sums, rows, SUM.tokens, SUMS, BLOCK)
+    tokens = column(sums, rows, Sum.tokens, SUMS, BLOCK)
     out = sums + rows * SUMS
-    tl.store(out + SUM.tokens, tokens)
-    tl.store(out + SUM.logprob, column(sums, rows, SUM.logprob, SUMS, BLOCK))
-    tl.store(out + SUM.advantage, column(sums, rows, SUM.advantage, SUMS, BLOCK))
+    tl.store(out + Sum.tokens, tokens)
+    tl.store(out + Sum.logprob, column(sums, rows, Sum.logprob, SUMS, BLOCK))
+    tl.store(out + Sum.advantage, column(sums, rows, Sum.advantage, SUMS, BLOCK))
     # the share comes as the bits of an fp64, which a kernel cannot be given
     exact = tl.full((), share, tl.int64).to(tl.float64, bitcast=True)
-    tl.store(cut + CUT.rank, tl.zeros((), tl.int64))
-    tl.store(cut + CUT.wanted, tl.maximum(tl.floor(tokens * exact), 1.0).to(tl.int64))
+    tl.store(cut + Cut.rank, tl.zeros((), tl.int64))
+    tl.store(cut + Cut.wanted, tl.maximum(tl.floor(tokens * exact), 1.0).to(tl.int64))
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def ranked(
     logprob = tl.load(logprobs + i, mask=present, other=0.0)
     advantage = advantage_of(advantages, row, i, present, PER_TOKEN)
     batch = sums + rows * SUMS
-    tokens = tl.load(batch + SUM.tokens)
-    mean_logprob = (tl.load(batch + SUM.logprob) / tokens).to(tl.float32)
-    mean_advantage = (tl.load(batch + SUM.advantage) / tokens).to(tl.float32)
+    tokens = tl.load(batch + Sum.tokens)
+    mean_logprob = (tl.load(batch + Sum.logprob) / tokens).to(tl.float32)
+    mean_advantage = (tl.load(batch + Sum.advantage) / tokens).to(tl.float32)
     covariance = (advantage - mean_advantage) * (logprob - mean_logprob)
     if BY_HASH:
         old = logprob
@@ -126,7 +126,7 @@ def selection_count_kernel(
     """Counts the tokens of a sequence whose rank begins with the digits so far, by their next digit."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = bounds(cu_seqlens, row, length)
-    prefix = tl.load(cut + CUT.rank)
+    prefix = tl.load(cut + Cut.rank)
     bits: tl.constexpr = 10 if LEVEL == LEVELS - 1 else 11
     lanes = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
@@ -145,13 +145,13 @@ def selection_cut_kernel(counts, cut, LEVEL: tl.constexpr):
     """The next digit of the least rank that is picked, and how many of the tokens with it are wanted."""
     bits: tl.constexpr = 10 if LEVEL == LEVELS - 1 else 11
     bins: tl.constexpr = 1 << bits
-    rank, wanted = tl.load(cut + CUT.rank), tl.load(cut + CUT.wanted)
+    rank, wanted = tl.load(cut + Cut.rank), tl.load(cut + Cut.wanted)
     digit = bins - 1 - tl.arange(0, bins)  # from the highest
     count = tl.load(counts + LEVEL * BINS + digit).to(tl.int64)
     upto = tl.cumsum(count, axis=0)
     found = (upto >= wanted) & (upto - count < wanted)  # none where there are fewer tokens than are wanted
-    tl.store(cut + CUT.rank, rank * bins + tl.sum(tl.where(found, digit, 0).to(tl.int64), axis=0))
-    tl.store(cut + CUT.wanted, wanted - tl.sum(tl.where(found, upto - count, 0), axis=0))
+    tl.store(cut + Cut.rank, rank * bins + tl.sum(tl.where(found, digit, 0).to(tl.int64), axis=0))
+    tl.store(cut + Cut.wanted, wanted - tl.sum(tl.where(found, upto - count, 0), axis=0))
 
 
 @triton.jit(**_ARGUMENTS)
@@ -162,7 +162,7 @@ def selection_ties_kernel(
     """For the order among the sequences: how many tokens of one have the least rank."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = bounds(cu_seqlens, row, length)
-    least, count = tl.load(cut + CUT.rank), tl.zeros((), tl.int64)
+    least, count = tl.load(cut + Cut.rank), tl.zeros((), tl.int64)
     lanes = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
         among, rank = ranked(
@@ -181,7 +181,7 @@ def selection_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end = bounds(cu_seqlens, row, length)
     lanes = tl.arange(0, BLOCK)
-    least, left = tl.load(cut + CUT.rank), tl.load(cut + CUT.wanted)
+    least, left = tl.load(cut + Cut.rank), tl.load(cut + Cut.wanted)
     for start in range(0, row, BLOCK):  # what the sequences before this one take
         r = start + lanes
         left -= tl.sum(tl.load(ties + r, mask=r < row, other=0), axis=0)
@@ -212,8 +212,8 @@ def selection(
         return selected.view(torch.bool)
     sums = torch.empty(rows + 1, SUMS.value, dtype=torch.float64, device=device)
     counts = torch.zeros(LEVELS.value, BINS.value, dtype=torch.int32, device=device)
-    numbers = torch.empty(len(CUT) + rows, dtype=torch.int64, device=device)
-    cut, ties = numbers[: len(CUT)], numbers[len(CUT) :]
+    numbers = torch.empty(len(Cut) + rows, dtype=torch.int64, device=device)
+    cut, ties = numbers[: len(Cut)], numbers[len(Cut) :]
     (share,) = struct.unpack("<q", struct.pack("<d", pick.share))
     tensors = logprobs, old_logprobs, advantages, mask.view(torch.uint8), cu_seqlens
     ranks = (

@@ -1,11 +1,31 @@
 """What one token adds to ``policy_loss`` in Triton, as csrc/include/rlkernel/policy_loss_terms.h has it.
 
-``rule`` and ``C`` are the numbers and the choices of ``rlkernel.types.PolicyRule``; the numbers of the
-choices are the positions in its tuples of names.
+``rule`` and ``C`` are the numbers and the choices of ``rlkernel.types.PolicyRule``.
 """
 
 import triton
 import triton.language as tl
+
+from rlkernel.triton_ops._names import Names
+from rlkernel.types import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    DIVERGENCES,
+    KL_ESTIMATORS,
+    KL_WEIGHTS,
+    LEVELS,
+    POLICY_TERMS,
+    SUMS,
+)
+
+Term = Names(POLICY_TERMS)
+Level = Names(LEVELS)
+Aggregate = Names(SUMS)
+Kl = Names(KL_ESTIMATORS)
+KlWeight = Names(KL_WEIGHTS)
+Divergence = Names(DIVERGENCES)
+Correction = Names(CORRECTION_LEVELS)
+Verdict = Names(CORRECTION_MODES)
 
 
 @triton.jit
@@ -52,7 +72,7 @@ def total(x, present):
 @triton.jit
 def own_log_ratio(d, advantage, rule, C: tl.constexpr):
     """gmpo clips each token's logarithm before the mean, on the side that the advantage favours."""
-    if C.term == 4:
+    if C.term == Term.gmpo:
         up, down = tl.where(d > rule.high, rule.high, d), tl.where(d < rule.low, rule.low, d)
         value = tl.where(advantage > 0, up, tl.where(advantage == 0, 0.0, down))
         passes = (value == d) & (advantage != 0)
@@ -66,7 +86,7 @@ def moved_too_far(low, high, advantage, logprob, anchor, DIVERGENCE: tl.constexp
     """Where the probability fell or rose further from its anchor's than allowed, with the advantage."""
     p, q = tl.exp(logprob), tl.exp(anchor)
     change = p - q
-    if DIVERGENCE == 2:  # 1 - p = -expm1: the difference would cancel where p is near 1
+    if DIVERGENCE == Divergence.kl:  # 1 - p = -expm1: the difference would cancel where p is near 1
         m, n = -expm1(logprob), -expm1(anchor)
         not_p, not_q = tl.where(m > 0, m, 0.0), tl.where(n > 0, n, 0.0)
         kl = q * (anchor - logprob) + not_q * tl.log((not_q + 1e-8) / (not_p + 1e-8))
@@ -95,7 +115,7 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
     positive, negative = advantage > 0, advantage < 0
     value, direct, chain = zero, zero, zero
     is_low, is_high, is_far = zero > 1, zero > 1, zero > 1
-    if C.term == 0:  # clipped
+    if C.term == Term.clipped:
         plain = -tl.where(ratio > rule.delta, rule.delta, ratio) * advantage
         bounded = -clamp(ratio, rule.low, rule.high) * advantage
         value = tl.where(bounded > plain, bounded, plain)
@@ -107,38 +127,38 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
         chain = tl.where(is_flat | is_dual, 0.0, -ratio * advantage)
         is_low, is_high = negative & (ratio < rule.low), positive & (ratio > rule.high)
         is_far = is_dual | (negative & (ratio > rule.delta))
-    elif C.term == 1:  # cispo
+    elif C.term == Term.cispo:
         value, direct = likelihood(clamp(ratio, rule.low, rule.high), advantage, logprob)
         is_low, is_high = ratio < rule.low, ratio > rule.high
-    elif C.term == 2:  # reinforce
+    elif C.term == Term.reinforce:
         value, direct = likelihood(zero + 1.0, advantage, logprob)
-    elif C.term == 3:  # sapo
+    elif C.term == Term.sapo:
         tau = tl.where(positive, rule.tau_positive, rule.tau_negative)
         scale = tl.where(positive, 4.0 / rule.tau_positive, 4.0 / rule.tau_negative)  # one division less
         e = tl.exp(-tl.abs(tau * (ratio - 1.0)))
         inverse = 1.0 / (1.0 + e)
         value = -advantage * tl.where(ratio >= 1.0, inverse, e * inverse) * scale
         chain = tl.where(e > 0, -advantage * 4.0 * e * inverse * inverse * ratio, 0.0)
-    elif C.term == 4:  # gmpo
+    elif C.term == Term.gmpo:
         value = -ratio * advantage
         chain = value
         d = logprob - old_logprob
         is_low, is_high = negative & (d < rule.low), positive & (d > rule.high)
-    elif C.term == 5:  # dppo
+    elif C.term == Term.dppo:
         is_low, is_high = moved_too_far(rule.low, rule.high, advantage, logprob, old_logprob, C.divergence)
         held = tl.where(ratio > rule.dual, rule.dual, ratio)
         value, direct = likelihood(tl.where(is_high | is_low, 0.0, held), advantage, logprob)
         is_far = ratio > rule.dual
-    elif C.term == 6:  # vespo
+    elif C.term == Term.vespo:
         value, direct = likelihood(tl.where(negative, phi_negative, phi_positive), advantage, logprob)
-    elif C.term == 7:  # surrogate
+    elif C.term == Term.surrogate:
         value = -ratio * advantage
         chain = value
-    elif C.term == 8:  # dro
+    elif C.term == Term.dro:
         d = logprob - old_logprob
         value = rule.coefficient * 0.5 * d * d - logprob * advantage
         direct = rule.coefficient * d - advantage
-    else:  # cispo_mask
+    else:  # Term.cispo_mask
         is_low, is_high = ratio <= rule.low, ratio >= rule.high
         value, direct = likelihood(tl.where(is_low | is_high, 0.0, ratio), advantage, logprob)
     return value, direct, chain, is_low, is_high, is_far
@@ -147,7 +167,7 @@ def term(ratio, advantage, logprob, old_logprob, phi_positive, phi_negative, rul
 @triton.jit
 def apply_selection(value, direct, chain, selected, d, rule, C: tl.constexpr):
     """Tokens that the covariance has picked: kl_cov adds |d| to their loss, clip_cov drops them."""
-    if C.term == 7:
+    if C.term == Term.surrogate:
         slope = tl.where(d > 0, rule.coefficient, tl.where(d < 0, -rule.coefficient, 0.0))
         value += tl.where(selected, rule.coefficient * tl.abs(d), 0.0)
         direct += tl.where(selected, slope, 0.0)
@@ -161,11 +181,11 @@ def apply_selection(value, direct, chain, selected, d, rule, C: tl.constexpr):
 def kl_to_reference(d, weight, rule, C: tl.constexpr):
     """The estimate times its weight, its slope, and the derivative that reaches the weight."""
     x = clamp(d, -rule.kl_input, rule.kl_input)
-    if C.kl == 1:
+    if C.kl == Kl.k1:
         value, slope = x, tl.zeros_like(x) + 1.0
-    elif C.kl == 2:
+    elif C.kl == Kl.abs:
         value, slope = tl.abs(x), tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))
-    elif C.kl == 3:
+    elif C.kl == Kl.k2:
         value, slope = x * x * 0.5, x
     else:
         m = expm1(-x)
