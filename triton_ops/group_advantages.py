@@ -10,7 +10,7 @@ from torch import Tensor
 from rlkernel.triton_ops import whiten
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
 from rlkernel.triton_ops.logprob import device_reasons
-from rlkernel.triton_ops.whiten_kernels import CHUNK
+from rlkernel.triton_ops.whiten_kernels import CHUNK, Moment
 
 KINDS = {
     "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "deviation", "rloo": "rloo",
@@ -66,7 +66,7 @@ def forward(
     with torch.cuda.device_of(rewards):
         if scale == "batch":
             slots = triton.cdiv(n, CHUNK) * (columns if kind == "gdpo" else 1)
-            batch = torch.empty(slots, 3, dtype=torch.float64, device=device)
+            batch = torch.empty(slots, len(Moment), dtype=torch.float64, device=device)
             batch_kernel[(slots,)](
                 rewards, kept, n, columns, weights, batch, WEIGHTED=kind != "gdpo", CHUNK=CHUNK, num_warps=8,
                 enable_fp_fusion=False,

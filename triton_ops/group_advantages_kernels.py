@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.triton_ops.value_loss_kernels import merge_moments
-from rlkernel.triton_ops.whiten_kernels import moments_of, reciprocal, square_root
+from rlkernel.triton_ops.whiten_kernels import MOMENTS, Moment, moments_of, reciprocal, square_root
 
 BLOCK = 128  # places of a tile
 _SIZES = ["n", "columns", "size"]
@@ -53,9 +53,9 @@ def batch_kernel(
     i = slot % chunks * CHUNK + tl.arange(0, CHUNK)
     reward, counts = rewards_of(rewards, mask, reward_weights, columns, slot // chunks, i, i < n, WEIGHTED)
     count, mean, squares = moments_of(reward, counts.to(tl.float64))
-    tl.store(batch + slot * 3, count)
-    tl.store(batch + slot * 3 + 1, mean)
-    tl.store(batch + slot * 3 + 2, squares)
+    tl.store(batch + slot * MOMENTS + Moment.count, count)
+    tl.store(batch + slot * MOMENTS + Moment.mean, mean)
+    tl.store(batch + slot * MOMENTS + Moment.squares, squares)
 
 
 @triton.jit
@@ -156,10 +156,15 @@ def group_kernel(
             total = tl.zeros((), tl.float64)
             mean, sum_of_squares = total, total
             for chunk in range(chunks):
-                part = batch + (column * chunks + chunk) * 3
-                more = tl.load(part)
+                part = batch + (column * chunks + chunk) * MOMENTS
+                more = tl.load(part + Moment.count)
                 mean, sum_of_squares = merge_moments(
-                    total, mean, sum_of_squares, more, tl.load(part + 1), tl.load(part + 2)
+                    total,
+                    mean,
+                    sum_of_squares,
+                    more,
+                    tl.load(part + Moment.mean),
+                    tl.load(part + Moment.squares),
                 )
                 total += more
         if SCALE != "none":

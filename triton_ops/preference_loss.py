@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.triton_ops.preference_loss_kernels import COLUMNS, gradient_kernel, loss_kernel, sums_kernel
+from rlkernel.triton_ops.preference_loss_terms import Term
 from rlkernel.types import PAIR_METRICS, PreferenceRule
 
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
@@ -35,7 +36,7 @@ def sums(
     ld_alpha: float,
 ) -> Tensor:
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    stats = torch.empty(rows, COLUMNS, dtype=torch.float64, device=logprobs.device)
+    stats = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=logprobs.device)
     per_token = ref_logprobs is not None and ref_logprobs.shape == logprobs.shape
     with torch.cuda.device_of(logprobs):
         if rows:
@@ -73,8 +74,8 @@ def loss(
             r.desirable_weight, r.undesirable_weight, r.factor, r.items, r.nll_items, TERMS=r.terms,
             N=len(r.terms),
             PER_TOKEN=r.per_token, WEIGHTING=r.weighting, DIVERGENCE=r.divergence,
-            KL_PER_ROW=kl is not None and kl.numel() != 1, LIKELY=r.nll_coef != 0 or 0 in r.terms,
-            ODDS=15 in r.terms, BLOCK=256,
+            KL_PER_ROW=kl is not None and kl.numel() != 1, LIKELY=r.nll_coef != 0 or Term.sft in r.terms,
+            ODDS=Term.orpo in r.terms, BLOCK=256,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return total, metrics, slopes, rewards, logps, delta

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``preference_loss``.  The numbers of the choices are those of ``rlkernel.types``.
+"""The Triton kernels of ``preference_loss``.
 
 Sums, and what follows from them, are fp64.  Blocks have a fixed size, so that the order of a sum follows
 from the place in the sequence.  Alignment decides Triton's layouts, and with them that order: nothing is
@@ -8,9 +8,14 @@ specialised by it.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.preference_loss_terms import pair_term, score, sigmoid, smoothed, softplus
+from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops.preference_loss_terms import Term, pair_term, score, sigmoid, smoothed, softplus
+from rlkernel.types import PAIR_METRICS, SEQUENCE_SUMS
 
-COLUMNS = 7  # of the sums of a sequence
+Sum = Names(SEQUENCE_SUMS)
+COLUMNS = tl.constexpr(len(Sum))
+Running = Names(("mean", "batches"))  # bco_pair's state
+Metric = Names(PAIR_METRICS)
 
 
 @triton.jit
@@ -94,38 +99,38 @@ def sums_kernel(
             )
     if (ref_logprobs is not None) & (not REF_PER_TOKEN):
         s_ref += tl.load(ref_logprobs + row).to(tl.float64)
-    out = stats + row * 7
-    tl.store(out, s_logps)
-    tl.store(out + 1, s_ref)
-    tl.store(out + 2, s_tokens)
-    tl.store(out + 3, s_nll)
-    tl.store(out + 4, s_nll_tokens)
-    tl.store(out + 5, s_aligned)
-    tl.store(out + 6, (cutoff - begin).to(tl.float64))
+    out = stats + row * COLUMNS
+    tl.store(out + Sum.logps, s_logps)
+    tl.store(out + Sum.ref_logps, s_ref)
+    tl.store(out + Sum.tokens, s_tokens)
+    tl.store(out + Sum.nll, s_nll)
+    tl.store(out + Sum.nll_tokens, s_nll_tokens)
+    tl.store(out + Sum.aligned, s_aligned)
+    tl.store(out + Sum.cutoff, (cutoff - begin).to(tl.float64))
 
 
 @triton.jit
 def column(stats, row, k, inside):
-    return tl.load(stats + row * 7 + k, mask=inside, other=0.0)
+    return tl.load(stats + row * COLUMNS + k, mask=inside, other=0.0)
 
 
 @triton.jit
 def ranked(stats, order, k, half, inside, e, beta, TERM: tl.constexpr):
     """The loss of the ranks k, its derivative, the two pairs that meet there, and whether each counts."""
-    a = tl.load(order + (TERM - 9) * 2 * half + k, mask=inside, other=0)
-    b = tl.load(order + ((TERM - 9) * 2 + 1) * half + k, mask=inside, other=0)
-    if TERM == 9:
-        d = column(stats, a, 0, inside) - column(stats, a + half, 0, inside)
-        d -= column(stats, b, 1, inside) - column(stats, b + half, 1, inside)
+    a = tl.load(order + (TERM - Term.aot) * 2 * half + k, mask=inside, other=0)
+    b = tl.load(order + ((TERM - Term.aot) * 2 + 1) * half + k, mask=inside, other=0)
+    if TERM == Term.aot:
+        d = column(stats, a, Sum.logps, inside) - column(stats, a + half, Sum.logps, inside)
+        d -= column(stats, b, Sum.ref_logps, inside) - column(stats, b + half, Sum.ref_logps, inside)
     else:
-        d = column(stats, a, 0, inside) - column(stats, a, 1, inside)
-        d -= column(stats, b + half, 0, inside) - column(stats, b + half, 1, inside)
-    a_counts = (column(stats, a, 2, inside) > 0) & (column(stats, a + half, 2, inside) > 0)
-    b_counts = (column(stats, b, 2, inside) > 0) & (column(stats, b + half, 2, inside) > 0)
+        d = column(stats, a, Sum.logps, inside) - column(stats, a, Sum.ref_logps, inside)
+        d -= column(stats, b + half, Sum.logps, inside) - column(stats, b + half, Sum.ref_logps, inside)
+    a_counts = (column(stats, a, Sum.tokens, inside) > 0) & (column(stats, a + half, Sum.tokens, inside) > 0)
+    b_counts = (column(stats, b, Sum.tokens, inside) > 0) & (column(stats, b + half, Sum.tokens, inside) > 0)
     value, slope = smoothed(beta * d, e)
     either = a_counts | b_counts
     value, slope = tl.where(either, value, 0.0), tl.where(either, slope * beta, 0.0)
-    if TERM == 9:
+    if TERM == Term.aot:
         return value, slope, a, a, a_counts, a_counts
     else:
         return value, slope, a, b, a_counts, b_counts
@@ -160,28 +165,30 @@ def loss_kernel(
     for start in range(0, slots, BLOCK):
         k = start + lanes
         inside = k < slots
-        tokens = column(stats, k, 2, inside)
+        tokens = column(stats, k, Sum.tokens, inside)
         counted = inside & (tokens > 0)
         chosen = inside
         weight = zeros + 1.0
         if labels is None:
-            other = column(stats, k + half, 2, inside)
+            other = column(stats, k + half, Sum.tokens, inside)
             counted = counted & (other > 0)
             if WEIGHTING:
-                weight = tl.exp(column(stats, k, 5, inside) / tl.maximum(tokens, 1.0))
-                weight *= tl.exp(column(stats, k + half, 5, inside) / tl.maximum(other, 1.0))
+                weight = tl.exp(column(stats, k, Sum.aligned, inside) / tl.maximum(tokens, 1.0))
+                weight *= tl.exp(column(stats, k + half, Sum.aligned, inside) / tl.maximum(other, 1.0))
             if running_delta is not None:
                 if PER_TOKEN:
-                    r = column(stats, k, 0, inside) / tl.maximum(tokens, 1.0)
-                    r += column(stats, k + half, 0, inside) / tl.maximum(other, 1.0)
+                    r = column(stats, k, Sum.logps, inside) / tl.maximum(tokens, 1.0)
+                    r += column(stats, k + half, Sum.logps, inside) / tl.maximum(other, 1.0)
                 else:
-                    r = column(stats, k, 0, inside) - column(stats, k, 1, inside)
-                    r += column(stats, k + half, 0, inside) - column(stats, k + half, 1, inside)
+                    r = column(stats, k, Sum.logps, inside) - column(stats, k, Sum.ref_logps, inside)
+                    r += column(stats, k + half, Sum.logps, inside) - column(
+                        stats, k + half, Sum.ref_logps, inside
+                    )
                 v_reward += tl.where(counted, beta * r, 0.0)
         else:
             chosen = tl.load(labels + k, mask=inside, other=0) != 0
-        nll_tokens = tl.where(chosen, column(stats, k, 4, inside), 0.0)
-        v_nll += tl.where(nll_tokens > 0, column(stats, k, 3, inside), 0.0)
+        nll_tokens = tl.where(chosen, column(stats, k, Sum.nll_tokens, inside), 0.0)
+        v_nll += tl.where(nll_tokens > 0, column(stats, k, Sum.nll, inside), 0.0)
         v_nll_tokens += nll_tokens
         v_pairs += tl.where(counted, 1.0, 0.0)
         v_weight += tl.where(counted, weight, 0.0)
@@ -193,13 +200,13 @@ def loss_kernel(
     here = tl.maximum(number, 1.0)
     delta = tl.zeros((), tl.float64)
     if running_delta is not None:
-        mean = tl.load(running_delta).to(tl.float64)
-        batches = tl.load(running_delta + 1).to(tl.float64)
+        mean = tl.load(running_delta + Running.mean).to(tl.float64)
+        batches = tl.load(running_delta + Running.batches).to(tl.float64)
         delta = mean + tl.where(
             number > 0, (tl.sum(v_reward, axis=0) / (2.0 * here) - mean) / (batches + 1.0), 0.0
         )
-        tl.store(new_delta, delta.to(tl.float32))
-        tl.store(new_delta + 1, (batches + tl.where(number > 0, 1.0, 0.0)).to(tl.float32))
+        tl.store(new_delta + Running.mean, delta.to(tl.float32))
+        tl.store(new_delta + Running.batches, (batches + tl.where(number > 0, 1.0, 0.0)).to(tl.float32))
     divisor = tl.where(item_count > 0, item_count, here)
     if items is not None:
         divisor = tl.load(items)
@@ -216,10 +223,10 @@ def loss_kernel(
     for start in range(0, slots, BLOCK):
         k = start + lanes
         inside = k < slots
-        tokens = column(stats, k, 2, inside)
+        tokens = column(stats, k, Sum.tokens, inside)
         per = 1.0 / tl.maximum(tokens, 1.0)
-        first = column(stats, k, 0, inside)
-        x = first - column(stats, k, 1, inside)
+        first = column(stats, k, Sum.logps, inside)
+        x = first - column(stats, k, Sum.ref_logps, inside)
         shown, reward = first, beta * x
         if PER_TOKEN:
             shown = first * per
@@ -230,10 +237,10 @@ def loss_kernel(
         tl.store(logps + k, shown.to(tl.float32), mask=inside)
         value = zeros
         if labels is None:
-            other = column(stats, k + half, 2, inside)
+            other = column(stats, k + half, Sum.tokens, inside)
             per_r = 1.0 / tl.maximum(other, 1.0)
-            second = column(stats, k + half, 0, inside)
-            y = second - column(stats, k + half, 1, inside)
+            second = column(stats, k + half, Sum.logps, inside)
+            y = second - column(stats, k + half, Sum.ref_logps, inside)
             shown_r, reward_r = second, beta * y
             if PER_TOKEN:
                 shown_r = second * per_r
@@ -245,8 +252,8 @@ def loss_kernel(
             counted = present & present_r
             weight = zeros + 1.0
             if WEIGHTING:
-                weight = tl.exp(column(stats, k, 5, inside) * per) * tl.exp(
-                    column(stats, k + half, 5, inside) * per_r
+                weight = tl.exp(column(stats, k, Sum.aligned, inside) * per) * tl.exp(
+                    column(stats, k + half, Sum.aligned, inside) * per_r
                 )
             # what does not count is replaced by what has a value in every loss
             mean_c, mean_r = tl.where(counted, first * per, -1.0), tl.where(counted, second * per_r, -1.0)
@@ -256,7 +263,7 @@ def loss_kernel(
             for i in tl.static_range(N):
                 e = one * smoothing[i]
                 w = one * weights[i]
-                if (TERMS[i] != 9) & (TERMS[i] != 10):
+                if (TERMS[i] != Term.aot) & (TERMS[i] != Term.aot_unpaired):
                     term, term_c, term_r, odds = pair_term(
                         x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per, per_r, delta, e,
                         beta, gamma,
@@ -265,11 +272,11 @@ def loss_kernel(
                     value += w * term
                     by_c += w * term_c
                     by_r += w * term_r
-                    if TERMS[i] == 15:
+                    if TERMS[i] == Term.orpo:
                         log_odds = odds
             value = tl.where(counted, value * weight, 0.0)
             for i in tl.static_range(N):
-                if (TERMS[i] == 9) | (TERMS[i] == 10):
+                if (TERMS[i] == Term.aot) | (TERMS[i] == Term.aot_unpaired):
                     e = one * smoothing[i]
                     term, _, _, _, _, _ = ranked(stats, order, k, half, inside, e, beta, TERMS[i])
                     value += (one * weights[i]) * term
@@ -298,7 +305,7 @@ def loss_kernel(
             slope = zeros
             for i in tl.static_range(N):
                 shifted = x
-                if TERMS[i] == 17:
+                if TERMS[i] == Term.kto:
                     shifted = x - divergence
                 u = beta * shifted * sign
                 w = (one * weights[i]) * tl.where(chosen, desirable, undesirable)
@@ -320,9 +327,9 @@ def loss_kernel(
 
     sft = tl.zeros((), tl.float64)
     for i in tl.static_range(N):
-        if TERMS[i] == 0:
+        if TERMS[i] == Term.sft:
             sft += one * weights[i]
-        if (TERMS[i] == 9) | (TERMS[i] == 10):
+        if (TERMS[i] == Term.aot) | (TERMS[i] == Term.aot_unpaired):
             tl.debug_barrier()  # the slopes so far are written: a rank adds to those of another pair
             for start in range(0, half, BLOCK):
                 k = start + lanes
@@ -352,28 +359,28 @@ def loss_kernel(
         tl.maximum(tl.sum(v_rejected, axis=0), 1.0),
     )
     reward_c, reward_r = tl.sum(v_reward_c, axis=0) / n_chosen, tl.sum(v_reward_r, axis=0) / n_rejected
-    tl.store(metrics, reward_c.to(tl.float32))
-    tl.store(metrics + 1, reward_r.to(tl.float32))
-    tl.store(metrics + 2, (reward_c - reward_r).to(tl.float32))
-    tl.store(metrics + 3, (tl.sum(v_better, axis=0) / here).to(tl.float32))
-    tl.store(metrics + 4, (tl.sum(v_logps_c, axis=0) / n_chosen).to(tl.float32))
-    tl.store(metrics + 5, (tl.sum(v_logps_r, axis=0) / n_rejected).to(tl.float32))
-    tl.store(metrics + 6, preference.to(tl.float32))
-    tl.store(metrics + 7, (-nll / nll_here).to(tl.float32))
+    tl.store(metrics + Metric.rewards_chosen, reward_c.to(tl.float32))
+    tl.store(metrics + Metric.rewards_rejected, reward_r.to(tl.float32))
+    tl.store(metrics + Metric.rewards_margin, (reward_c - reward_r).to(tl.float32))
+    tl.store(metrics + Metric.rewards_accuracy, (tl.sum(v_better, axis=0) / here).to(tl.float32))
+    tl.store(metrics + Metric.logps_chosen, (tl.sum(v_logps_c, axis=0) / n_chosen).to(tl.float32))
+    tl.store(metrics + Metric.logps_rejected, (tl.sum(v_logps_r, axis=0) / n_rejected).to(tl.float32))
+    tl.store(metrics + Metric.preference_loss, preference.to(tl.float32))
+    tl.store(metrics + Metric.nll_loss, (-nll / nll_here).to(tl.float32))
     ratio, odds_mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if ODDS:
         ratio, odds_mean = tl.sum(v_ratio, axis=0) / here, tl.sum(v_odds, axis=0) / here
-    tl.store(metrics + 8, ratio.to(tl.float32))
-    tl.store(metrics + 9, odds_mean.to(tl.float32))
-    tl.store(metrics + 10, mean_weight.to(tl.float32))
+    tl.store(metrics + Metric.log_odds_ratio, ratio.to(tl.float32))
+    tl.store(metrics + Metric.log_odds_chosen, odds_mean.to(tl.float32))
+    tl.store(metrics + Metric.weight, mean_weight.to(tl.float32))
     kl_mean = tl.sum(v_kl, axis=0) / here
     if (kl is not None) & (not KL_PER_ROW):
         kl_mean = tl.load(kl).to(tl.float64)
-    tl.store(metrics + 11, kl_mean.to(tl.float32))
-    tl.store(metrics + 12, number.to(tl.float32))
-    tl.store(metrics + 13, tl.sum(v_tokens_c, axis=0).to(tl.float32))
-    tl.store(metrics + 14, tl.sum(v_tokens_r, axis=0).to(tl.float32))
-    tl.store(metrics + 15, tl.sum(v_odd, axis=0).to(tl.float32))
+    tl.store(metrics + Metric.kl, kl_mean.to(tl.float32))
+    tl.store(metrics + Metric.pairs, number.to(tl.float32))
+    tl.store(metrics + Metric.tokens_chosen, tl.sum(v_tokens_c, axis=0).to(tl.float32))
+    tl.store(metrics + Metric.tokens_rejected, tl.sum(v_tokens_r, axis=0).to(tl.float32))
+    tl.store(metrics + Metric.not_finite, tl.sum(v_odd, axis=0).to(tl.float32))
 
 
 @triton.jit(
@@ -405,7 +412,7 @@ def gradient_kernel(
     nll = tl.where(chosen, tl.load(slopes + rows) * upstream, 0.0)
     cutoff = end
     if LENGTH_DESENSITISED:
-        cutoff = begin + tl.load(stats + row * 7 + 6).to(tl.int64)
+        cutoff = begin + tl.load(stats + row * COLUMNS + Sum.cutoff).to(tl.int64)
     for start in range(begin, end, BLOCK):
         i = start + lanes
         present = tl.load(mask + i, mask=i < end, other=0) != 0

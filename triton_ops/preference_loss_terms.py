@@ -1,7 +1,13 @@
-"""The losses of pairs and their derivatives, in fp64; the terms' numbers are those of ``rlkernel.types``."""
+"""The losses of pairs and their derivatives, in fp64."""
 
 import triton
 import triton.language as tl
+
+from rlkernel.triton_ops._names import Names
+from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
+
+Term = Names(PREFERENCE_TERMS)
+Divergence = Names(PREFERENCE_DIVERGENCES)
 
 
 @triton.jit
@@ -45,11 +51,11 @@ def smoothed(z, e):
 @triton.jit
 def score(x, exponent, DIVERGENCE: tl.constexpr):
     """f'(exp(x)) less a constant, and its derivative."""
-    if DIVERGENCE == 1:
+    if DIVERGENCE == Divergence.forward_kl:
         value, slope = -expm1(-x), tl.exp(-x)
-    elif DIVERGENCE == 2:
+    elif DIVERGENCE == Divergence.js_divergence:
         value, slope = tl.full((), 0.6931471805599453, tl.float64) - softplus(-x), sigmoid(-x)
-    elif DIVERGENCE == 3:
+    elif DIVERGENCE == Divergence.alpha_divergence:
         t = exponent * x
         bounded = tl.where(t > 80.0, 80.0, t)
         value, slope = expm1(bounded) / exponent, tl.where(t > 80.0, 0.0, tl.exp(bounded))
@@ -69,51 +75,51 @@ def pair_term(
     z = beta * (score_x - score_y)
     normed = score_x * per_c - score_y * per_r
     loss, chosen, rejected, odds, by_z, by_normed = zero, zero, zero, zero, zero, zero
-    if TERM == 1:
+    if TERM == Term.sigmoid:
         loss, by_z = smoothed(z, e)
-    elif TERM == 2:
+    elif TERM == Term.hinge:
         loss, by_z = tl.where(z < 1.0, 1.0 - z, z - z), tl.where(z < 1.0, -1.0, z - z)
-    elif TERM == 3:
+    elif TERM == Term.ipo:
         d = normed - 1.0 / (2.0 * beta)
         loss, by_normed = d * d, 2.0 * d
-    elif TERM == 4:
+    elif TERM == Term.exo_pair:
         right, wrong, log_right, log_wrong = sigmoid(z), sigmoid(-z), log1p(zero - e), tl.log(zero + e)
         loss = right * (-softplus(-z) - log_right) + wrong * (-softplus(z) - log_wrong)
         by_z = right * wrong * (z - log_right + log_wrong)
-    elif TERM == 5:
+    elif TERM == Term.nca_pair:
         u, v = beta * x, beta * y
         loss = softplus(-u) + 0.5 * softplus(u) + 0.5 * softplus(v)
         chosen, rejected = beta * (0.5 * sigmoid(u) - sigmoid(-u)), beta * 0.5 * sigmoid(v)
-    elif TERM == 6:
+    elif TERM == Term.robust:
         loss = ((1.0 - e) * softplus(-z) - e * softplus(z)) / (1.0 - 2.0 * e)
         by_z = -((1.0 - e) * sigmoid(-z) + e * sigmoid(z)) / (1.0 - 2.0 * e)
-    elif TERM == 7:
+    elif TERM == Term.bco_pair:
         u, v = beta * x - delta, beta * y - delta
         loss = softplus(-u) + softplus(v)
         chosen, rejected = -beta * sigmoid(-u), beta * sigmoid(v)
-    elif TERM == 8:
+    elif TERM == Term.sppo_hard:
         u, v = x - 0.5 / beta, y + 0.5 / beta
         loss, chosen, rejected = u * u + v * v, 2.0 * u, 2.0 * v
-    elif TERM == 11:
+    elif TERM == Term.apo_zero:
         u, v = sigmoid(-beta * x), sigmoid(beta * y)
         loss = u + v
         chosen, rejected = -beta * u * sigmoid(beta * x), beta * v * sigmoid(-beta * y)
-    elif TERM == 12:
+    elif TERM == Term.apo_down:
         u, v = sigmoid(beta * x), sigmoid(-beta * (x - y))
         by_v = beta * v * sigmoid(beta * (x - y))
         loss = u + v
         chosen, rejected = beta * u * sigmoid(-beta * x) - by_v, by_v
-    elif TERM == 13:
+    elif TERM == Term.discopop:
         # exp(-z) * m in one exponential where z < 0: the product of the two would be infinity * 0
         m, rest, plain = sigmoid(z / tau), sigmoid(-z / tau), softplus(-z)
         below = tl.exp(tl.where(z < 0, z / tau - z, 0.0)) * rest
         blend = tl.where(z < 0, below, tl.exp(tl.where(z < 0, 0.0, -z)) * m)
         loss = plain * rest + blend
         by_z = -sigmoid(-z) * rest - blend + (blend * rest - plain * m * rest) / tau
-    elif TERM == 14:
+    elif TERM == Term.sigmoid_norm:
         loss, slope = smoothed(beta * normed, e)
         by_normed = beta * slope
-    elif TERM == 15:
+    elif TERM == Term.orpo:
         odds = mean_c - mean_r - (log1mexp(mean_c) - log1mexp(mean_r))
         wrong = sigmoid(-odds)
         p, q = tl.exp(mean_c), tl.exp(mean_r)
@@ -123,19 +129,26 @@ def pair_term(
         of_rejected = tl.where(wrong == 0, 0.0, wrong / -expm1(mean_r))
         loss = beta * softplus(-odds)
         chosen, rejected = -beta * of_chosen * per_c, beta * of_rejected * per_r
-    elif TERM == 16:
+    elif TERM == Term.simpo:
         score_c, slope_c = score(mean_c, exponent, DIVERGENCE)
         score_r, slope_r = score(mean_r, exponent, DIVERGENCE)
         loss, slope = smoothed(beta * (score_c - score_r) - gamma, e)
         chosen, rejected = beta * slope * slope_c * per_c, -beta * slope * slope_r * per_r
-    elif TERM == 19:
+    elif TERM == Term.ipo_sum:
         d = score_x - score_y - 1.0 / (2.0 * beta)
         loss, by_z = d * d, 2.0 * d / beta
-    if (TERM == 1) | (TERM == 2) | (TERM == 4) | (TERM == 6) | (TERM == 13) | (TERM == 19):
+    if (
+        (TERM == Term.sigmoid)
+        | (TERM == Term.hinge)
+        | (TERM == Term.exo_pair)
+        | (TERM == Term.robust)
+        | (TERM == Term.discopop)
+        | (TERM == Term.ipo_sum)
+    ):
         # 0 * infinity: where the loss is flat, the score may have no end
         chosen = tl.where(by_z == 0, 0.0, beta * by_z * slope_x)
         rejected = tl.where(by_z == 0, 0.0, -beta * by_z * slope_y)
-    if (TERM == 3) | (TERM == 14):
+    if (TERM == Term.ipo) | (TERM == Term.sigmoid_norm):
         chosen = tl.where(by_normed == 0, 0.0, by_normed * slope_x * per_c)
         rejected = tl.where(by_normed == 0, 0.0, -by_normed * slope_y * per_r)
     return loss, chosen, rejected, odds

@@ -11,7 +11,7 @@ from rlkernel.triton_ops.logprob import DTYPES, device_reasons
 from rlkernel.triton_ops.value_loss_kernels import (
     CHUNK,
     ROWS,
-    SUMS,
+    Sum,
     chunk_kernel,
     multiply_kernel,
     total_kernel,
@@ -47,7 +47,7 @@ def forward(
         return torch.empty(shape, dtype=dtype, device=values.device)
 
     slope = empty(*values.shape) if need_slope else None
-    partials, scale = empty(slots * SUMS, dtype=torch.float64), empty(rows)
+    partials, scale = empty(slots * len(Sum), dtype=torch.float64), empty(rows)
     loss, metrics = empty(), empty(len(VALUE_METRICS))
     unit, items, factor = aggregation
     tensor, number = (items, 0.0) if isinstance(items, Tensor) else (None, items or 0.0)

@@ -10,8 +10,15 @@ so nothing here is specialised on alignment, and there is one binary, hence one 
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
+from rlkernel.types import VALUE_METRICS
+
 CHUNK = 2048  # tokens of a sequence that are summed together
-SUMS = 8  # count, loss, nonfinite, clipped, then mean and squares of returns and of errors
+Sum = Names((
+    "count", "loss", "nonfinite", "clipped", "return_mean", "return_squares", "error_mean", "error_squares",
+))  # fmt: skip
+SUMS = tl.constexpr(len(Sum))
+Metric = Names(VALUE_METRICS)
 ROWS = 64  # sequences that the merging program takes at a time
 
 _FIXED = ["values_stride", "returns_stride", "old_stride", "mask_stride", "rows", "length", "steps"]
@@ -138,15 +145,15 @@ def chunk_kernel(
         return_mean, return_squares = moments(target, kept, number, first_return)
         error_mean, error_squares = moments(error, kept, number, first_error)
         nonfinite = kept & ~(tl.abs(loss) < float("inf"))
-        out = partials + slot * 8
-        tl.store(out, number)
-        tl.store(out + 1, tl.sum(tl.where(kept, loss, 0.0).to(tl.float64)))
-        tl.store(out + 2, tl.sum(nonfinite.to(tl.int32)).to(tl.float64))
-        tl.store(out + 3, tl.sum(clipped.to(tl.int32)).to(tl.float64))
-        tl.store(out + 4, return_mean)
-        tl.store(out + 5, return_squares)
-        tl.store(out + 6, error_mean)
-        tl.store(out + 7, error_squares)
+        out = partials + slot * SUMS
+        tl.store(out + Sum.count, number)
+        tl.store(out + Sum.loss, tl.sum(tl.where(kept, loss, 0.0).to(tl.float64)))
+        tl.store(out + Sum.nonfinite, tl.sum(nonfinite.to(tl.int32)).to(tl.float64))
+        tl.store(out + Sum.clipped, tl.sum(clipped.to(tl.int32)).to(tl.float64))
+        tl.store(out + Sum.return_mean, return_mean)
+        tl.store(out + Sum.return_squares, return_squares)
+        tl.store(out + Sum.error_mean, error_mean)
+        tl.store(out + Sum.error_squares, error_squares)
 
 
 @_jit
@@ -174,14 +181,20 @@ def total_kernel(
         row_r, row_rr, row_e, row_ee = zeros, zeros, zeros, zeros
         for chunk in range(tl.max(chunks)):
             has = chunk < chunks
-            part = partials + (slot + chunk) * 8
-            more = tl.load(part, mask=has, other=0.0)
-            total += tl.load(part + 1, mask=has, other=0.0)
-            nonfinite += tl.load(part + 2, mask=has, other=0.0)
-            clipped += tl.load(part + 3, mask=has, other=0.0)
-            mean, squares = tl.load(part + 4, mask=has, other=0.0), tl.load(part + 5, mask=has, other=0.0)
+            part = partials + (slot + chunk) * SUMS
+            more = tl.load(part + Sum.count, mask=has, other=0.0)
+            total += tl.load(part + Sum.loss, mask=has, other=0.0)
+            nonfinite += tl.load(part + Sum.nonfinite, mask=has, other=0.0)
+            clipped += tl.load(part + Sum.clipped, mask=has, other=0.0)
+            mean, squares = (
+                tl.load(part + Sum.return_mean, mask=has, other=0.0),
+                tl.load(part + Sum.return_squares, mask=has, other=0.0),
+            )
             row_r, row_rr = merge_moments(count, row_r, row_rr, more, mean, squares)
-            mean, squares = tl.load(part + 6, mask=has, other=0.0), tl.load(part + 7, mask=has, other=0.0)
+            mean, squares = (
+                tl.load(part + Sum.error_mean, mask=has, other=0.0),
+                tl.load(part + Sum.error_squares, mask=has, other=0.0),
+            )
             row_e, row_ee = merge_moments(count, row_e, row_ee, more, mean, squares)
             count += more
         tl.store(scale + row, count.to(tl.float32), mask=there)
@@ -222,17 +235,17 @@ def total_kernel(
         divisor = tl.where(item_count == 0, tl.sum(sequences), item_count)
     weight = tl.where(tokens > 0, factor * inverse(tl.where(tokens > 0, divisor, 1.0)), 0.0)
     tl.store(loss, (weight * tl.sum(objective)).to(tl.float32))
-    tl.store(metrics, tokens.to(tl.float32))
-    tl.store(metrics + 1, tl.sum(nonfinite).to(tl.float32))
-    tl.store(metrics + 2, (tl.sum(clipped) * each).to(tl.float32))
-    tl.store(metrics + 3, (return_mean - error_mean).to(tl.float32))
-    tl.store(metrics + 4, return_mean.to(tl.float32))
-    tl.store(metrics + 5, (return_squares * each).to(tl.float32))
-    tl.store(metrics + 6, error_mean.to(tl.float32))
-    tl.store(metrics + 7, (error_squares * each).to(tl.float32))
+    tl.store(metrics + Metric.tokens, tokens.to(tl.float32))
+    tl.store(metrics + Metric.nonfinite, tl.sum(nonfinite).to(tl.float32))
+    tl.store(metrics + Metric.clip_fraction, (tl.sum(clipped) * each).to(tl.float32))
+    tl.store(metrics + Metric.value_mean, (return_mean - error_mean).to(tl.float32))
+    tl.store(metrics + Metric.return_mean, return_mean.to(tl.float32))
+    tl.store(metrics + Metric.return_variance, (return_squares * each).to(tl.float32))
+    tl.store(metrics + Metric.error_mean, error_mean.to(tl.float32))
+    tl.store(metrics + Metric.error_variance, (error_squares * each).to(tl.float32))
     varies = return_squares > 0
     explained = 1.0 - error_squares * inverse(tl.where(varies, return_squares, 1.0))
-    tl.store(metrics + 8, tl.where(varies, explained, float("nan")).to(tl.float32))
+    tl.store(metrics + Metric.explained_variance, tl.where(varies, explained, float("nan")).to(tl.float32))
 
     tl.debug_barrier()  # the counts in scale are read by other threads than wrote them
     for first in range(0, rows, ROWS):

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from rlkernel.triton_ops.logprob import device_reasons
-from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, moments_kernel, scale_kernel
+from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -51,7 +51,7 @@ def run(
     merged moments go to ``state`` [3]; all are dense."""
     n = x.numel()
     chunks = triton.cdiv(n, CHUNK)
-    partials = torch.empty(chunks if update else 0, 3, dtype=torch.float64, device=x.device)
+    partials = torch.empty(chunks if update else 0, len(Moment), dtype=torch.float64, device=x.device)
     mask = None if mask is None else mask.view(torch.uint8)
     weights = None if weights is None else weights.float()
     blocks = chunks if out is not None else 0

@@ -8,10 +8,13 @@ so nothing here is specialised on alignment.
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.value_loss_kernels import inverse, merge_moments
 
 CHUNK = 2048  # elements whose moments are taken together
 MERGED = 256  # chunks that are merged at a time
+Moment = Names(("count", "mean", "squares"))
+MOMENTS = tl.constexpr(len(Moment))
 
 _TENSORS = ["x", "mask", "weights", "states", "partials", "out", "state"]
 
@@ -83,11 +86,11 @@ def merge_partials(partials, chunks, MERGED: tl.constexpr):
     count = tl.zeros((MERGED,), tl.float64)
     mean, squares = count, count
     for begin in range(0, chunks, MERGED):
-        part = partials + (begin + lane).to(tl.int64) * 3
+        part = partials + (begin + lane).to(tl.int64) * MOMENTS
         there = begin + lane < chunks
-        more = tl.load(part, mask=there, other=0.0)
-        more_mean = tl.load(part + 1, mask=there, other=0.0)
-        more_squares = tl.load(part + 2, mask=there, other=0.0)
+        more = tl.load(part + Moment.count, mask=there, other=0.0)
+        more_mean = tl.load(part + Moment.mean, mask=there, other=0.0)
+        more_squares = tl.load(part + Moment.squares, mask=there, other=0.0)
         mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
         count += more
     return merge_lanes(count, mean, squares)
@@ -105,9 +108,9 @@ def moments_kernel(x, mask, weights, n: tl.int64, partials, CHUNK: tl.constexpr)
     if weights is not None:
         weight = tl.load(weights + i, mask=kept, other=0.0).to(tl.float64)
     count, mean, squares = moments_of(value, weight)
-    tl.store(partials + chunk * 3, count)
-    tl.store(partials + chunk * 3 + 1, mean)
-    tl.store(partials + chunk * 3 + 2, squares)
+    tl.store(partials + chunk * MOMENTS + Moment.count, count)
+    tl.store(partials + chunk * MOMENTS + Moment.mean, mean)
+    tl.store(partials + chunk * MOMENTS + Moment.squares, squares)
 
 
 @fixed_order
@@ -122,8 +125,11 @@ def scale_kernel(
     mean, squares = count, count
     if states is not None:
         for i in range(state_count):
-            more, more_mean = tl.load(states + i * 3), tl.load(states + i * 3 + 1)
-            more_squares = tl.load(states + i * 3 + 2)
+            more, more_mean = (
+                tl.load(states + i * MOMENTS + Moment.count),
+                tl.load(states + i * MOMENTS + Moment.mean),
+            )
+            more_squares = tl.load(states + i * MOMENTS + Moment.squares)
             mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
             count += more
     if UPDATE:
@@ -131,9 +137,9 @@ def scale_kernel(
         mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
         count += more
     if state is not None and chunk == 0:
-        tl.store(state, count)
-        tl.store(state + 1, mean)
-        tl.store(state + 2, squares)
+        tl.store(state + Moment.count, count)
+        tl.store(state + Moment.mean, mean)
+        tl.store(state + Moment.squares, squares)
     if out is not None:
         freedom = count
         if UNBIASED:
