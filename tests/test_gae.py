@@ -482,8 +482,8 @@ def test_bad_input_is_named(change, message):
         ([0, 7], r"cu_seqlens must rise from 0 to at most 6, got \[0, 7\]"),
         ([1, 6], r"cu_seqlens must rise from 0 to at most 6, got \[1, 6\]"),
         ([0, 4, 3, 6], r"cu_seqlens must rise from 0 to at most 6, got \[0, 4, 3, 6\]"),
-        ([], "cu_seqlens must be int32 or int64"),
-        ([0.0, 6.0], "cu_seqlens must be int32 or int64"),
+        ([], "cu_seqlens must be an int32 or int64 tensor"),
+        ([0.0, 6.0], "cu_seqlens must be an int32 or int64 tensor"),
     ],
 )
 def test_bad_offsets_are_named(offsets, message):

@@ -8,6 +8,22 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug
+from rlkernel.ops import _validate
+
+
+def typed(name: str, x: Tensor, tokens: str, device: torch.device) -> None:
+    """``x`` is [S + 1] integers beside ``tokens``; what they are is for ``check``.  Raises ValueError."""
+    is_tensor = isinstance(x, Tensor)
+    if not is_tensor or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or not len(x):
+        got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if is_tensor else type(x).__name__
+        raise ValueError(f"{name} must be an int32 or int64 tensor [S + 1], got {got}")
+    _validate.same_device(name, x, tokens, device)
+
+
+def offsets(name: str, x: Tensor, tokens: str, device: torch.device) -> Tensor:
+    """``x`` as int64, side by side."""
+    typed(name, x, tokens, device)
+    return x.to(torch.int64).contiguous()
 
 
 def check(offsets: Tensor, total: int) -> None:

@@ -39,7 +39,9 @@ def checked(
         want = "[B, L], or [N] with cu_seqlens"
         raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
     if cu_seqlens is not None:
-        cu_seqlens = _offsets(cu_seqlens, logprobs)
+        if logprobs.dim() != 1:
+            raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
+        cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     old_logprobs = _tokens("old_logprobs", old_logprobs, logprobs, dtype)
@@ -192,13 +194,3 @@ def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
         raise ValueError(f"mask must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
     _validate.same_device("mask", x, "logprobs", logprobs.device)
     return (x if x.dtype == torch.bool else x != 0).contiguous()
-
-
-def _offsets(x: Tensor, logprobs: Tensor) -> Tensor:
-    if logprobs.dim() != 1:
-        raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or not len(x):
-        got = f"{_validate.name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"cu_seqlens must be [S + 1] int32 or int64, got {got}")
-    _validate.same_device("cu_seqlens", x, "logprobs", logprobs.device)
-    return x.to(torch.int64).contiguous()

@@ -32,6 +32,25 @@ LOSS_TYPES = {
     "dro": "dro",
 }
 
+# Whose logprobs the derivative of a token needs at level "token", as far as it is known: its own, or its
+# sequence's.  Of a loss that is not named it may need the whole batch's.
+REACH = {
+    **dict.fromkeys(("grpo", "ppo", "dapo", "dr_grpo", "bnpo", "cispo", "cispo_cap", "reinforce"), "token"),
+    **dict.fromkeys(("gpg", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"), "token"),
+    **dict.fromkeys(("cispo_mask", "importance_sampling"), "token"),
+    "vespo": "sequence",
+}
+# fields of the rule that leave it at that, whatever they are
+REACH_KNOWS = frozenset((
+    "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_weight", "kl_input", "kl_output",
+    "divergence", "correction", "verdict", "shrink", "stale_only", "low", "high", "delta", "dual",
+    "log_clip", "tau_positive", "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive",
+    "k_negative", "lambda_negative", "coefficient", "weight_low", "weight_high", "log_weight_low",
+    "log_weight_high", "token_low", "token_high", "extreme_low", "extreme_high", "sum_k1_low",
+    "sum_k1_high", "mean_k1_low", "mean_k1_high", "sum_k2_high", "mean_k2_high", "sum_k3_high",
+    "mean_k3_high", "tv_high", "max_staleness", "log_decay", "denominator", "factor",
+))  # fmt: skip
+
 AGGREGATIONS = {
     "token-mean": "tokens",
     "token-sum": "tokens",

@@ -15,15 +15,8 @@ def sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype,
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     if cu_seqlens is None:
         return dtype, logprobs.shape[0], None
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = (
-            _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        )
-        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
-    _validate.same_device("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
-    return dtype, cu_seqlens.shape[0] - 1, cu_seqlens.to(torch.int64).contiguous()
+    cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
+    return dtype, cu_seqlens.shape[0] - 1, cu_seqlens
 
 
 def reference(

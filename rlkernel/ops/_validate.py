@@ -183,17 +183,6 @@ def choice(argument: str, value: str, known: Iterable[str]) -> str:
     return value
 
 
-def cu_seqlens(offsets: Tensor, device: torch.device, argument: str = "cu_seqlens") -> Tensor:
-    """[S + 1] as int64; what they hold is for ``ascending``."""
-    if not isinstance(offsets, Tensor):
-        raise ValueError(f"{argument} must be a tensor, got {type(offsets).__name__}")
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or not len(offsets):
-        got = f"{name(offsets.dtype)} {tuple(offsets.shape)}"
-        raise ValueError(f"{argument} must be int32 or int64 of shape (S + 1,), got {got}")
-    same_device(argument, offsets, "rewards", device)
-    return offsets.to(torch.int64).contiguous()
-
-
 def ascending(argument: str, offsets: Tensor, total: int) -> None:
     """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode."""
     if debug.may_read(offsets):

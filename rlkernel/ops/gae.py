@@ -81,7 +81,7 @@ def gae(
     gamma = _validate.fraction("gamma", gamma)
     _validate.choice("holes", holes, HOLES)
     if cu_seqlens is not None:
-        cu_seqlens = _validate.cu_seqlens(cu_seqlens, rewards.device)
+        cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "rewards", rewards.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
     rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _validate
+from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 
 ESTIMATORS = (
@@ -179,7 +179,7 @@ def _groups(
         if estimator not in UNGROUPED:
             return ids.to(torch.int64), 1, None
     if group_offsets is not None:
-        offsets = _validate.cu_seqlens(group_offsets, device, "group_offsets")
+        offsets = _packing.offsets("group_offsets", group_offsets, "rewards", device)
         _validate.ascending("group_offsets", offsets, count)
         if estimator not in UNGROUPED:
             return None, 1, offsets

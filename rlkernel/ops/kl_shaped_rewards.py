@@ -62,7 +62,7 @@ def kl_shaped_rewards(
     beta = _validate.number("beta", beta, 0.0)
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     if cu_seqlens is not None:
-        cu_seqlens = _validate.cu_seqlens(cu_seqlens, logprobs.device)
+        cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     rewards, logprobs, ref_logprobs = (_validate.rows(x, dtype) for x in (rewards, logprobs, ref_logprobs))

@@ -29,24 +29,6 @@ from rlkernel.types import (
 
 ALGORITHMS = ("auto", "one_pass", "two_pass")
 
-# Whose logprobs the derivative of a token is known to need, at level "token"; other losses may need all of
-# them, and so may everything that is not named here and not as ``policy_loss`` has it by default.
-_REACH = {
-    **dict.fromkeys(("grpo", "ppo", "dapo", "dr_grpo", "bnpo", "cispo", "cispo_cap", "reinforce"), "token"),
-    **dict.fromkeys(("gpg", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"), "token"),
-    **dict.fromkeys(("cispo_mask", "importance_sampling"), "token"),
-    "vespo": "sequence",
-}
-_KNOWN = frozenset((
-    "term", "level", "aggregation", "kl", "kl_gradient_of_k2", "kl_weight", "kl_input", "kl_output",
-    "divergence", "correction", "verdict", "shrink", "stale_only", "low", "high", "delta", "dual",
-    "log_clip", "tau_positive", "tau_negative", "beta", "entropy_coef", "k_positive", "lambda_positive",
-    "k_negative", "lambda_negative", "coefficient", "weight_low", "weight_high", "log_weight_low",
-    "log_weight_high", "token_low", "token_high", "extreme_low", "extreme_high", "sum_k1_low",
-    "sum_k1_high", "mean_k1_low", "mean_k1_high", "sum_k2_high", "mean_k2_high", "sum_k3_high",
-    "mean_k3_high", "tv_high", "max_staleness", "log_decay", "denominator", "factor",
-))  # fmt: skip
-
 _log = logging.getLogger("rlkernel")
 
 # what rows outside of the mask have as target: no number that a caller could mean
@@ -188,10 +170,14 @@ def linear_policy_loss(
 
 def _reach(loss_type: str, rule: PolicyRule) -> str:
     """Whose logprobs the derivative of a token needs: those of its "token", its "sequence" or the "batch"."""
-    others = any(x != y for name, x, y in zip(rule._fields, rule, _PLAIN, strict=True) if name not in _KNOWN)
-    if others or loss_type not in _REACH:
+    others = any(
+        x != y
+        for name, x, y in zip(rule._fields, rule, _PLAIN, strict=True)
+        if name not in _policy_rule.REACH_KNOWS
+    )
+    if others or loss_type not in _policy_rule.REACH:
         return "batch"
-    return _REACH[loss_type] if LEVELS[rule.level] == "token" else "sequence"
+    return _policy_rule.REACH[loss_type] if LEVELS[rule.level] == "token" else "sequence"
 
 
 def _plain_rule() -> PolicyRule:

@@ -139,14 +139,7 @@ def _check_tensors(
             raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
     if cu_seqlens is None:
         return
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = (
-            _validate.name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        )
-        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(f"cu_seqlens must be [S + 1], got {tuple(cu_seqlens.shape)}")
-    _validate.same_device("cu_seqlens", cu_seqlens, "values", values.device)
+    _packing.typed("cu_seqlens", cu_seqlens, "values", values.device)
 
 
 def _check_options(
