@@ -1,4 +1,4 @@
-// rlkernel._C: the kernels of every part that was built, each as <kernel>_<part>.
+// rlkernel._C: the kernels of every part that was built, each as <part>.<kernel>.
 #include "rlkernel/errors.h"
 #include "rlkernel/kernels.h"
 
@@ -23,17 +23,34 @@ py::dict built() {
 
 }  // namespace
 
-#define BIND_CPU(name) bind::name(m, #name "_cpu", cpu::name, cpu::error_string);
-#define BIND_CUDA(name) bind::name(m, #name "_cuda", cuda::name, cuda::error_string);
-#define BIND_HIP(name) bind::name(m, #name "_hip", hip::name, hip::error_string);
+#define BIND_CPU(name) bind::name(part, #name, cpu::name, cpu::error_string);
+#define BIND_CUDA(name) bind::name(part, #name, cuda::name, cuda::error_string);
+#define BIND_HIP(name) bind::name(part, #name, hip::name, hip::error_string);
+#define DEFINE_CPU(name) bind::define<calls::name>(part, #name, dlpack::kCpu, cpu::name, cpu::error_string);
+#define DEFINE_CUDA(name) bind::define<calls::name>(part, #name, dlpack::kCuda, cuda::name, cuda::error_string);
+#define DEFINE_HIP(name) bind::define<calls::name>(part, #name, dlpack::kRocm, hip::name, hip::error_string);
 
 PYBIND11_MODULE(_C, m) {
+  bind::torch();
   m.def("built", &built);
-  RLKERNEL_KERNELS(BIND_CPU)
+  m.attr("ENUMS") = bind::enums();
+  {
+    py::module_ part = bind::add_part(m, "cpu");
+    RLKERNEL_KERNELS(BIND_CPU)
+    RLKERNEL_CALLS(DEFINE_CPU)
+  }
 #ifdef RLKERNEL_BUILT_CUDA
-  RLKERNEL_KERNELS(BIND_CUDA)
+  {
+    py::module_ part = bind::add_part(m, "cuda");
+    RLKERNEL_KERNELS(BIND_CUDA)
+    RLKERNEL_CALLS(DEFINE_CUDA)
+  }
 #endif
 #ifdef RLKERNEL_BUILT_HIP
-  RLKERNEL_KERNELS(BIND_HIP)
+  {
+    py::module_ part = bind::add_part(m, "hip");
+    RLKERNEL_KERNELS(BIND_HIP)
+    RLKERNEL_CALLS(DEFINE_HIP)
+  }
 #endif
 }

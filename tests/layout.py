@@ -204,15 +204,12 @@ def environment(root: Path) -> list[str]:
 
 
 def stubs(root: Path) -> list[str]:
-    """``_C.pyi`` names each kernel of ``kernels.h`` once for each part."""
+    """``_C.pyi`` has each kernel of ``kernels.h``."""
     kernels = re.findall(r"^  KERNEL\((\w+)\)", _text(root / "csrc/include/rlkernel/kernels.h"), re.M)
-    bound = {"built"} | {f"{name}_{part}" for name in kernels for part in ("cpu", "cuda", "hip")}
     tree = _parse(root / "rlkernel/_C.pyi")
-    typed = set(_functions(root / "rlkernel/_C.pyi"))
-    typed |= {
-        t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
-    }
-    return [f"{n} is in only one of csrc's kernels.h and rlkernel/_C.pyi" for n in sorted(bound ^ typed)]
+    parts = [n for n in tree.body if isinstance(n, ast.ClassDef)]
+    typed = {n.name for part in parts for n in part.body if isinstance(n, ast.FunctionDef)}
+    return [f"{n} is in only one of csrc's kernels.h and rlkernel/_C.pyi" for n in sorted({*kernels} ^ typed)]
 
 
 def tracked_files(root: Path) -> list[Path]:

@@ -21,8 +21,7 @@ GOOD = {
     "rlkernel/ops/scale.py": "def scale(x): ...\n",
     "rlkernel/reference/scale.py": FUNCTIONS + "def make_inputs(n): ...\n",
     "rlkernel/native/scale.py": FUNCTIONS + "from rlkernel import workspace\n",
-    "rlkernel/_C.pyi": "def built() -> dict: ...\n"
-    "def scale_cpu(x: int) -> None: ...\nscale_cuda = scale_cpu\nscale_hip = scale_cpu\n",
+    "rlkernel/_C.pyi": "class Kernels:\n    def scale(self, *, x: Tensor) -> None: ...\n",
     "triton_ops/__init__.py": "",
     "triton_ops/scale.py": "def unsupported(*t): ...\ndef forward(x, factor: float = 1.0): ...\n",
     "integrations/__init__.py": "",
@@ -137,8 +136,8 @@ RULES = {
     "stubs": (
         layout.stubs,
         (),
-        plant("rlkernel/_C.pyi", "def built(): ...\ndef scale_cpu(): ...\nscale_hip = scale_cpu\n"),
-        "scale_cuda is in only one",
+        plant("rlkernel/_C.pyi", "class Kernels: ...\n"),
+        "scale is in only one",
     ),
 }
 

@@ -3,7 +3,7 @@ reads no value back.  Kernels are recorded, not run; PyTorch's fake tensors rais
 
 import contextlib
 import types
-from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -25,15 +25,23 @@ CASES = [
 ]
 
 
+class Part(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def recorded(call):
+    """The CUDA part, whose kernels are handed to ``call`` behind their name."""
+    part = vars(native.extension().cpu)
+    kernels = {name: partial(call, name) if callable(x) else x for name, x in part.items()}
+    return Part(**kernels | {"part": "cuda"})
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The kernels that would run, on an H100 within a graph: where nothing may be read."""
     torch._C._ensureCUDADeviceGuardSet()  # without a GPU: one that does nothing
     names: list[str] = []
-    recorders = [
-        lambda *arguments, name=field.name: names.append(name) for field in fields(native.Kernels)[1:]
-    ]
-    kernels = native.Kernels("cuda", *recorders)
+    kernels = recorded(lambda name, *arguments, **fields: names.append(name))
     monkeypatch.setattr(workspace, "_buffers", {})
     monkeypatch.setattr(workspace, "_captured", [])
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
@@ -90,17 +98,15 @@ def test_an_op_stays_on_its_device(op, case, launched):
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_launch_is_on_its_device_and_its_stream(current, launched, monkeypatch):
     entered, handles = [], []
-    kernels = native.Kernels(
-        "cuda", *(lambda *arguments: handles.append(arguments) for _ in fields(native.Kernels)[1:])
-    )
+    kernels = recorded(lambda *arguments, **fields: handles.append((arguments, fields)))
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
     monkeypatch.setattr(gpu, "raw_stream", lambda device: 70 + device.index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(
         torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext()
     )
-    native.launch("gae", GPU, 1, 2)
-    assert handles == [(1, 2, 70)]
+    native.kernels(GPU).gae(rewards=1)
+    assert handles == [(("gae", 70), {"rewards": 1})]
     assert entered == ([] if current == 0 else [GPU])
 
 

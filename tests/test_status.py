@@ -22,7 +22,9 @@ class Recorded:
 
     def __getattr__(self, name):
         kernel = getattr(self.module, name)
-        return lambda *arguments: self.names.add(name) or kernel(*arguments)
+        if not callable(kernel):
+            return kernel
+        return lambda *arguments, **fields: self.names.add(name) or kernel(*arguments, **fields)
 
 
 def run(op, backend):

@@ -1,54 +1,27 @@
 """The compiled kernels: loads `rlkernel._C` and picks its functions by a tensor's device."""
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlkernel import types as calls
 from rlkernel.runtime import gpu
+
+if TYPE_CHECKING:
+    from rlkernel._C import Kernels
 
 ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it with `pip install -e . --no-build-isolation` where a C++ compiler is, in the source tree"
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The functions of one part of the extension; their arguments are in `_C.pyi`."""
-
-    part: str  # cpu, cuda, hip, or emulated
-    logprob_forward: Callable[..., None]
-    logprob_backward: Callable[..., None]
-    logprob_exp: Callable[..., None]
-    logprob_support_forward: Callable[..., None]
-    logprob_support_backward: Callable[..., None]
-    policy_loss: Callable[..., None]
-    policy_select: Callable[..., None]
-    value_loss_forward: Callable[..., None]
-    value_loss_backward: Callable[..., None]
-    gae: Callable[..., None]
-    whiten: Callable[..., None]
-    kl_shaped_rewards: Callable[..., None]
-    group_advantages: Callable[..., None]
-    preference_sums: Callable[..., None]
-    preference_loss: Callable[..., None]
-    preference_backward: Callable[..., None]
-    attention_merge: Callable[..., None]
-    segment_reduce: Callable[..., None]
-    gather_kv: Callable[..., None]
-    sampling_statistics: Callable[..., None]
-    sampling_finish: Callable[..., None]
-
-    @classmethod
-    def of(cls, part: str, module: types.ModuleType, suffix: str) -> "Kernels":
-        return cls(part, *(getattr(module, f"{field.name}{suffix}") for field in fields(cls)[1:]))
 
 
 def _openmp_runtime() -> str:
@@ -70,9 +43,33 @@ def extension() -> types.ModuleType:
     """`rlkernel._C`, loaded on first use. Raises ImportError saying how to build it."""
     try:
         ctypes.CDLL(_openmp_runtime(), ctypes.RTLD_GLOBAL)
-        return importlib.import_module("rlkernel._C")
+        module = importlib.import_module("rlkernel._C")
+        if differing := differing_names(module.ENUMS):
+            raise ImportError(f"it is not the build of these sources: {differing[0]}")
+        return module
     except (ImportError, OSError) as error:
         raise ImportError(f"rlkernel._C cannot be loaded: {error}; {BUILD}") from error
+
+
+def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
+    """What C++ calls otherwise than Python, or in another order: a rule holds the number of a name."""
+    ours = {
+        "Term": calls.POLICY_TERMS,
+        "Level": calls.LEVELS,
+        "Aggregation": calls.SUMS,
+        "Kl": calls.KL_ESTIMATORS,
+        "KlWeight": calls.KL_WEIGHTS,
+        "Divergence": calls.DIVERGENCES,
+        "Correction": calls.CORRECTION_LEVELS,
+        "Verdict": calls.CORRECTION_MODES,
+        "PreferenceTerm": calls.PREFERENCE_TERMS,
+        "PreferenceDivergence": calls.PREFERENCE_DIVERGENCES,
+    }
+    return [
+        f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"
+        for enum, names in ours.items()
+        if enums.get(enum) != names
+    ]
 
 
 def _runs_on(archs: list[str], capability: tuple[int, int]) -> bool:
@@ -109,7 +106,8 @@ def _kernels(part: str, index: int | None) -> Kernels | str:
         name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
         if name not in archs:
             return f"rlkernel._C was built for {' '.join(archs)}, this device is {name}"
-    return Kernels.of(part, module, f"_{part}")
+    found: Kernels = getattr(module, part)
+    return found
 
 
 _emulated: list[Kernels] = []
@@ -127,13 +125,48 @@ def kernels_for(device: torch.device | str) -> Kernels | str:
     return f"rlkernel._C has kernels for cpu and cuda tensors, got {kind}"
 
 
+def kernels(device: torch.device) -> Kernels:
+    """The kernels that run on ``device``, each on its current stream."""
+    found = kernels_for(device)
+    if isinstance(found, str):
+        raise NotImplementedError(found)
+    if found.part in ON_HOST:
+        return found
+    queue = _on_stream(found, gpu.raw_stream(device))
+    return queue if device.index == torch.cuda.current_device() else _on_device(queue, device)
+
+
+@cache
+def _on_stream(part: Kernels, stream: int) -> Any:
+    """``part`` with the first argument of each kernel filled in."""
+    return _each_kernel(part, lambda kernel: partial(kernel, stream))
+
+
+def _on_device(part: Kernels, device: torch.device) -> Any:
+    """``part`` with each kernel launched while ``device`` is the current one."""
+
+    def guarded(kernel: Callable[..., None]) -> Callable[..., None]:
+        def launched(**arguments: Any) -> None:
+            with torch.cuda.device(device):
+                kernel(**arguments)
+
+        return launched
+
+    return _each_kernel(part, guarded)
+
+
+def _each_kernel(part: Kernels, change: Callable[[Any], Any]) -> types.SimpleNamespace:
+    public = {name: value for name, value in vars(part).items() if not name.startswith("_")}
+    return types.SimpleNamespace(**{n: change(x) if callable(x) else x for n, x in public.items()})
+
+
 def launch(name: str, device: torch.device, *arguments: Any) -> None:
     """Run the kernel `name` of the part that `device` is for, on its current stream."""
-    kernels = kernels_for(device)
-    if not isinstance(kernels, Kernels):
-        raise NotImplementedError(kernels)
-    kernel: Callable[..., None] = getattr(kernels, name)
-    if kernels.part in ON_HOST:
+    found = kernels_for(device)
+    if isinstance(found, str):
+        raise NotImplementedError(found)
+    kernel: Callable[..., None] = getattr(found, name)
+    if found.part in ON_HOST:
         kernel(*arguments, 0)
     elif device.index == torch.cuda.current_device():
         kernel(*arguments, gpu.raw_stream(device))
@@ -143,11 +176,10 @@ def launch(name: str, device: torch.device, *arguments: Any) -> None:
 
 
 @contextmanager
-def emulated(module: types.ModuleType) -> Iterator[Kernels]:
+def emulated(module: Any) -> Iterator[Kernels]:
     """For tests: the device kernels in `module`, a build of csrc/emulation, run CPU tensors meanwhile."""
-    kernels = Kernels.of("emulated", module, "")
-    _emulated.append(kernels)
+    _emulated.append(module)
     try:
-        yield kernels
+        yield module
     finally:
-        _emulated.remove(kernels)
+        _emulated.remove(module)

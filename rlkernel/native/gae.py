@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
+from rlkernel.native import kernels, kernels_for
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -14,8 +14,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
         for x in tensors[:2]
         if x.dtype == torch.float64
     ][:1]
-    kernels = kernels_for(tensors[0].device)
-    return [*reasons, kernels] if isinstance(kernels, str) else reasons
+    found = kernels_for(tensors[0].device)
+    return [*reasons, found] if isinstance(found, str) else reasons
 
 
 def forward(
@@ -31,15 +31,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
-    rows, length = rewards.shape if cu_seqlens is None else (len(cu_seqlens) - 1, 0)
-    launch(
-        "gae", rewards.device, rewards.data_ptr(), rewards.stride(0), values.data_ptr(), values.stride(0),
-        _address(mask), 0 if mask is None else mask.stride(0), _address(cu_seqlens), rows, length,
-        rewards.numel(), _address(last_values), gamma, lam, _address(lams), zero_holes,
-        advantages.data_ptr(), returns.data_ptr(),
+    kernels(rewards.device).gae(
+        rewards=rewards, values=values, mask=mask, cu_seqlens=cu_seqlens, last_values=last_values,
+        gamma=gamma, lam=lam if lams is None else lams, zero_holes=zero_holes,
+        advantages=advantages, returns=returns,
     )  # fmt: skip
     return advantages, returns
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

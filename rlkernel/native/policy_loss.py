@@ -5,11 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyRule
-
-_PARTIALS = len(POLICY_METRICS) + 1  # doubles of a sequence: kPartials
-_SELECTION_SUMS, _COUNTS = 3, 3 * 2048  # kSelectionSums, kLevels * kBins
+from rlkernel.native import kernels, kernels_for
+from rlkernel.types import CovariancePick, PolicyRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -17,9 +14,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     reasons = []
     if logprobs.dtype == torch.float64:
         reasons.append("logprobs must be fp16, bf16 or fp32, got float64")
-    kernels = kernels_for(logprobs.device)
-    if isinstance(kernels, str):
-        reasons.append(kernels)
+    found = kernels_for(logprobs.device)
+    if isinstance(found, str):
+        reasons.append(found)
     return reasons
 
 
@@ -38,30 +35,17 @@ def forward(
     selected: Tensor | None = None,
     token_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    device = logprobs.device
+    device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    length = logprobs.shape[-1]
-    values = torch.empty(2 + len(POLICY_METRICS) + 1, dtype=torch.float32, device=device)
-    partials = torch.empty(rows, _PARTIALS, dtype=torch.float64, device=device)
+    values = torch.empty(part.POLICY_VALUES, dtype=torch.float32, device=device)
+    partials = torch.empty(rows, part.POLICY_PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
     grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
-    tensors = (
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        ref_logprobs,
-        rollout_logprobs,
-        entropy,
-        staleness,
-        selected,
-        token_counts,
-    )
-    launch(
-        "policy_loss", device, *map(_address, tensors), _address(cu_seqlens), rows, length,
-        advantages.shape == logprobs.shape, staleness is not None and staleness.shape == logprobs.shape,
-        *map(_address, (grad_logprobs, grad_entropy, partials, values)),
-        rule[:POLICY_CHOICES], rule[POLICY_CHOICES:],
+    part.policy_loss(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask,
+        ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, entropy=entropy, staleness=staleness,
+        selected=selected, token_counts=token_counts, cu_seqlens=cu_seqlens, rule=rule,
+        grad_logprobs=grad_logprobs, grad_entropy=grad_entropy, partials=partials, values=values,
     )  # fmt: skip
     return values[:-1], grad_logprobs, grad_entropy
 
@@ -74,18 +58,13 @@ def select(
     cu_seqlens: Tensor | None,
     pick: CovariancePick,
 ) -> Tensor:
-    device = logprobs.device
+    device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     selected = torch.empty_like(mask)
-    partials = torch.empty(rows + 1, _SELECTION_SUMS, dtype=torch.float64, device=device)
-    counts = torch.empty(_COUNTS, dtype=torch.int32, device=device)
-    launch(
-        "policy_select", device, *map(_address, (logprobs, old_logprobs, advantages, mask, cu_seqlens)), rows,
-        logprobs.shape[-1], advantages.shape == logprobs.shape, *pick,
-        *map(_address, (selected, partials, counts)),
+    partials = torch.empty(rows + 1, part.SELECTION_SUMS, dtype=torch.float64, device=device)
+    counts = torch.empty(part.SELECTION_COUNTS, dtype=torch.int32, device=device)
+    part.policy_select(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, cu_seqlens=cu_seqlens,
+        pick=pick, selected=selected, partials=partials, counts=counts,
     )  # fmt: skip
     return selected
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
-from rlkernel.types import PAIR_METRICS, SEQUENCE_SUMS, PreferenceRule
+from rlkernel.native import kernels, kernels_for
+from rlkernel.types import PreferenceRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -14,9 +14,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     reasons = []
     if logprobs.dtype == torch.float64:
         reasons.append("logprobs must be fp16, bf16 or fp32, got float64")
-    kernels = kernels_for(logprobs.device)
-    if isinstance(kernels, str):
-        reasons.append(kernels)
+    found = kernels_for(logprobs.device)
+    if isinstance(found, str):
+        reasons.append(found)
     return reasons
 
 
@@ -31,13 +31,12 @@ def sums(
     ld_alpha: float,
 ) -> Tensor:
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    stats = torch.empty(rows, len(SEQUENCE_SUMS), dtype=torch.float64, device=logprobs.device)
-    per_token = ref_logprobs is not None and ref_logprobs.shape == logprobs.shape
-    launch(
-        "preference_sums", logprobs.device, _address(logprobs), _address(ref_logprobs), per_token,
-        *map(_address, (mask, nll_mask, log_sum_sq_probs, cu_seqlens)), rows, logprobs.shape[-1], paired,
-        ld_alpha,
-        _address(stats),
+    part = kernels(logprobs.device)
+    stats = torch.empty(rows, part.SEQUENCE_SUMS, dtype=torch.float64, device=logprobs.device)
+    part.preference_sums(
+        logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, nll_mask=nll_mask,
+        log_sum_sq_probs=log_sum_sq_probs, cu_seqlens=cu_seqlens, paired=paired, ld_alpha=ld_alpha,
+        stats=stats,
     )  # fmt: skip
     return stats
 
@@ -53,18 +52,15 @@ def loss(
     rule: PreferenceRule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    rows, device = stats.shape[0], stats.device
-    metrics = torch.empty(len(PAIR_METRICS), dtype=dtype, device=device)
+    rows, device, part = stats.shape[0], stats.device, kernels(stats.device)
+    metrics = torch.empty(part.PREFERENCE_METRICS, dtype=dtype, device=device)
     total, rewards, logps = metrics.new_empty(()), metrics.new_empty(rows), metrics.new_empty(rows)
     slopes = torch.empty(rows + 1, dtype=torch.float64, device=device)
     delta = None if running_delta is None else torch.empty_like(running_delta)
-    launch(
-        "preference_loss", device, _address(stats), rows, _address(labels), _address(kl),
-        kl is not None and kl.numel() != 1,
-        *map(_address, (order, items, nll_items, running_delta, total, metrics, slopes, rewards, logps,
-        delta)),
-        [int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting), *rule.terms],
-        rule[7:], rule.weights, rule.smoothing,
+    part.preference_loss(
+        stats=stats, labels=labels, kl=kl, order=order, items=items, nll_items=nll_items,
+        running_delta=running_delta, rule=rule, loss=total, metrics=metrics, slopes=slopes, rewards=rewards,
+        logps=logps, new_delta=delta,
     )  # fmt: skip
     return total, metrics, slopes, rewards, logps, delta
 
@@ -82,13 +78,8 @@ def backward(
     grad = torch.empty(mask.shape, dtype=grad_loss.dtype, device=mask.device)
     if stats.shape[0] == 0:
         return grad.zero_()
-    launch(
-        "preference_backward", mask.device,
-        *map(_address, (grad_loss, slopes, stats, mask, nll_mask, labels, cu_seqlens)), stats.shape[0],
-        mask.shape[-1], ld_alpha, _address(grad),
+    kernels(mask.device).preference_backward(
+        grad_loss=grad_loss, slopes=slopes, stats=stats, mask=mask, nll_mask=nll_mask, labels=labels,
+        cu_seqlens=cu_seqlens, ld_alpha=ld_alpha, grad=grad,
     )  # fmt: skip
     return grad
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -5,15 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import launch
-from rlkernel.native.logprob import DTYPES, unsupported_tensor
-from rlkernel.types import VALUE_METRICS, Aggregation
+from rlkernel.native import kernels
+from rlkernel.native.logprob import unsupported_tensor
+from rlkernel.types import Aggregation
 
 Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
-
-CHUNK = 2048  # rlkernel::kChunk
-SUMS = 8  # doubles of a rlkernel::ValueSums
-UNITS = {"token": 0, "sum": 1, "mean": 2}  # rlkernel::Unit
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -31,21 +27,23 @@ def forward(
     cu_seqlens: Tensor | None,
     need_slope: bool,
 ) -> Result:
-    device, rows, length = values.device, *_sizes(values, cu_seqlens)
-    slots = rows * -(-length // CHUNK) if cu_seqlens is None else length // CHUNK + rows + 1
+    device, part = values.device, kernels(values.device)
+    if cu_seqlens is None:
+        rows, length = values.shape
+        slots = rows * -(-length // part.CHUNK)
+    else:
+        rows = cu_seqlens.shape[0] - 1
+        slots = values.shape[0] // part.CHUNK + rows + 1
     slope = torch.empty(*values.shape, dtype=torch.float32, device=device) if need_slope else None
-    partials = torch.empty(slots * SUMS, dtype=torch.float64, device=device)
+    partials = torch.empty(slots * part.VALUE_SUMS, dtype=torch.float64, device=device)
     scale = torch.empty(rows, dtype=torch.float32, device=device)
     loss = scale.new_empty(())
-    metrics = scale.new_empty(len(VALUE_METRICS))
+    metrics = scale.new_empty(part.VALUE_METRICS)
     unit, items, factor = aggregation
-    number = items if isinstance(items, float) else 0.0
-    launch(
-        "value_loss_forward", device, values.data_ptr(), returns.data_ptr(), _address(old_values),
-        DTYPES[values.dtype], DTYPES[returns.dtype], mask.data_ptr(), _stride(values), _stride(returns),
-        0 if old_values is None else _stride(old_values), _stride(mask), rows, length, *_offsets(cu_seqlens),
-        cliprange, huber_delta or 0.0, UNITS[unit], _address(items), number, factor, _address(slope),
-        partials.data_ptr(), scale.data_ptr(), loss.data_ptr(), metrics.data_ptr(),
+    part.value_loss_forward(
+        values=values, returns=returns, old_values=old_values, mask=mask, cu_seqlens=cu_seqlens,
+        cliprange=cliprange, huber_delta=huber_delta or 0.0, unit=unit, items=0.0 if items is None else items,
+        factor=factor, slope=slope, partials=partials, scale=scale, loss=loss, metrics=metrics,
     )  # fmt: skip
     return loss, metrics, slope, scale
 
@@ -54,25 +52,7 @@ def backward(
     grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     out = torch.empty(slope.shape, dtype=dtype, device=slope.device)
-    launch(
-        "value_loss_backward", slope.device, grad_loss.data_ptr(), slope.data_ptr(), scale.data_ptr(),
-        *_sizes(slope, cu_seqlens), *_offsets(cu_seqlens), out.data_ptr(), DTYPES[dtype],
-    )  # fmt: skip
+    kernels(slope.device).value_loss_backward(
+        grad_loss=grad_loss, slope=slope, scale=scale, cu_seqlens=cu_seqlens, out=out
+    )
     return out
-
-
-def _sizes(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """Sequences, and tokens of each padded one or of all packed ones."""
-    return (x.shape[0], x.shape[1]) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, x.shape[0])
-
-
-def _offsets(cu_seqlens: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if cu_seqlens is None else (cu_seqlens.data_ptr(), cu_seqlens.itemsize)
-
-
-def _stride(x: Tensor) -> int:
-    return x.stride(0) if x.dim() == 2 else 0
-
-
-def _address(x: Any) -> int:
-    return x.data_ptr() if isinstance(x, Tensor) else 0

@@ -6,16 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
-
-CHUNK = 2048  # rlkernel::kChunk
-MOMENTS = 3  # doubles of a rlkernel::Moments
+from rlkernel.native import kernels, kernels_for
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     reasons = ["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
-    kernels = kernels_for(tensors[0].device)
-    return [*reasons, kernels] if isinstance(kernels, str) else reasons
+    found = kernels_for(tensors[0].device)
+    return [*reasons, found] if isinstance(found, str) else reasons
 
 
 def forward(
@@ -48,16 +45,11 @@ def run(
 ) -> None:
     """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the
     merged moments go to ``state`` [3]; all are dense."""
-    partials = torch.empty(
-        -(-x.numel() // CHUNK) * MOMENTS if update else 0, dtype=torch.float64, device=x.device
-    )
-    weights = None if weights is None else weights.float()
-    launch(
-        "whiten", x.device, x.data_ptr(), x.dtype == torch.float64, _address(mask), _address(weights),
-        x.numel(), _address(states), 0 if states is None else len(states), update, state is not None,
-        shift_mean, unbiased, eps_in == "std", eps, clip, partials.data_ptr(), _address(out), _address(state),
+    part = kernels(x.device)
+    count = -(-x.numel() // part.CHUNK) * part.MOMENTS if update else 0
+    partials = torch.empty(count, dtype=torch.float64, device=x.device)
+    part.whiten(
+        x=x, mask=mask, weights=None if weights is None else weights.float(), states=states, update=update,
+        shift_mean=shift_mean, unbiased=unbiased, eps_in_std=eps_in == "std", eps=eps, clip=clip,
+        partials=partials, out=out, state=state,
     )  # fmt: skip
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -1,40 +1,30 @@
-// The Python signature of the gae kernel: flat arguments in the order of the struct of gae.h.
+// The arguments of the gae kernel in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/bind_sequences.h"
 #include "rlkernel/gae.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-template <class Launch, class Describe>
-void gae(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address rewards, int64_t rewards_stride, Address values, int64_t values_stride, Address mask, int64_t mask_stride,
-          Address offsets, int64_t rows, int64_t length, int64_t total, Address last_values, double gamma, double lam,
-          Address lams, bool zero_holes, Address advantages, Address returns, Address stream) {
-        const Gae arguments{pointer<const float>(rewards),
-                            rewards_stride,
-                            pointer<const float>(values),
-                            values_stride,
-                            pointer<const uint8_t>(mask),
-                            mask_stride,
-                            pointer<const int64_t>(offsets),
-                            rows,
-                            length,
-                            total,
-                            pointer<const float>(last_values),
-                            gamma,
-                            lam,
-                            pointer<const double>(lams),
-                            zero_holes,
-                            pointer<float>(advantages),
-                            pointer<float>(returns)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("rewards"), py::arg("rewards_stride"), py::arg("values"), py::arg("values_stride"), py::arg("mask"),
-      py::arg("mask_stride"), py::arg("offsets"), py::arg("rows"), py::arg("length"), py::arg("total"),
-      py::arg("last_values"), py::arg("gamma"), py::arg("lam"), py::arg("lams"), py::arg("zero_holes"),
-      py::arg("advantages"), py::arg("returns"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+struct gae {
+  Tensor rewards, values;
+  Optional mask, cu_seqlens, last_values;
+  double gamma;
+  Each<double> lam;
+  bool zero_holes;
+  Tensor advantages, returns;
 
-}  // namespace rlkernel::bind
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const Batch batch(rewards, cu_seqlens);
+    return launch({batch.tokens<const float>(rewards), rewards.row_stride(), batch.tokens<const float>(values),
+                   values.row_stride(), batch.tokens<const uint8_t>(mask), mask.row_stride(), batch.offsets(), batch.rows,
+                   batch.length, batch.total, last_values.dense<const float>(batch.rows), gamma, lam.all,
+                   lam.rows.dense<const double>(batch.rows), zero_holes, advantages.dense<float>(batch.total),
+                   returns.dense<float>(batch.total)},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(gae, rewards, values, mask, cu_seqlens, last_values, gamma, lam, zero_holes, advantages, returns)
+
+}  // namespace rlkernel::calls

@@ -1,46 +1,44 @@
-// The Python signature of the group advantages: flat arguments in the order of the struct of group_advantages.h.
+// The arguments of the group advantages in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/call.h"
 #include "rlkernel/group_advantages.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-template <class Launch, class Describe>
-void group_advantages(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address rewards, Address mask, int64_t n, int columns, Address reward_weights, Address baselines, Address lengths,
-          Address ids, Address order, Address ends, Address offsets, int64_t groups, int64_t size, int estimator, int scale, bool unbiased,
-          bool reward_singletons, double eps, Address batch, Address out, Address wide, Address counts, Address stream) {
-        const GroupAdvantages arguments{pointer<const float>(rewards),
-                                        pointer<const uint8_t>(mask),
-                                        n,
-                                        columns,
-                                        pointer<const float>(reward_weights),
-                                        pointer<const float>(baselines),
-                                        pointer<const float>(lengths),
-                                        pointer<const int64_t>(ids),
-                                        pointer<const int64_t>(order),
-                                        pointer<const int64_t>(ends),
-                                        pointer<const int64_t>(offsets),
-                                        groups,
-                                        size,
-                                        static_cast<Estimator>(estimator),
-                                        static_cast<RewardScale>(scale),
-                                        unbiased,
-                                        reward_singletons,
-                                        eps,
-                                        pointer<Moments>(batch),
-                                        pointer<float>(out),
-                                        pointer<double>(wide),
-                                        pointer<uint8_t>(counts)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("rewards"), py::arg("mask"), py::arg("n"), py::arg("columns"), py::arg("reward_weights"), py::arg("baselines"),
-      py::arg("lengths"), py::arg("ids"), py::arg("order"), py::arg("ends"), py::arg("offsets"), py::arg("groups"), py::arg("size"),
-      py::arg("estimator"), py::arg("scale"), py::arg("unbiased"), py::arg("reward_singletons"), py::arg("eps"),
-      py::arg("batch"), py::arg("out"), py::arg("wide"), py::arg("counts"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-}
+using namespace bind;
 
-}  // namespace rlkernel::bind
+struct group_advantages {
+  Tensor rewards;
+  Optional mask, reward_weights, baselines, lengths, ids, order, ends, offsets;
+  int64_t size;
+  Estimator estimator;
+  RewardScale scale;
+  bool unbiased, reward_singletons;
+  double eps;
+  Optional batch, out, wide, counts;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    rewards.want_rank(2);
+    const int64_t n = rewards.size(0), columns = rewards.size(1);
+    if (columns < 1) rewards.refuse("have a column", "none");
+    if (columns > 1 && !reward_weights.given) reward_weights.refuse("be given with several columns", "None");
+    if (size < 1 && !offsets.given) offsets.refuse("be given where size is 0", "None");
+    if (!out.given && !(wide.given && counts.given)) out.refuse("be given, or wide and counts", "None");
+    const int64_t groups = offsets.given ? offsets.elements() - 1 : (n + size - 1) / size;
+    const int64_t batches = scale != RewardScale::batch ? 0 : estimator == Estimator::gdpo ? columns : 1;
+    if (batches && !batch.given) batch.refuse("be given where the batch scales", "None");
+    return launch({rewards.dense<const float>(n * columns), mask.dense<const uint8_t>(n * columns), n,
+                   static_cast<int>(columns), reward_weights.dense<const float>(columns), baselines.dense<const float>(n),
+                   lengths.dense<const float>(n), ids.dense<const int64_t>(n), order.dense<const int64_t>(n),
+                   ends.dense<const int64_t>(n), offsets.dense<const int64_t>(groups + 1), groups, size, estimator, scale,
+                   unbiased, reward_singletons, eps, batch.dense<Moments>(batches * chunks_of(n)), out.dense<float>(n),
+                   wide.dense<double>(n), counts.dense<uint8_t>(n)},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(group_advantages, rewards, mask, reward_weights, baselines, lengths, ids, order, ends, offsets, size, estimator,
+                scale, unbiased, reward_singletons, eps, batch, out, wide, counts)
+
+}  // namespace rlkernel::calls

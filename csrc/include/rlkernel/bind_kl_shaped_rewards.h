@@ -1,36 +1,31 @@
-// The Python signature of the KL-shaped rewards: flat arguments in the order of the struct of kl_shaped_rewards.h.
+// The arguments of the kernel of KL-shaped rewards in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/bind_sequences.h"
 #include "rlkernel/kl_shaped_rewards.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-template <class Launch, class Describe>
-void kl_shaped_rewards(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address rewards, Address logprobs, Address ref_logprobs, bool per_sequence, Address mask, int64_t rewards_stride,
-          int64_t logprobs_stride, int64_t ref_stride, int64_t mask_stride, int64_t rows, int64_t length, Address cu_seqlens,
-          int offset_bytes, float beta, int estimator, Address out, Address stream) {
-        const KlShapedRewards arguments{pointer<const float>(rewards),
-                                        pointer<const float>(logprobs),
-                                        pointer<const float>(ref_logprobs),
-                                        per_sequence,
-                                        pointer<const uint8_t>(mask),
-                                        rewards_stride,
-                                        logprobs_stride,
-                                        ref_stride,
-                                        mask_stride,
-                                        {rows, length, pointer<const void>(cu_seqlens), offset_bytes},
-                                        beta,
-                                        static_cast<KlEstimator>(estimator),
-                                        pointer<float>(out)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("rewards"), py::arg("logprobs"), py::arg("ref_logprobs"), py::arg("per_sequence"), py::arg("mask"),
-      py::arg("rewards_stride"), py::arg("logprobs_stride"), py::arg("ref_stride"), py::arg("mask_stride"), py::arg("rows"),
-      py::arg("length"), py::arg("cu_seqlens"), py::arg("offset_bytes"), py::arg("beta"), py::arg("estimator"),
-      py::arg("out"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+struct kl_shaped_rewards {
+  Tensor rewards;
+  bool per_sequence;
+  Tensor logprobs, ref_logprobs;
+  Optional mask, cu_seqlens;
+  double beta;
+  KlEstimator estimator;
+  Tensor out;
 
-}  // namespace rlkernel::bind
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const Batch batch(logprobs, cu_seqlens);
+    return launch({per_sequence ? rewards.dense<const float>(batch.rows) : batch.tokens<const float>(rewards),
+                   batch.tokens<const float>(logprobs), batch.tokens<const float>(ref_logprobs), per_sequence,
+                   batch.tokens<const uint8_t>(mask), per_sequence ? 0 : rewards.row_stride(), logprobs.row_stride(),
+                   ref_logprobs.row_stride(), mask.row_stride(), batch.sequences(), static_cast<float>(beta), estimator,
+                   out.dense<float>(batch.total)},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(kl_shaped_rewards, rewards, per_sequence, logprobs, ref_logprobs, mask, cu_seqlens, beta, estimator, out)
+
+}  // namespace rlkernel::calls

@@ -1,68 +1,85 @@
-// The Python signature of the policy loss: pointers as ints (0 for null), and the rule as its choices and its numbers in
-// the order of PolicyLossRule.
+// The arguments of the policy loss in Python; its rule is rlkernel.types.PolicyRule, field by field.
 #pragma once
-#include <pybind11/stl.h>
-
-#include <array>
-
-#include "rlkernel/bind.h"
+#include "rlkernel/bind_sequences.h"
 #include "rlkernel/policy_loss.h"
 
-namespace rlkernel::bind {
+namespace rlkernel {
 
-template <class Launch, class Describe>
-void policy_loss(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address logprobs, Address old_logprobs, Address advantages, Address mask, Address ref_logprobs,
-          Address rollout_logprobs, Address entropy, Address staleness, Address selected, Address token_counts,
-          Address cu_seqlens, int64_t rows, int64_t length, bool advantage_per_token, bool staleness_per_token, Address grad_logprobs, Address grad_entropy,
-          Address partials, Address values, const std::array<int, kChoices>& choices,
-          const std::array<float, kNumbers>& numbers, Address stream) {
-        const auto& c = choices;
-        const auto& x = numbers;
-        const PolicyLossRule rule{
-            static_cast<Term>(c[0]), static_cast<Level>(c[1]), static_cast<Aggregation>(c[2]), static_cast<Kl>(c[3]),
-            c[4] != 0, static_cast<KlWeight>(c[5]), static_cast<Divergence>(c[6]), static_cast<Correction>(c[7]),
-            static_cast<Verdict>(c[8]), c[9] != 0, c[10] != 0, c[11] != 0, static_cast<Divergence>(c[12]), c[13] != 0,
-            x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15], x[16],
-            x[17], x[18], x[19], x[20], x[21], x[22], x[23], x[24], x[25], x[26], x[27], x[28], x[29], x[30], x[31],
-            x[32], x[33], x[34], x[35], x[36], x[37], x[38], x[39]};
-        const PolicyLoss arguments{pointer<const float>(logprobs), pointer<const float>(old_logprobs),
-                                   pointer<const float>(advantages), pointer<const uint8_t>(mask),
-                                   pointer<const float>(ref_logprobs), pointer<const float>(rollout_logprobs),
-                                   pointer<const float>(entropy), pointer<const float>(staleness),
-                                   pointer<const uint8_t>(selected), pointer<const float>(token_counts),
-                                   pointer<const int64_t>(cu_seqlens), rows, length, advantage_per_token, staleness_per_token, pointer<float>(grad_logprobs),
-                                   pointer<float>(grad_entropy), pointer<double>(partials), pointer<float>(values), rule};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"), py::arg("mask"), py::arg("ref_logprobs"),
-      py::arg("rollout_logprobs"), py::arg("entropy"), py::arg("staleness"), py::arg("selected"),
-      py::arg("token_counts"), py::arg("cu_seqlens"), py::arg("rows"), py::arg("length"),
-      py::arg("advantage_per_token"), py::arg("staleness_per_token"), py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("partials"),
-      py::arg("values"), py::arg("choices"), py::arg("numbers"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-}
+RLKERNEL_FIELDS(PolicyLossRule, term, level, aggregation, kl, kl_gradient_of_k2, kl_weight, divergence, correction, verdict,
+                shrink, normalize, stale_only, sign_mask, two_sided, low, high, delta, dual, log_clip, tau_positive,
+                tau_negative, beta, kl_input, kl_output, entropy_coef, k_positive, lambda_positive, k_negative, lambda_negative,
+                coefficient, weight_low, weight_high, log_weight_low, log_weight_high, token_low, token_high, extreme_low,
+                extreme_high, sum_k1_low, sum_k1_high, mean_k1_low, mean_k1_high, sum_k2_high, mean_k2_high, sum_k3_high,
+                mean_k3_high, tv_high, off_policy_high, sign_low, sign_high, max_staleness, log_decay, denominator, factor)
+inline std::string annotation(const PolicyLossRule&) { return "PolicyRule"; }
 
-template <class Launch, class Describe>
-void policy_select(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address logprobs, Address old_logprobs, Address advantages, Address mask, Address cu_seqlens, int64_t rows,
-          int64_t length, bool advantage_per_token, bool by_hash, double share, float cov_low, float cov_high, float low,
-          float high, uint32_t seed, Address selected, Address partials, Address counts, Address stream) {
-        const PolicySelection arguments{pointer<const float>(logprobs), pointer<const float>(old_logprobs),
-                                        pointer<const float>(advantages), pointer<const uint8_t>(mask),
-                                        pointer<const int64_t>(cu_seqlens), rows, length, advantage_per_token, by_hash,
-                                        share, cov_low, cov_high, low, high, seed, pointer<uint8_t>(selected),
-                                        pointer<double>(partials), pointer<uint32_t>(counts)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("logprobs"), py::arg("old_logprobs"), py::arg("advantages"), py::arg("mask"), py::arg("cu_seqlens"),
-      py::arg("rows"), py::arg("length"), py::arg("advantage_per_token"), py::arg("by_hash"), py::arg("share"),
-      py::arg("cov_low"), py::arg("cov_high"), py::arg("low"), py::arg("high"), py::arg("seed"), py::arg("selected"),
-      py::arg("partials"), py::arg("counts"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+}  // namespace rlkernel
 
-}  // namespace rlkernel::bind
+namespace rlkernel::calls {
+
+struct policy_loss {
+  Tensor logprobs;
+  Optional old_logprobs;
+  Tensor advantages, mask;
+  Optional ref_logprobs, rollout_logprobs, entropy, staleness, selected, token_counts, cu_seqlens;
+  PolicyLossRule rule;
+  Tensor grad_logprobs;
+  Optional grad_entropy;
+  Tensor partials, values;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const Batch batch(logprobs, cu_seqlens);
+    const int64_t rows = batch.rows, total = batch.total;
+    const bool advantage_per_token = advantages.has_shape_of(logprobs);
+    const bool staleness_per_token = staleness.given && staleness.has_shape_of(logprobs);
+    const auto floats = [&](const Tensor& x, bool per_token = true) { return x.dense<const float>(per_token ? total : rows); };
+    return launch({floats(logprobs), floats(old_logprobs), floats(advantages, advantage_per_token),
+                   mask.dense<const uint8_t>(total), floats(ref_logprobs), floats(rollout_logprobs), floats(entropy),
+                   floats(staleness, staleness_per_token), selected.dense<const uint8_t>(total), floats(token_counts, false),
+                   batch.offsets(), rows, batch.length, advantage_per_token, staleness_per_token,
+                   grad_logprobs.dense<float>(total), grad_entropy.dense<float>(total), partials.dense<double>(rows * kPartials),
+                   values.dense<float>(kValues + 1), rule},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(policy_loss, logprobs, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, entropy, staleness,
+                selected, token_counts, cu_seqlens, rule, grad_logprobs, grad_entropy, partials, values)
+
+// rlkernel.types.CovariancePick.
+struct CovariancePick {
+  bool by_hash;
+  double share;
+  float cov_low, cov_high, low, high;
+  uint32_t seed;
+};
+
+RLKERNEL_FIELDS(CovariancePick, by_hash, share, cov_low, cov_high, low, high, seed)
+inline std::string annotation(const CovariancePick&) { return "CovariancePick"; }
+
+struct policy_select {
+  Tensor logprobs;
+  Optional old_logprobs;
+  Tensor advantages, mask;
+  Optional cu_seqlens;
+  CovariancePick pick;
+  Tensor selected, partials, counts;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const Batch batch(logprobs, cu_seqlens);
+    const int64_t total = batch.total;
+    const bool per_token = advantages.has_shape_of(logprobs);
+    return launch({logprobs.dense<const float>(total), old_logprobs.dense<const float>(total),
+                   advantages.dense<const float>(per_token ? total : batch.rows), mask.dense<const uint8_t>(total),
+                   batch.offsets(), batch.rows, batch.length, per_token, pick.by_hash, pick.share, pick.cov_low, pick.cov_high,
+                   pick.low, pick.high, pick.seed, selected.dense<uint8_t>(total),
+                   partials.dense<double>((batch.rows + 1) * kSelectionSums), counts.dense<uint32_t>(kLevels * kBins)},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(policy_select, logprobs, old_logprobs, advantages, mask, cu_seqlens, pick, selected, partials, counts)
+
+}  // namespace rlkernel::calls

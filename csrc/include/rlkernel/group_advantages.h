@@ -3,12 +3,13 @@
 #pragma once
 
 #include "rlkernel/moments.h"
+#include "rlkernel/names.h"
 
 namespace rlkernel {
 
-// rlkernel/types.py has the names. `deviation` is r - mean, `total` r less a baseline where there is one.
-enum class Estimator : int { deviation, scaled, rloo, opo, maxrl, passk, gdpo, total, leave_one_out };
-enum class RewardScale : int { none, group, batch };
+// `deviation` is r - mean, `total` r less a baseline where there is one.
+RLKERNEL_ENUM(Estimator, deviation, scaled, rloo, opo, maxrl, passk, gdpo, total, leave_one_out)
+RLKERNEL_ENUM(RewardScale, none, group, batch)
 
 struct GroupAdvantages {
   const float* rewards;   // [n, columns], dense

@@ -18,19 +18,67 @@
   KERNEL(logprob_exp) \
   KERNEL(logprob_support_forward) \
   KERNEL(logprob_support_backward) \
-  KERNEL(value_loss_forward) \
-  KERNEL(value_loss_backward) \
-  KERNEL(gae) \
-  KERNEL(whiten) \
-  KERNEL(kl_shaped_rewards) \
-  KERNEL(group_advantages) \
-  KERNEL(policy_loss) \
-  KERNEL(policy_select) \
-  KERNEL(preference_sums) \
-  KERNEL(preference_loss) \
-  KERNEL(preference_backward) \
   KERNEL(attention_merge) \
   KERNEL(segment_reduce) \
   KERNEL(gather_kv) \
   KERNEL(sampling_statistics) \
   KERNEL(sampling_finish)
+
+#define RLKERNEL_CALLS(KERNEL) \
+  KERNEL(gae) \
+  KERNEL(kl_shaped_rewards) \
+  KERNEL(group_advantages) \
+  KERNEL(value_loss_forward) \
+  KERNEL(value_loss_backward) \
+  KERNEL(whiten) \
+  KERNEL(policy_loss) \
+  KERNEL(policy_select) \
+  KERNEL(preference_sums) \
+  KERNEL(preference_loss) \
+  KERNEL(preference_backward)
+
+namespace rlkernel::bind {
+
+// What Python needs to know to make the buffers that kernels ask for.
+inline void describe_part(py::module_& part, const char* name) {
+  part.attr("part") = name;
+  part.attr("CHUNK") = kChunk;
+  part.attr("MOMENTS") = sizeof(Moments) / sizeof(double);
+  part.attr("VALUE_SUMS") = sizeof(ValueSums) / sizeof(double);
+  part.attr("VALUE_METRICS") = kValueMetrics;
+  part.attr("POLICY_PARTIALS") = kPartials;
+  part.attr("POLICY_VALUES") = kValues + 1;
+  part.attr("SELECTION_SUMS") = kSelectionSums;
+  part.attr("SELECTION_COUNTS") = kLevels * kBins;
+  part.attr("SEQUENCE_SUMS") = static_cast<int>(kSequenceSums);
+  part.attr("PREFERENCE_METRICS") = kPreferenceMetrics;
+}
+
+template <class... Enums>
+py::dict enums(const std::pair<const char*, Enums>&... each) {
+  py::dict found;
+  const auto add = [&](const char* name, const std::vector<PyObject*>& names) {
+    py::tuple all(names.size());
+    for (size_t i = 0; i < names.size(); ++i) all[i] = py::reinterpret_borrow<py::object>(names[i]);
+    found[name] = all;
+  };
+  (add(each.first, names_in_python<Enums>()), ...);
+  return found;
+}
+
+#define RLKERNEL_NAMED(Enum) std::pair(#Enum, Enum{})
+
+// Each enum that Python has too, with its names in order.
+inline py::dict enums() {
+  return enums(RLKERNEL_NAMED(Term), RLKERNEL_NAMED(Level), RLKERNEL_NAMED(Aggregation), RLKERNEL_NAMED(Kl),
+               RLKERNEL_NAMED(KlWeight), RLKERNEL_NAMED(Divergence), RLKERNEL_NAMED(Correction), RLKERNEL_NAMED(Verdict),
+               RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence));
+}
+
+inline py::module_ add_part(py::module_& m, const char* name) {
+  py::module_ part = m.def_submodule(name);
+  describe_part(part, name);
+  return part;
+}
+
+}  // namespace rlkernel::bind

@@ -2,11 +2,12 @@
 // belongs to the last token of it whose mask is set.
 #pragma once
 
+#include "rlkernel/names.h"
 #include "rlkernel/sequences.h"
 
 namespace rlkernel {
 
-enum class KlEstimator : int { k1, abs, k2, k3 };
+RLKERNEL_ENUM(KlEstimator, k1, abs, k2, k3)
 
 struct KlShapedRewards {
   const float *rewards, *logprobs, *ref_logprobs;

@@ -7,17 +7,19 @@
 #pragma once
 #include <cstdint>
 
+#include "rlkernel/names.h"
+
 namespace rlkernel {
 
-// The numbers are those of rlkernel/types.py, which says what each field means.
-enum class Term : int { clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, surrogate, dro, cispo_mask };
-enum class Level : int { token, sequence, sequence_token };
-enum class Aggregation : int { tokens, sequence_sums, sequence_means };
-enum class Kl : int { none, k1, abs, k2, k3 };
-enum class KlWeight : int { none, ratio, token, score, rollout };
-enum class Divergence : int { none, tv, kl };
-enum class Correction : int { absent, unweighted, token, sequence, geometric };
-enum class Verdict : int { truncate, mask };
+// The names are those of rlkernel/types.py, which says what each field means.
+RLKERNEL_ENUM(Term, clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, surrogate, dro, cispo_mask)
+RLKERNEL_ENUM(Level, token, sequence, sequence_token)
+RLKERNEL_ENUM(Aggregation, tokens, sequence_sums, sequence_means)
+RLKERNEL_ENUM(Kl, none, k1, abs, k2, k3)
+RLKERNEL_ENUM(KlWeight, none, ratio, token, score, rollout)
+RLKERNEL_ENUM(Divergence, none, tv, kl)
+RLKERNEL_ENUM(Correction, absent, none, token, sequence, geometric)
+RLKERNEL_ENUM(Verdict, truncate, mask)
 
 struct PolicyLossRule {
   Term term;
@@ -41,7 +43,6 @@ struct PolicyLossRule {
   float max_staleness, log_decay;
   float denominator, factor;
 };
-constexpr int kChoices = 14, kNumbers = 40;
 constexpr float kLogTiny = -18.420681f;  // log(1e-8), the least that vespo takes for a weight
 
 // Sums of one sequence, doubles.

@@ -140,7 +140,7 @@ RLKERNEL_INLINE void policy_loss_weights(const PolicyLoss& p, int64_t row, Team&
   team.finish(sums);
   if (!team.leads()) return;
   const double count = sums.total(1) > 1 ? sums.total(1) : 1;
-  const bool by_token = p.rule.correction == Correction::token || p.rule.correction == Correction::unweighted;
+  const bool by_token = p.rule.correction == Correction::token || p.rule.correction == Correction::none;
   double* out = p.partials + row * kPartials;
   out[0] = by_token ? sums.total(0) : sums.total(0) / count;
   out[1] = by_token ? sums.total(1) : sums.total(1) > 0 ? 1 : 0;

@@ -5,14 +5,14 @@
 #pragma once
 #include <cstdint>
 
+#include "rlkernel/names.h"
+
 namespace rlkernel {
 
-// The numbers are those of rlkernel/types.py.
-enum class PreferenceTerm : int {
-  sft, sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,
-  discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired, ipo_sum
-};
-enum class PreferenceDivergence : int { reverse_kl, forward_kl, js_divergence, alpha_divergence };
+// The names are those of rlkernel/types.py.
+RLKERNEL_ENUM(PreferenceTerm, sft, sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
+              apo_zero, apo_down, discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired, ipo_sum)
+RLKERNEL_ENUM(PreferenceDivergence, reverse_kl, forward_kl, js_divergence, alpha_divergence)
 
 // Columns of the sums of a sequence: SEQUENCE_SUMS of rlkernel/types.py.
 enum SequenceSum : int { kLogps, kRefLogps, kCounted, kNll, kNllTokens, kAligned, kCutoff, kSequenceSums };

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "rlkernel/logprob.h"  // Dtype
+#include "rlkernel/names.h"
 #include "rlkernel/sequences.h"
 
 namespace rlkernel {
@@ -16,7 +17,7 @@ struct ValueSums {
 
 constexpr int kValueMetrics = 9;  // types.VALUE_METRICS
 
-enum class Unit : int { token = 0, sum = 1, mean = 2 };  // types.Aggregation
+RLKERNEL_ENUM(Unit, token, sum, mean)  // types.Aggregation
 
 struct ValueLossForward {
   const void *values, *returns, *old_values;  // old_values is null: nothing is clipped

@@ -1,0 +1,230 @@
+// A tensor of the caller's and what a kernel may take of it: nothing crosses from Python to a kernel as a bare address. Every
+// check raises ValueError, which says the kernel, the argument, what it must be and what it is.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "rlkernel/dlpack.h"
+#include "rlkernel/logprob.h"  // Dtype
+
+namespace rlkernel::bind {
+
+namespace py = pybind11;
+
+// torch.Tensor and the function that reads one, asked of torch once.
+struct Torch {
+  PyTypeObject* tensor;
+  int (*read)(void*, dlpack::Tensor*);
+};
+
+inline const Torch& torch() {
+  static const Torch found = [] {
+    const py::object tensor = py::module_::import("torch").attr("Tensor");
+    const py::object capsule = py::getattr(tensor, dlpack::kExchangeAttribute, py::none());
+    const auto* api = PyCapsule_IsValid(capsule.ptr(), dlpack::kExchangeCapsule)
+                          ? static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule))
+                          : nullptr;
+    while (api != nullptr && api->major > 1) api = api->previous;
+    if (api == nullptr || api->major != 1 || api->read == nullptr)
+      throw py::import_error("torch must be at least 2.11, this one's torch.Tensor has no " +
+                             std::string(dlpack::kExchangeAttribute) + " of DLPack 1");
+    return Torch{reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()), api->read};  // both live as long as torch
+  }();
+  return found;
+}
+
+// The dtype of a buffer of T; several elements make one T where T is a struct of doubles.
+template <class T>
+constexpr dlpack::Type type_of() {
+  using Plain = std::remove_const_t<T>;
+  if constexpr (std::is_same_v<Plain, uint8_t> || std::is_same_v<Plain, bool>) return {dlpack::kBool, 8, 1};
+  else if constexpr (std::is_same_v<Plain, float>) return {dlpack::kFloat, 32, 1};
+  else if constexpr (std::is_integral_v<Plain>) return {dlpack::kInt, 8 * sizeof(Plain), 1};
+  else return {dlpack::kFloat, 64, 1};
+}
+
+inline bool same(dlpack::Type a, dlpack::Type b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
+
+inline std::string text_of(dlpack::Type type) {
+  if (type.code == dlpack::kBool) return "bool";
+  const char* name = type.code == dlpack::kInt      ? "int"
+                     : type.code == dlpack::kUInt   ? "uint"
+                     : type.code == dlpack::kFloat  ? "float"
+                     : type.code == dlpack::kBfloat ? "bfloat"
+                                                    : "another type of bits ";
+  return name + std::to_string(type.bits);
+}
+
+inline std::string text_of(const int64_t* sizes, int count) {
+  std::string text = "[";
+  for (int d = 0; d < count; ++d) text += (d ? ", " : "") + std::to_string(sizes[d]);
+  return text + "]";
+}
+
+inline const char* text_of_device(int32_t device) {
+  return device == dlpack::kCpu    ? "the CPU"
+         : device == dlpack::kCuda ? "a CUDA device"
+         : device == dlpack::kRocm ? "a ROCm device"
+                                   : "another kind of device";
+}
+
+// An absent one is null to the kernel, as is one without an element.
+class Tensor {
+ public:
+  bool given = false;
+
+  void call(const char* kernel, const char* name) { kernel_ = kernel, name_ = name; }
+
+  void read(int32_t device, PyObject* object) {
+    if (torch().read(object, &x_) != 0) {
+      const std::string reason = py::error_already_set().what();
+      refuse("lie in memory that torch shows", reason.substr(0, reason.find('\n')));
+    }
+    given = true;
+    if (x_.device_type != device)
+      refuse("be on " + std::string(text_of_device(device)), text_of_device(x_.device_type));
+  }
+
+  void on_device_of(const Tensor& other) const {
+    if (x_.device_id != other.x_.device_id)
+      refuse("be on device " + std::to_string(other.x_.device_id) + " as " + other.name_ + " is", std::to_string(x_.device_id));
+  }
+
+  int rank() const { return x_.ndim; }
+  int64_t size(int d) const { return x_.shape[d]; }
+  int64_t stride(int d) const { return x_.strides[d]; }
+  int64_t last() const { return x_.ndim == 0 ? 1 : x_.shape[x_.ndim - 1]; }
+  int64_t elements() const {
+    int64_t count = 1;
+    for (int d = 0; d < x_.ndim; ++d) count *= x_.shape[d];
+    return count;
+  }
+  int64_t item_bytes() const { return x_.dtype.bits / 8; }
+  bool has_shape_of(const Tensor& other) const {
+    if (x_.ndim != other.x_.ndim) return false;
+    for (int d = 0; d < x_.ndim; ++d)
+      if (x_.shape[d] != other.x_.shape[d]) return false;
+    return true;
+  }
+  bool holds(dlpack::Type type) const { return given && same(x_.dtype, type); }
+
+  bool is_dense() const {
+    int64_t step = 1;
+    for (int d = x_.ndim - 1; d >= 0; --d) {
+      if (x_.shape[d] == 0) return true;
+      if (x_.shape[d] != 1 && x_.strides[d] != step) return false;
+      step *= x_.shape[d];
+    }
+    return true;
+  }
+
+  // `count` of T one behind the other, and no more.
+  template <class T>
+  T* dense(int64_t count) const {
+    if (!given) return nullptr;
+    want(type_of<T>());
+    want_bytes(count * static_cast<int64_t>(sizeof(T)));
+    want_dense();
+    return static_cast<T*>(data());
+  }
+
+  // Of floats of any kind that the kernel knows.
+  void* dense_floats(int64_t count) const {
+    if (!given) return nullptr;
+    dtype();
+    want_bytes(count * item_bytes());
+    want_dense();
+    return data();
+  }
+
+  // [rows, length], whatever lies between rows.
+  template <class T>
+  T* matrix(int64_t rows, int64_t length) const {
+    if (!given) return nullptr;
+    want(type_of<T>());
+    want_matrix(rows, length);
+    return static_cast<T*>(data());
+  }
+
+  void* matrix_of_floats(int64_t rows, int64_t length) const {
+    if (!given) return nullptr;
+    dtype();
+    want_matrix(rows, length);
+    return data();
+  }
+
+  int64_t row_stride() const { return given && x_.ndim > 1 ? x_.strides[0] : 0; }
+
+  Dtype dtype() const {
+    if (same(x_.dtype, {dlpack::kFloat, 32, 1})) return Dtype::f32;
+    if (same(x_.dtype, {dlpack::kFloat, 16, 1})) return Dtype::f16;
+    if (same(x_.dtype, {dlpack::kBfloat, 16, 1})) return Dtype::bf16;
+    refuse("be float32, float16 or bfloat16", text_of(x_.dtype));
+  }
+
+  std::string type_text() const { return text_of(x_.dtype); }
+
+  void* data() const { return static_cast<char*>(x_.data) + x_.byte_offset; }
+
+  void want(dlpack::Type type) const {
+    if (!same(x_.dtype, type)) refuse("be " + text_of(type), text_of(x_.dtype));
+  }
+
+  void want_bytes(int64_t bytes) const {
+    const int64_t held = elements() * item_bytes();
+    if (held != bytes) refuse("hold " + std::to_string(bytes) + " bytes", std::to_string(held));
+  }
+
+  void want_dense() const {
+    if (!is_dense()) refuse("be dense", "strides " + text_of(x_.strides, x_.ndim) + " of shape " + text_of(x_.shape, x_.ndim));
+  }
+
+  void want_rank(int rank) const {
+    if (x_.ndim != rank) refuse("have " + std::to_string(rank) + " dimensions", std::to_string(x_.ndim));
+  }
+
+  void want_shape(std::initializer_list<int64_t> shape) const {
+    bool same = x_.ndim == static_cast<int>(shape.size());
+    int64_t count = 1;
+    for (int d = 0; d < static_cast<int>(shape.size()); ++d) {
+      same = same && x_.shape[d] == shape.begin()[d];
+      count *= shape.begin()[d];
+    }
+    if (!same)
+      refuse("be " + text_of(shape.begin(), static_cast<int>(shape.size())) + ", " + std::to_string(count * item_bytes()) + " bytes",
+             text_of(x_.shape, x_.ndim) + ", " + std::to_string(elements() * item_bytes()) + " bytes");
+  }
+
+  void want_unit_stride() const {
+    if (last() > 1 && x_.strides[x_.ndim - 1] != 1)
+      refuse("have the last stride 1", std::to_string(x_.strides[x_.ndim - 1]));
+  }
+
+  [[noreturn]] void refuse(const std::string& wanted, const std::string& got) const {
+    throw std::invalid_argument(std::string(kernel_) + ": " + name_ + " must " + wanted + ", got " + got);
+  }
+
+ private:
+  void want_matrix(int64_t rows, int64_t length) const {
+    want_shape({rows, length});
+    want_unit_stride();
+  }
+
+  const char *kernel_ = "", *name_ = "";
+  dlpack::Tensor x_{};
+};
+
+// May be None.
+struct Optional : Tensor {};
+
+// A value for each row, or one for all of them.
+template <class T>
+struct Each {
+  Tensor rows;
+  T all{};
+};
+
+}  // namespace rlkernel::bind

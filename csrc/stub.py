@@ -1,0 +1,57 @@
+"""Writes `rlkernel/_C.pyi` from what the built extension says of itself: `python csrc/stub.py`.
+
+The docstring of a kernel is its signature, made from the struct that C++ reads its arguments into.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+from rlkernel import native
+
+PATH = Path(__file__).resolve().parents[1] / "rlkernel/_C.pyi"
+HEAD = '''"""The compiled kernels. Written by csrc/stub.py: do not edit.
+
+`rlkernel.native.kernels` picks the part by device and fills in the stream.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rlkernel.types import CovariancePick, PolicyRule, PreferenceRule
+
+ENUMS: dict[str, tuple[str, ...]]  # the names of each enum that Python has too, in order
+
+def built() -> dict[str, list[str]]:
+    """Which parts were built, and for which instruction sets or architectures."""
+
+class Kernels(Protocol):
+    """A part: where a tensor's memory is not what a kernel asks for, it raises ValueError."""
+
+'''
+TAIL = """
+# where their parts were built
+cpu: Kernels
+cuda: Kernels
+hip: Kernels
+"""
+
+
+def text(part: ModuleType) -> str:
+    members = sorted((name, x) for name, x in vars(part).items() if not name.startswith("_"))
+    constants = [f"    {name}: {type(x).__name__}\n" for name, x in members if not callable(x)]
+    return (
+        HEAD + "".join([*constants, *(_method(name, x.__doc__) for name, x in members if callable(x))]) + TAIL
+    )
+
+
+def _method(name: str, signature: str) -> str:
+    if not signature.startswith("("):
+        return f"    def {name}(self, *arguments: Any) -> None: ...\n"
+    parameters, result = signature.strip()[1:].split(") -> ")
+    lines = "".join(f"        {parameter},\n" for parameter in ["self", *parameters.split(", ")])
+    return f"    def {name}(\n{lines}    ) -> {result}: ...\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(text(native.extension().cpu))

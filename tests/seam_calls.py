@@ -1,0 +1,124 @@
+"""Calls of every compiled kernel as ops make them, until each tensor that one may take was given."""
+
+from functools import cache
+
+import torch
+
+import rlkernel
+from rlkernel import native
+from rlkernel.bench import cases, parity
+
+
+class Recording:
+    """A part that keeps what its kernels are called with."""
+
+    def __init__(self, part):
+        self.module, self.calls = part, {}
+
+    def __getattr__(self, name):
+        kernel = getattr(self.module, name)
+        if not callable(kernel):
+            return kernel
+
+        def called(*arguments, **fields):
+            self.calls.setdefault(name, []).append(fields)
+            kernel(*arguments, **fields)
+
+        return called
+
+
+CU_SEQLENS = torch.tensor([0, 3, 8])
+
+
+def _benchmarks():
+    """Each op forward and backward, on all small cases of its benchmark."""
+    for op, module in cases.modules(None).items():
+        for case in module.PRESETS["tiny"]:
+            if case.dtype == "float64" or case.axis:
+                continue
+            case = case.replace(op=op, gradients=case.gradients or module.GRADIENTS)
+            inputs = parity.make_inputs(module, case, "cpu")
+            upstream = parity.upstream(module, case, inputs)
+            parity.outcome(parity.ours(module, op, "native"), inputs, case, upstream)
+
+
+def _tokens(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    mask = torch.rand(shape, generator=generator) < 0.8
+    mask[..., 0] = True
+    return lambda: torch.randn(shape, generator=generator) / 4, mask
+
+
+def _groups():
+    rlkernel.group_advantages(torch.arange(4.0), group_ids=torch.tensor([1, 0, 1, 0]))
+
+
+def _advantages():
+    noise, mask = _tokens(8)
+    packed = {"mask": mask, "cu_seqlens": CU_SEQLENS}
+    last, lam = torch.ones(2), torch.full((2,), 0.9)
+    rlkernel.gae(noise(), noise(), gamma=0.9, lam=lam, last_values=last, **packed)
+    rewards = torch.arange(8.0).view(4, 2)
+    counts, weights = torch.tensor([[True, True]] * 4), torch.tensor([1.0, 2.0])
+    for options in (
+        {"group_size": 2, "reward_weights": weights, "mask": counts, "estimator": "gdpo"},
+        {"group_offsets": torch.tensor([0, 1, 4]), "reward_weights": weights, "scale_rewards": "batch"},
+    ):
+        rlkernel.group_advantages(rewards, **options)
+    _groups()
+    rlkernel.group_advantages(rewards[:, 0], group_size=2, estimator="remax", baselines=torch.ones(4))
+    rlkernel.group_advantages(rewards[:, 0], group_size=2, estimator="opo", lengths=torch.arange(1, 5))
+
+
+def _losses():
+    noise, mask = _tokens(8)
+    packed = {"mask": mask, "cu_seqlens": CU_SEQLENS}
+    one = torch.tensor(7.0)
+
+    def policy(**options):
+        logprobs = noise().requires_grad_()
+        rlkernel.policy_loss(logprobs, noise(), noise(), **packed | options).loss.backward()
+
+    entropy = noise().requires_grad_()
+    correction = rlkernel.RolloutCorrection(staleness_decay=0.9, high=2.0)
+    policy(ref_logprobs=noise(), beta=0.1, entropy=entropy, entropy_coef=0.1)
+    policy(rollout_logprobs=noise(), correction=correction, staleness=torch.ones(2))
+    policy(loss_agg_mode="seq-mean-token-mean", token_counts=torch.tensor([3.0, 4.0]), num_items_in_batch=2)
+    policy(loss_type="clip_cov", cov_ratio=0.5)
+
+    def preference(loss_type, ref=True, **options):
+        logprobs, reference = noise().requires_grad_(), noise() if ref else None
+        rlkernel.preference_loss(
+            logprobs, reference, **packed | {"loss_type": loss_type} | options
+        ).loss.backward()
+
+    preference("sigmoid", use_weighting=True, log_sum_sq_probs=noise(), nll_coef=1.0, nll_mask=mask)
+    preference("sigmoid", num_items_in_batch=one, nll_coef=1.0, num_tokens_in_batch=one)
+    preference("bco_pair", running_delta=torch.zeros(2))
+    preference("kto", labels=torch.tensor([True, False]), kl=one)
+
+    values = noise().requires_grad_()
+    rlkernel.value_loss(values, noise(), num_items_in_batch=one, **packed).loss.backward()
+    rlkernel.kl_shaped_rewards(noise(), noise(), noise(), beta=0.1, **packed)
+    rlkernel.whiten(noise(), mask, weights=noise().abs())
+
+
+CALLS = (_benchmarks, _advantages, _losses)
+
+# (kernel, field, what is wrong) that is another right call: of a sequence or a group less
+ALLOWED = {
+    ("kl_shaped_rewards", "cu_seqlens", "one element short"),
+    ("group_advantages", "offsets", "one element short"),
+}
+
+
+@cache
+def recorded():
+    """The calls of each kernel."""
+    recording = Recording(native.extension().cpu)
+    with native.emulated(recording), rlkernel.use_backend("native"):
+        for make in CALLS:
+            make()
+        recording.part = "emulated"  # ids are sorted by torch
+        _groups()
+    return recording.calls

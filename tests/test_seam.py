@@ -1,0 +1,141 @@
+"""What crosses from Python to the compiled kernels: no buffer, name or rule may be other than C++ takes it to
+be.  Calls are recorded while ops run, then made again with one thing wrong."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import seam_calls
+import torch
+
+from rlkernel import native, types
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc"))
+import stub
+
+CPU = native.extension().cpu
+KERNELS = sorted(name for name, x in vars(CPU).items() if callable(x) and not name.startswith("_"))
+NEW = [name for name in KERNELS if CPU.__dict__[name].__doc__.startswith("(")]
+
+
+def wrong(x):
+    """Tensors in the place of x, and the reason for which each is refused."""
+    yield "one element short", x.flatten()[:-1] if x.dim() < 2 else x[..., :-1].contiguous()
+    yield "another dtype", x.to(torch.int16)
+    yield "another device", torch.empty_like(x, device="meta")
+    if x.numel() > 1:
+        yield "not dense", torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_wrong_buffer_is_refused(name):
+    kernel = getattr(CPU, name)
+    calls = seam_calls.recorded()[name]
+    seen = set()
+    for call in calls:
+        kernel(**call)
+        for field, x in call.items():
+            if not isinstance(x, torch.Tensor):
+                continue
+            seen.add(field)
+            for how, bad in wrong(x):
+                if (name, field, how) in seam_calls.ALLOWED:
+                    continue
+                said = refusal(kernel, call | {field: bad})
+                assert said.startswith(f"{name}: "), (field, how, said)
+                assert how == "one element short" or said.startswith(f"{name}: {field} must "), said
+            if field not in optional(name):
+                with pytest.raises(TypeError, match=f"{name}: {field} must be a tensor, got None"):
+                    kernel(**call | {field: None})
+    assert seen >= tensors(name), "seam_calls has no call that gives them"
+
+
+def refusal(kernel, call):
+    """What ValueError says; empty where none is raised."""
+    try:
+        kernel(**call)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def annotations(name):
+    """The type of each field, as the stub has it."""
+    tree = ast.parse(stub.PATH.read_text())
+    (part,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
+    (method,) = (n for n in part.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    return {a.arg: ast.unparse(a.annotation) for a in method.args.kwonlyargs}
+
+
+def optional(name):
+    return {field for field, kind in annotations(name).items() if kind != "Tensor"}
+
+
+def tensors(name):
+    return {field for field, kind in annotations(name).items() if "Tensor" in kind}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_wrong_keywords_are_refused(name):
+    call = seam_calls.recorded()[name][0]
+    field = next(iter(call))
+    for bad in (
+        {k: x for k, x in call.items() if k != field},
+        {"x" + k if k == field else k: x for k, x in call.items()},
+        call | {"one_more": 1},
+    ):
+        with pytest.raises(TypeError, match=f"^{name} takes the keywords {field}, "):
+            getattr(CPU, name)(**bad)
+    getattr(CPU, name)(**dict(reversed(call.items())))  # their order is free
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "policy_select", "preference_loss"])
+def test_a_rule_of_other_fields_is_refused(name):
+    call = seam_calls.recorded()[name][0]
+    field = next(k for k, x in call.items() if hasattr(x, "_fields"))
+    rule = call[field]
+    names = [*rule._fields]
+    for other in ([names[1], names[0], *names[2:]], names[:-1], [*names, "one_more"]):
+        kind = NamedTuple(type(rule).__name__, [(n, object) for n in other])
+        values = [getattr(rule, n, 0) for n in other]
+        with pytest.raises(ValueError, match=f"{name}: {field} must have the fields {' '.join(names)}, got "):
+            getattr(CPU, name)(**call | {field: kind(*values)})
+    with pytest.raises(TypeError, match=f"{name}: {field} must be a NamedTuple"):
+        getattr(CPU, name)(**call | {field: tuple(rule)})
+
+
+def test_a_choice_that_is_none_is_refused():
+    call = seam_calls.recorded()["policy_loss"][0]
+    for number in (-1, len(types.POLICY_TERMS)):
+        with pytest.raises(TypeError, match="policy_loss: term must be one of clipped, cispo"):
+            CPU.policy_loss(**call | {"rule": call["rule"]._replace(term=number)})
+    call = seam_calls.recorded()["kl_shaped_rewards"][0]
+    with pytest.raises(TypeError, match="estimator must be one of k1, abs, k2, k3, got 'k4'"):
+        CPU.kl_shaped_rewards(**call | {"estimator": "k4"})
+
+
+def test_names_are_those_of_python():
+    """The loader compares them: a rule holds the number of a name."""
+    enums = native.extension().ENUMS
+    assert native.differing_names(enums) == []
+    for name, names in enums.items():
+        for bad in (names[::-1], names[:-1], (*names, "one_more")):
+            (told,) = native.differing_names(enums | {name: bad})
+            assert name in told and ", ".join(bad) in told
+    without = {name: names for name, names in enums.items() if name != "Term"}
+    assert len(native.differing_names(without)) == 1
+
+
+def test_names_of_numbers_are_as_many_as_numbers():
+    assert CPU.VALUE_METRICS == len(types.VALUE_METRICS)
+    assert CPU.POLICY_VALUES == 2 + len(types.POLICY_METRICS) + 1
+    assert CPU.PREFERENCE_METRICS == len(types.PAIR_METRICS)
+    assert CPU.SEQUENCE_SUMS == len(types.SEQUENCE_SUMS)
+
+
+def test_the_stub_is_what_the_extension_says():
+    assert ast.dump(ast.parse(stub.PATH.read_text())) == ast.dump(ast.parse(stub.text(CPU))), (
+        "python csrc/stub.py writes it anew"
+    )
