@@ -28,6 +28,7 @@ def built() -> dict[str, list[str]]:
 class Kernels(Protocol):
     """A part: where a tensor's memory is not what a kernel asks for, it raises ValueError."""
 
+    def __hash__(self) -> int: ...
 '''
 TAIL = """
 # where their parts were built
