@@ -129,10 +129,10 @@ def test_names_are_those_of_python():
 
 
 def test_names_of_numbers_are_as_many_as_numbers():
-    assert CPU.VALUE_METRICS == len(types.VALUE_METRICS)
-    assert CPU.POLICY_VALUES == 2 + len(types.POLICY_METRICS) + 1
-    assert CPU.PREFERENCE_METRICS == len(types.PAIR_METRICS)
-    assert CPU.SEQUENCE_SUMS == len(types.SEQUENCE_SUMS)
+    assert len(types.VALUE_METRICS) == CPU.VALUE_METRICS
+    assert 2 + len(types.POLICY_METRICS) + 1 == CPU.POLICY_VALUES
+    assert len(types.PAIR_METRICS) == CPU.PREFERENCE_METRICS
+    assert len(types.SEQUENCE_SUMS) == CPU.SEQUENCE_SUMS
 
 
 def test_the_stub_is_what_the_extension_says():

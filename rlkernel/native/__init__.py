@@ -44,7 +44,7 @@ def extension() -> types.ModuleType:
     try:
         ctypes.CDLL(_openmp_runtime(), ctypes.RTLD_GLOBAL)
         module = importlib.import_module("rlkernel._C")
-        if differing := differing_names(module.ENUMS):
+        if differing := differing_names(getattr(module, "ENUMS", {})):
             raise ImportError(f"it is not the build of these sources: {differing[0]}")
         return module
     except (ImportError, OSError) as error:
