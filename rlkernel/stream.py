@@ -1,9 +1,9 @@
-"""The random stream of sampling: stateless 32-bit words, keyed by (seed, position, token or group).
+"""The random stream of sampling: stateless numbers, keyed by (seed, position).
 
-MurmurHash3 of four 32-bit words, as vLLM's model runner publishes it: a row's place in the batch is no part
-of the key, so a request draws the same tokens alone, in any batch and in any order.  Kernels have their own
-copy of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.  The state between two
-mixes has 32 bits, and each seed has a twin with the same words: docs/ops/sampling.md says what that means.
+Words of Philox4x32-10: the key is the seed, the counter is the position, what a number is for, and which one
+of those it is; for each key it is a bijection of the counters.  A row's place in the batch is no part of
+either, so a request draws the same tokens alone, in any batch and in any order.  The noise of method "gumbel" is that of vLLM's model runner: MurmurHash3 of four words.  Kernels
+have their own copies of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.
 """
 
 from typing import Any
@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a word is for: words of different domains are independent.  0 is vLLM's, one word a token.
-TOKEN = 0
-GROUP = (0x9E3779B9, 0x7F4A7C15)  # high and low word of a 64-bit uniform, one for each group of 64 tokens
-INSIDE = (0xBF58476D, 0x94D049BB)  # the draw inside the winning group
-REDRAW = (0x2545F491, 0x4F6CDD1D)  # of a row whose first draw was filtered out
-ACCEPT = (0xD6E8FEB8, 0x94C849D5)  # whether a drafted token is accepted
-RESIDUAL = (0xA0761D64, 0xE7037ED1)  # the token in the place of one that was not
-BONUS = (0x3C6EF372, 0xA54FF53A)  # the seed of the token where a draft of a known distribution is missing
-SPLIT = (0x8EBC6AF0, 0x589965CC)  # seeds of the samples of one request
-EXCLUDE = (0x1D8E4E27, 0xC47D124F)  # whether XTC drops tokens of a row
-
-XTC = 9  # whether a row's likeliest tokens are excluded
+# What a number is for; csrc/include/rlkernel/sampling_stream.h has those that its kernels draw.
+GROUP = 1  # which group of 64 tokens wins; index: group
+INSIDE = 2  # which of its tokens
+REDRAW = 3  # of a row whose first draw was filtered out
+ACCEPT = 4  # whether a drafted token is accepted
+RESIDUAL = 5  # the token in the place of one that was not
+BONUS = 6  # the seed of the token where a draft of a known distribution is missing
+SPLIT = (7, 8)  # the low and the high word of the seeds of a request's samples; position: sample
+XTC = 9  # whether XTC drops tokens of a row
 
 _WORD = 0xFFFFFFFF
 
@@ -68,8 +65,43 @@ def row_uniform(domain: int, seeds: Tensor, positions: Tensor) -> Tensor:
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
-def _rotate(value: Tensor, bits: int) -> Tensor:
-    return ((value << bits) | (value >> (32 - bits))) & _WORD
+def uniform64(domain: int, seeds: Tensor, positions: Tensor, indices: Tensor | None = None) -> Tensor:
+    """In (0, 1), as small as 2**-65: the digits of a small number are those of both words; fp64."""
+    high, low = bits(domain, seeds, positions, indices)
+    return high.double() * 2.0**-32 + (low.double() + 0.5) * 2.0**-64
+
+
+def uniform53(domain: int, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Multiples of 2**-53, plus a half, in (0, 1): what picks a place in a sum of integers; fp64."""
+    return row_uniform(domain, seeds, positions) + 2.0**-54
+
+
+def seeds_of(domain: int, seeds: Tensor, positions: Tensor) -> Tensor:
+    """A seed for a draw whose noise is its own; int64."""
+    high, low = bits(domain, seeds, positions)
+    return (high << 32) | low
+
+
+def split(seeds: Tensor, samples: Tensor) -> Tensor:
+    """A seed for each sample, by two rounds of a Feistel network: a bijection of the samples' numbers."""
+    low = bits(SPLIT[0], seeds, samples)[0]
+    high = bits(SPLIT[1], seeds, low)[0] ^ (samples & _WORD)
+    return (high << 32) | low
+
+
+def uniform32(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The published uniforms of method "gumbel": multiples of 2**-32, plus a half, in (0, 1); fp64."""
+    return (murmur3(seeds, positions, tokens).double() + 0.5) * 2.0**-32
+
+
+def murmur3(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """MurmurHash3 of the seed's two words, the position's low word and the token, as int64 in [0, 2**32)."""
+    h = torch.zeros_like(seeds)
+    h = _mix(_mix(h, seeds & _WORD), (seeds >> 32) & _WORD)
+    h = _mix(_mix(h, positions & _WORD), tokens & _WORD) ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
+    return h ^ (h >> 16)
 
 
 def _mix(h: Tensor, key: Tensor) -> Tensor:
@@ -78,34 +110,5 @@ def _mix(h: Tensor, key: Tensor) -> Tensor:
     return (h * 5 + 0xE6546B64) & _WORD
 
 
-def words(domain: int, seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """32 random bits for each broadcast (seed, position, offset), as int64 in [0, 2**32)."""
-    h = torch.full_like(seeds, domain)
-    h = _mix(_mix(h, seeds & _WORD), (seeds >> 32) & _WORD)
-    h = _mix(_mix(h, positions & _WORD), offsets & _WORD) ^ 16
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
-    return h ^ (h >> 16)
-
-
-def uniform32(domain: int, seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """Multiples of 2**-32, plus a half, in (0, 1); fp64."""
-    return (words(domain, seeds, positions, offsets).double() + 0.5) * 2.0**-32
-
-
-def uniform64(domain: tuple[int, int], seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """In (0, 1), as small as 2**-65: the digits of a small number are those of both words; fp64."""
-    high, low = (words(d, seeds, positions, offsets).double() for d in domain)
-    return high * 2.0**-32 + (low + 0.5) * 2.0**-64
-
-
-def uniform53(domain: tuple[int, int], seeds: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """Multiples of 2**-53, plus a half, in (0, 1): what picks a place in a sum of integers; fp64."""
-    high, low = (words(d, seeds, positions, offsets) for d in domain)
-    return (((high << 21) | (low >> 11)).double() + 0.5) * 2.0**-53
-
-
-def seeds_of(domain: tuple[int, int], seeds: Tensor, positions: Tensor) -> Tensor:
-    """A seed made of both words, for a draw whose noise is its own; int64."""
-    high, low = (words(d, seeds, positions, torch.zeros_like(positions)) for d in domain)
-    return (high << 32) | low
+def _rotate(value: Tensor, count: int) -> Tensor:
+    return ((value << count) | (value >> (32 - count))) & _WORD

@@ -261,12 +261,12 @@ def test_same_bits_on_warps_of_32_and_of_64(method):
 
 
 def test_a_stream_of_row_numbers_fails(monkeypatch):
-    right = stream.words
+    right = stream.bits
 
-    def by_row(domain, seeds, positions, offsets):
-        return right(domain, seeds + torch.arange(len(seeds))[:, None], positions, offsets)
+    def by_row(domain, seeds, *place):
+        return right(domain, seeds + torch.arange(len(seeds))[:, None], *place)
 
-    monkeypatch.setattr(stream, "words", by_row)
+    monkeypatch.setattr(stream, "bits", by_row)
     logits = probe(7, 333, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="differ"):
         assert_batch_invariant(runner("reference", "grouped"), logits, *rows_for(logits, ("none",)))

@@ -174,9 +174,8 @@ def test_skipped_rows_are_neither_read_nor_written(kernels):
     kernels_of.tile_statistics(x, None, 0, 300, request, partials, group_max)
     assert (partials[1] == -5).all() and (group_max[1] == -5).all() and not (partials[::2, 0, 0] == -5).any()
     got = kernels_of.finish(x, None, 300, request, partials, group_max)
-    rest = kernels_of.forward(
-        x[::2], None, request._replace(skip=None, seeds=request.seeds[::2], positions=request.positions[::2])
-    )
+    keys = {"seeds": request.seeds[::2].contiguous(), "positions": request.positions[::2].contiguous()}
+    rest = kernels_of.forward(x[::2], None, request._replace(skip=None, **keys))
     assert torch.equal(got.token_ids[::2], rest.token_ids)
 
 

@@ -205,7 +205,7 @@ def test_no_logits_are_needed_where_nothing_is_read_again(device):
 @triton.jit
 def bits_kernel(seeds, positions, indices, out, uniform, DOMAIN: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
-    seed, position = tl.load(seeds + 1), tl.load(positions + 1)
+    seed, position = sampling_random.key_of(seeds, positions, 1)
     high, low = sampling_random.random_words(DOMAIN, seed, position, tl.load(indices + i))
     tl.store(out + i, high.to(tl.int64))
     tl.store(out + N + i, low.to(tl.int64))
@@ -213,7 +213,7 @@ def bits_kernel(seeds, positions, indices, out, uniform, DOMAIN: tl.constexpr, N
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("domain", [1, stream.XTC, 2**31 + 5])
+@pytest.mark.parametrize("domain", [stream.GROUP, stream.XTC, 2**31 + 5])
 def test_bits_are_those_of_the_stream(device, domain):
     g = torch.Generator().manual_seed(11)
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (2, 2), generator=g).to(device)
@@ -226,23 +226,22 @@ def test_bits_are_those_of_the_stream(device, domain):
 
 
 @triton.jit
-def words_kernel(seeds, positions, offsets, out, DOMAIN: tl.constexpr, N: tl.constexpr):
+def words_kernel(seeds, positions, tokens, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    words = sampling_random.scramble(tl.load(offsets + i))
-    row = sampling_random.stream_of(seeds, positions, 1)
-    tl.store(out + i, sampling_random.random_bits(DOMAIN, row, words).to(tl.int64))
+    seed, position = sampling_random.key_of(seeds, positions, 1)
+    words = sampling_random.murmur3(seed, position, tl.load(tokens + i))
+    tl.store(out + i, words.to(tl.int64))
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("domain", [stream.TOKEN, *stream.GROUP, *stream.INSIDE, *stream.REDRAW], ids=hex)
-def test_words_are_those_of_the_stream(device, domain):
+def test_words_are_those_of_the_stream(device):
     g = torch.Generator().manual_seed(11)
     seeds = torch.randint(-(2**63), 2**63 - 1, (2,), generator=g).to(device)
     positions = torch.randint(0, 2**40, (2,), generator=g).to(device)
-    offsets = torch.randint(0, 2**31 - 1, (256,), generator=g).to(device)
-    out = torch.empty_like(offsets)
-    words_kernel[(1,)](seeds, positions, offsets, out, DOMAIN=domain, N=256)
-    assert torch.equal(out, stream.words(domain, seeds[1:], positions[1:], offsets))
+    tokens = torch.randint(0, 2**31 - 1, (256,), generator=g).to(device)
+    out = torch.empty_like(tokens)
+    words_kernel[(1,)](seeds, positions, tokens, out, N=256)
+    assert torch.equal(out, stream.murmur3(seeds[1:], positions[1:], tokens))
 
 
 @triton.jit

@@ -157,10 +157,10 @@ FILTERS = {"whole": {}, "top_p": {"top_p": 0.8}, "top_k, T": {"top_k": 4, "tempe
 
 @pytest.mark.parametrize("filters", FILTERS)
 def test_tokens_are_distributed_as_the_target(filters):
-    out, probs = drawn(6000, FILTERS[filters])
-    assert chi_square(out.token_ids[:, 0], probs[0]) < 2.2
+    out, probs = drawn(20000, FILTERS[filters])
+    assert chi_square(out.token_ids[:, 0], probs[0]) < 4  # of three degrees of freedom: one time in 140
     second = out.token_ids[:, 1]
-    assert chi_square(second[second >= 0], probs[1]) < 2.2
+    assert chi_square(second[second >= 0], probs[1]) < 4
     assert 0.2 < float((out.accepted > 0).float().mean()) < 0.95
 
 
@@ -299,8 +299,7 @@ def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
     flat, total = drafts[inside].to(torch.int32), lengths.cumsum(0).to(torch.int32)
     bonus = torch.full((rows,), size + 1, dtype=torch.int32)
     if drafted == "by q":
-        zero = torch.zeros_like(wide)
-        u = stream.uniform64(stream.ACCEPT, wide, positions[:, None] + torch.arange(places - 1), zero)
+        u = stream.uniform64(stream.ACCEPT, wide, positions[:, None] + torch.arange(places - 1))
         instead = torch.full_like(flat, size + 2)
         kernels.rejection_random_sample_kernel[(rows,)](
             want, total, flat, q.exp()[inside], logits.softmax(-1)[:, :-1][inside], bonus, instead,
@@ -332,13 +331,14 @@ def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
 
 
 def test_proposal_and_residual_share_no_noise():
-    """The words that accept and redraw are not those of any other draw."""
-    domains = [stream.TOKEN, *stream.GROUP, *stream.INSIDE, *stream.REDRAW]
-    mine = [*stream.ACCEPT, *stream.RESIDUAL, *stream.BONUS, *stream.SPLIT]
-    assert len({*domains, *mine}) == len(domains) + len(mine)
-    key = torch.arange(4096), torch.zeros(4096, dtype=torch.int64), torch.zeros(4096, dtype=torch.int64)
-    words = torch.stack([stream.words(d, *key).double() for d in [*domains, *mine]])
-    correlation = torch.corrcoef(words) - torch.eye(len(words))
+    """What accepts and redraws is no other draw's."""
+    domains = [stream.GROUP, stream.INSIDE, stream.REDRAW, stream.ACCEPT, stream.RESIDUAL, stream.BONUS]
+    domains += [*stream.SPLIT, stream.XTC]
+    assert len(set(domains)) == len(domains)
+    seeds, zero = torch.arange(4096), torch.zeros(4096, dtype=torch.int64)
+    words = [word.double() for domain in domains for word in stream.bits(domain, seeds, zero)]
+    words.append(stream.murmur3(seeds, zero, zero).double())
+    correlation = torch.corrcoef(torch.stack(words)) - torch.eye(len(words))
     assert correlation.abs().max() < 0.08  # five standard deviations
 
 
@@ -378,9 +378,9 @@ def case(rows=B, seed=5):
 @ON_FAST_BACKENDS
 def test_a_row_does_not_depend_on_the_others(backend, device, rejection):
     able(backend, device)
-    drafts, logits, q, seeds = (x.to(device) for x in case(6))
-    lengths = torch.tensor([3, 2, 0, 3, 1, 3], device=device)
-    positions = torch.arange(6, device=device)
+    drafts, logits, q, seeds = (x.to(device) for x in case(12))
+    lengths = torch.tensor(2 * [3, 2, 0, 3, 1, 3], device=device)
+    positions = torch.arange(12, device=device)
     order = torch.tensor([4, 0, 5, 2], device=device)
 
     def run(rows):
@@ -473,7 +473,7 @@ def test_q_is_compared_in_fp64(dtype):
     """The ratio is that of the numbers given: the same q in fp64 accepts the same, on the edge too."""
     rows = 400
     drafts, logits, q, seeds = case(rows)
-    u = stream.uniform64(stream.ACCEPT, seeds, torch.zeros_like(seeds), torch.zeros_like(seeds))
+    u = stream.uniform64(stream.ACCEPT, seeds, torch.zeros_like(seeds))
     p = rlkernel.score_tokens(logits[:, 0], drafts[:, 0]).processed_logprobs.double()
     edge = (p - u.log()).to(dtype)  # log q at which u = p / q
     edge = torch.where(edge < 0, edge, q[:, 0, 0].to(dtype))
@@ -633,8 +633,6 @@ def test_split_seeds_are_distinct():
     assert split.dtype == torch.int64 and split.shape == (6, 2**16)
     assert split.flatten().unique().numel() == 6 * 2**16
     assert torch.equal(split[:, 0], seeds)
-    for word in (split[:, 1:] & 0xFFFFFFFF, split[:, 1:] >> 32):  # either word alone tells the samples apart
-        assert all(row.unique().numel() == 2**16 - 1 for row in word)
     assert torch.equal(rlkernel.split_seeds(seeds, 1), seeds[:, None])
     assert torch.equal(rlkernel.split_seeds(2**32, 5), split[5, :5])
     assert torch.equal(rlkernel.split_seeds(seeds, 5), split[:, :5])  # more samples change none

@@ -18,7 +18,7 @@ from rlkernel.triton_ops.sampling_kernels import (
     load_scalar,
     softmax_temperature,
 )
-from rlkernel.triton_ops.sampling_random import AGAIN_HIGH, AGAIN_LOW, draw_below, gumbel_noise, stream_of
+from rlkernel.triton_ops.sampling_random import REDRAW, draw_below, gumbel_noise, key_of
 from rlkernel.triton_ops.sampling_select_kernels import (
     BATCH,
     NO_TOKEN,
@@ -78,13 +78,13 @@ def least_of(thresholds, record, here, per_t):
 
 
 @triton.jit
-def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, stream):
+def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, seed, position):
     """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
     best = tl.full((), float("-inf"), tl.float32)
     winner = tl.full((), NO_TOKEN, tl.int32)
     for start in range(0, n, BATCH):
         z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, tokens)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, tokens)
         noisy = tl.where(is_kept(z, tokens, pivot, last, high), noisy, float("-inf"))
         here = tl.max(noisy)
         if here > best:
@@ -293,11 +293,13 @@ def finish_kernel(
     if FILTER and restricted:
         excluded = not is_kept(z_token, token, pivot, last, high)
         if token_ids is None and excluded:  # one draw over what is kept
-            stream = stream_of(seeds, positions, row)
+            seed, position = key_of(seeds, positions, row)
             if GUMBEL:
-                token = noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, stream)
+                token = noisiest(
+                    listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, seed, position
+                )
             else:
-                below = draw_below(mass, AGAIN_HIGH, AGAIN_LOW, stream, tl.full((), 0, tl.int32))
+                below = draw_below(mass, REDRAW, seed, position)
                 token = token_at_mass(
                     listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, high, below
                 )

@@ -16,14 +16,7 @@ from rlkernel.triton_ops.logprob_kernels import (
     load_block,
     sum_lanes,
 )
-from rlkernel.triton_ops.sampling_random import (
-    INSIDE_HIGH,
-    INSIDE_LOW,
-    draw_below,
-    group_noise,
-    gumbel_noise,
-    stream_of,
-)
+from rlkernel.triton_ops.sampling_random import INSIDE, draw_below, group_noise, gumbel_noise, key_of
 
 SPLIT = tl.constexpr(4096)
 GROUP = tl.constexpr(64)
@@ -184,24 +177,23 @@ def statistics_kernel(
         column = tl.where(here, forced, start)
         key = tl.where(here, float("inf"), float("-inf"))
     elif GUMBEL:
-        stream = stream_of(seeds, positions, row)
+        seed, position = key_of(seeds, positions, row)
         offsets = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(stream, first + offsets)
+        noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, first + offsets)
         noisy = tl.where(z > float("-inf"), noisy, float("-inf"))
         best = tl.max(tl.max(noisy, axis=1), axis=0)
         column = start + tl.minimum(tl.min(tl.where(noisy == best, offsets, SPLIT)), SPLIT - 1)
         key = best
     else:
-        stream = stream_of(seeds, positions, row)
-        keys = tl.log(mass) + group_noise(stream, group_ids)
+        seed, position = key_of(seeds, positions, row)
+        keys = tl.log(mass) + group_noise(seed, position, group_ids)
         key = tl.max(keys)
         group = tl.minimum(tl.min(tl.where(keys == key, i, 64)), 63)
         columns = start + group * GROUP + i
         _, z_group = load_entries(x_ptr, adjusted, bitmask, columns, columns < V, vocab_start)
         group_top = finite_or_zero(tl.max(z_group))
         sums = tl.cumsum(masses(tl.exp2((z_group - group_top) * c)), axis=0)
-        offset = first // GROUP + group
-        below = draw_below(tl.max(sums), INSIDE_HIGH, INSIDE_LOW, stream, offset)
+        below = draw_below(tl.max(sums), INSIDE, seed, position)
         column = start + group * GROUP + tl.minimum(tl.sum((sums <= below).to(tl.int32)), 63)
     if token_ids is None:  # among greedy splits the one with the largest z wins: all have the same key
         column = tl.where(drawn, column, likeliest)

@@ -1,4 +1,4 @@
-"""The random stream of ``sampling``: murmur3 of (domain, seed, position, token or group), and its uniforms.
+"""The random stream of ``sampling``, and its uniforms: Philox4x32-10, and vLLM's hash for method "gumbel".
 
 Integers and plain fp32 alone: no generator of Triton's, whose smallest number is 4.7e-10, and no log1p of a
 vendor's library, so that all GPUs draw the same.
@@ -9,15 +9,9 @@ import triton.language as tl
 
 from rlkernel import stream
 
-# streams that share no hash; 0 is the one of method "gumbel"
-GROUP_HIGH = tl.constexpr(0x9E3779B9)
-GROUP_LOW = tl.constexpr(0x7F4A7C15)
-INSIDE_HIGH = tl.constexpr(0xBF58476D)
-INSIDE_LOW = tl.constexpr(0x94D049BB)
-AGAIN_HIGH = tl.constexpr(0x2545F491)
-AGAIN_LOW = tl.constexpr(0x4F6CDD1D)
-
-XTC = tl.constexpr(stream.XTC)
+GROUP = tl.constexpr(stream.GROUP)
+INSIDE = tl.constexpr(stream.INSIDE)
+REDRAW = tl.constexpr(stream.REDRAW)
 
 
 @triton.jit
@@ -77,20 +71,20 @@ def absorb(h, scrambled):
 
 
 @triton.jit
-def stream_of(seeds, positions, row):
-    """The words of a row's (seed, position), as hashes of all domains take them."""
-    seed, position = tl.load(seeds + row), tl.full((), 0, tl.int64)
+def key_of(seeds, positions, row):
+    """``(seed, position)`` of a row."""
+    position = tl.full((), 0, tl.int64)
     if positions is not None:
         position = tl.load(positions + row)
-    return scramble(seed & 0xFFFFFFFF), scramble((seed >> 32) & 0xFFFFFFFF), scramble(position & 0xFFFFFFFF)
+    return tl.load(seeds + row), position
 
 
 @triton.jit
-def random_bits(DOMAIN: tl.constexpr, stream, scrambled):
-    """32 bits for each offset, which is scrambled; all but its own mix is done once, for scalars."""
-    h = tl.full((), DOMAIN, tl.uint32)
-    h = absorb(absorb(absorb(h, stream[0]), stream[1]), stream[2])
-    h = absorb(h, scrambled) ^ 16
+def murmur3(seed, position, tokens):
+    """vLLM's 32 bits for each token; all but its own mix is done once, for scalars."""
+    h = tl.full((), 0, tl.uint32)
+    h = absorb(absorb(h, scramble(seed & 0xFFFFFFFF)), scramble((seed >> 32) & 0xFFFFFFFF))
+    h = absorb(absorb(h, scramble(position & 0xFFFFFFFF)), scramble(tokens)) ^ 16
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -110,28 +104,24 @@ def exponential(v):
 
 
 @triton.jit
-def gumbel_noise(stream, tokens):
+def gumbel_noise(seed, position, tokens):
     """Standard Gumbel noise of each token, of one 32-bit uniform: vLLM's."""
-    h = random_bits(0, stream, scramble(tokens))
+    h = murmur3(seed, position, tokens)
     high, low = (h >> 16).to(tl.int32).to(tl.float32), (h & 0xFFFF).to(tl.int32).to(tl.float32)
     u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
     return -tl.log(exponential(u))
 
 
 @triton.jit
-def group_noise(stream, groups):
+def group_noise(seed, position, groups):
     """Standard Gumbel noise of each group, of a 64-bit uniform: its tail reaches 2**-65."""
-    g = scramble(groups)
-    high = random_bits(GROUP_HIGH, stream, g).to(tl.float32)
-    low = random_bits(GROUP_LOW, stream, g).to(tl.float32)
+    high, low = random_words(GROUP, seed, position, groups)
+    high, low = high.to(tl.float32), low.to(tl.float32)
     return -tl.log(exponential(high * 2.3283064365386963e-10 + (low + 0.5) * 5.421010862427522e-20))
 
 
 @triton.jit
-def draw_below(total, HIGH: tl.constexpr, LOW: tl.constexpr, stream, offset):
+def draw_below(total, DOMAIN: tl.constexpr, seed, position):
     """A uniform integer of [0, total), of 53 random bits."""
-    offset = scramble(offset)
-    high = random_bits(HIGH, stream, offset).to(tl.uint64)
-    low = random_bits(LOW, stream, offset).to(tl.uint64)
-    r = ((((high << 32) | low) >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    r = row_uniform(DOMAIN, seed, position) + 5.551115123125783e-17
     return tl.minimum((r * total.to(tl.float64)).to(tl.int64), total - 1)

@@ -69,10 +69,10 @@ void draw(const SamplingInputs& in, const Job& job, const Groups<Z>& z, const Pe
     token = static_cast<int>(static_cast<int64_t>(record[kArgmax]) - job.first);
     record[kKey] = 0;
   } else {
-    const RowStream stream(in, job.row);
+    const RowKey key{in.seeds[job.row], position_of(in, job.row)};
     const Draw won = in.gumbel
-        ? draw_gumbel(z, peaks.largest, exp, job.temperature, stream.gumbel, job.first)
-        : draw_grouped(z, peaks.groups, masses, exp, stream, static_cast<uint32_t>(job.first / kSamplingGroup));
+        ? draw_gumbel(z, peaks.largest, exp, job.temperature, key, job.first)
+        : draw_grouped(z, peaks.groups, masses, exp, key, static_cast<uint32_t>(job.first / kSamplingGroup));
     if (won.token < 0) return;
     token = won.token;
     record[kKey] = won.key;
@@ -164,7 +164,7 @@ int64_t draw_kept(const SamplingInputs& in, int64_t row, const Filter& filter, c
   const Floats max = broadcast(softmax.max);
   int64_t token = -1;
   if (in.gumbel) {
-    Gumbel winner(stream_prefix(kGumbelDomain, seed, position), temperature);
+    Gumbel winner(stream_prefix(seed, position), temperature);
     filter.each_kept([&](Floats z, int64_t first, unsigned mask) {
       const Floats d = exp.cut(z - max);
       const Bits lanes = broadcast_bits(mask) >> iota(0) & 1u;
@@ -174,8 +174,7 @@ int64_t draw_kept(const SamplingInputs& in, int64_t row, const Filter& filter, c
     });
     return token;
   }
-  int64_t left = stream_below(stream_word(kKeptDomain.high, seed, position, 0u),
-                              stream_word(kKeptDomain.low, seed, position, 0u), filter.kept.mass);
+  int64_t left = stream_below(stream_bits(kKeptDomain, seed, position), filter.kept.mass);
   filter.each_kept([&](Floats z, int64_t first, unsigned mask) {
     const Floats e = exp(exp.cut(z - max));
     for (; mask != 0; mask &= mask - 1) {

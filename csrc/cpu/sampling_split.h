@@ -7,7 +7,7 @@
 
 #include "rlkernel/sampling.h"
 #include "rlkernel/sampling_stream.h"
-#include "simd.h"
+#include "philox.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
@@ -254,18 +254,8 @@ inline void moments_of(const Groups<T>& z, int count, double& mean, double& squa
   if (!(squares > 1e-20 && squares < 1e37)) wide_moments_of(z, count, mean, squares);
 }
 
-// What a row draws with.
-struct RowStream {
-  uint32_t gumbel, group[2], member[2];
-
-  RowStream(const SamplingInputs& in, int64_t row) {
-    const int64_t seed = in.seeds[row], position = position_of(in, row);
-    gumbel = stream_prefix(kGumbelDomain, seed, position);
-    group[0] = stream_prefix(kGroupDomain.high, seed, position);
-    group[1] = stream_prefix(kGroupDomain.low, seed, position);
-    member[0] = stream_prefix(kMemberDomain.high, seed, position);
-    member[1] = stream_prefix(kMemberDomain.low, seed, position);
-  }
+struct RowKey {
+  int64_t seed, position;
 };
 
 inline Bits iota(uint32_t first) {
@@ -319,9 +309,9 @@ struct Draw {
 };
 
 template <class T>
-inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, float temperature, uint32_t prefix,
+inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, float temperature, RowKey key,
                         int64_t first) {
-  Gumbel winner(prefix, temperature);
+  Gumbel winner(stream_prefix(key.seed, key.position), temperature);
   const Floats top_z = broadcast(top);
   for (int g = 0; g < z.count; ++g)
     for (int i = 0; i < kVectors; ++i) {
@@ -332,18 +322,42 @@ inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, flo
   return {winner.best, static_cast<int>(winner.token - first)};
 }
 
+// The uniforms of the groups from an even one on: stream_uniform(stream_bits(kGroupDomain, ...)).
+struct GroupUniforms {
+  RowKey key;
+
+  Floats operator()(uint32_t first_group) const {
+    const uint64_t seed = static_cast<uint64_t>(key.seed), position = static_cast<uint64_t>(key.position);
+    const PhiloxBlocks x = philox({wide_iota(first_group / 2), wide(kGroupDomain), wide(position), wide(position >> 32)},
+                                  static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    const Floats u = __builtin_convertvector(pairs(x.first, x.third), Floats) * 0x1p-32f;
+    // from 2^-7 on half a unit in the last place is 2^-31, and what the low word adds less than 2^-32
+    if (bits_of(above(broadcast(0x1p-7f), u)) == 0) return u;
+    return u + (__builtin_convertvector(pairs(x.second, x.fourth), Floats) + 0.5f) * 0x1p-64f;
+  }
+
+ private:
+  static Wide wide(uint64_t x) { return x - Wide{}; }
+  static Wide wide_iota(uint64_t first) {
+    static const uint64_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    Wide x;
+    std::memcpy(&x, places, sizeof x);
+    return x + first;
+  }
+  // The words of an even and an odd group side by side.
+  static Bits pairs(Wide even, Wide odd) { return (Bits)AllLanes::own<1>((Floats)even, (Floats)(odd << 32)); }
+};
+
 // One exponential for each group: its best noisy logit is log(mass / exponential). Then one integer draw inside.
 template <class T>
 inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const ScaledExp& exp,
-                         const RowStream& stream, uint32_t first_group) {
+                         RowKey key, uint32_t first_group) {
   // E = -log(1 - u) is from u to u / (1 - u), which tells most groups that they lose without a logarithm
+  const GroupUniforms uniform{key};
   PerGroup uniforms, most, keys;
   Floats least = {};
   for (int j = 0; j < kGroups / kWidth; ++j) {
-    const Bits id = iota(first_group + static_cast<uint32_t>(j * kWidth));
-    const Floats high = __builtin_convertvector(stream_word(broadcast_bits(stream.group[0]), id), Floats);
-    const Floats low = __builtin_convertvector(stream_word(broadcast_bits(stream.group[1]), id), Floats);
-    uniforms.v[j] = high * 0x1p-32f + (low + 0.5f) * 0x1p-64f;
+    uniforms.v[j] = uniform(first_group + static_cast<uint32_t>(j * kWidth));
     most.v[j] = masses.v[j] / uniforms.v[j];
     least = max(most.v[j] - masses.v[j], least);
   }
@@ -364,8 +378,7 @@ inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const Pe
     for (int j = 0; j < kPart; ++j) parts[i] += mass[i * kPart + j];
     sum += parts[i];
   }
-  const uint32_t id = first_group + static_cast<uint32_t>(group);
-  int64_t left = stream_below(stream_word(stream.member[0], id), stream_word(stream.member[1], id), sum);
+  int64_t left = stream_below(stream_bits(kMemberDomain, key.seed, key.position), sum);
   int part = 0;
   while (part < kGroup / kPart - 1 && left >= parts[part]) left -= parts[part++];
   int token = part * kPart;

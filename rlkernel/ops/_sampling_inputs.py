@@ -162,7 +162,7 @@ def _band(
         if seeds is None:
             raise ValueError("seeds must be given with xtc_probability, of which they are the draw, got None")
         places = torch.zeros_like(seeds) if positions is None else positions
-        u = stream.uniform53(stream.EXCLUDE, seeds, places, torch.zeros_like(seeds))
+        u = stream.row_uniform(stream.XTC, seeds, places)
         made[1] = torch.where(u < chance, threshold, 1.0)
         if isinstance(chance, Tensor):  # on a GPU nobody has looked at them
             made[1] = torch.where((chance >= 0) & (chance <= 1), made[1], torch.nan)

@@ -11,9 +11,9 @@ from rlkernel.ops import _scalars
 def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
     """A seed for each of ``n`` samples of the requests with ``seeds``, distinct within a request.
 
-    Equal to ``seeds`` for the first sample, so that n = 1 and the first of n draw the same tokens; two words
-    of MurmurHash3 of (seed, i) for sample i.  Either word alone is a bijection of i, so that samples 1 to
-    n - 1 never share a seed; any other two do with a probability of 2**-64.
+    Equal to ``seeds`` for the first sample, so that n = 1 and the first of n draw the same tokens; 64 bits of
+    Philox of (seed, i) for sample i.  They are a bijection of i, so that samples 1 to n - 1 never share a
+    seed; any other two do with a probability of 2**-64.
 
     Args:
         seeds: [...] 64-bit integers, or one.
@@ -33,4 +33,4 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
     seeds = inputs.int64("seeds", seeds)
     first = seeds.to(torch.int64)[..., None]
     i = torch.arange(number, device=seeds.device)
-    return torch.where(i == 0, first, stream.seeds_of(stream.SPLIT, first, i))
+    return torch.where(i == 0, first, stream.split(first, i))

@@ -52,8 +52,8 @@ def verify_chain(
     With ``draft_logprobs``, the log-probabilities q of the distribution that each draft was drawn from, a
     draft d is accepted when ``u < p(d) / q(d)``, p being the target's distribution after temperature and
     filters; in the place of the first that is not, a token is drawn from ``max(p - q, 0)``, normalised;
-    behind the last, one from p.  Every token is then distributed as p.  Acceptance and both draws have words
-    of their own in the stream: a drafter may ``sample`` with the same seeds.
+    behind the last, one from p.  Every token is then distributed as p.  Acceptance and both draws have random
+    numbers of their own: a drafter may ``sample`` with the same seeds.
 
     A drafter that drops drafts for their own value changes the distribution of those that stay.  Then q is
     that of these, masked and normalised again, and ``draft_lengths`` says where they end; or, where the
@@ -268,7 +268,7 @@ def _rejected(
     scored = run(logits, z, request._replace(token_ids=forced, seeds=None, positions=None), needs)
     p = scored.processed_logprobs.view(rows, count + 1)[:, :count].double()
     q = draft_logprobs.gather(-1, drafts[..., None])[..., 0].double()
-    u = stream.uniform64(stream.ACCEPT, request.seeds, request.positions, torch.zeros_like(request.seeds))
+    u = stream.uniform64(stream.ACCEPT, request.seeds, request.positions)
     # of NaN no comparison is true; a draft that q cannot draw was not drawn from q
     taken = inside & (q > -torch.inf) & (u.view(rows, count + 1)[:, :count] < (p - q).exp())
     accepted = _leading(taken, lengths)
@@ -278,8 +278,8 @@ def _rejected(
     fields: list[Any] = [x[end] if isinstance(x, Tensor) else x for x in request]
     there = Sampling(*fields)
     assert there.seeds is not None and there.positions is not None
-    # Where a draft is missing the drafter may have drawn one with the words of (seed, position) and dropped
-    # it for its value: what they draw is no longer distributed as p.
+    # Where a draft is missing the drafter may have drawn one with the numbers of (seed, position) and
+    # dropped it for its value: what they draw is no longer distributed as p.
     own = stream.seeds_of(stream.BONUS, there.seeds, there.positions)
     plain = there._replace(seeds=own, raw=False, support=vocab)
     drawn = run(last, last_z, plain, frozenset({"seeds", "support"}))
@@ -319,8 +319,7 @@ def _residual(z: Tensor, q: Tensor, request: Sampling, drawn: SampleStats) -> Te
     largest = rest.amax(-1, keepdim=True)
     mass = torch.where(largest > 0, (rest / largest * MASS_ONE).round(), mass).to(torch.int64)
     sums = mass.cumsum(-1)
-    zeros = torch.zeros_like(request.seeds)
-    u = stream.uniform53(stream.RESIDUAL, request.seeds, request.positions, zeros)[:, None]
+    u = stream.uniform53(stream.RESIDUAL, request.seeds, request.positions)[:, None]
     place = torch.minimum((u * sums[:, -1:].double()).to(torch.int64), sums[:, -1:] - 1)
     return (sums <= place).sum(-1).clamp(max=vocab - 1)
 

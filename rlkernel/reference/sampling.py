@@ -185,7 +185,7 @@ def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling)
     z, t = softmax.z, softmax.t
     ids = torch.arange(z.shape[1], device=z.device)[None]
     if sampling.gumbel:
-        noise = -(-(-stream.uniform32(stream.TOKEN, *key, ids)).log1p()).log()
+        noise = -(-(-stream.uniform32(*key, ids)).log1p()).log()
         noisy = softmax.d / t + noise.to(z.dtype)
         return torch.where(kept | ~filtered[:, None], noisy, -torch.inf).argmax(-1)
 
@@ -201,11 +201,11 @@ def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling)
     keys = (group_max - softmax.row_max[:, None]) / t + e.sum(-1).log() - exponential.log().to(z.dtype)
     group = torch.where(group_max == -torch.inf, -torch.inf, keys).argmax(-1, keepdim=True)
     inside = _integer_mass(e.gather(1, group[..., None].expand(-1, -1, GROUP))[:, 0])
-    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(stream.INSIDE, *key, group))
+    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(stream.INSIDE, *key))
 
     # A winner that was filtered out has lost with the probability that the kept tokens do not have: a second,
     # independent draw among them makes the result exact.
-    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(stream.REDRAW, *key, group * 0))
+    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(stream.REDRAW, *key))
     lost = filtered & ~kept.gather(-1, token[:, None].clamp(max=z.shape[1] - 1))[:, 0]
     return torch.where(lost, again, token)
 

@@ -1,5 +1,5 @@
 // Philox4x32-10: ten rounds that turn a counter of four words, under a key of two, into four random words. For each key it is
-// a bijection of the counters, so that no two of them have the same words (Salmon et al., "Parallel random numbers: as easy as
+// a bijection of the counters: no two of them have the same words (Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3", SC 2011). It passes all of TestU01, and has no state.
 //
 // Plain functions for host and device. Static: the files for each instruction set must not share one copy.

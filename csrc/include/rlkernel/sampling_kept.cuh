@@ -17,8 +17,7 @@ __device__ __forceinline__ void draw_kept(const Filter<T>& filter, const KeptSet
   });
   const int64_t of_warp = reduce_lanes(own, Add());
   const auto scan = filter.scan_warps(of_warp);
-  int64_t t = stream_below(stream_word(kKeptDomain.high, seed, position, 0), stream_word(kKeptDomain.low, seed, position, 0),
-                           scan.total) - scan.before;
+  int64_t t = stream_below(stream_bits(kKeptDomain, seed, position), scan.total) - scan.before;
   if (t < 0 || t >= of_warp) return;
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {
     int64_t mass[kSize], here = 0;
@@ -43,7 +42,7 @@ template <class T>
 __device__ __forceinline__ void draw_noisy(const Filter<T>& filter, const KeptSet& kept, int64_t r) {
   constexpr int kSize = Filter<T>::kSize;
   const int vocab = filter.logits.vocab;
-  const uint32_t prefix = stream_prefix(kGumbelDomain, filter.in.seeds[r], position_of(filter.in, r));
+  const uint32_t prefix = stream_prefix(filter.in.seeds[r], position_of(filter.in, r));
   float best = -infinity(), best_z = 0.0f;
   int best_id = vocab;
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {

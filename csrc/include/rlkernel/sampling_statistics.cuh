@@ -170,8 +170,7 @@ __device__ __forceinline__ SplitWinner reduce_lanes(SplitWinner mine) {
 // the same order and needs no logarithm.
 __device__ __forceinline__ SplitWinner draw_group(const SplitPlace& at, int64_t seed, int64_t position, float mass, int group) {
   const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group);
-  const uint32_t high = stream_word(kGroupDomain.high, seed, position, offset);
-  const float u = stream_uniform_of(high, [&] { return stream_word(kGroupDomain.low, seed, position, offset); });
+  const float u = stream_uniform(stream_bits(kGroupDomain, seed, position, offset));
   const float exponential = stream_exponential(u, [](float x) { return log_of_normal(x); });
   return {divide_fast(mass, exponential), mass > 0.0f ? group : -1};
 }
@@ -192,7 +191,7 @@ __device__ __forceinline__ float z_at(const SamplingInputs& in, const SplitPlace
 template <class T, bool kAdjusted>
 __device__ __forceinline__ SplitWinner draw_token(const SamplingInputs& in, const SplitPlace& at, int64_t seed,
                                                   int64_t position, float center, float temperature) {
-  const uint32_t prefix = stream_prefix(kGumbelDomain, seed, position);
+  const uint32_t prefix = stream_prefix(seed, position);
   SplitWinner best = {-infinity(), -1};
   for (int i = static_cast<int>(at.thread); i < at.count; i += kStatisticsThreads) {
     const float d = z_at<T, kAdjusted>(in, at, i) - center;
@@ -222,9 +221,7 @@ __device__ __forceinline__ void draw_member(const SamplingInputs& in, const Spli
   const int64_t n = stream_mass(exp2_fast((first - max) * scale));
   const int64_t both = n + stream_mass(exp2_fast((second - max) * scale));
   const int64_t upto = running_sum(both), total = shuffle(upto, kLanes - 1);
-  const uint32_t offset = static_cast<uint32_t>(at.split * (kSplit / kGroup) + group.id);
-  const int64_t t = stream_below(stream_word(kMemberDomain.high, seed, position, offset),
-                                 stream_word(kMemberDomain.low, seed, position, offset), total);
+  const int64_t t = stream_below(stream_bits(kMemberDomain, seed, position), total);
   if (upto - both <= t && t < upto) {
     const bool is_first = upto - both + n > t;
     const double key = static_cast<double>(log_of_normal(group.key));  // a group with the split's maximum has 1/17 at least
