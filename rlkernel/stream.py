@@ -2,8 +2,9 @@
 
 Words of Philox4x32-10: the key is the seed, the counter is the position, what a number is for, and which one
 of those it is; for each key it is a bijection of the counters.  A row's place in the batch is no part of
-either, so a request draws the same tokens alone, in any batch and in any order.  The noise of method "gumbel" is that of vLLM's model runner: MurmurHash3 of four words.  Kernels
-have their own copies of this arithmetic; here it is in int64 tensors, whose products wrap as theirs do.
+either, so a request draws the same tokens alone, in any batch and in any order.  The noise of method "gumbel"
+is that of vLLM's model runner: MurmurHash3 of four words.  Kernels have their own copies of this arithmetic;
+here it is in int64 tensors, whose products wrap as theirs do.
 """
 
 from typing import Any

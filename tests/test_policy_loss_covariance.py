@@ -209,6 +209,21 @@ def test_seeds_pick_other_tokens_and_all_of_them_alike():
     assert abs(together.mean() - share**2) < 0.05 * share**2
 
 
+def test_seeds_are_those_of_sampling():
+    """64 bits, signed or not; the low ones choose."""
+    inputs = make_inputs(6, 40, drift=0.1)
+    options = {"loss_type": "clip_cov", "cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": math.inf}
+    losses = [
+        rlkernel.policy_loss(**inputs, **options, seed=seed).loss for seed in (-1, 2**64 - 1, 2**32 - 1, 1)
+    ]
+    assert all(torch.equal(losses[0], x) for x in losses[1:3]) and not torch.equal(losses[0], losses[3])
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"seed must be an integer of 64 bits, got {seed}"):
+            rlkernel.policy_loss(**inputs, **options, seed=seed)
+    with pytest.raises(ValueError, match="ignore_index must be an integer of 64 bits"):
+        rlkernel.logprob(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), ignore_index=2**63)
+
+
 @BOTH
 def test_the_backend_that_was_asked_for_picks(by_hash, monkeypatch):
     """Also under torch.compile, which sees one node: no plain PyTorch runs in the place of a kernel."""

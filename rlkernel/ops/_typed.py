@@ -54,13 +54,14 @@ def typed(function: F, options: Callable[..., Any] | None = None) -> F:
 
 def _looked_at(name: str, value: Any, kinds: tuple[type, ...] | None) -> Any:
     kind = type(value)
-    if kinds is None or (kind in kinds and (kind is not int or _fits(value))):
+    if kinds is None or (kind in kinds and (kind is not int or _fits(name, value))):
         return value
     return _converted(name, value, kinds)
 
 
-def _fits(value: int) -> bool:
-    return -(2**63) <= value < 2**63
+def _fits(name: str, value: int) -> bool:
+    """Whether it has 64 bits; a seed's may have no sign."""
+    return -(2**63) <= value < (2**64 if name == "seed" else 2**63)
 
 
 def _wanted(function: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
@@ -83,7 +84,7 @@ def _converted(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
             return bool(value)
     elif isinstance(value, numbers.Integral):
         number = int(value)
-        if (int in kinds or float in kinds) and _fits(number):
+        if (int in kinds or float in kinds) and _fits(name, number):
             return number
         if float in kinds:
             return (

@@ -115,7 +115,7 @@ def policy_loss(
             and 10.
         correction: see ``RolloutCorrection``; a name for one of its presets.
         staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled.
-        seed: of clip_cov's choice.
+        seed: of clip_cov's choice; 64 bits, signed or not, of which the low 32 count.
         num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
             by: > 0, a number or a tensor of one, which on a GPU is not synchronised.  None: those that are
             here.  "token-sum" divides by nothing.
