@@ -79,6 +79,8 @@ def _samples():
     out = rlkernel.sample(**inputs, **rows, **options, top_p=0.9, penalties=penalties, token_bitmask=bitmask)
     rlkernel.sample(inputs["logits"], temperature=0.8, out=out, **options)  # and seeds of torch's own
     rlkernel.score_tokens(inputs["logits"], out.token_ids, min_p=0.1, logit_bias=torch.zeros(300))
+    band = {"typical_p": 0.9, "xtc_probability": torch.tensor([0.0, 0.5, 1.0, 1.0])}
+    rlkernel.sample(**inputs, **band, ranking="processed", logprob_token_ids=torch.tensor([3, 5]))
 
 
 def _linear_samples():

@@ -47,6 +47,8 @@ bool run(const Case& c, uint64_t seed) {
   in.temperature = {temperatures, 0}, in.top_k = {nullptr, c.filtered ? 5 : 0}, in.top_p = {nullptr, c.filtered ? 0.9f : 1.0f};
   in.min_p = {nullptr, c.filtered ? 1e-3f : 0.0f}, in.top_n_sigma = {nullptr, c.filtered ? 3.0f : emulated::infinity()};
   in.seeds = seeds.get(), in.positions = positions.get();
+  const float band[kBand * rows] = {0.9f, 0.05f, 0.5f, 1, 1, 0.2f, 0.9f, 0.05f};
+  in.band = c.filtered && c.gumbel ? band : nullptr;
   in.gumbel = c.gumbel, in.raw = in.entropy = true, in.sigma = c.filtered;
   in.records = records.get(), in.group_max = c.filtered ? group_max.get() : nullptr;
   float* const f = floats.get();

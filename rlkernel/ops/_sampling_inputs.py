@@ -17,6 +17,7 @@ from rlkernel.types import FILTER_ORDERS, Sampling
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 METHODS = ("grouped", "gumbel")
 LOGPROBS = ("raw", "tempered", "processed")
+XTC_THRESHOLD = 0.1  # that of llama.cpp and text-generation-webui
 
 
 class _Range(NamedTuple):
@@ -81,7 +82,7 @@ def sampling(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = 0.1,
+    xtc_threshold: float | Tensor = XTC_THRESHOLD,
 ) -> Sampling:
     """Raises ValueError for what is off."""
     _validate.choice("filter_order", filter_order, FILTER_ORDERS)
@@ -148,6 +149,9 @@ def _band(
     device: torch.device,
 ) -> Tensor | None:
     """[B, 2]; None where all are numbers and off.  Which rows XTC is on in is drawn here."""
+    plain = isinstance(xtc_threshold, float) and xtc_threshold == XTC_THRESHOLD
+    if typical_p is None and xtc_probability is None and plain:
+        return None
     typical = 1.0 if typical_p is None else _floats("typical_p", typical_p, _SHARE, shape, device)
     threshold = _floats("xtc_threshold", xtc_threshold, _SHARE, shape, device)
     chance = (

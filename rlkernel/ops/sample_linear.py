@@ -36,7 +36,7 @@ def sample_linear(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = 0.1,
+    xtc_threshold: float | Tensor = inputs.XTC_THRESHOLD,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,

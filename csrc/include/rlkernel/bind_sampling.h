@@ -19,8 +19,8 @@ namespace rlkernel::bind {
       py::arg("bitmask_stride"), py::arg("temperatures"), py::arg("temperature"), py::arg("top_ks"), py::arg("top_k"),   \
       py::arg("top_ps"), py::arg("top_p"), py::arg("min_ps"), py::arg("min_p"), py::arg("top_n_sigmas"),                 \
       py::arg("top_n_sigma"), py::arg("thresholds"), py::arg("band"), py::arg("seeds"), py::arg("positions"),            \
-      py::arg("forced_ids"), py::arg("skip"), py::arg("order"), py::arg("gumbel"), py::arg("raw"), py::arg("entropy"), py::arg("sigma"),        \
-      py::arg("records"), py::arg("group_max")
+      py::arg("forced_ids"), py::arg("skip"), py::arg("order"), py::arg("gumbel"), py::arg("raw"),                       \
+      py::arg("entropy"), py::arg("sigma"), py::arg("records"), py::arg("group_max")
 #define RLKERNEL_SAMPLING                                                                                                \
   SamplingInputs {                                                                                                       \
     pointer<const void>(logits), static_cast<Dtype>(dtype), rows, row_stride, vocab, vocab_start, whole_vocab,           \
@@ -28,9 +28,9 @@ namespace rlkernel::bind {
         {pointer<const float>(temperatures), temperature}, {pointer<const int64_t>(top_ks), top_k},                      \
         {pointer<const float>(top_ps), top_p}, {pointer<const float>(min_ps), min_p},                                    \
         {pointer<const float>(top_n_sigmas), top_n_sigma}, pointer<const float>(thresholds),                             \
-        pointer<const float>(band), pointer<const int64_t>(seeds), pointer<const int64_t>(positions), pointer<const int64_t>(forced_ids),            \
-        pointer<const uint8_t>(skip), static_cast<FilterOrder>(order), gumbel, raw, entropy, sigma,                      \
-        pointer<double>(records), pointer<float>(group_max)                                                              \
+        pointer<const float>(band), pointer<const int64_t>(seeds), pointer<const int64_t>(positions),                    \
+        pointer<const int64_t>(forced_ids), pointer<const uint8_t>(skip), static_cast<FilterOrder>(order), gumbel, raw,  \
+        entropy, sigma, pointer<double>(records), pointer<float>(group_max)                                              \
   }
 
 template <class Launch, class Describe>
