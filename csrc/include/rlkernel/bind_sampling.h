@@ -12,7 +12,8 @@ namespace rlkernel::bind {
       Address adjusted, int64_t adjusted_stride, Address bitmask, int64_t bitmask_stride, Address temperatures,          \
       float temperature, Address top_ks, int64_t top_k, Address top_ps, float top_p, Address min_ps, float min_p,        \
       Address top_n_sigmas, float top_n_sigma, Address thresholds, Address band, Address seeds, Address positions,       \
-      Address forced_ids, Address skip, int order, bool gumbel, bool raw, bool entropy, bool sigma, Address records, Address group_max
+      Address forced_ids, Address skip, int order, bool gumbel, bool raw, bool entropy, bool sigma, Address records,     \
+      Address group_max
 #define RLKERNEL_SAMPLING_NAMES                                                                                          \
   py::arg("logits"), py::arg("dtype"), py::arg("rows"), py::arg("row_stride"), py::arg("vocab"), py::arg("vocab_start"), \
       py::arg("whole_vocab"), py::arg("adjusted"), py::arg("adjusted_stride"), py::arg("bitmask"),                       \
