@@ -5,6 +5,7 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
+from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.logprob import LogprobOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
@@ -34,7 +35,6 @@ from rlkernel.types import (
     PREFERENCE_METRICS,
     VALUE_METRICS,
     GaeOutput,
-    LinearLogprobStatistics,
     LinearPolicyLossOutput,
     PolicyLossOutput,
     PreferenceLossOutput,

@@ -9,7 +9,6 @@ import operator
 import re
 import typing
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,9 +44,9 @@ class Op:
         results: Any,
         *,
         outputs: int,
-        pick: Callable[[Any], ModuleType],
+        pick: Callable[[Any], Any],
         like: Callable[[Any], Any],
-        forward: Callable[[ModuleType, Any], Any],
+        forward: Callable[[Any, Any], Any],
         backward: Callable[[Any, Any, Any, Grads], Grads] | None = None,
         gradients: tuple[str, ...] = (),
         differentiable: tuple[str, ...] = (),

@@ -2,23 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
-
-
-class LinearLogprobStatistics(NamedTuple):
-    """A ``LogprobOutput``, and of each row what trainers log; None unless asked for, without a gradient.
-
-    ``mean_logits``: the mean of ``logits / T`` over the vocabulary.  ``is_top1``: whether no logit is larger
-    than the target's.  ``log_sum_sq_probs``: ``log(sum of p**2)``.  0 and False on ignored rows.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-    mean_logits: Tensor | None
-    is_top1: Tensor | None
-    log_sum_sq_probs: Tensor | None
 
 
 class GaeOutput(NamedTuple):
@@ -34,18 +18,6 @@ class RunningOutput(NamedTuple):
 
     normalized: Tensor
     state: Tensor
-
-
-class Head(NamedTuple):
-    """What ``linear_logprob`` does between the product and the softmax, checked and normalised."""
-
-    bias: Tensor | None
-    temperature: float | Tensor  # one value, or one per row
-    logit_scale: float
-    softcap: float | None
-    ignore_index: int
-    logits_dtype: torch.dtype  # to which the product is rounded
-    compute_dtype: torch.dtype  # of the product's operands
 
 
 class ValueLossOutput(NamedTuple):
@@ -79,12 +51,6 @@ class Aggregation(NamedTuple):
     unit: str
     num_items: float | Tensor | None
     factor: float
-
-
-# logprobs, entropy, lse, row_max, log_sum, and d logprobs / d hidden where it was asked for
-LinearStats = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]
-# of hidden, weight and bias
-LinearGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class PolicyLossOutput(NamedTuple):

@@ -7,9 +7,9 @@ from backends import of, running, skip_unless_able
 from bitwise import assert_equal
 
 import rlkernel
+from rlkernel.calls.linear_logprob import STATISTICS as NAMES
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers import linear_products as tile_products
-from rlkernel.drivers.linear_logprob_statistics import NAMES
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
 

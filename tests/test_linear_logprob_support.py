@@ -10,7 +10,9 @@ from support_cases import masked, supports
 
 import rlkernel
 from rlkernel import workspace
+from rlkernel.calls.linear_logprob import LinearLogprobCall
 from rlkernel.drivers import linear_logprob_support as support_products
+from rlkernel.ops.linear_logprob import op
 from rlkernel.reference.linear_logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
@@ -284,8 +286,8 @@ def test_opcheck():
     inputs = make_inputs(5, 16, 40, ignored=0)
     support = supports(inputs["target_ids"], 40, (6, 0))
     hidden, weight, target_ids = inputs.values()
-    args = (
-        hidden.requires_grad_(), weight.requires_grad_(), None, target_ids, None, 0.7, 1.0, None, -100,
-        torch.float32, torch.float32, True, "auto", False, *support.values(),
+    call = LinearLogprobCall(
+        hidden.requires_grad_(), weight.requires_grad_(), None, target_ids, 0.7, 1.0, None, -100,
+        torch.float32, torch.float32, True, **support,
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.rlkernel.linear_logprob_support.default, args)
+    torch.library.opcheck(op.node, op.flat(call))

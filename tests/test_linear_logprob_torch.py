@@ -9,6 +9,8 @@ from linear_logprob_cases import NAMES, able, run, with_bias
 from logprob_cases import upstream_like
 
 import rlkernel
+from rlkernel.calls.linear_logprob import LinearLogprobCall
+from rlkernel.ops.linear_logprob import op
 from rlkernel.reference.linear_logprob import make_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -60,18 +62,12 @@ def test_compiles_as_one_graph(backend, frozen, small_tiles):
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_opcheck(frozen, return_entropy, small_tiles):
     inputs = with_bias(make_inputs(9, 16, 133))
-    head = (None, 0.7, 1.0, None, -100, torch.float32, torch.float32)
-    args = (
-        inputs["hidden"].requires_grad_(),
-        inputs["weight"].requires_grad_(not frozen),
-        inputs["bias"].requires_grad_(not frozen),
-        inputs["target_ids"],
-        *head,
-        return_entropy,
-        "auto",
-        frozen,
-    )
-    torch.library.opcheck(torch.ops.rlkernel.linear_logprob.default, args)
+    call = LinearLogprobCall(
+        inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_(not frozen),
+        inputs["bias"].requires_grad_(not frozen), inputs["target_ids"], 0.7, 1.0, None, -100, torch.float32,
+        torch.float32, return_entropy, need_direction=frozen,
+    )  # fmt: skip
+    torch.library.opcheck(op.node, op.flat(call))
 
 
 def test_autocast_uses_its_dtype_and_accumulates_fp32(small_tiles):

@@ -161,7 +161,7 @@ def test_a_plan_keeps_to_the_limit(limit):
 
 
 def _heads(dtype):
-    from rlkernel.types import Head
+    from rlkernel.calls.linear_logprob import Head
 
     for logits_dtype in (torch.float32, torch.bfloat16):
         for softcap in (None, 3.0):

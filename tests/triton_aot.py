@@ -89,6 +89,7 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
+    from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.prefix_layout import PrefixLayout
     from rlkernel.triton_ops import (
@@ -103,7 +104,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, AttentionRule, Head, PreferenceRule, Sampling
+    from rlkernel.types import Aggregation, AttentionRule, PreferenceRule, Sampling
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -123,7 +124,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 logprob.forward(call)
                 logprob.backward(call, results, grads)
             head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
-            linear_logprob.forward(hidden[:n], weight, ids.view(-1), head, True, "fused", False, False)
+            options = {"return_entropy": True, "algorithm": "fused"}
+            product = LinearLogprobCall.of(hidden[:n], weight, ids.view(-1), head, **options)
+            linear_logprob.forward(product)
             # any address and stride too: the order of its sums must not follow from them
             values = torch.empty(batch, length + 17)[:, t > 1 :][:, :length]
             aggregation = Aggregation("token", t, float(batch))

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel import workspace
+from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers.linear_logprob_statistics import Statistics
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,
@@ -31,7 +31,6 @@ from rlkernel.triton_ops.logprob_kernels import (
     shift_from,
     transform,
 )
-from rlkernel.types import Head, LinearGrads, LinearStats
 
 PART = 4096  # vocabulary entries of one program: many programs for a GPU, few sums to merge
 MERGED_ROWS = 64
@@ -58,68 +57,29 @@ def unsupported(
     return reasons
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    algorithm: str,
-    need_direction: bool,
-    keep: bool,
-) -> LinearStats:
-    if algorithm != "fused":
-        return tiles.forward(kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
-    stats = _fused(hidden, weight, target_ids, head, return_entropy)[:5]
-    logprobs, entropy, _, row_max, log_sum = stats
-    direction = None
-    if need_direction:  # the backward pass of ones
-        ones, hidden_only = RowGrads(torch.ones_like(logprobs)), (True, False, False)
-        direction = backward(
-            ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
-        )[0]
-    return *stats, direction
+def forward(call: LinearLogprobCall) -> LinearLogprobResults:
+    if call.algorithm != "fused":
+        return tiles.forward(kernels, call)
+    logprobs, entropy, lse, row_max, log_sum, _ = _fused(call)
+    results = LinearLogprobResults(logprobs, entropy, lse, None, None, None, row_max, log_sum)
+    if call.need_direction:  # the backward pass of ones
+        ones = RowGrads(torch.ones_like(logprobs))
+        direction = backward(call._replace(needs=(True, False, False)), results, ones).hidden
+        results = results._replace(direction=direction)
+    return results
 
 
-def statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    need_direction: bool,
-    keep: bool,
-    names: tuple[str, ...],
-) -> tuple[LinearStats, Statistics]:
-    return tiles.statistics(
-        kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep, names
-    )
+def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
+    return tiles.backward(kernels, call, results, grads)
 
 
-def backward(
-    grads: RowGrads,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> LinearGrads:
-    return tiles.backward(
-        kernels, grads, hidden, weight, target_ids, head, entropy, row_max, log_sum, direction, needs
-    )
-
-
-def _fused(
-    hidden: Tensor, weight: Tensor, target_ids: Tensor, head: Head, return_entropy: bool
-) -> LogprobResults:
+def _fused(call: LinearLogprobCall) -> LogprobResults:
+    hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
+    return_entropy = call.return_entropy
     n, size = hidden.shape
     vocab = weight.shape[0]
-    call = LogprobCall(hidden, target_ids, head.temperature, head.ignore_index, return_entropy)
-    outputs = kernels.empty_results(call)
+    row = LogprobCall(hidden, target_ids, head.temperature, head.ignore_index, return_entropy)
+    outputs = kernels.empty_results(row)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     target_ids = target_ids.contiguous()
     bias = None if head.bias is None else head.bias.float().contiguous()
@@ -264,7 +224,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         t = torch.ones(2) if per_row else 0.7
         bias, scale, softcap = (torch.ones(50), 0.5, 30.0) if head else (None, 1.0, None)
         options = Head(bias, t, scale, softcap, -100, torch.float32, dtype)
-        _fused(hidden, weight, torch.zeros(2, dtype=torch.int64), options, entropy)
+        ids = torch.zeros(2, dtype=torch.int64)
+        _fused(LinearLogprobCall.of(hidden, weight, ids, options, return_entropy=entropy))
 
     fp16, bf16 = torch.float16, torch.bfloat16
     return {

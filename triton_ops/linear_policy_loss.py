@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.triton_ops import linear_logprob, policy_loss
 from rlkernel.triton_ops import logprob as kernels
-from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
+from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

@@ -16,42 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, Tile
-from rlkernel.drivers.linear_logprob_statistics import Statistics, TileStatistics
+from rlkernel.drivers.linear_logprob_statistics import TileStatistics
 from rlkernel.drivers.linear_products import Scratch, rows_of
-from rlkernel.types import Head, LinearGrads, LinearStats
 
 
-def forward(
-    kernels: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    need_direction: bool,
-    keep: bool,
-) -> LinearStats:
-    """The forward pass of every tiled backend; returns what the reference's ``forward`` returns.
+def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
+    """The forward pass of every tiled backend.
 
     With ``keep`` the workspace holds on to logits for a backward pass that follows at once.
     """
-    return statistics(kernels, hidden, weight, target_ids, head, return_entropy, need_direction, keep, ())[0]
-
-
-def statistics(
-    kernels: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    need_direction: bool,
-    keep: bool,
-    names: tuple[str, ...],
-) -> tuple[LinearStats, Statistics]:
-    """As ``forward``, with what ``names`` asks for beside it."""
-    head = _wide_bias(head)
+    hidden, weight, target_ids, names = call.hidden, call.weight, call.target_ids, call.statistics
+    need_direction = call.need_direction
+    head = _wide_bias(call.head)
     kept = target_ids != head.ignore_index
     rows = _rows(kept)
     n = hidden.shape[0] if rows is None else rows.numel()
@@ -59,11 +37,13 @@ def statistics(
     new = functools.partial(hidden.new_empty if n else hidden.new_zeros, dtype=torch.float32)
     state, logprobs = new(4, n), new(n)
     lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if return_entropy else None
+    entropy = torch.empty_like(logprobs) if call.return_entropy else None
     outputs = LogprobResults(logprobs, entropy, lse, row_max, log_sum)
     direction = new(n, hidden.shape[1]) if need_direction else None
     also = TileStatistics(kernels, names, hidden, weight, head, n) if names else None
-    keep = keep and not capturing(hidden.device)  # a graph may be replayed after others took the workspace
+    keep = call.keep and not capturing(
+        hidden.device
+    )  # a graph may be replayed after others took the workspace
     gathered = rows is not None
     with Scratch(hidden, weight, head, n, gathered, gradients=need_direction, keep=keep) as scratch:
         for v0, v1, w in scratch.weight_slices():
@@ -94,27 +74,20 @@ def statistics(
             direction = torch.where(kept[:, None], direction, 0)
         direction = _scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
     more = tuple(_scatter(x, rows, hidden.shape[0]) for x in more)  # type: ignore[assignment]
-    return (*scattered, direction), more  # type: ignore[return-value]
+    values = *scattered[:3], *more, *scattered[3:], direction
+    return LinearLogprobResults(**dict(zip(LinearLogprobResults._fields, values, strict=False)))  # type: ignore[arg-type]
 
 
 def backward(
-    kernels: Any,
-    grads: RowGrads,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: tuple[bool, bool, bool],
+    kernels: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
 ) -> LinearGrads:
-    """The backward pass of every tiled backend; returns what the reference's ``backward`` returns."""
+    """The backward pass of every tiled backend."""
+    hidden, weight, target_ids, head, needs = call.hidden, call.weight, call.target_ids, call.head, call.needs
+    direction, log_sum = results.direction, results.log_sum
     need_hidden, need_weight, need_bias = needs[0], needs[1], needs[2] and head.bias is not None
-    if direction is not None and grads[0] is not None and grads[1] is None and grads[2] is None:
-        row = grads[0][:, None]
-        return torch.where(row == 0, 0, row * direction).to(hidden.dtype), None, None
+    if direction is not None and grads.logprobs is not None and grads.entropy is None and grads.lse is None:
+        row = grads.logprobs[:, None]
+        return LinearGrads(torch.where(row == 0, 0, row * direction).to(hidden.dtype))
 
     bias_dtype, head = head.bias.dtype if head.bias is not None else None, _wide_bias(head)
     nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
@@ -133,7 +106,8 @@ def backward(
     dweight = (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None
     dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if need_bias else None
 
-    ids, t, *stats = (_select(x, rows) for x in (target_ids, head.temperature, entropy, row_max, log_sum))
+    stats = [_select(x, rows) for x in (results.entropy, results.row_max, log_sum)]
+    ids, t = _select(target_ids, rows), _select(head.temperature, rows)
     upstream = [_select(g, rows) for g in grads]
     with scratch:
         for v0, v1, w in scratch.weight_slices():
@@ -160,7 +134,7 @@ def backward(
                 dw_slice.copy_(dw)
     if dhidden is not None and dhidden.dtype != hidden.dtype:
         dhidden = _narrow(dhidden, hidden.dtype)
-    return dhidden, dweight, None if dbias is None else dbias.to(bias_dtype)
+    return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
 
 
 def capturing(device: torch.device) -> bool:

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.calls.logprob import LogprobResults, Tile
-from rlkernel.types import Head
 
-NAMES = ("mean_logits", "is_top1", "log_sum_sq_probs")
-Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]  # in the order of NAMES
+Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]  # in the order of STATISTICS
 
 _CELLS = 2**20  # of logits whose softcap is taken at once, beside the tile
 

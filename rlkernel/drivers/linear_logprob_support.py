@@ -6,13 +6,16 @@ workspace's limit bounds.  Sums of gradients run in the order of the entries: no
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import workspace
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.types import Head
+from rlkernel.drivers.logprob import unfiltered_ids
 
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
 
@@ -26,60 +29,92 @@ def row_of(offsets: Tensor, entries: int) -> Tensor:
     return torch.searchsorted(offsets, places, right=True) - 1
 
 
-def products(hidden: Tensor, weight: Tensor, head: Head, ids: Tensor, offsets: Tensor) -> Tensor:
+def forward(impl: Any, rows: Any, call: LinearLogprobCall) -> LinearLogprobResults:
+    """``impl`` of ``linear_logprob`` takes the rows without a support, ``rows`` of ``logprob`` the others."""
+    of_whole = impl.forward(call._replace(target_ids=unfiltered_ids(_row_call(call, call.hidden))))
+    products = _products(call)
+    filtered = rows.forward(_row_call(call, _capped(products, call)))
+    assert call.support_offsets is not None
+    supported = call.support_offsets.diff() > 0
+    supported &= call.target_ids != call.ignore_index
+    merged = {}
+    for name in ("logprobs", "entropy", "lse", "row_max", "log_sum"):
+        whole, other = getattr(of_whole, name), getattr(filtered, name)
+        # each is 0 in the rows of the other; in place, because log_sum owns what the workspace keeps
+        merged[name] = None if whole is None else torch.where(supported, other, whole, out=whole)
+    return of_whole._replace(**merged, products=products)
+
+
+def backward(
+    impl: Any, rows: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
+) -> LinearGrads:
+    assert call.support_offsets is not None and results.products is not None
+    supported = call.support_offsets.diff() > 0
+    others = RowGrads(*(None if g is None else torch.where(supported, 0, g) for g in grads))
+    values = _capped(results.products, call)
+    row_call = _row_call(call, values)
+    found = impl.backward(call._replace(target_ids=unfiltered_ids(row_call)), results, others)
+    stats = results.logprobs, results.entropy, results.row_max, results.row_max, results.log_sum, values
+    (grad,) = rows.backward(row_call, LogprobResults(*stats), grads)
+    _add_gradients(found, grad, results.products, call)
+    return found
+
+
+def _row_call(call: LinearLogprobCall, logits: Tensor) -> LogprobCall:
+    """``logprob`` of the logits at the supports."""
+    return LogprobCall(
+        logits, call.target_ids, call.temperature, call.ignore_index, call.return_entropy,
+        support_ids=call.support_ids, support_offsets=call.support_offsets, gathered=True,
+    )  # fmt: skip
+
+
+def _products(call: LinearLogprobCall) -> Tensor:
     """The logits [nnz] at the supports, before the softcap; NaN where an id is outside the vocabulary."""
+    hidden, weight, ids, offsets = call.hidden, call.weight, call.support_ids, call.support_offsets
+    assert ids is not None and offsets is not None
     vocab, size = weight.shape
-    wide = torch.promote_types(head.compute_dtype, torch.float32)
+    wide = torch.promote_types(call.compute_dtype, torch.float32)
     u = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
     if not hidden.shape[0]:
         return u
     row, inside = row_of(offsets, ids.numel()).clamp(0, hidden.shape[0] - 1), ids.clamp(0, vocab - 1)
     for a, b in _chunks(ids[: _used(offsets, ids)], size, wide):
-        w = _gather(weight, inside[a:b], head.compute_dtype, wide)
-        u[a:b] = w.mul_(_gather(hidden, row[a:b], head.compute_dtype, wide)).sum(-1)
+        w = _gather(weight, inside[a:b], call.compute_dtype, wide)
+        u[a:b] = w.mul_(_gather(hidden, row[a:b], call.compute_dtype, wide)).sum(-1)
     if wide == torch.float32:
-        u = u.to(head.logits_dtype).to(wide)
-    if head.bias is not None:
-        u = u + head.bias.to(wide)[inside]
-    return torch.where(ids == inside, u * head.logit_scale, torch.nan)
+        u = u.to(call.logits_dtype).to(wide)
+    if call.bias is not None:
+        u = u + call.bias.to(wide)[inside]
+    return torch.where(ids == inside, u * call.logit_scale, torch.nan)
 
 
-def capped(u: Tensor, head: Head) -> Tensor:
-    return u if head.softcap is None else head.softcap * torch.tanh(u / head.softcap)
+def _capped(u: Tensor, call: LinearLogprobCall) -> Tensor:
+    return u if call.softcap is None else call.softcap * torch.tanh(u / call.softcap)
 
 
-def gradients(
-    grad: Tensor,
-    u: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    head: Head,
-    ids: Tensor,
-    offsets: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-) -> None:
+def _add_gradients(out: LinearGrads, grad: Tensor, u: Tensor, call: LinearLogprobCall) -> None:
     """Add to the gradients of hidden, weight and bias what ``grad`` [nnz], of the capped logits, gives."""
+    hidden, weight, ids, offsets = call.hidden, call.weight, call.support_ids, call.support_offsets
+    assert ids is not None and offsets is not None
     if not hidden.shape[0] or not ids.numel():
         return
     used = _used(offsets, ids)
     grad, u, ids = grad[:used], u[:used], ids[:used]
-    if head.softcap is not None:
-        grad = torch.where(grad == 0, 0, grad * torch.cosh(u / head.softcap) ** -2)
-    grad = grad * head.logit_scale
+    if call.softcap is not None:
+        grad = torch.where(grad == 0, 0, grad * torch.cosh(u / call.softcap) ** -2)
+    grad = grad * call.logit_scale
     row, ids = row_of(offsets, ids.numel()).clamp(0, hidden.shape[0] - 1), ids.clamp(0, weight.shape[0] - 1)
-    if dhidden is not None:
-        add_products(dhidden, row, grad, weight, ids, head.compute_dtype)
-    if dweight is None and dbias is None:
+    if out.hidden is not None:
+        add_products(out.hidden, row, grad, weight, ids, call.compute_dtype)
+    if out.weight is None and out.bias is None:
         return
     ids, order = ids.sort(stable=True)
     grad, row = grad[order], row[order]
-    if dweight is not None:
-        add_products(dweight, ids, grad, hidden, row, head.compute_dtype)
-    if dbias is not None:
+    if out.weight is not None:
+        add_products(out.weight, ids, grad, hidden, row, call.compute_dtype)
+    if out.bias is not None:
         ones = grad.new_ones(1, 1)
-        add_products(dbias[:, None], ids, grad, ones, torch.zeros_like(ids), grad.dtype)
+        add_products(out.bias[:, None], ids, grad, ones, torch.zeros_like(ids), grad.dtype)
 
 
 def add_products(

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall
 from rlkernel.calls.logprob import LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_policy_loss_plan import Plan, Resident, Step
-from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
+from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 _log = logging.getLogger("rlkernel")
 
@@ -66,17 +67,18 @@ def _two_passes(
     need_direction: bool,
 ) -> LinearPolicyStats:
     keep = any(needs) and not need_direction
-    stats = tiles.forward(kernels, hidden, weight, target_ids, head, policy.entropy, need_direction, keep)
-    logprobs, entropy, _, row_max, log_sum, direction = stats
+    call = LinearLogprobCall.of(
+        hidden, weight, target_ids, head, return_entropy=policy.entropy, need_direction=need_direction,
+        keep=keep, needs=needs,
+    )  # fmt: skip
+    stats = tiles.forward(kernels, call)
+    logprobs, entropy = stats.logprobs, stats.entropy
     loss, metrics, grad, grad_entropy = policy.whole(logprobs, entropy)
-    grads: tuple[Tensor | None, ...] = (None, None, None)
+    grads = LinearGrads()
     if any(needs):
-        upstream = RowGrads(grad, grad_entropy)
-        grads = tiles.backward(
-            kernels, upstream, hidden, weight, target_ids, head, entropy if policy.entropy_gradient else None,
-            row_max, log_sum, direction, needs,
-        )  # fmt: skip
-    return loss, metrics, logprobs, entropy, *grads  # type: ignore[return-value]
+        kept = stats if policy.entropy_gradient else stats._replace(entropy=None)
+        grads = tiles.backward(kernels, call, kept, RowGrads(grad, grad_entropy))
+    return loss, metrics, logprobs, entropy, *grads
 
 
 class _Run(NamedTuple):

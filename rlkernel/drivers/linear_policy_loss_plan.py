@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
-from rlkernel.types import Head
 from rlkernel.workspace import Carver
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
-from rlkernel.types import Head
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.workspace import ALIGNMENT, Carver
 
 

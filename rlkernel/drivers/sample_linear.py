@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
-from rlkernel.types import Head, SampleStats, Sampling
+from rlkernel.types import SampleStats, Sampling
 from rlkernel.workspace import Carver
 
 SPLIT, GROUP, RECORD = 4096, 64, 13  # of the sampling kernels: tokens of a record and of a group, its fields

@@ -4,11 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import RowGrads
-from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers.linear_logprob_statistics import Statistics
+from rlkernel.drivers import linear_logprob as driver
 from rlkernel.native import logprob
-from rlkernel.types import Head, LinearGrads, LinearStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -19,46 +18,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    algorithm: str,
-    need_direction: bool,
-    keep: bool,
-) -> LinearStats:
-    return tiles.forward(logprob, hidden, weight, target_ids, head, return_entropy, need_direction, keep)
+def forward(call: LinearLogprobCall) -> LinearLogprobResults:
+    return driver.forward(logprob, call)
 
 
-def statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    need_direction: bool,
-    keep: bool,
-    names: tuple[str, ...],
-) -> tuple[LinearStats, Statistics]:
-    return tiles.statistics(
-        logprob, hidden, weight, target_ids, head, return_entropy, need_direction, keep, names
-    )
-
-
-def backward(
-    grads: RowGrads,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> LinearGrads:
-    return tiles.backward(
-        logprob, grads, hidden, weight, target_ids, head, entropy, row_max, log_sum, direction, needs
-    )
+def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
+    return driver.backward(logprob, call, results, grads)

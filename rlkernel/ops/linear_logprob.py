@@ -1,6 +1,7 @@
 """Log-probability of given tokens, entropy and log-sum-exp, from hidden states and the lm_head, without the
 logits."""
 
+import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -10,18 +11,21 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.calls.logprob import LogprobOutput, RowGrads
-from rlkernel.drivers.linear_logprob_statistics import NAMES, Statistics
-from rlkernel.ops import _linear_support, _support, _validate
-from rlkernel.ops._typed import typed
-from rlkernel.ops.logprob import row_gradient
-from rlkernel.runtime.modes import autocasts, once_differentiable, without_autocast
-from rlkernel.types import (
+from rlkernel.calls.linear_logprob import (
+    STATISTICS,
     Head,
     LinearGrads,
+    LinearLogprobCall,
+    LinearLogprobResults,
     LinearLogprobStatistics,
-    LinearStats,
 )
+from rlkernel.calls.logprob import LogprobOutput, RowGrads
+from rlkernel.drivers import linear_logprob_support as support_driver
+from rlkernel.opaque import Op
+from rlkernel.ops import _support, _validate
+from rlkernel.ops._typed import typed
+from rlkernel.ops.logprob import row_gradient
+from rlkernel.runtime.modes import autocasts, without_autocast
 
 ALGORITHMS = ("auto", "tiled", "fused")
 
@@ -89,9 +93,13 @@ def linear_logprob(
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
     """
-    options = bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
-    support = support_ids, support_offsets
-    outputs = _call(hidden, weight, target_ids, options, return_entropy, algorithm, (), support)
+    target_ids, head = checked_head(
+        hidden, weight, target_ids, bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
+    )
+    outputs = _call(
+        hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm=algorithm,
+        support_ids=support_ids, support_offsets=support_offsets,
+    )  # fmt: skip
     return LogprobOutput(*outputs[:3])
 
 
@@ -101,7 +109,7 @@ def linear_logprob_statistics(
     weight: Tensor,
     target_ids: Tensor,
     *,
-    statistics: tuple[str, ...] = NAMES,
+    statistics: tuple[str, ...] = STATISTICS,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -136,10 +144,15 @@ def linear_logprob_statistics(
     if isinstance(statistics, str) or not isinstance(statistics, Sequence):
         raise ValueError(f"statistics must be a tuple of names, got {statistics!r}")
     for name in statistics:
-        if not isinstance(name, str) or name not in NAMES:
-            raise ValueError(f"statistics must be among {', '.join(map(repr, NAMES))}, got {name!r}")
-    options = bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
-    outputs = _call(hidden, weight, target_ids, options, return_entropy, "tiled", tuple(statistics))
+        if not isinstance(name, str) or name not in STATISTICS:
+            raise ValueError(f"statistics must be among {', '.join(map(repr, STATISTICS))}, got {name!r}")
+    target_ids, head = checked_head(
+        hidden, weight, target_ids, bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
+    )
+    outputs = _call(
+        hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm="tiled",
+        statistics=tuple(statistics),
+    )  # fmt: skip
     return LinearLogprobStatistics(*outputs)
 
 
@@ -147,39 +160,32 @@ def _call(
     hidden: Tensor,
     weight: Tensor,
     target_ids: Tensor,
-    options: tuple[Any, ...],
-    return_entropy: bool,
+    head: Head,
+    *,
     algorithm: str,
-    statistics: tuple[str, ...],
-    support: tuple[Tensor | None, Tensor | None] = (None, None),
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Any, ...]:
-    target_ids, head = checked_head(hidden, weight, target_ids, *options)
     _validate.choice("algorithm", algorithm, ALGORITHMS)
-
-    bias = head.bias
+    bias, rows = head.bias, hidden.shape[:-1]
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
-    keep = torch.is_grad_enabled() and trained  # a backward pass will want the logits again
-    rows, flat, ids = hidden.shape[:-1], hidden, target_ids
+    # a backward pass will want the logits again
+    keep = torch.is_grad_enabled() and trained and not torch.compiler.is_compiling()
     if len(rows) != 1:
-        flat, ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
-    supported = _support.checked(*support, ids.numel(), weight.shape[0], hidden.device)
-    if supported is not None:
-        choices = head, return_entropy, algorithm, need_direction, keep, supported
-        some = _linear_support.linear_logprob(flat, weight, ids, *choices)
-        outputs = (*some, *(ids for _ in NAMES))  # nobody asks for these
-    elif torch.compiler.is_compiling():
-        head_parts = _scalars(head)
-        names = ",".join(statistics)
-        every = _op(flat, weight, bias, ids, *head_parts, return_entropy, algorithm, need_direction, names)
-        outputs = (*every[:3], *every[6:])
-    else:
-        outputs = _LinearLogprob.apply(
-            flat, weight, bias, ids, head, (return_entropy, algorithm, need_direction, keep, statistics)
+        hidden, target_ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
+    support = _support.checked(
+        support_ids, support_offsets, target_ids.numel(), weight.shape[0], hidden.device
+    )
+    ids, offsets = support or (None, None)
+    options |= {"support_ids": ids, "support_offsets": offsets, "algorithm": algorithm}
+    outputs = op(
+        LinearLogprobCall.of(
+            hidden, weight, target_ids, head, need_direction=need_direction, keep=keep, **options
         )
-    wanted = (True, return_entropy, True, *(name in statistics for name in NAMES))
-    some = [x if want else None for x, want in zip(outputs, wanted, strict=True)]
-    return tuple(some if len(rows) == 1 else (None if x is None else x.view(rows) for x in some))
+    )
+    return tuple(outputs if len(rows) == 1 else (None if x is None else x.view(rows) for x in outputs))
 
 
 def checked_head(
@@ -232,215 +238,69 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return widest
 
 
-class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any,
-        hidden,
-        weight,
-        bias,
-        target_ids,
-        head,
-        options,
-    ):
-        ctx.set_materialize_grads(False)
-        # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = _pick(hidden, weight, head, options[1])
-        stats, more = _forward(ctx.impl, hidden, weight, target_ids, head, *options)
-        if options[-1]:
-            ctx.mark_non_differentiable(*(x for x in more if x is not None))
-        logprobs, entropy, lse, row_max, log_sum, direction = stats
-        per_row = head.temperature if isinstance(head.temperature, Tensor) else None
-        ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction)
-        ctx.head = head
-        if bias is not None or per_row is not None:  # tensors are saved, as torch wants it
-            ctx.head = head._replace(bias=None, temperature=1.0 if per_row is not None else head.temperature)
-        return logprobs, entropy, lse, *more
-
-    @staticmethod
-    @once_differentiable("linear_logprob")
-    def backward(ctx: Any, *grads: Any):  # type: ignore[no-untyped-def]
-        grads = grads[:3]
-        if all(g is None for g in grads):
-            return (None,) * 6
-        hidden, weight, bias, target_ids, per_row, entropy, row_max, log_sum, direction = ctx.saved_tensors
-        head = ctx.head if bias is None else ctx.head._replace(bias=bias)
-        if per_row is not None:
-            head = head._replace(temperature=per_row)
-        stats, needs = (entropy, row_max, log_sum, direction), ctx.needs_input_grad[:3]
-        result = _backward(ctx.impl, grads, hidden, weight, target_ids, head, *stats, needs)
-        return *result, None, None, None
+def _pick(call: LinearLogprobCall) -> tuple[ModuleType, ModuleType | None]:
+    """Who multiplies, and who takes the logits at the supports, which are fp32 (fp64 for fp64 input)."""
+    options = {"compute_dtype": call.compute_dtype, "algorithm": call.algorithm}
+    impl = dispatch.pick("linear_logprob", call.hidden, call.weight, **options)
+    if call.support_ids is None:
+        return impl, None
+    wide = torch.promote_types(call.compute_dtype, torch.float32)
+    logits = torch.empty(0, dtype=wide, device=call.hidden.device)
+    return impl, dispatch.pick("logprob", logits, call.target_ids)
 
 
-def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
-    options = {"compute_dtype": head.compute_dtype, "algorithm": algorithm}
-    return dispatch.pick("linear_logprob", hidden, weight, **options)
-
-
-def _forward(
-    impl: ModuleType,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    algorithm: str,
-    need_direction: bool,
-    keep: bool,
-    statistics: tuple[str, ...],
-) -> tuple[LinearStats, Statistics]:
-    _validate.values(target_ids, weight.shape[0], head.temperature, head.ignore_index)
-    with without_autocast(hidden.device):
-        if statistics:
-            options = return_entropy, need_direction, keep, statistics
-            stats, more = impl.statistics(hidden, weight, target_ids, head, *options)
-        else:
-            stats = impl.forward(
-                hidden, weight, target_ids, head, return_entropy, algorithm, need_direction, keep
-            )
-            more = (None, None, None)
-    _validate.healthy("hidden", stats[2])
-    return stats, more
+def _forward(impls: tuple[ModuleType, ModuleType | None], call: LinearLogprobCall) -> LinearLogprobResults:
+    _validate.values(call.target_ids, call.weight.shape[0], call.temperature, call.ignore_index)
+    impl, rows = impls
+    with without_autocast(call.hidden.device):
+        results = impl.forward(call) if rows is None else support_driver.forward(impl, rows, call)
+    _validate.healthy("hidden", results.lse)
+    return results
 
 
 def _backward(
-    impl: ModuleType,
+    impls: tuple[ModuleType, ModuleType | None],
+    call: LinearLogprobCall,
+    results: LinearLogprobResults,
     grads: tuple[Tensor | None, ...],
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: tuple[bool, bool, bool],
 ) -> LinearGrads:
-    upstream = RowGrads(*(row_gradient(g, row_max) for g in grads))
-    stats = entropy, row_max, log_sum, direction
-    with without_autocast(hidden.device):
-        return impl.backward(upstream, hidden, weight, target_ids, head, *stats, needs)
+    upstream = RowGrads(*(row_gradient(g, results.row_max) for g in grads[:3]))
+    impl, rows = impls
+    with without_autocast(call.hidden.device):
+        if rows is None:
+            return impl.backward(call, results, upstream)
+        return support_driver.backward(impl, rows, call, results, upstream)
 
 
-# The op under torch.compile: one opaque node each for forward and backward.  A custom op takes and gives
-# tensors and scalars, so a head is taken apart, and what is absent is an empty tensor.
-
-
-def _scalars(head: Head) -> tuple[Any, ...]:
-    per_row = isinstance(head.temperature, Tensor)
-    t, temperature = (head.temperature, 1.0) if per_row else (None, head.temperature)
-    return t, temperature, *head[2:]
-
-
-@torch.library.custom_op("rlkernel::linear_logprob", mutates_args=())
-def _op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    return_entropy: bool,
-    algorithm: str,
-    need_direction: bool,
-    statistics: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = temperature if temperatures is None else temperatures
-    head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
-    impl = _pick(hidden, weight, head, algorithm)
-    names = tuple(statistics.split(",")) if statistics else ()
-    options = return_entropy, algorithm, need_direction, False, names
-    stats, more = _forward(impl, hidden, weight, target_ids, head, *options)
-    return tuple(stats[0].new_empty(0) if x is None else x for x in (*stats, *more))  # type: ignore[return-value]
-
-
-@_op.register_fake
-def _op_fake(  # type: ignore[no-untyped-def]
-    hidden, weight, bias, target_ids, temperatures, temperature, logit_scale, softcap, ignore_index,
-    logits_dtype, compute_dtype, return_entropy, algorithm, need_direction, statistics="",
-):  # fmt: skip
-    dtype = torch.promote_types(compute_dtype, torch.float32)
-    rows = [torch.empty(hidden.shape[:1], dtype=dtype, device=hidden.device) for _ in range(5)]
-    if not return_entropy:
-        rows[1] = rows[0].new_empty(0)
-    direction = torch.empty_like(hidden) if need_direction else rows[0].new_empty(0)
-    more = (
-        torch.empty_like(rows[0], dtype=torch.bool if name == "is_top1" else dtype)
-        if name in statistics.split(",")
-        else rows[0].new_empty(0)
-        for name in NAMES
+def _like(call: LinearLogprobCall) -> LinearLogprobResults:
+    dtype, count = torch.promote_types(call.compute_dtype, torch.float32), call.hidden.shape[0]
+    row = functools.partial(torch.empty, count, device=call.hidden.device)
+    mean, top, squares = (
+        row(dtype=torch.bool if name == "is_top1" else dtype) if name in call.statistics else None
+        for name in STATISTICS
     )
-    return *rows, direction, *more
+    return LinearLogprobResults(
+        row(dtype=dtype), row(dtype=dtype) if call.return_entropy else None, row(dtype=dtype), mean, top,
+        squares, row(dtype=dtype), row(dtype=dtype),
+        torch.empty_like(call.hidden) if call.need_direction else None,
+        None if call.support_ids is None else call.hidden.new_empty(call.support_ids.shape, dtype=dtype),
+    )  # fmt: skip
 
 
-@torch.library.custom_op("rlkernel::linear_logprob_backward", mutates_args=())
-def _op_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    algorithm: str,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    t = temperature if temperatures is None else temperatures
-    head = Head(bias, t, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
-    impl = _pick(hidden, weight, head, algorithm)
-    upstream = (grad_logprobs, grad_entropy, grad_lse)
-    stats = entropy, row_max, log_sum, direction
-    grads = _backward(impl, upstream, hidden, weight, target_ids, head, *stats, tuple(needs))  # type: ignore[arg-type]
-    return tuple(row_max.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
-
-
-@_op_backward.register_fake
-def _op_backward_fake(grad_logprobs, grad_entropy, grad_lse, hidden, weight, bias, *rest):  # type: ignore[no-untyped-def]
-    *_, row_max, _, _, needs = rest
-    return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if need and x is not None
-        else row_max.new_empty(0)
-        for x, need in zip((hidden, weight, bias), needs, strict=True)
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, target_ids, temperatures, *scalars = inputs
-    _, entropy, _, row_max, log_sum, direction, *more = output
-    ctx.mark_non_differentiable(*more)
-    ctx.save_for_backward(
-        hidden, weight, bias, target_ids, temperatures, entropy, row_max, log_sum, direction
-    )
-    *ctx.scalars, ctx.return_entropy, ctx.algorithm, ctx.need_direction, _ = scalars
-    ctx.set_materialize_grads(False)
-
-
-@once_differentiable("linear_logprob")
-def _autograd(ctx: Any, grad_logprobs, grad_entropy, grad_lse, *unused):  # type: ignore[no-untyped-def]
-    *inputs, entropy, row_max, log_sum, direction = ctx.saved_tensors
-    upstream = grad_logprobs, grad_entropy if ctx.return_entropy else None, grad_lse
-    entropy = entropy if upstream[1] is not None else None
-    stats = entropy, row_max, log_sum, direction if ctx.need_direction else None
-    needs = list(ctx.needs_input_grad[:3])
-    grads = _op_backward(*upstream, *inputs, *ctx.scalars, ctx.algorithm, *stats, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 12
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "linear_logprob",
+    LinearLogprobCall,
+    LinearLogprobResults,
+    outputs=6,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("hidden", "weight", "bias"),
+    differentiable=("logprobs", "entropy", "lse"),
+    saves=(
+        "hidden", "weight", "bias", "target_ids", "temperature", "support_ids", "support_offsets",
+        "entropy", "row_max", "log_sum", "direction", "products",
+    ),
+    saves_if={"logprobs": "support_ids"},
+)  # fmt: skip

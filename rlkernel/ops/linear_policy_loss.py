@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.ops import _policy_rule, _validate
 from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
-from rlkernel.ops.linear_logprob import _scalars, checked_head, linear_logprob
+from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.runtime.modes import anchor, once_differentiable, without_autocast
 from rlkernel.types import (
     LEVELS,
     POLICY_METRICS,
-    Head,
     LinearPolicy,
     LinearPolicyLossOutput,
     LinearPolicyStats,
@@ -152,9 +152,11 @@ def linear_policy_loss(
     flat = hidden.reshape(-1, hidden.shape[-1])
     ids = torch.where(kept, target_ids, _OUTSIDE).reshape(-1)
     if torch.compiler.is_compiling():
-        t, temperature, scale, cap, _, *dtypes = _scalars(head)
+        per_row = head.temperature if isinstance(head.temperature, Tensor) else None
+        number = head.temperature if per_row is None else 1.0
+        scale, cap, dtypes = head.logit_scale, head.softcap, (head.logits_dtype, head.compute_dtype)
         outputs = _op(
-            flat, weight, bias, ids, t, temperature, scale, cap, *dtypes, list(tensors), items,
+            flat, weight, bias, ids, per_row, number, scale, cap, *dtypes, list(tensors), items,
             [float(x) for x in rule], reach, return_entropy, algorithm, needs,
         )[:4]  # fmt: skip
     else:

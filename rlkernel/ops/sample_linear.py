@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.drivers.sample_linear import stored_dtype
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
@@ -14,7 +15,7 @@ from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.runtime.modes import without_autocast
-from rlkernel.types import Head, SampleOutput, Sampling
+from rlkernel.types import SampleOutput, Sampling
 
 
 def sample_linear(

@@ -5,11 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import (
+    STATISTICS,
+    Head,
+    LinearGrads,
+    LinearLogprobCall,
+    LinearLogprobResults,
+)
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.reference import logprob
-from rlkernel.types import Head, LinearGrads, LinearStats
-
-Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -18,82 +22,48 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    algorithm: str,
-    need_direction: bool,
-    keep: bool,
-) -> LinearStats:
-    """``(logprobs, entropy, lse, row_max, log_sum, direction)``.
-
-    ``direction`` is d logprobs / d hidden, [N, H] in hidden's dtype, or None where nobody asks for it.
-    """
+def forward(call: LinearLogprobCall) -> LinearLogprobResults:
+    hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
     logits, _ = _logits(hidden, weight, head)
-    call = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, return_entropy)
-    logprobs, entropy, lse, row_max, log_sum, _ = logprob.forward(call)
-    direction = None
-    if need_direction:
-        ones, hidden_only = RowGrads(torch.ones_like(logprobs)), (True, False, False)
-        direction = backward(
-            ones, hidden, weight, target_ids, head, entropy, row_max, log_sum, None, hidden_only
-        )[0]
-    return logprobs, entropy, lse, row_max, log_sum, direction
+    row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
+    logprobs, entropy, lse, row_max, log_sum, _ = logprob.forward(row)
+    mean, top, squares = _statistics(logits, call) if call.statistics else (None, None, None)
+    results = LinearLogprobResults(logprobs, entropy, lse, mean, top, squares, row_max, log_sum)
+    if call.need_direction:
+        ones = RowGrads(torch.ones_like(logprobs))
+        direction = backward(call._replace(needs=(True, False, False)), results, ones).hidden
+        results = results._replace(direction=direction)
+    return results
 
 
-def statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    return_entropy: bool,
-    need_direction: bool,
-    keep: bool,
-    names: tuple[str, ...],
-) -> tuple[LinearStats, Statistics]:
-    """What ``forward`` returns, and of ``names``: the mean of ``logits / T``, whether no logit is larger than
-    the target's, and ``log(sum of p**2)``; 0 and False on ignored rows."""
-    stats = forward(hidden, weight, target_ids, head, return_entropy, "auto", need_direction, keep)
-    logits, _ = _logits(hidden, weight, head)
-    t = head.temperature[:, None] if isinstance(head.temperature, Tensor) else head.temperature
-    z, kept = logits / t, target_ids != head.ignore_index
+def _statistics(logits: Tensor, call: LinearLogprobCall) -> list[Tensor | None]:
+    t = call.temperature[:, None] if isinstance(call.temperature, Tensor) else call.temperature
+    z, kept = logits / t, call.target_ids != call.ignore_index
     mean = torch.where(kept, z.mean(-1), 0)
-    inside = torch.where(kept, target_ids, 0)[:, None]
+    inside = torch.where(kept, call.target_ids, 0)[:, None]
     top = kept & (logits.gather(-1, inside)[:, 0] >= logits.amax(-1))
     squares = torch.where(kept, (2 * z.log_softmax(-1)).logsumexp(-1), 0)
-    every = {"mean_logits": mean, "is_top1": top, "log_sum_sq_probs": squares}
-    return stats, tuple(x if name in names else None for name, x in every.items())  # type: ignore[return-value]
+    every = zip((mean, top, squares), STATISTICS, strict=True)
+    return [x if name in call.statistics else None for x, name in every]
 
 
-def backward(
-    grads: RowGrads,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    entropy: Tensor | None,
-    row_max: Tensor,
-    log_sum: Tensor,
-    direction: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> LinearGrads:
+def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
     """Gradients of hidden, weight and bias, each in its dtype and only where ``needs`` says so."""
+    hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
     logits, u = _logits(hidden, weight, head)
-    call = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, entropy is not None)
-    none = torch.empty(0)  # backward reads no logprobs and no lse
-    results = LogprobResults(none, entropy, none, row_max, log_sum)
-    (grad,) = logprob.backward(call, results, RowGrads(*grads))
+    row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
+    # of logprobs and lse backward reads nothing
+    stats = results.row_max, results.entropy, results.row_max, results.row_max, results.log_sum
+    (grad,) = logprob.backward(row, LogprobResults(*stats), grads)
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
     grad = grad * head.logit_scale
     h, w = (x.to(head.compute_dtype).to(grad.dtype) for x in (hidden, weight))
-    return (
-        (grad @ w).to(hidden.dtype) if needs[0] else None,
-        (grad.T @ h).to(weight.dtype) if needs[1] else None,
-        grad.sum(0).to(head.bias.dtype) if needs[2] and head.bias is not None else None,
+    need_hidden, need_weight, need_bias = call.needs
+    return LinearGrads(
+        (grad @ w).to(hidden.dtype) if need_hidden else None,
+        (grad.T @ h).to(weight.dtype) if need_weight else None,
+        grad.sum(0).to(head.bias.dtype) if need_bias and head.bias is not None else None,
     )
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall
 from rlkernel.calls.logprob import RowGrads
 from rlkernel.reference import linear_logprob, policy_loss
-from rlkernel.types import Head, LinearPolicy, LinearPolicyStats
+from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -30,10 +31,10 @@ def forward(
     That of the weight may be wider than the weight.
     """
     of_entropy = policy.rule.entropy_coef != 0
-    stats = linear_logprob.forward(
-        hidden, weight, target_ids, head, policy.return_entropy or of_entropy, "auto", False, False
-    )
-    logprobs, entropy, _, row_max, log_sum, _ = stats
+    with_entropy = policy.return_entropy or of_entropy
+    call = LinearLogprobCall.of(hidden, weight, target_ids, head, return_entropy=with_entropy, needs=needs)
+    stats = linear_logprob.forward(call)
+    logprobs, entropy = stats.logprobs, stats.entropy
     old, advantages, mask, offsets, reference, rollout, staleness, token_counts = policy.tensors
     assert advantages is not None and mask is not None
     values, grad, grad_entropy = policy_loss.forward(
@@ -44,13 +45,11 @@ def forward(
     loss, scale, metrics = values[0], values[1], values[2:].clone()
     if policy.items is not None:
         loss, scale = loss / policy.items.to(loss), scale / policy.items.to(scale)
-    grads: tuple[Tensor | None, ...] = (None, None, None)
+    grads = LinearGrads()
     if any(needs):
         upstream = (grad * scale).view(-1), None if grad_entropy is None else (grad_entropy * scale).view(-1)
-        grads = linear_logprob.backward(
-            RowGrads(*upstream), hidden, weight, target_ids, head, entropy, row_max, log_sum, None, needs
-        )
-    return loss.clone(), metrics, logprobs, entropy, *grads  # type: ignore[return-value]
+        grads = linear_logprob.backward(call, stats, RowGrads(*upstream))
+    return loss.clone(), metrics, logprobs, entropy, *grads
 
 
 def make_inputs(

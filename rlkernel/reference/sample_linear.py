@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.linear_logprob import Head
 from rlkernel.reference import linear_logprob
 from rlkernel.reference import sampling as op
-from rlkernel.types import Head, SampleStats, Sampling
+from rlkernel.types import SampleStats, Sampling
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

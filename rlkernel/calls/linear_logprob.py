@@ -1,0 +1,100 @@
+"""What a backend is asked for ``linear_logprob``, and what it answers."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+Needs = tuple[bool, ...]  # whether the gradients of hidden, weight and bias are wanted
+
+
+class LinearLogprobStatistics(NamedTuple):
+    """A ``LogprobOutput``, and of each row what trainers log; None unless asked for, without a gradient.
+
+    ``mean_logits``: the mean of ``logits / T`` over the vocabulary.  ``is_top1``: whether no logit is larger
+    than the target's.  ``log_sum_sq_probs``: ``log(sum of p**2)``.  0 and False on ignored rows.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+    log_sum_sq_probs: Tensor | None
+
+
+class Head(NamedTuple):
+    """What is done between the product and the softmax, checked and normalised."""
+
+    bias: Tensor | None
+    temperature: float | Tensor  # one value, or one per row
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    logits_dtype: torch.dtype  # to which the product is rounded
+    compute_dtype: torch.dtype  # of the product's operands
+
+
+class LinearLogprobCall(NamedTuple):
+    """Checked and flat.
+
+    ``keep``: a backward pass will want the logits again, and the workspace may hold on to them.
+    ``need_direction``: it will want d logprobs / d hidden, the head being frozen.
+    """
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None
+    target_ids: Tensor  # [N] int64
+    temperature: float | Tensor
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    logits_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    return_entropy: bool
+    algorithm: str = "auto"
+    need_direction: bool = False
+    keep: bool = False
+    statistics: tuple[str, ...] = ()  # of STATISTICS
+    support_ids: Tensor | None = None
+    support_offsets: Tensor | None = None
+    needs: Needs = (False, False, False)
+
+    @property
+    def head(self) -> Head:
+        return Head(*(self.bias, self.temperature, *self[5:10]))
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, target_ids: Tensor, head: Head, **options: object
+    ) -> "LinearLogprobCall":
+        first = {"hidden": hidden, "weight": weight, "target_ids": target_ids}
+        return cls(**first, **head._asdict(), **options)  # type: ignore[arg-type]
+
+
+class LinearLogprobResults(NamedTuple):
+    """[N] each; ``direction`` [N, H] in hidden's dtype, ``products`` [nnz] at supports before the softcap.
+
+    ``lse = row_max / T + log_sum``, as in ``LogprobResults``.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    row_max: Tensor
+    log_sum: Tensor
+    direction: Tensor | None = None
+    products: Tensor | None = None
+
+
+class LinearGrads(NamedTuple):
+    """Of hidden, weight and bias."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
