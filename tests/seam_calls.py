@@ -103,10 +103,31 @@ def _losses():
     rlkernel.whiten(noise(), mask, weights=noise().abs())
 
 
-CALLS = (_benchmarks, _advantages, _losses)
+def _logprobs():
+    noise, _ = _tokens(3, 10)
+    targets, temperature = torch.tensor([1, 9, -100]), torch.tensor([0.5, 1.0, 2.0])
+    lists = {"support_ids": torch.arange(6, dtype=torch.int32), "support_offsets": torch.tensor([0, 4, 6, 6])}
 
-# (kernel, field, what is wrong) that is another right call: of a sequence or a group less
+    def backward(out):
+        (out.logprobs + 0.1 * out.entropy + 0.1 * out.lse).sum().backward()
+
+    for support in ({}, lists):
+        logits = noise().requires_grad_()
+        backward(rlkernel.logprob(logits, targets, temperature=temperature, return_entropy=True, **support))
+    bias, options = noise()[0], {"temperature": temperature, "return_entropy": True}
+    for frozen in (False, True):
+        hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (3, 10))
+        head = weight.detach() if frozen else weight
+        backward(rlkernel.linear_logprob(hidden, head, targets, bias=bias, **options))
+
+
+CALLS = (_benchmarks, _advantages, _losses, _logprobs)
+
+# (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {
+    ("logprob_forward", "logits", "one element short"),
+    ("logprob_support_forward", "logits", "one element short"),
+    ("logprob_support_backward", "out", "one element short"),
     ("kl_shaped_rewards", "cu_seqlens", "one element short"),
     ("group_advantages", "offsets", "one element short"),
 }

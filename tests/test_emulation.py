@@ -26,38 +26,44 @@ def kernels(request):
     module.configure()
 
 
-def address(array):
-    return 0 if array is None else array.ctypes.data
+def tensor(array):
+    return None if array is None else torch.from_numpy(array)
 
 
-def tile_arguments(logits, target_ids, temperature, vocab_start=0, bias=None, logit_scale=1.0, softcap=0.0):
+def tile_fields(logits, target_ids, temperature, vocab_start=0, bias=None, logit_scale=1.0, softcap=0.0):
     """What every kernel's arguments start with, for float32 rows."""
-    rows, vocab = logits.shape
-    layout = (rows, rows, 0, logits.strides[0] // 4, vocab, vocab_start)
-    targets = (address(target_ids), IGNORED)
-    return address(logits), 0, *layout, *targets, 0, temperature, address(bias), logit_scale, softcap
+    return {
+        "logits": tensor(logits), "vocab_start": vocab_start, "target_ids": tensor(target_ids),
+        "ignore_index": IGNORED, "temperature": float(temperature), "bias": tensor(bias),
+        "logit_scale": logit_scale, "softcap": softcap,
+    }  # fmt: skip
+
+
+OUTPUTS = ("logprobs", "entropy", "lse", "row_max", "log_sum")
 
 
 def forward(kernels, logits, target_ids, temperature=1.0, tiles=1, **mapping):
     """logprobs, entropy, lse, row_max, log_sum, with the vocabulary in `tiles` parts."""
     rows = len(logits)
-    outputs = [np.full(rows, np.nan, np.float32) for _ in range(5)]
-    state = np.full((4, rows), np.nan, np.float32)
+    outputs = [np.full(rows, np.nan, np.float32) for _ in OUTPUTS]
+    state = torch.full((4, rows), torch.nan) if tiles > 1 else None
     parts = np.array_split(np.arange(logits.shape[1]), tiles)
     for i, part in enumerate(parts):
         tile = np.ascontiguousarray(logits[:, part]) if tiles > 1 else logits
-        pointers = [state[k].ctypes.data if tiles > 1 else 0 for k in range(4)]
-        arguments = tile_arguments(tile, target_ids, temperature, int(part[0]), **mapping)
-        kernels.logprob_forward(*arguments, *pointers, i == 0, i == tiles - 1, *map(address, outputs), 0)
+        fields = tile_fields(tile, target_ids, temperature, int(part[0]), **mapping)
+        results = dict(zip(OUTPUTS, map(tensor, outputs), strict=True))
+        kernels.logprob_forward(**fields, state=state, first=i == 0, last=i == tiles - 1, **results)
     return outputs
 
 
 def backward(kernels, logits, target_ids, temperature, results, grads):
     out = np.full_like(logits, np.nan)
-    _, entropy, _, row_max, log_sum = results
-    pointers = map(address, (*grads, entropy, row_max, log_sum, out))
-    arguments = tile_arguments(logits, target_ids, temperature)
-    kernels.logprob_backward(*arguments, *pointers, 0, 0, logits.shape[1], 0)
+    _, entropy, _, row_max, log_sum = map(tensor, results)
+    names = ("grad_logprobs", "grad_entropy", "grad_lse")
+    kernels.logprob_backward(
+        **tile_fields(logits, target_ids, temperature), **dict(zip(names, map(tensor, grads), strict=True)),
+        entropy=entropy, row_max=row_max, log_sum=log_sum, out=tensor(out),
+    )  # fmt: skip
     return out
 
 
@@ -194,14 +200,6 @@ def test_rows_at_the_edge(kernels):
     ones = np.ones(6, np.float32)
     gradient = backward(kernels, logits, target_ids, 1.0, results, (ones, ones, None))
     assert (gradient[0] == 0).all() and np.isnan(gradient[1:]).all()
-
-
-def test_unknown_arguments_are_an_error(kernels):
-    logits, target_ids = rows_of(1, 8)
-    arguments = list(tile_arguments(logits, target_ids, 1.0))
-    arguments[1] = 7  # no such dtype
-    with pytest.raises(RuntimeError, match="logprob_forward: invalid arguments"):
-        kernels.logprob_forward(*arguments, 0, 0, 0, 0, True, True, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.slow

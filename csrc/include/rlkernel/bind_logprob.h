@@ -1,94 +1,107 @@
-// The Python signatures of the logprob kernels: flat arguments in the order of the structs of logprob.h, a pointer being an
-// int (0 for null). The extension and the host emulation bind the same names and arguments.
+// The arguments of the logprob kernels in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/bind_rows.h"
 #include "rlkernel/logprob.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-// `tile_arguments` names the parameters that every function starts with, so that both lists stand side by side.
-#define RLKERNEL_TILE_PARAMETERS                                                                                           \
-  Address logits, int dtype, int64_t rows, int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t vocab,       \
-      int64_t vocab_start, Address target_ids, int64_t ignore_index, Address temperatures, float temperature, Address bias, \
-      float logit_scale, float softcap
-#define RLKERNEL_TILE_NAMES                                                                                             \
-  py::arg("logits"), py::arg("dtype"), py::arg("rows"), py::arg("inner"), py::arg("outer_stride"), py::arg("inner_stride"), \
-      py::arg("vocab"), py::arg("vocab_start"), py::arg("target_ids"), py::arg("ignore_index"), py::arg("temperatures"),    \
-      py::arg("temperature"), py::arg("bias"), py::arg("logit_scale"), py::arg("softcap")
-#define RLKERNEL_TILE                                                                                              \
-  LogprobTile {                                                                                                    \
-    pointer<const void>(logits), static_cast<Dtype>(dtype), rows, inner, outer_stride, inner_stride, vocab, vocab_start, \
-        pointer<const int64_t>(target_ids), ignore_index, pointer<const float>(temperatures), temperature,               \
-        pointer<const float>(bias), logit_scale, softcap                                                                 \
+// What all of them start with.
+struct TileFields {
+  using shared_fields = TileFields;
+  Tensor logits;
+  int64_t vocab_start;
+  Tensor target_ids;
+  int64_t ignore_index;
+  Each<float> temperature;
+  Optional bias;
+  double logit_scale, softcap;
+
+  int64_t rows() const {
+    if (logits.rank() == 0) logits.want_rank(1);
+    const int64_t elements = logits.elements();
+    return elements ? elements / logits.last() : 0;
   }
 
-template <class Launch, class Describe>
-void logprob_forward(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](RLKERNEL_TILE_PARAMETERS, Address state_max, Address state_sum, Address state_weighted, Address state_target,
-          bool first, bool last, Address logprobs, Address entropy, Address lse, Address row_max, Address log_sum,
-          Address stream) {
-        const LogprobForward arguments{RLKERNEL_TILE,
-                                       pointer<float>(state_max),
-                                       pointer<float>(state_sum),
-                                       pointer<float>(state_weighted),
-                                       pointer<float>(state_target),
-                                       first,
-                                       last,
-                                       pointer<float>(logprobs),
-                                       pointer<float>(entropy),
-                                       pointer<float>(lse),
-                                       pointer<float>(row_max),
-                                       pointer<float>(log_sum)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      RLKERNEL_TILE_NAMES, py::arg("state_max"), py::arg("state_sum"), py::arg("state_weighted"), py::arg("state_target"),
-      py::arg("first"), py::arg("last"), py::arg("logprobs"), py::arg("entropy"), py::arg("lse"), py::arg("row_max"),
-      py::arg("log_sum"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+  // One value for each row of the tensor, from the first row of the launch on.
+  template <class T>
+  T* of_rows(const Tensor& x, const Rows& part) const {
+    T* start = x.dense<T>(rows());
+    return start == nullptr ? nullptr : start + part.first;
+  }
 
-template <class Launch, class Describe>
-void logprob_backward(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](RLKERNEL_TILE_PARAMETERS, Address grad_logprobs, Address grad_entropy, Address grad_lse, Address entropy,
-          Address row_max, Address log_sum, Address out, int out_dtype, int64_t out_outer_stride, int64_t out_inner_stride,
-          Address stream) {
-        const LogprobBackward arguments{RLKERNEL_TILE,
-                                        pointer<const float>(grad_logprobs),
-                                        pointer<const float>(grad_entropy),
-                                        pointer<const float>(grad_lse),
-                                        pointer<const float>(entropy),
-                                        pointer<const float>(row_max),
-                                        pointer<const float>(log_sum),
-                                        pointer<void>(out),
-                                        static_cast<Dtype>(out_dtype),
-                                        out_outer_stride,
-                                        out_inner_stride};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      RLKERNEL_TILE_NAMES, py::arg("grad_logprobs"), py::arg("grad_entropy"), py::arg("grad_lse"), py::arg("entropy"),
-      py::arg("row_max"), py::arg("log_sum"), py::arg("out"), py::arg("out_dtype"), py::arg("out_outer_stride"),
-      py::arg("out_inner_stride"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+  LogprobTile tile(const Rows& part) const {
+    const Dtype dtype = logits.dtype();
+    return {static_cast<char*>(logits.data()) + part.offset * logits.item_bytes(), dtype, part.count, part.inner,
+            part.outer_stride, part.inner_stride, logits.last(), vocab_start, of_rows<const int64_t>(target_ids, part),
+            ignore_index, of_rows<const float>(temperature.rows, part), temperature.rows.given ? 1 : temperature.all,
+            bias.dense<const float>(logits.last()), static_cast<float>(logit_scale), static_cast<float>(softcap)};
+  }
+};
 
-template <class Launch, class Describe>
-void logprob_exp(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](RLKERNEL_TILE_PARAMETERS, Address row_max, Address out, int out_dtype, int64_t out_outer_stride,
-          int64_t out_inner_stride, Address stream) {
-        const LogprobExp arguments{RLKERNEL_TILE,    pointer<const float>(row_max), pointer<void>(out),
-                                   static_cast<Dtype>(out_dtype), out_outer_stride, out_inner_stride};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      RLKERNEL_TILE_NAMES, py::arg("row_max"), py::arg("out"), py::arg("out_dtype"), py::arg("out_outer_stride"),
-      py::arg("out_inner_stride"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
 
-#undef RLKERNEL_TILE
-#undef RLKERNEL_TILE_NAMES
-#undef RLKERNEL_TILE_PARAMETERS
+RLKERNEL_FIELDS(TileFields, logits, vocab_start, target_ids, ignore_index, temperature, bias, logit_scale, softcap)
 
-}  // namespace rlkernel::bind
+struct logprob_forward {
+  TileFields tile;
+  Optional state;  // [4, rows]: max, sum, weighted sum and the target's value of each row
+  bool first, last;
+  Tensor logprobs;
+  Optional entropy;
+  Tensor lse, row_max, log_sum;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const int64_t rows = tile.rows();
+    float* start = state.matrix<float>(4, rows);
+    if (start == nullptr && rows && !(first && last)) state.refuse("be given where the tile is not the whole vocabulary", "None");
+    return each_rows(tile.logits, [&](const Rows& part) {
+      const auto floats = [&](const Tensor& x) { return tile.of_rows<float>(x, part); };
+      const auto running = [&](int k) { return start == nullptr ? nullptr : start + k * state.stride(0) + part.first; };
+      return launch({tile.tile(part), running(0), running(1), running(2), running(3), first, last, floats(logprobs),
+                     floats(entropy), floats(lse), floats(row_max), floats(log_sum)},
+                    stream);
+    });
+  }
+};
+
+RLKERNEL_FIELDS(logprob_forward, tile, state, first, last, logprobs, entropy, lse, row_max, log_sum)
+
+struct logprob_backward {
+  TileFields tile;
+  Optional grad_logprobs, grad_entropy, grad_lse, entropy;
+  Tensor row_max, log_sum, out;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    if (grad_entropy.given && !entropy.given) entropy.refuse("be given with grad_entropy", "None");
+    return each_rows(tile.logits, [&](const Rows& part) {
+      const auto floats = [&](const Tensor& x) { return tile.of_rows<const float>(x, part); };
+      const Target target = target_of(out, tile.logits, part);
+      return launch({tile.tile(part), floats(grad_logprobs), floats(grad_entropy), floats(grad_lse), floats(entropy),
+                     floats(row_max), floats(log_sum), target.at, out.dtype(), target.outer_stride, target.inner_stride},
+                    stream);
+    });
+  }
+};
+
+RLKERNEL_FIELDS(logprob_backward, tile, grad_logprobs, grad_entropy, grad_lse, entropy, row_max, log_sum, out)
+
+struct logprob_exp {
+  TileFields tile;
+  Tensor row_max, out;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    return each_rows(tile.logits, [&](const Rows& part) {
+      const Target target = target_of(out, tile.logits, part);
+      return launch({tile.tile(part), tile.of_rows<const float>(row_max, part), target.at, out.dtype(), target.outer_stride,
+                     target.inner_stride},
+                    stream);
+    });
+  }
+};
+
+RLKERNEL_FIELDS(logprob_exp, tile, row_max, out)
+
+
+}  // namespace rlkernel::calls

@@ -1,81 +1,94 @@
-// The Python signatures of the kernels of logprob over supports: flat arguments in the order of the structs of
-// logprob_support.h, a pointer being an int (0 for null).
+// The arguments of the kernels of logprob over supports in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/bind_rows.h"
 #include "rlkernel/logprob_support.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-#define RLKERNEL_SUPPORT_PARAMETERS                                                                                  \
-  int64_t rows, int64_t vocab, Address target_ids, int64_t ignore_index, Address temperatures, float temperature,    \
-      Address ids, Address offsets
-#define RLKERNEL_SUPPORT_NAMES                                                                                       \
-  py::arg("rows"), py::arg("vocab"), py::arg("target_ids"), py::arg("ignore_index"), py::arg("temperatures"),        \
-      py::arg("temperature"), py::arg("ids"), py::arg("offsets")
-#define RLKERNEL_SUPPORT                                                                                             \
-  LogprobSupport {                                                                                                   \
-    rows, vocab, pointer<const int64_t>(target_ids), ignore_index, pointer<const float>(temperatures), temperature,  \
-        pointer<const int32_t>(ids), pointer<const int64_t>(offsets)                                                 \
+// What both start with.
+struct SupportFields {
+  using shared_fields = SupportFields;
+  Tensor target_ids;
+  int64_t ignore_index;
+  Each<float> temperature;
+  Tensor ids, offsets;
+
+  int64_t rows() const { return target_ids.elements(); }
+
+  template <class T>
+  T* of_rows(const Tensor& x, const Rows& part) const {
+    T* start = x.dense<T>(rows());
+    return start == nullptr ? nullptr : start + part.first;
   }
 
-template <class Launch, class Describe>
-void logprob_support_forward(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](RLKERNEL_SUPPORT_PARAMETERS, Address logits, int dtype, int64_t inner, int64_t outer_stride, int64_t inner_stride,
-          Address values, Address logprobs, Address entropy, Address lse, Address row_max, Address log_sum, Address stream) {
-        const LogprobSupportForward arguments{RLKERNEL_SUPPORT,
-                                              pointer<const void>(logits),
-                                              static_cast<Dtype>(dtype),
-                                              inner,
-                                              outer_stride,
-                                              inner_stride,
-                                              pointer<void>(values),
-                                              pointer<float>(logprobs),
-                                              pointer<float>(entropy),
-                                              pointer<float>(lse),
-                                              pointer<float>(row_max),
-                                              pointer<float>(log_sum)};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      RLKERNEL_SUPPORT_NAMES, py::arg("logits"), py::arg("dtype"), py::arg("inner"), py::arg("outer_stride"),
-      py::arg("inner_stride"), py::arg("values"), py::arg("logprobs"), py::arg("entropy"), py::arg("lse"),
-      py::arg("row_max"), py::arg("log_sum"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+  LogprobSupport support(const Rows& part, int64_t vocab) const {
+    return {part.count, vocab, of_rows<const int64_t>(target_ids, part), ignore_index,
+            of_rows<const float>(temperature.rows, part), temperature.rows.given ? 1 : temperature.all,
+            ids.dense<const int32_t>(ids.elements()), offsets.dense<const int64_t>(rows() + 1) + part.first};
+  }
 
-template <class Launch, class Describe>
-void logprob_support_backward(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](RLKERNEL_SUPPORT_PARAMETERS, Address values, int dtype, Address grad_logprobs, Address grad_entropy,
-          Address grad_lse, Address logprobs, Address entropy, Address row_max, Address log_sum, Address out, int out_dtype,
-          bool scattered, int64_t inner, int64_t out_outer_stride, int64_t out_inner_stride, Address stream) {
-        const LogprobSupportBackward arguments{RLKERNEL_SUPPORT,
-                                               pointer<const void>(values),
-                                               static_cast<Dtype>(dtype),
-                                               pointer<const float>(grad_logprobs),
-                                               pointer<const float>(grad_entropy),
-                                               pointer<const float>(grad_lse),
-                                               pointer<const float>(logprobs),
-                                               pointer<const float>(entropy),
-                                               pointer<const float>(row_max),
-                                               pointer<const float>(log_sum),
-                                               pointer<void>(out),
-                                               static_cast<Dtype>(out_dtype),
-                                               scattered,
-                                               inner,
-                                               out_outer_stride,
-                                               out_inner_stride};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      RLKERNEL_SUPPORT_NAMES, py::arg("values"), py::arg("dtype"), py::arg("grad_logprobs"), py::arg("grad_entropy"),
-      py::arg("grad_lse"), py::arg("logprobs"), py::arg("entropy"), py::arg("row_max"), py::arg("log_sum"), py::arg("out"),
-      py::arg("out_dtype"), py::arg("scattered"), py::arg("inner"), py::arg("out_outer_stride"), py::arg("out_inner_stride"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+  // The rows of `x` [..., V], which are as many as the targets; with `alone` rows without a tensor behind them.
+  template <class Launch>
+  int each_part(const Tensor& x, bool alone, Launch launch) const {
+    if (alone) return rows() ? launch(rows_alone(rows())) : 0;
+    target_ids.dense<const int64_t>(x.elements() ? x.elements() / x.last() : rows());
+    return each_rows(x, launch);
+  }
+};
 
-#undef RLKERNEL_SUPPORT
-#undef RLKERNEL_SUPPORT_NAMES
-#undef RLKERNEL_SUPPORT_PARAMETERS
+RLKERNEL_FIELDS(SupportFields, target_ids, ignore_index, temperature, ids, offsets)
 
-}  // namespace rlkernel::bind
+constexpr int64_t kAnyId = 0x7fffffff;  // the vocabulary where nobody says how large it is
+
+struct logprob_support_forward {
+  SupportFields support;
+  Optional logits;  // None: they stand in values
+  Tensor values, logprobs;
+  Optional entropy;
+  Tensor lse, row_max, log_sum;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    if (logits.given && logits.dtype() != values.dtype()) values.refuse("be of the dtype of logits", values.type_text());
+    return support.each_part(logits, !logits.given, [&](const Rows& part) {
+      const auto floats = [&](const Tensor& x) { return support.of_rows<float>(x, part); };
+      const void* row = logits.given ? static_cast<char*>(logits.data()) + part.offset * logits.item_bytes() : nullptr;
+      return launch({support.support(part, logits.given ? logits.last() : kAnyId), row, values.dtype(), part.inner,
+                     part.outer_stride, part.inner_stride, values.dense_floats(support.ids.elements()), floats(logprobs),
+                     floats(entropy), floats(lse), floats(row_max), floats(log_sum)},
+                    stream);
+    });
+  }
+};
+
+RLKERNEL_FIELDS(logprob_support_forward, support, logits, values, logprobs, entropy, lse, row_max, log_sum)
+
+struct logprob_support_backward {
+  SupportFields support;
+  Tensor values;
+  Optional grad_logprobs, grad_entropy, grad_lse;
+  Tensor logprobs;
+  Optional entropy;
+  Tensor row_max, log_sum, out;
+  bool scattered;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    if (grad_entropy.given && !entropy.given) entropy.refuse("be given with grad_entropy", "None");
+    const int64_t count = support.ids.elements();
+    if (!scattered) out.dense_floats(count);
+    return support.each_part(out, !scattered, [&](const Rows& part) {
+      const auto floats = [&](const Tensor& x) { return support.of_rows<const float>(x, part); };
+      return launch({support.support(part, scattered ? out.last() : kAnyId), values.dense_floats(count), values.dtype(),
+                     floats(grad_logprobs), floats(grad_entropy), floats(grad_lse), floats(logprobs), floats(entropy),
+                     floats(row_max), floats(log_sum), static_cast<char*>(out.data()) + part.offset * out.item_bytes(),
+                     out.dtype(), scattered, part.inner, part.outer_stride, part.inner_stride},
+                    stream);
+    });
+  }
+};
+
+RLKERNEL_FIELDS(logprob_support_backward, support, values, grad_logprobs, grad_entropy, grad_lse, logprobs, entropy, row_max,
+                log_sum, out, scattered)
+
+}  // namespace rlkernel::calls

@@ -161,6 +161,20 @@ class Reader {
   const Tensor* first_ = nullptr;
 };
 
+// Structs that several kernels start with: their fields are keywords too.
+template <class T, class = void>
+struct IsShared : std::false_type {};
+template <class T>
+struct IsShared<T, std::void_t<typename T::shared_fields>> : std::true_type {};
+
+template <class Call, class Visit>
+void each_keyword(Call& call, Visit&& visit) {
+  each_field(call, [&](const char* name, auto& field) {
+    if constexpr (IsShared<std::decay_t<decltype(field)>>::value) each_keyword(field, visit);
+    else visit(name, field);
+  });
+}
+
 // Python's type of a field.
 inline std::string annotation(const Optional&) { return "Tensor | None"; }
 inline std::string annotation(const Tensor&) { return "Tensor"; }
@@ -180,7 +194,7 @@ const std::vector<PyObject*>& keywords() {
   static const std::vector<PyObject*> names = [] {
     std::vector<PyObject*> found;
     Call sample{};
-    each_field(sample, [&](const char* field, auto&) { found.push_back(PyUnicode_InternFromString(field)); });
+    each_keyword(sample, [&](const char* field, auto&) { found.push_back(PyUnicode_InternFromString(field)); });
     return found;
   }();
   return names;
@@ -190,7 +204,7 @@ template <class Call>
 std::string signature() {
   std::string text = "(stream: int = 0, /, *";
   Call sample{};
-  each_field(sample, [&](const char* field, auto& value) { text += std::string(", ") + field + ": " + annotation(value); });
+  each_keyword(sample, [&](const char* field, auto& value) { text += std::string(", ") + field + ": " + annotation(value); });
   return text + ") -> None";
 }
 
@@ -217,7 +231,7 @@ PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count, P
     Call call{};
     Reader reader(kernel.name, kernel.device);
     Py_ssize_t i = 0;
-    each_field(call, [&](const char* name, auto& out) {
+    each_keyword(call, [&](const char* name, auto& out) {
       Py_ssize_t at = i;  // callers mostly keep the order
       if (PyTuple_GET_ITEM(given, at) != names[i])
         for (at = 0; at < fields && !equal(PyTuple_GET_ITEM(given, at), names[i]);) ++at;

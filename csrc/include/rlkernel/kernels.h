@@ -13,11 +13,6 @@
 #include "rlkernel/bind_whiten.h"
 
 #define RLKERNEL_KERNELS(KERNEL) \
-  KERNEL(logprob_forward) \
-  KERNEL(logprob_backward) \
-  KERNEL(logprob_exp) \
-  KERNEL(logprob_support_forward) \
-  KERNEL(logprob_support_backward) \
   KERNEL(attention_merge) \
   KERNEL(segment_reduce) \
   KERNEL(gather_kv) \
@@ -25,6 +20,11 @@
   KERNEL(sampling_finish)
 
 #define RLKERNEL_CALLS(KERNEL) \
+  KERNEL(logprob_forward) \
+  KERNEL(logprob_backward) \
+  KERNEL(logprob_exp) \
+  KERNEL(logprob_support_forward) \
+  KERNEL(logprob_support_backward) \
   KERNEL(gae) \
   KERNEL(kl_shaped_rewards) \
   KERNEL(group_advantages) \

@@ -109,6 +109,11 @@ class Tensor {
       if (x_.shape[d] != other.x_.shape[d]) return false;
     return true;
   }
+  bool has_strides_of(const Tensor& other) const {
+    for (int d = 0; d < x_.ndim; ++d)
+      if (x_.strides[d] != other.x_.strides[d]) return false;
+    return true;
+  }
   bool holds(dlpack::Type type) const { return given && same(x_.dtype, type); }
 
   bool is_dense() const {
@@ -196,6 +201,10 @@ class Tensor {
     if (!same)
       refuse("be " + text_of(shape.begin(), static_cast<int>(shape.size())) + ", " + std::to_string(count * item_bytes()) + " bytes",
              text_of(x_.shape, x_.ndim) + ", " + std::to_string(elements() * item_bytes()) + " bytes");
+  }
+
+  [[noreturn]] void refuse_shape_of(const Tensor& other) const {
+    refuse("be " + text_of(other.x_.shape, other.x_.ndim) + " as " + other.name_ + " is", text_of(x_.shape, x_.ndim));
   }
 
   void want_unit_stride() const {
