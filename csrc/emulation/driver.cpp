@@ -173,6 +173,7 @@ bool policy_loss(uint64_t seed, bool everything) {
              grad_entropy = noise(tokens);
   const std::unique_ptr<uint8_t[]> mask(new uint8_t[tokens]), selected(new uint8_t[tokens]);
   for (int64_t i = 0; i < tokens; ++i) mask[i] = random() % 8 != 0, selected[i] = random() % 8 == 0;
+  for (int64_t r = 0; r < rows; ++r) counts[r] = static_cast<float>(r);  // also none
   const std::unique_ptr<double[]> partials(new double[rows * kPartials]);
   const std::unique_ptr<float[]> values(new float[kValues + 1]);
   const float inf = __builtin_huge_valf();
