@@ -149,7 +149,7 @@ def test_moments_keep_their_digits(backend, device):
     skip_unless_able(backend, "value_loss", returns)
     metrics = run(backend, inputs)[1]
     truth = returns.double().var(correction=0)
-    assert abs(metric(metrics, "return_variance").double() / truth - 1) < 1e-5
+    assert abs(metric(metrics, "return_variance").double() / truth - 1) < 2e-6
     constant = inputs | {"returns": torch.full_like(returns, 0.1)}
     metrics = run(backend, constant)[1]
     assert metric(metrics, "return_variance") == 0 and metric(metrics, "explained_variance").isnan()
