@@ -84,6 +84,8 @@ class Kernels(Protocol):
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
         beta: float,
+        kl_input: float,
+        kl_output: float,
         estimator: str,
         out: Tensor,
     ) -> None: ...

@@ -1,4 +1,7 @@
-"""kl_shaped_rewards: against fp64 written out by hand and verl's own penalty."""
+"""kl_shaped_rewards: against fp64 written out by hand, and the penalties of verl, SkyRL and OpenRLHF."""
+
+import math
+from typing import Optional, Union
 
 import emulation
 import pytest
@@ -8,6 +11,7 @@ from backends import of, running
 from bitwise import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peer_sources import load
 
 import rlkernel
 from rlkernel.benchmarks import _peers
@@ -33,29 +37,87 @@ def run(backend, *tensors, **options):
 @pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
 @ON_EVERY_BACKEND
 def test_verl_says_the_same(backend, device, kl_estimator):
-    try:
-        verl = _peers.verl_core_algos()
-    except ImportError as reason:
-        pytest.skip(f"verl: {reason}")
     inputs = make_inputs(5, 30, device=device)
     scores = torch.randn(5, 30, device=device)
-    kl = verl.kl_penalty(inputs["logprobs"], inputs["ref_logprobs"], kl_penalty=kl_estimator)
+    kl = verls_kl(kl_estimator)(inputs["logprobs"], inputs["ref_logprobs"])
     got = run(backend, **inputs | {"rewards": scores}, beta=0.3, kl_estimator=kl_estimator)
     mask = inputs["mask"]
     torch.testing.assert_close(got[mask], (scores - 0.3 * kl)[mask], rtol=1e-5, atol=1e-6)
     assert (got[~mask] == 0).all()
 
 
-@ON_EVERY_BACKEND
-def test_verl_cuts_k3_and_we_do_not(backend, device):
+def verls_kl(kl_estimator):
     try:
         verl = _peers.verl_core_algos()
     except ImportError as reason:
         pytest.skip(f"verl: {reason}")
-    new, ref = torch.tensor([[-9.0]], device=device), torch.tensor([[-1.0]], device=device)
-    assert verl.kl_penalty(new, ref, "k3").item() == 10
-    got = run(backend, torch.zeros_like(new), new, ref, beta=1.0, kl_estimator="k3")
-    torch.testing.assert_close(got.double(), 9 - torch.tensor([[8.0]]).double().exp())
+    return lambda new, ref: verl.kl_penalty(new, ref, kl_estimator)
+
+
+def skyrls_kl(kl_estimator):
+    source = "skyrl/backends/skyrl_train/utils/ppo_utils.py"
+    kl = load("skyrl", source, "compute_approx_kl", Optional=Optional).compute_approx_kl
+    return lambda new, ref: kl(new, ref, kl_estimator_type=kl_estimator)
+
+
+def openrlhfs_kl(kl_estimator):
+    given = {"Optional": Optional, "Union": Union}
+    kl = load("openrlhf", "openrlhf/models/utils.py", "compute_approx_kl", **given).compute_approx_kl
+    return lambda new, ref: kl(new, ref, kl_estimator=kl_estimator)
+
+
+# differences on either side of each bound, and what overflows without one
+FAR = (
+    -120.0,
+    -20.5,
+    -19.5,
+    -10.5,
+    -8.0,
+    -2.4,
+    -2.2,
+    -0.5,
+    0.0,
+    0.5,
+    4.4,
+    4.6,
+    9.5,
+    10.5,
+    11.5,
+    19.5,
+    20.5,
+    120.0,
+)
+K3 = {"kl_input_clamp": 20.0, "kl_output_clamp": 10.0}
+
+
+@pytest.mark.parametrize(
+    "peer, kl_estimator, bounds",
+    [(peer, name, K3 if name == "k3" else {}) for peer in (verls_kl, skyrls_kl) for name in KL_ESTIMATORS]
+    + [(openrlhfs_kl, name, {"kl_output_clamp": 10.0}) for name in ("k1", "k2", "k3")],
+)
+@ON_EVERY_BACKEND
+def test_peers_bounds(backend, device, peer, kl_estimator, bounds):
+    new, ref = torch.tensor([FAR], device=device), torch.zeros(1, len(FAR), device=device)
+    theirs = peer(kl_estimator)(new, ref)
+    ours = -run(backend, torch.zeros_like(new), new, ref, beta=1.0, kl_estimator=kl_estimator, **bounds)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    if bounds:
+        free = -run(backend, torch.zeros_like(new), new, ref, beta=1.0, kl_estimator=kl_estimator)
+        assert theirs.abs().max() == 10 and free.max() > 100
+
+
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+@ON_EVERY_BACKEND
+def test_bounds(backend, device, kl_estimator):
+    """Each alone and both, at ends of vectors and of chunks; NaN that counts shows, also behind them."""
+    inputs = make_inputs(2, 2051, device=device)
+    inputs["ref_logprobs"] = inputs["logprobs"] + torch.linspace(-3, 3, 2051, device=device)
+    inputs["logprobs"][1, -1], inputs["mask"][1, -1] = torch.nan, True
+    for bounds in ({"kl_input_clamp": 1.5}, {"kl_output_clamp": 0.7}, K3, {**K3, "kl_input_clamp": 0.25}):
+        got = run(backend, **inputs, beta=0.3, kl_estimator=kl_estimator, **bounds)
+        expected = by_hand(inputs, 0.3, kl_estimator, *map(bounds.get, K3))
+        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert got.isnan().sum() == 1
 
 
 @ON_EVERY_BACKEND
@@ -132,6 +194,8 @@ GOOD = {
         ({"logprobs": torch.zeros(2, 3, requires_grad=True)}, "logprobs must not require a gradient"),
         ({"mask": torch.ones(2)}, r"mask must have logprobs' shape \(2, 3\), got \(2,\)"),
         ({"beta": -0.1}, "beta must be >= 0 and finite, got -0.1"),
+        ({"kl_input_clamp": 0.0}, "kl_input_clamp must be finite and > 0, got 0"),
+        ({"kl_output_clamp": math.inf}, "kl_output_clamp must be finite and > 0, got inf"),
         ({"kl_estimator": "k4"}, "kl_estimator must be one of 'k1', 'abs', 'k2', 'k3', got 'k4'"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"logprobs must be \[N\] with cu_seqlens, got \(2, 3\)"),
     ],
@@ -141,11 +205,12 @@ def test_bad_input_is_named(change, message):
         rlkernel.kl_shaped_rewards(**{**GOOD, **change})
 
 
-def by_hand(inputs, beta, kl_estimator):
+def by_hand(inputs, beta, kl_estimator, kl_input=None, kl_output=None):
     """In fp64, with the reward of each row at its last token that counts."""
     d = inputs["logprobs"].double() - inputs["ref_logprobs"].double()
+    d = d if kl_input is None else d.clamp(-kl_input, kl_input)
     kl = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
-    out = -beta * kl
+    out = -beta * (kl if kl_output is None else kl.clamp(-kl_output, kl_output))
     for i, kept in enumerate(inputs["mask"]):
         if kept.any():
             out[i, kept.nonzero()[-1, 0]] += inputs["rewards"][i].double()
@@ -249,4 +314,5 @@ def test_compiles_without_a_graph_break():
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(**inputs), step(**inputs))
-    torch.library.opcheck(torch.ops.rlkernel.kl_shaped_rewards, (*inputs.values(), 0.1, "k3", True, None))
+    arguments = (*inputs.values(), 0.1, "k3", 20.0, math.inf, True, None)
+    torch.library.opcheck(torch.ops.rlkernel.kl_shaped_rewards, arguments)

@@ -150,7 +150,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
             sampling.forward(logits.reshape(n, 256), None, request)
             gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
             whiten.forward(values, values > 0, None, True, True, t, "std")
-            kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", False, None)
+            kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
             group_advantages.forward(
                 values.reshape(-1, 1), None, None, length, None, None, None, None, "grpo", "batch", True, t,
                 "zero", 0.0, "std",

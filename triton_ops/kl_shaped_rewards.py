@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops.policy_loss_terms import clamp
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
 
 
@@ -44,7 +45,7 @@ def expm1(x):
 def kl_kernel(
     rewards, rewards_stride: tl.int64, logprobs, logprobs_stride: tl.int64,
     ref_logprobs, ref_stride: tl.int64, mask, mask_stride: tl.int64, rows: tl.int64,
-    length: tl.int64, cu_seqlens, steps, beta: tl.float32, out,
+    length: tl.int64, cu_seqlens, steps, beta: tl.float32, kl_input: tl.float32, kl_output: tl.float32, out,
     ESTIMATOR: tl.constexpr, PER_SEQUENCE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -62,6 +63,7 @@ def kl_kernel(
         kept = kept & (tl.load(mask + strided * mask_stride + begin + i, mask=kept, other=0) != 0)
     new = tl.load(logprobs + strided * logprobs_stride + begin + i, mask=kept, other=0.0)
     d = new - tl.load(ref_logprobs + strided * ref_stride + begin + i, mask=kept, other=0.0)
+    d = clamp(d, -kl_input, kl_input)
     if ESTIMATOR == "k1":
         kl = d
     elif ESTIMATOR == "abs":
@@ -70,6 +72,7 @@ def kl_kernel(
         kl = d * d * 0.5
     else:
         kl = expm1(-d) + d
+    kl = clamp(kl, -kl_output, kl_output)
     reward = tl.zeros((CHUNK,), tl.float32)
     if PER_SEQUENCE:
         last = tl.max(tl.where(kept, i, -1))
@@ -99,6 +102,8 @@ def forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    kl_input: float,
+    kl_output: float,
     per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
@@ -114,7 +119,7 @@ def forward(
             kl_kernel[(slots,)](
                 rewards, 0 if per_sequence else _stride(rewards), logprobs, _stride(logprobs), ref_logprobs,
                 _stride(ref_logprobs), None if mask is None else mask.view(torch.uint8), _stride(mask), rows,
-                length, cu_seqlens, steps, beta, out,
+                length, cu_seqlens, steps, beta, kl_input, kl_output, out,
                 ESTIMATOR=kl_estimator, PER_SEQUENCE=per_sequence, CHUNK=CHUNK, num_warps=8,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -130,10 +135,12 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
     flat, offsets = x.view(-1), torch.tensor([0, 60, 128])
     return {
-        "k1 per token": lambda: forward(x, x, x, None, 0.1, "k1", False, None),
-        "k3 per sequence": lambda: forward(x[:, 0].contiguous(), x, x, mask, 0.1, "k3", True, None),
-        "k2 packed": lambda: forward(flat, flat, flat, mask.view(-1), 0.1, "k2", False, offsets),
+        "k1 per token": lambda: forward(x, x, x, None, 0.1, "k1", 20.0, 10.0, False, None),
+        "k3 per sequence": lambda: forward(
+            x[:, 0].contiguous(), x, x, mask, 0.1, "k3", 20.0, 10.0, True, None
+        ),
+        "k2 packed": lambda: forward(flat, flat, flat, mask.view(-1), 0.1, "k2", 20.0, 10.0, False, offsets),
         "k3 packed per sequence": lambda: forward(
-            flat[:2], flat, flat, mask.view(-1), 0.1, "k3", True, offsets
+            flat[:2], flat, flat, mask.view(-1), 0.1, "k3", 20.0, 10.0, True, offsets
         ),
     }

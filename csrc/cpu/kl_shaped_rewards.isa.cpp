@@ -40,6 +40,9 @@ inline Floats expm1(Floats x) {
   return x > highest ? broadcast(std::numeric_limits<float>::infinity()) : x != x ? x : near;
 }
 
+// NaN stays NaN.
+inline Floats bounded(Floats x, Floats bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+
 template <KlEstimator kEstimator>
 inline Floats kl_of(Floats d) {
   if constexpr (kEstimator == KlEstimator::k1) return d;
@@ -65,11 +68,12 @@ void shape(const KlShapedRewards& k, int64_t slot) {
     std::memset(c.out, 0, c.count * sizeof(float));
     return;
   }
-  const Floats zero = {}, beta = broadcast(k.beta);
+  const Floats zero = {}, beta = broadcast(k.beta), input = broadcast(k.kl_input), output = broadcast(k.kl_output);
   const auto at = [&](int64_t i, int count) {
     const bool whole = count == kWidth;
     const auto read = [&](const float* p) { return whole ? load(p + i) : load_part(p + i, count); };
-    Floats result = zero - beta * kl_of<kEstimator>(read(c.logprobs) - read(c.ref_logprobs));
+    const Floats d = bounded(read(c.logprobs) - read(c.ref_logprobs), input);
+    Floats result = zero - beta * bounded(kl_of<kEstimator>(d), output);
     if (!k.per_sequence) result = read(c.rewards) + result;
     if (c.mask != nullptr) result = load_mask(c.mask + i, count) ? result : zero;
     if (whole) store(c.out + i, result);

@@ -94,13 +94,14 @@ inline bool kl_shaped_rewards(Batch& b) {
   const auto mask = b.mask(b.total);
   const Block<float> out(b.total, kNan);
   emulated::kl_shaped_rewards({rewards.get(), logprobs.get(), ref.get(), true, mask.get(), 0, b.length, b.length,
-                               b.length, b.sequences(), 0.5f, KlEstimator::k2, out.get()}, nullptr);
+                               b.length, b.sequences(), 0.5f, 0.75f, 0.25f, KlEstimator::k2, out.get()}, nullptr);
   bool right = true;
   for (int64_t r = 0; r < b.rows; ++r) {
     bool paid = false;
     for (int64_t t = b.end(r) - 1; t >= b.begin(r); --t) {
-      const double d = static_cast<double>(logprobs[t]) - ref[t], reward = mask[t] && !paid ? rewards[r] : 0.0;
-      right &= near(out[t], mask[t] ? reward - 0.25 * d * d : 0);
+      const double d = std::min(std::abs(static_cast<double>(logprobs[t]) - ref[t]), 0.75);
+      const double reward = mask[t] && !paid ? rewards[r] : 0.0;
+      right &= near(out[t], mask[t] ? reward - 0.5 * std::min(0.5 * d * d, 0.25) : 0);
       paid |= mask[t] != 0;
     }
   }

@@ -22,12 +22,15 @@ def forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    kl_input: float,
+    kl_output: float,
     per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     out = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
     kernels(logprobs.device).kl_shaped_rewards(
         rewards=rewards, per_sequence=per_sequence, logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask,
-        cu_seqlens=cu_seqlens, beta=beta, estimator=kl_estimator, out=out,
+        cu_seqlens=cu_seqlens, beta=beta, kl_input=kl_input, kl_output=kl_output, estimator=kl_estimator,
+        out=out,
     )  # fmt: skip
     return out

@@ -102,7 +102,8 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def _optional(argument: str, value: float | None, otherwise: float, low: float = 0.0) -> float:
+def optional(argument: str, value: float | None, otherwise: float, low: float = 0.0) -> float:
+    """A number > ``low``, or what None stands for."""
     return otherwise if value is None else _number(argument, value, low, above=True)
 
 
@@ -198,14 +199,14 @@ def build(
         divergence=DIVERGENCES.index(loss_type[5:]) if term == "dppo" else 0,
         low=low,
         high=high,
-        delta=_optional("delta", delta, math.inf),
-        dual=_optional("clip_ratio_c", clip_ratio_c, 20.0 if term == "dppo" else math.inf, 1.0),
-        log_clip=_optional("log_ratio_clip", log_ratio_clip, math.inf),
+        delta=optional("delta", delta, math.inf),
+        dual=optional("clip_ratio_c", clip_ratio_c, 20.0 if term == "dppo" else math.inf, 1.0),
+        log_clip=optional("log_ratio_clip", log_ratio_clip, math.inf),
         tau_positive=_number("tau_pos", tau_pos, 0, above=True),
         tau_negative=_number("tau_neg", tau_neg, 0, above=True),
         beta=beta,
-        kl_input=_optional("kl_input_clamp", kl_input_clamp, math.inf),
-        kl_output=_optional("kl_output_clamp", kl_output_clamp, math.inf),
+        kl_input=optional("kl_input_clamp", kl_input_clamp, math.inf),
+        kl_output=optional("kl_output_clamp", kl_output_clamp, math.inf),
         entropy_coef=_number("entropy_coef", entropy_coef),
         k_positive=_number("vespo_k_pos", vespo_k_pos),
         lambda_positive=max(_number("vespo_lambda_pos", vespo_lambda_pos), 1e-4),

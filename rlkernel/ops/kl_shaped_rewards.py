@@ -1,10 +1,12 @@
 """Rewards less a penalty for leaving the reference policy."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.ops import _packing, _validate
+from rlkernel.ops import _packing, _policy_rule, _validate
 from rlkernel.ops._typed import typed
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
@@ -19,6 +21,8 @@ def kl_shaped_rewards(
     *,
     beta: float,
     kl_estimator: str = "k1",
+    kl_input_clamp: float | None = None,
+    kl_output_clamp: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Per-token rewards ``rewards - beta * kl`` for an advantage estimator that sees tokens, such as ``gae``.
@@ -38,6 +42,8 @@ def kl_shaped_rewards(
         mask: of the same shape, nonzero where a token counts; None means everywhere.
         beta: weight of the penalty, >= 0.
         kl_estimator: "k1", "abs", "k2" or "k3" (Schulman, joschu.net/blog/kl-approx.html).
+        kl_input_clamp, kl_output_clamp: bounds, > 0, of ``|d|`` and of ``|kl|``.  verl and SkyRL have 20 and
+            10 with "k3" alone, OpenRLHF the second, 10, with every estimator.
         cu_seqlens: [S + 1] integers that rise from 0; sequence s is ``[cu_seqlens[s], cu_seqlens[s + 1])``,
             and tokens behind the last are padding.
 
@@ -47,7 +53,7 @@ def kl_shaped_rewards(
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.
 
-    Follows verl's ``apply_kl_penalty``, whose k3 is cut where |d| > 20 or kl > 10; this one is not.
+    Follows verl's ``apply_kl_penalty``.
     """
     for name, x in (("rewards", rewards), ("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         _validate.constant(name, x)
@@ -61,6 +67,8 @@ def kl_shaped_rewards(
     mask = _validate.mask(mask, "logprobs", logprobs)
     beta = _validate.number("beta", beta, 0.0)
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    kl_input = _policy_rule.optional("kl_input_clamp", kl_input_clamp, math.inf)
+    kl_output = _policy_rule.optional("kl_output_clamp", kl_output_clamp, math.inf)
     if cu_seqlens is not None:
         cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)
@@ -72,7 +80,10 @@ def kl_shaped_rewards(
             cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
             rewards = _packing.one_more(rewards) if per_sequence else rewards
     run = _op if torch.compiler.is_compiling() else _forward
-    return run(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
+    return run(
+        rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
+        cu_seqlens,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -83,6 +94,8 @@ def _forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    kl_input: float,
+    kl_output: float,
     per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
@@ -92,7 +105,10 @@ def _forward(
         _validate.finite("logprobs", logprobs, mask)
         _validate.finite("ref_logprobs", ref_logprobs, mask)
     impl = dispatch.pick("kl_shaped_rewards", rewards, logprobs, ref_logprobs)
-    return impl.forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
+    return impl.forward(
+        rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
+        cu_seqlens,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("rlkernel::kl_shaped_rewards", mutates_args=())
@@ -103,10 +119,15 @@ def _op(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    kl_input: float,
+    kl_output: float,
     per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    return _forward(rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, per_sequence, cu_seqlens)
+    return _forward(
+        rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
+        cu_seqlens,
+    )  # fmt: skip
 
 
 @_op.register_fake

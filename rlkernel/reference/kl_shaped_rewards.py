@@ -17,12 +17,15 @@ def forward(
     mask: Tensor | None,
     beta: float,
     kl_estimator: str,
+    kl_input: float,
+    kl_output: float,
     per_sequence: bool,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-    d = logprobs - ref_logprobs
+    d = (logprobs - ref_logprobs).clamp(-kl_input, kl_input)
     kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
+    kl = kl.clamp(-kl_output, kl_output)
     per_token = _at_the_last(rewards, kept, cu_seqlens) if per_sequence else rewards
     return torch.where(kept, per_token - beta * kl, 0)
 

@@ -19,6 +19,9 @@ __device__ __forceinline__ float expm1_unbounded(float x) {
   return x > 89.0f ? infinity() : half * half;
 }
 
+// NaN stays NaN.
+__device__ __forceinline__ float bounded(float x, float bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+
 __device__ __forceinline__ float kl_of(KlEstimator estimator, float d) {
   switch (estimator) {
     case KlEstimator::k1: return d;
@@ -73,9 +76,9 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kKlThreads, 2) kl_kernel(KlShapedR
     for (int k = 0; k < kKlPerThread; ++k) {
       const int i = k * kKlThreads + threadIdx.x;
       kept[k] = i < c.count && !c.padding && (c.mask == nullptr || c.mask[i] != 0);
-      const float d = kept[k] ? c.logprobs[i] - c.ref_logprobs[i] : 0.0f;
+      const float d = bounded(kept[k] ? c.logprobs[i] - c.ref_logprobs[i] : 0.0f, arguments.kl_input);
       const float reward = kept[k] && !arguments.per_sequence ? c.rewards[i] : 0.0f;
-      result[k] = reward - arguments.beta * kl_of(arguments.estimator, d);
+      result[k] = reward - arguments.beta * bounded(kl_of(arguments.estimator, d), arguments.kl_output);
       if (kept[k]) last = i;
     }
     const int paid = arguments.per_sequence ? paid_token(c, last) : -1;

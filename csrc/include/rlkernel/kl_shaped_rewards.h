@@ -16,6 +16,7 @@ struct KlShapedRewards {
   int64_t rewards_stride, logprobs_stride, ref_stride, mask_stride;  // of padded rows, in elements
   Sequences sequences;
   float beta;
+  float kl_input, kl_output;  // bounds of the difference and of the estimate, infinity where there is none
   KlEstimator estimator;
   float* out;            // dense
 };
