@@ -139,6 +139,57 @@ def reference_imports(root: Path) -> list[str]:
     return problems
 
 
+def numbered(root: Path) -> list[str]:
+    """Numbers in Triton kernels that have a name: a choice compared with one, a column of a table."""
+    problems = []
+    for path in sorted((root / "triton_ops").glob("*.py")):
+        for function in ast.walk(_parse(path)):
+            if isinstance(function, ast.FunctionDef) and function.decorator_list:
+                problems += [
+                    f"{path.name}:{n.lineno} has a number for a name: {ast.unparse(n)}" for n in _numbered(function)
+                ]
+    return problems
+
+
+def _numbered(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    arguments = function.args.args
+    choices = {a.arg for a in arguments if a.annotation and ast.unparse(a.annotation) == "tl.constexpr"}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            fields = [x for x in sides if isinstance(x, (ast.Attribute, ast.Subscript))]
+            equal = isinstance(node.ops[0], (ast.Eq, ast.NotEq))
+            chosen = any(_root(x) in choices for x in (sides if equal else fields))
+            if chosen and any(_integer(x) is not None for x in sides):
+                yield node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store", "tl.atomic_add"):
+            yield from (x for x in ast.walk(node.args[0]) if _column(x))
+        elif isinstance(node, ast.Assign):
+            value = node.value
+            if isinstance(value, ast.BinOp) and _root(value.left) in {a.arg for a in arguments} and _column(value):
+                yield value
+
+
+def _column(node: ast.AST) -> bool:
+    """``x + 2``, ``x + y * 3``: the next entry, ``x + 1``, needs no name."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+        return False
+    right = node.right
+    is_product = isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mult)
+    return (_integer(right) or 0) > 1 or (is_product and (_integer(right.right) or 0) > 2)
+
+
+def _integer(node: ast.AST) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+
+
+def _root(node: ast.AST) -> str:
+    """``x`` of ``x.y[z]``."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def links(root: Path) -> list[str]:
     problems = []
     for name in LINKS:

@@ -8,15 +8,24 @@ which a second kernel adds up in their order.
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LOG2E
 from rlkernel.triton_ops.prefix_shared_attention_kernels import (
     finite,
     load_rows,
     load_tables,
+    rows_of,
     scored,
     sees,
     store_rows,
 )
+from rlkernel.triton_ops.prefix_shared_attention_plan import ITEM, SUM
+
+# columns of the plan's tables
+Item = Names(ITEM)
+ITEM_COLUMNS = tl.constexpr(len(Item))
+Sum = Names(SUM)
+SUM_COLUMNS = tl.constexpr(len(Sum))
 
 
 @triton.jit
@@ -52,9 +61,9 @@ def attention_key_grad_kernel(
     DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
-    item = items + tl.program_id(0) // KV_HEADS * 6
-    begin, end, slot = tl.load(item), tl.load(item + 1), tl.load(item + 5)
-    plain, masked, stop = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    item = items + tl.program_id(0) // KV_HEADS * ITEM_COLUMNS
+    begin, end, slot = tl.load(item + Item.first), tl.load(item + Item.end), tl.load(item + Item.slot)
+    plain, masked, stop = tl.load(item + Item.plain), tl.load(item + Item.masked), tl.load(item + Item.stop)
     index = begin + tl.arange(0, BK)
     inside = index < end
     j = tl.minimum(index, end - 1)  # keys beyond the end repeat the last, and are not stored
@@ -68,15 +77,16 @@ def attention_key_grad_kernel(
         q_here, g_here = q + head * q_head, grad_out + head * g_head
         lse_here, delta_here = lse + head * T, delta + head * T
         for run in range(plain, masked):
-            for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BQ):
+            run_first, run_end = rows_of(runs, run)
+            for start in range(run_first, run_end, BQ):
                 rows = start + tl.arange(0, BQ)
                 sum_dk, sum_dv = push(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, True,
                     sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
         for run in range(masked, stop):
-            run_end = tl.load(runs + run * 2 + 1)
-            for start in range(tl.load(runs + run * 2), run_end, STEP):
+            run_first, run_end = rows_of(runs, run)
+            for start in range(run_first, run_end, STEP):
                 rows = tl.minimum(start + tl.arange(0, STEP), run_end - 1)
                 first_i, _, pos_i = load_tables(first, last, pos, rows)
                 ok = sees(
@@ -111,13 +121,13 @@ def attention_sum_kernel(
     PIECES: tl.constexpr = BK // ROWS
     kv_head = tl.program_id(0) % KV_HEADS
     piece = tl.program_id(0) // KV_HEADS % PIECES
-    tile = sums + tl.program_id(0) // (KV_HEADS * PIECES) * 4
+    tile = sums + tl.program_id(0) // (KV_HEADS * PIECES) * SUM_COLUMNS
     n = piece * ROWS + tl.arange(0, ROWS)
-    j = tl.load(tile) + n
-    inside = j < tl.load(tile + 1)
+    j = tl.load(tile + Sum.first) + n
+    inside = j < tl.load(tile + Sum.end)
     n = tl.where(inside, n, 0)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for slot in range(tl.load(tile + 2), tl.load(tile + 3)):
+    for slot in range(tl.load(tile + Sum.begin), tl.load(tile + Sum.stop)):
         at = part + (tl.cast(slot, tl.int64) * KV_HEADS + kv_head) * (BK * D)
         total += load_rows(at, n, D, D, WIDTH)
     store_rows(out + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, total, D, WIDTH)

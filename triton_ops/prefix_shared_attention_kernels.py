@@ -8,7 +8,15 @@ numbers in a tile of WIDTH, rows of v and of what is made of them DV in V_WIDTH.
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LN2, LOG2E, bounded, finite_or_zero
+from rlkernel.triton_ops.prefix_shared_attention_plan import RUN, TILE
+
+# columns of the plan's tables
+Run = Names(RUN)
+RUN_COLUMNS = tl.constexpr(len(Run))
+Tile = Names(TILE)
+TILE_COLUMNS = tl.constexpr(len(Tile))
 
 
 @triton.jit
@@ -27,6 +35,12 @@ def store_rows(x, rows, stride, inside, value, D: tl.constexpr, WIDTH: tl.conste
     d = tl.arange(0, WIDTH)
     at = x + rows.to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=inside[:, None] & (d[None, :] < D))
+
+
+@triton.jit
+def rows_of(runs, run):
+    at = runs + run * RUN_COLUMNS
+    return tl.load(at + Run.first), tl.load(at + Run.end)
 
 
 @triton.jit
@@ -112,9 +126,9 @@ def attention_forward_kernel(
 ):  # fmt: skip
     # neighbours in the grid are heads of one tile, which find the keys in the cache
     head = tl.program_id(0) % HEADS
-    tile = tiles + tl.program_id(0) // HEADS * 5
-    begin, end = tl.load(tile), tl.load(tile + 1)
-    plain, masked, stop = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    tile = tiles + tl.program_id(0) // HEADS * TILE_COLUMNS
+    begin, end = tl.load(tile + Tile.first), tl.load(tile + Tile.end)
+    plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     k += (head // GROUP).to(tl.int64) * k_head
     v += (head // GROUP).to(tl.int64) * v_head
@@ -131,15 +145,16 @@ def attention_forward_kernel(
     sums = tl.zeros((BQ, V_WIDTH), tl.float32)
     if keys is None:
         for run in range(plain, masked):
-            for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BK):
+            run_first, run_end = rows_of(runs, run)
+            for start in range(run_first, run_end, BK):
                 rows = start + tl.arange(0, BK)
                 top, total, sums = attend(
                     query, k, k_stride, v, v_stride, rows, True, top, total, sums, scale, softcap,
                     D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
     for run in range(masked, stop):
-        run_end = tl.load(runs + run * 2 + 1)
-        for start in range(tl.load(runs + run * 2), run_end, STEP):
+        run_first, run_end = rows_of(runs, run)
+        for start in range(run_first, run_end, STEP):
             rows, ok = masked_keys(keys, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             top, total, sums = attend(
                 query, k, k_stride, v, v_stride, rows, ok, top, total, sums, scale, softcap,
@@ -195,9 +210,9 @@ def attention_query_grad_kernel(
     DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
-    tile = tiles + tl.program_id(0) // HEADS * 5
-    begin, end = tl.load(tile), tl.load(tile + 1)
-    plain, masked, stop = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    tile = tiles + tl.program_id(0) // HEADS * TILE_COLUMNS
+    begin, end = tl.load(tile + Tile.first), tl.load(tile + Tile.end)
+    plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     grad_out += head.to(tl.int64) * g_head
     k += (head // GROUP).to(tl.int64) * k_head
@@ -213,15 +228,16 @@ def attention_query_grad_kernel(
     lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
     sums = tl.zeros((BQ, WIDTH), tl.float32)
     for run in range(plain, masked):
-        for start in range(tl.load(runs + run * 2), tl.load(runs + run * 2 + 1), BK):
+        run_first, run_end = rows_of(runs, run)
+        for start in range(run_first, run_end, BK):
             rows = start + tl.arange(0, BK)
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
                 D, WIDTH, DV, V_WIDTH, False,
             )  # fmt: skip
     for run in range(masked, stop):
-        run_end = tl.load(runs + run * 2 + 1)
-        for start in range(tl.load(runs + run * 2), run_end, STEP):
+        run_first, run_end = rows_of(runs, run)
+        for start in range(run_first, run_end, STEP):
             rows, ok = masked_keys(None, start, run_end, first, last, pos, first_i, pos_i, window, STEP)
             sums = pull(
                 query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, ok, sums, scale, softcap,

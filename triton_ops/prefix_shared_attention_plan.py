@@ -22,16 +22,22 @@ from rlkernel.prefix_layout import PrefixLayout, Run
 CHUNK = 2048  # rows that one program visits for a tile of keys, at least: partial sums cost 4 % of its time
 PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together
 
+# columns of the tables
+RUN = ("first", "end")  # rows
+TILE = (*RUN, "plain", "masked", "stop")  # rows of the tile; its first run, the first masked one, the end
+ITEM = (*TILE, "slot")  # where the partial sum goes; -1: it is the whole sum
+SUM = (*RUN, "begin", "stop")  # rows of a tile in several items; its first partial sum, the end
+
 
 class QueryPlan(NamedTuple):
-    tiles: Tensor  # int32 [N, 5]: first row, end; first run, first masked run, end
-    runs: Tensor  # int32 [R, 2]: first row of keys, end
+    tiles: Tensor  # int32 [N, TILE]
+    runs: Tensor  # int32 [R, RUN], of keys
 
 
 class KeyPlan(NamedTuple):
-    items: Tensor  # int32 [N, 6]: as tiles, and where the partial sum goes; -1: it is the whole sum
-    runs: Tensor  # int32 [R, 2]: first row of queries, end
-    sums: Tensor  # int32 [M, 4]: first row and end of a tile in several items, its first partial sum, end
+    items: Tensor  # int32 [N, ITEM]
+    runs: Tensor  # int32 [R, RUN], of queries
+    sums: Tensor  # int32 [M, SUM]
     slots: int  # number of partial sums
 
 
@@ -86,7 +92,7 @@ def _queries(visits: list[Visits], block_k: int) -> QueryPlan:
         begin, masked = len(runs), len(runs) + len(visit.plain)
         runs += visit.plain + visit.masked
         tiles.append((*visit.rows, begin, masked, len(runs)))
-    return QueryPlan(_table(tiles, 5), _table(runs, 2))
+    return QueryPlan(_table(tiles, len(TILE)), _table(runs, len(RUN)))
 
 
 def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot_bytes: int) -> KeyPlan:
@@ -121,7 +127,7 @@ def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot
         begin = len(runs)
         runs += plain + masked
         rows.append((first, end, begin, begin + len(plain), len(runs), to))
-    return KeyPlan(_table(rows, 6), _table(runs, 2), _table(sums, 4), slots)
+    return KeyPlan(_table(rows, len(ITEM)), _table(runs, len(RUN)), _table(sums, len(SUM)), slots)
 
 
 # tiles
