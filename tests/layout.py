@@ -146,28 +146,31 @@ def numbered(root: Path) -> list[str]:
         for function in ast.walk(_parse(path)):
             if isinstance(function, ast.FunctionDef) and function.decorator_list:
                 problems += [
-                    f"{path.name}:{n.lineno} has a number for a name: {ast.unparse(n)}" for n in _numbered(function)
+                    f"{path.name}:{n.lineno} has a number for a name: {ast.unparse(n)}"
+                    for n in _numbered(function)
                 ]
     return problems
 
 
 def _numbered(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    arguments = function.args.args
-    choices = {a.arg for a in arguments if a.annotation and ast.unparse(a.annotation) == "tl.constexpr"}
+    parameters = {a.arg for a in function.args.args}
+    choices = {a.arg for a in function.args.args if a.annotation and "constexpr" in ast.unparse(a.annotation)}
     for node in ast.walk(function):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            fields = [x for x in sides if isinstance(x, (ast.Attribute, ast.Subscript))]
-            equal = isinstance(node.ops[0], (ast.Eq, ast.NotEq))
-            chosen = any(_root(x) in choices for x in (sides if equal else fields))
-            if chosen and any(_integer(x) is not None for x in sides):
+            # a parameter itself may be a size, which is larger or smaller than a number
+            if not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+                sides = [x for x in sides if not isinstance(x, ast.Name)]
+            if any(_root(x) in choices for x in sides) and any(_integer(x) is not None for x in sides):
                 yield node
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store", "tl.atomic_add"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "tl.load",
+            "tl.store",
+            "tl.atomic_add",
+        ):
             yield from (x for x in ast.walk(node.args[0]) if _column(x))
-        elif isinstance(node, ast.Assign):
-            value = node.value
-            if isinstance(value, ast.BinOp) and _root(value.left) in {a.arg for a in arguments} and _column(value):
-                yield value
+        elif isinstance(node, ast.Assign) and _column(node.value) and _root(node.value.left) in parameters:
+            yield node.value  # the row of a table
 
 
 def _column(node: ast.AST) -> bool:

@@ -15,6 +15,13 @@ BACKENDS = {"native": "rlkernel.native", "triton": "rlkernel.triton_ops", "refer
 
 FUNCTIONS = "def unsupported(*t): ...\ndef forward(x, factor=1.0): ...\n"
 
+KERNEL = """
+@triton.jit
+def _kernel(x, row, C: tl.constexpr, KIND: tl.constexpr):
+    if {}:
+        tl.store(x + row + 1, 2)
+"""
+
 # A house with one op that keeps every rule; each planted fault changes one file of it.
 GOOD = {
     "rlkernel/__init__.py": "from rlkernel.ops.scale import scale\n__all__ = ['scale']\n",
@@ -112,6 +119,12 @@ RULES = {
         plant("rlkernel/reference/scale.py", FUNCTIONS + "from rlkernel.drivers import linear_logprob\n"),
         "the reference's scale.py imports rlkernel.drivers.linear_logprob",
     ),
+    "numbered": (
+        layout.numbered,
+        (),
+        plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format("C.term == 3")),
+        "scale.py:6 has a number for a name: C.term == 3",
+    ),
     "links": (
         layout.links,
         (),
@@ -194,6 +207,25 @@ def test_figures_of_speed_are_seen(text, seen, house):
 def test_there_are_ops_and_backends():
     assert layout.ops(ROOT) == dispatch.ops()
     assert len(layout.ops(ROOT)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ("KIND != 0", True),
+        ("C.term > 2", True),
+        ("C.terms[0] == 9", True),
+        ("tl.load(x + row * 7) > row", True),
+        ("tl.load(x + 4)", True),
+        ("C.term == Term.dro", False),
+        ("KIND > 2", False),  # a size
+        ("row == 2", False),
+        ("tl.load(x + row + 1)", False),
+    ],
+)
+def test_a_number_for_a_name_is_seen(code, seen, house):
+    problems = layout.numbered(house(**plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format(code))))
+    assert bool(problems) == seen
 
 
 def test_a_missing_function_or_unsupported_is_seen(house):

@@ -15,10 +15,10 @@ from torch import Tensor
 from rlkernel.triton_ops.logprob import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
-from rlkernel.triton_ops.sampling_kernels import statistics_kernel
+from rlkernel.triton_ops.sampling_kernels import Field, statistics_kernel
 from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
-SPLIT, GROUP, RECORD = 4096, 64, 13
+SPLIT, GROUP, RECORD = 4096, 64, len(Field)
 ROOM = 2048  # tokens that fit the registers of a program of pass B
 
 

@@ -7,12 +7,14 @@ records; of others only groups of 64 tokens that can matter are read.
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
     COLDEST,
     FIXED_POINT,
     HOTTEST,
     RECORD,
+    Field,
     any_order_sum,
     load_entries,
     load_scalar,
@@ -38,8 +40,12 @@ from rlkernel.triton_ops.sampling_select_kernels import (
 )
 from rlkernel.types import FILTER_ORDERS
 
-JOINT = tl.constexpr(FILTER_ORDERS.index("joint"))
-TOP_K_FIRST = tl.constexpr(FILTER_ORDERS.index("top_k_first"))
+Order = Names(FILTER_ORDERS)
+# columns of what is given for each row
+Threshold = Names(("epsilon", "eta", "top_a"))
+THRESHOLDS = tl.constexpr(len(Threshold))
+Band = Names(("typical", "threshold"))
+BANDS = tl.constexpr(len(Band))
 
 
 @triton.jit
@@ -51,9 +57,9 @@ def scales(maxima, top, per_t):
 @triton.jit
 def standard_deviation(records, here):
     """Of all finite z, from the number, mean and M2 of each split."""
-    count = tl.load(records + 4, mask=here, other=0.0)
-    mean = tl.load(records + 5, mask=here, other=0.0)
-    m2 = tl.load(records + 6, mask=here, other=0.0)
+    count = tl.load(records + Field.finite, mask=here, other=0.0)
+    mean = tl.load(records + Field.mean, mask=here, other=0.0)
+    m2 = tl.load(records + Field.m2, mask=here, other=0.0)
     total = tl.maximum(tl.sum(count), 1.0)  # whole numbers: any order
     off = mean - any_order_sum(mean * count) / total
     return tl.sqrt(any_order_sum(m2 + off * off * count) / total)
@@ -62,19 +68,19 @@ def standard_deviation(records, here):
 @triton.jit
 def least_of(thresholds, record, here, per_t):
     """The least (z - max) / T that epsilon, eta and top-a keep, each off at 0; the likeliest token has 0."""
-    maxima = tl.load(record, mask=here, other=float("-inf"))
-    sums = tl.load(record + 2, mask=here, other=0.0)
+    maxima = tl.load(record + Field.max_z, mask=here, other=float("-inf"))
+    sums = tl.load(record + Field.sum_z, mask=here, other=0.0)
     top = finite_or_zero(tl.max(maxima, axis=0))
     scale = scales(maxima, top, per_t)
     s = sum_lanes(sums * scale)
-    weighted = tl.load(record + 3, mask=here, other=0.0)
+    weighted = tl.load(record + Field.weighted, mask=here, other=0.0)
     weighted += tl.where(maxima == float("-inf"), 0.0, sums * ((maxima - top) * per_t))
     log_s = tl.log(s)
     entropy = log_s - sum_lanes(weighted * scale) / s
     i = tl.arange(0, 4)
-    logs = tl.log(tl.load(thresholds + i, mask=i < 3, other=0.0).to(tl.float64))  # log(0) is -inf
-    logs = tl.where(i == 1, tl.minimum(logs, 0.5 * logs - entropy), logs)
-    return tl.minimum(tl.max(tl.where(i == 2, logs - log_s, logs + log_s), axis=0), 0.0)
+    logs = tl.log(tl.load(thresholds + i, mask=i < THRESHOLDS, other=0.0).to(tl.float64))  # log(0) is -inf
+    logs = tl.where(i == Threshold.eta, tl.minimum(logs, 0.5 * logs - entropy), logs)
+    return tl.minimum(tl.max(tl.where(i == Threshold.top_a, logs - log_s, logs + log_s), axis=0), 0.0)
 
 
 @triton.jit
@@ -102,18 +108,18 @@ def select(
     # a mass of less than half of 2**-40 is 0, and such a token in no nucleus
     by_mass = tl.where(p_on, -41.5 / c, float("-inf"))
     before = cut
-    if ORDER == TOP_K_FIRST:  # the thresholds do not change top_p's share
+    if ORDER == Order.top_k_first:  # the thresholds do not change top_p's share
         before = tl.where(p_on, float("-inf"), cut)
     bound = tl.maximum(by_mass, before)
     if k < V:
         bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
     whole_mass = tl.full((), 0, tl.int64)
-    if ORDER == JOINT and p_on:  # p counts the mass of all tokens
+    if ORDER == Order.joint and p_on:  # p counts the mass of all tokens
         n = list_groups(listed, group_max, groups, top, by_mass, N)
         whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
     n = list_groups(listed, group_max, groups, top, bound, N)
     count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
-    if ORDER != JOINT:
+    if ORDER != Order.joint:
         whole_mass = mass
 
     pivot = lowest
@@ -125,7 +131,7 @@ def select(
         ties = count
         # first, where p counts the mass of the first k tokens: which they are
         phase = tl.where(p_on & cut_by_k, 0, 1)
-        if ORDER == JOINT:
+        if ORDER == Order.joint:
             phase = tl.full((), 1, tl.int32)
         while phase < 2:
             if p_on & (phase == 1):
@@ -140,7 +146,7 @@ def select(
             phase += 1
         if count < n_from:
             last = tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
-    if ORDER == TOP_K_FIRST and pivot - top < cut:
+    if ORDER == Order.top_k_first and pivot - top < cut:
         count, mass, pivot = survey(listed, n, x_ptr, adjusted, bitmask, V, top, cut, c)
         last = tl.full((), NO_TOKEN, tl.int32)
     return n, pivot, last, count, mass
@@ -194,9 +200,10 @@ def finish_kernel(
     i = tl.arange(0, SPLITS)
     here = i < splits
     record = records + (row * splits + i) * RECORD
-    top = tl.max(tl.load(record, mask=here, other=float("-inf")), axis=0).to(tl.float32)
-    sums = tl.load(record + 2, mask=here, other=0.0)
-    finite = tl.sum(tl.load(record + 4, mask=here, other=0.0)).to(tl.int32)  # whole numbers: any order
+    top = tl.max(tl.load(record + Field.max_z, mask=here, other=float("-inf")), axis=0).to(tl.float32)
+    sums = tl.load(record + Field.sum_z, mask=here, other=0.0)
+    # whole numbers: any order
+    finite = tl.sum(tl.load(record + Field.finite, mask=here, other=0.0)).to(tl.int32)
     valid = (tl.max((sums != sums).to(tl.int32)) == 0) & (finite > 0)
     # on a GPU nobody has looked at the parameters
     valid = valid & (greedy | ((asked >= COLDEST) & (asked <= HOTTEST)))
@@ -208,13 +215,13 @@ def finish_kernel(
     thresholds_on = False
     if thresholds is not None:
         j = tl.arange(0, 4)
-        given = tl.load(thresholds + 3 * row + j, mask=j < 3, other=0.0)
+        given = tl.load(thresholds + row * THRESHOLDS + j, mask=j < THRESHOLDS, other=0.0)
         valid = valid & (tl.min(((given >= 0.0) & (given <= 1.0)).to(tl.int32)) > 0)
         thresholds_on = tl.max(given) > 0.0
     band_on = False
     if band is not None:
-        typical = tl.load(band + 2 * row)
-        threshold = tl.load(band + 2 * row + 1)
+        typical = tl.load(band + row * BANDS + Band.typical)
+        threshold = tl.load(band + row * BANDS + Band.threshold)
         valid = valid & (typical > 0.0) & (typical <= 1.0) & (threshold > 0.0) & (threshold <= 1.0)
         band_on = (typical < 1.0) | (threshold < 1.0)
 
@@ -252,7 +259,7 @@ def finish_kernel(
                 deviation = standard_deviation(record, here)
                 cut = tl.maximum(cut, (-width.to(tl.float64) * deviation).to(tl.float32))
             if thresholds is not None and thresholds_on:
-                bound = t * least_of(thresholds + 3 * row, record, here, per_t)
+                bound = t * least_of(thresholds + row * THRESHOLDS, record, here, per_t)
                 cut = tl.maximum(cut, bound.to(tl.float32))
             n, pivot, last, kept_count, mass = select(
                 listed, candidates + row * ROOM, group_max, groups, x_ptr, adjusted, bitmask, V, top, c, k,
@@ -266,23 +273,26 @@ def finish_kernel(
             restricted = kept_count < V
             log_kept = tl.log(mass.to(tl.float64) * (1.0 / FIXED_POINT))
 
-    maxima = tl.load(record, mask=here, other=float("-inf"))
-    sums = tl.load(record + 2, mask=here, other=0.0)
+    maxima = tl.load(record + Field.max_z, mask=here, other=float("-inf"))
+    sums = tl.load(record + Field.sum_z, mask=here, other=0.0)
     top64 = tl.max(maxima, axis=0)
     safe = finite_or_zero(top64)
     scale = scales(maxima, safe, per_t)
     shift = (maxima - safe) * per_t
     s = sum_lanes(sums * scale)
     log_s = tl.log(s)
-    first_of_max = tl.where(maxima == top64, tl.load(record + 1, mask=here, other=0.0), V)
+    first_of_max = tl.where(maxima == top64, tl.load(record + Field.argmax, mask=here, other=0.0), V)
     argmax = tl.min(first_of_max).to(tl.int32)
-    key = tl.load(record + 9, mask=here, other=float("-inf"))
+    key = tl.load(record + Field.key, mask=here, other=float("-inf"))
     score = tl.where((key == float("inf")) | (key == float("-inf")), key, key + shift)
     best = tl.max(score, axis=0)
     chosen = i == tl.min(tl.where(score == best, i, SPLITS - 1))
-    token = tl.sum(tl.where(chosen, tl.load(record + 10, mask=here, other=0.0), 0.0)).to(tl.int32)
-    z_token = tl.sum(tl.where(chosen, tl.load(record + 11, mask=here, other=0.0), 0.0)).to(tl.float32)
-    x_token = tl.sum(tl.where(chosen, tl.load(record + 12, mask=here, other=0.0), 0.0)).to(tl.float32)
+    drawn = tl.load(record + Field.token, mask=here, other=0.0)
+    z_drawn = tl.load(record + Field.token_z, mask=here, other=0.0)
+    x_drawn = tl.load(record + Field.token_x, mask=here, other=0.0)
+    token = tl.sum(tl.where(chosen, drawn, 0.0)).to(tl.int32)
+    z_token = tl.sum(tl.where(chosen, z_drawn, 0.0)).to(tl.float32)
+    x_token = tl.sum(tl.where(chosen, x_drawn, 0.0)).to(tl.float32)
     outside = False
     if token_ids is not None:
         outside = best != float("inf")
@@ -324,14 +334,14 @@ def finish_kernel(
     tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))
     tl.store(kept_count_out + row, tl.where(valid, kept_count, 0).to(tl.int64))
     if entropy_out is not None:
-        weighted = tl.load(record + 3, mask=here, other=0.0)
+        weighted = tl.load(record + Field.weighted, mask=here, other=0.0)
         weighted += tl.where(maxima == float("-inf"), 0.0, sums * shift)
         row_entropy = log_s - sum_lanes(weighted * scale) / s
         tl.store(entropy_out + row, tl.where(valid, row_entropy, float("nan")).to(tl.float32))
     if raw_out is not None:
-        maxima_x = tl.load(record + 7, mask=here, other=float("-inf"))
+        maxima_x = tl.load(record + Field.max_x, mask=here, other=float("-inf"))
         top_x = finite_or_zero(tl.max(maxima_x, axis=0))
-        sums_x = tl.load(record + 8, mask=here, other=0.0)
+        sums_x = tl.load(record + Field.sum_x, mask=here, other=0.0)
         log_sum_x = tl.log(sum_lanes(sums_x * scales(maxima_x, top_x, 1.0)))
         raw = (x_token.to(tl.float64) - top_x) - log_sum_x
         tl.store(raw_out + row, tl.where(valid, raw, float("nan")).to(tl.float32))

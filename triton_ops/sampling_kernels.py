@@ -8,6 +8,7 @@ values only: floats are summed as a binary tree over adjacent tokens, written ou
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import (
     FIXED_POINT,
     LN2,
@@ -20,7 +21,11 @@ from rlkernel.triton_ops.sampling_random import INSIDE, draw_below, group_noise,
 
 SPLIT = tl.constexpr(4096)
 GROUP = tl.constexpr(64)
-RECORD = tl.constexpr(13)
+Field = Names((  # of a record
+    "max_z", "argmax", "sum_z", "weighted", "finite", "mean", "m2", "max_x", "sum_x", "key", "token",
+    "token_z", "token_x",
+))  # fmt: skip
+RECORD = tl.constexpr(len(Field))
 COLDEST = tl.constexpr(2.0**-126)  # normal numbers
 HOTTEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
@@ -136,14 +141,14 @@ def statistics_kernel(
     record = records + (row * splits + split) * RECORD
     if group_max is not None:
         tl.store(group_max + row * groups + group_ids, maxima, mask=group_ids < groups)
-    tl.store(record, split_max.to(tl.float64))
-    tl.store(record + 2, total)
-    tl.store(record + 4, finite.to(tl.float64))
+    tl.store(record + Field.max_z, split_max.to(tl.float64))
+    tl.store(record + Field.sum_z, total)
+    tl.store(record + Field.finite, finite.to(tl.float64))
     if ENTROPY:
         d = tl.maximum((z - top) * c, -150.0)  # 2**-150 is 0 in fp32, and 0 * -inf would be NaN
-        tl.store(record + 3, sum_lanes(pair_sums(e * d, SPLIT, 6)) * LN2)
+        tl.store(record + Field.weighted, sum_lanes(pair_sums(e * d, SPLIT, 6)) * LN2)
     else:
-        tl.store(record + 3, 0.0)
+        tl.store(record + Field.weighted, 0.0)
     mean = tl.full((), 0.0, tl.float64)
     m2 = mean
     if SIGMA:
@@ -153,15 +158,15 @@ def statistics_kernel(
         mean = any_order_sum(tl.where(known, wide, 0.0)) / count
         off = tl.where(known, wide - mean, 0.0)
         m2 = any_order_sum(off * off)
-    tl.store(record + 5, mean)
-    tl.store(record + 6, m2)
+    tl.store(record + Field.mean, mean)
+    tl.store(record + Field.m2, m2)
     max_x = split_max
     total_x = total
     if RAW and ((adjusted is not None or bitmask is not None) or t != 1.0):
         max_x = tl.max(tl.max(x, axis=1), axis=0)
         total_x = exp_sum(x, finite_or_zero(max_x), LOG2E)[2]
-    tl.store(record + 7, max_x.to(tl.float64))
-    tl.store(record + 8, total_x)
+    tl.store(record + Field.max_x, max_x.to(tl.float64))
+    tl.store(record + Field.sum_x, total_x)
 
     # the likeliest token: lowest id within the lowest group
     highest = tl.minimum(tl.min(tl.where(maxima == split_max, i, 64)), 63)
@@ -169,7 +174,7 @@ def statistics_kernel(
     x_group, z_group = load_entries(x_ptr, adjusted, bitmask, columns, columns < V, vocab_start)
     index = tl.minimum(tl.min(tl.where(z_group == split_max, i, 64)), 63)
     likeliest = start + highest * GROUP + index
-    tl.store(record + 1, (vocab_start + likeliest).to(tl.float64))
+    tl.store(record + Field.argmax, (vocab_start + likeliest).to(tl.float64))
 
     if token_ids is not None:
         forced = tl.load(token_ids + row) - vocab_start
@@ -199,7 +204,7 @@ def statistics_kernel(
         column = tl.where(drawn, column, likeliest)
         key = tl.where(drawn | (split_max == float("-inf")), key, 0.0)
     x_token, z_token = load_entries(x_ptr, adjusted, bitmask, column, column < V, vocab_start)
-    tl.store(record + 9, key.to(tl.float64))
-    tl.store(record + 10, (vocab_start + column).to(tl.float64))
-    tl.store(record + 11, z_token.to(tl.float64))
-    tl.store(record + 12, x_token.to(tl.float64))
+    tl.store(record + Field.key, key.to(tl.float64))
+    tl.store(record + Field.token, (vocab_start + column).to(tl.float64))
+    tl.store(record + Field.token_z, z_token.to(tl.float64))
+    tl.store(record + Field.token_x, x_token.to(tl.float64))
