@@ -158,6 +158,7 @@ struct Filter : Search<T> {
   __device__ __forceinline__ float radius_about(const KeptSet& kept, float mean, int64_t target) const {
     Sums nearer = {0, 0};
     uint32_t radius = 0;
+#pragma unroll 1  // four copies would take registers from the rest of the kernel
     for (int shift = 24; shift >= 0; shift -= 8) {
       clear();
       walk(kept.z, [&](const float(&z)[kSize], int id) {
@@ -216,8 +217,7 @@ struct Filter : Search<T> {
     uint32_t lowest;
     const bool cuts = cuts_below(r, high, &lowest), k_on = k >= 1 && k < logits.vocab, p_on = p < 1.0f;
     const bool masked = in.bitmask != nullptr && row.finite < logits.vocab;
-    const float* const band = band_of(in, r);
-    if (!cuts && !k_on && !p_on && !masked && band == nullptr) return {};
+    if (!cuts && !k_on && !p_on && !masked && band_of(in, r) == nullptr) return {};
 
     const bool later = in.order == FilterOrder::top_k_first && p_on;  // the thresholds do not change top_p's share
     const uint32_t from = later ? kLowestKey : lowest;
@@ -235,13 +235,16 @@ struct Filter : Search<T> {
     } else if (prefix.sums.count < 0) {
       prefix.sums = sums_from(prefix.key);
     }
-    if (prefix.sums.count == logits.vocab && band == nullptr) return {};
+    const bool banded = band_of(in, r) != nullptr;  // read again where it is needed: no register for it all the way
+    if (prefix.sums.count == logits.vocab && !banded) return {};
     const float z = from_key(prefix.key);
     const bool all = prefix.at < 0 || prefix.ties >= prefix.at;
     KeptSet kept = {true, z, all ? logits.vocab : last_tie(z, prefix.ties), prefix.sums.count, prefix.sums.mass, row.max};
-    if (band != nullptr) {
-      if (band[kTypical] < 1.0f) keep_typical(kept, band[kTypical]);
-      if (band[kExclude] < 1.0f) exclude_top(kept, band[kExclude]);
+    if (banded) {
+      const float typical = in.band[r * kBand + kTypical];
+      if (typical < 1.0f) keep_typical(kept, typical);
+      const float threshold = in.band[r * kBand + kExclude];
+      if (threshold < 1.0f) exclude_top(kept, threshold);
       kept.filtered = kept.count < logits.vocab;
     }
     return kept;
