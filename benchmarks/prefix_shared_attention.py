@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 
 # tokens of the prompt and of each completion, completions, heads, heads of K and V, elements of a head

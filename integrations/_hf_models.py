@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MIXERS = (

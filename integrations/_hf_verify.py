@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlkernel.integrations import hf
 from rlkernel.integrations._hf_models import as_written, causal_lm, check_model, family, is_sharded
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 LENGTHS = ((7, (3, 5, 4)), (4, (4, 3, 6)))  # of a prompt, and of its completions
 MIN_TOLERANCE = 1e-4

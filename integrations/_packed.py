@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlkernel.integrations import hf
 from rlkernel.ops.linear_logprob import linear_logprob
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 # whose logits were found to be what the config says; the look at them waits for the GPU
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()

@@ -31,7 +31,7 @@ from rlkernel.integrations._trl_contract import (
 )
 from rlkernel.integrations._trl_models import Models
 from rlkernel.integrations._trl_step import Order, Step, group_shuffle, watched_step
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 if TYPE_CHECKING:
     from rlkernel.integrations.trl import TrlPatch

@@ -30,7 +30,7 @@ from rlkernel.integrations._hf_models import check_model as check_model  # for a
 from rlkernel.integrations._hf_models import family as family
 from rlkernel.integrations._hf_models import is_sharded as is_sharded
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 SUPPORTED = ">=5.16,<5.24"  # 5.23 runs in CI; docs/integrations/hf.md tells what 5.16 lacks
 

@@ -28,8 +28,8 @@ from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
-from rlkernel.prefix_batch import PrefixBatch
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.batch import PrefixBatch
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.types import (
     POLICY_METRICS,
     PREFERENCE_METRICS,

@@ -85,7 +85,7 @@ def signatures(root: Path, backends: dict[str, str]) -> list[str]:
         reference = _functions(root / f"rlkernel/reference/{op}.py")
         reference.pop("make_inputs", None)
         for backend, module in backends.items():
-            path = _folder(root, module) / f"{op}.py"
+            path = _module(_folder(root, module), op)
             if not path.is_file():
                 continue
             functions = _functions(path)
@@ -316,8 +316,14 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _stems(folder: Path, pattern: str) -> list[str]:
-    names = (p.name for p in folder.glob(pattern) if p.is_file())
+    names = {p.name for p in folder.glob(pattern) if p.is_file()}
+    names |= {p.parent.name for p in folder.glob("*/__init__.py")}  # a package is a module of many files
     return sorted({name.partition(".")[0] for name in names if not name.startswith(("_", "."))})
+
+
+def _module(folder: Path, name: str) -> Path:
+    package = folder / name / "__init__.py"
+    return package if package.is_file() else folder / f"{name}.py"
 
 
 def _folder(root: Path, module: str) -> Path:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernel
 from rlkernel import dispatch
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.types import AttentionRule
 
 OP = "prefix_shared_attention"

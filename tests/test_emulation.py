@@ -12,7 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel import native
-from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gather_kv, segment_reduce
+from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.reference import preference_loss, value_loss
 
 WARPS = (32, 64)

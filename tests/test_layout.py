@@ -233,6 +233,13 @@ def test_a_missing_function_or_unsupported_is_seen(house):
     assert problems == ["native's scale has no unsupported()", "native's scale has no forward()"]
 
 
+def test_a_module_may_be_a_package(house):
+    packages = plant("rlkernel/native/scale/__init__.py", "def unsupported(*t): ...")
+    root = house(**packages, **plant("rlkernel/native/rotate/__init__.py", ""))
+    assert layout.signatures(root, BACKENDS) == ["native's scale has no forward()"]
+    assert layout.orphans(root, BACKENDS) == ["rlkernel/native/rotate.* belongs to no op"]
+
+
 def test_no_file_holds_a_machine_path_an_index_or_a_note_to_oneself():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: the list of tracked files is git's")

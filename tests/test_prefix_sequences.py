@@ -229,11 +229,11 @@ def test_tokens_that_nothing_needs_count_for_no_part():
 
 
 def test_the_parts_of_a_limit_are_found_once(monkeypatch):
-    from rlkernel import prefix_parts
+    from rlkernel.prefix import parts
 
     batch = PrefixBatch.pack([[1, 2]], [[[3], [4, 5]]])
     first = [part.samples.tolist() for part in batch.split(3)]
-    monkeypatch.setattr(prefix_parts, "parts", None)
+    monkeypatch.setattr(parts, "parts", None)
     assert [part.samples.tolist() for part in batch.split(3)] == first == [[0], [1]]
 
 

@@ -13,10 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import rlkernel
 from rlkernel.native import prefix_shared_attention as native
-from rlkernel.native import prefix_shared_attention_cpu as cpu
-from rlkernel.native import prefix_shared_attention_plan as planning
-from rlkernel.native import prefix_shared_attention_products as products
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.native.prefix_shared_attention import cpu, products
+from rlkernel.native.prefix_shared_attention import plan as planning
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 from rlkernel.types import AttentionRule
 

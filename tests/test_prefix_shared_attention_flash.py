@@ -12,9 +12,8 @@ from varlen_stand_ins import KERNELS, install
 import rlkernel
 from rlkernel.drivers.prefix_shared_attention import cascade, gathers
 from rlkernel.native import prefix_shared_attention as native
-from rlkernel.native import prefix_shared_attention_flash as flash
-from rlkernel.native import prefix_shared_attention_varlen as varlen
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.native.prefix_shared_attention import flash, varlen
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 from rlkernel.types import AttentionRule
 

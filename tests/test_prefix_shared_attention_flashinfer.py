@@ -15,7 +15,7 @@ import torch
 import varlen_stand_ins as vendors
 
 import rlkernel
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 from rlkernel.types import AttentionRule
 

@@ -7,7 +7,7 @@ import torch
 from backends import EMULATED
 
 from rlkernel import native
-from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gather_kv, segment_reduce
+from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
-from rlkernel.prefix_layout import PrefixLayout, RowTables  # noqa: E402
+from rlkernel.prefix.layout import PrefixLayout, RowTables  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention as triton_op  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
 from rlkernel.types import AttentionRule  # noqa: E402

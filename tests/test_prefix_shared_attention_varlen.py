@@ -8,8 +8,7 @@ import torch
 import varlen_stand_ins as vendors
 from varlen_stand_ins import KERNELS, install
 
-from rlkernel.native import prefix_shared_attention_flash as flash
-from rlkernel.native import prefix_shared_attention_varlen as varlen
+from rlkernel.native.prefix_shared_attention import flash, varlen
 from rlkernel.types import AttentionRule
 
 

@@ -91,7 +91,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-    from rlkernel.prefix_layout import PrefixLayout
+    from rlkernel.prefix.layout import PrefixLayout
     from rlkernel.triton_ops import (
         gae,
         group_advantages,

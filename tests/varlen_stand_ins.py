@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlkernel.native import prefix_shared_attention_varlen as varlen
+from rlkernel.native.prefix_shared_attention import varlen
 
 CALLS: list[str] = []
 

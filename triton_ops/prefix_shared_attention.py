@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.triton_ops.logprob import DTYPES, device_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, Run
+from rlkernel.prefix.layout import PrefixLayout, Run
 
 CHUNK = 2048  # rows that one program visits for a tile of keys, at least: partial sums cost 4 % of its time
 PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together

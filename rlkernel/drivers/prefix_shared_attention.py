@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, Run
+from rlkernel.prefix.layout import PrefixLayout, Run
 from rlkernel.types import AttentionRule
 
 

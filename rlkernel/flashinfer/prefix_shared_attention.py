@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.types import AttentionRule
 
 DTYPES = (torch.float16, torch.bfloat16)

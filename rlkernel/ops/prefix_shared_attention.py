@@ -9,8 +9,8 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.prefix_batch import PrefixBatch
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.prefix.batch import PrefixBatch
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime.modes import once_differentiable
 from rlkernel.types import AttentionRule
 

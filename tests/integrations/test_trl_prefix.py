@@ -17,7 +17,7 @@ from trl_prefix_cases import (
 )
 
 from rlkernel.integrations import hf
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 nothing_left_behind, trainer = trl_prefix_cases.nothing_left_behind, trl_prefix_cases.trainer
 

@@ -20,7 +20,7 @@ from trl_prefix_cases import (
 from trl_trainers import lora, told
 
 import rlkernel
-from rlkernel.prefix_batch import PrefixBatch
+from rlkernel.prefix.batch import PrefixBatch
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import ranges
+from rlkernel.prefix.layout import ranges
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, Run, ranges
+from rlkernel.prefix.layout import PrefixLayout, Run, ranges
 
 ROWS = 1024  # of one call on a segment above: kernels take their largest tile, and temporaries stay small
 SHORT = 32  # segments up to this length are padded and attended to together

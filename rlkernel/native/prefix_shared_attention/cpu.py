@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkernel.native import prefix_shared_attention_kernels as kernels
-from rlkernel.native import prefix_shared_attention_products as products
-from rlkernel.native.prefix_shared_attention_plan import BITWISE_TILE, TILE, Batch, plan
-from rlkernel.prefix_layout import PrefixLayout, Run
+from rlkernel.native.prefix_shared_attention import kernels, products
+from rlkernel.native.prefix_shared_attention.plan import BITWISE_TILE, TILE, Batch, plan
+from rlkernel.prefix.layout import PrefixLayout, Run
 from rlkernel.types import AttentionRule
 
 _VECTOR = 16  # elements of the widest one

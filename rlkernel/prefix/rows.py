@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlkernel.prefix_layout import PrefixLayout, Run, ranges
-from rlkernel.prefix_tree import Tree
+from rlkernel.prefix.layout import PrefixLayout, Run, ranges
+from rlkernel.prefix.tree import Tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers
 from rlkernel.native import kernels_for
-from rlkernel.native import prefix_shared_attention_varlen as varlen
-from rlkernel.native.prefix_shared_attention_kernels import attention_merge, gather_kv, segment_reduce
-from rlkernel.native.prefix_shared_attention_varlen import Sequences, Varlen
-from rlkernel.prefix_layout import Gathered, PrefixLayout, Run
+from rlkernel.native.prefix_shared_attention import varlen
+from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
+from rlkernel.native.prefix_shared_attention.varlen import Sequences, Varlen
+from rlkernel.prefix.layout import Gathered, PrefixLayout, Run
 from rlkernel.types import AttentionRule
 
 Grads = tuple[Tensor, Tensor, Tensor]

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.native import kernels_for
-from rlkernel.native import prefix_shared_attention_cpu as cpu
-from rlkernel.prefix_layout import PrefixLayout
+from rlkernel.native.prefix_shared_attention import cpu
+from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.types import AttentionRule
 
 
@@ -17,7 +17,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
         return [found]
     if q.device.type == "cpu":
         return []
-    from rlkernel.native import prefix_shared_attention_flash as flash
+    from rlkernel.native.prefix_shared_attention import flash
 
     names = ("layout", "rule", "sinks", "needs_grad")
     return flash.unsupported_flash(q, k, v, *(options.get(name) for name in names))
@@ -46,6 +46,6 @@ def backward(
 def _path(q: Tensor) -> Any:
     if q.device.type == "cpu":
         return cpu
-    from rlkernel.native import prefix_shared_attention_flash as flash
+    from rlkernel.native.prefix_shared_attention import flash
 
     return flash

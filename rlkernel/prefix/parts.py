@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlkernel.prefix_tree import Tree
+from rlkernel.prefix.tree import Tree
 
 
 class _Piece(NamedTuple):

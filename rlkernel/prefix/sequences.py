@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.prefix_layout import ranges
-from rlkernel.prefix_tree import Tree, listed, tokens_of
+from rlkernel.prefix.layout import ranges
+from rlkernel.prefix.tree import Tree, listed, tokens_of
 
 
 def tree_of(token_ids: Sequence[Any], loss_mask: Sequence[Any]) -> Tree:

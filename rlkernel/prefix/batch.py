@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import prefix_parts
-from rlkernel.prefix_layout import Run, ranges
-from rlkernel.prefix_rows import rows_of
-from rlkernel.prefix_sequences import tree_of
-from rlkernel.prefix_tree import Tree, listed, padded, same_prompt, tokens_of
+from rlkernel.prefix import parts
+from rlkernel.prefix.layout import Run, ranges
+from rlkernel.prefix.rows import rows_of
+from rlkernel.prefix.sequences import tree_of
+from rlkernel.prefix.tree import Tree, listed, padded, same_prompt, tokens_of
 
 _ON_THE_HOST = ("samples", "completion_lengths")
 
@@ -338,7 +338,7 @@ class PrefixBatch:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise ValueError(f"max_tokens must be an integer >= 1, got {max_tokens!r}")
         if max_tokens not in self._parts:
-            self._parts[max_tokens] = prefix_parts.parts(self._tree, max_tokens)
+            self._parts[max_tokens] = parts.parts(self._tree, max_tokens)
         return [self.select(part) for part in self._parts[max_tokens]]
 
     def balance(self, ranks: int, *, pair_cost: float = 0.0) -> list[PrefixBatch]:
@@ -356,7 +356,7 @@ class PrefixBatch:
             raise ValueError(f"ranks must be an integer >= 1, got {ranks!r}")
         if not isinstance(pair_cost, (int, float)) or not 0 <= pair_cost < math.inf:
             raise ValueError(f"pair_cost must be a finite number >= 0, got {pair_cost!r}")
-        return [self.select(part) for part in prefix_parts.balanced(self._tree, ranks, pair_cost)]
+        return [self.select(part) for part in parts.balanced(self._tree, ranks, pair_cost)]
 
     def select(self, samples: Sequence[int]) -> PrefixBatch:
         """The batch of some samples, given by their place in this batch; ``samples`` are their numbers here.
