@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -76,12 +77,11 @@ def _function(name: str) -> tuple[Callable[..., Any], str]:
 
 @functools.cache
 def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
-    import rlkernel
-
     ops = dispatch.ops()
     found: dict[str, tuple[Callable[..., Any], str]] = {}
-    for name in rlkernel.__all__:
-        function = getattr(rlkernel, name, None)
+    public = sys.modules[__package__]  # which imports this module, and not the other way round
+    for name in public.__all__:
+        function = getattr(public, name, None)
         package, _, module = getattr(function, "__module__", "").rpartition(".")
         if package != "rlkernel.ops" or not inspect.isfunction(function):
             continue

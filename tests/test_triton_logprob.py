@@ -12,13 +12,14 @@ import triton.language as tl  # noqa: E402
 
 from rlkernel.calls.logprob import LogprobCall, RowGrads  # noqa: E402
 from rlkernel.triton_ops import logprob  # noqa: E402
+from rlkernel.triton_ops._device import DTYPES  # noqa: E402
 from rlkernel.triton_ops.logprob_kernels import bounded  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("dtype", logprob.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_alignment_changes_no_bit(device, dtype):
     """Aligned rows are loaded 16 bytes at a time, others entry by entry: other layouts, the same sums."""
     for vocab in (48, 9008):

@@ -8,8 +8,8 @@ import triton
 from torch import Tensor
 
 from rlkernel.triton_ops import whiten
+from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
-from rlkernel.triton_ops.logprob import device_reasons
 from rlkernel.triton_ops.whiten_kernels import CHUNK, Moment
 
 KINDS = {

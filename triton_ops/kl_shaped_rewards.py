@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.policy_loss_terms import clamp
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
 

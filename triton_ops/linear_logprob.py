@@ -21,6 +21,7 @@ from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.triton_ops import logprob as kernels
+from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,
     MAX_VOCAB,
@@ -44,9 +45,9 @@ def unsupported(
     algorithm: str = "auto",
     **options: object,
 ) -> list[str]:
-    reasons = kernels.device_reasons(hidden)
+    reasons = device_reasons(hidden)
     compute_dtype = compute_dtype or torch.promote_types(hidden.dtype, weight.dtype)
-    if compute_dtype not in kernels.DTYPES:
+    if compute_dtype not in DTYPES:
         reasons.append(f"the product must be in float32, float16 or bfloat16, got {compute_dtype}")
     if weight.shape[0] > MAX_VOCAB:
         reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {weight.shape[0]}")

@@ -4,7 +4,6 @@ Also the tile functions that ``rlkernel.drivers.linear_logprob`` calls.  Plans (
 the dtype alone.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
 from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
+from rlkernel.triton_ops import sampling
+from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB, backward_kernel, exp_kernel, forward_kernel
 from rlkernel.triton_ops.logprob_support_kernels import support_backward_kernel, support_forward_kernel
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SUPPORT = {"BLOCK": 256, "num_warps": 2, "enable_fp_fusion": False}  # most rows keep fewer tokens
 
 
@@ -32,19 +32,11 @@ def unsupported(logits: Tensor, *tensors: Tensor, **options: object) -> list[str
     return reasons
 
 
-def device_reasons(tensor: Tensor) -> list[str]:
-    if tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        return []
-    return [f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {tensor.device}"]
-
-
 def forward(call: LogprobCall) -> LogprobResults:
     if call.support_ids is None:
         results = empty_results(call)
         tile_forward(_tile(call), None, True, True, results)
         return results
-    from rlkernel.triton_ops import sampling  # it imports this module itself
-
     logits, ids = call.logits, call.support_ids
     values = logits.contiguous() if call.gathered else logits.new_zeros(ids.shape)
     results = empty_results(call)._replace(values=values)

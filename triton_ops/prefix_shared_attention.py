@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.triton_ops.logprob import DTYPES, device_reasons
+from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,
     attention_sum_kernel,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops._device import device_reasons
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

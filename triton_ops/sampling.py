@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.triton_ops.logprob import DTYPES, device_reasons
+from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import Field, statistics_kernel

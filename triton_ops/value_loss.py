@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.triton_ops.logprob import DTYPES, device_reasons
+from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.value_loss_kernels import (
     CHUNK,
     ROWS,

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.triton_ops.logprob import device_reasons
+from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}

@@ -60,6 +60,8 @@ def temperature(
     value: float | Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """A float, or one contiguous value per row, with the digits that the dtype of the statistics has."""
+    if type(value) is float and value == 1.0:  # nothing to look at, in most calls
+        return value
     wide = torch.promote_types(dtype, torch.float32)
     if not isinstance(value, Tensor):
         return _temperature("temperature", value, wide)
