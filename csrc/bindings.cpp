@@ -23,9 +23,6 @@ py::dict built() {
 
 }  // namespace
 
-#define BIND_CPU(name) bind::name(part, #name, cpu::name, cpu::error_string);
-#define BIND_CUDA(name) bind::name(part, #name, cuda::name, cuda::error_string);
-#define BIND_HIP(name) bind::name(part, #name, hip::name, hip::error_string);
 #define DEFINE_CPU(name) bind::define<calls::name>(part, #name, dlpack::kCpu, cpu::name, cpu::error_string);
 #define DEFINE_CUDA(name) bind::define<calls::name>(part, #name, dlpack::kCuda, cuda::name, cuda::error_string);
 #define DEFINE_HIP(name) bind::define<calls::name>(part, #name, dlpack::kRocm, hip::name, hip::error_string);
@@ -36,21 +33,18 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ENUMS") = bind::enums();
   {
     py::module_ part = bind::add_part(m, "cpu");
-    RLKERNEL_KERNELS(BIND_CPU)
-    RLKERNEL_CALLS(DEFINE_CPU)
+    RLKERNEL_KERNELS(DEFINE_CPU)
   }
 #ifdef RLKERNEL_BUILT_CUDA
   {
     py::module_ part = bind::add_part(m, "cuda");
-    RLKERNEL_KERNELS(BIND_CUDA)
-    RLKERNEL_CALLS(DEFINE_CUDA)
+    RLKERNEL_KERNELS(DEFINE_CUDA)
   }
 #endif
 #ifdef RLKERNEL_BUILT_HIP
   {
     py::module_ part = bind::add_part(m, "hip");
-    RLKERNEL_KERNELS(BIND_HIP)
-    RLKERNEL_CALLS(DEFINE_HIP)
+    RLKERNEL_KERNELS(DEFINE_HIP)
   }
 #endif
 }

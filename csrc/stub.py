@@ -14,7 +14,7 @@ HEAD = '''"""The compiled kernels. Written by csrc/stub.py: do not edit.
 `rlkernel.native.kernels` picks the part by device and fills in the stream.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -47,8 +47,6 @@ def text(part: ModuleType) -> str:
 
 
 def _method(name: str, signature: str) -> str:
-    if not signature.startswith("("):
-        return f"    def {name}(self, *arguments: Any) -> None: ...\n"
     parameters, result = signature.strip()[1:].split(") -> ")
     lines = "".join(f"        {parameter},\n" for parameter in ["self", *parameters.split(", ")])
     return f"    def {name}(\n{lines}    ) -> {result}: ...\n"

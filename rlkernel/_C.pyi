@@ -3,7 +3,7 @@
 `rlkernel.native.kernels` picks the part by device and fills in the stream.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,13 +23,26 @@ class Kernels(Protocol):
     POLICY_PARTIALS: int
     POLICY_VALUES: int
     PREFERENCE_METRICS: int
+    SAMPLING_GROUP: int
+    SAMPLING_RECORD: int
+    SAMPLING_SPLIT: int
     SELECTION_COUNTS: int
     SELECTION_SUMS: int
     SEQUENCE_SUMS: int
     VALUE_METRICS: int
     VALUE_SUMS: int
     part: str
-    def attention_merge(self, *arguments: Any) -> None: ...
+    def attention_merge(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        part: Tensor | None,
+        part_lse: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None: ...
     def gae(
         self,
         stream: int = 0,
@@ -46,7 +59,17 @@ class Kernels(Protocol):
         advantages: Tensor,
         returns: Tensor,
     ) -> None: ...
-    def gather_kv(self, *arguments: Any) -> None: ...
+    def gather_kv(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        out_k: Tensor,
+        out_v: Tensor,
+    ) -> None: ...
     def group_advantages(
         self,
         stream: int = 0,
@@ -274,9 +297,88 @@ class Kernels(Protocol):
         ld_alpha: float,
         stats: Tensor,
     ) -> None: ...
-    def sampling_finish(self, *arguments: Any) -> None: ...
-    def sampling_statistics(self, *arguments: Any) -> None: ...
-    def segment_reduce(self, *arguments: Any) -> None: ...
+    def sampling_finish(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        logits: Tensor | None,
+        vocab_start: int,
+        vocab: int,
+        adjusted: Tensor | None,
+        token_bitmask: Tensor | None,
+        temperature: float | Tensor,
+        top_k: int | Tensor,
+        top_p: float | Tensor,
+        min_p: float | Tensor,
+        top_n_sigma: float | Tensor,
+        thresholds: Tensor | None,
+        band: Tensor | None,
+        seeds: Tensor | None,
+        positions: Tensor | None,
+        token_ids: Tensor | None,
+        skip: Tensor | None,
+        order: str,
+        gumbel: bool,
+        raw: bool,
+        entropy: bool,
+        sigma: bool,
+        partials: Tensor,
+        group_max: Tensor | None,
+        out_ids: Tensor,
+        raw_logprobs: Tensor | None,
+        tempered_logprobs: Tensor,
+        processed_logprobs: Tensor,
+        kept_mass: Tensor,
+        kept_count: Tensor,
+        entropies: Tensor | None,
+        rank: Tensor | None,
+        support: Tensor | None,
+        valid: Tensor,
+        row_max: Tensor,
+        log_sum: Tensor,
+    ) -> None: ...
+    def sampling_statistics(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        logits: Tensor | None,
+        vocab_start: int,
+        vocab: int,
+        adjusted: Tensor | None,
+        token_bitmask: Tensor | None,
+        temperature: float | Tensor,
+        top_k: int | Tensor,
+        top_p: float | Tensor,
+        min_p: float | Tensor,
+        top_n_sigma: float | Tensor,
+        thresholds: Tensor | None,
+        band: Tensor | None,
+        seeds: Tensor | None,
+        positions: Tensor | None,
+        token_ids: Tensor | None,
+        skip: Tensor | None,
+        order: str,
+        gumbel: bool,
+        raw: bool,
+        entropy: bool,
+        sigma: bool,
+        partials: Tensor,
+        group_max: Tensor | None,
+    ) -> None: ...
+    def segment_reduce(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        source_k: Tensor,
+        source_v: Tensor,
+        index: Tensor,
+        offsets: Tensor,
+        out_k: Tensor,
+        out_v: Tensor,
+    ) -> None: ...
     def value_loss_backward(
         self,
         stream: int = 0,

@@ -7,6 +7,7 @@ import torch
 import rlkernel
 from rlkernel import native
 from rlkernel.bench import cases, parity
+from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 
 
 class Recording:
@@ -121,10 +122,35 @@ def _logprobs():
         backward(rlkernel.linear_logprob(hidden, head, targets, bias=bias, **options))
 
 
-CALLS = (_benchmarks, _advantages, _losses, _logprobs)
+def _samples():
+    noise, _ = _tokens(3, 70)
+    each = {"seeds": torch.arange(3), "positions": torch.arange(3), "temperature": torch.full((3,), 0.5)}
+    shares = {name: torch.full((3,), 0.9) for name in ("top_p", "min_p", "typical_p")}
+    cutoffs = {"top_k": torch.full((3,), 9), "top_n_sigma": torch.ones(3), "epsilon_cutoff": 1e-3}
+    words = {"token_bitmask": torch.full((3, 3), -1, dtype=torch.int32), "logit_bias": {3: 1.0}}
+    wanted = {"return_entropy": True, "return_support": 8, "return_rank": True}
+    rlkernel.sample(noise(), **each, **shares, **cutoffs, **words, **wanted)
+    rlkernel.logprob(
+        noise(), torch.tensor([1, 2, 3]), support_ids=torch.tensor([1], dtype=torch.int32),
+        support_offsets=torch.tensor([0, 1, 1, 1]),
+    )  # fmt: skip
+
+
+def _prefixes():
+    out, part = torch.randn(2, 5, 3, 8)
+    lse, part_lse = torch.randn(2, 3, 5)
+    index, offsets = torch.tensor([0, 4, 2]), torch.tensor([0, 1, 3])
+    attention_merge(out, lse, part, part_lse, torch.zeros(3))
+    gather_kv(out, part, index)
+    segment_reduce(out, part, index, offsets)
+
+
+CALLS = (_benchmarks, _advantages, _losses, _logprobs, _samples, _prefixes)
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {
+    ("sampling_statistics", "logits", "one element short"),
+    ("sampling_finish", "support", "one element short"),  # room for a token less
     ("logprob_forward", "logits", "one element short"),
     ("logprob_support_forward", "logits", "one element short"),
     ("logprob_support_backward", "out", "one element short"),

@@ -94,8 +94,7 @@ def test_threads_do_not_change_bits(name, rows, threads):
 def test_tiles_have_the_bits_of_the_whole(name, dtype):
     rows, vocab = 3, 4096 * 4 + 77
     x, sampling = logits(rows, vocab, dtype=dtype), request(rows, **FILTERS[name])
-    partials = torch.empty(rows, 5, kernel.RECORD, dtype=torch.float64)
-    group_max = torch.empty(rows, -(-vocab // kernel.GROUP))
+    partials, group_max = kernel.buffers(rows, vocab, sampling._replace(rank=True), x.device)
     for start, end in ((8192, vocab), (0, 4096), (4096, 8192)):
         kernel.tile_statistics(x[:, start:end], None, start, vocab, sampling, partials, group_max)
     assert_equal(
@@ -107,7 +106,7 @@ def test_tiles_have_the_bits_of_the_whole(name, dtype):
 
 def test_unfiltered_rows_need_no_logits():
     x, sampling = logits(4, 9000), request(4, rank=False, support=0, temperature=torch.tensor([1, 0.5, 0, 2]))
-    partials = torch.empty(4, 3, kernel.RECORD, dtype=torch.float64)
+    partials, _ = kernel.buffers(4, 9000, sampling, x.device)
     kernel.tile_statistics(x, None, 0, 9000, sampling, partials, None)
     assert_same(kernel.finish(None, None, 9000, sampling, partials, None), kernel.forward(x, None, sampling))
 
@@ -124,7 +123,7 @@ def test_skipped_rows_are_neither_read_nor_written():
     x = logits(4, 5000)
     skip = torch.tensor([False, True, False, True])
     sampling = request(4, **FILTERS["both"])
-    partials = torch.full((4, 2, kernel.RECORD), torch.nan, dtype=torch.float64)
+    partials = kernel.buffers(4, 5000, sampling, x.device)[0].fill_(torch.nan)
     group_max = torch.full((4, 79), torch.nan)
     kernel.tile_statistics(x, None, 0, 5000, sampling._replace(skip=skip), partials, group_max)
     assert partials[skip].isnan().all() and group_max[skip].isnan().all()

@@ -17,7 +17,6 @@ import stub
 
 CPU = native.extension().cpu
 KERNELS = sorted(name for name, x in vars(CPU).items() if callable(x) and not name.startswith("_"))
-NEW = [name for name in KERNELS if CPU.__dict__[name].__doc__.startswith("(")]
 
 
 def wrong(x):
@@ -31,7 +30,7 @@ def wrong(x):
         yield "not dense", torch.stack([x, x], -1)[..., 0]
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_wrong_buffer_is_refused(name):
     kernel = getattr(CPU, name)
     calls = seam_calls.recorded()[name]
@@ -47,7 +46,7 @@ def test_a_wrong_buffer_is_refused(name):
                     continue
                 said = refusal(kernel, call | {field: bad})
                 assert said.startswith(f"{name}: "), (field, how, said)
-                assert "short" in how or said.startswith(f"{name}: {field} must "), said
+                assert "short" in how or field in said.removeprefix(name), said
             if field not in optional(name):
                 with pytest.raises(TypeError, match=f"{name}: {field} must be a tensor, got None"):
                     kernel(**call | {field: None})
@@ -79,7 +78,7 @@ def tensors(name):
     return {field for field, kind in annotations(name).items() if "Tensor" in kind}
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", KERNELS)
 def test_wrong_keywords_are_refused(name):
     call = seam_calls.recorded()[name][0]
     field = next(iter(call))

@@ -12,13 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.triton_ops import sampling_kernels
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import Field, statistics_kernel
 from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
-SPLIT, GROUP, RECORD = 4096, 64, len(Field)
+SPLIT, GROUP, RECORD = sampling_kernels.SPLIT.value, sampling_kernels.GROUP.value, len(Field)
 ROOM = 2048  # tokens that fit the registers of a program of pass B
 
 
@@ -36,13 +37,19 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> SampleStats:
     rows, vocab = logits.shape
-    device = logits.device
-    partials = torch.empty(rows, triton.cdiv(vocab, SPLIT), RECORD, dtype=torch.float64, device=device)
-    group_max = None
-    if sampling.rank or sampling.may_filter(vocab):
-        group_max = torch.empty(rows, triton.cdiv(vocab, GROUP), dtype=torch.float32, device=device)
+    partials, group_max = buffers(rows, vocab, sampling, logits.device)
     tile_statistics(logits, adjusted, 0, vocab, sampling, partials, group_max)
     return finish(logits, adjusted, vocab, sampling, partials, group_max)
+
+
+def buffers(rows: int, vocab: int, sampling: Sampling, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """For the statistics of all splits of a row, and the maxima of its groups where a token of it is
+    looked for among them."""
+    splits, groups = triton.cdiv(vocab, SPLIT), triton.cdiv(vocab, GROUP)
+    partials = torch.empty(rows, splits, RECORD, dtype=torch.float64, device=device)
+    if sampling.rank or sampling.may_filter(vocab):
+        return partials, torch.empty(rows, groups, dtype=torch.float32, device=device)
+    return partials, None
 
 
 def tile_statistics(

@@ -54,7 +54,7 @@ bool run(const Case& c, uint64_t seed) {
   float* const f = floats.get();
   const SamplingOutputs out{ids.get(), f, f + rows, f + 2 * rows, f + 3 * rows, ids.get() + rows, f + 4 * rows,
                             c.filtered ? ids.get() + 2 * rows : nullptr, support.get(), room, valid.get(), f + 5 * rows,
-                            f + 6 * rows, nullptr, 0};
+                            f + 6 * rows};
   if (emulated::sampling_statistics(in, nullptr) || emulated::sampling_finish(in, out, nullptr)) return false;
   bool right = true;
   for (int64_t r = 0; r < rows; ++r) {

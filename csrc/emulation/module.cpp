@@ -43,7 +43,6 @@ std::vector<int> histogram(unsigned blocks, unsigned threads, unsigned bins) {
 
 }  // namespace
 
-#define BIND(name) bind::name(m, #name, emulated::name, describe);
 #define DEFINE(name) bind::define<calls::name>(m, #name, dlpack::kCpu, emulated::name, describe);
 
 PYBIND11_MODULE(emulated, m) {
@@ -61,6 +60,5 @@ PYBIND11_MODULE(emulated, m) {
   m.def("through_bf16", [](float x) { return emulated::to_float(emulated::from_float<emulated::bf16>(x)); });
 
   bind::describe_part(m, "emulated");
-  RLKERNEL_KERNELS(BIND)
-  RLKERNEL_CALLS(DEFINE)
+  RLKERNEL_KERNELS(DEFINE)
 }

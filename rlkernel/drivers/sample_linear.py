@@ -1,6 +1,7 @@
 """``sample_linear`` in tiles: a library GEMM, then the statistics of a tile that is in the caches.
 
-Shared by the backends that have the two kernels of sampling (``tile_statistics``, ``finish``: see
+Shared by the backends that have the two kernels of sampling (``buffers``, ``tile_statistics``,
+``finish``: see
 ``rlkernel.native.sampling``).  The statistics of 4096 tokens are the same in any tile that starts at a
 multiple of 4096, so tiles change nothing but the memory they take.
 
@@ -21,7 +22,8 @@ from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind,
 from rlkernel.types import SampleStats, Sampling
 from rlkernel.workspace import Carver
 
-SPLIT, GROUP, RECORD = 4096, 64, 13  # of the sampling kernels: tokens of a record and of a group, its fields
+SPLIT = 4096  # the kernels refuse tiles that start elsewhere than at a multiple of theirs
+PIECE = 64
 
 
 class Plan(NamedTuple):
@@ -53,7 +55,7 @@ def _plan(
     """``operand`` and ``cell``: bytes of an element of the weight, and of the logits."""
     most_rows, most_vocab = most
     wide = min(-(-vocab // SPLIT) * SPLIT, most_vocab)
-    piece = min(max(limit // 2 // (size * operand) // GROUP, 1) * GROUP, wide) if convert else 0
+    piece = min(max(limit // 2 // (size * operand) // PIECE, 1) * PIECE, wide) if convert else 0
     while wide > SPLIT and 64 * wide * cell > limit // 4:
         wide = max(wide // 2 // SPLIT, 1) * SPLIT
     room = limit - piece * size * operand
@@ -73,10 +75,7 @@ def forward(
 ) -> SampleStats:
     """What the reference's ``forward`` returns; ``logits`` [N, V] are filled where they are given."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    partials = hidden.new_empty(n, -(-vocab // SPLIT), RECORD, dtype=torch.float64)
-    group_max = None
-    if sampling.rank or sampling.may_filter(vocab):
-        group_max = hidden.new_empty(n, -(-vocab // GROUP), dtype=torch.float32)
+    partials, group_max = kernels.buffers(n, vocab, sampling, hidden.device)
     for a, b, v0, tile in _tiles(hidden, weight, head, logits):
         part = sampling if b - a == n else _rows(sampling, a, b)
         maxima = None if group_max is None else rows_of(group_max, a, b)

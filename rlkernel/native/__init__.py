@@ -64,6 +64,7 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "Verdict": calls.CORRECTION_MODES,
         "PreferenceTerm": calls.PREFERENCE_TERMS,
         "PreferenceDivergence": calls.PREFERENCE_DIVERGENCES,
+        "FilterOrder": calls.FILTER_ORDERS,
     }
     return [
         f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"
@@ -158,21 +159,6 @@ def _on_device(part: Kernels, device: torch.device) -> Any:
 def _each_kernel(part: Kernels, change: Callable[[Any], Any]) -> types.SimpleNamespace:
     public = {name: value for name, value in vars(part).items() if not name.startswith("_")}
     return types.SimpleNamespace(**{n: change(x) if callable(x) else x for n, x in public.items()})
-
-
-def launch(name: str, device: torch.device, *arguments: Any) -> None:
-    """Run the kernel `name` of the part that `device` is for, on its current stream."""
-    found = kernels_for(device)
-    if isinstance(found, str):
-        raise NotImplementedError(found)
-    kernel: Callable[..., None] = getattr(found, name)
-    if found.part in ON_HOST:
-        kernel(*arguments, 0)
-    elif device.index == torch.cuda.current_device():
-        kernel(*arguments, gpu.raw_stream(device))
-    else:
-        with torch.cuda.device(device):
-            kernel(*arguments, gpu.raw_stream(device))
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels_for, launch
-from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
+from rlkernel.native import kernels, kernels_for
+from rlkernel.types import SampleStats, Sampling
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
-SPLIT, GROUP, RECORD = 4096, 64, 13  # rlkernel::kSamplingSplit, kSamplingGroup, kRecord
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -22,21 +21,26 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
         reasons.append(f"logits must be fp16, bf16 or fp32, got {dtype}")
     if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
         reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
-    kernels = kernels_for(logits.device)
-    return [*reasons, kernels] if isinstance(kernels, str) else reasons
+    found = kernels_for(logits.device)
+    return [*reasons, found] if isinstance(found, str) else reasons
 
 
 def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> SampleStats:
     rows, vocab = logits.shape
-    device = logits.device
-    partials = torch.empty(rows, -(-vocab // SPLIT), RECORD, dtype=torch.float64, device=device)
-    group_max = None
+    partials, group_max = buffers(rows, vocab, sampling, logits.device)
+    tile_statistics(logits, adjusted, 0, vocab, sampling, partials, group_max)
+    return finish(logits, adjusted, vocab, sampling, partials, group_max)
+
+
+def buffers(rows: int, vocab: int, sampling: Sampling, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """For the statistics of all splits of a row, and the maxima of its groups where a token of it is
+    looked for among them."""
+    part = kernels(device)
+    splits, groups = -(-vocab // part.SAMPLING_SPLIT), -(-vocab // part.SAMPLING_GROUP)
+    partials = torch.empty(rows, splits, part.SAMPLING_RECORD, dtype=torch.float64, device=device)
     if sampling.rank or sampling.may_filter(vocab):
-        group_max = torch.empty(rows, -(-vocab // GROUP), dtype=torch.float32, device=device)
-    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
-    if rows:
-        launch("sampling_statistics", device, *arguments)
-    return _finish(sampling, rows, device, arguments)
+        return partials, torch.empty(rows, groups, dtype=torch.float32, device=device)
+    return partials, None
 
 
 def tile_statistics(
@@ -50,9 +54,19 @@ def tile_statistics(
 ) -> None:
     """Leave in ``partials`` and ``group_max``, which are those of all ``vocab`` tokens, what the ``tile``
     [B, Vt] of the tokens from ``vocab_start`` on says.  ``vocab_start`` is a multiple of the split."""
-    if tile.numel():
-        arguments = _inputs(tile, tile.shape[1], adjusted, vocab_start, vocab, sampling, partials, group_max)
-        launch("sampling_statistics", tile.device, *arguments)
+    if tile.numel() == 0:
+        return
+    top_k = sampling.top_k
+    kernels(tile.device).sampling_statistics(
+        logits=tile, vocab_start=vocab_start, vocab=vocab, adjusted=adjusted,
+        token_bitmask=sampling.token_bitmask, temperature=sampling.temperature,
+        top_k=top_k if isinstance(top_k, Tensor) else min(top_k, vocab), top_p=sampling.top_p,
+        min_p=sampling.min_p, top_n_sigma=sampling.top_n_sigma, thresholds=sampling.thresholds,
+        band=sampling.band, seeds=sampling.seeds, positions=sampling.positions, token_ids=sampling.token_ids,
+        skip=sampling.skip, order=sampling.order, gumbel=sampling.gumbel, raw=sampling.raw,
+        entropy=sampling.entropy or sampling.thresholds is not None, sigma=sampling.may_use_sigma,
+        partials=partials, group_max=group_max,
+    )  # fmt: skip
 
 
 def finish(
@@ -65,11 +79,7 @@ def finish(
 ) -> SampleStats:
     """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] and ``group_max`` may be
     None where no row can be filtered and no rank is wanted."""
-    arguments = _inputs(logits, vocab, adjusted, 0, vocab, sampling, partials, group_max)
-    return _finish(sampling, partials.shape[0], partials.device, arguments)
-
-
-def _finish(sampling: Sampling, rows: int, device: torch.device, arguments: tuple[Any, ...]) -> SampleStats:
+    rows, device = partials.shape[0], partials.device
     like = torch.empty_like  # half the time of torch.empty
     ids = torch.empty(rows, dtype=torch.int64, device=device)
     number = torch.empty(rows, dtype=torch.float32, device=device)
@@ -89,49 +99,23 @@ def _finish(sampling: Sampling, rows: int, device: torch.device, arguments: tupl
     )
     if rows == 0:
         return stats
-    *results, valid, row_max, log_sum = map(_address, stats)
-    outputs = (*results, sampling.support, valid, row_max, log_sum, 0, 0)
-    launch("sampling_finish", device, *arguments, *outputs)
+    top_k = sampling.top_k  # a number of any size is one
+    kernels(device).sampling_finish(
+        logits=logits, vocab_start=0, vocab=vocab, adjusted=adjusted, token_bitmask=sampling.token_bitmask,
+        temperature=sampling.temperature,
+        top_k=top_k if isinstance(top_k, Tensor) else min(top_k, vocab), top_p=sampling.top_p,
+        min_p=sampling.min_p, top_n_sigma=sampling.top_n_sigma, thresholds=sampling.thresholds,
+        band=sampling.band, seeds=sampling.seeds, positions=sampling.positions, token_ids=sampling.token_ids,
+        skip=sampling.skip, order=sampling.order, gumbel=sampling.gumbel, raw=sampling.raw,
+        entropy=sampling.entropy or sampling.thresholds is not None, sigma=sampling.may_use_sigma,
+        partials=partials, group_max=group_max,
+        out_ids=stats.token_ids, raw_logprobs=stats.raw_logprobs, tempered_logprobs=stats.tempered_logprobs,
+        processed_logprobs=stats.processed_logprobs, kept_mass=stats.kept_mass, kept_count=stats.kept_count,
+        entropies=stats.entropy, rank=stats.rank, support=stats.support, valid=stats.valid,
+        row_max=stats.row_max, log_sum=stats.log_sum,
+    )  # fmt: skip
     return stats
 
 
 def _support(rows: int, size: int, device: torch.device) -> Tensor | None:
     return torch.empty(rows, size, dtype=torch.int32, device=device) if size else None
-
-
-def _inputs(
-    logits: Tensor | None,
-    tile_vocab: int,
-    adjusted: Tensor | None,
-    vocab_start: int,
-    vocab: int,
-    sampling: Sampling,
-    partials: Tensor,
-    group_max: Tensor | None,
-) -> tuple[Any, ...]:
-    """The fields of SamplingInputs, in order."""
-    bitmask, top_k = sampling.token_bitmask, sampling.top_k
-    if not isinstance(top_k, Tensor):
-        top_k = min(top_k, vocab)  # a number of any size is one
-    per_row: list[float] = []
-    for x in (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.top_n_sigma):
-        per_row += (x.data_ptr(), 0) if isinstance(x, Tensor) else (0, x)
-    return (
-        _address(logits), 0 if logits is None else DTYPES[logits.dtype], partials.shape[0], _stride(logits),
-        tile_vocab, vocab_start, vocab, _address(adjusted), _stride(adjusted), _address(bitmask),
-        _stride(bitmask), *per_row, _address(sampling.thresholds), _address(sampling.band),
-        _address(sampling.seeds), _address(sampling.positions), _address(sampling.token_ids),
-        _address(sampling.skip),
-        FILTER_ORDERS.index(sampling.order), sampling.gumbel, sampling.raw,
-        sampling.entropy or sampling.thresholds is not None,
-        sampling.may_use_sigma, partials.data_ptr(),
-        _address(group_max),
-    )  # fmt: skip
-
-
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -24,7 +24,7 @@ struct SupportFields {
   LogprobSupport support(const Rows& part, int64_t vocab) const {
     return {part.count, vocab, of_rows<const int64_t>(target_ids, part), ignore_index,
             of_rows<const float>(temperature.rows, part), temperature.rows.given ? 1 : temperature.all,
-            ids.dense<const int32_t>(ids.elements()), offsets.dense<const int64_t>(rows() + 1) + part.first};
+            ids.dense<const int32_t>(ids.elements()), offsets.offsets(rows(), ids) + part.first};
   }
 
   // The rows of `x` [..., V], which are as many as the targets; with `alone` rows without a tensor behind them.

@@ -1,86 +1,84 @@
-// The Python signatures of the kernels around shared prefixes: flat arguments in the order of the structs of
-// prefix_shared_attention.h, a pair as two.
+// The arguments of the kernels around shared prefixes in Python.
 #pragma once
-#include "rlkernel/bind.h"
+#include "rlkernel/call.h"
 #include "rlkernel/prefix_shared_attention.h"
 
-namespace rlkernel::bind {
+namespace rlkernel::calls {
 
-template <class Launch, class Describe>
-void attention_merge(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address out, int dtype, int64_t out_stride, int64_t out_head_stride, Address lse, int64_t lse_stride, Address part,
-          int64_t part_stride, int64_t part_head_stride, Address part_lse, int64_t part_lse_stride, Address sinks, int64_t rows,
-          int64_t heads, int64_t head_dim, Address stream) {
-        const AttentionMerge arguments{pointer<void>(out),
-                                       static_cast<Dtype>(dtype),
-                                       out_stride,
-                                       out_head_stride,
-                                       pointer<float>(lse),
-                                       lse_stride,
-                                       pointer<const void>(part),
-                                       part_stride,
-                                       part_head_stride,
-                                       pointer<const float>(part_lse),
-                                       part_lse_stride,
-                                       pointer<const float>(sinks),
-                                       rows,
-                                       heads,
-                                       head_dim};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("out"), py::arg("dtype"), py::arg("out_stride"), py::arg("out_head_stride"), py::arg("lse"),
-      py::arg("lse_stride"), py::arg("part"), py::arg("part_stride"), py::arg("part_head_stride"), py::arg("part_lse"),
-      py::arg("part_lse_stride"), py::arg("sinks"), py::arg("rows"), py::arg("heads"), py::arg("head_dim"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-}
+using namespace bind;
 
-template <class Launch, class Describe>
-void segment_reduce(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address source_k, Address source_v, int dtype, int64_t source_k_stride, int64_t source_v_stride, Address index,
-          Address offsets, int64_t rows, int64_t width, Address out_k, Address out_v, int out_dtype, int64_t out_k_stride,
-          int64_t out_v_stride, Address stream) {
-        const SegmentReduce arguments{{pointer<const void>(source_k), pointer<const void>(source_v)},
-                                      static_cast<Dtype>(dtype),
-                                      {source_k_stride, source_v_stride},
-                                      pointer<const int64_t>(index),
-                                      pointer<const int64_t>(offsets),
-                                      rows,
-                                      width,
-                                      {pointer<void>(out_k), pointer<void>(out_v)},
-                                      static_cast<Dtype>(out_dtype),
-                                      {out_k_stride, out_v_stride}};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("source_k"), py::arg("source_v"), py::arg("dtype"), py::arg("source_k_stride"), py::arg("source_v_stride"),
-      py::arg("index"), py::arg("offsets"), py::arg("rows"), py::arg("width"), py::arg("out_k"), py::arg("out_v"),
-      py::arg("out_dtype"), py::arg("out_k_stride"), py::arg("out_v_stride"), py::arg("stream"),
-      py::call_guard<py::gil_scoped_release>());
-}
+struct attention_merge {
+  Tensor out, lse;
+  Optional part, part_lse, sinks;
 
-template <class Launch, class Describe>
-void gather_kv(py::module_& m, const char* name, Launch launch, Describe describe) {
-  m.def(
-      name,
-      [=](Address k, Address v, int bytes, int64_t k_stride, int64_t v_stride, int64_t k_head_stride, int64_t v_head_stride,
-          Address index, int64_t rows, int64_t heads, int64_t head_dim, Address out_k, Address out_v, Address stream) {
-        const GatherKv arguments{{pointer<const void>(k), pointer<const void>(v)},
-                                 bytes,
-                                 {k_stride, v_stride},
-                                 {k_head_stride, v_head_stride},
-                                 pointer<const int64_t>(index),
-                                 rows,
-                                 heads,
-                                 head_dim,
-                                 {pointer<void>(out_k), pointer<void>(out_v)}};
-        check(name, launch(arguments, pointer<void>(stream)), describe);
-      },
-      py::arg("k"), py::arg("v"), py::arg("bytes"), py::arg("k_stride"), py::arg("v_stride"), py::arg("k_head_stride"),
-      py::arg("v_head_stride"), py::arg("index"), py::arg("rows"), py::arg("heads"), py::arg("head_dim"), py::arg("out_k"),
-      py::arg("out_v"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-}
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    out.want_rank(3);
+    out.want_unit_stride();
+    const Dtype dtype = out.dtype();
+    const int64_t rows = out.size(0), heads = out.size(1), head_dim = out.size(2);
+    if (part.given != part_lse.given) (part.given ? part_lse : part).refuse("be given with the other of the two", "None");
+    if (part.given) {
+      part.want_shape({rows, heads, head_dim});
+      part.want_unit_stride();
+      if (part.dtype() != dtype) part.refuse("be of the dtype of out", part.type_text());
+    }
+    return launch({out.data(), dtype, out.stride(0), out.stride(1), lse.matrix<float>(heads, rows), lse.row_stride(),
+                   part.data(), part.given ? part.stride(0) : 0, part.given ? part.stride(1) : 0,
+                   part_lse.matrix<const float>(heads, rows), part_lse.row_stride(), sinks.dense<const float>(heads), rows,
+                   heads, head_dim},
+                  stream);
+  }
+};
 
-}  // namespace rlkernel::bind
+RLKERNEL_FIELDS(attention_merge, out, lse, part, part_lse, sinks)
+
+struct segment_reduce {
+  Tensor source_k, source_v, index, offsets, out_k, out_v;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    source_k.want_rank(3);
+    const int64_t rows = offsets.elements() - 1, width = source_k.size(1) * source_k.size(2);
+    if (!source_v.has_shape_of(source_k)) source_v.refuse_shape_of(source_k);
+    if (source_v.dtype() != source_k.dtype()) source_v.refuse("be of the dtype of source_k", source_v.type_text());
+    if (out_v.dtype() != out_k.dtype()) out_v.refuse("be of the dtype of out_k", out_v.type_text());
+    if (out_k.dtype() != Dtype::f32 && out_k.dtype() != source_k.dtype())
+      out_k.refuse("be float32 or of the dtype of source_k", out_k.type_text());
+    source_k.want_dense();
+    source_v.want_dense();
+    return launch({{source_k.data(), source_v.data()}, source_k.dtype(), {width, width},
+                   index.dense<const int64_t>(index.elements()), offsets.offsets(rows, index), rows, width,
+                   {out_k.dense_floats(rows * width), out_v.dense_floats(rows * width)}, out_k.dtype(), {width, width}},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(segment_reduce, source_k, source_v, index, offsets, out_k, out_v)
+
+struct gather_kv {
+  Tensor k, v, index, out_k, out_v;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    k.want_rank(3);
+    const int64_t rows = index.elements(), heads = k.size(1), head_dim = k.size(2), bytes = rows * heads * head_dim * k.item_bytes();
+    v.want_shape({k.size(0), heads, head_dim});
+    for (const Tensor* x : {&v, &out_k, &out_v})
+      if (!x->has_type_of(k)) x->refuse("be of the dtype of k", x->type_text());
+    k.want_unit_stride();
+    v.want_unit_stride();
+    for (const Tensor* x : {&out_k, &out_v}) {
+      x->want_bytes(bytes);
+      x->want_dense();
+    }
+    return launch({{k.data(), v.data()}, static_cast<int>(k.item_bytes()), {k.stride(0), v.stride(0)},
+                   {k.stride(1), v.stride(1)}, index.dense<const int64_t>(rows), rows, heads, head_dim,
+                   {out_k.data(), out_v.data()}},
+                  stream);
+  }
+};
+
+RLKERNEL_FIELDS(gather_kv, k, v, index, out_k, out_v)
+
+}  // namespace rlkernel::calls

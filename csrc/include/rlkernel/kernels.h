@@ -13,13 +13,6 @@
 #include "rlkernel/bind_whiten.h"
 
 #define RLKERNEL_KERNELS(KERNEL) \
-  KERNEL(attention_merge) \
-  KERNEL(segment_reduce) \
-  KERNEL(gather_kv) \
-  KERNEL(sampling_statistics) \
-  KERNEL(sampling_finish)
-
-#define RLKERNEL_CALLS(KERNEL) \
   KERNEL(logprob_forward) \
   KERNEL(logprob_backward) \
   KERNEL(logprob_exp) \
@@ -35,7 +28,12 @@
   KERNEL(policy_select) \
   KERNEL(preference_sums) \
   KERNEL(preference_loss) \
-  KERNEL(preference_backward)
+  KERNEL(preference_backward) \
+  KERNEL(attention_merge) \
+  KERNEL(segment_reduce) \
+  KERNEL(gather_kv) \
+  KERNEL(sampling_statistics) \
+  KERNEL(sampling_finish)
 
 namespace rlkernel::bind {
 
@@ -52,6 +50,9 @@ inline void describe_part(py::module_& part, const char* name) {
   part.attr("SELECTION_COUNTS") = kLevels * kBins;
   part.attr("SEQUENCE_SUMS") = static_cast<int>(kSequenceSums);
   part.attr("PREFERENCE_METRICS") = kPreferenceMetrics;
+  part.attr("SAMPLING_SPLIT") = kSamplingSplit;
+  part.attr("SAMPLING_GROUP") = kSamplingGroup;
+  part.attr("SAMPLING_RECORD") = static_cast<int>(kRecord);
 }
 
 template <class... Enums>
@@ -72,7 +73,7 @@ py::dict enums(const std::pair<const char*, Enums>&... each) {
 inline py::dict enums() {
   return enums(RLKERNEL_NAMED(Term), RLKERNEL_NAMED(Level), RLKERNEL_NAMED(Aggregation), RLKERNEL_NAMED(Kl),
                RLKERNEL_NAMED(KlWeight), RLKERNEL_NAMED(Divergence), RLKERNEL_NAMED(Correction), RLKERNEL_NAMED(Verdict),
-               RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence));
+               RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence), RLKERNEL_NAMED(FilterOrder));
 }
 
 inline py::module_ add_part(py::module_& m, const char* name) {

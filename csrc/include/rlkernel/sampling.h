@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "rlkernel/logprob.h"
+#include "rlkernel/names.h"
 #include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
 
 namespace rlkernel {
@@ -36,7 +37,7 @@ enum SamplingRecord : int {
 
 // Of which tokens top_p takes its share: those that all other filters keep, all of them, or the first top_k, of which what is
 // left is cut by the thresholds.
-enum class FilterOrder : int { sequential = 0, joint = 1, top_k_first = 2 };
+RLKERNEL_ENUM(FilterOrder, sequential, joint, top_k_first)
 
 // Thresholds of the tempered probability of a row, whose likeliest token is kept whatever they say: at least epsilon; at least
 // min(eta, sqrt(eta) * exp(-entropy)); at least top_a times the largest one squared.
@@ -147,8 +148,6 @@ struct SamplingOutputs {
   int64_t support_size;
   bool* valid;
   float *row_max, *log_sum;
-  void* scratch;                 // scratch_size bytes for each row, or null where none is asked for
-  int64_t scratch_size;
 };
 
 namespace cpu {

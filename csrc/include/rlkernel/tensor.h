@@ -114,6 +114,7 @@ class Tensor {
       if (x_.strides[d] != other.x_.strides[d]) return false;
     return true;
   }
+  bool has_type_of(const Tensor& other) const { return same(x_.dtype, other.x_.dtype); }
   bool holds(dlpack::Type type) const { return given && same(x_.dtype, type); }
 
   bool is_dense() const {
@@ -134,6 +135,14 @@ class Tensor {
     want_bytes(count * static_cast<int64_t>(sizeof(T)));
     want_dense();
     return static_cast<T*>(data());
+  }
+
+  // [count + 1], of which the last may be read where that costs nothing: as many elements as that `of` must have.
+  const int64_t* offsets(int64_t count, const Tensor& of) const {
+    const int64_t* start = dense<const int64_t>(count + 1);
+    if (start != nullptr && x_.device_type == dlpack::kCpu && start[count] > of.elements())
+      of.refuse("hold the " + std::to_string(start[count]) + " elements of " + name_, std::to_string(of.elements()));
+    return start;
   }
 
   // Of floats of any kind that the kernel knows.

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from rlkernel.native import launch
+from rlkernel.native import kernels
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # rlkernel::Dtype
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def attention_merge(
@@ -25,16 +25,9 @@ def attention_merge(
     """
     if out.dtype not in DTYPES:
         return _merge_fp64(out, lse, part, part_lse, sinks)
-    n, heads, head_dim = out.shape
-    part_strides = (0, 0, 0, 0, 0)
-    if part is not None and part_lse is not None:
-        address, lse_address = part.data_ptr(), part_lse.data_ptr()
-        part_strides = address, part.stride(0), part.stride(1), lse_address, part_lse.stride(0)
-    sinks = None if sinks is None else sinks.float().contiguous()
-    launch(
-        "attention_merge", out.device, out.data_ptr(), DTYPES[out.dtype], out.stride(0), out.stride(1),
-        lse.data_ptr(), lse.stride(0), *part_strides, 0 if sinks is None else sinks.data_ptr(), n, heads,
-        head_dim,
+    kernels(out.device).attention_merge(
+        out=out, lse=lse, part=part, part_lse=part_lse,
+        sinks=None if sinks is None else sinks.float().contiguous(),
     )  # fmt: skip
 
 
@@ -42,10 +35,7 @@ def gather_kv(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """``k[index], v[index]`` in one launch: [T, H, D] whose last dimension is contiguous, ``index`` int64."""
     shape = (len(index), *k.shape[1:])
     out_k, out_v = (torch.empty(shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    launch(
-        "gather_kv", k.device, k.data_ptr(), v.data_ptr(), k.element_size(), k.stride(0), v.stride(0),
-        k.stride(1), v.stride(1), index.data_ptr(), *shape, out_k.data_ptr(), out_v.data_ptr(),
-    )  # fmt: skip
+    kernels(k.device).gather_kv(k=k, v=v, index=index, out_k=out_k, out_v=out_v)
     return out_k, out_v
 
 
@@ -62,13 +52,10 @@ def segment_reduce(
         k, v = (torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (source_k, source_v))
         return k, v
     shape = (len(offsets) - 1, *source_k.shape[1:])
-    width = shape[1] * shape[2]
     out_k, out_v = (torch.empty(shape, dtype=dtype, device=source_k.device) for _ in range(2))
-    launch(
-        "segment_reduce", source_k.device, source_k.data_ptr(), source_v.data_ptr(), DTYPES[source_k.dtype],
-        source_k.stride(0), source_v.stride(0), index.data_ptr(), offsets.data_ptr(), shape[0], width,
-        out_k.data_ptr(), out_v.data_ptr(), DTYPES[dtype], width, width,
-    )  # fmt: skip
+    kernels(source_k.device).segment_reduce(
+        source_k=source_k, source_v=source_v, index=index, offsets=offsets, out_k=out_k, out_v=out_v
+    )
     return out_k, out_v
 
 
