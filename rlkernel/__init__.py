@@ -6,6 +6,7 @@ from rlkernel import debug, workspace
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
@@ -35,7 +36,6 @@ from rlkernel.types import (
     PREFERENCE_METRICS,
     VALUE_METRICS,
     GaeOutput,
-    LinearPolicyLossOutput,
     PolicyLossOutput,
     PreferenceLossOutput,
     RunningOutput,

@@ -35,6 +35,7 @@ class Op:
 
     ``traced``: ``backward`` is a few operations of torch, which a compiler may see; its ``impl`` is None.
     ``overwrites``: the field over which ``backward`` writes its gradient where ``call.inplace_backward``.
+    ``in_node``: fields that have another value in a node, which may write over nothing.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Op:
         saves_if: dict[str, str] | None = None,
         traced: bool = False,
         overwrites: str | None = None,
+        in_node: dict[str, Any] | None = None,
     ) -> None:
         fields, names, saves_if = call._fields, results._fields, saves_if or {}
         unknown = {*gradients, *saves, *differentiable, *saves_if} - {*fields, *names}
@@ -61,7 +63,7 @@ class Op:
             raise TypeError(f"{name} has no {', '.join(sorted(unknown))}")
         self.name, self.call, self.results, self.outputs = name, call, results, outputs
         self.pick, self.like, self.forward, self.backward = pick, like, forward, backward
-        self.traced, self.overwrites = traced, overwrites
+        self.traced, self.overwrites, self.in_node = traced, overwrites, in_node or {}
         self.part = part_of("", call)
         self.gradients = [fields.index(x) for x in gradients]
         self.constants = [i for i, x in enumerate(names[:outputs]) if x not in differentiable]
@@ -91,9 +93,9 @@ class Op:
         return list(self.part.flat(call))
 
     def functional(self, flat: Sequence[Any]) -> Any:
-        """The call of these arguments, which writes over none of them."""
+        """The call of a node, of its arguments."""
         call = self.part.made(iter(flat))
-        return call if self.overwrites is None else call._replace(inplace_backward=False)
+        return call._replace(**self.in_node) if self.in_node else call
 
 
 class _Store:
@@ -225,10 +227,9 @@ def _differentiate(op: Op, node: Any) -> None:
     slots, results = op.part.slots, len(op.results._fields)
     names = [slot.split()[1] for slot in slots]
     place = [names.index(op.call._fields[i]) for i in op.gradients]
-    kept = {names.index(op.call._fields[i]) for i in op.store.fields}
-    if not op.traced:
-        kept |= {*place}  # the shapes of the gradients are theirs
-        run = _backward_node(op, place)
+    # the gradients have the shapes of their sources, and are connected to them
+    kept = {*place, *(names.index(op.call._fields[i]) for i in op.store.fields)}
+    run = None if op.traced else _backward_node(op, place)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -248,7 +249,7 @@ def _differentiate(op: Op, node: Any) -> None:
             stats[i] = x if ctx.there[i] else None
         upstream = [g if there else None for g, there in zip(grads[: op.outputs], ctx.there, strict=False)]
         needs = [ctx.needs_input_grad[i] for i in place]
-        if op.traced:
+        if run is None:
             found = _gradients(op, None, upstream, needs, stats, flat)
         else:
             found = run(*upstream, needs, *stats, *flat)

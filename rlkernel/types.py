@@ -270,34 +270,6 @@ class PreferenceRule(NamedTuple):
     nll_items: float  # what the mean of the likelihood divides by, of the whole batch; 0: the tokens here
 
 
-class LinearPolicyLossOutput(NamedTuple):
-    """``loss`` [] is differentiable; ``metrics`` [15] are named by ``POLICY_METRICS``.
-
-    ``logprobs`` and ``entropy`` (None unless it is part of the loss or asked for) have the shape of the
-    target ids, are 0 where the mask is not set, and are constants: no gradient passes through them.
-    """
-
-    loss: Tensor
-    metrics: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
-
-
-class LinearPolicy(NamedTuple):
-    """The policy loss of ``linear_policy_loss``, checked and normalised."""
-
-    # old logprobs, advantages, mask, offsets, reference and rollout logprobs, staleness and token counts
-    tensors: tuple[Tensor | None, ...]
-    rule: PolicyRule
-    items: Tensor | None  # what the loss is divided by
-    reach: str  # whether the derivative of a token needs the logprobs of its "token" or of its "sequence"
-    return_entropy: bool
-
-
-# loss, metrics, logprobs, entropy, and the loss's gradients of hidden, weight and bias where they are wanted
-LinearPolicyStats = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
 class SampleOutput(NamedTuple):
     """What ``sample`` draws for each row, and what is known of it; None where it was not asked for.
 

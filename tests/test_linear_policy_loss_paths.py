@@ -263,19 +263,20 @@ def test_compiles_as_one_graph(form, room):
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 def test_opcheck(needs, room):
-    from rlkernel.ops.linear_policy_loss import _OUTSIDE, _PLAIN
+    from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
+    from rlkernel.ops.linear_policy_loss import _OUTSIDE, _PLAIN, op
 
     inputs = with_bias(make_inputs(2, 9, 16, 133))
     leaves, _ = prepare(inputs, needs)
     mask, fp32 = inputs["mask"], torch.float32
-    ids = torch.where(mask, inputs["target_ids"], _OUTSIDE).view(-1)
-    head = (ids, None, 0.7, 1.0, None, fp32, fp32)
-    tensors = [inputs["old_logprobs"], inputs["advantages"], mask, *[None] * 5]
-    weights = leaves["hidden"].view(18, 16), leaves["weight"], leaves["bias"]
-    rule = [float(x) for x in _PLAIN]
     for items in (None, torch.tensor(7.0)):
-        args = (*weights, *head, tensors, items, rule, "token", True, "auto", list(needs))
-        torch.library.opcheck(torch.ops.rlkernel.linear_policy_loss.default, args)
+        call = LinearPolicyLossCall(
+            leaves["hidden"].view(18, 16), leaves["weight"], leaves["bias"],
+            torch.where(mask, inputs["target_ids"], _OUTSIDE).view(-1), 0.7, 1.0, None, _OUTSIDE, fp32, fp32,
+            inputs["old_logprobs"], inputs["advantages"], mask, *[None] * 5, items, _PLAIN, "token", True,
+            "auto", fp32, needs,
+        )  # fmt: skip
+        torch.library.opcheck(op.node, op.flat(call))
 
 
 BAD = [

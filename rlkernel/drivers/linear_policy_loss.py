@@ -18,67 +18,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_policy_loss_plan import Plan, Resident, Step
-from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 _log = logging.getLogger("rlkernel")
 
 
-def forward(
-    kernels: Any,
-    loss: ModuleType,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    asked: LinearPolicy,
-    algorithm: str,
-    needs: tuple[bool, bool, bool],
-) -> LinearPolicyStats:
+def forward(kernels: Any, loss: ModuleType, call: LinearPolicyLossCall) -> LinearPolicyLossResults:
     """The forward pass of every tiled backend, by its kernels of ``logprob`` and its module of
-    ``policy_loss``; returns what the reference's ``forward`` returns."""
-    policy = PolicyPass(loss, asked)
-    frozen_head = needs == (True, False, False) and not policy.entropy_gradient
-    if not any(needs) or (frozen_head and algorithm != "one_pass"):
+    ``policy_loss``."""
+    policy, algorithm = PolicyPass(loss, call), call.algorithm
+    frozen_head = call.needs == (True, False, False) and not policy.entropy_gradient
+    if not any(call.needs) or (frozen_head and algorithm != "one_pass"):
         # with a frozen head, linear_logprob's forward pass makes the direction of d hidden: two GEMMs
-        return _two_passes(kernels, hidden, weight, target_ids, head, policy, needs, frozen_head)
-    plan = Plan(hidden, weight, target_ids, head, policy, needs)
+        return _two_passes(kernels, call, policy, frozen_head)
+    plan = Plan(call, policy)
     if algorithm == "one_pass" and plan.obstacle:
         raise ValueError(f"algorithm must be 'auto' or 'two_pass' here, got 'one_pass': {plan.obstacle}")
     if algorithm == "two_pass" or plan.obstacle:
         _log.debug("linear_policy_loss in two passes: %s", plan.obstacle or "as asked")
-        return _two_passes(kernels, hidden, weight, target_ids, head, policy, needs, False)
+        return _two_passes(kernels, call, policy, False)
     _log.debug("linear_policy_loss in one pass: %d rows at a time", plan.blocks * plan.scratch.plan.tokens)
-    return _OnePass(kernels, plan, target_ids, head, policy, needs).run()
+    return _OnePass(kernels, call, plan).run()
 
 
 def _two_passes(
-    kernels: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    policy: PolicyPass,
-    needs: tuple[bool, bool, bool],
-    need_direction: bool,
-) -> LinearPolicyStats:
-    keep = any(needs) and not need_direction
-    call = LinearLogprobCall.of(
-        hidden, weight, target_ids, head, return_entropy=policy.entropy, need_direction=need_direction,
-        keep=keep, needs=needs,
+    kernels: Any, call: LinearPolicyLossCall, policy: PolicyPass, need_direction: bool
+) -> LinearPolicyLossResults:
+    own = LinearLogprobCall.of(
+        call.hidden, call.weight, call.target_ids, call.head, return_entropy=policy.entropy,
+        need_direction=need_direction, keep=any(call.needs) and not need_direction, needs=call.needs,
     )  # fmt: skip
-    stats = tiles.forward(kernels, call)
-    logprobs, entropy = stats.logprobs, stats.entropy
-    loss, metrics, grad, grad_entropy = policy.whole(logprobs, entropy)
+    stats = tiles.forward(kernels, own)
+    loss, metrics, grad, grad_entropy = policy.whole(stats.logprobs, stats.entropy)
     grads = LinearGrads()
-    if any(needs):
+    if any(call.needs):
         kept = stats if policy.entropy_gradient else stats._replace(entropy=None)
-        grads = tiles.backward(kernels, call, kept, RowGrads(grad, grad_entropy))
-    return loss, metrics, logprobs, entropy, *grads
+        grads = tiles.backward(kernels, own, kept, RowGrads(grad, grad_entropy))
+    return LinearPolicyLossResults(loss, metrics, stats.logprobs, stats.entropy, *grads)
 
 
 class _Run(NamedTuple):
@@ -94,19 +75,15 @@ class _Run(NamedTuple):
 
 
 class _OnePass:
-    def __init__(
-        self,
-        kernels: Any,
-        plan: Plan,
-        target_ids: Tensor,
-        head: Head,
-        policy: PolicyPass,
-        needs: tuple[bool, bool, bool],
-    ) -> None:
-        self.kernels, self.plan, self.policy = kernels, plan, policy
+    def __init__(self, kernels: Any, call: LinearPolicyLossCall, plan: Plan) -> None:
+        self.kernels, self.plan, self.policy = kernels, plan, plan.policy
         self.rows, self.scratch, n = plan.rows, plan.scratch, plan.n
+        head, needs, policy = call.head, call.needs, plan.policy
         self.bias_dtype, self.head = None if head.bias is None else head.bias.dtype, tiles._wide_bias(head)
-        self.ids, self.t = tiles._select(target_ids, self.rows), tiles._select(head.temperature, self.rows)
+        self.ids, self.t = (
+            tiles._select(call.target_ids, self.rows),
+            tiles._select(head.temperature, self.rows),
+        )
         hidden, weight = self.scratch.source, self.scratch.weight
         new = functools.partial(hidden.new_empty, dtype=torch.float32)
         zeros = functools.partial(hidden.new_zeros, hidden.shape[0], dtype=torch.float32)
@@ -126,7 +103,7 @@ class _OnePass:
         self.dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if with_bias else None
         self.written = False  # whether dweight holds anything yet
 
-    def run(self) -> LinearPolicyStats:
+    def run(self) -> LinearPolicyLossResults:
         whole = None
         with self.scratch:
             for number, step in enumerate(self.plan.steps):
@@ -142,7 +119,8 @@ class _OnePass:
         if self.dweight is not None and not self.written:
             self.dweight.zero_()
         dbias = None if self.dbias is None else self.dbias.to(self.bias_dtype)
-        return loss, metrics, self.logprobs, self.entropy, self.dhidden, self.dweight, dbias
+        grads = self.dhidden, self.dweight, dbias
+        return LinearPolicyLossResults(loss, metrics, self.logprobs, self.entropy, *grads)
 
     def _compute(self, blocks: range) -> None:
         """The logits of the blocks, which stay, and their statistics."""

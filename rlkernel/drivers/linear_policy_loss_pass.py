@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel.types import LinearPolicy
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
 
 Part = tuple[Tensor, Tensor | None]
 
@@ -18,13 +18,15 @@ class PolicyPass:
     Row gradients are those of the loss itself, its denominator included.
     """
 
-    def __init__(self, impl: ModuleType, asked: LinearPolicy) -> None:
-        self.impl, (self.tensors, self.rule, self.items, self.reach, return_entropy) = impl, asked
-        mask, offsets = self.tensors[2:4]
-        assert mask is not None
-        self.mask, self.offsets = mask, offsets
+    def __init__(self, impl: ModuleType, call: LinearPolicyLossCall) -> None:
+        self.impl, self.rule, self.items, self.reach = impl, call.rule, call.items, call.reach
+        self.mask, self.offsets = call.mask, call.cu_seqlens
+        self.tensors = (
+            call.old_logprobs, call.advantages, call.mask, call.cu_seqlens, call.ref_logprobs,
+            call.rollout_logprobs, call.staleness, call.token_counts,
+        )  # fmt: skip
         self.entropy_gradient = self.rule.entropy_coef != 0
-        self.entropy = return_entropy or self.entropy_gradient
+        self.entropy = call.with_entropy
 
     @functools.cached_property
     def starts(self) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import workspace
-from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
@@ -30,21 +30,14 @@ class Step(NamedTuple):
 class Plan:
     """Which rows the workspace holds when; ``obstacle`` says why it cannot be done, else it is empty."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        target_ids: Tensor,
-        head: Head,
-        policy: PolicyPass,
-        needs: tuple[bool, bool, bool],
-    ) -> None:
+    def __init__(self, call: LinearPolicyLossCall, policy: PolicyPass) -> None:
+        hidden, weight, head, needs = call.hidden, call.weight, call.head, call.needs
         self.obstacle, self.policy = "", policy
         capturing = tiles.capturing(hidden.device)
         if policy.offsets is not None and capturing:
             self.obstacle = "offsets of packed sequences cannot be read while a CUDA graph is captured"
             return
-        kept = target_ids != head.ignore_index
+        kept = call.target_ids != head.ignore_index
         self.rows = tiles._rows(kept)
         self.n = hidden.shape[0] if self.rows is None else self.rows.numel()
         make = functools.partial(

@@ -4,26 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head
-from rlkernel.drivers import linear_policy_loss as policy_tiles
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
+from rlkernel.drivers import linear_policy_loss as driver
 from rlkernel.native import linear_logprob, policy_loss
 from rlkernel.native import logprob as kernels
-from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return linear_logprob.unsupported(*tensors, **options | {"algorithm": "tiled"})
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    policy: LinearPolicy,
-    algorithm: str,
-    needs: tuple[bool, bool, bool],
-) -> LinearPolicyStats:
-    return policy_tiles.forward(
-        kernels, policy_loss, hidden, weight, target_ids, head, policy, algorithm, needs
-    )
+def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
+    return driver.forward(kernels, policy_loss, call)

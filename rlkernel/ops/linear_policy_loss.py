@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,21 +10,19 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
-from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.linear_policy_loss import (
+    LinearPolicyLossCall,
+    LinearPolicyLossOutput,
+    LinearPolicyLossResults,
+)
+from rlkernel.opaque import Op
 from rlkernel.ops import _policy_rule, _validate
 from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
-from rlkernel.runtime.modes import anchor, once_differentiable, without_autocast
-from rlkernel.types import (
-    LEVELS,
-    POLICY_METRICS,
-    LinearPolicy,
-    LinearPolicyLossOutput,
-    LinearPolicyStats,
-    PolicyRule,
-)
+from rlkernel.runtime.modes import without_autocast
+from rlkernel.types import LEVELS, POLICY_METRICS, PolicyRule
 
 ALGORITHMS = ("auto", "one_pass", "two_pass")
 
@@ -148,25 +145,19 @@ def linear_policy_loss(
         return LinearPolicyLossOutput(loss, metrics, own.logprobs.detach(), entropy)
 
     wanted = torch.is_grad_enabled()
-    needs = [wanted and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    ids = torch.where(kept, target_ids, _OUTSIDE).reshape(-1)
-    if torch.compiler.is_compiling():
-        per_row = head.temperature if isinstance(head.temperature, Tensor) else None
-        number = head.temperature if per_row is None else 1.0
-        scale, cap, dtypes = head.logit_scale, head.softcap, (head.logits_dtype, head.compute_dtype)
-        outputs = _op(
-            flat, weight, bias, ids, per_row, number, scale, cap, *dtypes, list(tensors), items,
-            [float(x) for x in rule], reach, return_entropy, algorithm, needs,
-        )[:4]  # fmt: skip
-    else:
-        outputs = _LinearPolicyLoss.apply(
-            flat, weight, bias, ids, head, tensors, rule, items, reach, return_entropy, algorithm, needs
-        )[:4]
-    loss, metrics, logprobs, entropy = outputs
-    has_entropy = return_entropy or rule.entropy_coef != 0
+    needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    old, advantages, counting, cu_seqlens, reference, rollout, staleness, token_counts = tensors
+    call = LinearPolicyLossCall(
+        hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight,
+        target_ids=torch.where(kept, target_ids, _OUTSIDE).reshape(-1), **head._asdict(), old_logprobs=old,
+        advantages=advantages, mask=counting, cu_seqlens=cu_seqlens, ref_logprobs=reference,
+        rollout_logprobs=rollout, staleness=staleness, token_counts=token_counts, items=items, rule=rule,
+        reach=reach, return_entropy=return_entropy, algorithm=algorithm, weight_dtype=weight.dtype,
+        needs=needs,
+    )  # fmt: skip
+    loss, metrics, logprobs, entropy = op(call)
     return LinearPolicyLossOutput(
-        loss, metrics, logprobs.view(shape), entropy.view(shape) if has_entropy else None
+        loss, metrics, logprobs.view(shape), None if entropy is None else entropy.view(shape)
     )
 
 
@@ -193,80 +184,52 @@ def _plain_rule() -> PolicyRule:
 _PLAIN = _plain_rule()
 
 
-def _pick(hidden: Tensor, weight: Tensor, head: Head, algorithm: str) -> ModuleType:
-    options = {"compute_dtype": head.compute_dtype, "algorithm": algorithm}
-    return dispatch.pick("linear_policy_loss", hidden, weight, **options)
+def _pick(call: LinearPolicyLossCall) -> ModuleType:
+    options = {"compute_dtype": call.compute_dtype, "algorithm": call.algorithm}
+    return dispatch.pick("linear_policy_loss", call.hidden, call.weight, **options)
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    tensors: Sequence[Tensor | None],
-    rule: PolicyRule,
-    items: Tensor | None,
-    reach: str,
-    return_entropy: bool,
-    algorithm: str,
-    needs: Sequence[bool],
-) -> LinearPolicyStats:
-    impl = _pick(hidden, weight, head, algorithm)
-    _validate.values(target_ids, weight.shape[0], head.temperature, _OUTSIDE)
-    advantages, mask, cu_seqlens = tensors[1:4]
-    assert advantages is not None and mask is not None
-    check_values(advantages, mask, cu_seqlens)
-    policy = LinearPolicy(tuple(tensors), rule, items, reach, return_entropy)
-    with torch.no_grad(), without_autocast(hidden.device):
-        stats = impl.forward(
-            hidden, weight, target_ids, head, policy, algorithm, (needs[0], needs[1], needs[2])
-        )
-    if debug.enabled() and debug.may_read(stats[2]):
-        bad = ~(stats[2].isfinite() | stats[2].isneginf())  # which is outside of the support
+def _forward(impl: ModuleType, call: LinearPolicyLossCall) -> LinearPolicyLossResults:
+    _validate.values(call.target_ids, call.weight.shape[0], call.temperature, call.ignore_index)
+    check_values(call.advantages, call.mask, call.cu_seqlens)
+    with torch.no_grad(), without_autocast(call.hidden.device):
+        results = impl.forward(call)
+    if debug.enabled() and debug.may_read(results.logprobs):
+        bad = ~(results.logprobs.isfinite() | results.logprobs.isneginf())  # which is outside of the support
         if bad.any():
             where = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"hidden{where} must give a logprob that is a number, got {stats[2][tuple(where)].item()}"
-            )
-    return stats
+            got = results.logprobs[tuple(where)].item()
+            raise ValueError(f"hidden{where} must give a logprob that is a number, got {got}")
+    if call.narrow:
+        grad = _times(None, results.grad_weight, call.weight_dtype, own=True)
+        results = results._replace(grad_weight=grad)
+    return results
 
 
-class _LinearPolicyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any,
-        hidden,
-        weight,
-        bias,
-        target_ids,
-        head,
-        tensors,
-        rule,
-        items,
-        reach,
-        return_entropy,
-        algorithm,
-        needs,
-    ):
-        stats = _forward(
-            hidden, weight, target_ids, head, tensors, rule, items, reach, return_entropy, algorithm, needs
-        )
-        loss, metrics, logprobs, entropy, *grads = stats
-        graph = anchor(loss)
-        ctx.save_for_backward(*grads, graph)
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        ctx.mark_non_differentiable(*(x for x in (metrics, logprobs, entropy) if x is not None))
-        return loss, metrics, logprobs, entropy, graph
+def _backward(
+    impl: Any, call: LinearPolicyLossCall, results: LinearPolicyLossResults, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of forward times the upstream number."""
+    factor = grads[0]
+    assert factor is not None
+    if call.narrow:
+        return tuple(None if g is None else (g * factor).to(g.dtype) for g in results[4:])
+    on_cpu = factor.device.type == "cpu"  # elsewhere a look at it would synchronise
+    times = functools.partial(_times, None if on_cpu and factor == 1 else factor, own=not _graph_is_kept())
+    hidden, weight, bias = results[4:]
+    return times(hidden), times(weight, call.weight_dtype), times(bias)
 
-    @staticmethod
-    @once_differentiable("linear_policy_loss")
-    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        on_cpu = grad_loss.device.type == "cpu"  # elsewhere a look at it would synchronise
-        factor = None if on_cpu and grad_loss == 1 else grad_loss
-        times = functools.partial(_times, factor, own=not _graph_is_kept())
-        *grads, _ = ctx.saved_tensors
-        return *map(times, grads, ctx.dtypes), *(None,) * 9
+
+def _like(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
+    dtype = torch.promote_types(call.compute_dtype, torch.float32)
+    new = functools.partial(torch.empty, dtype=dtype, device=call.hidden.device)
+    count = call.target_ids.shape[0]
+    grads = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need and x is not None else None
+        for x, need in zip((call.hidden, call.weight, call.bias), call.needs, strict=True)
+    )
+    entropy = new(count) if call.with_entropy else None
+    return LinearPolicyLossResults(new(()), new(len(POLICY_METRICS)), new(count), entropy, *grads)
 
 
 def _graph_is_kept() -> bool:
@@ -275,10 +238,13 @@ def _graph_is_kept() -> bool:
     return tell is None or bool(tell())
 
 
-def _times(factor: Tensor | None, grad: Tensor | None, dtype: torch.dtype, own: bool) -> Tensor | None:
-    """``factor * grad`` in ``dtype``, None as factor is 1; in the same memory where it is ``own``."""
+def _times(
+    factor: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None = None, *, own: bool
+) -> Tensor | None:
+    """``factor * grad`` in ``dtype`` or its own; None as factor is 1; in the same memory if it is ``own``."""
     if grad is None:
         return None
+    dtype = dtype or grad.dtype
     if own and grad.dtype == dtype:
         return grad if factor is None else grad.mul_(factor.to(dtype))
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
@@ -288,74 +254,18 @@ def _times(factor: Tensor | None, grad: Tensor | None, dtype: torch.dtype, own: 
     return out
 
 
-# Under torch.compile the op is one opaque node: what is absent is an empty tensor, a rule its numbers.
-
-
-@torch.library.custom_op("rlkernel::linear_policy_loss", mutates_args=())
-def _op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    tensors: Sequence[Tensor | None],
-    items: Tensor | None,
-    rule: Sequence[float],
-    reach: str,
-    return_entropy: bool,
-    algorithm: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = temperature if temperatures is None else temperatures
-    head = Head(bias, t, logit_scale, softcap, _OUTSIDE, logits_dtype, compute_dtype)
-    kinds = PolicyRule.__annotations__.values()
-    numbers = PolicyRule(*(kind(x) for kind, x in zip(kinds, rule, strict=True)))
-    stats = _forward(
-        hidden, weight, target_ids, head, tensors, numbers, items, reach, return_entropy, algorithm, needs
-    )
-    dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    grads = (_times(None, g, dtype, own=True) for g, dtype in zip(stats[4:], dtypes, strict=True))
-    return tuple(stats[0].new_empty(0) if x is None else x for x in (*stats[:4], *grads))  # type: ignore[return-value]
-
-
-@_op.register_fake
-def _op_fake(hidden, weight, bias, target_ids, *rest):  # type: ignore[no-untyped-def]
-    compute_dtype, (_, _, rule, _, return_entropy, _, needs) = rest[5], rest[6:]
-    dtype = torch.promote_types(compute_dtype, torch.float32)
-    coefficient = rule[PolicyRule._fields.index("entropy_coef")]
-
-    def new(*shape: Any) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=hidden.device)
-
-    count = target_ids.shape[0]
-    grads = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need and x is not None else new(0)
-        for x, need in zip((hidden, weight, bias), needs, strict=True)
-    )
-    entropy = new(count if return_entropy or coefficient else 0)
-    return new(()), new(len(POLICY_METRICS)), new(count), entropy, *grads
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[4:], *inputs[:3])
-    ctx.mark_non_differentiable(*output[1:])
-    tensors, ctx.needs = inputs[-7], inputs[-1]
-    # autograd takes a list apart where it holds tensors alone, and wants as many gradients
-    ctx.tensors = None if any(x is None for x in tensors) else [None] * len(tensors)
-
-
-@once_differentiable("linear_policy_loss")
-def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    grads = (
-        (g * grad_loss).to(g.dtype) if need else None
-        for g, need in zip(ctx.saved_tensors[:3], ctx.needs, strict=True)
-    )
-    return *grads, *(None,) * 7, ctx.tensors, *(None,) * 6
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "linear_policy_loss",
+    LinearPolicyLossCall,
+    LinearPolicyLossResults,
+    outputs=4,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("hidden", "weight", "bias"),
+    differentiable=("loss",),
+    saves=("grad_hidden", "grad_weight", "grad_bias"),
+    traced=True,
+    in_node={"narrow": True},
+)

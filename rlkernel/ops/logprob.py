@@ -170,4 +170,5 @@ op = Op(
     ),
     saves_if={"logprobs": "support_ids"},
     overwrites="logits",
+    in_node={"inplace_backward": False},
 )  # fmt: skip

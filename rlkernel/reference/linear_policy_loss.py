@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
+from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
 from rlkernel.calls.logprob import RowGrads
 from rlkernel.reference import linear_logprob, policy_loss
-from rlkernel.types import LinearPolicy, LinearPolicyStats
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -17,39 +17,27 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    head: Head,
-    policy: LinearPolicy,
-    algorithm: str,
-    needs: tuple[bool, bool, bool],
-) -> LinearPolicyStats:
-    """``(loss, metrics, logprobs, entropy, d hidden, d weight, d bias)``, the gradients where needed.
-
-    That of the weight may be wider than the weight.
-    """
-    of_entropy = policy.rule.entropy_coef != 0
-    with_entropy = policy.return_entropy or of_entropy
-    call = LinearLogprobCall.of(hidden, weight, target_ids, head, return_entropy=with_entropy, needs=needs)
-    stats = linear_logprob.forward(call)
-    logprobs, entropy = stats.logprobs, stats.entropy
-    old, advantages, mask, offsets, reference, rollout, staleness, token_counts = policy.tensors
-    assert advantages is not None and mask is not None
+def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
+    own = LinearLogprobCall.of(
+        call.hidden, call.weight, call.target_ids, call.head, return_entropy=call.with_entropy,
+        needs=call.needs,
+    )  # fmt: skip
+    stats = linear_logprob.forward(own)
+    shape, of_entropy = call.mask.shape, call.rule.entropy_coef != 0
     values, grad, grad_entropy = policy_loss.forward(
-        logprobs.view(mask.shape), old, advantages, mask, offsets, reference, rollout,
-        None if entropy is None else entropy.view(mask.shape), policy.rule, of_entropy, staleness, None,
-        token_counts,
+        stats.logprobs.view(shape), call.old_logprobs, call.advantages, call.mask, call.cu_seqlens,
+        call.ref_logprobs, call.rollout_logprobs,
+        None if stats.entropy is None else stats.entropy.view(shape), call.rule, of_entropy, call.staleness,
+        None, call.token_counts,
     )  # fmt: skip
     loss, scale, metrics = values[0], values[1], values[2:].clone()
-    if policy.items is not None:
-        loss, scale = loss / policy.items.to(loss), scale / policy.items.to(scale)
+    if call.items is not None:
+        loss, scale = loss / call.items.to(loss), scale / call.items.to(scale)
     grads = LinearGrads()
-    if any(needs):
+    if any(call.needs):
         upstream = (grad * scale).view(-1), None if grad_entropy is None else (grad_entropy * scale).view(-1)
-        grads = linear_logprob.backward(call, stats, RowGrads(*upstream))
-    return loss.clone(), metrics, logprobs, entropy, *grads
+        grads = linear_logprob.backward(own, stats, RowGrads(*upstream))
+    return LinearPolicyLossResults(loss.clone(), metrics, stats.logprobs, stats.entropy, *grads)
 
 
 def make_inputs(

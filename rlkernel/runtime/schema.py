@@ -54,6 +54,8 @@ def holds_tensor(hint: Any) -> bool:
 
 def _record(name: str, record: Any) -> Part:
     hints = typing.get_type_hints(record)
+    if name and set(hints.values()) <= {float, int, bool}:
+        return _numbers(name, record, list(hints.values()))
     parts = [part_of(f"{name}_{field}" if name else field, hints[field]) for field in record._fields]
 
     def flat(x: Any) -> Iterator[Any]:
@@ -64,6 +66,21 @@ def _record(name: str, record: Any) -> Part:
         return record(*[part.made(it) for part in parts])
 
     return Part(tuple(slot for part in parts for slot in part.slots), flat, made)
+
+
+def _numbers(name: str, record: Any, kinds: list[type]) -> Part:
+    """A record of nothing but numbers: two lists, for a schema has room for 64 arguments."""
+    whole = [i for i, kind in enumerate(kinds) if kind is not float]
+    broken = [i for i, kind in enumerate(kinds) if kind is float]
+
+    def flat(x: Any) -> Iterator[Any]:
+        return iter(([int(x[i]) for i in whole], [float(x[i]) for i in broken]))
+
+    def made(it: Iterator[Any]) -> Any:
+        values = dict(zip(whole, next(it), strict=True)) | dict(zip(broken, next(it), strict=True))
+        return record(*[kind(values[i]) for i, kind in enumerate(kinds)])
+
+    return Part((f"int[] {name}_integers", f"float[] {name}_numbers"), flat, made)
 
 
 def _either(name: str, number: type, optional: str) -> Part:
