@@ -8,6 +8,7 @@ from rlkernel._version import __version__
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._repetition import Dry
@@ -39,9 +40,7 @@ from rlkernel.types import (
     PolicyLossOutput,
     PreferenceLossOutput,
     RunningOutput,
-    SampleOutput,
     ValueLossOutput,
-    VerifyOutput,
 )
 
 __all__ = [

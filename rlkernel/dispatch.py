@@ -12,6 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -87,9 +88,8 @@ def ops() -> list[str]:
     """The names of all ops: the public modules of ``rlkernel.ops``."""
     import pkgutil
 
-    import rlkernel.ops
-
-    return sorted(m.name for m in pkgutil.iter_modules(rlkernel.ops.__path__) if not m.name.startswith("_"))
+    modules = pkgutil.iter_modules([str(Path(__file__).parent / "ops")])
+    return sorted(m.name for m in modules if not m.name.startswith("_"))
 
 
 def has(name: str, op: str) -> bool:

@@ -6,7 +6,7 @@ import torch
 from backends import of, running, skip_unless_able
 
 import rlkernel
-from rlkernel.types import Sampling
+from rlkernel.calls.sampling import Sampling
 
 # Warps of 64 give the bits that warps of 32 give: test_same_bits_on_warps_of_32_and_of_64.
 PAIRS = [pair for pair in of("sampling") if pair.values[0] != "emulated-warp64"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlkernel import native
+from rlkernel.calls.sampling import FILTER_ORDERS, Sampling
 from rlkernel.native import sampling as kernels_of
 from rlkernel.reference import sampling as reference
-from rlkernel.types import FILTER_ORDERS, Sampling
 
 WARPS = (32, 64)
 PLAIN = Sampling(

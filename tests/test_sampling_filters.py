@@ -21,7 +21,7 @@ from sampling_cases import (
 )
 
 import rlkernel
-from rlkernel.types import FILTER_ORDERS
+from rlkernel.calls.sampling import FILTER_ORDERS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 ORDERS = pytest.mark.parametrize("order", FILTER_ORDERS)

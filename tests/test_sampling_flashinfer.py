@@ -18,9 +18,9 @@ import torch
 
 import rlkernel
 from rlkernel import dispatch
+from rlkernel.calls.sampling import Sampling
 from rlkernel.drivers import sampling as library_sampling
 from rlkernel.reference import sampling as reference
-from rlkernel.types import Sampling
 
 V = 40
 PLAIN = Sampling(

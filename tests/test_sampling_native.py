@@ -12,9 +12,9 @@ import torch
 from bitwise import assert_equal
 
 from rlkernel import native
+from rlkernel.calls.sampling import FILTER_ORDERS, SampleStats, Sampling
 from rlkernel.native import sampling as kernel
 from rlkernel.reference import sampling as reference
-from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -11,9 +11,9 @@ if not TRITON_DEVICES:
 import triton.language as tl  # noqa: E402
 
 from rlkernel import stream  # noqa: E402
+from rlkernel.calls.sampling import FILTER_ORDERS, Sampling  # noqa: E402
 from rlkernel.reference import sampling as reference  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
-from rlkernel.types import FILTER_ORDERS, Sampling  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 INF = float("inf")

@@ -91,6 +91,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+    from rlkernel.calls.sampling import Sampling
     from rlkernel.prefix.layout import PrefixLayout
     from rlkernel.triton_ops import (
         gae,
@@ -104,7 +105,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, AttentionRule, PreferenceRule, Sampling
+    from rlkernel.types import Aggregation, AttentionRule, PreferenceRule
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.drivers import sample_linear as sampling_tiles
 from rlkernel.triton_ops import sampling as kernels
-from rlkernel.types import SampleStats, Sampling
 
 
 def unsupported(hidden: Tensor, weight: Tensor, *tensors: Tensor, **options: Any) -> list[str]:

@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.calls.sampling import FILTER_ORDERS, SampleStats, Sampling
 from rlkernel.triton_ops import sampling_kernels
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import Field, statistics_kernel
-from rlkernel.types import FILTER_ORDERS, SampleStats, Sampling
 
 SPLIT, GROUP, RECORD = sampling_kernels.SPLIT.value, sampling_kernels.GROUP.value, len(Field)
 ROOM = 2048  # tokens that fit the registers of a program of pass B

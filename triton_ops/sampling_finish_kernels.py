@@ -7,6 +7,7 @@ records; of others only groups of 64 tokens that can matter are read.
 import triton
 import triton.language as tl
 
+from rlkernel.calls.sampling import FILTER_ORDERS
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
@@ -38,7 +39,6 @@ from rlkernel.triton_ops.sampling_select_kernels import (
     tie_id,
     token_at_mass,
 )
-from rlkernel.types import FILTER_ORDERS
 
 Order = Names(FILTER_ORDERS)
 # columns of what is given for each row

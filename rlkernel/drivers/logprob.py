@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel import debug
 from rlkernel.calls.logprob import LogprobCall, LogprobResults
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling
 
 Sample = Callable[[Tensor, Tensor | None, Sampling], SampleStats]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlkernel import workspace
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
-from rlkernel.types import SampleStats, Sampling
 from rlkernel.workspace import Carver
 
 SPLIT = 4096  # the kernels refuse tiles that start elsewhere than at a multiple of theirs

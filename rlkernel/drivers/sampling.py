@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling
 
 NEVER = 2.0  # a probability that no mass reaches: a filter that is off
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.drivers import sampling as library_sampling
-from rlkernel.types import SampleStats, Sampling
 
 
 def unsupported(

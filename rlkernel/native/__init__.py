@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlkernel import types as calls
+from rlkernel.calls.sampling import FILTER_ORDERS
 from rlkernel.runtime import gpu
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "Verdict": calls.CORRECTION_MODES,
         "PreferenceTerm": calls.PREFERENCE_TERMS,
         "PreferenceDivergence": calls.PREFERENCE_DIVERGENCES,
-        "FilterOrder": calls.FILTER_ORDERS,
+        "FilterOrder": FILTER_ORDERS,
     }
     return [
         f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"

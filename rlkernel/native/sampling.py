@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.native import kernels, kernels_for
-from rlkernel.types import SampleStats, Sampling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling
 
 RANKINGS = ("tempered", "raw", "processed")
 Run = Callable[[Tensor, Tensor | None, Sampling, frozenset[str]], SampleStats]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.sampling import SampleOutput, Sampling
 from rlkernel.drivers.sample_linear import stored_dtype
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling as op
@@ -15,7 +16,6 @@ from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.runtime.modes import without_autocast
-from rlkernel.types import SampleOutput, Sampling
 
 
 def sample_linear(

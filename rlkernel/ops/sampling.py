@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import Wanted, ranked
 from rlkernel.ops._token_bias import LogitBias
-from rlkernel.types import SampleOutput, SampleStats, Sampling
 
 
 def sample(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+from rlkernel.calls.sampling import Sampling
 from rlkernel.reference import sampling
-from rlkernel.types import Sampling
 
 MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest, as in sampling
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.reference import linear_logprob
 from rlkernel.reference import sampling as op
-from rlkernel.types import SampleStats, Sampling
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import stream
-from rlkernel.types import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling
 
 GROUP = 64
 MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest
