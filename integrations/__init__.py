@@ -1,4 +1,4 @@
-"""Adapters that put rlkernel under other frameworks, one module per framework."""
+"""Adapters that put rlkernel under other frameworks, one package per framework."""
 
 if __name__ != "rlkernel.integrations":  # a second copy would not see what the first has patched
     raise ImportError("import rlkernel.integrations, not integrations")

@@ -114,7 +114,7 @@ def register_hf(name: str = "rlkernel") -> str:
 
 
 def packed_logprobs(model: Any, batch: PrefixBatch, **options: Any) -> Any:
-    """Logprobs of a packed batch; see ``rlkernel.integrations._packed.packed_logprobs``."""
-    from rlkernel.integrations import _packed
+    """Logprobs of a packed batch; see ``rlkernel.integrations.hf.packed_logprobs``."""
+    from rlkernel.integrations import hf
 
-    return _packed.packed_logprobs(model, batch, **options)
+    return hf.packed_logprobs(model, batch, **options)

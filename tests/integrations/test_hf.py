@@ -10,6 +10,8 @@ import torch
 import rlkernel
 from rlkernel import PrefixBatch, PrefixLayout
 from rlkernel.integrations import hf
+from rlkernel.integrations.hf import attention as packed_attention
+from rlkernel.integrations.hf import registration
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 models = pytest.importorskip("hf_models")
@@ -105,8 +107,10 @@ def leak_between_siblings(batch, monkeypatch):
 
 def dropped(option):
     def mutate(batch, monkeypatch):
-        real = hf.prefix_shared_attention
-        monkeypatch.setattr(hf, "prefix_shared_attention", lambda *a, **k: real(*a, **k | {option: None}))
+        real = packed_attention.prefix_shared_attention
+        monkeypatch.setattr(
+            packed_attention, "prefix_shared_attention", lambda *a, **k: real(*a, **k | {option: None})
+        )
 
     mutate.__name__ = f"no_{option}"
     return mutate
@@ -252,7 +256,7 @@ def test_names_that_mean_something_else(name):
 
 
 def test_versions(monkeypatch):
-    hf._interfaces.cache_clear()
+    registration._interfaces.cache_clear()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.0")
     with pytest.raises(ImportError, match=r"version of transformers must be >=5.16,<5.24, got 4.40.0"):
         rlkernel.register_hf("old")

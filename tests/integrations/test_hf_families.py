@@ -5,6 +5,7 @@ import torch
 
 import rlkernel
 from rlkernel.integrations import hf
+from rlkernel.integrations.hf import ordinary
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 families = pytest.importorskip("hf_families")
@@ -77,9 +78,9 @@ def test_files_of_several_models_say_what_each_runs_on():
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
     parts = gemma4.Gemma4TextConfig, gemma4.Gemma4VisionConfig, gemma4.Gemma4AudioConfig
-    assert [hf._default(config) for config in parts] == ["sdpa", "sdpa", "eager"]
+    assert [ordinary.default_attention(config) for config in parts] == ["sdpa", "sdpa", "eager"]
     heirs = [type("Mine", (config,), {}) for config in (*parts, transformers.PreTrainedConfig)]
-    assert [hf._default(config) for config in heirs] == ["sdpa", "sdpa", "eager", "eager"]
+    assert [ordinary.default_attention(config) for config in heirs] == ["sdpa", "sdpa", "eager", "eager"]
 
 
 def test_families_that_are_not_here_are_known():
@@ -110,7 +111,7 @@ def test_keys_that_layers_share():
 @pytest.mark.parametrize("kind", ("llama", "gpt_oss", "deepseek_v32"))
 def test_compiled_ordinary_calls_are_one_graph(kind, monkeypatch):
     """So is what a configuration runs on, which is found out while the graph is made."""
-    monkeypatch.setattr(hf, "_defaults", {})
+    monkeypatch.setattr(ordinary, "_defaults", {})
     model = families.make(kind, attention="rlkernel")
     model.config.__class__ = type("Mine", (type(model.config),), {})  # transformers has no table for it
     torch._dynamo.reset()

@@ -9,7 +9,8 @@ import torch
 
 import rlkernel
 from rlkernel import PrefixBatch
-from rlkernel.integrations import _packed, hf
+from rlkernel.integrations import hf
+from rlkernel.integrations.hf import lm_head, logprobs
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 models = pytest.importorskip("hf_models")
@@ -217,7 +218,7 @@ def test_a_transformers_whose_loss_takes_no_weights(monkeypatch):
     def old(logits, experts, top_k, attention_mask):
         rows, length = attention_mask.shape
 
-    _packed._load_balancing_loss.cache_clear()
+    logprobs._load_balancing_loss.cache_clear()
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", old)
     with pytest.raises(ValueError, match="return_aux_loss needs a transformers whose load-balancing loss"):
         rlkernel.packed_logprobs(packed_model("mixtral"), pack(), return_aux_loss=True)
@@ -451,8 +452,8 @@ def test_a_model_that_does_more_to_its_logits(monkeypatch):
 
 def test_logits_are_looked_at_once(monkeypatch):
     model, looks = packed_model(), []
-    real = _packed._Head._check_probe
-    monkeypatch.setattr(_packed._Head, "_check_probe", lambda *a: looks.append(1) or real(*a))
+    real = lm_head.LmHead._check_probe
+    monkeypatch.setattr(lm_head.LmHead, "_check_probe", lambda *a: looks.append(1) or real(*a))
     for _ in range(3):
         rlkernel.packed_logprobs(model, pack())
     assert len(looks) == 1

@@ -8,6 +8,7 @@ import torch
 import rlkernel
 from rlkernel import PrefixBatch
 from rlkernel.integrations import hf
+from rlkernel.integrations.hf import logprobs
 
 pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 pytestmark = ranks.pytestmark
@@ -80,7 +81,7 @@ def test_passes_are_validated(monkeypatch):
         rlkernel.packed_logprobs(model, batch, max_tokens=10, passes=1)
     with pytest.raises(ValueError, match="passes must be an integer >= 1, .* got True"):
         rlkernel.packed_logprobs(model, batch, passes=True)
-    monkeypatch.setattr(hf, "is_sharded", lambda model: True)
+    monkeypatch.setattr(logprobs, "is_sharded", lambda model: True)
     with pytest.raises(ValueError, match="passes must be given with max_tokens for a sharded model"):
         rlkernel.packed_logprobs(model, batch, max_tokens=10)
 

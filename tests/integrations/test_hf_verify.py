@@ -8,7 +8,8 @@ import torch
 
 import rlkernel
 from rlkernel import PrefixBatch
-from rlkernel.integrations import _hf_verify, hf
+from rlkernel.integrations import hf
+from rlkernel.integrations.hf import ordinary, verification
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 families = pytest.importorskip("hf_families")
@@ -60,13 +61,13 @@ def test_positions_that_a_model_makes_itself():
 
 def test_ordinary_calls_that_are_not_the_models_own(monkeypatch):
     model = families.make("llama")
-    real = hf._as_for_a_known_name
+    real = ordinary._as_for_a_known_name
 
     def dense(module, query, key, mask, kwargs):
         mask = real(module, query, key, mask, kwargs)
         return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if mask is None else mask
 
-    monkeypatch.setattr(hf, "_as_for_a_known_name", dense)
+    monkeypatch.setattr(ordinary, "_as_for_a_known_name", dense)
     assert "differ from those of its samples alone" in hf.verify(model)[0]
 
 
@@ -104,11 +105,11 @@ def test_an_error_without_a_measure_is_infinite():
     """Not the largest number that a double has; of equal rows it is 0, whatever they are."""
     expected = torch.tensor([[2.0, 2.0], [2.0, 2.0], [1.0, 3.0]])
     found = torch.tensor([[2.5, 2.5], [2.0, 2.0], [1.0, float("nan")]])
-    assert _hf_verify._error(found, expected).tolist() == [float("inf"), 0.0, float("inf")]
+    assert verification._error(found, expected).tolist() == [float("inf"), 0.0, float("inf")]
 
 
 def test_sharded_models_are_not_run(monkeypatch):
-    monkeypatch.setattr(_hf_verify, "is_sharded", lambda model: True)
+    monkeypatch.setattr(verification, "is_sharded", lambda model: True)
     with pytest.raises(ValueError, match="model must be whole, got one that ranks hold parts of"):
         hf.verify(families.make("llama"))
 
@@ -116,7 +117,7 @@ def test_sharded_models_are_not_run(monkeypatch):
 @pytest.mark.parametrize("rows, found", ((1, False), (4, True)))
 def test_a_tie_of_one_router_is_no_reason(rows, found, monkeypatch):
     """One row of the six at a place may differ, and is no number here: not most of them."""
-    real = _hf_verify._error
+    real = verification._error
 
     def error(a, b):
         result = real(a, b)
@@ -124,8 +125,8 @@ def test_a_tie_of_one_router_is_no_reason(rows, found, monkeypatch):
             result[::5][:rows] = float("inf")
         return result
 
-    monkeypatch.setattr(_hf_verify, "_error", error)
-    monkeypatch.setattr(_hf_verify, "LENGTHS", ((7, (5, 5, 5)), (4, (5, 5, 5))))
+    monkeypatch.setattr(verification, "_error", error)
+    monkeypatch.setattr(verification, "LENGTHS", ((7, (5, 5, 5)), (4, (5, 5, 5))))
     assert bool(hf.verify(families.make("llama"))) == found
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_places import HEAD, utils
 
 import rlkernel
-from rlkernel.integrations import trl as integration
+from rlkernel.integrations.trl.contract import OUTPUTS
 
 nothing_left_behind = trl_places.nothing_left_behind
 
@@ -120,14 +120,14 @@ def test_head_computes_in_upstreams_dtype(hidden_dtype, weight_dtype, autocast):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("asked", [*integration.OUTPUTS[1:], "all"])
+@pytest.mark.parametrize("asked", [*OUTPUTS[1:], "all"])
 def test_what_trainers_log_is_upstreams(asked, softcap):
     """The mean logit, whether the label is the most likely token, and log(sum of p**2)."""
     hidden, weight, bias, targets = head_inputs()
     with torch.no_grad():
         best = (hidden @ weight.T + bias).argmax(-1)
     inputs = (hidden, weight, bias, torch.where(torch.arange(37) % 2 == 0, best, targets))
-    outputs = ("log_probs", *(integration.OUTPUTS if asked == "all" else (asked,)))
+    outputs = ("log_probs", *(OUTPUTS if asked == "all" else (asked,)))
     options = {"outputs": outputs, "temperature": 0.7, "softcap": softcap, "scale": 1.3}
     up, up_grads = score(inputs, **options)
     with rlkernel.patch_trl() as patch:

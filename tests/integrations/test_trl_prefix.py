@@ -11,12 +11,12 @@ from trl_prefix_cases import (
     make_model,
     one_pass,
     patch_trl,
-    prefix,
     samples,
     trl,
 )
 
 from rlkernel.integrations import hf
+from rlkernel.integrations.trl import head, passes
 from rlkernel.prefix.batch import PrefixBatch
 
 nothing_left_behind, trainer = trl_prefix_cases.nothing_left_behind, trl_prefix_cases.trainer
@@ -50,24 +50,22 @@ def test_rows_are_bounded_by_trls_chunk(trainer, monkeypatch):
     """TRL's chunk of 2 samples is 30 tokens: no pass has more rows, and each has as many samples as fit."""
     model, (ids, mask) = make_model(), samples()
     rows = []
-    run = prefix._run
-    monkeypatch.setattr(prefix, "_run", lambda call, part, s: rows.append(part.total) or run(call, part, s))
+    run = passes._run
+    monkeypatch.setattr(passes, "_run", lambda call, part, s: rows.append(part.total) or run(call, part, s))
     with patch_trl(), torch.no_grad():
         getattr(trl.GRPOTrainer, METHOD)(trainer, model, ids, mask, COMPLETION, 2)
     assert len(rows) == 2 and max(rows) <= 30 and sum(rows) == 12 + sum(LENGTHS)
 
 
 def test_head_scores_labelled_rows_only(trainer, monkeypatch):
-    from rlkernel.integrations import trl as integration
-
     scored = []
-    statistics = integration.linear_logprob_statistics
+    statistics = head.linear_logprob_statistics
 
     def counting(hidden, *rest, **options):
         scored.append(len(hidden))
         return statistics(hidden, *rest, **options)
 
-    monkeypatch.setattr(integration, "linear_logprob_statistics", counting)
+    monkeypatch.setattr(head, "linear_logprob_statistics", counting)
     with patch_trl():
         one_pass(trainer, make_model(), *samples())
     assert scored == [sum(LENGTHS)]

@@ -13,13 +13,13 @@ from trl_prefix_cases import (
     assert_same_pass,
     one_pass,
     patch_trl,
-    prefix,
     samples,
     trl,
 )
 from trl_trainers import lora, told
 
 import rlkernel
+from rlkernel.integrations.trl import reasons
 from rlkernel.prefix.batch import PrefixBatch
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
@@ -34,8 +34,8 @@ def test_what_turns_dropout_off(make_trainer):
     model = Qwen2ForCausalLM.from_pretrained(path, attention_dropout=0.1)
     for options, dropout, left in (
         ({"model": path, "peft_config": lora(), "disable_dropout": True}, "own", None),
-        ({"model": model, "disable_dropout": True}, "own", prefix.ATTENTION_DROPOUT),
-        ({"model": model}, "shared", prefix.ATTENTION_DROPOUT),  # attention has no shared draw
+        ({"model": model, "disable_dropout": True}, "own", reasons.ATTENTION_DROPOUT),
+        ({"model": model}, "shared", reasons.ATTENTION_DROPOUT),  # attention has no shared draw
         ({"model": path, "model_init_kwargs": {"attention_dropout": 0.0}}, "own", None),
     ):
         with warnings.catch_warnings(record=True) as caught, patch_trl(dropout=dropout) as patch:
@@ -57,7 +57,7 @@ def test_dropout_of_attention_by_another_name(make_trainer):
     model, trainer = BioGptForCausalLM(config), make_trainer()
     with patch_trl(dropout="shared") as patch:
         assert patch.prefix.refusal(trainer, model.eval()) is None
-        assert prefix.ATTENTION_DROPOUT in patch.prefix.refusal(trainer, model.train())
+        assert reasons.ATTENTION_DROPOUT in patch.prefix.refusal(trainer, model.train())
 
 
 def rows_of(ids, mask):

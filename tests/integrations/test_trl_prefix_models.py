@@ -11,7 +11,7 @@ from trl_prefix_cases import METHOD, UPSTREAM, patch_trl, samples, trl
 
 from rlkernel.integrations import hf
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations._trl_models import Models
+from rlkernel.integrations.trl.models import Models
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer

@@ -7,10 +7,11 @@ import pytest
 import torch
 import trl_prefix_cases
 import trl_trainers
-from trl_prefix_cases import METHOD, SHUFFLE, patch_trl, prefix, trl
+from trl_prefix_cases import METHOD, SHUFFLE, patch_trl, trl
 from trl_trainers import lora, told
 
 import rlkernel
+from rlkernel.integrations.trl import reasons
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
@@ -24,11 +25,11 @@ def test_a_reason_is_told_once_and_all_are_summed_up(make_trainer, caplog):
         with patch_trl() as patch:
             make_trainer(peft_config=adapter, steps_per_generation=2, max_steps=2).train()
     (message,) = told(caught)
-    assert f"leaves {METHOD} to TRL: {prefix.DROPOUT}" in message and "dropout='shared'" in message
-    assert patch.fallbacks == {f"{METHOD}: {prefix.DROPOUT}": 3, f"{SHUFFLE}: {prefix.DROPOUT}": 1}
+    assert f"leaves {METHOD} to TRL: {reasons.DROPOUT}" in message and "dropout='shared'" in message
+    assert patch.fallbacks == {f"{METHOD}: {reasons.DROPOUT}": 3, f"{SHUFFLE}: {reasons.DROPOUT}": 1}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"4 were left to TRL\n  3 x {METHOD}: {prefix.DROPOUT}" in record.getMessage()
+    assert f"4 were left to TRL\n  3 x {METHOD}: {reasons.DROPOUT}" in record.getMessage()
 
 
 def test_nothing_to_say_is_no_warning(make_trainer, caplog):
@@ -65,7 +66,7 @@ def test_require_refuses_what_is_left_to_trl(make_trainer):
 def test_require_takes_a_batch_that_has_nothing_to_score(make_trainer):
     with patch_trl(prefix_sharing="require") as patch:
         make_trainer(max_steps=1, mask_truncated_completions=True, max_completion_length=1).train()
-    assert patch.fallbacks == {f"{METHOD}: {prefix.NOTHING}": 1}
+    assert patch.fallbacks == {f"{METHOD}: {reasons.NOTHING}": 1}
 
 
 # Trainers that go another way
@@ -120,7 +121,7 @@ def test_shuffle_stays_trls_where_the_model_cannot_pack(make_trainer):
     with patch_trl() as patch:
         patched = make_trainer(base=trl_trainers.recording(), max_steps=2, **options)
         patched.train()
-    assert patch.fallbacks[f"{SHUFFLE}: {prefix.DROPOUT}"] == 2 and not patch.calls[SHUFFLE]
+    assert patch.fallbacks[f"{SHUFFLE}: {reasons.DROPOUT}"] == 2 and not patch.calls[SHUFFLE]
     assert len(stock.passes) == len(patched.passes) == 8
     for mine, other in zip(patched.passes, stock.passes, strict=True):
         assert torch.equal(mine.prompts, other.prompts)

@@ -8,7 +8,9 @@ import tiny
 import torch
 import trl_prefix_cases
 import trl_trainers
-from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, order, patch_trl, trl
+from trl_prefix_cases import METHOD, SHUFFLE, UPSTREAM, grpo_trainer, patch_trl, trl
+
+from rlkernel.integrations.trl import order, training_step
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path = trl_trainers.model_path
@@ -139,7 +141,7 @@ def test_tools_and_the_samplers_logprobs(train, monkeypatch):
         packed = train(**options)
     assert not patch.fallbacks and patch.prefix.ratio > 1.5
     with monkeypatch.context() as same:
-        same.setattr(grpo_trainer, SHUFFLE, order.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix))
+        same.setattr(grpo_trainer, SHUFFLE, training_step.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix))
         stock = train(**options)
     assert_same_training(packed, stock)
 
@@ -154,7 +156,7 @@ def test_steps_that_share_generations(train, monkeypatch):
     assert not patch.fallbacks and patch.calls[METHOD] == STEPS * 2 + 2 * (
         4 + 1
     )  # policy; old by micro-batch, reference
-    shuffle = order.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix)
+    shuffle = training_step.group_shuffle(UPSTREAM[SHUFFLE], patch.prefix)
     with monkeypatch.context() as same:
         same.setattr(grpo_trainer, SHUFFLE, shuffle)
         stock = train(**ACCUMULATED)
@@ -179,7 +181,8 @@ def test_a_shuffle_that_separates_groups_shows(train, monkeypatch):
     with patch_trl() as patch:
         train(1, **options)
     together = patch.prefix.ratio
-    monkeypatch.setattr(order, "by_groups", lambda permutation, prompts: permutation)
+    for module in (order, training_step):
+        monkeypatch.setattr(module, "by_groups", lambda permutation, prompts: permutation)
     with patch_trl(prefix_min_ratio=1) as patch:
         train(1, **options)
     assert together > 2 and patch.prefix.ratio < 0.8 * together

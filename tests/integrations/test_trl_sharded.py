@@ -16,12 +16,12 @@ from trl_prefix_cases import (
     make_model,
     one_pass,
     patch_trl,
-    prefix,
     samples,
     trl,
 )
 
 from rlkernel.integrations import hf
+from rlkernel.integrations.trl import passes
 
 nothing_left_behind, trainer = trl_prefix_cases.nothing_left_behind, trl_prefix_cases.trainer
 pytestmark = ranks.pytestmark
@@ -67,9 +67,9 @@ def test_as_many_passes_as_trl(trainer, monkeypatch, inputs, chunk):
         stock = scores(trainer, model, *inputs, COMPLETION, chunk, compute_entropy=True)
         theirs, limit = len(counted), chunk * inputs[0].shape[1]
         rows = []
-        run = prefix._run
+        run = passes._run
         monkeypatch.setattr(
-            prefix, "_run", lambda call, part, s: rows.append(part.total) or run(call, part, s)
+            passes, "_run", lambda call, part, s: rows.append(part.total) or run(call, part, s)
         )
         monkeypatch.setattr(hf, "is_sharded", lambda model: True)
         with patch_trl(prefix_min_ratio=1) as patch:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from rlkernel.integrations import trl as integration
+from rlkernel.integrations.trl.contract import HELPER_PARAMETERS
 
 trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
 utils = pytest.importorskip("trl.trainer.utils")
 
 HEAD = "_ChunkedLogProbFunction"
-PLACES = (HEAD, *integration.HELPER_PARAMETERS)
+PLACES = (HEAD, *HELPER_PARAMETERS)
 UPSTREAM = {name: getattr(utils, name) for name in PLACES}
 
 

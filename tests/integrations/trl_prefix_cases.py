@@ -13,10 +13,8 @@ accelerate = pytest.importorskip("accelerate")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
 
-from rlkernel.integrations import _trl_prefix as prefix  # noqa: E402
-from rlkernel.integrations import _trl_step as order  # noqa: E402  (needs TRL)
+from rlkernel.integrations.trl.contract import METHOD, SHUFFLE  # noqa: E402  (needs TRL)
 
-METHOD, SHUFFLE = prefix.METHOD, order.SHUFFLE
 UPSTREAM = {
     METHOD: vars(trl.GRPOTrainer)[METHOD],
     SHUFFLE: grpo_trainer.shuffle_sequence_dict,

@@ -6,9 +6,13 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from rlkernel.integrations._patch import PatchError
 
 SUPPORTED = ">=1.15,<1.17"  # the versions that have been run
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what its functions are replaced for
 
 HEAD = "_ChunkedLogProbFunction"
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order

@@ -8,24 +8,18 @@ what ``linear_logprob`` was told.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations import hf
-from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.integrations.hf.attention import every_layer
+from rlkernel.integrations.hf.lm_head import LmHead, zero_with_graph
+from rlkernel.integrations.hf.models import causal_lm, check_model, family, is_sharded
+from rlkernel.integrations.hf.registration import is_registered
 from rlkernel.prefix.batch import PrefixBatch
-
-# whose logits were found to be what the config says; the look at them waits for the GPU
-_checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
-
-PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 1.0, 8.0, 40.0)
 
 
 class PackedLogprobs(NamedTuple):
@@ -81,24 +75,24 @@ def packed_logprobs(
         ValueError: the model is not on the implementation, or cannot run packed exactly; says why.  Or there
             are more parts than ``passes``, or ``max_tokens`` without it for a sharded model.
     """
-    found = hf.causal_lm(model)
+    found = causal_lm(model)
     if not isinstance(batch, PrefixBatch):
         raise ValueError(f"batch must be a PrefixBatch, got {type(batch).__name__}")
-    if reasons := hf.check_model(model, batch):
+    if reasons := check_model(model, batch):
         raise ValueError("model must run packed batches exactly: " + "; ".join(reasons))
     implementation = found.config.get_text_config()._attn_implementation
-    if not hf.is_registered(implementation):
+    if not is_registered(implementation):
         raise ValueError(
             "model must be on packed attention, rlkernel.register_hf() and "
             f"model.set_attn_implementation('rlkernel'), got {implementation!r}"
         )
-    sharded = hf.is_sharded(model)
+    sharded = is_sharded(model)
     if sharded and max_tokens is not None and passes is None:
         raise ValueError("passes must be given with max_tokens for a sharded model, the same on every rank")
-    head = _Head(found, temperature, return_entropy, fp32_head)
+    head = LmHead(found, temperature, return_entropy, fp32_head)
     keep = None
     if return_aux_loss:
-        _load_balancing_loss(hf.family(found).__module__)  # or the model would fail in the middle
+        _load_balancing_loss(family(found).__module__)  # or the model would fail in the middle
         batch, keep = batch.with_last_tokens()
     parts = [batch] if max_tokens is None else batch.split(max_tokens)
     parts = [part for part in parts if part.total]
@@ -121,15 +115,10 @@ def packed_logprobs(
     if return_aux_loss:
         aux_loss = _aux_loss(found, [part.router for part in done]) if done else logprobs.sum()
     for unused in idle:  # each call is to have a backward, as on the other ranks, whatever the loss takes
-        logprobs = logprobs + _nothing(unused)
-        entropy = None if entropy is None else entropy + _nothing(unused)
-        aux_loss = None if aux_loss is None else aux_loss + _nothing(unused)
+        logprobs = logprobs + zero_with_graph(unused)
+        entropy = None if entropy is None else entropy + zero_with_graph(unused)
+        aux_loss = None if aux_loss is None else aux_loss + zero_with_graph(unused)
     return PackedLogprobs(logprobs, entropy, aux_loss)
-
-
-def _nothing(values: Tensor) -> Tensor:
-    """Zero, with the graph of ``values``."""
-    return values.sum().nan_to_num(0, 0, 0) * 0
 
 
 class _Part(NamedTuple):
@@ -138,7 +127,7 @@ class _Part(NamedTuple):
     router: tuple[tuple[Tensor, ...], Tensor] | None  # logits of each layer [T, E], weight of each row [T]
 
 
-def _run(model: nn.Module, head: _Head, batch: PrefixBatch, with_router: bool) -> _Part:
+def _run(model: nn.Module, head: LmHead, batch: PrefixBatch, with_router: bool) -> _Part:
     inputs, uses = batch.model_kwargs(), None
     if getattr(head.config, "output_router_logits", None):  # asked for by the config; not always by the call
         inputs["output_router_logits"] = False
@@ -146,7 +135,7 @@ def _run(model: nn.Module, head: _Head, batch: PrefixBatch, with_router: bool) -
         uses = batch.token_counts()
         # 4-d, so transformers passes it on; attention ignores it, the model's own loss takes it as weights
         inputs |= {"attention_mask": uses[None, None, None], "output_router_logits": True}
-    with hf.every_layer(model), head.scoring(batch):
+    with every_layer(model), head.scoring(batch):
         output = model(**inputs)
     logprobs, entropy = head.results(output)
     if uses is None:
@@ -162,115 +151,6 @@ def _run(model: nn.Module, head: _Head, batch: PrefixBatch, with_router: bool) -
     return _Part(logprobs, entropy, (logits, uses))
 
 
-class _Head:
-    """The lm_head of a model: its logprobs in place of logits, and a check of what becomes of logits."""
-
-    def __init__(self, model: Any, temperature: float, return_entropy: bool, fp32: bool) -> None:
-        self.name = hf.family(model).__name__
-        self.config = model.config.get_text_config()
-        self.module = _that_runs(model.get_output_embeddings())
-        if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
-            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
-            raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
-        self.temperature, self.return_entropy, self.fp32 = temperature, return_entropy, fp32
-        self.softcap = getattr(self.config, "final_logit_softcapping", None)
-        self.scale = _logit_scale(self.config)
-        self.dtype = torch.promote_types(self.module.weight.dtype, torch.float32)
-        self.sharded = hf.is_sharded(model)
-        self._scores: Any = None
-
-    @contextlib.contextmanager
-    def scoring(self, batch: PrefixBatch) -> Iterator[None]:
-        """Inside, a call of the module scores the labels; a call of the model is to make one."""
-        module, self._scores = self.module, None
-        before = vars(module).get("forward")
-
-        def forward(hidden: Tensor) -> Tensor:
-            if self._scores is not None:
-                raise ValueError(f"{self.name}: it must call its lm_head once, got a second call")
-            if hidden.dim() != 3 or hidden.shape[:2] != (1, batch.total):
-                want = (1, batch.total, module.in_features)
-                raise ValueError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
-            self._scores = self._score(batch.completion_rows(hidden), batch.labels)
-            probe = hidden.new_tensor(PROBE)
-            # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
-            link = _nothing(self._scores.logprobs).to(probe.dtype)
-            return (probe + link)[None, :, None]
-
-        module.forward = forward
-        try:
-            yield
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-    def _score(self, hidden: Tensor, labels: Tensor) -> Any:
-        kind = hidden.device.type
-        off = torch.autocast(kind, enabled=False) if self.fp32 else contextlib.nullcontext()
-        with off:
-            return linear_logprob(
-                hidden.float() if self.fp32 and hidden.dtype.itemsize < 4 else hidden,
-                self.module.weight,
-                labels,
-                bias=self.module.bias,
-                temperature=self.temperature,
-                logit_scale=self.scale,
-                softcap=self.softcap,
-                return_entropy=self.return_entropy,
-            )
-
-    def results(self, output: Any) -> tuple[Tensor, Tensor | None]:
-        scores, self._scores = self._scores, None
-        if scores is None:
-            raise ValueError(f"{self.name}: it must call its lm_head once, got no call")
-        if _checked.get(self.module) != (self.scale, self.softcap):
-            self._check_probe(output)
-            _checked[self.module] = self.scale, self.softcap
-        if not self.sharded:
-            return scores.logprobs, scores.entropy
-        # FSDP and ZeRO-3 gather what backward needs when the gradient of a module's output arrives.
-        link = _nothing(output.logits).to(self.dtype)
-        return scores.logprobs + link, None if scores.entropy is None else scores.entropy + link
-
-    def _check_probe(self, output: Any) -> None:
-        logits = getattr(output, "logits", None)
-        found = None if logits is None else logits.detach().flatten().double().cpu()
-        want = torch.tensor(PROBE, dtype=torch.float64) * self.scale
-        if self.softcap:
-            want = self.softcap * torch.tanh(want / self.softcap)
-        rounding = 8 * torch.finfo(torch.bfloat16).eps
-        if found is None or found.shape != want.shape or not torch.allclose(found, want, rounding, 1e-6):
-            got = None if found is None else [round(x, 4) for x in found.tolist()]
-            raise ValueError(
-                f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
-                f"its config says, got {got} for {list(PROBE)}"
-            )
-
-
-def _that_runs(head: Any) -> Any:
-    """The lm_head itself; PEFT has a copy of it for each adapter that trains it (``modules_to_save``)."""
-    copies = getattr(head, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return head
-    active = list(head.active_adapters)
-    if head.disable_adapters or not active or not all(name in copies for name in active):
-        return head.original_module
-    return copies[active[0]]
-
-
-def _logit_scale(config: Any) -> float:
-    """The factor of the logits, under the names that the families give it."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if (scale := getattr(config, name, None)) is not None:
-            return float(scale)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None or config.model_type == "minicpm3":  # which scales its hidden states, before the head
-        return 1.0
-    return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
-
-
 # mixtures of experts
 
 
@@ -279,7 +159,7 @@ def _aux_loss(model: Any, routers: list[Any]) -> Tensor:
     weights = torch.cat([weight for _, weight in routers])
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss = _load_balancing_loss(hf.family(model).__module__)
+    loss = _load_balancing_loss(family(model).__module__)
     return cast(Tensor, loss(logits, experts, config.num_experts_per_tok, weights[None, None, None]))
 
 

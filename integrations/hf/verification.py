@@ -9,16 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations import hf
-from rlkernel.integrations._hf_models import as_written, causal_lm, check_model, family, is_sharded
+from rlkernel.integrations.hf.attention import every_layer
+from rlkernel.integrations.hf.models import as_written, causal_lm, check_model, family, is_sharded
+from rlkernel.integrations.hf.registration import on_its_own, use_packed
 from rlkernel.prefix.batch import PrefixBatch
 
 LENGTHS = ((7, (3, 5, 4)), (4, (4, 3, 6)))  # of a prompt, and of its completions
 MIN_TOLERANCE = 1e-4
 
 
-def found_by_running(model: nn.Module) -> list[str]:
-    """See ``hf.verify``."""
+def verify(model: nn.Module) -> list[str]:
+    """Why a model's packed logits are not those of its samples alone; empty when they are.
+
+    Runs six samples of a few tokens, each alone on the model's own attention, and then packed. So it finds
+    what ``check_model`` does not know: modules that mix tokens of neighbouring rows, attention that is not
+    the registered one, code that packed batches break. It sees no window and no limit longer than its
+    samples, and in bf16 nothing that is small against bf16's rounding.
+
+    The model is put into evaluation mode for it, and left as it was, on the attention that it was on. It is
+    called without what wraps it (DDP, PEFT), so that ranks need not agree.
+
+    Raises:
+        ValueError: the model is sharded (FSDP, ZeRO-3), whose passes have to follow a plan of all ranks.
+    """
     if reasons := check_model(model):
         return reasons
     if is_sharded(model):
@@ -41,7 +54,7 @@ def found_by_running(model: nn.Module) -> list[str]:
 @contextlib.contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    former = hf.use_packed(model)
+    former = use_packed(model)
     model.eval()
     try:
         yield
@@ -58,9 +71,9 @@ def _worst_error(found: Any) -> tuple[float, float]:
     dtypes: list[torch.dtype] = []  # of the head, whose autocast shows here: accelerate converts outputs
     hook = found.get_output_embeddings().register_forward_hook(lambda *a: dtypes.append(a[-1].dtype))
     try:
-        with hf.every_layer(found):
+        with every_layer(found):
             packed = batch.completion_rows(found(**batch.model_kwargs()).logits)
-        with hf.on_its_own(found):
+        with on_its_own(found):
             alone = [_alone(found, p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
         again = _alone(found, prompts[0], completions[0][0])
     finally:

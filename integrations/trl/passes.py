@@ -2,130 +2,31 @@
 
 Each scores tokens in one method, for the loss as well as for the old and the reference policy. Its
 model answers with the logprobs of whatever row has a label, so a packed batch goes through the same call:
-wrappers, autocast, temperature and the head stay TRL's.
-"""
+wrappers, autocast, temperature and the head stay TRL's."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.integrations import hf
-from rlkernel.integrations._trl_contract import (
-    METHOD,
-    METHOD_PARAMETERS,
-    SHUFFLE,
-    SHUFFLE_PARAMETERS,
-    STEP,
-    STEP_PARAMETERS,
-    checked,
-)
-from rlkernel.integrations._trl_models import Models
-from rlkernel.integrations._trl_step import Order, Step, group_shuffle, watched_step
+from rlkernel.integrations.trl.contract import METHOD
+from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
+from rlkernel.integrations.trl.reasons import NOTHING, is_reference, is_rotary, norm_after_rotary
 from rlkernel.prefix.batch import PrefixBatch
 
-if TYPE_CHECKING:
-    from rlkernel.integrations.trl import TrlPatch
-
 UNLABELLED = -100  # transformers' mark
-MIN_RATIO = 1.1  # with less to share, a step gains about what packing costs
 
 Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies, aux loss
 
 
-NOTHING = "no completion has a token"
-DROPOUT = "dropout: completions would share the noise of their prompt"
-ATTENTION_DROPOUT = "attention dropout must be 0 in training"
-ADVICE = {
-    DROPOUT: "a row that samples share can only have one draw: patch_trl(dropout='shared') takes that, "
-    "disable_dropout=True in the config draws none",
-    ATTENTION_DROPOUT: "model_init_kwargs={'attention_dropout': 0.0} in the config turns it off; "
-    "disable_dropout=True does not reach it",
-    "tokens a row": "prefix_min_ratio=1 packs it all the same",
-}
-
-
-class PrefixSharing:
-    """The part of a ``TrlPatch`` that packs the passes of TRL's trainers and keeps their groups together."""
-
-    def __init__(
-        self, patch: TrlPatch, min_ratio: float | None, required: bool = False, shared_dropout: bool = False
-    ) -> None:
-        import trl.trainer.grpo_trainer as grpo
-        import trl.trainer.rloo_trainer as rloo
-
-        self.patch = patch
-        self.min_ratio = MIN_RATIO if min_ratio is None else min_ratio
-        self.required, self.shared_dropout = required, shared_dropout
-        self.tokens: Counter[str] = Counter()
-        """Tokens of TRL's padded batches ("padded"), and the rows that ran in their place ("packed")."""
-        self.order = Order()
-        self.step: Step | None = None
-        self.bypassing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers whose losses do not come here
-        self.models = Models()
-        self._rows = self._unlabelled = 0
-
-        hf.register_hf()  # raises now if it cannot, not in the first step
-        for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
-            method = checked(trainer, METHOD, METHOD_PARAMETERS)
-            patch.replace(trainer, METHOD, _packed_method(method, self), expected=method)
-            step = checked(trainer, STEP, STEP_PARAMETERS)
-            patch.replace(trainer, STEP, watched_step(step, self), expected=step)
-            shuffle = checked(module, SHUFFLE, SHUFFLE_PARAMETERS)
-            patch.replace(module, SHUFFLE, group_shuffle(shuffle, self), expected=shuffle)
-
-    @property
-    def ratio(self) -> float:
-        """How many tokens of TRL's padded batches each packed row stood for, 1 before the first."""
-        return self.tokens["padded"] / self.tokens["packed"] if self.tokens["packed"] else 1.0
-
-    def left(self, name: str, reason: str) -> None:
-        """Count, and warn of or refuse, what runs as in TRL."""
-        quiet = reason == NOTHING  # there is nothing to share
-        advice = next((advice for part, advice in ADVICE.items() if part in reason), "")
-        self.patch.left(name, reason, advice, quiet or self.required)
-        if self.required and not quiet:
-            advice = advice and f" ({advice})"
-            raise RuntimeError(f"{name} must run packed (prefix_sharing='require'), got: {reason}{advice}")
-
-    def refusal(self, trainer: Any, model: Any) -> str | None:
-        """Why none of a trainer's batches can run packed through a model, or None."""
-        model_inside = trainer.accelerator.unwrap_model(model)
-        if reason := _wrapper_reason(trainer, model, model_inside):
-            return reason
-        if reasons := hf.check_model(model_inside):
-            return reasons[0]
-        if reason := _model_reason(model_inside, self.shared_dropout):
-            return reason
-        return self.models.doubt(model)
-
-    @contextlib.contextmanager
-    def labels_after(self, n_prefix: int, rows: int) -> Iterator[None]:
-        """Inside, the head's first rows have no label. Off GPUs, TRL hands it all rows nevertheless."""
-        self._rows, self._unlabelled = rows, n_prefix
-        try:
-            yield
-        finally:
-            self._rows = self._unlabelled = 0
-
-    def unlabelled(self, rows: int) -> int:
-        """How many of the head's rows have no label, all in front."""
-        return self._unlabelled if rows == self._rows else 0
-
-
-# The passes
-
-
-def _packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> Callable[..., Scores]:
+def packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> Callable[..., Scores]:
     from trl.extras.profiling import profiling_decorator
 
     patch = sharing.patch
@@ -201,7 +102,7 @@ class _Call:
         if torch.is_grad_enabled() or self.aux_loss or policy is None or self.model is not policy:
             return []
         steps = trainer.args.steps_per_generation if policy.training else 1
-        if n != steps * self.chunk or _is_reference(self.unwrapped) or self.refusal(sharing):
+        if n != steps * self.chunk or is_reference(self.unwrapped) or self.refusal(sharing):
             return []
         if not policy.training:  # an evaluation, whose samples stay as they are
             return [torch.arange(n)]
@@ -231,9 +132,9 @@ class _Call:
         prompt_mask = self.attention_mask[:, : -self.logits_to_keep] != 0
         if not bool(prompt_mask[:, -1:].any(1).all()):  # TRL predicts from whatever stands there
             return "a prompt is empty, or padded on the right"
-        if not _is_rotary(self.unwrapped) and not bool(prompt_mask.all()):
+        if not is_rotary(self.unwrapped) and not bool(prompt_mask.all()):
             return "positions are not rotary, and TRL counts the padding of prompts"
-        if not bool(prompt_mask.all()) and (kind := _norm_after_rotary(self.unwrapped)):
+        if not bool(prompt_mask.all()) and (kind := norm_after_rotary(self.unwrapped)):
             return (
                 f"{kind} normalises after its rotary positions, which makes them absolute, and TRL counts "
                 "the padding of prompts: its values are not those of the samples alone"
@@ -272,69 +173,6 @@ class _Call:
         prompt_ids, ids = self.input_ids.tensor_split([-self.logits_to_keep], 1)
         prompt_mask, mask = self.attention_mask.tensor_split([-self.logits_to_keep], 1)
         return PrefixBatch.from_padded(prompt_ids, prompt_mask, ids, mask)
-
-
-def _wrapper_reason(trainer: Any, model: Any, inside: Any) -> str | None:
-    if getattr(trainer, "use_transformers_continuous_batching", False):
-        return "continuous batching runs on no registered attention, and the model would be on one"
-    if getattr(trainer, "_is_vlm", False):
-        return "a vision-language model makes positions of its own"
-    if isinstance(model, torch.nn.DataParallel):
-        return "DataParallel splits the batch by samples"
-    accelerator = trainer.accelerator
-    kind = str(getattr(accelerator.distributed_type, "value", ""))
-    if kind in ("MEGATRON_LM", "XLA"):
-        return f"accelerate runs the model through {kind}"
-    parallel = getattr(accelerator, "parallelism_config", None)
-    if getattr(parallel, "cp_enabled", False) or getattr(parallel, "sp_enabled", False):
-        return "context parallelism splits the tokens of a sequence over ranks"
-    if hasattr(inside, "_orig_mod") or inside._compiled_call_impl is not None:
-        return "torch.compile would compile anew for every batch"
-    return None
-
-
-def _model_reason(model: Any, shared_dropout: bool) -> str | None:
-    configs = getattr(model, "peft_config", None)
-    if isinstance(configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in configs.values()):
-        return "PEFT puts virtual tokens in front of each prompt"
-    for path, module in model.named_modules():
-        if not module.training:
-            continue
-        if hasattr(module, "neftune_noise_alpha"):
-            return "NEFTune: its noise grows smaller with the length of a row, and a packed row is longer"
-        noise = _noise(path, module)
-        if noise and not shared_dropout:
-            return DROPOUT
-        if any("att" in name for name in noise):
-            return f"{ATTENTION_DROPOUT}, got that of {path}"
-    return None
-
-
-def _noise(path: str, module: Any) -> list[str]:
-    """The names by which a module draws noise."""
-    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-        return [path.rpartition(".")[2]] if module.p > 0 else []
-    values = {name: x for name, x in vars(module).items() if "dropout" in name or "jitter" in name}
-    kind = "attention " if "attention" in type(module).__name__.lower() else ""
-    return [kind + name for name, x in values.items() if isinstance(x, float) and x > 0]
-
-
-def _is_reference(model: Any) -> bool:
-    """Whether a PEFT model stands for the reference now: its adapters are off, or TRL's copy of one is on."""
-    if getattr(model, "peft_config", None) is None:
-        return False
-    off = any(getattr(module, "_disable_adapters", False) for module in model.modules())
-    return off or "ref" in model.active_adapters
-
-
-def _is_rotary(model: Any) -> bool:
-    return any("rotary" in type(module).__name__.lower() for module in model.modules())
-
-
-def _norm_after_rotary(model: Any) -> str | None:
-    """The attention whose queries and keys are weighted after they were turned, as in HunYuan's models."""
-    names = (type(m).__name__ for m in model.modules() if hasattr(m, "query_layernorm"))
-    return next((name for name in names if name.startswith("HunYuan")), None)
 
 
 def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:

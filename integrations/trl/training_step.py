@@ -1,26 +1,16 @@
-"""A training step of TRL around its passes: whose it is, and the order of the samples of a generation."""
+"""A training step of TRL around its passes: whose it is, and the shuffle of its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.integrations._trl_contract import METHOD, SHUFFLE, STEP
-
-if TYPE_CHECKING:
-    from rlkernel.integrations._trl_prefix import PrefixSharing
-
-
-@dataclass
-class Step:
-    """A training step that is under way."""
-
-    trainer: Any
-    scored: bool = False  # whether its loss has come to the method that is packed
+from rlkernel.integrations.trl.contract import METHOD, SHUFFLE, STEP
+from rlkernel.integrations.trl.order import by_groups
+from rlkernel.integrations.trl.prefix_sharing import PrefixSharing, Step
 
 
 def watched_step(original: Callable[..., Tensor], sharing: PrefixSharing) -> Callable[..., Tensor]:
@@ -37,25 +27,6 @@ def watched_step(original: Callable[..., Tensor], sharing: PrefixSharing) -> Cal
 
     training_step.__qualname__ = STEP
     return training_step
-
-
-class Order:
-    """An order that is known before TRL draws it: old logprobs are scored in the micro-batches to come."""
-
-    def __init__(self) -> None:
-        self._planned: Tensor | None = None
-
-    def plan(self, prompts: Tensor) -> Tensor:
-        """What the next shuffle of these samples will do. Draws no random number that TRL would miss."""
-        draw = torch.Generator()
-        draw.set_state(torch.get_rng_state())
-        self._planned = by_groups(torch.randperm(len(prompts), generator=draw), prompts)
-        return self._planned
-
-    def take(self, samples: int) -> Tensor | None:
-        """The plan, once, if it is one of so many samples."""
-        planned, self._planned = self._planned, None
-        return planned if planned is not None and len(planned) == samples else None
 
 
 def bypass(trainer: Any) -> str:
@@ -95,17 +66,6 @@ def _refusal(trainer: Any, sharing: PrefixSharing) -> str | None:
     if any(known is trainer for known in sharing.bypassing):
         return bypass(trainer)
     return sharing.refusal(trainer, trainer.model_wrapped)
-
-
-def by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:
-    """``permutation`` with the rows of each group, neighbours with one prompt, put where its first one is."""
-    new = torch.ones(len(prompts), dtype=torch.bool)
-    new[1:] = (prompts[1:] != prompts[:-1]).any(1).cpu()
-    group = (new.cumsum(0) - 1)[permutation]
-    first = torch.full((int(new.sum()),), len(prompts)).scatter_reduce(
-        0, group, torch.arange(len(prompts)), "amin"
-    )
-    return permutation[first[group].argsort(stable=True)]
 
 
 def _permuted(values: Any, order: Tensor) -> Any:

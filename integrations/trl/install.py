@@ -1,0 +1,131 @@
+"""Put rlkernel under TRL's trainers: what is replaced by what, and how it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkernel.integrations import hf
+from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations.trl.contract import (
+    HEAD,
+    HEAD_PARAMETERS,
+    HELPER_PARAMETERS,
+    METHOD,
+    METHOD_PARAMETERS,
+    SHUFFLE,
+    SHUFFLE_PARAMETERS,
+    STEP,
+    STEP_PARAMETERS,
+    checked,
+    supported_utils,
+)
+from rlkernel.integrations.trl.head import Head
+from rlkernel.integrations.trl.helpers import HELPERS
+from rlkernel.integrations.trl.passes import packed_method
+from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
+from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
+from rlkernel.integrations.trl.trl_patch import TrlPatch, patch_in_place
+
+
+def patch(
+    *,
+    prefix_sharing: bool | str = False,
+    prefix_min_ratio: float | None = None,
+    dropout: str = "own",
+    strict: bool = True,
+) -> TrlPatch:
+    """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
+
+    A second call while the patch is on returns the same object; a ``with`` over it leaves the patch on.  What
+    is left to TRL after all is counted, warned of once a reason, and summed up in the log by ``undo()``.
+
+    Args:
+        prefix_sharing: GRPOTrainer and RLOOTrainer compute each prompt once per group, in all their passes,
+            and keep groups together when they shuffle.  ``"require"`` makes it an error to leave a batch to
+            TRL.
+        prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
+        dropout: ``"own"`` leaves a model that draws dropout to TRL, where each sample has a draw of its own.
+            ``"shared"`` packs it: one draw for each row, which the samples that share the row share.
+        strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
+            the names and parameters of what is replaced.
+
+    Raises:
+        ValueError: an option is not one of its values, or is given without ``prefix_sharing``.
+        ImportError: TRL is not installed. PatchError: the version of TRL is not supported, or what is to be
+        replaced is not what that version has, or the patch is on with other options.
+            Nothing is replaced then.
+    """
+    _check_options(prefix_sharing, prefix_min_ratio, dropout, strict)
+    if (active := patch_in_place()) is not None:
+        _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
+        active.share()
+        return active
+    utils = supported_utils(strict)
+    result = TrlPatch()
+    head = checked(utils, HEAD, HEAD_PARAMETERS)
+    result.replace(utils, HEAD, Head(head, result, utils), expected=head)
+    for name, make in HELPERS.items():
+        original = checked(utils, name, HELPER_PARAMETERS[name])
+        result.replace_everywhere("trl", name, make(original, result), expected=original)
+    if prefix_sharing:
+        result.prefix = PrefixSharing(
+            result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
+        )
+        _replace_in_trainers(result.prefix)
+    return result.apply()
+
+
+def _check_options(
+    prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str, strict: bool
+) -> None:
+    if not isinstance(prefix_sharing, bool) and prefix_sharing != "require":
+        raise ValueError(f"prefix_sharing must be True, False or 'require', got {prefix_sharing!r}")
+    if dropout not in ("own", "shared"):
+        raise ValueError(f"dropout must be 'own' or 'shared', got {dropout!r}")
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
+    if dropout != "own" and not prefix_sharing:
+        raise ValueError(f"dropout must be 'own' without prefix_sharing, got {dropout!r}")
+    if prefix_min_ratio is None:
+        return
+    if not prefix_sharing:
+        raise ValueError(f"prefix_min_ratio must be None without prefix_sharing, got {prefix_min_ratio!r}")
+    if (
+        isinstance(prefix_min_ratio, bool)
+        or not isinstance(prefix_min_ratio, int | float)
+        or not prefix_min_ratio >= 1
+    ):
+        raise ValueError(f"prefix_min_ratio must be a number >= 1, got {prefix_min_ratio!r}")
+
+
+def _check_same(
+    active: TrlPatch, prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str
+) -> None:
+    """A caller who asks for what the patch in place does not do would believe that it does."""
+    if not prefix_sharing:
+        return
+    prefix = active.prefix
+    asked: list[tuple[str, Any, Any]] = []
+    if prefix is None or (prefix_sharing == "require" and not prefix.required):
+        asked.append(("prefix_sharing", prefix is not None, prefix_sharing))
+    elif prefix_min_ratio is not None and prefix.min_ratio != prefix_min_ratio:
+        asked.append(("prefix_min_ratio", prefix.min_ratio, prefix_min_ratio))
+    elif (dropout == "shared") != prefix.shared_dropout:
+        asked.append(("dropout", "shared" if prefix.shared_dropout else "own", dropout))
+    for name, found, wanted in asked:
+        raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
+
+
+def _replace_in_trainers(sharing: PrefixSharing) -> None:
+    import trl.trainer.grpo_trainer as grpo  # takes seconds
+    import trl.trainer.rloo_trainer as rloo
+
+    patch = sharing.patch
+    hf.register_hf()  # raises now if it cannot, not in the first step
+    for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
+        method = checked(trainer, METHOD, METHOD_PARAMETERS)
+        patch.replace(trainer, METHOD, packed_method(method, sharing), expected=method)
+        step = checked(trainer, STEP, STEP_PARAMETERS)
+        patch.replace(trainer, STEP, watched_step(step, sharing), expected=step)
+        shuffle = checked(module, SHUFFLE, SHUFFLE_PARAMETERS)
+        patch.replace(module, SHUFFLE, group_shuffle(shuffle, sharing), expected=shuffle)

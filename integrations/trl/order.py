@@ -1,0 +1,36 @@
+"""The order of the samples of a generation: groups stay together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Order:
+    """An order that is known before TRL draws it: old logprobs are scored in the micro-batches to come."""
+
+    def __init__(self) -> None:
+        self._planned: Tensor | None = None
+
+    def plan(self, prompts: Tensor) -> Tensor:
+        """What the next shuffle of these samples will do. Draws no random number that TRL would miss."""
+        draw = torch.Generator()
+        draw.set_state(torch.get_rng_state())
+        self._planned = by_groups(torch.randperm(len(prompts), generator=draw), prompts)
+        return self._planned
+
+    def take(self, samples: int) -> Tensor | None:
+        """The plan, once, if it is one of so many samples."""
+        planned, self._planned = self._planned, None
+        return planned if planned is not None and len(planned) == samples else None
+
+
+def by_groups(permutation: Tensor, prompts: Tensor) -> Tensor:
+    """``permutation`` with the rows of each group, neighbours with one prompt, put where its first one is."""
+    new = torch.ones(len(prompts), dtype=torch.bool)
+    new[1:] = (prompts[1:] != prompts[:-1]).any(1).cpu()
+    group = (new.cumsum(0) - 1)[permutation]
+    first = torch.full((int(new.sum()),), len(prompts)).scatter_reduce(
+        0, group, torch.arange(len(prompts)), "amin"
+    )
+    return permutation[first[group].argsort(stable=True)]
