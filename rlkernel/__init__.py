@@ -5,6 +5,7 @@ from typing import Any
 from rlkernel import debug, workspace
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
+from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
@@ -36,7 +37,6 @@ from rlkernel.types import (
     POLICY_METRICS,
     PREFERENCE_METRICS,
     VALUE_METRICS,
-    GaeOutput,
     PolicyLossOutput,
     PreferenceLossOutput,
     RunningOutput,

@@ -80,6 +80,8 @@ class Op:
         if torch.compiler.is_compiling():
             there = [x is not None for x in self.like(call)[: self.outputs]]
             got = self.node(*self.flat(call))
+            if isinstance(got, Tensor):  # the only result
+                return (got,)
             return tuple(x if t else None for x, t in zip(got, there, strict=False))
         if torch.is_grad_enabled():
             sources = [call[i] for i in self.gradients]
@@ -301,8 +303,9 @@ def _gradients(op: Op, impl: Any, grads: Any, needs: Any, results: Any, flat: An
     return op.backward(impl, call, op.results(*results), tuple(grads))
 
 
-def _apart(results: Any, inputs: Any) -> tuple[Tensor, ...]:
-    """The results of a node, none of which may share memory with another or with an input."""
+def _apart(results: Any, inputs: Any) -> Tensor | tuple[Tensor, ...]:
+    """The results of a node, none of which may share memory with another or with an input; one alone is no
+    tuple."""
     there = [x for x in results if x is not None]
     taken = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
     out = []
@@ -313,4 +316,4 @@ def _apart(results: Any, inputs: Any) -> tuple[Tensor, ...]:
             x = x.clone()
         taken.add(x.untyped_storage()._cdata)
         out.append(x)
-    return tuple(out)
+    return tuple(out) if len(out) > 1 else out[0]

@@ -5,14 +5,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class GaeOutput(NamedTuple):
-    """Per-token ``advantages`` and the value function's targets ``returns = advantages + values``; fp32 (fp64
-    for fp64 input), 0 where the mask is not set.  Constants: they carry no gradient."""
-
-    advantages: Tensor
-    returns: Tensor
-
-
 class RunningOutput(NamedTuple):
     """``normalized``, a constant without a gradient, and the new ``state`` [count, mean, M2] in fp64."""
 

@@ -15,6 +15,7 @@ from peer_sources import load
 import rlkernel
 from rlkernel import native
 from rlkernel.benchmarks import _peers
+from rlkernel.calls.gae import GaeCall
 from rlkernel.reference.gae import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("gae"))
@@ -513,4 +514,15 @@ def test_compiles_without_a_graph_break():
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(**inputs), step(**inputs))
-    torch.library.opcheck(torch.ops.rlkernel.gae, (*inputs.values(), 1.0, 0.9, None, None, None, False))
+
+
+@pytest.mark.parametrize("lam", [0.9, torch.linspace(0, 1, 3, dtype=torch.float64)], ids=["one", "each"])
+def test_opcheck(lam):
+    from rlkernel.ops.gae import op
+
+    inputs = make_inputs(3, 20)
+    call = GaeCall(*inputs.values(), 1.0, lam, None, torch.ones(3), "skip")
+    torch.library.opcheck(op.node, op.flat(call))
+    flat = [x.reshape(-1) for x in inputs.values()]
+    call = GaeCall(*flat, 1.0, lam, torch.tensor([0, 20, 25, 60]), None, "zero")
+    torch.library.opcheck(op.node, op.flat(call))

@@ -89,6 +89,7 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
+    from rlkernel.calls.gae import GaeCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.sampling import Sampling
@@ -149,7 +150,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
             asked = "sequential", False, True, True, True, n
             request = Sampling(*numbers, keys, keys, None, None, None, *asked)
             sampling.forward(logits.reshape(n, 256), None, request)
-            gae.forward(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None)
+            gae.forward(
+                GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
+            )
             whiten.forward(values, values > 0, None, True, True, t, "std")
             kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
             group_advantages.forward(

@@ -4,6 +4,7 @@ A token is one thread's.  With more tokens than threads Triton would give each t
 alignment of the arguments allows, and the order of the scan would follow from that.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rlkernel.calls.gae import GaeCall, GaeResults
 
 TILE = 512  # with 1024 threads a block, a thread has 64 registers and spills
 
@@ -116,40 +119,36 @@ def gae_kernel(
             value_behind = tl.sum(tl.where(token == 0, firsts, 0.0), 0)
 
 
-def forward(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    gamma: float,
-    lam: float,
-    cu_seqlens: Tensor | None,
-    last_values: Tensor | None,
-    lams: Tensor | None = None,
-    zero_holes: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(call: GaeCall) -> GaeResults:
+    rewards, values, mask, gamma, lam, cu_seqlens, last_values, holes = call
     advantages, returns = (
         torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in "AR"
     )
     rows, length = rewards.shape if cu_seqlens is None else (len(cu_seqlens) - 1, 0)
     if rows and rewards.numel():
+        lams = lam if isinstance(lam, Tensor) else None
         threads = 32 if torch.version.hip is None else 64
         with torch.cuda.device_of(rewards):
             gae_kernel[(rows,)](
                 rewards, rewards.stride(0), values, values.stride(0),
                 None if mask is None else mask.view(torch.uint8), 0 if mask is None else mask.stride(0),
-                cu_seqlens, length, rewards.numel(), last_values, gamma, lam, lams, advantages, returns,
-                ZERO_HOLES=zero_holes, TILE=TILE, num_warps=TILE // threads,
+                cu_seqlens, length, rewards.numel(), last_values, gamma, 0.0 if lams is lam else lam, lams,
+                advantages, returns, ZERO_HOLES=holes == "zero", TILE=TILE, num_warps=TILE // threads,
             )  # fmt: skip
-    return advantages, returns
+    return GaeResults(advantages, returns)
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
     x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
     offsets = torch.tensor([0, 60, 128])
-    return {
-        "padded": lambda: forward(x, x, None, 1.0, 0.95, None, None),
-        "padded mask last": lambda: forward(x, x, mask, 1.0, 0.95, None, x[:, 0].contiguous()),
-        "packed mask": lambda: forward(x.view(-1), x.view(-1), mask.view(-1), 1.0, 0.95, offsets, None),
-        "lams holes": lambda: forward(x, x, mask, 1.0, 0.95, None, None, x[:, 0].double(), True),
+    flat, last = x.view(-1), x[:, 0].contiguous()
+    plain = GaeCall(x, x, None, 1.0, 0.95, None, None, "skip")
+    masked = plain._replace(mask=mask)
+    calls = {
+        "padded": plain,
+        "padded mask last": masked._replace(last_values=last),
+        "packed mask": GaeCall(flat, flat, mask.view(-1), 1.0, 0.95, offsets, None, "skip"),
+        "lams holes": masked._replace(lam=last.double(), holes="zero"),
     }
+    return {name: functools.partial(forward, call) for name, call in calls.items()}

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.gae import GaeCall, GaeResults
 from rlkernel.native import kernels, kernels_for
 
 
@@ -18,22 +19,13 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [*reasons, found] if isinstance(found, str) else reasons
 
 
-def forward(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    gamma: float,
-    lam: float,
-    cu_seqlens: Tensor | None,
-    last_values: Tensor | None,
-    lams: Tensor | None = None,
-    zero_holes: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(call: GaeCall) -> GaeResults:
+    rewards = call.rewards
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
     kernels(rewards.device).gae(
-        rewards=rewards, values=values, mask=mask, cu_seqlens=cu_seqlens, last_values=last_values,
-        gamma=gamma, lam=lam if lams is None else lams, zero_holes=zero_holes,
+        rewards=rewards, values=call.values, mask=call.mask, cu_seqlens=call.cu_seqlens,
+        last_values=call.last_values, gamma=call.gamma, lam=call.lam, zero_holes=call.holes == "zero",
         advantages=advantages, returns=returns,
     )  # fmt: skip
-    return advantages, returns
+    return GaeResults(advantages, returns)

@@ -1,17 +1,16 @@
 """Generalised advantage estimation over token sequences."""
 
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.gae import HOLES, GaeCall, GaeOutput, GaeResults
+from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import whiten as _whiten
-from rlkernel.types import GaeOutput
-
-HOLES = ("skip", "zero")
 
 
 @typed
@@ -85,9 +84,9 @@ def gae(
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
     rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    lams: list[tuple[float, Tensor | None]] = [_lambda("lam", lam, rows, rewards)]
+    lam = _lambda("lam", lam, rows, rewards)
     if return_lam is not None:
-        lams.append(_lambda("return_lam", return_lam, rows, rewards))
+        return_lam = _lambda("return_lam", return_lam, rows, rewards)
     if last_values is not None:
         if holes == "zero":
             raise ValueError("last_values must be None with holes = 'zero', got a tensor")
@@ -101,12 +100,12 @@ def gae(
         if _packing.may_be_padded(cu_seqlens, len(rewards)):
             cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, rewards)
             last_values = None if last_values is None else _packing.one_more(last_values)
-            lams = [(number, None if each is None else _packing.one_more(each)) for number, each in lams]
-    run = _op if torch.compiler.is_compiling() else _forward
-    options = cu_seqlens, last_values
-    advantages, returns = run(rewards, values, mask, gamma, *lams[0], *options, holes == "zero")
+            lam = _packing.one_more(lam) if isinstance(lam, Tensor) else lam
+            return_lam = _packing.one_more(return_lam) if isinstance(return_lam, Tensor) else return_lam
+    call = GaeCall(rewards, values, mask, gamma, lam, cu_seqlens, last_values, holes)
+    advantages, returns = op(call)
     if return_lam is not None:
-        returns = run(rewards, values, mask, gamma, *lams[1], *options, holes == "zero")[1]
+        returns = op(call._replace(lam=return_lam))[1]
     return GaeOutput(_whiten(advantages, mask) if whiten else advantages, returns)
 
 
@@ -118,10 +117,10 @@ def _sequences(rewards: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
     return rewards.shape
 
 
-def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> tuple[float, Tensor | None]:
-    """One number, and one for each sequence where that is asked for, in double as the walk is."""
+def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> float | Tensor:
+    """One number, or one for each sequence, in double as the walk is."""
     if not isinstance(lam, Tensor):
-        return _validate.fraction(name, lam), None
+        return _validate.fraction(name, lam)
     _validate.constant(name, lam)
     if lam.shape != (rows,):
         raise ValueError(f"{name} must be a number or have shape {(rows,)}, got {tuple(lam.shape)}")
@@ -129,45 +128,25 @@ def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> tuple
     if debug.may_read(lam) and bool(((lam >= 0) & (lam <= 1)).logical_not().any()):
         bad = int(((lam >= 0) & (lam <= 1)).logical_not().nonzero()[0])
         raise ValueError(f"{name}[{bad}] must be in [0, 1], got {lam[bad].item():g}")
-    return 0.0, lam.to(torch.float64).contiguous()
+    return lam.to(torch.float64).contiguous()
 
 
-@torch.no_grad()
-def _forward(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    gamma: float,
-    lam: float,
-    lams: Tensor | None,
-    cu_seqlens: Tensor | None,
-    last_values: Tensor | None,
-    zero_holes: bool,
-) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:
-        _packing.check(cu_seqlens, len(rewards))
+def _pick(call: GaeCall) -> ModuleType:
+    return dispatch.pick("gae", call.rewards, call.values)
+
+
+def _forward(impl: ModuleType, call: GaeCall) -> GaeResults:
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, len(call.rewards))
     if debug.enabled():
-        _validate.finite("rewards", rewards, mask)
-        _validate.finite("values", values, mask)
-    impl = dispatch.pick("gae", rewards, values)
-    return impl.forward(rewards, values, mask, gamma, lam, cu_seqlens, last_values, lams, zero_holes)
+        _validate.finite("rewards", call.rewards, call.mask)
+        _validate.finite("values", call.values, call.mask)
+    return impl.forward(call)
 
 
-@torch.library.custom_op("rlkernel::gae", mutates_args=())
-def _op(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    gamma: float,
-    lam: float,
-    lams: Tensor | None,
-    cu_seqlens: Tensor | None,
-    last_values: Tensor | None,
-    zero_holes: bool,
-) -> tuple[Tensor, Tensor]:
-    return _forward(rewards, values, mask, gamma, lam, lams, cu_seqlens, last_values, zero_holes)
+def _like(call: GaeCall) -> GaeResults:
+    x = call.rewards
+    return GaeResults(x.new_empty(x.shape), x.new_empty(x.shape))
 
 
-@_op.register_fake
-def _op_fake(rewards: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+op = Op("gae", GaeCall, GaeResults, outputs=2, pick=_pick, forward=_forward, like=_like)

@@ -5,34 +5,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.gae import GaeCall, GaeResults
+
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    gamma: float,
-    lam: float,
-    cu_seqlens: Tensor | None,
-    last_values: Tensor | None,
-    lams: Tensor | None = None,
-    zero_holes: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """``(advantages, returns)`` of the shape and dtype of ``rewards``; 0 where ``mask`` is not set."""
+def forward(call: GaeCall) -> GaeResults:
+    rewards, values, mask, gamma, lam, cu_seqlens, last_values, holes = call
     kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     if cu_seqlens is not None:
         rows, places = _places(cu_seqlens)
         r, v, k = (_padded(x, rows, places, len(cu_seqlens) - 1) for x in (rewards, values, kept))
-        results = forward(r, v, k, gamma, lam, None, last_values, lams, zero_holes)
-        advantages, returns = (x[rows, places] for x in results)
-        return advantages, returns
+        results = forward(call._replace(rewards=r, values=v, mask=k, cu_seqlens=None))
+        return GaeResults(*(x[rows, places] for x in results))
     next_value = rewards.new_zeros(len(rewards)) if last_values is None else last_values
     carry = rewards.new_zeros(len(rewards))
-    decay = gamma * (lam if lams is None else lams.to(rewards.dtype))
-    counted = torch.ones_like(kept) if zero_holes else kept
+    decay = gamma * (lam.to(rewards.dtype) if isinstance(lam, Tensor) else lam)
+    counted = torch.ones_like(kept) if holes == "zero" else kept
     rewards, values = torch.where(kept, rewards, 0), torch.where(kept, values, 0)
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -42,7 +33,7 @@ def forward(
         advantages[:, t] = torch.where(kept[:, t], advantage, 0)
         returns[:, t] = torch.where(kept[:, t], advantage + value, 0)
         carry, next_value = torch.where(counts, advantage, carry), torch.where(counts, value, next_value)
-    return advantages, returns
+    return GaeResults(advantages, returns)
 
 
 def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
