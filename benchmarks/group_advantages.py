@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
-from rlkernel.ops.group_advantages import ESTIMATORS
+from rlkernel.calls.group_advantages import ESTIMATORS
 
 DIMS = ("G", "S")
 INPUTS: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
@@ -39,7 +40,6 @@ from rlkernel.types import (
     VALUE_METRICS,
     PolicyLossOutput,
     PreferenceLossOutput,
-    RunningOutput,
     ValueLossOutput,
 )
 

@@ -5,13 +5,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class RunningOutput(NamedTuple):
-    """``normalized``, a constant without a gradient, and the new ``state`` [count, mean, M2] in fp64."""
-
-    normalized: Tensor
-    state: Tensor
-
-
 class ValueLossOutput(NamedTuple):
     """``loss`` [] is differentiable; ``metrics`` [9], of the same pass, are named by ``VALUE_METRICS``."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import rlkernel
 from rlkernel import native
-from rlkernel.ops.group_advantages import ESTIMATORS, UNGROUPED
+from rlkernel.calls.group_advantages import ESTIMATORS, UNGROUPED, GroupAdvantagesCall
 from rlkernel.reference.group_advantages import make_inputs
 
 BACKENDS = of("group_advantages")
@@ -265,10 +265,11 @@ def test_nan_stays_in_its_group():
             if rlkernel.explain("group_advantages", r)[name]:
                 continue
             with rlkernel.use_backend(name):
-                out = dispatch.pick("group_advantages", r).forward(
+                call = GroupAdvantagesCall(
                     r, None, None, 4, None, None, None, lengths, estimator, "group", True, 1e-4, "zero", 0.0,
                     "std",
                 )  # fmt: skip
+                out = dispatch.pick("group_advantages", r).forward(call).advantages
             assert out[4:8].isnan().all() and out[:4].isfinite().all() and out[8:].isfinite().all(), name
 
 
@@ -281,10 +282,11 @@ def test_offsets_that_nobody_checked_stay_inside(backend, device):
         pytest.skip("PyTorch checks its own indices")
     r = torch.rand(12, 1, device=device)
     offsets = torch.tensor([-5, 3, 2, 90], device=device)
+    call = GroupAdvantagesCall(
+        r, None, None, 1, offsets, None, None, None, "grpo", "group", True, 1e-4, "zero", 0.0, "std"
+    )
     with running(backend):
-        out = pick("group_advantages", r).forward(
-            r, None, None, 1, offsets, None, None, None, "grpo", "group", True, 1e-4, "zero", 0.0, "std"
-        )
+        out = pick("group_advantages", r).forward(call).advantages
     assert out.shape == (12,)
 
 
@@ -347,21 +349,25 @@ def test_compiles_without_a_graph_break():
     ids = torch.arange(20) % 4
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(r, ids), step(r, ids))
-    arguments = (
-        r[:, None],
-        None,
-        ids,
-        1,
-        None,
-        None,
-        None,
-        None,
-        "grpo",
-        "group",
-        True,
-        1e-4,
-        "zero",
-        0.0,
-        "std",
-    )
-    torch.library.opcheck(torch.ops.rlkernel.group_advantages, arguments)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "opo", "gdpo"])
+def test_opcheck(estimator):
+    from rlkernel.ops.group_advantages import op
+
+    r, each = make_inputs(20, 3)["rewards"], torch.rand(20)
+    call = GroupAdvantagesCall(
+        r, r > 0.1, torch.arange(20) % 4, 1, None, torch.ones(3), None, each, estimator, "group", True, 1e-4,
+        "zero", 0.0, "std",
+    )  # fmt: skip
+    torch.library.opcheck(op.node, op.flat(call))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", ["lengths", "baselines"])
+def test_no_gradient_comes_from_what_responses_have_beside_rewards(backend, name):
+    estimator = "opo" if name == "lengths" else "remax"
+    given = {name: torch.rand(4, 5, requires_grad=True)}
+    with running(backend):
+        out = rlkernel.group_advantages(make_inputs(4, 5)["rewards"], estimator=estimator, **given)
+    assert not out.requires_grad

@@ -1,5 +1,7 @@
 """running_normalize: against fp64 over everything that was seen, and TRL's former RunningMoments."""
 
+import math
+
 import pytest
 import ranks
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkernel
+from rlkernel.calls.running_normalize import RunningNormalizeCall
 from rlkernel.reference.running_normalize import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("running_normalize"))
@@ -239,5 +242,12 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for a, b in zip(compiled(**inputs), step(**inputs), strict=True):
         assert_equal("compiled", a, b)
-    arguments = (inputs["x"], inputs["mask"], inputs["state"][None], True, True, True, 1e-8, "std", 5.0)
-    torch.library.opcheck(torch.ops.rlkernel.running_normalize, arguments)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_opcheck(update):
+    from rlkernel.ops.running_normalize import op
+
+    x, state, mask = make_inputs(30).values()
+    call = RunningNormalizeCall(x, mask, state[None], update, True, True, 1e-8, "std", math.inf)
+    torch.library.opcheck(op.node, op.flat(call))

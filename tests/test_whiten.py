@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import rlkernel
 from rlkernel import native
 from rlkernel.benchmarks import _peers
+from rlkernel.calls.whiten import WhitenCall
 from rlkernel.reference.whiten import make_inputs
 
 BACKENDS = of("whiten")
@@ -235,5 +236,12 @@ def test_compiles_without_a_graph_break():
         lambda x, mask: rlkernel.whiten(x, mask) * 2, fullgraph=True, backend="aot_eager"
     )
     assert_equal("compiled", compiled(**inputs), rlkernel.whiten(**inputs) * 2)
-    arguments = (inputs["x"], inputs["mask"], inputs["x"].abs(), True, True, 1e-8, "std")
-    torch.library.opcheck(torch.ops.rlkernel.whiten, arguments)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_opcheck(weighted):
+    from rlkernel.ops.whiten import op
+
+    x, mask = make_inputs(3, 20).values()
+    call = WhitenCall(x, mask, x.abs() if weighted else None, True, True, 1e-8, "std")
+    torch.library.opcheck(op.node, op.flat(call))

@@ -90,9 +90,11 @@ def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]
 def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
     from rlkernel.calls.gae import GaeCall
+    from rlkernel.calls.group_advantages import GroupAdvantagesCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.sampling import Sampling
+    from rlkernel.calls.whiten import WhitenCall
     from rlkernel.prefix.layout import PrefixLayout
     from rlkernel.triton_ops import (
         gae,
@@ -153,12 +155,14 @@ def binaries_of_varied_calls() -> dict[str, int]:
             gae.forward(
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
             )
-            whiten.forward(values, values > 0, None, True, True, t, "std")
+            whiten.forward(WhitenCall(values, values > 0, None, True, True, t, "std"))
             kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
+            groups = None, None, length, None, None, None, None
             group_advantages.forward(
-                values.reshape(-1, 1), None, None, length, None, None, None, None, "grpo", "batch", True, t,
-                "zero", 0.0, "std",
-            )  # fmt: skip
+                GroupAdvantagesCall(
+                    values.reshape(-1, 1), *groups, "grpo", "batch", True, t, "zero", 0.0, "std"
+                )
+            )
             layout = PrefixLayout((60 + n, 4096, length), (-1, 0, 0), (False, True, True))
             rule = AttentionRule(t, 0.0, 5000 if t > 1 else 0, False)
             q, kv = (torch.empty(layout.total, h, 64, dtype=torch.bfloat16) for h in (8, 2))

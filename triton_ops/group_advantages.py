@@ -1,5 +1,6 @@
 """``group_advantages`` over Triton: one launch, two where the batch scales, two more where it is whitened."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
 from rlkernel.triton_ops import whiten
 from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
@@ -17,8 +19,6 @@ KINDS = {
     "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
     "remax": "total", "grpo_loo": "loo",
 }  # fmt: skip
-SCALED = ("grpo", "grpo_passk", "gdpo")
-WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -28,40 +28,24 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     )
 
 
-def forward(
-    rewards: Tensor,
-    mask: Tensor | None,
-    group_ids: Tensor | None,
-    group_size: int,
-    group_offsets: Tensor | None,
-    reward_weights: Tensor | None,
-    baselines: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    scale_rewards: str,
-    unbiased: bool,
-    eps: float,
-    singletons: str,
-    batch_eps: float,
-    batch_eps_in: str,
-) -> Tensor:
+def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
+    rewards, estimator, offsets = call.rewards, call.estimator, call.group_offsets
     n, columns = rewards.shape
     device = rewards.device
-    order = ends = batch = wide = counts = None
-    groups = triton.cdiv(n, group_size) if group_offsets is None else len(group_offsets) - 1
-    if group_ids is not None:
-        ids, order = group_ids.sort(stable=True)
+    order = ends = batch = None
+    groups = triton.cdiv(n, call.group_size) if offsets is None else len(offsets) - 1
+    if call.group_ids is not None:
+        ids, order = call.group_ids.sort(stable=True)
         ends = torch.searchsorted(ids, ids, right=True)
         groups = n
-    weights, start, sizes = (_float(x) for x in (reward_weights, baselines, lengths))
-    kind, scale = KINDS[estimator], scale_rewards if estimator in SCALED else "none"
-    kept = None if mask is None else mask.view(torch.uint8)
-    out = torch.empty(n, dtype=torch.float32, device=device)
+    weights, start, sizes = (_float(x) for x in (call.reward_weights, call.baselines, call.lengths))
+    kind, scale = KINDS[estimator], call.scale_rewards if estimator in SCALED else "none"
+    kept = None if call.mask is None else call.mask.view(torch.uint8)
     if not n:
-        return out
-    if estimator in WHITENED:
-        wide = torch.empty(n, dtype=torch.float64, device=device)
-        counts = torch.empty(n, dtype=torch.bool, device=device)
+        return GroupAdvantagesResults(rewards.new_empty(0))
+    whitened = estimator in WHITENED
+    out = torch.empty(n, dtype=torch.float64 if whitened else torch.float32, device=device)
+    counts = torch.empty(n, dtype=torch.bool, device=device) if whitened else None
     threads = 32 if torch.version.hip is None else 64  # a place is one thread's
     with torch.cuda.device_of(rewards):
         if scale == "batch":
@@ -73,15 +57,15 @@ def forward(
             )  # fmt: skip
         if groups:
             group_kernel[(groups,)](
-                rewards, kept, n, columns, weights, start, sizes, order, ends, group_offsets, group_size, eps,
-                batch, out if wide is None else None, wide,
+                rewards, kept, n, columns, weights, start, sizes, order, ends, offsets,
+                call.group_size, call.eps, batch, None if whitened else out, out if whitened else None,
                 None if counts is None else counts.view(torch.uint8),
-                KIND=kind, SCALE=scale, UNBIASED=unbiased, REWARD_SINGLETONS=singletons == "reward",
+                KIND=kind, SCALE=scale, UNBIASED=call.unbiased, REWARD_SINGLETONS=call.singletons == "reward",
                 BLOCK=BLOCK, CHUNK=CHUNK, num_warps=BLOCK // threads, enable_fp_fusion=False,
             )  # fmt: skip
-    if wide is not None:
-        whiten.run(wide, counts, sizes, True, unbiased, batch_eps, batch_eps_in, out)
-    return out
+    if whitened:
+        out = whiten.scaled(call.whitening(out, counts, sizes))
+    return GroupAdvantagesResults(out)
 
 
 def _float(x: Tensor | None) -> Tensor | None:
@@ -94,29 +78,24 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     ids, offsets = torch.arange(12), torch.tensor([0, 5, 12])
     weights, each = torch.ones(3), torch.ones(12)
 
-    def case(
-        estimator: str, rewards: Tensor = one, size: int = 4, scale: str = "group", **more: Any
-    ) -> Callable[[], object]:
-        given: dict[str, Any] = dict.fromkeys(
-            ("mask", "group_ids", "group_offsets", "reward_weights", "baselines", "lengths")
-        )
-        options = {"unbiased": True, "eps": 1e-4, "singletons": "reward", "batch_eps": 1e-8}
-        return lambda: forward(
-            rewards=rewards, group_size=size, estimator=estimator, scale_rewards=scale, batch_eps_in="std",
-            **given | options | more,
-        )  # fmt: skip
+    plain = GroupAdvantagesCall(
+        one, None, None, 4, None, None, None, None, "grpo", "group", True, 1e-4, "reward", 1e-8, "std"
+    )
+
+    def case(estimator: str, **changes: Any) -> Callable[[], object]:
+        return functools.partial(forward, plain._replace(estimator=estimator, **changes))
 
     return {
         "grpo": case("grpo"),
         "grpo ids mask": case("grpo", group_ids=ids, mask=one == 0),
-        "grpo offsets batch": case("grpo", scale="batch", group_offsets=offsets),
-        "dr_grpo": case("dr_grpo", scale="none"),
-        "rloo weighted": case("rloo", three, reward_weights=weights, mask=three == 0),
+        "grpo offsets batch": case("grpo", scale_rewards="batch", group_offsets=offsets),
+        "dr_grpo": case("dr_grpo", scale_rewards="none"),
+        "rloo weighted": case("rloo", rewards=three, reward_weights=weights, mask=three == 0),
         "opo": case("opo", lengths=each),
         "maxrl": case("maxrl"),
         "grpo_loo": case("grpo_loo", group_ids=ids, mask=one == 0),
         "grpo_passk": case("grpo_passk"),
-        "gdpo": case("gdpo", three, reward_weights=weights, mask=three == 0, lengths=each),
-        "gdpo batch": case("gdpo", three, scale="batch", reward_weights=weights),
+        "gdpo": case("gdpo", rewards=three, reward_weights=weights, mask=three == 0, lengths=each),
+        "gdpo batch": case("gdpo", rewards=three, scale_rewards="batch", reward_weights=weights),
         "remax": case("remax", baselines=each),
     }

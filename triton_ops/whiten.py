@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.calls.whiten import WhitenCall, WhitenResults
 from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
@@ -19,60 +20,46 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return reasons + (["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else [])
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-) -> Tensor:
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    run(x, mask, weights, shift_mean, unbiased, eps, eps_in, out)
-    return out
+def forward(call: WhitenCall) -> WhitenResults:
+    return WhitenResults(scaled(call))
 
 
-def run(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    out: Tensor | None,
+def scaled(
+    call: WhitenCall,
     states: Tensor | None = None,
     state: Tensor | None = None,
     update: bool = True,
     clip: float = math.inf,
-) -> None:
-    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the
-    merged moments go to ``state`` [3]; all are dense."""
+) -> Tensor:
+    """``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the merged
+    moments go to ``state`` [3]; all are dense."""
+    x, mask, weights, shift_mean, unbiased, eps, eps_in = call
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     n = x.numel()
     chunks = triton.cdiv(n, CHUNK)
     partials = torch.empty(chunks if update else 0, len(Moment), dtype=torch.float64, device=x.device)
     mask = None if mask is None else mask.view(torch.uint8)
     weights = None if weights is None else weights.float()
-    blocks = chunks if out is not None else 0
     with torch.cuda.device_of(x):
         if update and chunks:
             moments_kernel[(chunks,)](x, mask, weights, n, partials, CHUNK=CHUNK, **_PLAN)
-        if blocks or state is not None:
-            scale_kernel[(max(blocks, 1),)](
+        if chunks or state is not None:
+            scale_kernel[(max(chunks, 1),)](
                 x, mask, n, states, 0 if states is None else len(states), partials, out, state, eps, clip,
                 UPDATE=update, IDENTITY=state is not None, SHIFT_MEAN=shift_mean, UNBIASED=unbiased,
                 EPS_IN_STD=eps_in == "std", CHUNK=CHUNK, MERGED=MERGED, **_PLAN,
             )  # fmt: skip
+    return out
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
     x, mask = torch.zeros(100), torch.ones(100, dtype=torch.bool)
     states = torch.zeros(2, 3, dtype=torch.float64)
+    plain = WhitenCall(x, None, None, True, True, 1e-8, "variance")
     return {
-        "plain": lambda: forward(x, None, None, True, True, 1e-8, "variance"),
-        "mask weights std": lambda: forward(x, mask, x, False, False, 1e-4, "std"),
-        "of fp64": lambda: run(x.double(), mask, x, True, True, 1e-8, "variance", x),
-        "running": lambda: run(x, mask, None, True, True, 1e-8, "variance", x, states, states[0], clip=5.0),
+        "plain": lambda: forward(plain),
+        "mask weights std": lambda: forward(WhitenCall(x, mask, x, False, False, 1e-4, "std")),
+        "of fp64": lambda: forward(plain._replace(x=x.double(), mask=mask, weights=x)),
+        "running": lambda: scaled(plain._replace(mask=mask), states, states[0], clip=5.0),
     }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
 from rlkernel.native import kernels, kernels_for, whiten
 
 ESTIMATORS = {  # what the kernel calls them
@@ -13,8 +14,6 @@ ESTIMATORS = {  # what the kernel calls them
     "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
     "remax": "total", "grpo_loo": "leave_one_out",
 }  # fmt: skip
-SCALED = ("grpo", "grpo_passk", "gdpo")
-WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -23,23 +22,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [*reasons, found] if isinstance(found, str) else reasons
 
 
-def forward(
-    rewards: Tensor,
-    mask: Tensor | None,
-    group_ids: Tensor | None,
-    group_size: int,
-    group_offsets: Tensor | None,
-    reward_weights: Tensor | None,
-    baselines: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    scale_rewards: str,
-    unbiased: bool,
-    eps: float,
-    singletons: str,
-    batch_eps: float,
-    batch_eps_in: str,
-) -> Tensor:
+def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
+    rewards, group_ids, estimator = call.rewards, call.group_ids, call.estimator
     n, columns = rewards.shape
     device = rewards.device
     part = kernels(device)
@@ -51,25 +35,25 @@ def forward(
         else:
             ids, order = group_ids.sort(stable=True)
             ends = torch.searchsorted(ids, ids, right=True)
-    weights, start, sizes = (_float(x) for x in (reward_weights, baselines, lengths))
-    scale = scale_rewards if estimator in SCALED else "none"
-    out = torch.empty(n, dtype=torch.float32, device=device)
-    wide = counts = batch = None
-    if estimator in WHITENED:
-        wide = torch.empty(n, dtype=torch.float64, device=device)
-        counts = torch.empty(n, dtype=torch.bool, device=device)
+    weights, start, sizes = (_float(x) for x in (call.reward_weights, call.baselines, call.lengths))
+    scale = call.scale_rewards if estimator in SCALED else "none"
+    whitened = estimator in WHITENED
+    out = torch.empty(n, dtype=torch.float64 if whitened else torch.float32, device=device)
+    counts = torch.empty(n, dtype=torch.bool, device=device) if whitened else None
+    batch = None
     if scale == "batch":
         slots = -(-n // part.CHUNK) * (columns if estimator == "gdpo" else 1)
         batch = torch.empty(slots * part.MOMENTS, dtype=torch.float64, device=device)
     part.group_advantages(
-        rewards=rewards, mask=mask, reward_weights=weights, baselines=start, lengths=sizes, ids=own_ids,
-        order=order, ends=ends, offsets=group_offsets, size=group_size, estimator=ESTIMATORS[estimator],
-        scale=scale, unbiased=unbiased, reward_singletons=singletons == "reward", eps=eps, batch=batch,
-        out=out if wide is None else None, wide=wide, counts=counts,
+        rewards=rewards, mask=call.mask, reward_weights=weights, baselines=start, lengths=sizes, ids=own_ids,
+        order=order, ends=ends, offsets=call.group_offsets, size=call.group_size,
+        estimator=ESTIMATORS[estimator], scale=scale, unbiased=call.unbiased,
+        reward_singletons=call.singletons == "reward", eps=call.eps, batch=batch,
+        out=None if whitened else out, wide=out if whitened else None, counts=counts,
     )  # fmt: skip
-    if wide is not None:
-        whiten.run(wide, counts, sizes, True, unbiased, batch_eps, batch_eps_in, out)
-    return out
+    if whitened:
+        out = whiten.scaled(call.whitening(out, counts, sizes))
+    return GroupAdvantagesResults(out)
 
 
 def _float(x: Tensor | None) -> Tensor | None:

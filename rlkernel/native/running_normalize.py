@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
 from rlkernel.native import kernels_for, whiten
 
 
@@ -14,18 +15,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    states: Tensor,
-    update: bool,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    clip: float,
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    state = torch.empty(3, dtype=torch.float64, device=x.device)
-    whiten.run(x, mask, None, shift_mean, unbiased, eps, eps_in, out, states, state, update, clip)
-    return out, state
+def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
+    state = torch.empty(3, dtype=torch.float64, device=call.x.device)
+    normalized = whiten.scaled(call.whitening, call.states, state, call.update, call.clip)
+    return RunningNormalizeResults(normalized, state)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.whiten import WhitenCall, WhitenResults
 from rlkernel.native import kernels, kernels_for
 
 
@@ -15,36 +16,21 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [*reasons, found] if isinstance(found, str) else reasons
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-) -> Tensor:
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    run(x, mask, weights, shift_mean, unbiased, eps, eps_in, out)
-    return out
+def forward(call: WhitenCall) -> WhitenResults:
+    return WhitenResults(scaled(call))
 
 
-def run(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    out: Tensor | None,
+def scaled(
+    call: WhitenCall,
     states: Tensor | None = None,
     state: Tensor | None = None,
     update: bool = True,
     clip: float = math.inf,
-) -> None:
-    """``out`` is ``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the
-    merged moments go to ``state`` [3]; all are dense."""
+) -> Tensor:
+    """``x`` scaled by the moments of ``states`` [R, 3] and, with ``update``, of ``x`` itself; the merged
+    moments go to ``state`` [3]; all are dense."""
+    x, mask, weights, shift_mean, unbiased, eps, eps_in = call
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     part = kernels(x.device)
     count = -(-x.numel() // part.CHUNK) * part.MOMENTS if update else 0
     partials = torch.empty(count, dtype=torch.float64, device=x.device)
@@ -53,3 +39,4 @@ def run(
         shift_mean=shift_mean, unbiased=unbiased, eps_in_std=eps_in == "std", eps=eps, clip=clip,
         partials=partials, out=out, state=state,
     )  # fmt: skip
+    return out

@@ -1,29 +1,25 @@
 """Advantages of whole responses from the rewards of their group."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.group_advantages import (
+    ESTIMATORS,
+    SCALES,
+    SINGLETONS,
+    UNGROUPED,
+    GroupAdvantagesCall,
+    GroupAdvantagesResults,
+)
+from rlkernel.calls.whiten import EPS_PLACES
+from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 
-ESTIMATORS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "grpo_loo",
-    "opo",
-    "maxrl",
-    "grpo_passk",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-)
-UNGROUPED = ("reinforce_plus_plus", "remax")
 ALONE = 32  # responses that are worked on together where none sees another
-SCALES = ("group", "batch", "none")
-SINGLETONS = ("zero", "reward")
 
 
 @typed
@@ -103,7 +99,7 @@ def group_advantages(
     _validate.choice("estimator", estimator, ESTIMATORS)
     _validate.choice("scale_rewards", scale_rewards, SCALES)
     _validate.choice("singletons", singletons, SINGLETONS)
-    _validate.choice("batch_eps_in", batch_eps_in, ("variance", "std"))
+    _validate.choice("batch_eps_in", batch_eps_in, EPS_PLACES)
     eps = _validate.number("eps", eps, 0.0)
     batch_eps = _validate.number("batch_eps", batch_eps, 0.0)
     shape = _shape(rewards, reward_weights)
@@ -119,14 +115,13 @@ def group_advantages(
     lengths = _per_response("lengths", lengths, shape, rewards.device)
     columns = 1 if reward_weights is None else len(reward_weights)
     wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    run = _op if torch.compiler.is_compiling() else _forward
-    result = run(
+    call = GroupAdvantagesCall(
         wide.reshape(count, columns).contiguous(),
         None if mask is None else mask.reshape(count, columns).contiguous(), *groups,
         reward_weights, baselines, lengths, estimator, "none" if estimator == "dr_grpo" else scale_rewards,
         unbiased, eps, singletons, batch_eps, batch_eps_in,
     )  # fmt: skip
-    return result.view(shape)
+    return op(call)[0].view(shape)
 
 
 def _shape(rewards: Tensor, reward_weights: Tensor | None) -> torch.Size:
@@ -152,7 +147,7 @@ def _per_response(name: str, x: Tensor | None, shape: torch.Size, device: torch.
     if x.shape != shape:
         raise ValueError(f"{name} must have one value per response {tuple(shape)}, got {tuple(x.shape)}")
     _validate.same_device(name, x, "rewards", device)
-    return x.reshape(-1)
+    return x.detach().reshape(-1)
 
 
 def _groups(
@@ -193,58 +188,28 @@ def _groups(
     return None, ALONE if estimator in UNGROUPED else max(size, 1), None
 
 
-@torch.no_grad()
-def _forward(
-    rewards: Tensor,
-    mask: Tensor | None,
-    group_ids: Tensor | None,
-    group_size: int,
-    group_offsets: Tensor | None,
-    reward_weights: Tensor | None,
-    baselines: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    scale_rewards: str,
-    unbiased: bool,
-    eps: float,
-    singletons: str,
-    batch_eps: float,
-    batch_eps_in: str,
-) -> Tensor:
+def _pick(call: GroupAdvantagesCall) -> ModuleType:
+    return dispatch.pick("group_advantages", call.rewards)
+
+
+def _forward(impl: ModuleType, call: GroupAdvantagesCall) -> GroupAdvantagesResults:
+    rewards, mask = call.rewards, call.mask
     if debug.may_read(rewards):
         _validate.finite("rewards", rewards if rewards.shape[1] > 1 else rewards[:, 0],
                          mask if mask is None or rewards.shape[1] > 1 else mask[:, 0])  # fmt: skip
-    impl = dispatch.pick("group_advantages", rewards)
-    return impl.forward(
-        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator,
-        scale_rewards, unbiased, eps, singletons, batch_eps, batch_eps_in,
-    )  # fmt: skip
+    return impl.forward(call)
 
 
-@torch.library.custom_op("rlkernel::group_advantages", mutates_args=())
-def _op(
-    rewards: Tensor,
-    mask: Tensor | None,
-    group_ids: Tensor | None,
-    group_size: int,
-    group_offsets: Tensor | None,
-    reward_weights: Tensor | None,
-    baselines: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    scale_rewards: str,
-    unbiased: bool,
-    eps: float,
-    singletons: str,
-    batch_eps: float,
-    batch_eps_in: str,
-) -> Tensor:
-    return _forward(
-        rewards, mask, group_ids, group_size, group_offsets, reward_weights, baselines, lengths, estimator,
-        scale_rewards, unbiased, eps, singletons, batch_eps, batch_eps_in,
-    )  # fmt: skip
+def _like(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
+    return GroupAdvantagesResults(call.rewards.new_empty(len(call.rewards)))
 
 
-@_op.register_fake
-def _op_fake(rewards: Tensor, *rest: object) -> Tensor:
-    return rewards.new_empty(len(rewards))
+op = Op(
+    "group_advantages",
+    GroupAdvantagesCall,
+    GroupAdvantagesResults,
+    outputs=1,
+    pick=_pick,
+    forward=_forward,
+    like=_like,
+)

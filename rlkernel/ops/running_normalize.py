@@ -1,16 +1,18 @@
 """Rewards normalised by the mean and variance of all that were seen so far."""
 
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults, RunningOutput
+from rlkernel.calls.whiten import EPS_PLACES
+from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.ops.whiten import EPS_PLACES
-from rlkernel.types import RunningOutput
 
 
 @typed
@@ -73,47 +75,35 @@ def running_normalize(
         raise ValueError(f"clip must be > 0, got {clip}")
     x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     mask = None if mask is None else mask.contiguous()
-    run = _op if torch.compiler.is_compiling() else _forward
     states = state.detach().reshape(-1, 3).contiguous()
-    return RunningOutput(*run(x, mask, states, update, shift_mean, unbiased, eps, eps_in, bound))
+    call = RunningNormalizeCall(x, mask, states, update, shift_mean, unbiased, eps, eps_in, bound)
+    return RunningOutput(*op(call))
 
 
-@torch.no_grad()
-def _forward(
-    x: Tensor,
-    mask: Tensor | None,
-    states: Tensor,
-    update: bool,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    clip: float,
-) -> tuple[Tensor, Tensor]:
+def _pick(call: RunningNormalizeCall) -> ModuleType:
+    return dispatch.pick("running_normalize", call.x)
+
+
+def _forward(impl: ModuleType, call: RunningNormalizeCall) -> RunningNormalizeResults:
     if debug.enabled():
-        _validate.finite("x", x, mask)
-    impl = dispatch.pick("running_normalize", x)
-    return impl.forward(x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip)
+        _validate.finite("x", call.x, call.mask)
+    return impl.forward(call)
 
 
-@torch.library.custom_op("rlkernel::running_normalize", mutates_args=())
-def _op(
-    x: Tensor,
-    mask: Tensor | None,
-    states: Tensor,
-    update: bool,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    clip: float,
-) -> tuple[Tensor, Tensor]:
-    return _forward(x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip)
+def _like(call: RunningNormalizeCall) -> RunningNormalizeResults:
+    normalized = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
+    return RunningNormalizeResults(normalized, call.states.new_empty(3))
 
 
-@_op.register_fake
-def _op_fake(x: Tensor, mask: Tensor | None, states: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), states.new_empty(3)
+op = Op(
+    "running_normalize",
+    RunningNormalizeCall,
+    RunningNormalizeResults,
+    outputs=2,
+    pick=_pick,
+    forward=_forward,
+    like=_like,
+)
 
 
 class RunningMoments:

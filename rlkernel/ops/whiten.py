@@ -1,13 +1,15 @@
 """Masked whitening: zero mean and unit variance over what counts."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.whiten import EPS_PLACES, WhitenCall, WhitenResults
+from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-
-EPS_PLACES = ("variance", "std")
 
 
 @typed
@@ -61,38 +63,21 @@ def whiten(
     _validate.choice("eps_in", eps_in, EPS_PLACES)
     x = _validate.dense(x, torch.promote_types(x.dtype, torch.float32))
     mask, weights = (None if t is None else t.contiguous() for t in (mask, weights))
-    run = _op if torch.compiler.is_compiling() else _forward
-    return run(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+    return op(WhitenCall(x, mask, weights, shift_mean, unbiased, eps, eps_in))[0]
 
 
-@torch.no_grad()
-def _forward(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-) -> Tensor:
+def _pick(call: WhitenCall) -> ModuleType:
+    return dispatch.pick("whiten", call.x)
+
+
+def _forward(impl: ModuleType, call: WhitenCall) -> WhitenResults:
     if debug.enabled():
-        _validate.finite("x", x, mask)
-    return dispatch.pick("whiten", x).forward(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+        _validate.finite("x", call.x, call.mask)
+    return impl.forward(call)
 
 
-@torch.library.custom_op("rlkernel::whiten", mutates_args=())
-def _op(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-) -> Tensor:
-    return _forward(x, mask, weights, shift_mean, unbiased, eps, eps_in)
+def _like(call: WhitenCall) -> WhitenResults:
+    return WhitenResults(torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device))
 
 
-@_op.register_fake
-def _op_fake(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+op = Op("whiten", WhitenCall, WhitenResults, outputs=1, pick=_pick, forward=_forward, like=_like)

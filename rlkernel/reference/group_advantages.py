@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.calls.group_advantages import GroupAdvantagesCall, GroupAdvantagesResults
 from rlkernel.reference import whiten
 
 
@@ -17,42 +18,26 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    rewards: Tensor,
-    mask: Tensor | None,
-    group_ids: Tensor | None,
-    group_size: int,
-    group_offsets: Tensor | None,
-    reward_weights: Tensor | None,
-    baselines: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    scale_rewards: str,
-    unbiased: bool,
-    eps: float,
-    singletons: str,
-    batch_eps: float,
-    batch_eps_in: str,
-) -> Tensor:
-    """Advantages [N] of ``rewards`` [N, K]; groups are named by ids, by offsets, or by one size for all."""
-    order, starts, ends = _groups(rewards, group_ids, group_size, group_offsets)
+def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
+    rewards, estimator, unbiased, eps = call.rewards, call.estimator, call.unbiased, call.eps
+    order, starts, ends = _groups(rewards, call.group_ids, call.group_size, call.group_offsets)
 
     def placed(x: Tensor) -> Tensor:
         return x if order is None else x[order]
 
-    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    kept = torch.ones_like(rewards, dtype=torch.bool) if call.mask is None else call.mask
     r = placed(torch.where(kept, rewards, 0).double())
     kept = placed(kept)
-    weights = r.new_ones(1) if reward_weights is None else reward_weights.double()
-    share = None if lengths is None else placed(lengths.double())
+    weights = r.new_ones(1) if call.reward_weights is None else call.reward_weights.double()
+    share = None if call.lengths is None else placed(call.lengths.double())
 
     def of_group(x: Tensor, counts: Tensor) -> Tensor:
         group = _Group.of(x, counts, starts, ends)
-        one = (group.size == 1) & (singletons == "reward")
+        one = (group.size == 1) & (call.singletons == "reward")
         own = torch.where(counts, x, 0)
         if estimator in ("grpo", "dr_grpo", "gdpo"):
-            scale = _scale(x, counts, group, scale_rewards, unbiased)
-            one_scale = 1.0 if scale_rewards == "none" else 1.0 + eps
+            scale = _scale(x, counts, group, call.scale_rewards, unbiased)
+            one_scale = 1.0 if call.scale_rewards == "none" else 1.0 + eps
             return torch.where(one, own / one_scale, _over(group.deviation, scale, eps))
         if estimator == "rloo":
             return torch.where(one, own, group.deviation * group.size / (group.size - 1).clamp(min=1))
@@ -67,7 +52,7 @@ def forward(
         if estimator == "maxrl":
             return torch.where(one, own, _over(group.deviation, group.mean, eps))
         if estimator == "grpo_passk":
-            return _over(group.lead(counts), _scale(x, counts, group, scale_rewards, unbiased), eps)
+            return _over(group.lead(counts), _scale(x, counts, group, call.scale_rewards, unbiased), eps)
         return torch.where(one, own, group.deviation)  # reinforce_plus_plus_baseline
 
     if estimator == "gdpo":
@@ -78,14 +63,16 @@ def forward(
         counts = kept.any(1)
         total = (r * weights).sum(1)
         if estimator == "remax":
-            assert baselines is not None
-            result = total - placed(baselines.double())
+            assert call.baselines is not None
+            result = total - placed(call.baselines.double())
         else:
             result = total if estimator == "reinforce_plus_plus" else of_group(total, counts)
     if estimator in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        result = whiten.forward(result, counts, share, True, unbiased, batch_eps, batch_eps_in)
+        result = whiten.forward(call.whitening(result, counts, share)).whitened
     result = torch.where(counts, result, 0).to(rewards.dtype)
-    return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
+    if order is not None:
+        result = torch.empty_like(result).index_copy_(0, order, result)
+    return GroupAdvantagesResults(result)
 
 
 def _groups(

@@ -5,23 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
+
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    states: Tensor,
-    update: bool,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-    clip: float,
-) -> tuple[Tensor, Tensor]:
-    """``(normalized, state)``; ``states`` [R, 3] are merged in their order, with ``update`` then x's."""
+def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
+    x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip = call
     state = states.new_zeros(3)
     for each in states:
         state = _merged(state, each)
@@ -36,7 +28,8 @@ def forward(
     if not shift_mean:
         result = result + mean
     result = result.clamp(-clip, clip)
-    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype), state
+    normalized = (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
+    return RunningNormalizeResults(normalized, state)
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> Tensor:

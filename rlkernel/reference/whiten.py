@@ -5,20 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.whiten import WhitenCall, WhitenResults
+
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    shift_mean: bool,
-    unbiased: bool,
-    eps: float,
-    eps_in: str,
-) -> Tensor:
+def forward(call: WhitenCall) -> WhitenResults:
+    x, mask, weights, shift_mean, unbiased, eps, eps_in = call
     # fp64 sums: a mean that is off by one fp32 ulp of 1000 is off by 1e-4 of the spread of 1000.0 to 1000.3
     wide = x.double()
     share = torch.ones_like(wide) if weights is None else weights.double()
@@ -35,7 +30,7 @@ def forward(
     result = torch.where(centred == 0, 0, centred / scale)
     if not shift_mean:
         result = result + mean
-    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
+    return WhitenResults((result if mask is None else torch.where(mask, result, 0)).to(x.dtype))
 
 
 def make_inputs(
