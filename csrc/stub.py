@@ -18,7 +18,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlkernel.types import CovariancePick, PolicyRule, PreferenceRule
+from rlkernel.calls.preference_loss import PreferenceRule
+from rlkernel.types import CovariancePick, PolicyRule
 
 ENUMS: dict[str, tuple[str, ...]]  # the names of each enum that Python has too, in order
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rlkernel
-from rlkernel.types import POLICY_METRICS, VALUE_METRICS
+from rlkernel import POLICY_METRICS, VALUE_METRICS
 
 BETA, GAMMA, LAMBDA, EPSILON, CLIP_VALUE, VALUE_COEF = 0.02, 1.0, 0.95, 0.2, 0.2, 0.5
 

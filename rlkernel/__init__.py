@@ -9,8 +9,10 @@ from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.preference_loss import PREFERENCE_METRICS, PreferenceLossOutput
 from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
+from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._repetition import Dry
@@ -36,11 +38,7 @@ from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.types import (
     POLICY_METRICS,
-    PREFERENCE_METRICS,
-    VALUE_METRICS,
     PolicyLossOutput,
-    PreferenceLossOutput,
-    ValueLossOutput,
 )
 
 __all__ = [

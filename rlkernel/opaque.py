@@ -67,6 +67,7 @@ class Op:
         self.part = part_of("", call)
         self.gradients = [fields.index(x) for x in gradients]
         self.constants = [i for i, x in enumerate(names[:outputs]) if x not in differentiable]
+        self.sources, self.constant = _getter(self.gradients), _getter(self.constants)
         self.needs = fields.index("needs") if "needs" in fields else None
         self.store = _Store(call, results, {*saves, *saves_if}, saves_if)
         # what connects a gradient with its graph, where nothing does that is saved anyway
@@ -84,7 +85,7 @@ class Op:
                 return (got,)
             return tuple(x if t else None for x, t in zip(got, there, strict=False))
         if torch.is_grad_enabled():
-            sources = [call[i] for i in self.gradients]
+            sources = self.sources(call)
             for x in sources:
                 if x is not None and x.requires_grad:
                     return self.eager.apply(call, *sources)[: self.outputs]
@@ -101,69 +102,53 @@ class Op:
 
 
 class _Store:
-    """What a call and its results leave for ``backward``: tensors apart from plain values, and back."""
+    """What a call and its results leave for ``backward``: tensors apart from plain values, and back.
+
+    ``taken(call, results)`` gives the plain values and the tensors to save; ``back`` makes of these the call
+    and the results, None in the place of tensors that were not saved.  Each is one expression, written here
+    as text: a loop over the fields would take longer than a small kernel.
+    """
 
     def __init__(self, call: Any, results: Any, saves: set[str], saves_if: dict[str, str]) -> None:
         hints = typing.get_type_hints(call)
-        tensors = [i for i, x in enumerate(call._fields) if holds_tensor(hints[x])]
-        self.call, self.made = call, results
-        self.fields = [i for i in tensors if call._fields[i] in saves]
+        self.fields = [i for i, x in enumerate(call._fields) if x in saves and holds_tensor(hints[x])]
         self.results = [i for i, x in enumerate(results._fields) if x in saves]
-        # fields that may hold a number in a tensor's place
-        self.either = [(k, i) for k, i in enumerate(self.fields) if hints[call._fields[i]] not in _TENSORS]
-        plain = [i for i in range(len(call._fields)) if i not in tensors]
-        self.condition = [
-            (len(self.fields) + k, call._fields.index(saves_if[name]))
-            for k, i in enumerate(self.results)
-            if (name := results._fields[i]) in saves_if
-        ]
-        self.plain, self.of_call = _getter(plain), _getter(self.fields)
-        self.of_results = _getter(self.results)
-        # backward finds all in one row: what was saved, None, numbers in the place of tensors, plain values
-        none = len(self.fields) + len(self.results)
-        place = {i: k for k, i in enumerate(self.fields)}
-        place |= {i: none + 1 + len(self.either) + k for k, i in enumerate(plain)}
-        self.call_order = _getter([place.get(i, none) for i in range(len(call._fields))])
-        place = {i: len(self.fields) + k for k, i in enumerate(self.results)}
-        self.results_order = _getter([place.get(i, none) for i in range(len(results._fields))])
-        self.count = none
-
-    def taken(self, call: Any, results: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
-        """Plain values, and the tensors to save."""
-        saved = [*self.of_call(call), *self.of_results(results)]
-        plain = self.plain(call)
-        if self.either:
-            numbers = []
-            for k, _ in self.either:
-                x = saved[k]
-                if isinstance(x, Tensor):
-                    x = None
-                else:
-                    saved[k] = None
-                numbers.append(x)
-            plain = (*numbers, *plain)
-        for k, i in self.condition:
-            if call[i] is None:
-                saved[k] = None
-        return plain, saved
-
-    def back(self, plain: tuple[Any, ...], saved: Sequence[Tensor | None]) -> tuple[Any, Any]:
-        """The call and the results, None in the place of tensors that were not saved."""
-        row = [*saved[: self.count], None, *plain]
-        for number, (k, _) in enumerate(self.either):
-            if row[k] is None:
-                row[k] = plain[number]
-        call = tuple.__new__(self.call, self.call_order(row))
-        return call, tuple.__new__(self.made, self.results_order(row))
+        plain: list[str] = []
+        saved: list[str] = []
+        fields: list[str] = []
+        for i, name in enumerate(call._fields):
+            if not holds_tensor(hints[name]):
+                fields.append(f"plain[{len(plain)}]")
+                plain.append(f"call[{i}]")
+            elif i not in self.fields:
+                fields.append("None")
+            elif hints[name] in (Tensor, Tensor | None):
+                fields.append(f"saved[{len(saved)}]")
+                saved.append(f"call[{i}]")
+            else:  # it may hold a number in a tensor's place
+                fields.append(f"plain[{len(plain)}] if saved[{len(saved)}] is None else saved[{len(saved)}]")
+                plain.append(f"None if isinstance(call[{i}], Tensor) else call[{i}]")
+                saved.append(f"call[{i}] if isinstance(call[{i}], Tensor) else None")
+        stats = ["None"] * len(results._fields)
+        for i in self.results:
+            condition = saves_if.get(results._fields[i])
+            stats[i] = f"saved[{len(saved)}]"
+            known = f"call[{call._fields.index(condition)}] is not None" if condition else "True"
+            saved.append(f"results[{i}] if {known} else None")
+        names = {"Tensor": Tensor, "new": tuple.__new__, "Call": call, "Results": results}
+        self.taken = eval(f"lambda call, results: ({_tuple(plain)}, {_tuple(saved)})", names)
+        made = f"new(Call, {_tuple(fields)}), new(Results, {_tuple(stats)})"
+        self.back = eval(f"lambda plain, saved: ({made})", names)
 
 
-_TENSORS = (Tensor, Tensor | None)
+def _tuple(parts: list[str]) -> str:
+    return f"({''.join(f'{part}, ' for part in parts)})"
 
 
 def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return lambda x: tuple(x[i] for i in places)
+    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0, 0))
 
 
 def _eager(op: Op) -> Any:
@@ -175,20 +160,22 @@ def _eager(op: Op) -> Any:
             ctx.impl = op.pick(call)
             results = op.forward(ctx.impl, call)
             ctx.plain, saved = op.store.taken(call, results)
-            ctx.overwritten = False
-            outputs = tuple(results[: op.outputs])
-            if op.anchored:
-                outputs = (*outputs, anchor(outputs[0]))
-                saved.append(outputs[-1])
-            ctx.save_for_backward(*saved)
+            outputs = results[: op.outputs]
+            if op.overwrites is not None:
+                ctx.overwritten = False
             if op.constants:
-                ctx.mark_non_differentiable(*(x for i in op.constants if (x := outputs[i]) is not None))
+                ctx.mark_non_differentiable(*[x for x in op.constant(outputs) if x is not None])
+            if op.anchored:
+                graph = anchor(outputs[0])
+                ctx.save_for_backward(*saved, graph)
+                return *outputs, graph
+            ctx.save_for_backward(*saved)
             return outputs
 
         @staticmethod
         @once_differentiable(op.name)
         def backward(ctx: Any, *grads: Any) -> Any:
-            if ctx.overwritten:
+            if op.overwrites is not None and ctx.overwritten:
                 why = f"got True: {op.overwrites} are gone"
                 raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
             call, results = op.store.back(ctx.plain, ctx.saved_tensors)

@@ -5,8 +5,8 @@ from accuracy import check, check_rounded_once
 from backends import running
 
 import rlkernel
+from rlkernel.calls.preference_loss import PREFERENCE_METRICS
 from rlkernel.ops import _preference_rule as names
-from rlkernel.types import PREFERENCE_METRICS
 
 OUTPUTS = ("loss", "metrics", "chosen_rewards", "rejected_rewards", "logps", "running_delta", "grad")
 

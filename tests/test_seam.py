@@ -10,7 +10,9 @@ import pytest
 import seam_calls
 import torch
 
+import rlkernel
 from rlkernel import native, types
+from rlkernel.calls import preference_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc"))
 import stub
@@ -130,10 +132,10 @@ def test_names_are_those_of_python():
 
 
 def test_names_of_numbers_are_as_many_as_numbers():
-    assert len(types.VALUE_METRICS) == CPU.VALUE_METRICS
+    assert len(rlkernel.VALUE_METRICS) == CPU.VALUE_METRICS
     assert 2 + len(types.POLICY_METRICS) + 1 == CPU.POLICY_VALUES
-    assert len(types.PAIR_METRICS) == CPU.PREFERENCE_METRICS
-    assert len(types.SEQUENCE_SUMS) == CPU.SEQUENCE_SUMS
+    assert len(preference_loss.PAIR_METRICS) == CPU.PREFERENCE_METRICS
+    assert len(preference_loss.SEQUENCE_SUMS) == CPU.SEQUENCE_SUMS
 
 
 def test_the_stub_is_what_the_extension_says():

@@ -271,29 +271,36 @@ def test_where_we_differ_from_verl():
     assert run("reference", tie, upstream=1.0, cliprange_value=1.0)[2] == 1
 
 
+def changed(ref, **options):
+    """The reference of another call."""
+    return lambda call: ref.forward(call._replace(**options))
+
+
+def multiplied(call):
+    kept = call.mask
+    return call._replace(values=call.values * kept, returns=call.returns * kept, mask=kept | True)
+
+
+def scaled(results, **factors):
+    return results._replace(**{name: getattr(results, name) * factor for name, factor in factors.items()})
+
+
 MUTANTS = {
     "the clipped side has a gradient": lambda ref: {
-        "forward": lambda v, r, m, o, c, *rest: (
-            *ref.forward(v, r, m, o, c, *rest)[:2],
-            *ref.forward(v, r, m, None, c, *rest)[2:],
-        )
+        "forward": lambda call: ref.forward(call)._replace(slope=changed(ref, old_values=None)(call).slope)
     },
-    "forgets the half": lambda ref: {"forward": lambda *a: (2 * ref.forward(*a)[0], *ref.forward(*a)[1:])},
-    "does not clip": lambda ref: {"forward": lambda v, r, m, o, *rest: ref.forward(v, r, m, None, *rest)},
-    "multiplies by the mask": lambda ref: {
-        "forward": lambda v, r, m, *rest: ref.forward(v * m, r * m, m | True, *rest)
-    },
+    "forgets the half": lambda ref: {"forward": lambda call: scaled(ref.forward(call), loss=2)},
+    "does not clip": lambda ref: {"forward": changed(ref, old_values=None)},
+    "multiplies by the mask": lambda ref: {"forward": lambda call: ref.forward(multiplied(call))},
     "counts masked tokens": lambda ref: {
-        "forward": lambda *a: (ref.forward(*a)[0] * 0.8, *ref.forward(*a)[1:3], ref.forward(*a)[3] * 0.8)
+        "forward": lambda call: scaled(ref.forward(call), loss=0.8, scale=0.8)
     },
-    "takes the sum for the mean": lambda ref: {
-        "forward": lambda *a: ref.forward(*a[:6], a[6]._replace(unit="sum"), *a[7:])
-    },
+    "takes the sum for the mean": lambda ref: {"forward": changed(ref, unit="sum")},
     "loses the upstream gradient": lambda ref: {
-        "backward": lambda g, *rest: ref.backward(torch.ones_like(g), *rest)
+        "backward": lambda call, results, grad_loss: ref.backward(call, results, torch.ones_like(grad_loss))
     },
     "half precision inside": lambda ref: {
-        "forward": lambda v, *rest: tuple(x.float() for x in ref.forward(v.bfloat16().float(), *rest))
+        "forward": lambda call: ref.forward(call._replace(values=call.values.bfloat16().float()))
     },
 }
 

@@ -7,6 +7,8 @@ from bitwise import assert_equal
 from value_loss_cases import CLIP, double, make_inputs, run
 
 import rlkernel
+from rlkernel.calls.value_loss import ValueLossCall
+from rlkernel.ops.value_loss import op
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("value_loss"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -114,12 +116,10 @@ def test_compiles_as_one_graph(backend, packed):
 @pytest.mark.parametrize("items", [None, 7.0, torch.tensor(7.0)], ids=["own", "number", "tensor"])
 def test_opcheck(items, packed):
     inputs = make_inputs(4, 40, packed=packed)
-    tensor, number = (items, None) if isinstance(items, torch.Tensor) else (None, items)
-    args = (
-        inputs["values"].requires_grad_(), inputs["returns"], inputs["mask"], inputs["old_values"],
-        inputs.get("cu_seqlens"), tensor, number, 0.2, 0.5, "mean", 2.0,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.rlkernel.value_loss.default, args)
+    values = inputs["values"].requires_grad_()
+    tensors = values, inputs["returns"], inputs["mask"], inputs["old_values"], inputs.get("cu_seqlens")
+    call = ValueLossCall(*tensors, items, 0.2, 0.5, "mean", 2.0, values.dtype)
+    torch.library.opcheck(op.node, op.flat(call))
 
 
 def test_forced_backend_never_falls_back():

@@ -93,7 +93,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.group_advantages import GroupAdvantagesCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+    from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
     from rlkernel.calls.sampling import Sampling
+    from rlkernel.calls.value_loss import ValueLossCall
     from rlkernel.calls.whiten import WhitenCall
     from rlkernel.prefix.layout import PrefixLayout
     from rlkernel.triton_ops import (
@@ -108,7 +110,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         value_loss,
         whiten,
     )
-    from rlkernel.types import Aggregation, AttentionRule, PreferenceRule
+    from rlkernel.types import AttentionRule
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -133,20 +135,14 @@ def binaries_of_varied_calls() -> dict[str, int]:
             linear_logprob.forward(product)
             # any address and stride too: the order of its sums must not follow from them
             values = torch.empty(batch, length + 17)[:, t > 1 :][:, :length]
-            aggregation = Aggregation("token", t, float(batch))
-            _, _, slope, scale = value_loss.forward(
-                values, values, values > 0, values, t, None, aggregation, None, True
-            )
-            value_loss.backward(rows[0, 0], slope, scale, None, torch.float32)
+            tensors, options = (values, values, values > 0, values, None), (t, t, None, "token", float(batch))
+            call = ValueLossCall(*tensors, *options, torch.float32)
+            value_loss.backward(call, value_loss.forward(call), rows[0, 0])
             pairs = torch.empty(2 * batch, length + 17)[:, :length].contiguous()
             numbers = (t, 0.5, t, -0.5, 1.0, 0.0, t, 1.0, 1.0, float(batch), 0.0)  # beta to nll_items
             rule = PreferenceRule((1, 9), (t, 1.0), (0.0, t / 9), True, False, 0, False, *numbers)
-            stats = preference_loss.sums(pairs, pairs, pairs > 0, None, None, None, True, 1.0)
-            order = torch.zeros(4, batch, dtype=torch.int64)
-            _, _, slopes, *_ = preference_loss.loss(
-                stats, None, None, order, None, None, None, rule, torch.float32
-            )
-            preference_loss.backward(rows[0, 0], slopes, stats, pairs > 0, None, None, None, 1.0)
+            call = PreferenceLossCall(pairs, pairs, pairs > 0, *(None,) * 8, rule)
+            preference_loss.backward(call, preference_loss.forward(call), rows[0, 0])
             keys, k = torch.arange(n), int(16 * t)
             numbers = (t, k, t / 9, t / 9, t)  # temperature to top_n_sigma
             asked = "sequential", False, True, True, True, n

@@ -8,9 +8,9 @@ specialised by it.
 import triton
 import triton.language as tl
 
+from rlkernel.calls.preference_loss import PAIR_METRICS, SEQUENCE_SUMS
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.preference_loss_terms import Term, pair_term, score, sigmoid, smoothed, softplus
-from rlkernel.types import PAIR_METRICS, SEQUENCE_SUMS
 
 Sum = Names(SEQUENCE_SUMS)
 COLUMNS = tl.constexpr(len(Sum))

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
 from rlkernel.triton_ops._names import Names
-from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
 
 Term = Names(PREFERENCE_TERMS)
 Divergence = Names(PREFERENCE_DIVERGENCES)

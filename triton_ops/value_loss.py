@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossResults
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.value_loss_kernels import (
     CHUNK,
@@ -16,9 +17,6 @@ from rlkernel.triton_ops.value_loss_kernels import (
     multiply_kernel,
     total_kernel,
 )
-from rlkernel.types import VALUE_METRICS, Aggregation
-
-Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -30,53 +28,43 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return reasons
 
 
-def forward(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None,
-    cliprange: float,
-    huber_delta: float | None,
-    aggregation: Aggregation,
-    cu_seqlens: Tensor | None,
-    need_slope: bool,
-) -> Result:
+def forward(call: ValueLossCall) -> ValueLossResults:
+    values, returns, mask, old_values, cu_seqlens, items = call[:6]
     rows, length, steps, slots = _layout(values, cu_seqlens)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=values.device)
 
-    slope = empty(*values.shape) if need_slope else None
+    slope = empty(*values.shape) if call.slopes else None
     partials, scale = empty(slots * len(Sum), dtype=torch.float64), empty(rows)
     loss, metrics = empty(), empty(len(VALUE_METRICS))
-    unit, items, factor = aggregation
     tensor, number = (items, 0.0) if isinstance(items, Tensor) else (None, items or 0.0)
     with torch.cuda.device_of(values):
         if slots:
             chunk_kernel[(slots,)](
                 values, _stride(values), returns, _stride(returns), old_values,
                 0 if old_values is None else _stride(old_values), mask.view(torch.uint8), _stride(mask),
-                rows, length, cu_seqlens, steps, cliprange, huber_delta, slope, partials,
+                rows, length, cu_seqlens, steps, call.cliprange, call.huber_delta, slope, partials,
                 CHUNK=CHUNK, **_PLAN,
             )  # fmt: skip
         total_kernel[(1,)](
-            partials, rows, length, cu_seqlens, tensor, number, factor, scale, loss, metrics,
-            UNIT=unit, ROWS=ROWS, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
+            partials, rows, length, cu_seqlens, tensor, number, call.factor, scale, loss, metrics,
+            UNIT=call.unit, ROWS=ROWS, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return loss, metrics, slope, scale
+    return ValueLossResults(loss, metrics, slope, scale)
 
 
-def backward(
-    grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def backward(call: ValueLossCall, results: ValueLossResults, grad_loss: Tensor) -> tuple[Tensor]:
+    slope, cu_seqlens = results.slope, call.cu_seqlens
+    assert slope is not None
     rows, length, steps, slots = _layout(slope, cu_seqlens)
-    out = torch.empty(slope.shape, dtype=dtype, device=slope.device)
+    out = torch.empty(slope.shape, dtype=call.dtype, device=slope.device)
     if slots:
         with torch.cuda.device_of(slope):
             multiply_kernel[(slots,)](
-                grad_loss, slope, scale, rows, length, cu_seqlens, steps, out, CHUNK=CHUNK, **_PLAN
+                grad_loss, slope, results.scale, rows, length, cu_seqlens, steps, out, CHUNK=CHUNK, **_PLAN
             )
-    return out
+    return (out,)
 
 
 def _layout(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
@@ -101,10 +89,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         starts = torch.tensor([0, 3, 8], dtype=torch.int32) if packed else None
         items = torch.ones(()) if packed else None
         old = x.float() if clip else None
-        aggregation = Aggregation(unit, items, 1.0)
-        _, _, slope, scale = forward(x, x.float(), x > 0, old, 0.2, delta, aggregation, starts, True)
-        assert slope is not None
-        backward(torch.ones(()), slope, scale, starts, dtype)
+        call = ValueLossCall(x, x.float(), x > 0, old, starts, items, 0.2, delta, unit, 1.0, dtype)
+        backward(call, forward(call), torch.ones(()))
 
     return {
         "fp32 clipped": lambda: run(torch.float32, True, None, "token", False),

@@ -10,8 +10,8 @@ so nothing here is specialised on alignment, and there is one binary, hence one 
 import triton
 import triton.language as tl
 
+from rlkernel.calls.value_loss import VALUE_METRICS
 from rlkernel.triton_ops._names import Names
-from rlkernel.types import VALUE_METRICS
 
 CHUNK = 2048  # tokens of a sequence that are summed together
 Sum = Names((

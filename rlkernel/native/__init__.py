@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlkernel import types as calls
+from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
 from rlkernel.calls.sampling import FILTER_ORDERS
 from rlkernel.runtime import gpu
 
@@ -63,8 +64,8 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "Divergence": calls.DIVERGENCES,
         "Correction": calls.CORRECTION_LEVELS,
         "Verdict": calls.CORRECTION_MODES,
-        "PreferenceTerm": calls.PREFERENCE_TERMS,
-        "PreferenceDivergence": calls.PREFERENCE_DIVERGENCES,
+        "PreferenceTerm": PREFERENCE_TERMS,
+        "PreferenceDivergence": PREFERENCE_DIVERGENCES,
         "FilterOrder": FILTER_ORDERS,
     }
     return [

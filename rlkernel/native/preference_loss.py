@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceLossResults
+from rlkernel.drivers.preference_loss import order
 from rlkernel.native import kernels, kernels_for
-from rlkernel.types import PreferenceRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -20,66 +21,44 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return reasons
 
 
-def sums(
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    log_sum_sq_probs: Tensor | None,
-    cu_seqlens: Tensor | None,
-    paired: bool,
-    ld_alpha: float,
-) -> Tensor:
+def forward(call: PreferenceLossCall) -> PreferenceLossResults:
+    return loss(call, sums(call))
+
+
+def sums(call: PreferenceLossCall) -> Tensor:
+    logprobs, cu_seqlens, rule = call.logprobs, call.cu_seqlens, call.rule
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     part = kernels(logprobs.device)
     stats = torch.empty(rows, part.SEQUENCE_SUMS, dtype=torch.float64, device=logprobs.device)
     part.preference_sums(
-        logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, nll_mask=nll_mask,
-        log_sum_sq_probs=log_sum_sq_probs, cu_seqlens=cu_seqlens, paired=paired, ld_alpha=ld_alpha,
-        stats=stats,
+        logprobs=logprobs, ref_logprobs=call.ref_logprobs, mask=call.mask, nll_mask=call.nll_mask,
+        log_sum_sq_probs=call.log_sum_sq_probs, cu_seqlens=cu_seqlens, paired=rule.paired,
+        ld_alpha=rule.ld_alpha, stats=stats,
     )  # fmt: skip
     return stats
 
 
-def loss(
-    stats: Tensor,
-    labels: Tensor | None,
-    kl: Tensor | None,
-    order: Tensor | None,
-    items: Tensor | None,
-    nll_items: Tensor | None,
-    running_delta: Tensor | None,
-    rule: PreferenceRule,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def loss(call: PreferenceLossCall, stats: Tensor) -> PreferenceLossResults:
     rows, device, part = stats.shape[0], stats.device, kernels(stats.device)
-    metrics = torch.empty(part.PREFERENCE_METRICS, dtype=dtype, device=device)
+    metrics = torch.empty(part.PREFERENCE_METRICS, dtype=call.logprobs.dtype, device=device)
     total, rewards, logps = metrics.new_empty(()), metrics.new_empty(rows), metrics.new_empty(rows)
     slopes = torch.empty(rows + 1, dtype=torch.float64, device=device)
-    delta = None if running_delta is None else torch.empty_like(running_delta)
+    delta = None if call.running_delta is None else torch.empty_like(call.running_delta)
     part.preference_loss(
-        stats=stats, labels=labels, kl=kl, order=order, items=items, nll_items=nll_items,
-        running_delta=running_delta, rule=rule, loss=total, metrics=metrics, slopes=slopes, rewards=rewards,
-        logps=logps, new_delta=delta,
+        stats=stats, labels=call.labels, kl=call.kl, order=order(call, stats), items=call.items,
+        nll_items=call.nll_items, running_delta=call.running_delta, rule=call.rule, loss=total,
+        metrics=metrics, slopes=slopes, rewards=rewards, logps=logps, new_delta=delta,
     )  # fmt: skip
-    return total, metrics, slopes, rewards, logps, delta
+    return PreferenceLossResults(total, metrics, rewards, logps, delta, stats, slopes)
 
 
-def backward(
-    grad_loss: Tensor,
-    slopes: Tensor,
-    stats: Tensor,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    labels: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ld_alpha: float,
-) -> Tensor:
+def backward(call: PreferenceLossCall, results: PreferenceLossResults, grad_loss: Tensor) -> tuple[Tensor]:
+    mask = call.mask
     grad = torch.empty(mask.shape, dtype=grad_loss.dtype, device=mask.device)
-    if stats.shape[0] == 0:
-        return grad.zero_()
+    if results.sums.shape[0] == 0:
+        return (grad.zero_(),)
     kernels(mask.device).preference_backward(
-        grad_loss=grad_loss, slopes=slopes, stats=stats, mask=mask, nll_mask=nll_mask, labels=labels,
-        cu_seqlens=cu_seqlens, ld_alpha=ld_alpha, grad=grad,
+        grad_loss=grad_loss, slopes=results.slopes, stats=results.sums, mask=mask, nll_mask=call.nll_mask,
+        labels=call.labels, cu_seqlens=call.cu_seqlens, ld_alpha=call.rule.ld_alpha, grad=grad,
     )  # fmt: skip
-    return grad
+    return (grad,)

@@ -5,28 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.value_loss import ValueLossCall, ValueLossResults
 from rlkernel.native import kernels
 from rlkernel.native.logprob import unsupported_tensor
-from rlkernel.types import Aggregation
-
-Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return unsupported_tensor("values", tensors[0])
 
 
-def forward(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None,
-    cliprange: float,
-    huber_delta: float | None,
-    aggregation: Aggregation,
-    cu_seqlens: Tensor | None,
-    need_slope: bool,
-) -> Result:
+def forward(call: ValueLossCall) -> ValueLossResults:
+    values, cu_seqlens, items = call.values, call.cu_seqlens, call.num_items
     device, part = values.device, kernels(values.device)
     if cu_seqlens is None:
         rows, length = values.shape
@@ -34,25 +23,25 @@ def forward(
     else:
         rows = cu_seqlens.shape[0] - 1
         slots = values.shape[0] // part.CHUNK + rows + 1
-    slope = torch.empty(*values.shape, dtype=torch.float32, device=device) if need_slope else None
+    slope = torch.empty(*values.shape, dtype=torch.float32, device=device) if call.slopes else None
     partials = torch.empty(slots * part.VALUE_SUMS, dtype=torch.float64, device=device)
     scale = torch.empty(rows, dtype=torch.float32, device=device)
     loss = scale.new_empty(())
     metrics = scale.new_empty(part.VALUE_METRICS)
-    unit, items, factor = aggregation
     part.value_loss_forward(
-        values=values, returns=returns, old_values=old_values, mask=mask, cu_seqlens=cu_seqlens,
-        cliprange=cliprange, huber_delta=huber_delta or 0.0, unit=unit, items=0.0 if items is None else items,
-        factor=factor, slope=slope, partials=partials, scale=scale, loss=loss, metrics=metrics,
+        values=values, returns=call.returns, old_values=call.old_values, mask=call.mask,
+        cu_seqlens=cu_seqlens, cliprange=call.cliprange, huber_delta=call.huber_delta or 0.0,
+        unit=call.unit, items=0.0 if items is None else items, factor=call.factor, slope=slope,
+        partials=partials, scale=scale, loss=loss, metrics=metrics,
     )  # fmt: skip
-    return loss, metrics, slope, scale
+    return ValueLossResults(loss, metrics, slope, scale)
 
 
-def backward(
-    grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    out = torch.empty(slope.shape, dtype=dtype, device=slope.device)
+def backward(call: ValueLossCall, results: ValueLossResults, grad_loss: Tensor) -> tuple[Tensor]:
+    slope = results.slope
+    assert slope is not None
+    out = torch.empty(slope.shape, dtype=call.dtype, device=slope.device)
     kernels(slope.device).value_loss_backward(
-        grad_loss=grad_loss, slope=slope, scale=scale, cu_seqlens=cu_seqlens, out=out
+        grad_loss=grad_loss, slope=slope, scale=results.scale, cu_seqlens=call.cu_seqlens, out=out
     )
-    return out
+    return (out,)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from rlkernel.calls.preference_loss import PREFERENCE_TERMS, PreferenceRule
 from rlkernel.ops import _packing, _preference_rule, _validate
-from rlkernel.types import PREFERENCE_TERMS, PreferenceRule
 
 
 def sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype, int, Tensor | None]:

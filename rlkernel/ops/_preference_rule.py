@@ -4,9 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkernel.calls.preference_loss import (
+    PREFERENCE_DIVERGENCES,
+    PREFERENCE_TERMS,
+    SORTED,
+    PreferenceRule,
+)
 from rlkernel.ops import _validate
 from rlkernel.runtime.memo import remembered
-from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
 
 # cpo is the sigmoid without a reference; its definition adds the likelihood of the chosen
 TERMS = {**{name: name for name in PREFERENCE_TERMS}, "cpo": "sigmoid"}
@@ -14,7 +19,6 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("orpo", "simpo", "cpo", "sft")
 PER_TOKEN = ("orpo", "simpo")
 WITH_NLL = ("orpo", "cpo")
-SORTED = ("aot", "aot_unpaired")
 SMOOTHED = ("sigmoid", "cpo", "sigmoid_norm", "simpo", "aot", "aot_unpaired", "robust", "exo_pair")
 # those whose loss is of the difference of two scores, which an f-divergence replaces
 DIFFERENCES = (

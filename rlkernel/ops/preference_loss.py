@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.preference_loss import (
+    PAIR_METRICS,
+    SEQUENCE_SUMS,
+    PreferenceLossCall,
+    PreferenceLossOutput,
+    PreferenceLossResults,
+)
+from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime.modes import anchor, once_differentiable
-from rlkernel.types import PAIR_METRICS, PREFERENCE_TERMS, PreferenceLossOutput, PreferenceRule
-
-_SORTED = tuple(PREFERENCE_TERMS.index(name) for name in _preference_rule.SORTED)
 
 
 @typed
@@ -169,22 +173,18 @@ def preference_loss(
         )
     given, ref = mask, None if sums else ref_logprobs
     mask, nll_mask = _preference_inputs.supported(logprobs.detach(), ref, mask, nll_mask)
-    constants = (
-        ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
-        running_delta,
+    call = PreferenceLossCall(
+        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
+        running_delta, rule,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        loss, metrics, rewards, logps, _, _, delta = _op(logprobs, *constants, *_flat(rule))
-    else:
-        loss, metrics, rewards, logps, delta, _ = _PreferenceLoss.apply(logprobs, constants, rule)
-    delta = None if running_delta is None else delta
+    total, metrics, rewards, logps, delta = op(call)
     outside = torch.count_nonzero(given) - torch.count_nonzero(mask)
     metrics = torch.cat([metrics, outside[None].to(metrics.dtype)])
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
     else:
         chosen, rejected = rewards.where(labels, 0), rewards.where(~labels, 0)
-    return PreferenceLossOutput(loss, metrics, chosen, rejected, logps, delta)
+    return PreferenceLossOutput(total, metrics, chosen, rejected, logps, delta)
 
 
 def preference_loss_preset(name: str) -> dict[str, Any]:
@@ -197,155 +197,55 @@ def preference_loss_preset(name: str) -> dict[str, Any]:
     return dict(_preference_rule.PRESETS[_validate.choice("name", name, _preference_rule.PRESETS)])
 
 
-def _forward(
-    impl: ModuleType,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    log_sum_sq_probs: Tensor | None,
-    cu_seqlens: Tensor | None,
-    labels: Tensor | None,
-    kl: Tensor | None,
-    items: Tensor | None,
-    nll_items: Tensor | None,
-    running_delta: Tensor | None,
-    rule: PreferenceRule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(loss, metrics, rewards, logps, stats, slopes, running_delta)``"""
-    if cu_seqlens is not None:
-        _packing.check(cu_seqlens, logprobs.shape[0])
+def _pick(call: PreferenceLossCall) -> ModuleType:
+    return dispatch.pick("preference_loss", call.logprobs, call.mask)
+
+
+def _forward(impl: ModuleType, call: PreferenceLossCall) -> PreferenceLossResults:
+    logprobs, ref_logprobs, mask = call.logprobs, call.ref_logprobs, call.mask
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, logprobs.shape[0])
     if debug.enabled():
         _validate.finite("logprobs", logprobs, mask)
         if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
             _validate.finite("ref_logprobs", ref_logprobs, mask)
-    stats = impl.sums(
-        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, rule.paired, rule.ld_alpha
-    )
-    order = _order(stats) if any(term in _SORTED for term in rule.terms) else None
-    loss, metrics, slopes, rewards, logps, delta = impl.loss(
-        stats, labels, kl, order, items, nll_items, running_delta, rule, logprobs.dtype
-    )
-    return loss, metrics, rewards, logps, stats, slopes, delta
+    return impl.forward(call)
 
 
-def _order(stats: Tensor) -> Tensor:
-    """[4, B]: the pairs sorted by their log-ratio, by the reference's, chosen and rejected by their own.
-
-    Pairs that do not count come last: they stay among themselves.  Equal ones keep the order of the batch.
-    """
-    half = stats.shape[0] // 2
-    logps, ref, tokens = stats[:, 0].view(2, half), stats[:, 1].view(2, half), stats[:, 2].view(2, half)
-    keys = torch.cat([(logps[0] - logps[1])[None], (ref[0] - ref[1])[None], logps - ref])
-    keys = torch.where((tokens > 0).all(0), keys, torch.inf)
-    return torch.sort(keys, dim=1, stable=True).indices
+def _backward(
+    impl: ModuleType,
+    call: PreferenceLossCall,
+    results: PreferenceLossResults,
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor]:
+    return impl.backward(call, results, grads[0])
 
 
-class _PreferenceLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logprobs, constants, rule):  # type: ignore[no-untyped-def]
-        _, mask, nll_mask, _, cu_seqlens, labels, *_ = constants
-        # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = dispatch.pick("preference_loss", logprobs, mask)
-        arguments = (ctx.impl, logprobs, *constants, rule)
-        loss, metrics, rewards, logps, stats, slopes, delta = _forward(*arguments)
-        graph = anchor(loss)
-        ctx.save_for_backward(slopes, stats, mask, nll_mask, labels, cu_seqlens, graph)
-        ctx.set_materialize_grads(False)
-        ctx.ld_alpha = rule.ld_alpha
-        ctx.mark_non_differentiable(metrics, rewards, logps, *(() if delta is None else (delta,)))
-        return loss, metrics, rewards, logps, delta, graph
-
-    @staticmethod
-    @once_differentiable("preference_loss")
-    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        *saved, _ = ctx.saved_tensors
-        return ctx.impl.backward(grad_loss.contiguous(), *saved, ctx.ld_alpha), None, None
-
-
-# Under torch.compile the op is one opaque node.  A rule crosses that boundary as integers and numbers.
-
-
-def _flat(rule: PreferenceRule) -> tuple[list[int], list[float]]:
-    integers = [*rule.terms, int(rule.paired), int(rule.per_token), rule.divergence, int(rule.weighting)]
-    return integers, [*rule.weights, *rule.smoothing, *rule[7:]]
-
-
-def _rule(integers: list[int], numbers: list[float]) -> PreferenceRule:
-    n = len(integers) - 4
-    paired, per_token, divergence, weighting = integers[n:]
-    return PreferenceRule(
-        tuple(integers[:n]), tuple(numbers[:n]), tuple(numbers[n : 2 * n]), bool(paired), bool(per_token),
-        divergence, bool(weighting), *numbers[2 * n :],
-    )  # fmt: skip
-
-
-@torch.library.custom_op("rlkernel::preference_loss", mutates_args=())
-def _op(
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    log_sum_sq_probs: Tensor | None,
-    cu_seqlens: Tensor | None,
-    labels: Tensor | None,
-    kl: Tensor | None,
-    items: Tensor | None,
-    nll_items: Tensor | None,
-    running_delta: Tensor | None,
-    integers: list[int],
-    numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *results, delta = _forward(
-        dispatch.pick("preference_loss", logprobs, mask), logprobs, ref_logprobs, mask, nll_mask,
-        log_sum_sq_probs,
-        cu_seqlens, labels, kl, items, nll_items, running_delta, _rule(integers, numbers),
-    )  # fmt: skip
-    return *results, results[0].new_empty(0) if delta is None else delta  # type: ignore[return-value]
-
-
-@_op.register_fake
-def _op_fake(logprobs, ref_logprobs, mask, nll_mask, aligned, cu_seqlens, *rest):  # type: ignore[no-untyped-def]
-    running_delta = rest[4]
+def _like(call: PreferenceLossCall) -> PreferenceLossResults:
+    logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = logprobs.new_empty
-    return (
-        new(()), new(len(PAIR_METRICS)), new(rows), new(rows), new((rows, 7), dtype=torch.float64),
-        new(rows + 1, dtype=torch.float64), new(0 if running_delta is None else 2),
-    )  # fmt: skip
+    return PreferenceLossResults(
+        loss=new(()),
+        metrics=new(len(PAIR_METRICS)),
+        rewards=new(rows),
+        logps=new(rows),
+        running_delta=None if call.running_delta is None else new(2),
+        sums=new((rows, len(SEQUENCE_SUMS)), dtype=torch.float64),
+        slopes=new(rows + 1, dtype=torch.float64),
+    )
 
 
-@torch.library.custom_op("rlkernel::preference_loss_backward", mutates_args=())
-def _op_backward(
-    grad_loss: Tensor,
-    slopes: Tensor,
-    stats: Tensor,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    labels: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ld_alpha: float,
-) -> Tensor:
-    impl = dispatch.pick("preference_loss", grad_loss, mask)
-    return impl.backward(grad_loss.contiguous(), slopes, stats, mask, nll_mask, labels, cu_seqlens, ld_alpha)
-
-
-@_op_backward.register_fake
-def _op_backward_fake(grad_loss, slopes, stats, mask, *rest):  # type: ignore[no-untyped-def]
-    return grad_loss.new_empty(mask.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    mask, nll_mask, cu_seqlens, labels = inputs[2], inputs[3], inputs[5], inputs[6]
-    ctx.save_for_backward(output[5], output[4], mask, nll_mask, labels, cu_seqlens, inputs[0])
-    ctx.ld_alpha = _rule(inputs[-2], inputs[-1]).ld_alpha
-    ctx.mark_non_differentiable(*output[1:])
-
-
-@once_differentiable("preference_loss")
-def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    *saved, _ = ctx.saved_tensors
-    return _op_backward(grad_loss, *saved, ctx.ld_alpha), *(None,) * 12
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "preference_loss",
+    PreferenceLossCall,
+    PreferenceLossResults,
+    outputs=5,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("logprobs",),
+    differentiable=("loss",),
+    saves=("mask", "nll_mask", "cu_seqlens", "labels", "sums", "slopes"),
+)

@@ -1,17 +1,17 @@
 """The value function's loss: clipped squared or Huber error, aggregated over tokens and sequences."""
 
+import functools
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossOutput, ValueLossResults
+from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime.modes import anchor, once_differentiable
-from rlkernel.types import Aggregation, ValueLossOutput
 
 # loss_agg_mode: the unit that is summed
 UNITS = {
@@ -93,27 +93,28 @@ def value_loss(
     factor = float(dp_size)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         factor /= _scale_factor(loss_scale_factor, values, cu_seqlens)
-    others = (returns,) if old_values is None else (returns, old_values)
     # the kernels take one dtype, or fp32 beside the values'
-    other = values.dtype if all(x.dtype == values.dtype for x in others) else dtype
+    alike = returns.dtype == values.dtype and (old_values is None or old_values.dtype == values.dtype)
+    other = values.dtype if alike else dtype
     values, mask = _validate.rows(values, values.dtype), _validate.rows(mask, torch.bool)
     returns = _validate.rows(returns, other)
     old_values = None if old_values is None else _validate.rows(old_values, other)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    cliprange = 0.0 if cliprange_value is None else float(cliprange_value)
-    delta = float(huber_delta) if loss == "huber" else None
-    if torch.compiler.is_compiling():
-        number, tensor = (None, items) if isinstance(items, Tensor) else (items, None)
-        total, metrics, _, _ = _op(
-            values, returns, mask, old_values, cu_seqlens, tensor, number, cliprange, delta,
-            UNITS[loss_agg_mode], factor,
-        )  # fmt: skip
-        return ValueLossOutput(total, metrics)
-    aggregation = Aggregation(UNITS[loss_agg_mode], items, factor)
-    need_slope = torch.is_grad_enabled() and values.requires_grad
-    constants = returns, mask, old_values, cliprange, delta, aggregation, cu_seqlens, need_slope
-    total, metrics, _ = _ValueLoss.apply(values, constants)
-    return ValueLossOutput(total, metrics)
+    call = ValueLossCall(
+        values,
+        returns,
+        mask,
+        old_values,
+        cu_seqlens,
+        items,
+        0.0 if cliprange_value is None else float(cliprange_value),
+        float(huber_delta) if loss == "huber" else None,
+        UNITS[loss_agg_mode],
+        factor,
+        values.dtype,
+        torch.is_grad_enabled() and values.requires_grad,
+    )
+    return ValueLossOutput(*op(call))
 
 
 def _check_tensors(
@@ -188,114 +189,51 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     return float(value)
 
 
-def _forward(
-    impl: ModuleType,
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None,
-    cliprange: float,
-    huber_delta: float | None,
-    aggregation: Aggregation,
-    cu_seqlens: Tensor | None,
-    need_slope: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    if cu_seqlens is not None:
-        _packing.check(cu_seqlens, values.shape[0])
-    result = impl.forward(
-        values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, need_slope
-    )
-    if debug.enabled() and debug.may_read(values) and (result[1][1] > 0 or not result[0].isfinite()):
-        for name, x in (("values", values), ("returns", returns), ("old_values", old_values)):
-            if x is not None and (bad := mask & ~x.isfinite()).any():
-                where = bad.nonzero()[0].tolist()
+def _pick(call: ValueLossCall) -> ModuleType:
+    return dispatch.pick("value_loss", call.values)
+
+
+def _forward(impl: ModuleType, call: ValueLossCall) -> ValueLossResults:
+    values, mask = call.values, call.mask
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, values.shape[0])
+    results = impl.forward(call)
+    if debug.enabled() and debug.may_read(values):
+        bad = results.metrics[VALUE_METRICS.index("nonfinite")] > 0 or not results.loss.isfinite()
+        for name, x in (("values", values), ("returns", call.returns), ("old_values", call.old_values)):
+            if bad and x is not None and (wrong := mask & ~x.isfinite()).any():
+                where = wrong.nonzero()[0].tolist()
                 raise ValueError(
                     f"{name}{where} must be finite where mask is true, got {x[tuple(where)].item()}"
                 )
-    return result
+    return results
 
 
-class _ValueLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values, constants):  # type: ignore[no-untyped-def]
-        # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = dispatch.pick("value_loss", values, constants[0])
-        loss, metrics, slope, scale = _forward(ctx.impl, values, *constants)
-        graph = anchor(scale)
-        ctx.save_for_backward(slope, scale, constants[-2], graph)
-        ctx.dtype = values.dtype
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics, graph
-
-    @staticmethod
-    @once_differentiable("value_loss")
-    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        slope, scale, cu_seqlens, _ = ctx.saved_tensors
-        return ctx.impl.backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype), None
+def _backward(
+    impl: ModuleType, call: ValueLossCall, results: ValueLossResults, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor]:
+    return impl.backward(call, results, grads[0])
 
 
-# Under torch.compile the op is one opaque node.
-
-
-@torch.library.custom_op("rlkernel::value_loss", mutates_args=())
-def _op(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    items_tensor: Tensor | None,
-    items: float | None,
-    cliprange: float,
-    huber_delta: float | None,
-    unit: str,
-    factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    impl = dispatch.pick("value_loss", values, returns)
-    aggregation = Aggregation(unit, items if items_tensor is None else items_tensor, factor)
-    loss, metrics, slope, scale = _forward(
-        impl, values, returns, mask, old_values, cliprange, huber_delta, aggregation, cu_seqlens, True
-    )
-    assert slope is not None
-    return loss, metrics, slope, scale
-
-
-@_op.register_fake
-def _op_fake(values, returns, mask, old_values, cu_seqlens, *rest):  # type: ignore[no-untyped-def]
-    from rlkernel.types import VALUE_METRICS
-
+def _like(call: ValueLossCall) -> ValueLossResults:
+    values, cu_seqlens = call.values, call.cu_seqlens
     dtype = torch.promote_types(values.dtype, torch.float32)
+    empty = functools.partial(torch.empty, dtype=dtype, device=values.device)
     sequences = values.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes = ((), (len(VALUE_METRICS),), values.shape, (sequences,))
-    return tuple(torch.empty(shape, dtype=dtype, device=values.device) for shape in shapes)
+    slope = empty(values.shape) if call.slopes else None
+    return ValueLossResults(empty(()), empty(len(VALUE_METRICS)), slope, empty(sequences))
 
 
-@torch.library.custom_op("rlkernel::value_loss_backward", mutates_args=())
-def _op_backward(
-    grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    impl = dispatch.pick("value_loss", slope, scale)
-    return impl.backward(grad_loss, slope, scale, cu_seqlens, dtype)
-
-
-@_op_backward.register_fake
-def _op_backward_fake(grad_loss, slope, scale, cu_seqlens, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty(slope.shape, dtype=dtype, device=slope.device)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, metrics, slope, scale = output
-    ctx.save_for_backward(slope, scale, inputs[4], inputs[0])
-    ctx.dtype = inputs[0].dtype
-    ctx.mark_non_differentiable(metrics, slope, scale)
-
-
-@once_differentiable("value_loss")
-def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    slope, scale, cu_seqlens, _ = ctx.saved_tensors
-    grad = _op_backward(grad_loss.to(scale.dtype), slope, scale, cu_seqlens, ctx.dtype)
-    return grad, *(None,) * 10
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "value_loss",
+    ValueLossCall,
+    ValueLossResults,
+    outputs=2,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("values",),
+    differentiable=("loss",),
+    saves=("cu_seqlens", "slope", "scale"),
+)

@@ -11,25 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkernel.types import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS, PreferenceRule
+from rlkernel.calls.preference_loss import (
+    PREFERENCE_DIVERGENCES,
+    PREFERENCE_TERMS,
+    PreferenceLossCall,
+    PreferenceLossResults,
+    PreferenceRule,
+)
 
 
 def unsupported(*tensors: Tensor, **options: object) -> list[str]:
     return []
 
 
-def sums(
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    log_sum_sq_probs: Tensor | None,
-    cu_seqlens: Tensor | None,
-    paired: bool,
-    ld_alpha: float,
-) -> Tensor:
-    """[rows, 7] of fp64, the columns of ``SEQUENCE_SUMS``.  ``ref_logprobs`` has logprobs' shape, or is
-    [rows]."""
+def forward(call: PreferenceLossCall) -> PreferenceLossResults:
+    return loss(call, sums(call))
+
+
+def sums(call: PreferenceLossCall) -> Tensor:
+    """[rows, 7] of fp64, the columns of ``SEQUENCE_SUMS``."""
+    logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens = call[:6]
+    ld_alpha = call.rule.ld_alpha
     rows = _rows(logprobs, cu_seqlens)
     count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -72,46 +74,26 @@ def sums(
     return torch.stack(columns, 1)
 
 
-def loss(
-    stats: Tensor,
-    labels: Tensor | None,
-    kl: Tensor | None,
-    order: Tensor | None,
-    items: Tensor | None,
-    nll_items: Tensor | None,
-    running_delta: Tensor | None,
-    rule: PreferenceRule,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``(loss, metrics, slopes, rewards, logps, running_delta)``.  ``slopes`` [rows + 1] of fp64 are d loss /
-    d logps, and last that of a token of the likelihood.  ``order`` [4, B] sorts the pairs for aot: by their
-    log-ratio, by the reference's, chosen and rejected by theirs."""
+def loss(call: PreferenceLossCall, stats: Tensor) -> PreferenceLossResults:
+    dtype = call.logprobs.dtype
     columns = stats.unbind(1)
     with torch.enable_grad():
         logps, nll = columns[0].clone().requires_grad_(), columns[3].clone().requires_grad_()
-        total, metrics, rewards, means, delta = _total(
-            logps, nll, columns, labels, kl, order, items, nll_items, running_delta, rule
-        )
+        total, metrics, rewards, means, delta = _total(logps, nll, columns, call)
         total = total + (logps.sum() + nll.sum()) * 0
         of_logps, of_nll = torch.autograd.grad(total, (logps, nll))
     # every sequence of the likelihood has the same slope
     slope = of_nll.sum() / (of_nll != 0).sum().clamp(min=1)
     slopes = torch.cat([torch.where(columns[2] > 0, of_logps, 0), slope[None]])
     delta = None if delta is None else delta.to(dtype)
-    return total.detach().to(dtype), metrics.to(dtype), slopes, rewards.to(dtype), means.to(dtype), delta
+    total, metrics, rewards, means = (x.detach().to(dtype) for x in (total, metrics, rewards, means))
+    return PreferenceLossResults(total, metrics, rewards, means, delta, stats, slopes)
 
 
-def backward(
-    grad_loss: Tensor,
-    slopes: Tensor,
-    stats: Tensor,
-    mask: Tensor,
-    nll_mask: Tensor | None,
-    labels: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ld_alpha: float,
-) -> Tensor:
-    """d loss / d logprobs times ``grad_loss``, in its dtype and of the mask's shape."""
+def backward(call: PreferenceLossCall, results: PreferenceLossResults, grad_loss: Tensor) -> tuple[Tensor]:
+    """d loss / d logprobs times ``grad_loss``, in its dtype."""
+    mask, nll_mask, cu_seqlens, labels = call.mask, call.nll_mask, call.cu_seqlens, call.labels
+    stats, slopes, ld_alpha = results.sums, results.slopes, call.rule.ld_alpha
     rows, count = _rows(mask, cu_seqlens), stats.shape[0]
     places = _places(mask)
     inside = places >= 0 if cu_seqlens is None else places < cu_seqlens[-1]
@@ -123,7 +105,7 @@ def backward(
         slope = torch.where(places - start < spread(stats[:, 6]), slope, slope * ld_alpha)
     of_nll = torch.where((mask if nll_mask is None else nll_mask) & spread(chosen), slopes[-1], 0)
     grad = torch.where(mask, slope, 0) + of_nll
-    return torch.where(inside, grad * grad_loss.double(), 0).to(grad_loss.dtype)
+    return (torch.where(inside, grad * grad_loss.double(), 0).to(grad_loss.dtype),)
 
 
 def _places(like: Tensor) -> Tensor:
@@ -139,17 +121,9 @@ def _rows(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _total(
-    logps: Tensor,
-    nll: Tensor,
-    columns: tuple[Tensor, ...],
-    labels: Tensor | None,
-    kl: Tensor | None,
-    order: Tensor | None,
-    items: Tensor | None,
-    nll_items: Tensor | None,
-    running_delta: Tensor | None,
-    rule: PreferenceRule,
+    logps: Tensor, nll: Tensor, columns: tuple[Tensor, ...], call: PreferenceLossCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    rule, labels, kl = call.rule, call.labels, call.kl
     _, ref, tokens, _, nll_tokens, aligned, _ = columns
     present, length = tokens > 0, tokens.clamp(min=1)
     if rule.paired:
@@ -168,20 +142,20 @@ def _total(
     length = torch.where(counted, length, 1)
     number = count.sum().double()
     delta, state = torch.zeros_like(number), None
-    if running_delta is not None:
-        mean, batches = running_delta.double()
+    if call.running_delta is not None:
+        mean, batches = call.running_delta.double()
         here = torch.where(counted, rewards, 0).sum() / (2 * number)
         delta = torch.where(number > 0, mean + (here - mean) / (batches + 1), mean)
         state = torch.stack([delta, batches + (number > 0)])
     terms = _paired if rule.paired else _unpaired
-    each, weight, odds = terms(logps, ref, length, aligned, labels, kl, order, delta, count, rule)
+    each, weight, odds = terms(logps, ref, length, aligned, labels, kl, delta, count, rule)
     divisor = rule.items or number.clamp(min=1)
-    divisor = divisor if items is None else items.double()
+    divisor = divisor if call.items is None else call.items.double()
     kept = torch.where(chosen, nll_tokens, 0)
     # replaced for sequences that have none, or the slope of a token would not be the same for all
     likelihood = torch.where(chosen & (kept > 0), -nll, 0).sum()
     nll_divisor = rule.nll_items or kept.sum().clamp(min=1)
-    nll_divisor = nll_divisor if nll_items is None else nll_items.double()
+    nll_divisor = nll_divisor if call.nll_items is None else call.nll_items.double()
 
     def mean_of(x: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, x, 0).sum() / where.sum().clamp(min=1)
@@ -214,7 +188,7 @@ def _total(
 
 def _unpaired(
     logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, labels: Tensor | None, kl: Tensor | None,
-    order: Tensor | None, delta: Tensor, count: Tensor, rule: PreferenceRule,
+    delta: Tensor, count: Tensor, rule: PreferenceRule,
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
     assert labels is not None
     total = torch.zeros_like(logps)
@@ -228,7 +202,7 @@ def _unpaired(
 
 def _paired(
     logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, labels: Tensor | None, kl: Tensor | None,
-    order: Tensor | None, delta: Tensor, count: Tensor, rule: PreferenceRule,
+    delta: Tensor, count: Tensor, rule: PreferenceRule,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The loss of each pair (to which that of a rank is added, whose sum is the same), its weight, the log
     odds."""
@@ -267,12 +241,12 @@ def _paired(
         elif name == "sppo_hard":
             each = (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2
         elif name in ("aot", "aot_unpaired"):
-            assert order is not None
+            ours, theirs = c, r
             if name == "aot":
                 ours, theirs = (x.chunk(2)[0] - x.chunk(2)[1] for x in (logps, ref))
-                first, second = order[0], order[1]
-            else:
-                ours, theirs, first, second = c, r, order[2], order[3]
+            # pairs that do not count come last: they stay among themselves
+            keys = (torch.where(count, x, torch.inf) for x in (ours, theirs))
+            first, second = (x.argsort(stable=True) for x in keys)
             each = _smoothed(beta * (ours[first] - theirs[second]), e)
             ranked = ranked + factor * torch.where(count[first] | count[second], each, 0)
             continue

@@ -5,40 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.types import Aggregation
-
-Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
+from rlkernel.calls.value_loss import ValueLossCall, ValueLossResults
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    old_values: Tensor | None,
-    cliprange: float,
-    huber_delta: float | None,
-    aggregation: Aggregation,
-    cu_seqlens: Tensor | None,
-    need_slope: bool,
-) -> Result:
-    """``(loss, metrics, slope, scale)``: the gradient of ``values`` is ``slope * scale[sequence]``.
-
-    ``slope`` is that of each token's own loss, 0 under the mask; ``scale`` [sequences] is what the
-    aggregation makes of it.  The metrics are those of ``types.VALUE_METRICS``.
-    """
+def forward(call: ValueLossCall) -> ValueLossResults:
+    values, cu_seqlens, huber_delta = call.values, call.cu_seqlens, call.huber_delta
     dtype = torch.promote_types(values.dtype, torch.float32)
-    v, target = values.to(dtype), returns.to(dtype)
-    kept = mask & _inside(values, cu_seqlens)
+    v, target = values.to(dtype), call.returns.to(dtype)
+    kept = call.mask & _inside(values, cu_seqlens)
     difference = v - target
     losses, slope = _loss(difference, huber_delta)
     clipped = torch.zeros_like(kept)
-    if old_values is not None:
-        old = old_values.to(dtype)
-        bounded = torch.max(torch.min(v, old + cliprange), old - cliprange)
+    if call.old_values is not None:
+        old = call.old_values.to(dtype)
+        bounded = torch.max(torch.min(v, old + call.cliprange), old - call.cliprange)
         other, _ = _loss(bounded - target, huber_delta)
         clipped = other > losses
         # where the clipped loss is the larger one, the value lies outside the range: it moves nothing
@@ -49,26 +33,29 @@ def forward(
 
     counts, sums = _sums(kept.to(dtype), cu_seqlens), _sums(losses, cu_seqlens)
     sequences = (counts > 0).to(dtype)
-    share = sequences / counts.clamp(min=1) if aggregation.unit == "mean" else sequences
-    items = aggregation.num_items
+    share = sequences / counts.clamp(min=1) if call.unit == "mean" else sequences
+    items = call.num_items
     if items is None:
-        items = counts.sum() if aggregation.unit == "token" else sequences.sum()
-    weight = torch.as_tensor(aggregation.factor, dtype=dtype, device=v.device) / items
+        items = counts.sum() if call.unit == "token" else sequences.sum()
+    weight = torch.as_tensor(call.factor, dtype=dtype, device=v.device) / items
     weight = torch.where(counts.sum() > 0, weight, 0)
     scale = weight * share
     metrics = _metrics(kept, losses, clipped, target, -difference)
-    return (weight * (sums * share).sum()), metrics, slope if need_slope else None, scale
+    loss = weight * (sums * share).sum()
+    return ValueLossResults(loss, metrics, slope if call.slopes else None, scale)
 
 
-def backward(
-    grad_loss: Tensor, slope: Tensor, scale: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def backward(call: ValueLossCall, results: ValueLossResults, grad_loss: Tensor) -> tuple[Tensor]:
     """The gradient of the values, in their dtype."""
-    factor = grad_loss.to(scale.dtype) * scale
+    slope, cu_seqlens = results.slope, call.cu_seqlens
+    assert slope is not None
+    factor = grad_loss * results.scale
     if cu_seqlens is None:
-        return (slope * factor[:, None]).to(dtype)
-    padding = factor.new_zeros(1)  # the slope behind the last sequence is 0
-    return (slope * torch.cat([factor, padding])[_sequence_of(slope, cu_seqlens)]).to(dtype)
+        factor = factor[:, None]
+    else:
+        padding = factor.new_zeros(1)  # the slope behind the last sequence is 0
+        factor = torch.cat([factor, padding])[_sequence_of(slope, cu_seqlens)]
+    return ((slope * factor).to(call.dtype),)
 
 
 def _loss(difference: Tensor, huber_delta: float | None) -> tuple[Tensor, Tensor]:
