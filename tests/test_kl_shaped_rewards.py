@@ -15,7 +15,7 @@ from peer_sources import load
 
 import rlkernel
 from rlkernel.benchmarks import _peers
-from rlkernel.ops.kl_shaped_rewards import KL_ESTIMATORS
+from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS, KlShapedRewardsCall
 from rlkernel.reference import kl_shaped_rewards as reference
 
 BACKENDS = of("kl_shaped_rewards")
@@ -314,5 +314,15 @@ def test_compiles_without_a_graph_break():
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_equal("compiled", compiled(**inputs), step(**inputs))
-    arguments = (*inputs.values(), 0.1, "k3", 20.0, math.inf, True, None)
-    torch.library.opcheck(torch.ops.rlkernel.kl_shaped_rewards, arguments)
+
+
+def test_opcheck():
+    from rlkernel.ops.kl_shaped_rewards import op
+
+    inputs = make_inputs(3, 20)
+    call = KlShapedRewardsCall(*inputs.values(), 0.1, "k3", 20.0, math.inf, True, None)
+    torch.library.opcheck(op.node, op.flat(call))
+    flat = [x.reshape(-1) for x in list(inputs.values())[1:]]
+    offsets = torch.tensor([0, 20, 25, 60])
+    call = KlShapedRewardsCall(flat[0], *flat, 0.1, "k1", math.inf, 10.0, False, offsets)
+    torch.library.opcheck(op.node, op.flat(call))

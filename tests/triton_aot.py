@@ -91,6 +91,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     """How many binaries of each kernel it takes to change what changes from one training step to the next."""
     from rlkernel.calls.gae import GaeCall
     from rlkernel.calls.group_advantages import GroupAdvantagesCall
+    from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
@@ -152,7 +153,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
             )
             whiten.forward(WhitenCall(values, values > 0, None, True, True, t, "std"))
-            kl_shaped_rewards.forward(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
+            kl_shaped_rewards.forward(
+                KlShapedRewardsCall(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
+            )
             groups = None, None, length, None, None, None, None
             group_advantages.forward(
                 GroupAdvantagesCall(

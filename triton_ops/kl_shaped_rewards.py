@@ -1,5 +1,6 @@
 """``kl_shaped_rewards`` over Triton: a program per chunk of a sequence, in one launch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.triton_ops._device import device_reasons
 from rlkernel.triton_ops.policy_loss_terms import clamp
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
@@ -95,18 +97,9 @@ def kl_kernel(
     tl.store(out + start + i, tl.where(kept, reward - beta * kl, 0.0), mask=inside)
 
 
-def forward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    kl_estimator: str,
-    kl_input: float,
-    kl_output: float,
-    per_sequence: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
+def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
+    rewards, logprobs, ref_logprobs, mask = call.rewards, call.logprobs, call.ref_logprobs, call.mask
+    cu_seqlens = call.cu_seqlens
     out = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
     if cu_seqlens is None:
         rows, length = logprobs.shape
@@ -117,13 +110,13 @@ def forward(
     if slots:
         with torch.cuda.device_of(logprobs):
             kl_kernel[(slots,)](
-                rewards, 0 if per_sequence else _stride(rewards), logprobs, _stride(logprobs), ref_logprobs,
-                _stride(ref_logprobs), None if mask is None else mask.view(torch.uint8), _stride(mask), rows,
-                length, cu_seqlens, steps, beta, kl_input, kl_output, out,
-                ESTIMATOR=kl_estimator, PER_SEQUENCE=per_sequence, CHUNK=CHUNK, num_warps=8,
+                rewards, 0 if call.per_sequence else _stride(rewards), logprobs, _stride(logprobs),
+                ref_logprobs, _stride(ref_logprobs), None if mask is None else mask.view(torch.uint8),
+                _stride(mask), rows, length, cu_seqlens, steps, call.beta, call.kl_input, call.kl_output, out,
+                ESTIMATOR=call.kl_estimator, PER_SEQUENCE=call.per_sequence, CHUNK=CHUNK, num_warps=8,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    return out
+    return KlShapedRewardsResults(out)
 
 
 def _stride(x: Tensor | None) -> int:
@@ -134,13 +127,13 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
     x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
     flat, offsets = x.view(-1), torch.tensor([0, 60, 128])
-    return {
-        "k1 per token": lambda: forward(x, x, x, None, 0.1, "k1", 20.0, 10.0, False, None),
-        "k3 per sequence": lambda: forward(
-            x[:, 0].contiguous(), x, x, mask, 0.1, "k3", 20.0, 10.0, True, None
-        ),
-        "k2 packed": lambda: forward(flat, flat, flat, mask.view(-1), 0.1, "k2", 20.0, 10.0, False, offsets),
-        "k3 packed per sequence": lambda: forward(
-            flat[:2], flat, flat, mask.view(-1), 0.1, "k3", 20.0, 10.0, True, offsets
-        ),
+    per_token = KlShapedRewardsCall(x, x, x, None, 0.1, "k1", 20.0, 10.0, False, None)
+    packed = KlShapedRewardsCall(flat, flat, flat, mask.view(-1), 0.1, "k2", 20.0, 10.0, False, offsets)
+    first = x[:, 0].contiguous()
+    calls = {
+        "k1 per token": per_token,
+        "k3 per sequence": per_token._replace(rewards=first, mask=mask, kl_estimator="k3", per_sequence=True),
+        "k2 packed": packed,
+        "k3 packed per sequence": packed._replace(rewards=flat[:2], kl_estimator="k3", per_sequence=True),
     }
+    return {name: functools.partial(forward, call) for name, call in calls.items()}

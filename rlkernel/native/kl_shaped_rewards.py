@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.native import kernels, kernels_for
 
 
@@ -15,22 +16,12 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return [*reasons, found] if isinstance(found, str) else reasons
 
 
-def forward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    kl_estimator: str,
-    kl_input: float,
-    kl_output: float,
-    per_sequence: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    out = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
-    kernels(logprobs.device).kl_shaped_rewards(
-        rewards=rewards, per_sequence=per_sequence, logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask,
-        cu_seqlens=cu_seqlens, beta=beta, kl_input=kl_input, kl_output=kl_output, estimator=kl_estimator,
-        out=out,
+def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
+    device = call.logprobs.device
+    out = torch.empty(call.logprobs.shape, dtype=torch.float32, device=device)
+    kernels(device).kl_shaped_rewards(
+        rewards=call.rewards, per_sequence=call.per_sequence, logprobs=call.logprobs,
+        ref_logprobs=call.ref_logprobs, mask=call.mask, cu_seqlens=call.cu_seqlens, beta=call.beta,
+        kl_input=call.kl_input, kl_output=call.kl_output, estimator=call.kl_estimator, out=out,
     )  # fmt: skip
-    return out
+    return KlShapedRewardsResults(out)

@@ -1,15 +1,16 @@
 """Rewards less a penalty for leaving the reference policy."""
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlkernel import debug, dispatch
+from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS, KlShapedRewardsCall, KlShapedRewardsResults
+from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _policy_rule, _validate
 from rlkernel.ops._typed import typed
-
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 
 @typed
@@ -79,57 +80,36 @@ def kl_shaped_rewards(
         if _packing.may_be_padded(cu_seqlens, len(logprobs)):
             cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
             rewards = _packing.one_more(rewards) if per_sequence else rewards
-    run = _op if torch.compiler.is_compiling() else _forward
-    return run(
+    call = KlShapedRewardsCall(
         rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
         cu_seqlens,
     )  # fmt: skip
+    return op(call)[0]
 
 
-@torch.no_grad()
-def _forward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    kl_estimator: str,
-    kl_input: float,
-    kl_output: float,
-    per_sequence: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    if cu_seqlens is not None:
-        _packing.check(cu_seqlens, len(logprobs))
+def _pick(call: KlShapedRewardsCall) -> ModuleType:
+    return dispatch.pick("kl_shaped_rewards", call.rewards, call.logprobs, call.ref_logprobs)
+
+
+def _forward(impl: ModuleType, call: KlShapedRewardsCall) -> KlShapedRewardsResults:
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, len(call.logprobs))
     if debug.enabled():
-        _validate.finite("logprobs", logprobs, mask)
-        _validate.finite("ref_logprobs", ref_logprobs, mask)
-    impl = dispatch.pick("kl_shaped_rewards", rewards, logprobs, ref_logprobs)
-    return impl.forward(
-        rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
-        cu_seqlens,
-    )  # fmt: skip
+        _validate.finite("logprobs", call.logprobs, call.mask)
+        _validate.finite("ref_logprobs", call.ref_logprobs, call.mask)
+    return impl.forward(call)
 
 
-@torch.library.custom_op("rlkernel::kl_shaped_rewards", mutates_args=())
-def _op(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    kl_estimator: str,
-    kl_input: float,
-    kl_output: float,
-    per_sequence: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    return _forward(
-        rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
-        cu_seqlens,
-    )  # fmt: skip
+def _like(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
+    return KlShapedRewardsResults(call.logprobs.new_empty(call.logprobs.shape))
 
 
-@_op.register_fake
-def _op_fake(rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *rest: object) -> Tensor:
-    return logprobs.new_empty(logprobs.shape)
+op = Op(
+    "kl_shaped_rewards",
+    KlShapedRewardsCall,
+    KlShapedRewardsResults,
+    outputs=1,
+    pick=_pick,
+    forward=_forward,
+    like=_like,
+)

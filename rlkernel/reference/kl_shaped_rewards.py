@@ -5,29 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
+
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    kl_estimator: str,
-    kl_input: float,
-    kl_output: float,
-    per_sequence: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    kept = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-    d = (logprobs - ref_logprobs).clamp(-kl_input, kl_input)
-    kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[kl_estimator]
+def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
+    rewards, logprobs, kl_input, kl_output = call.rewards, call.logprobs, call.kl_input, call.kl_output
+    kept = torch.ones_like(logprobs, dtype=torch.bool) if call.mask is None else call.mask
+    d = (logprobs - call.ref_logprobs).clamp(-kl_input, kl_input)
+    kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[call.kl_estimator]
     kl = kl.clamp(-kl_output, kl_output)
-    per_token = _at_the_last(rewards, kept, cu_seqlens) if per_sequence else rewards
-    return torch.where(kept, per_token - beta * kl, 0)
+    per_token = _at_the_last(rewards, kept, call.cu_seqlens) if call.per_sequence else rewards
+    return KlShapedRewardsResults(torch.where(kept, per_token - call.beta * kl, 0))
 
 
 def _at_the_last(rewards: Tensor, kept: Tensor, cu_seqlens: Tensor | None) -> Tensor:
