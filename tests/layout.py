@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LINKS = ("triton_ops", "integrations", "benchmarks")
@@ -137,6 +137,54 @@ def reference_imports(root: Path) -> list[str]:
             if first not in ("torch", *sys.stdlib_module_names) and not f"{imported}.".startswith(own):
                 problems.append(f"the reference's {path.name} imports {imported}")
     return problems
+
+
+def import_circles(root: Path) -> list[str]:
+    """Modules that import each other, also through others, when they are loaded or only for their types.
+
+    What a function imports when it is called makes no circle; a package is imported by its own name only.
+    """
+    paths = {}
+    for folder in ("rlkernel", *LINKS):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            parts = parts[:-1] if path.name == "__init__.py" else parts
+            paths[".".join(parts if folder == "rlkernel" else ("rlkernel", *parts))] = path
+    arrows = {}
+    for module, path in paths.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        imported = list(_imports(path, package, _as_loaded(_parse(path))))
+        named = [name if name in paths else name.rpartition(".")[0] for name in imported]
+        arrows[module] = [name for name in named if name in paths and name != module]
+    problems: list[str] = []
+    seen: set[str] = set()
+    for module in paths:
+        if module not in seen and (circle := _circle(module, arrows)):
+            seen.update(circle)
+            problems.append(f"{' -> '.join(circle)} is a circle of imports")
+    return problems
+
+
+def _circle(start: str, arrows: dict[str, list[str]]) -> list[str]:
+    """The shortest way from a module back to it."""
+    ways = [[start]]
+    reached: set[str] = set()
+    for way in ways:
+        for name in arrows[way[-1]]:
+            if name == start:
+                return [*way, start]
+            if name not in reached:
+                reached.add(name)
+                ways.append([*way, name])
+    return []
+
+
+def _as_loaded(node: ast.AST) -> Iterator[ast.AST]:
+    """What of a tree runs when its module is loaded: all but the bodies of its functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+            yield from _as_loaded(child)
 
 
 def numbered(root: Path) -> list[str]:
@@ -363,9 +411,9 @@ def _functions(path: Path) -> dict[str, str]:
     return functions
 
 
-def _imports(path: Path, package: str) -> Iterator[str]:
-    """The absolute names of the modules that a file of ``package`` imports, anywhere in it."""
-    for node in ast.walk(_parse(path)):
+def _imports(path: Path, package: str, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
+    """The absolute names that a file of ``package`` imports, anywhere in it or in some nodes of its tree."""
+    for node in ast.walk(_parse(path)) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

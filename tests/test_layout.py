@@ -32,7 +32,9 @@ GOOD = {
     "triton_ops/__init__.py": "",
     "triton_ops/scale.py": "def unsupported(*t): ...\ndef forward(x, factor: float = 1.0): ...\n",
     "integrations/__init__.py": "",
-    "integrations/trl.py": "",
+    "integrations/_patch.py": "",
+    "integrations/trl/__init__.py": "from rlkernel.integrations.trl.head import Head\n",
+    "integrations/trl/head.py": "class Head: ...\n",
     "benchmarks/__init__.py": "",
     "benchmarks/scale.py": "",
     "csrc/bindings.cpp": '#include "rlkernel/kernels.h"\n',
@@ -119,6 +121,12 @@ RULES = {
         plant("rlkernel/reference/scale.py", FUNCTIONS + "from rlkernel.drivers import linear_logprob\n"),
         "the reference's scale.py imports rlkernel.drivers.linear_logprob",
     ),
+    "import_circles": (
+        layout.import_circles,
+        (),
+        plant("rlkernel/ops/scale.py", "if TYPE_CHECKING:\n    import rlkernel\ndef scale(x): ...\n"),
+        "rlkernel -> rlkernel.ops.scale -> rlkernel is a circle",
+    ),
     "numbered": (
         layout.numbered,
         (),
@@ -184,6 +192,29 @@ def test_the_check_accepts_a_good_tree(rule, house):
 )
 def test_every_way_of_importing_is_seen(script, problem, house):
     assert problem in layout.backend_imports(house(**plant("rlkernel/native/scale.py", script)), BACKENDS)[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "circle"),
+    [
+        ("from rlkernel.integrations import trl", "trl -> rlkernel.integrations.trl.head"),
+        ("from . import Head", "trl -> rlkernel.integrations.trl.head"),
+        ("class Head:\n    from .. import trl", "trl -> rlkernel.integrations.trl.head"),
+        ("from rlkernel.triton_ops import scale", "triton_ops.scale -> rlkernel.integrations.trl.head"),
+        ("def head():\n    from rlkernel.integrations import trl", None),
+        ("from rlkernel.integrations import _patch", None),
+    ],
+)
+def test_circles_of_imports_are_seen(script, circle, house):
+    through_a_link = plant("triton_ops/scale.py", FUNCTIONS + "from rlkernel.integrations.trl import head\n")
+    problems = layout.import_circles(house(**through_a_link, **plant("integrations/trl/head.py", script)))
+    assert len(problems) == (circle is not None) and (circle or "") in "".join(problems)
+
+
+@pytest.mark.parametrize("path", ["integrations/verl.py", "integrations/verl/__init__.py"])
+def test_a_framework_is_a_file_or_a_package(path, house):
+    wanted = ["tests/integrations/test_verl.py", "docs/integrations/verl.md"]
+    assert layout.integration_files(house(**plant(path, ""))) == [f"verl has no {file}" for file in wanted]
 
 
 @pytest.mark.parametrize(
