@@ -60,9 +60,9 @@ def test_opcheck(name):
         kept.append(arguments)
         return original(*arguments)
 
-    original = op._op
+    original = op.op.node
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_op", note)
+        patch.setattr(op.op, "node", note)
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         rlkernel.sample(**make_inputs(3, 70), **OPTIONS[name])
     for arguments in kept:

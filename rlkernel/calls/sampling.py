@@ -111,3 +111,10 @@ class SampleStats(NamedTuple):
     valid: Tensor
     row_max: Tensor
     log_sum: Tensor
+
+
+class SamplingCall(NamedTuple):
+    logits: Tensor  # [B, V]
+    adjusted: Tensor | None  # the logits after bias and penalties; None where there are none
+    request: Sampling
+    wants: tuple[str, ...]  # what a library that draws tokens alone must be able to do

@@ -243,7 +243,7 @@ def _penalties(penalties: Penalties, drafts: Tensor, places: int) -> Penalties:
 def _sampled(
     logits: Tensor, z: Tensor | None, request: Sampling, drafts: Tensor, lengths: Tensor
 ) -> tuple[Tensor, SampleStats]:
-    stats = _run()(logits, z, request, frozenset({"seeds"}))
+    stats = op.draw(logits, z, request, frozenset({"seeds"}))
     rows, count = drafts.shape
     token_ids, valid = (x.view(rows, count + 1)[:, :count] for x in (stats.token_ids, stats.valid))
     same = (drafts == token_ids) & valid
@@ -262,7 +262,7 @@ def _rejected(
     rows, count = drafts.shape
     vocab = logits.shape[1]
     assert request.seeds is not None and request.positions is not None
-    run, needs = _run(), frozenset({"token_ids"})
+    run, needs = op.draw, frozenset({"token_ids"})
     # the last place has no draft; the place where a row ends is scored below, with the token drawn there
     forced = torch.nn.functional.pad(drafts, (0, 1)).flatten()
     scored = run(logits, z, request._replace(token_ids=forced, seeds=None, positions=None), needs)
@@ -328,7 +328,3 @@ def _leading(taken: Tensor, lengths: Tensor) -> Tensor:
     """How many of [B, K] are true before the first that is not, of the first ``lengths``."""
     inside = torch.arange(taken.shape[1], device=taken.device) < lengths[:, None]
     return (taken & inside).to(torch.int64).cumprod(-1).sum(-1)
-
-
-def _run() -> Any:
-    return op._compiled if torch.compiler.is_compiling() else op._forward

@@ -1,17 +1,18 @@
 """Tokens drawn from hidden states and the lm_head, without the logits in memory where nobody filters."""
 
 import math
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.calls.linear_logprob import Head
-from rlkernel.calls.sampling import SampleOutput, Sampling
+from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults
+from rlkernel.calls.sampling import SampleOutput
 from rlkernel.drivers.sample_linear import stored_dtype
+from rlkernel.opaque import Op
 from rlkernel.ops import _sampling_inputs as inputs
-from rlkernel.ops import sampling as op
+from rlkernel.ops import sampling
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
@@ -107,16 +108,19 @@ def sample_linear(
     }  # fmt: skip
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
-    run = _compiled if torch.compiler.is_compiling() else _forward
-    if logit_bias is None and penalties is None:
-        stats, logits = run(flat, weight, head, request, store)
-        adjusted = None
-    else:
-        _, logits = run(flat, weight, head, None, True)
+    drawn = logit_bias is None and penalties is None
+    adjusted = None
+    with torch.no_grad():
+        made = SampleLinearResults(
+            *op(SampleLinearCall(flat, weight, head, request, drawn, store or not drawn))
+        )
+    logits, stats = made.logits, made.stats
+    if logits is None:  # of which only the shape counts
+        logits = flat.new_empty(0, vocab, dtype=stored_dtype(head))
+    if stats is None:
         adjusted = inputs.adjusted(logits, shape, logit_bias, penalties)
-        draw = op._compiled if torch.compiler.is_compiling() else op._forward
-        stats = draw(logits, adjusted, request, frozenset({"every statistic"}))
-    return op.assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
+        stats = sampling.draw(logits, adjusted, request, frozenset({"every statistic"}))
+    return sampling.assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:
@@ -127,86 +131,40 @@ def _store(store_logits: bool | str, reasons: list[str]) -> bool:
     return bool(reasons) if store_logits == "auto" else bool(store_logits)
 
 
-@torch.no_grad()
-def _forward(
-    hidden: Tensor, weight: Tensor, head: Head, request: Sampling | None, store: bool
-) -> tuple[Any, Tensor]:
-    """Statistics (None without a request) and the logits, of which only the shape counts unless stored."""
-    n, vocab = hidden.shape[0], weight.shape[0]
-    impl = dispatch.pick("sample_linear", hidden, weight, compute_dtype=head.compute_dtype, sampling=request)
-    dtype = stored_dtype(head)
-    logits = hidden.new_empty(n, vocab, dtype=dtype) if store else None
+def _pick(call: SampleLinearCall) -> ModuleType:
+    request = call.request if call.drawn else None
+    options = {"compute_dtype": call.head.compute_dtype, "sampling": request}
+    return dispatch.pick("sample_linear", call.hidden, call.weight, **options)
+
+
+def _forward(impl: ModuleType, call: SampleLinearCall) -> SampleLinearResults:
+    hidden, weight, head = call.hidden, call.weight, call.head
+    logits = None
+    if call.store:
+        logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=stored_dtype(head))
     with without_autocast(hidden.device):
-        if request is None:
+        if not call.drawn:
             impl.product(hidden, weight, head, logits)
-            return None, logits  # type: ignore[return-value]
-        stats = impl.forward(hidden, weight, head, request, logits)
-    return stats, hidden.new_empty(0, vocab, dtype=dtype) if logits is None else logits
+            return SampleLinearResults(logits)
+        return SampleLinearResults(logits, *impl.forward(hidden, weight, head, call.request, logits))
 
 
-# Under torch.compile one opaque node, as ``sample``.
+def _like(call: SampleLinearCall) -> SampleLinearResults:
+    hidden, rows = call.hidden, call.hidden.shape[0]
+    logits = None
+    if call.store:
+        logits = hidden.new_empty(rows, call.weight.shape[0], dtype=stored_dtype(call.head))
+    if not call.drawn:
+        return SampleLinearResults(logits)
+    return SampleLinearResults(logits, *sampling.like(hidden, rows, call.request, call.head.compute_dtype))
 
 
-def _compiled(
-    hidden: Tensor, weight: Tensor, head: Head, request: Sampling | None, store: bool
-) -> tuple[Any, Tensor]:
-    nothing: list[Any] = [1.0, 0, 1.0, 0.0, math.inf, *[None] * 5, "sequential", *[False] * 4, 0]
-    any_request = Sampling(*nothing) if request is None else request
-    parts = head.bias, head.logit_scale, head.softcap, head.logits_dtype, head.compute_dtype
-    drawn = request is not None
-    *stats, logits = _op(hidden, weight, *parts, store, drawn, *op.packed(any_request))
-    return op.listed(stats, any_request) if drawn else None, logits
-
-
-@torch.library.custom_op("rlkernel::sample_linear", mutates_args=())
-def _op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    logits_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    store: bool,
-    drawn: bool,
-    temperature: float,
-    temperatures: Tensor | None,
-    top_k: int,
-    top_ks: Tensor | None,
-    top_p: float,
-    top_ps: Tensor | None,
-    min_p: float,
-    min_ps: Tensor | None,
-    top_n_sigma: float,
-    top_n_sigmas: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    token_ids: Tensor | None,
-    token_bitmask: Tensor | None,
-    order: str,
-    gumbel: bool,
-    raw: bool,
-    entropy: bool,
-    rank: bool,
-    support: int,
-    thresholds: Tensor | None,
-    band: Tensor | None,
-) -> list[Tensor]:
-    request = op.unpacked([
-        temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
-        seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
-        thresholds, band,
-    ])  # fmt: skip
-    head = Head(bias, 1.0, logit_scale, softcap, -100, logits_dtype, compute_dtype)
-    stats, logits = _forward(hidden, weight, head, request if drawn else None, store)
-    return [*(op.list_of(stats, None) if drawn else ()), logits]
-
-
-@_op.register_fake
-def _op_fake(  # type: ignore[no-untyped-def]
-    hidden, weight, bias, logit_scale, softcap, logits_dtype, compute_dtype, store, drawn, *values
-):
-    head = Head(bias, 1.0, logit_scale, softcap, -100, logits_dtype, compute_dtype)
-    n, dtype = hidden.shape[0], torch.promote_types(compute_dtype, torch.float32)
-    stats = op.fake_list(n, hidden, dtype, values) if drawn else []
-    return [*stats, hidden.new_empty(n if store else 0, weight.shape[0], dtype=stored_dtype(head))]
+op = Op(
+    "sample_linear",
+    SampleLinearCall,
+    SampleLinearResults,
+    outputs=len(SampleLinearResults._fields),
+    pick=_pick,
+    forward=_forward,
+    like=_like,
+)

@@ -1,13 +1,14 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
-from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling
+from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
+from rlkernel.opaque import Op
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import Wanted, ranked
@@ -199,8 +200,7 @@ def _sampled(
                "support": request.support, "top_logprobs": wanted.top,
                "logprob_token_ids": wanted.token_ids is not None}  # fmt: skip
     needs |= {name for name, want in outputs.items() if want}
-    run = _compiled if torch.compiler.is_compiling() else _forward
-    stats = run(logits, adjusted, request, frozenset(needs))
+    stats = draw(logits, adjusted, request, frozenset(needs))
     return assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
 
 
@@ -216,8 +216,7 @@ def assemble(
 ) -> SampleOutput:
     """What the caller sees of ``stats``; values of the logits are looked up only where ``ranked`` must."""
     vocab = logits.shape[1]
-    run = _compiled if torch.compiler.is_compiling() else _forward
-    also = ranked(run, logits, adjusted, request, stats, wanted)
+    also = ranked(draw, logits, adjusted, request, stats, wanted)
     ids = offsets = overflow = None
     if stats.support is not None:
         ids, offsets, overflow = compact(stats, request, vocab)
@@ -290,106 +289,49 @@ def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
     return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
 
 
-@torch.no_grad()
-def _forward(
-    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
+def draw(
+    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str] = frozenset()
 ) -> SampleStats:
-    impl = dispatch.pick("sampling", logits, sampling=request, needs=needs)
-    return impl.forward(logits, adjusted, request)
+    """What the backend that can do what is in ``needs`` makes of the logits."""
+    if torch.compiler.is_compiling():
+        needs |= {"every statistic"}  # the outputs of a node do not depend on the backend
+    with torch.no_grad():
+        return SampleStats(*op(SamplingCall(logits, adjusted, request, tuple(sorted(needs)))))
 
 
-# Under torch.compile the op is one opaque node.  A custom op takes and gives tensors and scalars: a parameter
-# is a number and a tensor that may stand for it, and what is absent is an empty tensor.
+def _pick(call: SamplingCall) -> ModuleType:
+    return dispatch.pick("sampling", call.logits, sampling=call.request, needs=frozenset(call.wants))
 
 
-def _compiled(
-    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str]
-) -> SampleStats:
-    # the outputs of a node do not depend on the backend
-    all_needs = sorted([*needs, "every statistic"])
-    return listed(_op(logits, adjusted, *packed(request), ",".join(all_needs)), request)
+def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
+    return impl.forward(call.logits, call.adjusted, call.request)
 
 
-def packed(request: Sampling) -> list[Any]:
-    """``request`` without ``skip`` as arguments of a custom op."""
-    pairs: list[Any] = []
-    for value in request[:5]:
-        pairs += (1, value) if isinstance(value, Tensor) else (value, None)
-    return [*pairs, *request[5:9], *request[10:]]
+def _like(call: SamplingCall) -> SampleStats:
+    return like(call.logits, call.logits.shape[0], call.request, call.logits.dtype)
 
 
-def unpacked(values: Sequence[Any]) -> Sampling:
-    pairs = zip(values[0:10:2], values[1:10:2], strict=True)
-    fields: list[Any] = [number if tensor is None else tensor for number, tensor in pairs]
-    return Sampling(*[*fields, *values[10:14], None, *values[14:]])
+def like(given: Tensor, rows: int, request: Sampling, dtype: torch.dtype) -> SampleStats:
+    """Empty results where ``given`` is."""
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def row(kind: torch.dtype = wide) -> Tensor:
+        return given.new_empty(rows, dtype=kind)
+
+    return SampleStats(
+        token_ids=row(torch.int64),
+        raw_logprobs=row() if request.raw else None,
+        tempered_logprobs=row(),
+        processed_logprobs=row(),
+        kept_mass=row(),
+        kept_count=row(torch.int64),
+        entropy=row() if request.entropy else None,
+        rank=row(torch.int64) if request.rank else None,
+        support=given.new_empty(rows, request.support, dtype=torch.int32) if request.support else None,
+        valid=row(torch.bool),
+        row_max=row(),
+        log_sum=row(),
+    )
 
 
-def listed(stats: Sequence[Tensor], request: Sampling) -> SampleStats:
-    """The results of a custom op, None where it gave an empty tensor for what is absent."""
-    wanted = [True] * 12
-    for place, want in ((1, request.raw), (6, request.entropy), (7, request.rank), (8, request.support > 0)):
-        wanted[place] = bool(want)
-    kept: list[Any] = [x if want else None for x, want in zip(stats, wanted, strict=True)]
-    return SampleStats(*kept)
-
-
-def list_of(stats: SampleStats, forced: Tensor | None) -> list[Tensor]:
-    empty = stats.tempered_logprobs.new_empty(0)
-    # an output of a custom op is no input of it: forced tokens come back as a copy
-    token = stats.token_ids if forced is None else stats.token_ids.clone()
-    return [empty.clone() if x is None else x for x in (token, *stats[1:])]
-
-
-def fake_list(rows: int, like: Tensor, dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    raw, entropy, rank, support = values[-6:-2]
-
-    def row(kind: torch.dtype, want: bool = True) -> Tensor:
-        return like.new_empty(rows if want else 0, dtype=kind if want else dtype)
-
-    table = like.new_empty(rows, support, dtype=torch.int32) if support else row(dtype, False)
-    return [
-        row(torch.int64), row(dtype, raw), row(dtype), row(dtype), row(dtype), row(torch.int64),
-        row(dtype, entropy), row(torch.int64, rank), table, row(torch.bool), row(dtype), row(dtype),
-    ]  # fmt: skip
-
-
-@torch.library.custom_op("rlkernel::sampling", mutates_args=())
-def _op(
-    logits: Tensor,
-    adjusted: Tensor | None,
-    temperature: float,
-    temperatures: Tensor | None,
-    top_k: int,
-    top_ks: Tensor | None,
-    top_p: float,
-    top_ps: Tensor | None,
-    min_p: float,
-    min_ps: Tensor | None,
-    top_n_sigma: float,
-    top_n_sigmas: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    token_ids: Tensor | None,
-    token_bitmask: Tensor | None,
-    order: str,
-    gumbel: bool,
-    raw: bool,
-    entropy: bool,
-    rank: bool,
-    support: int,
-    thresholds: Tensor | None,
-    band: Tensor | None,
-    needs: str,
-) -> list[Tensor]:
-    request = unpacked([
-        temperature, temperatures, top_k, top_ks, top_p, top_ps, min_p, min_ps, top_n_sigma, top_n_sigmas,
-        seeds, positions, token_ids, token_bitmask, order, gumbel, raw, entropy, rank, support,
-        thresholds, band,
-    ])  # fmt: skip
-    return list_of(_forward(logits, adjusted, request, frozenset(needs.split(",")) - {""}), token_ids)
-
-
-@_op.register_fake
-def _op_fake(logits, adjusted, *rest):  # type: ignore[no-untyped-def]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return fake_list(logits.shape[0], logits, dtype, rest[:-1])
+op = Op("sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, forward=_forward, like=_like)
