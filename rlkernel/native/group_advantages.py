@@ -57,4 +57,6 @@ def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
 
 
 def _float(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32).contiguous()
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):  # most are
+        return x
+    return x.to(torch.float32).contiguous()
