@@ -9,6 +9,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import exchange
 import pytest
 import required_parts
 import torch
@@ -292,9 +293,14 @@ def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the ops' tests run the CUDA functions")
 def test_cuda_functions_raise_without_a_gpu():
     """The CUDA part loads on a machine without a driver; a launch raises with the runtime's own words."""
-    module = native.extension()
-    if "cuda" not in module.built():
+    if "cuda" not in native.extension().built():
         pytest.skip("this machine has no nvcc")
-    tile = (16, 0, 1, 1, 0, 8, 8, 0, 16, -100, 0, 1.0, 0, 1.0, 0.0)
-    with pytest.raises(RuntimeError, match="logprob_exp: .*(driver|device)"):
-        module.cuda.logprob_exp(*tile, 16, 16, 0, 0, 8, 0)
+    launch = """
+x = torch.zeros(4)
+native.extension().cuda.whiten(
+    x=x, mask=None, weights=None, states=None, update=False, shift_mean=True, unbiased=True, eps_in_std=False,
+    eps=0.0, clip=1.0, partials=x[:0].double(), out=x, state=None,
+)
+"""
+    error = exchange.run(f"told(device={exchange.CUDA})", launch)
+    assert re.search("RuntimeError: whiten: .*(driver|device)", error)

@@ -179,9 +179,9 @@ def test_skipped_rows_are_neither_read_nor_written(kernels):
     assert torch.equal(got.token_ids[::2], rest.token_ids)
 
 
-def test_what_no_kernel_runs_is_an_error(kernels):
-    partials = torch.empty(1, 2, 13, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="sampling_statistics: invalid arguments"):
+def test_a_tile_that_starts_within_a_split_is_refused(kernels):
+    partials, _ = kernels_of.buffers(1, 5000, request_of(1), torch.device("cpu"))
+    with pytest.raises(ValueError, match="sampling_statistics: logits must be tokens from a multiple of 4096"):
         kernels_of.tile_statistics(logits_of(1, 64), None, 64, 5000, request_of(1), partials, None)
 
 

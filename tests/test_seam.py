@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import exchange
 import pytest
 import seam_calls
 import torch
@@ -142,3 +143,81 @@ def test_the_stub_is_what_the_extension_says():
     assert ast.dump(ast.parse(stub.PATH.read_text())) == ast.dump(ast.parse(stub.text(CPU))), (
         "python csrc/stub.py writes it anew"
     )
+
+
+LOADED = "native.extension()"
+ADDED = """
+x = torch.ones(2, 4)
+advantages, returns = torch.empty(2, 2, 4)
+native.extension().cpu.gae(
+    rewards=x, values=x, mask=None, cu_seqlens=None, last_values=None, gamma=1.0, lam=1.0, zero_holes=False,
+    advantages=advantages, returns=returns,
+)
+assert returns[0].tolist() == [4, 3, 2, 1]
+"""
+
+
+@pytest.mark.parametrize("change", ["", "told()", "told(major=2, previous=told())"])
+def test_the_exchange_of_dlpack_1_is_found(change):
+    assert exchange.run(change, ADDED) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["delattr(torch.Tensor, NAME)", "setattr(torch.Tensor, NAME, 7)", "told(major=2)", "told(major=0)"],
+)
+def test_a_torch_without_it_is_told_so(change):
+    error = exchange.run(change, LOADED)
+    assert "torch must be at least 2.11" in error and "__dlpack_c_exchange_api__ of DLPack 1" in error
+
+
+def test_a_tensor_elsewhere_is_refused():
+    """A GPU's tensors reach no kernel of the CPU, nor two devices' one kernel."""
+    for device, name in ((exchange.CUDA, "a CUDA device"), (exchange.ROCM, "a ROCm device"), (7, "another")):
+        error = exchange.run(f"told(device={device})", ADDED)
+        assert error.startswith(f"ValueError: gae: rewards must be on the CPU, got {name}")
+    error = exchange.run("told(ids=[0, 1, 0, 0])", ADDED)
+    assert error == "ValueError: gae: values must be on device 0 as rewards is, got 1"
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x.clone().requires_grad_(),
+        lambda x: torch.nn.Parameter(x.clone()),
+        lambda x: x.clone().as_subclass(Marked),
+        lambda x: torch.stack([torch.zeros_like(x), x])[1],
+        lambda x: torch.cat([torch.zeros_like(x), x], 1)[:, x.shape[1] :],
+        lambda x: x[:1].expand_as(x),
+        torch.inference_mode()(lambda x: x.clone()),
+        lambda x: x.requires_grad_() * 1,
+    ],
+    ids=[
+        "a leaf",
+        "a parameter",
+        "a subclass",
+        "at an offset",
+        "of other strides",
+        "expanded",
+        "of inference",
+        "a result",
+    ],
+)
+def test_any_tensor_is_read(made):
+    x = torch.arange(8.0).view(1, 8).expand(3, 8)
+    want, got = (torch.empty(3, 8) for _ in range(2))
+    rest = {
+        "mask": None,
+        "cu_seqlens": None,
+        "last_values": None,
+        "gamma": 0.9,
+        "lam": 0.9,
+        "zero_holes": False,
+    }
+    for values, advantages in ((x.clone(), want), (made(x.clone()), got)):
+        CPU.gae(rewards=x, values=values, **rest, advantages=advantages, returns=torch.empty(3, 8))
+    assert torch.equal(got, want)
