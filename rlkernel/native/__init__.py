@@ -22,6 +22,7 @@ from rlkernel.runtime import gpu
 if TYPE_CHECKING:
     from rlkernel._C import Kernels
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read as floats
 ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it with `pip install -e . --no-build-isolation` where a C++ compiler is, in the source tree"
 

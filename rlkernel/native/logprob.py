@@ -9,9 +9,7 @@ from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
 from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
-from rlkernel.native import kernels, kernels_for, sampling
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from rlkernel.native import DTYPES, kernels, kernels_for, sampling
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

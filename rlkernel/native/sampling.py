@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.sampling import SampleStats, Sampling
-from rlkernel.native import kernels, kernels_for
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from rlkernel.native import DTYPES, kernels, kernels_for
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

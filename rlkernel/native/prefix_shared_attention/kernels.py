@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlkernel.native import kernels
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from rlkernel.native import DTYPES, kernels
 
 
 def attention_merge(
