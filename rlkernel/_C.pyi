@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlkernel.calls.policy_loss import CovariancePick, PolicyRule
 from rlkernel.calls.preference_loss import PreferenceRule
-from rlkernel.types import CovariancePick, PolicyRule
 
 ENUMS: dict[str, tuple[str, ...]]  # the names of each enum that Python has too, in order
 

@@ -9,6 +9,10 @@ from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.policy_loss import (
+    POLICY_METRICS,
+    PolicyLossOutput,
+)
 from rlkernel.calls.preference_loss import PREFERENCE_METRICS, PreferenceLossOutput
 from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
@@ -36,10 +40,6 @@ from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.types import (
-    POLICY_METRICS,
-    PolicyLossOutput,
-)
 
 __all__ = [
     "Dry",

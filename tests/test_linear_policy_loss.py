@@ -22,6 +22,10 @@ from linear_policy import (
 
 import rlkernel
 from rlkernel import workspace
+from rlkernel.calls.policy_loss import (
+    LEVELS,
+    POLICY_METRICS,
+)
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
@@ -29,7 +33,6 @@ from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
-from rlkernel.types import LEVELS, POLICY_METRICS
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]

@@ -13,10 +13,15 @@ from policy_cases import NEEDS, check_against_fp64, run, to
 
 import rlkernel
 from rlkernel import RolloutCorrection, debug
+from rlkernel.calls.policy_loss import (
+    KL_ESTIMATORS,
+    KL_WEIGHTS,
+    LEVELS,
+    POLICY_METRICS,
+)
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import KL_ESTIMATORS, KL_WEIGHTS, LEVELS, POLICY_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")

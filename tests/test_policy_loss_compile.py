@@ -72,24 +72,13 @@ def test_every_correction_traces():
 
 
 @pytest.mark.parametrize("extras", [False, True])
-def test_opcheck(extras):
+def test_opcheck(extras, monkeypatch):
+    from rlkernel.ops.policy_loss import op
+
     inputs = make_inputs(3, 7, extras=extras)
-    kept = {}
-
-    def note(*arguments):
-        kept["arguments"] = arguments
-        return original(*arguments)
-
-    from rlkernel.ops import policy_loss as op
-
-    original = op._op
+    inputs = {k: v.requires_grad_(k in ("logprobs", "entropy")) for k, v in inputs.items()}
     options = {"beta": 0.1, "entropy_coef": 0.01, "correction": "icepop"} if extras else {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_op", note)
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        rlkernel.policy_loss(**inputs, **options)
-    arguments = [
-        x.requires_grad_() if i < 2 and isinstance(x, torch.Tensor) else x
-        for i, x in enumerate(kept["arguments"])
-    ]
-    torch.library.opcheck(original, tuple(arguments))
+    calls = []
+    monkeypatch.setattr(op, "pick", lambda call, pick=op.pick: (calls.append(call), pick(call))[1])
+    rlkernel.policy_loss(**inputs, **options)
+    torch.library.opcheck(op.node, op.flat(calls[0]))

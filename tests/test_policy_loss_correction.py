@@ -10,9 +10,11 @@ from policy_cases import check_against_fp64, run
 
 import rlkernel
 from rlkernel import RolloutCorrection
+from rlkernel.calls.policy_loss import (
+    POLICY_METRICS,
+)
 from rlkernel.ops import _rollout_correction as rules
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import POLICY_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")

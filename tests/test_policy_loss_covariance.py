@@ -8,10 +8,12 @@ import torch
 from backends import is_slow, of, running
 
 import rlkernel
+from rlkernel.calls.policy_loss import (
+    CovariancePick,
+)
 from rlkernel.ops import _covariance
 from rlkernel.reference import policy_loss as reference
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import CovariancePick
 
 LOW, HIGH = 0.8, 1.2  # of the ratio
 EVERY = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))

@@ -10,9 +10,12 @@ from bitwise import assert_equal
 from policy_cases import NEEDS, check_against_fp64, run
 
 from rlkernel import RolloutCorrection
+from rlkernel.calls.policy_loss import (
+    LEVELS,
+    POLICY_METRICS,
+)
 from rlkernel.ops import _policy_rule as names
 from rlkernel.reference.policy_loss import make_inputs
-from rlkernel.types import LEVELS, POLICY_METRICS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")

@@ -12,8 +12,8 @@ import seam_calls
 import torch
 
 import rlkernel
-from rlkernel import native, types
-from rlkernel.calls import preference_loss
+from rlkernel import native
+from rlkernel.calls import policy_loss, preference_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc"))
 import stub
@@ -112,7 +112,7 @@ def test_a_rule_of_other_fields_is_refused(name):
 
 def test_a_choice_that_is_none_is_refused():
     call = seam_calls.recorded()["policy_loss"][0]
-    for number in (-1, len(types.POLICY_TERMS)):
+    for number in (-1, len(policy_loss.POLICY_TERMS)):
         with pytest.raises(TypeError, match="policy_loss: term must be one of clipped, cispo"):
             CPU.policy_loss(**call | {"rule": call["rule"]._replace(term=number)})
     call = seam_calls.recorded()["kl_shaped_rewards"][0]
@@ -134,7 +134,7 @@ def test_names_are_those_of_python():
 
 def test_names_of_numbers_are_as_many_as_numbers():
     assert len(rlkernel.VALUE_METRICS) == CPU.VALUE_METRICS
-    assert 2 + len(types.POLICY_METRICS) + 1 == CPU.POLICY_VALUES
+    assert 2 + len(rlkernel.POLICY_METRICS) + 1 == CPU.POLICY_VALUES
     assert len(preference_loss.PAIR_METRICS) == CPU.PREFERENCE_METRICS
     assert len(preference_loss.SEQUENCE_SUMS) == CPU.SEQUENCE_SUMS
 

@@ -9,6 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.policy_loss import (
+    POLICY_CHOICES,
+    CovariancePick,
+    PolicyLossCall,
+    PolicyLossResults,
+    PolicyRule,
+    PolicySelectCall,
+    PolicySelectResults,
+)
 from rlkernel.triton_ops.policy_loss_kernels import (
     COLUMNS,
     Value,
@@ -19,7 +28,6 @@ from rlkernel.triton_ops.policy_loss_kernels import (
 )
 from rlkernel.triton_ops.policy_loss_selection import selection
 from rlkernel.triton_ops.policy_loss_terms import Aggregate
-from rlkernel.types import POLICY_CHOICES, CovariancePick, PolicyRule
 
 # what is compiled in, and what is not; Triton takes a named tuple as one argument
 _FIELDS = PolicyRule._fields
@@ -38,30 +46,18 @@ def unsupported(*tensors: Tensor, **options: object) -> list[str]:
     return reasons
 
 
-def forward(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    rule: PolicyRule,
-    entropy_gradient: bool,
-    staleness: Tensor | None = None,
-    selected: Tensor | None = None,
-    token_counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: PolicyLossCall) -> PolicyLossResults:
+    logprobs, old_logprobs, advantages = call.logprobs, call.old_logprobs, call.advantages
+    mask, cu_seqlens, rollout_logprobs = call.mask.view(torch.uint8), call.cu_seqlens, call.rollout_logprobs
+    staleness, rule = call.staleness, call.rule
     device = logprobs.device
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     length = logprobs.shape[-1]
     values = torch.empty(len(Value), dtype=torch.float32, device=device)
     partials = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
-    grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
-    mask = mask.view(torch.uint8)
-    picked = None if selected is None else selected.view(torch.uint8)
+    grad_entropy = torch.empty_like(logprobs) if call.entropy_gradient else None
+    picked = None if call.selected is None else call.selected.view(torch.uint8)
     numbers = _Numbers(*rule[POLICY_CHOICES:])
     choices = _Choices._make(
         [
@@ -83,27 +79,21 @@ def forward(
             mean_weight_kernel[(1,)](partials, rows, values, BLOCK=256, num_warps=4, enable_fp_fusion=False)
         if rows:
             sequence_kernel[(rows,)](
-                logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy,
-                staleness, picked, token_counts, grad_logprobs, grad_entropy, partials, values, length,
-                numbers, C=choices, PER_TOKEN=advantages.shape == logprobs.shape,
+                logprobs, old_logprobs, advantages, mask, cu_seqlens, call.ref_logprobs, rollout_logprobs,
+                call.entropy, staleness, picked, call.token_counts, grad_logprobs, grad_entropy, partials,
+                values, length, numbers, C=choices, PER_TOKEN=advantages.shape == logprobs.shape,
                 STALE_PER_TOKEN=stale_per_token, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         values_kernel[(1,)](
             partials, rows, values, rule.denominator, rule.factor,
             BY_TOKEN=rule.aggregation == Aggregate.tokens, BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return values[:-1], grad_logprobs, grad_entropy
+    # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
+    return PolicyLossResults(values[0].data, values[2:-1].data, values[1], grad_logprobs, grad_entropy)
 
 
-def select(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    pick: CovariancePick,
-) -> Tensor:
-    return selection(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
+def select(call: PolicySelectCall) -> PolicySelectResults:
+    return PolicySelectResults(selection(*call))
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:
@@ -130,7 +120,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         mask = torch.ones(2, 64, dtype=torch.bool)
         picked = mask if options.get("loss_type") in ("clip_cov", "kl_cov") else None
         stale = x if rule.max_staleness < math.inf else None
-        return lambda: forward(x, x, x, mask, None, more, more, more, rule, extras, stale, picked)
+        call = PolicyLossCall(x, more, x, x, mask, None, more, more, stale, None, picked, rule, extras)
+        return lambda: forward(call)
 
     def choice(by_hash: bool, packed: bool) -> Callable[[], object]:
         x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
@@ -138,7 +129,8 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         shape = (-1,) if packed else (2, 64)
         pick = CovariancePick(by_hash, 0.1, 1.0, 5.0, 0.8, 1.2, 7)
         old, advantages = (x.view(shape), x.view(shape)) if by_hash else (None, x[:, 0].contiguous())
-        return lambda: select(x.view(shape), old, advantages, mask.view(shape), offsets, pick)
+        call = PolicySelectCall(x.view(shape), old, advantages, mask.view(shape), offsets, pick)
+        return lambda: select(call)
 
     rejections = RolloutCorrection(
         "sequence", normalize=True, denominator="shrink", dppo=("kl", 0.2, 0.2), off_policy_threshold=0.5,

@@ -7,6 +7,9 @@ Alignment decides Triton's layouts, and with them the order of a sum: no argumen
 import triton
 import triton.language as tl
 
+from rlkernel.calls.policy_loss import (
+    POLICY_METRICS,
+)
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.policy_loss_correction import LOG_TINY, gather, weigh
 from rlkernel.triton_ops.policy_loss_terms import (
@@ -27,7 +30,6 @@ from rlkernel.triton_ops.policy_loss_terms import (
     term,
     total,
 )
-from rlkernel.types import POLICY_METRICS
 
 # of partials: sums of a sequence, and its largest ratio
 Column = Names((

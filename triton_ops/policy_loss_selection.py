@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.calls.policy_loss import (
+    CovariancePick,
+)
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.policy_loss_kernels import TENSORS, advantage_of, column
 from rlkernel.triton_ops.policy_loss_terms import bounds, clamp, total
-from rlkernel.types import CovariancePick
 
 Sum = Names(("tokens", "logprob", "advantage"))
 SUMS = tl.constexpr(len(Sum))

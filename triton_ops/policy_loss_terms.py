@@ -1,13 +1,12 @@
 """What one token adds to ``policy_loss`` in Triton, as csrc/include/rlkernel/policy_loss_terms.h has it.
 
-``rule`` and ``C`` are the numbers and the choices of ``rlkernel.types.PolicyRule``.
+``rule`` and ``C`` are the numbers and the choices of ``rlkernel.calls.policy_loss.PolicyRule``.
 """
 
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops._names import Names
-from rlkernel.types import (
+from rlkernel.calls.policy_loss import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
     DIVERGENCES,
@@ -17,6 +16,7 @@ from rlkernel.types import (
     POLICY_TERMS,
     SUMS,
 )
+from rlkernel.triton_ops._names import Names
 
 Term = Names(POLICY_TERMS)
 Level = Names(LEVELS)

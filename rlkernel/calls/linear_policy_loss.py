@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, Needs
-from rlkernel.types import PolicyRule
+from rlkernel.calls.policy_loss import (
+    PolicyRule,
+)
 
 
 class LinearPolicyLossOutput(NamedTuple):

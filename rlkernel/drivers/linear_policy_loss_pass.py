@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
+from rlkernel.calls.policy_loss import PolicyLossCall, PolicyLossResults
 
 Part = tuple[Tensor, Tensor | None]
 
@@ -42,14 +43,12 @@ class PolicyPass:
         old = self.tensors[0]
         like = old if old is not None else self._zeros()
         entropy = self._zeros() if self.entropy else None
-        return self._per_item(self._run(like, entropy, self.tensors)[0][1])
+        return self._per_item(self._run(like, entropy, self.tensors).scale)
 
     def whole(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Loss, metrics and the gradients of every row's logprob and entropy."""
-        values, grad, grad_entropy = self._run(logprobs, entropy, self.tensors)
-        scale = self._per_item(values[1])
-        loss, metrics = self._per_item(values[0]).clone(), values[2:].clone()
-        return loss, metrics, *_scaled(grad, grad_entropy, scale)
+        got = self._run(logprobs, entropy, self.tensors)
+        return self._per_item(got.loss), got.metrics, *_scaled(got, self._per_item(got.scale))
 
     def part(self, logprobs: Tensor, entropy: Tensor | None, first: int, last: int) -> tuple[int, Part]:
         """Gradients of the rows of all sequences around ``[first, last)``, and which row is the first of
@@ -75,25 +74,17 @@ class PolicyPass:
         tensors = tuple(map(cut, self.tensors))
         shape = self.mask[rows].shape
         entropy = None if entropy is None else entropy[a:b].view(shape)
-        _, grad, grad_entropy = self._run(logprobs[a:b].view(shape), entropy, tensors)
-        return a, _scaled(grad, grad_entropy, self.scale)
+        return a, _scaled(self._run(logprobs[a:b].view(shape), entropy, tensors), self.scale)
 
     def _run(
         self, logprobs: Tensor, entropy: Tensor | None, tensors: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> PolicyLossResults:
         shape = tensors[2].shape  # type: ignore[union-attr]
         entropy = None if entropy is None else entropy.view(shape)
-        *first, staleness, token_counts = tensors
-        return self.impl.forward(
-            logprobs.view(shape),
-            *first,
-            entropy,
-            self.rule,
-            self.entropy_gradient,
-            staleness,
-            None,
-            token_counts,
-        )
+        of_entropy = self.entropy_gradient and entropy is not None
+        call = (logprobs.view(shape), entropy, *tensors, None, self.rule, of_entropy)
+        results: PolicyLossResults = self.impl.forward(PolicyLossCall._make(call))
+        return results
 
     def _zeros(self) -> Tensor:
         advantages = self.tensors[1]
@@ -104,6 +95,7 @@ class PolicyPass:
         return x if self.items is None else x / self.items.to(x)
 
 
-def _scaled(grad: Tensor, grad_entropy: Tensor | None, scale: Tensor) -> Part:
-    flat = (grad * scale).view(-1)
-    return flat, None if grad_entropy is None else (grad_entropy * scale).view(-1)
+def _scaled(results: PolicyLossResults, scale: Tensor) -> Part:
+    of_entropy = results.grad_entropy
+    flat = (results.grad_logprobs * scale).view(-1)
+    return flat, None if of_entropy is None else (of_entropy * scale).view(-1)

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlkernel import types as calls
+from rlkernel.calls.policy_loss import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    DIVERGENCES,
+    KL_ESTIMATORS,
+    KL_WEIGHTS,
+    LEVELS,
+    POLICY_TERMS,
+    SUMS,
+)
 from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
 from rlkernel.calls.sampling import FILTER_ORDERS
 from rlkernel.runtime import gpu
@@ -57,14 +66,14 @@ def extension() -> types.ModuleType:
 def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
     """What C++ calls otherwise than Python, or in another order: a rule holds the number of a name."""
     ours = {
-        "Term": calls.POLICY_TERMS,
-        "Level": calls.LEVELS,
-        "Aggregation": calls.SUMS,
-        "Kl": calls.KL_ESTIMATORS,
-        "KlWeight": calls.KL_WEIGHTS,
-        "Divergence": calls.DIVERGENCES,
-        "Correction": calls.CORRECTION_LEVELS,
-        "Verdict": calls.CORRECTION_MODES,
+        "Term": POLICY_TERMS,
+        "Level": LEVELS,
+        "Aggregation": SUMS,
+        "Kl": KL_ESTIMATORS,
+        "KlWeight": KL_WEIGHTS,
+        "Divergence": DIVERGENCES,
+        "Correction": CORRECTION_LEVELS,
+        "Verdict": CORRECTION_MODES,
         "PreferenceTerm": PREFERENCE_TERMS,
         "PreferenceDivergence": PREFERENCE_DIVERGENCES,
         "FilterOrder": FILTER_ORDERS,

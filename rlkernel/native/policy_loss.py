@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.policy_loss import (
+    PolicyLossCall,
+    PolicyLossResults,
+    PolicySelectCall,
+    PolicySelectResults,
+)
 from rlkernel.native import kernels, kernels_for
-from rlkernel.types import CovariancePick, PolicyRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -20,51 +25,31 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return reasons
 
 
-def forward(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    rule: PolicyRule,
-    entropy_gradient: bool,
-    staleness: Tensor | None = None,
-    selected: Tensor | None = None,
-    token_counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: PolicyLossCall) -> PolicyLossResults:
+    logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     values = torch.empty(part.POLICY_VALUES, dtype=torch.float32, device=device)
     partials = torch.empty(rows, part.POLICY_PARTIALS, dtype=torch.float64, device=device)
     grad_logprobs = torch.empty_like(logprobs)
-    grad_entropy = torch.empty_like(logprobs) if entropy is not None and entropy_gradient else None
+    grad_entropy = torch.empty_like(logprobs) if call.entropy_gradient else None
     part.policy_loss(
-        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask,
-        ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, entropy=entropy, staleness=staleness,
-        selected=selected, token_counts=token_counts, cu_seqlens=cu_seqlens, rule=rule,
-        grad_logprobs=grad_logprobs, grad_entropy=grad_entropy, partials=partials, values=values,
+        logprobs=logprobs, old_logprobs=call.old_logprobs, advantages=call.advantages, mask=call.mask,
+        ref_logprobs=call.ref_logprobs, rollout_logprobs=call.rollout_logprobs, entropy=call.entropy,
+        staleness=call.staleness, selected=call.selected, token_counts=call.token_counts,
+        cu_seqlens=cu_seqlens, rule=call.rule, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy,
+        partials=partials, values=values,
     )  # fmt: skip
-    return values[:-1], grad_logprobs, grad_entropy
+    # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
+    return PolicyLossResults(values[0].data, values[2:-1].data, values[1], grad_logprobs, grad_entropy)
 
 
-def select(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    pick: CovariancePick,
-) -> Tensor:
+def select(call: PolicySelectCall) -> PolicySelectResults:
+    logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    selected = torch.empty_like(mask)
+    selected = torch.empty_like(call.mask)
     partials = torch.empty(rows + 1, part.SELECTION_SUMS, dtype=torch.float64, device=device)
     counts = torch.empty(part.SELECTION_COUNTS, dtype=torch.int32, device=device)
-    part.policy_select(
-        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, cu_seqlens=cu_seqlens,
-        pick=pick, selected=selected, partials=partials, counts=counts,
-    )  # fmt: skip
-    return selected
+    part.policy_select(**call._asdict(), selected=selected, partials=partials, counts=counts)
+    return PolicySelectResults(selected)

@@ -1,12 +1,15 @@
 """Which tokens clip_cov and kl_cov pick: by the batch's covariance of log-probability and advantage."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.types import CovariancePick
+from rlkernel.calls.policy_loss import CovariancePick, PolicySelectCall, PolicySelectResults
+from rlkernel.opaque import Op
 
-Tensors = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]  # the first arguments of ``select``
+Tensors = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
 
 
 def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
@@ -20,43 +23,20 @@ def selected(tensors: Tensors, pick: CovariancePick) -> Tensor:
         raise ValueError(f"cov_ratio must be in (0, 1], got {pick.share}")
     logprobs, old, advantages, mask, offsets = tensors
     mask = mask & ~(logprobs.isneginf() if old is None else logprobs.isneginf() | old.isneginf())
-    if torch.compiler.is_compiling():
-        return _op(logprobs, old, advantages, mask, offsets, *pick)
-    return _select(logprobs, old, advantages, mask, offsets, pick)
-
-
-def _select(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    pick: CovariancePick,
-) -> Tensor:
-    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
-    chosen: Tensor = impl.select(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
+    (chosen,) = op(PolicySelectCall(logprobs, old, advantages, mask, offsets, pick))
     return chosen
 
 
-@torch.library.custom_op("rlkernel::policy_loss_select", mutates_args=())
-def _op(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    by_hash: bool,
-    share: float,
-    cov_low: float,
-    cov_high: float,
-    low: float,
-    high: float,
-    seed: int,
-) -> Tensor:
-    pick = CovariancePick(by_hash, share, cov_low, cov_high, low, high, seed)
-    return _select(logprobs, old_logprobs, advantages, mask, cu_seqlens, pick)
+def _pick(call: PolicySelectCall) -> ModuleType:
+    return dispatch.pick("policy_loss", call.logprobs, call.advantages, call.mask)
 
 
-@_op.register_fake
-def _op_fake(logprobs, old_logprobs, advantages, mask, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(mask)
+op = Op(
+    "policy_loss_select",
+    PolicySelectCall,
+    PolicySelectResults,
+    outputs=1,
+    pick=_pick,
+    forward=lambda impl, call: impl.select(call),
+    like=lambda call: PolicySelectResults(torch.empty_like(call.mask)),
+)

@@ -4,11 +4,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlkernel.calls.policy_loss import (
+    DIVERGENCES,
+    KL_ESTIMATORS,
+    KL_WEIGHTS,
+    LEVELS,
+    POLICY_TERMS,
+    SUMS,
+    PolicyRule,
+)
 from rlkernel.ops import _rollout_correction
 from rlkernel.ops._rollout_correction import RolloutCorrection, choice
 from rlkernel.ops._rollout_correction import number as _number
 from rlkernel.runtime.memo import remembered
-from rlkernel.types import DIVERGENCES, KL_ESTIMATORS, KL_WEIGHTS, LEVELS, POLICY_TERMS, SUMS, PolicyRule
 
 LOSS_TYPES = {
     "grpo": "clipped",

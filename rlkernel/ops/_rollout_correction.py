@@ -7,8 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rlkernel.calls.policy_loss import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    DIVERGENCES,
+)
 from rlkernel.ops import _scalars
-from rlkernel.types import CORRECTION_LEVELS, CORRECTION_MODES, DIVERGENCES
 
 T = TypeVar("T")
 Bounds = tuple[float, float]

@@ -15,6 +15,11 @@ from rlkernel.calls.linear_policy_loss import (
     LinearPolicyLossOutput,
     LinearPolicyLossResults,
 )
+from rlkernel.calls.policy_loss import (
+    LEVELS,
+    POLICY_METRICS,
+    PolicyRule,
+)
 from rlkernel.opaque import Op
 from rlkernel.ops import _policy_rule, _validate
 from rlkernel.ops._policy_inputs import check_values, checked, counted
@@ -22,7 +27,6 @@ from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.runtime.modes import without_autocast
-from rlkernel.types import LEVELS, POLICY_METRICS, PolicyRule
 
 ALGORITHMS = ("auto", "one_pass", "two_pass")
 

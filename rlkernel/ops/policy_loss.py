@@ -1,18 +1,24 @@
 """Policy-gradient losses: the clipped family, sequence ratios, weighted likelihoods, correction."""
 
-from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.calls.policy_loss import (
+    POLICY_METRICS,
+    CovariancePick,
+    PolicyLossCall,
+    PolicyLossOutput,
+    PolicyLossResults,
+)
+from rlkernel.opaque import Op
 from rlkernel.ops import _covariance, _policy_rule, _validate
 from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops._typed import typed
-from rlkernel.runtime.modes import anchor, once_differentiable
-from rlkernel.types import POLICY_CHOICES, POLICY_METRICS, CovariancePick, PolicyLossOutput, PolicyRule
 
 
 @typed
@@ -185,18 +191,16 @@ def policy_loss(
     if correction is not None:
         tensors = counted(tensors, correction)
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
-    selected = None
+    of_entropy = entropy is not None and rule.entropy_coef != 0 and entropy.requires_grad
+    of_entropy = of_entropy and torch.is_grad_enabled()
+    call = PolicyLossCall._make((logprobs, entropy, *tensors, None, rule, of_entropy))
     if loss_type in ("clip_cov", "kl_cov"):
         if not clip_cov_lb < clip_cov_ub:
             raise ValueError(f"clip_cov_lb must be < clip_cov_ub = {clip_cov_ub}, got {clip_cov_lb}")
         bounds = clip_cov_lb, clip_cov_ub, rule.low, rule.high
         pick = CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
-        selected = _covariance.selected((logprobs.detach(), *tensors[:4]), pick)
-    if torch.compiler.is_compiling():
-        numbers = [int(x) for x in rule[:POLICY_CHOICES]], list(rule[POLICY_CHOICES:])
-        loss, metrics, *_ = _op(logprobs, entropy, *tensors, selected, *numbers)
-    else:
-        loss, metrics, _ = _PolicyLoss.apply(logprobs, entropy, (*tensors, selected), rule)
+        call = call._replace(selected=_covariance.selected((logprobs.detach(), *tensors[:4]), pick))
+    loss, metrics = op(call)
     if items is not None:
         loss = loss / items
     return PolicyLossOutput(loss, metrics)
@@ -211,114 +215,44 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
     return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
 
 
-def _forward(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    staleness: Tensor | None,
-    token_counts: Tensor | None,
-    selected: Tensor | None,
-    rule: PolicyRule,
-    wants_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Looks at values, where that is allowed, and runs the backend."""
-    check_values(advantages, mask, cu_seqlens, token_counts)
-    impl = dispatch.pick("policy_loss", logprobs, advantages, mask)
-    return impl.forward(
-        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, entropy, rule,
-        wants_entropy, staleness, selected, token_counts,
-    )  # fmt: skip
+def _pick(call: PolicyLossCall) -> ModuleType:
+    return dispatch.pick("policy_loss", call.logprobs, call.advantages, call.mask)
 
 
-class _PolicyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logprobs, entropy, constants, rule):  # type: ignore[no-untyped-def]
-        wants_entropy = entropy is not None and rule.entropy_coef != 0 and ctx.needs_input_grad[1]
-        arguments = (logprobs, entropy, *constants, rule, wants_entropy)
-        values, grad, grad_entropy = _forward(*arguments)
-        # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
-        loss, metrics = values[0].data, values[2:].data
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            return loss, metrics, None
-        graph = anchor(values)
-        ctx.save_for_backward(values, grad, grad_entropy, graph)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics, graph
-
-    @staticmethod
-    @once_differentiable("policy_loss")
-    def backward(ctx: Any, grad_loss, *_):  # type: ignore[no-untyped-def]
-        values, grad, grad_entropy, _ = ctx.saved_tensors
-        return *_grads(ctx, grad_loss * values[1], grad, grad_entropy), None, None
+def _forward(impl: ModuleType, call: PolicyLossCall) -> PolicyLossResults:
+    check_values(call.advantages, call.mask, call.cu_seqlens, call.token_counts)
+    return impl.forward(call)
 
 
-def _grads(ctx: Any, factor: Tensor, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, Tensor | None]:
-    of_entropy = grad_entropy is not None and grad_entropy.numel() == grad.numel() and ctx.needs_input_grad[1]
-    return grad * factor if ctx.needs_input_grad[0] else None, grad_entropy * factor if of_entropy else None
+def _backward(
+    impl: ModuleType | None,
+    call: PolicyLossCall,
+    results: PolicyLossResults,
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor | None]:
+    assert grads[0] is not None
+    factor = grads[0] * results.scale
+    of_entropy = results.grad_entropy
+    return results.grad_logprobs * factor, None if of_entropy is None else of_entropy * factor
 
 
-# Under torch.compile the op is one opaque node, which cannot know whose gradient will be asked for.
+def _like(call: PolicyLossCall) -> PolicyLossResults:
+    new, like = call.logprobs.new_empty, torch.empty_like
+    of_entropy = like(call.logprobs) if call.entropy_gradient else None
+    return PolicyLossResults(new(()), new(len(POLICY_METRICS)), new(()), like(call.logprobs), of_entropy)
 
 
-@torch.library.custom_op("rlkernel::policy_loss", mutates_args=())
-def _op(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    staleness: Tensor | None,
-    token_counts: Tensor | None,
-    selected: Tensor | None,
-    choices: Sequence[int],
-    numbers: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the metrics, and what backward needs: scale, gradient of logprobs, gradient of entropy."""
-    rule = PolicyRule(*choices, *numbers)  # type: ignore[arg-type]
-    wants_entropy = entropy is not None and rule.entropy_coef != 0
-    values, grad, grad_entropy = _forward(
-        logprobs, entropy, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs,
-        staleness, token_counts, selected, rule, wants_entropy,
-    )  # fmt: skip
-    none = grad.new_empty(0) if grad_entropy is None else grad_entropy
-    return values[0].clone(), values[2:].clone(), values[1].clone(), grad, none
-
-
-@_op.register_fake
-def _op_fake(logprobs, entropy, *rest):  # type: ignore[no-untyped-def]
-    wants_entropy = (
-        entropy is not None and rest[-1][PolicyRule._fields.index("entropy_coef") - POLICY_CHOICES]
-    )
-    number = logprobs.new_empty(())
-    of_entropy = torch.empty_like(logprobs) if wants_entropy else logprobs.new_empty(0)
-    return (
-        number,
-        logprobs.new_empty(len(POLICY_METRICS)),
-        number.clone(),
-        torch.empty_like(logprobs),
-        of_entropy,
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, metrics, scale, grad, grad_entropy = output
-    ctx.save_for_backward(scale, grad, grad_entropy, *inputs[:2])
-    ctx.mark_non_differentiable(metrics, scale, grad, grad_entropy)
-
-
-@once_differentiable("policy_loss")
-def _autograd(ctx: Any, grad_loss, *unused):  # type: ignore[no-untyped-def]
-    scale, grad, grad_entropy, *_ = ctx.saved_tensors
-    return *_grads(ctx, grad_loss * scale, grad, grad_entropy), *(None,) * 11
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "policy_loss",
+    PolicyLossCall,
+    PolicyLossResults,
+    outputs=2,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("logprobs", "entropy"),
+    differentiable=("loss",),
+    saves=("scale", "grad_logprobs", "grad_entropy"),
+    traced=True,
+)

@@ -8,6 +8,7 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
 from rlkernel.calls.logprob import RowGrads
+from rlkernel.calls.policy_loss import PolicyLossCall
 from rlkernel.reference import linear_logprob, policy_loss
 
 
@@ -24,20 +25,21 @@ def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
     )  # fmt: skip
     stats = linear_logprob.forward(own)
     shape, of_entropy = call.mask.shape, call.rule.entropy_coef != 0
-    values, grad, grad_entropy = policy_loss.forward(
-        stats.logprobs.view(shape), call.old_logprobs, call.advantages, call.mask, call.cu_seqlens,
-        call.ref_logprobs, call.rollout_logprobs,
-        None if stats.entropy is None else stats.entropy.view(shape), call.rule, of_entropy, call.staleness,
-        None, call.token_counts,
+    entropy = None if stats.entropy is None else stats.entropy.view(shape)
+    loss, metrics, scale, grad, grad_entropy = policy_loss.forward(
+        PolicyLossCall(
+            stats.logprobs.view(shape), entropy, call.old_logprobs, call.advantages, call.mask,
+            call.cu_seqlens, call.ref_logprobs, call.rollout_logprobs, call.staleness, call.token_counts,
+            None, call.rule, of_entropy and entropy is not None,
+        )
     )  # fmt: skip
-    loss, scale, metrics = values[0], values[1], values[2:].clone()
     if call.items is not None:
         loss, scale = loss / call.items.to(loss), scale / call.items.to(scale)
     grads = LinearGrads()
     if any(call.needs):
         upstream = (grad * scale).view(-1), None if grad_entropy is None else (grad_entropy * scale).view(-1)
         grads = linear_logprob.backward(own, stats, RowGrads(*upstream))
-    return LinearPolicyLossResults(loss.clone(), metrics, stats.logprobs, stats.entropy, *grads)
+    return LinearPolicyLossResults(loss, metrics, stats.logprobs, stats.entropy, *grads)
 
 
 def make_inputs(

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
-from rlkernel.types import (
+from rlkernel.calls.policy_loss import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
     DIVERGENCES,
@@ -15,72 +14,54 @@ from rlkernel.types import (
     LEVELS,
     POLICY_TERMS,
     SUMS,
-    CovariancePick,
+    PolicyLossCall,
+    PolicyLossResults,
     PolicyRule,
+    PolicySelectCall,
+    PolicySelectResults,
 )
+from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
 
 
 def unsupported(*tensors: Tensor, **options: object) -> list[str]:
     return []
 
 
-def forward(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    rule: PolicyRule,
-    entropy_gradient: bool,
-    staleness: Tensor | None = None,
-    selected: Tensor | None = None,
-    token_counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(values, grad_logprobs, grad_entropy)``: the loss, the scale that the gradients still lack and the
-    metrics in one tensor; d (loss / scale) / d logprobs, and / d entropy where it is wanted."""
-    rows = _Rows(logprobs, cu_seqlens)
+def forward(call: PolicyLossCall) -> PolicyLossResults:
+    rule, entropy_gradient = call.rule, call.entropy_gradient
+    rows = _Rows(call.logprobs, call.cu_seqlens)
     with torch.enable_grad():
-        leaf = logprobs.detach().requires_grad_()
-        bonus = None if entropy is None else entropy.detach().requires_grad_(entropy_gradient)
-        total, metrics = _total(
-            rows, leaf, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, bonus, rule,
-            staleness, selected, token_counts,
-        )  # fmt: skip
+        leaf = call.logprobs.detach().requires_grad_()
+        bonus = None if call.entropy is None else call.entropy.detach().requires_grad_(entropy_gradient)
+        total, metrics = _total(rows, call._replace(logprobs=leaf, entropy=bonus))
         total = total + leaf.sum() * 0 if not total.requires_grad else total
         leaves = [leaf] + ([bonus] if bonus is not None and entropy_gradient else [])
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-    grads = tuple(torch.where(mask, g, 0) for g in grads)
+    grads = tuple(torch.where(call.mask, g, 0) for g in grads)
     count = metrics["tokens"] if SUMS[rule.aggregation] == "tokens" else metrics["sequences"]
     scale = rule.factor / (
         torch.full_like(count, rule.denominator) if rule.denominator else count.clamp(min=1)
     )
-    values = torch.stack([total.detach() * scale, scale, *metrics.values()])
-    return values, grads[0], grads[1] if len(grads) > 1 else None
+    of_entropy = grads[1] if len(grads) > 1 else None
+    return PolicyLossResults(
+        total.detach() * scale, torch.stack([*metrics.values()]), scale, grads[0], of_entropy
+    )
 
 
-def select(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    pick: CovariancePick,
-) -> Tensor:
+def select(call: PolicySelectCall) -> PolicySelectResults:
     """One bool for each token: those that kl_cov and clip_cov pick, a share of the batch's.
 
     kl_cov picks the tokens with the largest covariance of log-probability and advantage, clip_cov those with
     the least hash of the ones whose covariance lies within bounds and whose ratio is not clipped.
     """
+    logprobs, old_logprobs, advantages, mask, cu_seqlens, pick = call
     rows = _Rows(logprobs, cu_seqlens)
     advantages = rows.like(advantages, logprobs)
     tokens = mask.sum().double()
     cov = covariance(logprobs, advantages, mask, tokens)
     wanted = (tokens * pick.share).floor().clamp(min=1).long()
     if not pick.by_hash:
-        return largest(cov, mask & ~cov.isnan(), wanted, pick.share)
+        return PolicySelectResults(largest(cov, mask & ~cov.isnan(), wanted, pick.share))
     old = logprobs if old_logprobs is None else old_logprobs
     r = (logprobs - old).exp()
     clipped = r * advantages > r.clamp(pick.low, pick.high) * advantages
@@ -88,7 +69,7 @@ def select(
     place = torch.arange(logprobs.shape[-1], device=logprobs.device)
     first = torch.zeros_like(place) if cu_seqlens is None else cu_seqlens[rows.of_token]
     position = (place - first).int().expand(logprobs.shape)
-    return largest(~hash_of(old, position, pick.seed), candidates, wanted, pick.share)
+    return PolicySelectResults(largest(~hash_of(old, position, pick.seed), candidates, wanted, pick.share))
 
 
 class _Rows:
@@ -115,20 +96,9 @@ class _Rows:
         return self.sum(x) / self.sum(mask.to(x.dtype)).clamp(min=1)
 
 
-def _total(
-    rows: _Rows,
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    rule: PolicyRule,
-    staleness: Tensor | None,
-    selected: Tensor | None,
-    token_counts: Tensor | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, entropy, old_logprobs, advantages, mask, _, *others, rule, _ = call
+    ref_logprobs, rollout_logprobs, staleness, token_counts, selected = others
     advantages = rows.like(advantages, logprobs)
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     # a token that the mask hides is replaced before it meets any arithmetic: 0 * inf is NaN

@@ -1,4 +1,4 @@
-// The arguments of the policy loss in Python; its rule is rlkernel.types.PolicyRule, field by field.
+// The arguments of the policy loss in Python; its rule is rlkernel.calls.policy_loss.PolicyRule, field by field.
 #pragma once
 #include "rlkernel/bind_sequences.h"
 #include "rlkernel/policy_loss.h"
@@ -47,7 +47,7 @@ struct policy_loss {
 RLKERNEL_FIELDS(policy_loss, logprobs, old_logprobs, advantages, mask, ref_logprobs, rollout_logprobs, entropy, staleness,
                 selected, token_counts, cu_seqlens, rule, grad_logprobs, grad_entropy, partials, values)
 
-// rlkernel.types.CovariancePick.
+// rlkernel.calls.policy_loss.CovariancePick.
 struct CovariancePick {
   bool by_hash;
   double share;
