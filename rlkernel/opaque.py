@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.runtime.modes import anchor, once_differentiable
-from rlkernel.runtime.schema import holds_tensor, part_of
+from rlkernel.runtime.schema import holds_tensor, is_told, part_of
 
 Grads = tuple[Tensor | None, ...]
 
@@ -97,7 +97,13 @@ class Op:
 
     def functional(self, flat: Sequence[Any]) -> Any:
         """The call of a node, of its arguments."""
-        call = self.part.made(iter(flat))
+        return self._inside(self.part.made(iter(flat), True))
+
+    def shaped(self, flat: Sequence[Any]) -> Any:
+        """The call of these arguments, whose values are not read: what ``like`` takes of it are shapes."""
+        return self._inside(self.part.made(iter(flat), False))
+
+    def _inside(self, call: Any) -> Any:
         return call._replace(**self.in_node) if self.in_node else call
 
 
@@ -179,8 +185,8 @@ def _eager(op: Op) -> Any:
                 why = f"got True: {op.overwrites} are gone"
                 raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
             call, results = op.store.back(ctx.plain, ctx.saved_tensors)
-            if op.needs is not None:
-                call = call._replace(needs=tuple(ctx.needs_input_grad[1:]))
+            if op.needs is not None and call[op.needs] != (needs := tuple(ctx.needs_input_grad[1:])):
+                call = call._replace(needs=needs)
             if op.overwrites is not None and call.inplace_backward:
                 ctx.overwritten = True
                 # other users of the tensor in this graph then raise instead of computing nonsense
@@ -203,7 +209,7 @@ def _node(op: Op) -> Any:
         return _apart(op.forward(op.pick(call), call), flat)
 
     def fake(*flat: Any) -> Any:
-        return _apart(op.like(op.functional(flat)), ())
+        return _apart(op.like(op.shaped(flat)), ())
 
     node = torch.library.custom_op(f"rlkernel::{op.name}", forward, mutates_args=(), schema=schema)
     node.register_fake(fake)
@@ -218,11 +224,12 @@ def _differentiate(op: Op, node: Any) -> None:
     place = [names.index(op.call._fields[i]) for i in op.gradients]
     # the gradients have the shapes of their sources, and are connected to them
     kept = {*place, *(names.index(op.call._fields[i]) for i in op.store.fields)}
+    kept |= {names.index(x) for x, hint in typing.get_type_hints(op.call).items() if is_told(hint)}
     run = None if op.traced else _backward_node(op, place)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.there = [x is not None for x in op.like(op.functional(inputs))]
+        ctx.there = [x is not None for x in op.like(op.shaped(inputs))]
         ctx.kept = [i for i in sorted(kept) if isinstance(inputs[i], Tensor)]
         ctx.flat = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*(inputs[i] for i in ctx.kept), *(output[i] for i in op.store.results))

@@ -127,7 +127,7 @@ def backend_imports(root: Path, backends: dict[str, str]) -> list[str]:
 def reference_imports(root: Path) -> list[str]:
     """The reference shares no code with what it judges: torch, the standard library, and what calls are made
     of."""
-    own = ("rlkernel.reference.", "rlkernel.types.", "rlkernel.calls.")
+    own = ("rlkernel.reference.", "rlkernel.calls.")
     # the words of a random stream, which kernels have in copies of their own
     own += ("rlkernel.stream.",)
     problems = []

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rlkernel
 from rlkernel import dispatch
+from rlkernel.calls.prefix_shared_attention import AttentionRule
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.types import AttentionRule
 
 OP = "prefix_shared_attention"
 

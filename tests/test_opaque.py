@@ -113,7 +113,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_record_crosses_there_and_back(name):
     call = CALLS[name]()
-    back = OP.part.made(iter(OP.flat(call)))
+    back = OP.part.made(iter(OP.flat(call)), True)
     assert type(back) is ScaleCall and type(back.rule) is Rule
     assert all(map(same, call, back))
     assert len(OP.flat(call)) == len(OP.part.slots) and "float[] rule_factors" in OP.part.slots

@@ -444,7 +444,7 @@ def test_the_layout_of_any_forest(forest):
 def test_tables_are_made_once_and_come_back_from_the_segments():
     layout = PrefixLayout((2, 3), (-1, 0), (False, True))
     assert layout.row_tables() is layout.row_tables("cpu")
-    again = PrefixLayout.of_segments(layout.segments)
+    again = PrefixLayout.of_tensor(layout.as_tensor())
     assert again.segments.tolist() == [[2, -1, 0], [3, 0, 1]]
-    assert again is PrefixLayout.of_segments(layout.segments.clone())
+    assert again is PrefixLayout.of_tensor(layout.segments.clone())
     assert layout.row_tables("meta").pos.device.type == "meta"

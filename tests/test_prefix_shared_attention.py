@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel import PrefixBatch, PrefixLayout, dispatch
+from rlkernel.calls.prefix_shared_attention import AttentionGrads
 from rlkernel.reference import prefix_shared_attention as reference
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("prefix_shared_attention"))
@@ -168,16 +169,17 @@ def test_nothing_is_padded_to_another_head_dim(backend, device, dims, parity, mo
     for function in ("forward", "backward"):
         real = getattr(impl, function)
 
-        def spy(*arguments, original=real):
-            shapes = [x.shape[2] for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 3]
+        def spy(*records, original=real):
+            tensors = [x for record in records for x in record if isinstance(x, torch.Tensor)]
+            shapes = [x.shape[2] for x in tensors if x.dim() == 3]
             with HeadsPadded():
-                results = original(*arguments)
+                results = original(*records)
             seen.append((shapes, [x.shape[2] for x in results if x.dim() == 3]))
             return results
 
         monkeypatch.setattr(impl, function, spy)
     run(backend, shape.layout(), inputs, parity=parity)
-    assert seen == [([d, d, v_dim], [v_dim]), ([v_dim, d, d, v_dim, v_dim], [d, d, v_dim])]
+    assert seen == [([d, d, v_dim], [v_dim]), ([d, d, v_dim, v_dim, v_dim], [d, d, v_dim])]
 
 
 def test_padding_would_be_seen():
@@ -297,9 +299,8 @@ def with_layout(change):
         for name in ("forward", "backward"):
             original = getattr(reference, name)
 
-            def wrong(*arguments, original=original):
-                changed = [change(x) if isinstance(x, PrefixLayout) else x for x in arguments]
-                return original(*changed)
+            def wrong(call, *rest, original=original):
+                return original(call._replace(layout=change(call.layout)), *rest)
 
             monkeypatch.setattr(reference, name, wrong)
 
@@ -340,37 +341,37 @@ def backward_with(change):
     def plant(monkeypatch):
         original = reference.backward
 
-        def wrong(grad_out, q, k, v, out, lse, layout, rule):
-            return change(original, grad_out, q, k, v, out, lse, layout, rule)
+        def wrong(call, results, grads):
+            return change(original, call, results, grads)
 
         monkeypatch.setattr(reference, "backward", wrong)
 
     return plant
 
 
-def own_lse(original, grad_out, q, k, v, out, lse, layout, rule):
+def own_lse(original, call, results, grads):
     """The lse of a row's own segment instead of the whole row's."""
-    own = reference.forward(q, k, v, no_cross_pass(layout), rule, None)[1]
-    return original(grad_out, q, k, v, out, own, layout, rule)
+    own = reference.forward(call._replace(layout=no_cross_pass(call.layout), sinks=None)).lse
+    return original(call, results._replace(lse=own), grads)
 
 
-def first_sibling_only(original, grad_out, q, k, v, out, lse, layout, rule):
+def first_sibling_only(original, call, results, grads):
     """A prompt's gradient from one of its completions."""
-    dq, dk, dv = original(grad_out, q, k, v, out, lse, layout, rule)
-    alone = grad_out.clone()
+    layout, (dq, dk, dv) = call.layout, original(call, results, grads)
+    alone = grads.out.clone()
     seen = set()
     for s, parent in enumerate(layout.parents):
         if parent >= 0 and parent in seen:
             alone[slice(*layout.rows(s))] = 0
         seen.add(parent)
-    _, wrong_k, wrong_v = original(alone, q, k, v, out, lse, layout, rule)
+    _, wrong_k, wrong_v = original(call, results, grads._replace(out=alone))
     n = layout.n_prefix
-    return dq, torch.cat([wrong_k[:n], dk[n:]]), torch.cat([wrong_v[:n], dv[n:]])
+    return AttentionGrads(dq, torch.cat([wrong_k[:n], dk[n:]]), torch.cat([wrong_v[:n], dv[n:]]))
 
 
 def no_sinks(monkeypatch):
     original = reference.forward
-    monkeypatch.setattr(reference, "forward", lambda *a: original(*a[:-1], None))
+    monkeypatch.setattr(reference, "forward", lambda call: original(call._replace(sinks=None)))
 
 
 MUTANTS = {

@@ -12,12 +12,12 @@ from prefix_cases import FORESTS, LARGE, groups
 from torch.profiler import ProfilerActivity, profile
 
 import rlkernel
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
 from rlkernel.native import prefix_shared_attention as native
 from rlkernel.native.prefix_shared_attention import cpu, products
 from rlkernel.native.prefix_shared_attention import plan as planning
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
-from rlkernel.types import AttentionRule
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 RULES = {
@@ -60,8 +60,9 @@ def tensors(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, seed=0
 
 def run(backend, layout, inputs, rule, sinks=None):
     q, k, v, grad = inputs
-    out, lse = backend.forward(q, k, v, layout, rule, sinks)
-    return out, lse, *backend.backward(grad, q, k, v, out, lse, layout, rule)
+    call = AttentionCall(q, k, v, layout, rule, sinks)
+    results = backend.forward(call)
+    return *results, *backend.backward(call, results, OutGrads(grad))
 
 
 def assert_exact(layout, inputs, rule, sinks=None):
@@ -203,8 +204,8 @@ def parts_weigh_the_same(patch):
 def backward_on_its_own_lse(patch):
     backward = cpu._attend_backward
 
-    def partial(grad, q, k, v, out, lse, mask, rule, dtype):
-        return backward(grad, q, k, v, *cpu._attend(q, k, v, mask, rule), mask, rule, dtype)
+    def partial(dense, out, lse, grad, dtype):
+        return backward(dense, *cpu._attend(dense), grad, dtype)
 
     patch.setattr(cpu, "_attend_backward", partial)
 
@@ -212,9 +213,9 @@ def backward_on_its_own_lse(patch):
 def heads_are_not_summed(patch):
     backward = cpu._attend_backward
 
-    def first(grad, q, k, v, *rest):
-        dq, dk, dv = backward(grad, q, k, v, *rest)
-        return dq, dk, dv / q.shape[1]
+    def first(dense, *rest):
+        dq, dk, dv = backward(dense, *rest)
+        return dq, dk, dv / dense.q.shape[1]
 
     patch.setattr(cpu, "_attend_backward", first)
 
@@ -346,8 +347,8 @@ def test_the_same_bits_again(number, rule):
 def parity(layout, rule, dtype, heads, head_dim=40, sinks=None, v_dim=None):
     q, k, v, _ = tensors(layout, *heads, head_dim, dtype, v_dim=v_dim)
     alone, index = layout.repeated()
-    out, lse = native.forward(q, k, v, layout, rule, sinks)
-    want_out, want_lse = native.forward(q[index], k[index], v[index], alone, rule, sinks)
+    out, lse = native.forward(AttentionCall(q, k, v, layout, rule, sinks))
+    want_out, want_lse = native.forward(AttentionCall(q[index], k[index], v[index], alone, rule, sinks))
     bitwise.assert_equal("out", out[index], want_out)
     bitwise.assert_equal("lse", lse[:, index], want_lse)
     return out, lse
@@ -365,7 +366,8 @@ def test_bits_of_the_repeated_prompts(rule, dtype, v_dim):
         layout = forest.layout()
         out, lse = parity(layout, rule, dtype, heads, sinks=sinks, v_dim=v_dim)
         wide = [x.double() for x in tensors(layout, *heads, 40, dtype, v_dim=v_dim)[:3]]
-        want = reference.forward(*wide, layout, rule, None if sinks is None else sinks.double())
+        sinks = None if sinks is None else sinks.double()
+        want = reference.forward(AttentionCall(*wide, layout, rule, sinks))
         allowed = {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, 4 * torch.finfo(dtype).eps)
         assert error(out, want[0]) <= allowed and error(lse, want[1]) <= max(allowed, 1e-5)
 
@@ -403,9 +405,9 @@ def test_sinks_after_all_tiles_would_have_other_bits(monkeypatch):
     add = cpu._add_sinks
     monkeypatch.setattr(cpu, "_add_sinks", lambda *a: None)
 
-    def late(q, k, v, layout, rule, sinks):
-        out, lse = cpu.forward(q, k, v, layout, rule, sinks)
-        add(out.transpose(0, 1)[None], lse[None], sinks)
+    def late(call):
+        out, lse = cpu.forward(call)
+        add(out.transpose(0, 1)[None], lse[None], call.sinks)
         return out, lse
 
     monkeypatch.setattr(native, "forward", late)
@@ -430,11 +432,15 @@ def extra_memory(function) -> int:
 
 def extra_of_a_group(members: int, rule: AttentionRule) -> tuple[int, int]:
     layout = groups((300, [64] * members)).layout()
-    q, k, v, grad = tensors(layout, 4, 2, 32, torch.float32)
-    out, lse = native.forward(q, k, v, layout, rule, None)
+    *qkv, grad = tensors(layout, 4, 2, 32, torch.float32)
+    return extra_of_a_call(AttentionCall(*qkv, layout, rule), grad)
+
+
+def extra_of_a_call(call: AttentionCall, grad: torch.Tensor) -> tuple[int, int]:
+    results = native.forward(call)
     return (
-        extra_memory(lambda: native.forward(q, k, v, layout, rule, None)),
-        extra_memory(lambda: native.backward(grad, q, k, v, out, lse, layout, rule)),
+        extra_memory(lambda: native.forward(call)),
+        extra_memory(lambda: native.backward(call, results, OutGrads(grad))),
     )
 
 
@@ -450,12 +456,8 @@ def test_extra_memory_is_that_of_one_calls_results(dims):
 
     def extra(rows):
         layout = groups((rows, [40])).layout()
-        q, k, v, grad = tensors(layout, 2, 2, dims[0], torch.float32, v_dim=dims[1])
-        out, lse = native.forward(q, k, v, layout, RULES["plain"], None)
-        return (
-            extra_memory(lambda: native.forward(q, k, v, layout, RULES["plain"], None)),
-            extra_memory(lambda: native.backward(grad, q, k, v, out, lse, layout, RULES["plain"])),
-        )
+        *qkv, grad = tensors(layout, 2, 2, dims[0], torch.float32, v_dim=dims[1])
+        return extra_of_a_call(AttentionCall(*qkv, layout, RULES["plain"]), grad)
 
     (forward, backward), (more_forward, more_backward) = extra(1000), extra(2000)
     row = 4 * 2  # bytes of a number, heads

@@ -10,12 +10,12 @@ import varlen_stand_ins as vendors
 from varlen_stand_ins import KERNELS, install
 
 import rlkernel
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
 from rlkernel.drivers.prefix_shared_attention import cascade, gathers
 from rlkernel.native import prefix_shared_attention as native
 from rlkernel.native.prefix_shared_attention import flash, varlen
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
-from rlkernel.types import AttentionRule
 
 
 def groups(*samples):
@@ -76,8 +76,9 @@ def inputs(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, v_dim=N
 
 
 def both(impl, tensors, layout, rule, sinks, grad):
-    out, lse = impl.forward(*tensors, layout, rule, sinks)
-    return out, lse, *impl.backward(grad, *tensors, out, lse, layout, rule)
+    call = AttentionCall(*tensors, layout, rule, sinks)
+    results = impl.forward(call)
+    return *results, *impl.backward(call, results, OutGrads(grad))
 
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -228,8 +229,8 @@ def test_gather_has_the_bits_of_the_dense_call(kernel, name, window, monkeypatch
     repeated, index = layout.repeated()
     forward, longest = kernel.forward, []
     monkeypatch.setattr(kernel, "forward", lambda *a: longest.append(a[3].tables[2:]) or forward(*a))
-    out, lse = flash.forward(*tensors, layout, rule, sinks)
-    dense = flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)
+    out, lse = flash.forward(AttentionCall(*tensors, layout, rule, sinks))
+    dense = flash.forward(AttentionCall(*(x[index] for x in tensors), repeated, rule, sinks))
     assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])
     assert len(longest) == 2 and longest[0] == longest[1]  # what vendors choose their kernels by
 
@@ -241,8 +242,9 @@ def test_a_cascade_has_other_bits(monkeypatch):
     layout = LAYOUTS["many"]
     tensors, _, rule, sinks, _ = inputs(layout, dtype=torch.float32)
     repeated, index = layout.repeated()
-    out, _ = flash.forward(*tensors, layout, rule, sinks)
-    assert not torch.equal(out[index], flash.forward(*(x[index] for x in tensors), repeated, rule, sinks)[0])
+    out, _ = flash.forward(AttentionCall(*tensors, layout, rule, sinks))
+    dense = flash.forward(AttentionCall(*(x[index] for x in tensors), repeated, rule, sinks))
+    assert not torch.equal(out[index], dense.out)
 
 
 def test_strided_and_expanded(kernel, monkeypatch):
@@ -332,7 +334,8 @@ def test_the_parts_own_lse_is_wrong_in_backward(kernel, monkeypatch):
 
         @staticmethod
         def backward(ctx, grad, _):
-            return *kernel.backward(grad.contiguous(), *ctx.saved_tensors, ctx.sequences), None
+            saved = varlen.Saved(*ctx.saved_tensors)
+            return *kernel.backward(grad.contiguous(), saved, ctx.sequences), None
 
     layout = LAYOUTS["group"]
     tensors, _, rule, sinks, grad = inputs(layout)
@@ -388,7 +391,8 @@ def test_the_vendors_own_kernels(name, way, layout, head_dim, options, monkeypat
     if way == "gather":
         bitwise = rule._replace(bitwise=True)
         repeated, index = layout.repeated()
-        out, lse = flash.forward(*on_gpu[0], layout, bitwise, on_gpu[3])
-        dense = flash.forward(*(x[index.cuda()] for x in on_gpu[0]), repeated, bitwise, on_gpu[3])
         index = index.cuda()
+        out, lse = flash.forward(AttentionCall(*on_gpu[0], layout, bitwise, on_gpu[3]))
+        copies = (x[index] for x in on_gpu[0])
+        dense = flash.forward(AttentionCall(*copies, repeated, bitwise, on_gpu[3]))
         assert torch.equal(out[index], dense[0]) and torch.equal(lse[:, index], dense[1])

@@ -15,9 +15,9 @@ import torch
 import varlen_stand_ins as vendors
 
 import rlkernel
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionResults, AttentionRule, OutGrads
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
-from rlkernel.types import AttentionRule
 
 RULE = AttentionRule(0.4, 0.0, 0, False)
 TREE = PrefixLayout.of([5, 3, 4, 2, 3, 1, 4], [-1, 0, 0, 1, 1, 2, 3], [False] * 3 + [True] * 4)[0]
@@ -92,7 +92,7 @@ def backend(monkeypatch):
 def case(layout, dtype=torch.float64, heads=4, kv_heads=2, dims=(16, 16), **options):
     made = reference.make_inputs(layout, heads, kv_heads, *dims, dtype=dtype)
     sinks = torch.linspace(-1, 2, heads, dtype=dtype) if options.pop("sinks", False) else None
-    return made["q"], made["k"], made["v"], layout, RULE._replace(**options), sinks
+    return AttentionCall(made["q"], made["k"], made["v"], layout, RULE._replace(**options), sinks)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def case(layout, dtype=torch.float64, heads=4, kv_heads=2, dims=(16, 16), **opti
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_matches_the_reference(name, heads, kv_heads, options, backend):
-    arguments = case(LAYOUTS[name], torch.float64, heads, kv_heads, **options)
-    (out, lse), (want, want_lse) = backend.forward(*arguments), reference.forward(*arguments)
+    call = case(LAYOUTS[name], torch.float64, heads, kv_heads, **options)
+    (out, lse), (want, want_lse) = backend.forward(call), reference.forward(call)
     assert out.is_contiguous() and lse.is_contiguous() and lse.shape == want_lse.shape
     # sinks reach it as fp32
     assert (out - want).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
@@ -117,8 +117,8 @@ def test_matches_the_reference(name, heads, kv_heads, options, backend):
 )
 def test_values_of_another_head_dim(dims, given, options, backend):
     """Those of multi-head latent attention go in as they are."""
-    arguments = case(TREE, dims=dims, **options)
-    (out, lse), (want, want_lse) = backend.forward(*arguments), reference.forward(*arguments)
+    call = case(TREE, dims=dims, **options)
+    (out, lse), (want, want_lse) = backend.forward(call), reference.forward(call)
     assert Wrapper.dims == given and out.is_contiguous() and out.shape == want.shape
     assert (out - want).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
     assert (lse - want_lse).abs().max() <= (1e-11 if "sinks" not in options else 1e-6)
@@ -126,35 +126,35 @@ def test_values_of_another_head_dim(dims, given, options, backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_and_strides(dtype, backend):
-    q, k, v, *rest = case(TREE, dtype, sinks=True)
-    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    out, lse = backend.forward(*by_head, *rest)
+    call = case(TREE, dtype, sinks=True)
+    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in call[:3]]
+    out, lse = backend.forward(AttentionCall(*by_head, *call[3:]))
     assert out.dtype == dtype and out.is_contiguous() and lse.dtype == torch.float32
-    want, want_lse = reference.forward(q, k, v, *rest)
+    want, want_lse = reference.forward(call)
     assert (out.double() - want.double()).abs().max() <= 4 * torch.finfo(dtype).eps
     assert (lse - want_lse).abs().max() <= 1e-5
 
 
 def test_base_two_read_as_natural_is_found(monkeypatch, backend):
     monkeypatch.setattr(backend, "math", types.SimpleNamespace(log=lambda x: 1.0))
-    arguments = case(TREE)
-    assert (backend.forward(*arguments)[1] - reference.forward(*arguments)[1]).abs().max() > 0.1
+    call = case(TREE)
+    assert (backend.forward(call)[1] - reference.forward(call)[1]).abs().max() > 0.1
 
 
 def test_layers_share_a_plan(backend):
-    arguments = case(TREE)
+    call = case(TREE)
     for _ in range(3):
-        backend.forward(*arguments)
+        backend.forward(call)
     assert Wrapper.plans == 1
-    for others in (case(TREE, window=3), case(TREE, heads=6), case(LAYOUTS["group"]), arguments):
-        out, _ = backend.forward(*others)
-        assert (out - reference.forward(*others)[0]).abs().max() <= 1e-11
+    for others in (case(TREE, window=3), case(TREE, heads=6), case(LAYOUTS["group"]), call):
+        out, _ = backend.forward(others)
+        assert (out - reference.forward(others)[0]).abs().max() <= 1e-11
     assert Wrapper.plans == 5
 
 
 def test_no_rows(backend):
     layout = PrefixLayout((), (), ())
-    out, lse = backend.forward(*case(layout, torch.bfloat16))
+    out, lse = backend.forward(case(layout, torch.bfloat16))
     assert out.shape == (0, 4, 16) and lse.shape == (4, 0) and Wrapper.plans == 0
 
 
@@ -187,8 +187,9 @@ def test_it_says_why_not(monkeypatch, backend):
 
 
 def test_backward_is_an_error(backend):
+    empty = (torch.zeros(0),)
     with pytest.raises(NotImplementedError, match="no backward"):
-        backend.backward(*[torch.zeros(0)] * 6, TREE, RULE)
+        backend.backward(case(TREE), AttentionResults(*empty, *empty), OutGrads(*empty))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")

@@ -11,6 +11,8 @@ from prefix_cases import FORESTS, OPTIONS, forest, groups, inputs_of, reasons, r
 
 import rlkernel
 from rlkernel import PrefixLayout
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule
+from rlkernel.ops import prefix_shared_attention as public
 from rlkernel.reference import prefix_shared_attention as reference
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("prefix_shared_attention"))
@@ -118,13 +120,15 @@ def test_opcheck(sinks, v_dim):
     shape = FORESTS["ragged"]
     inputs = inputs_of(shape, sinks=sinks, v_dim=v_dim)
     leaves = leaves_of(inputs)
-    arguments = (*leaves, shape.layout().segments, 0.25, 0.0, 0, False)
-    torch.library.opcheck(torch.ops.rlkernel.prefix_shared_attention, arguments)
+    q, k, v, s = leaves
+    needs = (True, True, True, sinks)
+    call = AttentionCall(q, k, v, shape.layout(), AttentionRule(0.25, 0.0, 0, False), s, needs)
+    torch.library.opcheck(public.op.node, public.op.flat(call))
 
 
 def test_tables_are_made_once_under_compile():
     layout = FORESTS["ragged"].layout()
-    assert PrefixLayout.of_segments(layout.segments) is PrefixLayout.of_segments(layout.segments.clone())
+    assert PrefixLayout.of_tensor(layout.segments) is PrefixLayout.of_tensor(layout.segments.clone())
 
 
 # Errors

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads  # noqa: E402
 from rlkernel.prefix.layout import PrefixLayout, RowTables  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention as triton_op  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
-from rlkernel.types import AttentionRule  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
 PLAIN = AttentionRule(0.3, 0.0, 0, False)
@@ -83,8 +83,9 @@ def make(layout, heads, kv_heads, head_dim, dtype=torch.float32, device="cpu"):
 
 def run(inputs, layout, rule, sinks=None):
     *qkv, grad_out = inputs
-    out, lse = triton_op.forward(*qkv, layout, rule, sinks)
-    return out, lse, *triton_op.backward(grad_out, *qkv, out, lse, layout, rule)
+    call = AttentionCall(*qkv, layout, rule, sinks)
+    results = triton_op.forward(call)
+    return *results, *triton_op.backward(call, results, OutGrads(grad_out))
 
 
 def run_dense(inputs, layout, rule, dtype, sinks=None):
@@ -314,8 +315,8 @@ def bitwise_pair(layout, rule, dtype, device, sinks):
     q, k, v, _ = make(layout, 2, 1, 24, dtype, device)
     repeated, index = layout.repeated()
     index = index.to(device)
-    shared = triton_op.forward(q, k, v, layout, rule, sinks)
-    alone = triton_op.forward(q[index], k[index], v[index], repeated, rule, sinks)
+    shared = triton_op.forward(AttentionCall(q, k, v, layout, rule, sinks))
+    alone = triton_op.forward(AttentionCall(q[index], k[index], v[index], repeated, rule, sinks))
     return (shared[0][index], alone[0]), (shared[1][:, index], alone[1])
 
 

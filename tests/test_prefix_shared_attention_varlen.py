@@ -8,8 +8,8 @@ import torch
 import varlen_stand_ins as vendors
 from varlen_stand_ins import KERNELS, install
 
+from rlkernel.calls.prefix_shared_attention import AttentionRule
 from rlkernel.native.prefix_shared_attention import flash, varlen
-from rlkernel.types import AttentionRule
 
 
 def changed(function, without=None, more=None):

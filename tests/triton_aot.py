@@ -95,6 +95,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
+    from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
     from rlkernel.calls.sampling import Sampling
     from rlkernel.calls.value_loss import ValueLossCall
     from rlkernel.calls.whiten import WhitenCall
@@ -111,7 +112,6 @@ def binaries_of_varied_calls() -> dict[str, int]:
         value_loss,
         whiten,
     )
-    from rlkernel.types import AttentionRule
 
     hidden, weight = torch.empty(129, 64, dtype=torch.bfloat16), torch.empty(50, 64, dtype=torch.bfloat16)
     with compiling_only() as compiled:
@@ -165,8 +165,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
             layout = PrefixLayout((60 + n, 4096, length), (-1, 0, 0), (False, True, True))
             rule = AttentionRule(t, 0.0, 5000 if t > 1 else 0, False)
             q, kv = (torch.empty(layout.total, h, 64, dtype=torch.bfloat16) for h in (8, 2))
-            out, lse = prefix_shared_attention.forward(q, kv, kv, layout, rule, torch.ones(8))
-            prefix_shared_attention.backward(q, q, kv, kv, out, lse, layout, rule)
+            attention = AttentionCall(q, kv, kv, layout, rule, torch.ones(8))
+            found = prefix_shared_attention.forward(attention)
+            prefix_shared_attention.backward(attention, found, OutGrads(q))
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 

@@ -1,4 +1,4 @@
-"""Names for numbers that kernels compare with, made from the tuples of ``rlkernel.types``."""
+"""Names for numbers that kernels compare with, made from the tuples of ``rlkernel.calls``."""
 
 from collections import namedtuple
 from typing import Any

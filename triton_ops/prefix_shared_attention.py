@@ -13,6 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel.calls.prefix_shared_attention import (
+    AttentionCall,
+    AttentionGrads,
+    AttentionResults,
+    AttentionRule,
+    OutGrads,
+)
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
@@ -32,7 +39,6 @@ from rlkernel.triton_ops.prefix_shared_attention_plan import (
     logical_plan,
     query_plan,
 )
-from rlkernel.types import AttentionRule
 
 MAX_HEAD_DIM = 256
 NO_WINDOW = 2**31 - 1
@@ -94,9 +100,8 @@ def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
     return reasons
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall) -> AttentionResults:
+    q, k, v, layout, rule, sinks, _ = call
     total, heads, _ = q.shape
     out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
@@ -111,72 +116,58 @@ def forward(
                 out, lse, plan.tiles, plan.runs, keys, *layout.row_tables(q.device), total, *_numbers(rule),
                 HEADS=heads, GROUP=heads // k.shape[1], **_shape(dims, blocks, blocks.k),
             )  # fmt: skip
-    return out, lse
+    return AttentionResults(out, lse)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    (out, lse), (grad_out,) = results, grads
     total, heads, v_dim = out.shape
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    found = AttentionGrads(
+        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
+    )
     if not total:
-        return dq, dk, dv
+        return found
     if grad_out.stride(2) != 1:  # of a sum, which is expanded from one number
         grad_out = grad_out.contiguous()
     out = out.contiguous()
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(out):
         delta = torch.empty_like(lse)
         rows = 4096 // max(64, _width(v_dim))
         attention_delta_kernel[(triton.cdiv(total, rows) * heads,)](
             *_strided(grad_out), out, delta, total,
             HEADS=heads, DV=v_dim, V_WIDTH=_width(v_dim), ROWS=rows, num_warps=4,
         )  # fmt: skip
-        _query_grad(grad_out, q, k, v, lse, delta, dq, layout, rule)
-        _key_grads(grad_out, q, k, v, lse, delta, dk, dv, layout, rule)
-    return dq, dk, dv
+        of_rows = Rows(lse, delta, grad_out)
+        _query_grad(call, of_rows, found)
+        _key_grads(call, of_rows, found)
+    return found
 
 
-def _query_grad(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> None:
+class Rows(NamedTuple):
+    """What backward reads of a row besides q."""
+
+    lse: Tensor  # [Hq, T]
+    delta: Tensor  # [Hq, T], of out and its gradient
+    grad_out: Tensor
+
+
+def _query_grad(call: AttentionCall, of_rows: Rows, found: AttentionGrads) -> None:
+    q, k, v, layout, rule, *_ = call
+    lse, delta, grad_out = of_rows
     total, heads, _ = q.shape
     dims = q.shape[2], v.shape[2]
     blocks = _blocks("query grad", dims, q.dtype, rule)
     plan = _query_plan(layout, rule._replace(bitwise=False), blocks, q.device)
     attention_query_grad_kernel[(len(plan.tiles) * heads,)](
-        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dq,
+        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, found.q,
         plan.tiles, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
         HEADS=heads, GROUP=heads // k.shape[1], **_shape(dims, blocks, blocks.k),
     )  # fmt: skip
 
 
-def _key_grads(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> None:
+def _key_grads(call: AttentionCall, of_rows: Rows, found: AttentionGrads) -> None:
+    q, k, v, layout, rule, *_ = call
+    lse, delta, grad_out = of_rows
     total, heads, _ = q.shape
     kv_heads, dims = k.shape[1], (k.shape[2], v.shape[2])
     blocks = _blocks("key grad", dims, q.dtype, rule)
@@ -189,11 +180,11 @@ def _key_grads(
     size = plan.slots * kv_heads * blocks.k
     parts = [torch.empty(size, d, dtype=torch.float32, device=q.device) for d in dims]
     attention_key_grad_kernel[(len(plan.items) * kv_heads,)](
-        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, dk, dv, *parts,
+        *_strided(q), *_strided(k), *_strided(v), *_strided(grad_out), lse, delta, found.k, found.v, *parts,
         plan.items, plan.runs, *layout.row_tables(q.device), total, *_numbers(rule),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, **_shape(dims, blocks, blocks.q),
     )  # fmt: skip
-    for part, grad, d in zip(parts, (dk, dv), dims, strict=True):
+    for part, grad, d in zip(parts, found[1:], dims, strict=True):
         rows = min(16, 2048 // _width(d))
         if len(plan.sums):
             attention_sum_kernel[(len(plan.sums) * (blocks.k // rows) * kv_heads,)](
@@ -264,9 +255,10 @@ def aot_cases() -> dict[str, Callable[[], object]]:
         rule = AttentionRule(head_dim**-0.5, softcap, 0, bitwise)
         q, k = (torch.empty(layout.total, h, head_dim, dtype=dtype) for h in (8, 2))
         v = torch.empty(layout.total, 2, v_dim or head_dim, dtype=dtype)
-        out, lse = forward(q, k, v, layout, rule, torch.ones(8) if sinks else None)
+        call = AttentionCall(q, k, v, layout, rule, torch.ones(8) if sinks else None)
+        results = forward(call)
         if not bitwise:
-            backward(torch.empty_like(out), q, k, v, out, lse, layout, rule)
+            backward(call, results, OutGrads(torch.empty_like(results.out)))
 
     bf16, fp32 = torch.bfloat16, torch.float32
     return {

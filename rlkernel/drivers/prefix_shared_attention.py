@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.calls.prefix_shared_attention import AttentionRule
 from rlkernel.prefix.layout import PrefixLayout, Run
-from rlkernel.types import AttentionRule
 
 
 class Call(NamedTuple):

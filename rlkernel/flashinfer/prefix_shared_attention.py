@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.calls.prefix_shared_attention import (
+    AttentionCall,
+    AttentionGrads,
+    AttentionResults,
+    AttentionRule,
+    OutGrads,
+)
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.types import AttentionRule
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)  # what its kernels are compiled for, with values as wide as keys
@@ -51,12 +57,12 @@ def unsupported(
     return reasons
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall) -> AttentionResults:
+    q, k, v, layout, rule, sinks, _ = call
     v_dim = v.shape[2]
     if not layout.total:
-        return q.new_empty(*q.shape[:2], v_dim), q.new_empty(q.shape[1], 0, dtype=torch.float32)
+        out = q.new_empty(*q.shape[:2], v_dim)
+        return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=torch.float32))
     if (q.shape[2], v_dim) != LATENT:
         q, k, v = (_widened(x, max(q.shape[2], v_dim)) for x in (q, k, v))
     gathered = layout.gathered(q.device)
@@ -71,23 +77,14 @@ def forward(
         total = torch.logaddexp(lse, sinks.float()[:, None])
         out = (out * torch.exp(lse - total).T[..., None]).to(q.dtype)
         lse = total
-    return out, lse.contiguous()
+    return AttentionResults(out, lse.contiguous())
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
     raise NotImplementedError("flashinfer has no backward")
 
 

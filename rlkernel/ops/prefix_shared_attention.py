@@ -1,20 +1,26 @@
 """Causal attention over packed prompts and completions, each prompt's keys read by all of its completions."""
 
 import math
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.calls.prefix_shared_attention import (
+    PARITIES,
+    AttentionCall,
+    AttentionResults,
+    AttentionRule,
+    OutGrads,
+)
+from rlkernel.opaque import Grads, Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.runtime.modes import once_differentiable
-from rlkernel.types import AttentionRule
 
-PARITIES = ("fast", "bitwise")
+_NO_NEEDS: tuple[bool, ...] = (False,) * 4
 
 
 @typed
@@ -75,13 +81,11 @@ def prefix_shared_attention(
     if rule.window > layout.max_position:
         rule = rule._replace(window=0)  # nothing is outside, and kernels without a window can run
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    if torch.compiler.is_compiling():
-        out, lse = _op(q, k, v, sinks, layout.segments, *rule)
-    else:
-        needs_grad = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, sinks)
-        )
-        out, lse = _PrefixSharedAttention.apply(q, k, v, sinks, layout, rule, needs_grad)
+    needs = _NO_NEEDS
+    if torch.is_grad_enabled():
+        sinks_need = sinks is not None and sinks.requires_grad
+        needs = (q.requires_grad, k.requires_grad, v.requires_grad, sinks_need)
+    out, lse = op(AttentionCall(q, k, v, layout, rule, sinks, needs))
     return (out, lse) if return_lse else out
 
 
@@ -135,20 +139,27 @@ def _check_options(
     )
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-    needs_grad: bool,
-) -> tuple[Any, Tensor, Tensor]:
-    impl = dispatch.pick(
-        "prefix_shared_attention", q, k, v, layout=layout, rule=rule, sinks=sinks, needs_grad=needs_grad
+def _pick(call: AttentionCall) -> ModuleType:
+    q, k, v, layout, rule, sinks, needs = call
+    return dispatch.pick(
+        "prefix_shared_attention", q, k, v, layout=layout, rule=rule, sinks=sinks, needs_grad=True in needs
     )
-    out, lse = impl.forward(q, k, v, layout, rule, sinks)
-    return impl, out, lse
+
+
+def _forward(impl: ModuleType, call: AttentionCall) -> AttentionResults:
+    return impl.forward(call)
+
+
+def _backward(impl: ModuleType, call: AttentionCall, results: AttentionResults, grads: Grads) -> Grads:
+    grad_out = grads[0]
+    assert grad_out is not None
+    found: Grads = (None,) * 3
+    if any(call.needs[:3]):
+        found = impl.backward(call, results, OutGrads(grad_out))
+    if not call.needs[3]:
+        return *found, None
+    assert call.sinks is not None
+    return *found, _sink_gradient(grad_out, *results, call.sinks)
 
 
 def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -158,95 +169,23 @@ def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
     return -(weight * delta).sum(1).to(sinks.dtype)
 
 
-class _PrefixSharedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q, k, v, sinks, layout, rule, needs_grad):  # type: ignore[no-untyped-def]
-        s = None if sinks is None else sinks.detach()
-        # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl, out, lse = _forward(q, k, v, s, layout, rule, needs_grad)
-        if needs_grad:
-            ctx.save_for_backward(q, k, v, s, out, lse)
-        ctx.layout, ctx.rule = layout, rule
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable("prefix_shared_attention")
-    def backward(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        if any(ctx.needs_input_grad[:3]):
-            grads = ctx.impl.backward(grad_out, q, k, v, out, lse, ctx.layout, ctx.rule)
-        grad_sinks = _sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return *grads, grad_sinks, None, None, None
+def _like(call: AttentionCall) -> AttentionResults:
+    rows, heads, _ = call.q.shape
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    out = call.q.new_empty(rows, heads, call.v.shape[2])
+    return AttentionResults(out, call.q.new_empty(heads, rows, dtype=dtype))
 
 
-# Under torch.compile the op is one opaque node.
-
-
-@torch.library.custom_op("rlkernel::prefix_shared_attention", mutates_args=())
-def _op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    segments: Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-    bitwise: bool,
-) -> tuple[Tensor, Tensor]:
-    rule = AttentionRule(scale, softcap, window, bitwise)
-    return _forward(q, k, v, sinks, PrefixLayout.of_segments(segments), rule, True)[1:]
-
-
-@_op.register_fake
-def _op_fake(q, k, v, sinks, segments, *rule):  # type: ignore[no-untyped-def]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
-
-
-@torch.library.custom_op("rlkernel::prefix_shared_attention_backward", mutates_args=())
-def _op_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    segments: Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-    bitwise: bool,
-) -> list[Tensor]:
-    layout, rule = PrefixLayout.of_segments(segments), AttentionRule(scale, softcap, window, bitwise)
-    impl = dispatch.pick(
-        "prefix_shared_attention", q, k, v, layout=layout, rule=rule, sinks=sinks, needs_grad=True
-    )
-    grads = impl.backward(grad_out, q, k, v, out, lse, layout, rule)
-    return [*grads] if sinks is None else [*grads, _sink_gradient(grad_out, out, lse, sinks)]
-
-
-@_op_backward.register_fake
-def _op_backward_fake(grad_out, q, k, v, sinks, *rest):  # type: ignore[no-untyped-def]
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, segments, *rule = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, segments)
-    ctx.rule = rule
-    ctx.mark_non_differentiable(output[1])
-
-
-@once_differentiable("prefix_shared_attention")
-def _autograd(ctx: Any, grad_out, _):  # type: ignore[no-untyped-def]
-    q, k, v, sinks, out, lse, segments = ctx.saved_tensors
-    grads = _op_backward(grad_out, q, k, v, sinks, out, lse, segments, *ctx.rule)
-    return *grads, *(None,) * (9 - len(grads))
-
-
-_op.register_autograd(_autograd, setup_context=_setup_context)
+op = Op(
+    "prefix_shared_attention",
+    AttentionCall,
+    AttentionResults,
+    outputs=2,
+    pick=_pick,
+    forward=_forward,
+    backward=_backward,
+    like=_like,
+    gradients=("q", "k", "v", "sinks"),
+    differentiable=("out",),
+    saves=("q", "k", "v", "sinks", "out", "lse"),
+)

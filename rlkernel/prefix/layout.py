@@ -83,7 +83,7 @@ class PrefixLayout:
     max_position: int = field(init=False)
     """The largest position of a row, -1 without one."""
     segments: Tensor = field(init=False, repr=False)
-    """int64 [S, 3] on the CPU, (length, parent, is completion): what ``of_segments`` takes back."""
+    """int64 [S, 3] on the CPU, (length, parent, is completion): what ``of_tensor`` takes back."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -174,9 +174,13 @@ class PrefixLayout:
     # tables
 
     @staticmethod
-    def of_segments(segments: Tensor) -> PrefixLayout:
+    def of_tensor(segments: Tensor) -> PrefixLayout:
         """The layout whose ``segments`` these are, with the tables that it made before."""
         return _known(tuple(map(tuple, segments.tolist())))
+
+    def as_tensor(self) -> Tensor:
+        """``segments``, as which a layout crosses into a graph."""
+        return self.segments
 
     @cached_property
     def numbers(self) -> tuple[tuple[int, int], ...]:

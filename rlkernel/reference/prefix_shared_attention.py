@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.types import AttentionRule, Forest
+from rlkernel.calls.prefix_shared_attention import (
+    AttentionCall,
+    AttentionGrads,
+    AttentionResults,
+    AttentionRule,
+    Forest,
+    OutGrads,
+)
 
 # Rows of a tile. Tiles are cut at positions in the sequence, and are always full: so a row takes part in the
 # same products whether its prompt is shared or not, and has the same bits.
@@ -18,10 +25,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Forest, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``out`` [T, Hq, Dv] and ``lse`` [Hq, T], fp32 or fp64."""
+def forward(call: AttentionCall) -> AttentionResults:
+    q, k, v, layout, rule, sinks, _ = call
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
@@ -40,20 +45,13 @@ def forward(
             to = path[a:b][own]
             out[to] = _from_keys(p, vs[:b])[own].to(q.dtype)
             lse[:, to] = norm[:, own]
-    return out, lse
+    return AttentionResults(out, lse)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Forest,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from the whole row's ``out`` and ``lse``; those of k and v summed wide."""
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    """Those of k and v are summed wide."""
+    q, k, v, layout, rule, *_ = call
+    (out, lse), (grad_out,) = results, grads
     dtype = lse.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(2).T  # [Hq, T]
@@ -73,7 +71,7 @@ def backward(
             dvs[:seen] += _to_keys(p, grad, vs.shape[1])
         dk[path] += dks
         dv[path] += dvs
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return AttentionGrads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _paths(layout: Forest, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

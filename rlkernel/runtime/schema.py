@@ -12,11 +12,14 @@ _KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str"
 
 
 class Part(NamedTuple):
-    """One argument of a record: the slots that it takes in the schema, there and back."""
+    """One argument of a record: the slots that it takes in the schema, there and back.
+
+    ``made(it, False)`` reads no tensor: an object that one tells is then left as the tensor.
+    """
 
     slots: tuple[str, ...]  # each a kind and a name
     flat: Callable[[Any], Iterator[Any]]
-    made: Callable[[Iterator[Any]], Any]
+    made: Callable[[Iterator[Any], bool], Any]
 
 
 def part_of(name: str, hint: Any) -> Part:
@@ -29,14 +32,17 @@ def part_of(name: str, hint: Any) -> Part:
     """
     if hasattr(hint, "_fields"):
         return _record(name, hint)
-    if hasattr(hint, "of_tensor"):  # a layout: an object that one tensor tells
+    if is_told(hint):
         return Part(
-            (f"Tensor {name}",), lambda x: iter((x.as_tensor(),)), lambda it: hint.of_tensor(next(it))
+            (f"Tensor {name}",),
+            lambda x: iter((x.as_tensor(),)),
+            lambda it, read: hint.of_tensor(next(it)) if read else next(it),
         )
     kinds = set(typing.get_args(hint) or (hint,))
     if typing.get_origin(hint) is tuple:
         kind, _ = typing.get_args(hint)
-        return Part((f"{_KINDS[kind]}[] {name}",), lambda x: iter((list(x),)), lambda it: tuple(next(it)))
+        slots = (f"{_KINDS[kind]}[] {name}",)
+        return Part(slots, lambda x: iter((list(x),)), lambda it, _: tuple(next(it)))
     optional = "?" if NoneType in kinds else ""
     kinds -= {NoneType}
     if Tensor in kinds and len(kinds) == 2:
@@ -45,7 +51,12 @@ def part_of(name: str, hint: Any) -> Part:
     if len(kinds) != 1 or not kinds <= _KINDS.keys():
         raise TypeError(f"{name} must be a tensor, a number, a string or a record of these, got {hint}")
     (kind,) = kinds
-    return Part((f"{_KINDS[kind]}{optional} {name}",), lambda x: iter((x,)), next)
+    return Part((f"{_KINDS[kind]}{optional} {name}",), lambda x: iter((x,)), lambda it, _: next(it))
+
+
+def is_told(hint: Any) -> bool:
+    """Whether one tensor tells the object, as it does a layout."""
+    return hasattr(hint, "of_tensor")
 
 
 def holds_tensor(hint: Any) -> bool:
@@ -62,8 +73,8 @@ def _record(name: str, record: Any) -> Part:
         for part, value in zip(parts, x, strict=True):
             yield from part.flat(value)
 
-    def made(it: Iterator[Any]) -> Any:
-        return record(*[part.made(it) for part in parts])
+    def made(it: Iterator[Any], read: bool) -> Any:
+        return record(*[part.made(it, read) for part in parts])
 
     return Part(tuple(slot for part in parts for slot in part.slots), flat, made)
 
@@ -76,7 +87,7 @@ def _numbers(name: str, record: Any, kinds: list[type]) -> Part:
     def flat(x: Any) -> Iterator[Any]:
         return iter(([int(x[i]) for i in whole], [float(x[i]) for i in broken]))
 
-    def made(it: Iterator[Any]) -> Any:
+    def made(it: Iterator[Any], read: bool) -> Any:
         values = dict(zip(whole, next(it), strict=True)) | dict(zip(broken, next(it), strict=True))
         return record(*[kind(values[i]) for i, kind in enumerate(kinds)])
 
@@ -89,7 +100,7 @@ def _either(name: str, number: type, optional: str) -> Part:
     def flat(x: Any) -> Iterator[Any]:
         return iter((x, absent) if isinstance(x, Tensor) else (None, x))
 
-    def made(it: Iterator[Any]) -> Any:
+    def made(it: Iterator[Any], read: bool) -> Any:
         tensor, value = next(it), next(it)
         return value if tensor is None else tensor
 

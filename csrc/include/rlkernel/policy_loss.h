@@ -11,7 +11,7 @@
 
 namespace rlkernel {
 
-// The names are those of rlkernel/types.py, which says what each field means.
+// The names are those of rlkernel/calls/policy_loss.py, which says what each field means.
 RLKERNEL_ENUM(Term, clipped, cispo, reinforce, sapo, gmpo, dppo, vespo, surrogate, dro, cispo_mask)
 RLKERNEL_ENUM(Level, token, sequence, sequence_token)
 RLKERNEL_ENUM(Aggregation, tokens, sequence_sums, sequence_means)
@@ -51,7 +51,7 @@ enum Sum : int {
   kKept, kNotFinite, kOutside, kSums
 };
 constexpr int kPartials = kSums + 1;  // and the largest ratio
-constexpr int kValues = 17;           // loss, scale, then the metrics in the order of rlkernel/types.py
+constexpr int kValues = 17;           // loss, scale, then the metrics in the order of rlkernel/calls/policy_loss.py
 
 struct PolicyLoss {
   const float *logprobs, *old_logprobs, *advantages;

@@ -9,12 +9,12 @@
 
 namespace rlkernel {
 
-// The names are those of rlkernel/types.py.
+// The names are those of rlkernel/calls/preference_loss.py.
 RLKERNEL_ENUM(PreferenceTerm, sft, sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
               apo_zero, apo_down, discopop, sigmoid_norm, orpo, simpo, kto, apo_zero_unpaired, ipo_sum)
 RLKERNEL_ENUM(PreferenceDivergence, reverse_kl, forward_kl, js_divergence, alpha_divergence)
 
-// Columns of the sums of a sequence: SEQUENCE_SUMS of rlkernel/types.py.
+// Columns of the sums of a sequence: SEQUENCE_SUMS of rlkernel/calls/preference_loss.py.
 enum SequenceSum : int { kLogps, kRefLogps, kCounted, kNll, kNllTokens, kAligned, kCutoff, kSequenceSums };
 
 constexpr int kMaxTerms = 16;

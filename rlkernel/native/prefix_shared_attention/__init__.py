@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionGrads, AttentionResults, OutGrads
 from rlkernel.native import kernels_for
 from rlkernel.native.prefix_shared_attention import cpu
-from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.types import AttentionRule
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -23,24 +22,12 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return flash.unsupported_flash(q, k, v, *(options.get(name) for name in names))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``out`` [T, Hq, Dv] and ``lse`` [Hq, T], fp32 or fp64."""
-    return _path(q).forward(q, k, v, layout, rule, sinks)
+def forward(call: AttentionCall) -> AttentionResults:
+    return _path(call.q).forward(call)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _path(q).backward(grad_out, q, k, v, out, lse, layout, rule)
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    return _path(call.q).backward(call, results, grads)
 
 
 def _path(q: Tensor) -> Any:

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlkernel.calls.prefix_shared_attention import (
+    AttentionCall,
+    AttentionGrads,
+    AttentionResults,
+    AttentionRule,
+    OutGrads,
+)
 from rlkernel.native.prefix_shared_attention import kernels, products
 from rlkernel.native.prefix_shared_attention.plan import BITWISE_TILE, TILE, Batch, plan
-from rlkernel.prefix.layout import PrefixLayout, Run
-from rlkernel.types import AttentionRule
+from rlkernel.native.prefix_shared_attention.products import Dense
+from rlkernel.prefix.layout import Run
 
 _VECTOR = 16  # elements of the widest one
 
@@ -22,9 +29,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall) -> AttentionResults:
+    q, k, v, layout, rule, sinks, _ = call
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
@@ -36,14 +42,14 @@ def forward(
     mask = _band(calls.most_above, rule, q.dtype)
     for batch in calls.batches:
         qs, ks, vs = _rows(q4, batch), _keys(k4, batch), _keys(v4, batch)
-        o, norm = _attend(qs, ks, vs, _mask_of(mask, batch, calls.most_above), rule)
+        o, norm = _attend(Dense(qs, ks, vs, _mask_of(mask, batch, calls.most_above), rule))
         if sinks is not None and rule.bitwise:
             _add_sinks(o, norm, sinks)  # here, where shapes are fixed: exp's bits depend on a row's place
         out[batch.to] = _unpadded(o, batch)
         lse[:, batch.to] = _unpadded(norm[..., None], batch).squeeze(2).T
     for rows, keys, causal in calls.blocks:
         part, seen = slice(*rows), slice(*keys)
-        o, norm = _attend(q4[:, :, part], k4[:, :, seen], v4[:, :, seen], causal, rule)
+        o, norm = _attend(Dense(q4[:, :, part], k4[:, :, seen], v4[:, :, seen], causal, rule))
         if causal:
             out4[:, :, part] = o
             lse3[:, :, part] = norm
@@ -51,19 +57,12 @@ def forward(
             _merge(out4[:, :, part], lse3[:, :, part], o, norm)
     if sinks is not None and not rule.bitwise:
         _add_sinks(out4, lse3, sinks)
-    return out, lse
+    return AttentionResults(out, lse)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    q, k, v, layout, rule, *_ = call
+    (out, lse), (grad_out,) = results, grads
     rule = rule._replace(bitwise=False)
     calls = plan(layout, rule.window, rule.bitwise)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -77,14 +76,13 @@ def backward(
     lse3 = lse.unflatten(0, (kv_heads, -1))
     mask = _band(calls.most_above, rule, dtype)
     for batch in calls.batches:
-        grads, qs, outs, norm = (_rows(x, batch) for x in (grad4, q4, out4, lse3[..., None]))
+        grad, qs, outs, norm = (_rows(x, batch) for x in (grad4, q4, out4, lse3[..., None]))
         if isinstance(batch.take, Tensor):  # padding gives nothing
             real = torch.zeros(batch.n * batch.size, dtype=torch.bool).index_fill_(0, batch.take, True)
-            grads = torch.where(real.view(-1, 1, batch.size, 1).repeat(kv_heads, 1, 1, 1), grads, 0)
-        dqs, dks, dvs = _attend_backward(
-            grads, qs, _keys(k4, batch), _keys(v4, batch), outs, norm.squeeze(3),
-            _mask_of(mask, batch, calls.most_above), rule, dtype,
-        )  # fmt: skip
+            grad = torch.where(real.view(-1, 1, batch.size, 1).repeat(kv_heads, 1, 1, 1), grad, 0)
+        seen_by = _mask_of(mask, batch, calls.most_above)
+        dense = Dense(qs, _keys(k4, batch), _keys(v4, batch), seen_by, rule)
+        dqs, dks, dvs = _attend_backward(dense, outs, norm.squeeze(3), grad, dtype)
         dq[batch.to] = _unpadded(dqs, batch)
         for to, found in ((dk, dks), (dv, dvs)):
             flat = found.unflatten(0, (kv_heads, -1)).flatten(1, 2).transpose(0, 1)  # [n * M, Hkv, D]
@@ -95,25 +93,22 @@ def backward(
                 to[batch.to] += flat[batch.take]
     for rows, keys, causal in calls.blocks:
         part, seen = slice(*rows), slice(*keys)
-        dqs, dks, dvs = _attend_backward(
-            grad4[:, :, part], q4[:, :, part], k4[:, :, seen], v4[:, :, seen], out4[:, :, part],
-            lse3[:, :, part], causal, rule, dtype,
-        )  # fmt: skip
+        dense = Dense(q4[:, :, part], k4[:, :, seen], v4[:, :, seen], causal, rule)
+        dqs, dks, dvs = _attend_backward(dense, out4[:, :, part], lse3[:, :, part], grad4[:, :, part], dtype)
         if causal:
             dq4[:, :, part] = dqs
         else:
             dq4[:, :, part] += dqs
         dk[seen] += dks.transpose(0, 1)
         dv[seen] += dvs.transpose(0, 1)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return AttentionGrads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    """[B, r, N, D] on [B, r, M, D]: their part of the output, [B, r, N, Dv], and its lse [B, r, N]."""
+def _attend(dense: Dense) -> tuple[Tensor, Tensor]:
+    """The rows' part of the output, [B, r, N, Dv], and its lse [B, r, N]."""
+    q, k, v, mask, rule = dense
     if rule.softcap or q.shape[3] != v.shape[3]:
-        return products.forward(q, k, v, mask, rule)
+        return products.forward(dense)
     if mask is False:
         k, v, mask = _in_vectors(k, v)
     if isinstance(mask, Tensor):
@@ -137,23 +132,16 @@ def _in_vectors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | bool]:
 
 
 def _attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | bool,
-    rule: AttentionRule,
-    dtype: torch.dtype,
+    dense: Dense, out: Tensor, lse: Tensor, grad: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [B, r, N, D], and of k and v [B, M, D], summed over the r heads that read them."""
+    q, k, v, mask, rule = dense
     # in half precision the kernel would add up dk and dv in it, and fp16 is twenty times slower than fp32
     r = q.shape[1]
     k, v = (x[:, :1].to(dtype).expand(-1, r, -1, -1) for x in (k, v))
     grad, q, out = (x.to(dtype) for x in (grad, q, out))
     if rule.softcap or q.shape[3] != v.shape[3]:
-        return products.backward(grad, q, k, v, out, lse, mask, rule)
+        return products.backward(Dense(q, k, v, mask, rule), out, lse, grad)
     causal, attn_mask = (False, mask) if isinstance(mask, Tensor) else (mask, None)
     dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=attn_mask, scale=rule.scale)
     return (dq, dk[:, 0], dv[:, 0]) if r == 1 else (dq, dk.sum(1), dv.sum(1))

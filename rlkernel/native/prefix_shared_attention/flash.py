@@ -16,25 +16,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.calls.prefix_shared_attention import (
+    AttentionCall,
+    AttentionGrads,
+    AttentionResults,
+    AttentionRule,
+    OutGrads,
+)
 from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers
 from rlkernel.native import kernels_for
 from rlkernel.native.prefix_shared_attention import varlen
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
-from rlkernel.native.prefix_shared_attention.varlen import Sequences, Varlen
+from rlkernel.native.prefix_shared_attention.varlen import Grads, Saved, Sequences, Varlen
 from rlkernel.prefix.layout import Gathered, PrefixLayout, Run
-from rlkernel.types import AttentionRule
-
-Grads = tuple[Tensor, Tensor, Tensor]
-
-
-class Saved(NamedTuple):
-    """What backward reads of forward, whole rows."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def unsupported_flash(
@@ -60,40 +54,32 @@ def unsupported_flash(
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall) -> AttentionResults:
+    q, k, v, layout, rule, sinks, _ = call
     v_dim, width = v.shape[2], max(q.shape[2], v.shape[2])
     if not layout.total:
-        return q.new_empty(*q.shape[:2], v_dim), q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype))
+        out = q.new_empty(*q.shape[:2], v_dim)
+        return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype)))
     q, k, v = (_widened(x, width) for x in (q, k, v))
     way = _gather if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade
     out, lse = way(_kernel(q, rule), q, k, v, layout, rule)
     out = out[..., :v_dim].contiguous()
     if sinks is not None:
         attention_merge(out, lse, None, None, sinks)
-    return out, lse
+    return AttentionResults(out, lse)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: PrefixLayout,
-    rule: AttentionRule,
-) -> Grads:
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    q, k, v, layout, rule, *_ = call
+    (out, lse), (grad_out,) = results, grads
     if not layout.total:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        return AttentionGrads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     dims, width = (q.shape[2], k.shape[2], v.shape[2]), max(q.shape[2], v.shape[2])
     q, k, v, out, grad_out = (_widened(x, width) for x in (q, k, v, out, grad_out))
     way = _gather_backward if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade_backward
     # the calls of a cascade read it again and again, some of them by 16 bytes: no copy each time
-    grads = way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
-    dq, dk, dv = (x[..., :d].contiguous() for x, d in zip(grads, dims, strict=True))
-    return dq, dk, dv
+    found = way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
+    return AttentionGrads(*(x[..., :d].contiguous() for x, d in zip(found, dims, strict=True)))
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -165,7 +151,7 @@ def _gather_backward(
     gathered = layout.gathered(q.device)
     # again, rather than kept from forward for each layer: they are as large as G prompts
     ks, vs = _gathered(k, v, gathered)
-    dq, dk, dv = kernel.backward(grad_out, q, ks, vs, out, lse, _sequences(gathered, rule))
+    dq, dk, dv = kernel.backward(grad_out, Saved(q, ks, vs, out, lse), _sequences(gathered, rule))
     if ks is not k:
         dk, dv = segment_reduce(dk, dv, *copies(layout, q.device))
     return dq, dk, dv
@@ -204,14 +190,13 @@ def _cascade_backward(
 ) -> Grads:
     q, k, v, out, lse = saved
     tables = cascade(layout, q.device)
-    dq, dk, dv = kernel.backward(grad_out, q, k, v, out, lse, _own(tables, rule))
+    dq, dk, dv = kernel.backward(grad_out, saved, _own(tables, rule))
     if len(tables.calls) > 1:  # more than two terms; two are added in fp32 and rounded once as they are
         dq, dk, dv = (x.to(_wide(x.dtype)) for x in (dq, dk, dv))
     for call in tables.calls:
         rows, keys = slice(*call.rows), slice(*call.keys)
-        parts = kernel.backward(
-            grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows], _above(tables, call, rule)
-        )
+        piece = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+        parts = kernel.backward(grad_out[rows], piece, _above(tables, call, rule))
         for total, part, whole, runs in (
             (dq, parts[0], call.rows, call.asked),
             (dk, parts[1], call.keys, call.answered),

@@ -5,22 +5,29 @@ that are padded to one head dim, without their memory.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.types import AttentionRule
+from rlkernel.calls.prefix_shared_attention import AttentionRule
 
 SCORES = 1 << 18  # of a tile: they stay in the cache, and memory does not grow with the number of rows
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    """[B, r, N, D] on [B, r, M, D], the r heads of k and v being one: output [B, r, N, Dv] and lse [B, r, N].
+class Dense(NamedTuple):
+    """Rows on keys, all of the same lengths; the r heads of k and v are one.  Every row sees a key."""
 
-    ``mask`` is added to the scores; True: row i sees the first i + 1 keys; False: all.  Every row sees one.
-    """
+    q: Tensor  # [B, r, N, D]
+    k: Tensor  # [B, r, M, D]
+    v: Tensor  # [B, r, M, Dv]
+    mask: Tensor | bool  # added to the scores; True: row i sees the first i + 1 keys; False: all
+    rule: AttentionRule
+
+
+def forward(dense: Dense) -> tuple[Tensor, Tensor]:
+    """The output [B, r, N, Dv] and its lse [B, r, N]."""
+    q, k, v, mask, rule = dense
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k[:, 0].to(dtype), v[:, 0].to(dtype)
     out = torch.empty(*q.shape[:3], v.shape[2], dtype=q.dtype, device=q.device)
@@ -36,17 +43,9 @@ def forward(
     return out, lse
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | bool,
-    rule: AttentionRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dense: Dense, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [B, r, N, D], and of k [B, M, D] and v [B, M, Dv]: all in lse's precision."""
+    q, k, v, mask, rule = dense
     k, v = k[:, 0], v[:, 0]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))

@@ -27,6 +27,16 @@ MAX_HEAD_DIM = 256
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+class Saved(NamedTuple):
+    """What backward reads of forward, whole rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Sequences(NamedTuple):
     """What a call computes: int32 tables of B + 1 offsets each, the longest sequences, and the rule."""
 
@@ -157,10 +167,9 @@ class Varlen:
             raise RuntimeError(f"{self.name}'s lse must have shape [Hq, T] = {want}, got {tuple(lse.shape)}")
         return out.contiguous(), lse.contiguous()
 
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Sequences
-    ) -> Grads:
+    def backward(self, grad_out: Tensor, saved: Saved, s: Sequences) -> Grads:
         _, function = self._found()
+        q, k, v, out, lse = saved
         grad_out, out, lse = aligned(grad_out), aligned(out), lse.contiguous()
         values = _values(q, k, v, s)
         values |= {"dout": grad_out, "grad_out": grad_out, "out": out, "softmax_lse": lse, "logsumexp": lse}
