@@ -14,6 +14,7 @@ LINKS = ("triton_ops", "integrations", "benchmarks")
 
 # Everything that an op must have, under its own name.
 OP_FILES = (
+    "rlkernel/calls/{op}.py",
     "rlkernel/reference/{op}.py",
     "tests/test_{op}.py",
     "benchmarks/{op}.py",

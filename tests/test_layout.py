@@ -26,6 +26,7 @@ def _kernel(x, row, C: tl.constexpr, KIND: tl.constexpr):
 GOOD = {
     "rlkernel/__init__.py": "from rlkernel.ops.scale import scale\n__all__ = ['scale']\n",
     "rlkernel/ops/scale.py": "def scale(x): ...\n",
+    "rlkernel/calls/scale.py": "",
     "rlkernel/reference/scale.py": FUNCTIONS + "def make_inputs(n): ...\n",
     "rlkernel/native/scale.py": FUNCTIONS + "from rlkernel import workspace\n",
     "rlkernel/_C.pyi": "class Kernels:\n    def scale(self, *, x: Tensor) -> None: ...\n",
