@@ -8,9 +8,7 @@ import torch
 from backends import is_slow, of, running
 
 import rlkernel
-from rlkernel.calls.policy_loss import (
-    CovariancePick,
-)
+from rlkernel.calls.policy_loss import CovariancePick, PolicySelectCall
 from rlkernel.ops import _covariance
 from rlkernel.reference import policy_loss as reference
 from rlkernel.reference.policy_loss import make_inputs
@@ -247,8 +245,9 @@ def test_the_choice_is_one_node_of_a_graph(by_hash):
     inputs = make_inputs(5, 60, drift=0.1)
     pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
     names = ("logprobs", "old_logprobs", "advantages", "mask")
-    arguments = (*(inputs[name] for name in names), None, *pick)
-    torch.library.opcheck(torch.ops.rlkernel.policy_loss_select.default, arguments)
+    call = PolicySelectCall(*(inputs[name] for name in names), None, pick)
+    op = _covariance.op
+    torch.library.opcheck(op.node, op.flat(call))
 
 
 def test_loss_uses_them():

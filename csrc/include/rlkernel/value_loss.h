@@ -15,7 +15,7 @@ struct ValueSums {
   double return_mean, return_squares, error_mean, error_squares;
 };
 
-constexpr int kValueMetrics = 9;  // types.VALUE_METRICS
+constexpr int kValueMetrics = 9;  // calls.value_loss.VALUE_METRICS
 
 RLKERNEL_ENUM(Unit, token, sum, mean)  // types.Aggregation
 
