@@ -198,6 +198,14 @@ def test_what_is_off_is_named(case):
             rlkernel.score_tokens(LOGITS, torch.zeros(3, dtype=torch.int64), **shared)
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "typical_p", "xtc_probability", "seeds"])
+def test_one_value_on_the_meta_device_is_none(name):
+    dtype = torch.int64 if name in ("top_k", "seeds") else torch.float32
+    one = torch.ones((), dtype=dtype, device="meta")
+    with pytest.raises(ValueError, match=f"^{name} must be on logits's device cpu, got meta$"):
+        rlkernel.sample(LOGITS, **{name: one})
+
+
 @pytest.mark.parametrize(
     ("logits", "message"),
     [

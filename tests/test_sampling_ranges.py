@@ -114,6 +114,7 @@ BAD = {
     "eta_cutoff": [math.nan, -0.5, 1.5, math.inf],
     "typical_p": [math.nan, 0.0, 1.5, -math.inf],
     "xtc_probability": [math.nan, -0.5, 1.5, math.inf],
+    "xtc_threshold": [math.nan, 0.0, 1.5, math.inf],
     "top_k": [-2, -(2**62)],
 }
 
@@ -137,6 +138,8 @@ def test_rows_of_parameters_that_nobody_looked_at_are_not_valid(backend, device,
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
     if name.startswith("xtc"):
         options["seeds"] = 3
+    if name == "xtc_threshold":  # also of a row that XTC is not drawn in
+        options["xtc_probability"] = torch.tensor(0.0, device=device)
     for more in ({}, {"token_ids": torch.arange(rows, device=device)}):
         if more:
             plain = {k: x for k, x in options.items() if k != "method"}

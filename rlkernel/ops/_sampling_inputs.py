@@ -168,8 +168,11 @@ def _band(
         places = torch.zeros_like(seeds) if positions is None else positions
         u = stream.row_uniform(stream.XTC, seeds, places)
         made[1] = torch.where(u < chance, threshold, 1.0)
-        if isinstance(chance, Tensor):  # on a GPU nobody has looked at them
+        # on a GPU nobody has looked at tensors; a row has what is asked also where XTC is not drawn
+        if isinstance(chance, Tensor):
             made[1] = torch.where((chance >= 0) & (chance <= 1), made[1], torch.nan)
+        if isinstance(threshold, Tensor):
+            made[1] = torch.where((threshold > 0) & (threshold <= 1), made[1], torch.nan)
     return made.t().contiguous()
 
 
@@ -316,7 +319,7 @@ def _per_row(
     if value.dim() and value.shape != shape:
         want = f"one value or have shape {tuple(shape)}"
         raise ValueError(f"{argument} must be {want}, got {tuple(value.shape)}")
-    if value.dim():
+    if value.dim() or value.is_meta:  # one value may be of any device, but there it is none
         _validate.same_device(argument, value, "logits", device)
         if value.dim() == 1:
             return _validate.dense(value, dtype)
