@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.runtime.schema import holds_tensor, is_told, part_of
@@ -86,8 +87,10 @@ class Op:
             return tuple(x if t else None for x, t in zip(got, there, strict=False))
         if torch.is_grad_enabled():
             sources = self.sources(call)
+            # what has a tangent of forward-mode AD is refused there, and would be lost here
+            dual = forward_ad._current_level >= 0
             for x in sources:
-                if x is not None and x.requires_grad:
+                if x is not None and (dual or x.requires_grad):
                     return self.eager.apply(call, *sources)[: self.outputs]
         return self.forward(self.pick(call), call)[: self.outputs]
 
@@ -158,44 +161,42 @@ def _getter(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _eager(op: Op) -> Any:
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, call: Any, *sources: Any) -> Any:
-            ctx.set_materialize_grads(False)
-            # backward runs on the same backend, also on another thread or after the block that forced it
-            ctx.impl = op.pick(call)
-            results = op.forward(ctx.impl, call)
-            ctx.plain, saved = op.store.taken(call, results)
-            outputs = results[: op.outputs]
-            if op.overwrites is not None:
-                ctx.overwritten = False
-            if op.constants:
-                ctx.mark_non_differentiable(*[x for x in op.constant(outputs) if x is not None])
-            if op.anchored:
-                graph = anchor(outputs[0])
-                ctx.save_for_backward(*saved, graph)
-                return *outputs, graph
-            ctx.save_for_backward(*saved)
-            return outputs
+    def forward(ctx: Any, call: Any, *sources: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        # backward runs on the same backend, also on another thread or after the block that forced it
+        ctx.impl = op.pick(call)
+        results = op.forward(ctx.impl, call)
+        ctx.plain, saved = op.store.taken(call, results)
+        outputs = results[: op.outputs]
+        if op.overwrites is not None:
+            ctx.overwritten = False
+        if op.constants:
+            ctx.mark_non_differentiable(*[x for x in op.constant(outputs) if x is not None])
+        if op.anchored:
+            graph = anchor(outputs[0])
+            ctx.save_for_backward(*saved, graph)
+            return *outputs, graph
+        ctx.save_for_backward(*saved)
+        return outputs
 
-        @staticmethod
-        @once_differentiable(op.name)
-        def backward(ctx: Any, *grads: Any) -> Any:
-            if op.overwrites is not None and ctx.overwritten:
-                why = f"got True: {op.overwrites} are gone"
-                raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
-            call, results = op.store.back(ctx.plain, ctx.saved_tensors)
-            if op.needs is not None and call[op.needs] != (needs := tuple(ctx.needs_input_grad[1:])):
-                call = call._replace(needs=needs)
-            if op.overwrites is not None and call.inplace_backward:
-                ctx.overwritten = True
-                # other users of the tensor in this graph then raise instead of computing nonsense
-                torch.autograd.graph.increment_version(getattr(call, op.overwrites))
-            assert op.backward is not None
-            return None, *op.backward(ctx.impl, call, results, grads[: op.outputs])
+    @once_differentiable(op.name)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if op.overwrites is not None and ctx.overwritten:
+            why = f"got True: {op.overwrites} are gone"
+            raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
+        call, results = op.store.back(ctx.plain, ctx.saved_tensors)
+        if op.needs is not None and call[op.needs] != (needs := tuple(ctx.needs_input_grad[1:])):
+            call = call._replace(needs=needs)
+        if op.overwrites is not None and call.inplace_backward:
+            ctx.overwritten = True
+            # other users of the tensor in this graph then raise instead of computing nonsense
+            torch.autograd.graph.increment_version(getattr(call, op.overwrites))
+        assert op.backward is not None
+        return None, *op.backward(ctx.impl, call, results, grads[: op.outputs])
 
-    Eager.__name__ = Eager.__qualname__ = f"_{op.name.title().replace('_', '')}"  # as it is called in a graph
-    return Eager
+    # a class statement would name the node in a graph after the statement
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"_{op.name.title().replace('_', '')}", (torch.autograd.Function,), functions)
 
 
 # Under torch.compile.  What a node takes and gives are tensors and scalars: a result that is absent is empty.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from rlkernel.opaque import Op
@@ -195,6 +196,17 @@ def test_a_second_derivative_is_refused(saves):
     (g,) = torch.autograd.grad(op(call_of(x))[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{op.name} has no second derivative"):
         g.sum().backward()
+
+
+def test_the_name_in_a_graph_is_the_op_s():
+    assert OP(CALLS["numbers"]())[0].grad_fn.name() == f"_{OP.name.title().replace('_', '')}Backward"
+
+
+def test_a_tangent_is_refused_and_not_lost():
+    x = leaf(2, 3)
+    for given in (x, x.detach()):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
+            OP(call_of(forward_ad.make_dual(given, torch.ones(2, 3))))
 
 
 def test_a_saved_tensor_that_is_changed_in_place():

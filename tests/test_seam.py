@@ -10,6 +10,7 @@ import exchange
 import pytest
 import seam_calls
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rlkernel
 from rlkernel import native
@@ -178,6 +179,34 @@ def test_a_tensor_elsewhere_is_refused():
         assert error.startswith(f"ValueError: gae: rewards must be on the CPU, got {name}")
     error = exchange.run("told(ids=[0, 1, 0, 0])", ADDED)
     assert error == "ValueError: gae: values must be on device 0 as rewards is, got 1"
+
+
+def _fake(x):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(x)
+
+
+def _freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)  # as sharded training does between uses of a weight
+    return x
+
+
+@pytest.mark.parametrize(
+    "made, got",
+    [
+        (_fake, "a FakeTensor"),
+        (lambda x: _fake(torch.stack([x, x]))[1], "a FakeTensor"),
+        (_freed, "a tensor whose storage was freed"),
+    ],
+    ids=["fake", "fake, at an offset", "freed"],
+)
+def test_a_tensor_without_memory_is_refused(made, got):
+    call = seam_calls.recorded()["attention_merge"][0]
+    with pytest.raises(
+        ValueError, match=f"attention_merge: out must lie in memory that torch shows, got {got}"
+    ):
+        CPU.attention_merge(**call | {"out": made(call["out"].contiguous())})
 
 
 class Marked(torch.Tensor):

@@ -14,9 +14,10 @@ namespace rlkernel::bind {
 
 namespace py = pybind11;
 
-// torch.Tensor and the function that reads one, asked of torch once.
+// torch.Tensor, what its __torch_dispatch__ is, and the function that reads one: asked of torch once.
 struct Torch {
   PyTypeObject* tensor;
+  PyObject* dispatch;
   int (*read)(void*, dlpack::Tensor*);
 };
 
@@ -31,7 +32,9 @@ inline const Torch& torch() {
     if (api == nullptr || api->major != 1 || api->read == nullptr)
       throw py::import_error("torch must be at least 2.11, this one's torch.Tensor has no " +
                              std::string(dlpack::kExchangeAttribute) + " of DLPack 1");
-    return Torch{reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()), api->read};  // both live as long as torch
+    const py::object dispatch = tensor.attr("__torch_dispatch__");
+    // all live as long as torch
+    return Torch{reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()), dispatch.inc_ref().ptr(), api->read};
   }();
   return found;
 }
@@ -79,6 +82,10 @@ class Tensor {
   void call(const char* kernel, const char* name) { kernel_ = kernel, name_ = name; }
 
   void read(int32_t device, PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    // a class that answers operations itself, as fake tensors do, names a device and may have nothing there
+    if (type != torch().tensor && py::getattr(py::type::handle_of(object), "__torch_dispatch__").ptr() != torch().dispatch)
+      refuse("lie in memory that torch shows", std::string("a ") + type->tp_name);
     if (torch().read(object, &x_) != 0) {
       const std::string reason = py::error_already_set().what();
       refuse("lie in memory that torch shows", reason.substr(0, reason.find('\n')));
@@ -86,6 +93,7 @@ class Tensor {
     given = true;
     if (x_.device_type != device)
       refuse("be on " + std::string(text_of_device(device)), text_of_device(x_.device_type));
+    if (x_.data == nullptr && elements() != 0) refuse("lie in memory that torch shows", "a tensor whose storage was freed");
   }
 
   void on_device_of(const Tensor& other) const {
