@@ -1,5 +1,6 @@
 """linear_policy_loss: which path runs, what it costs, and how autograd and torch.compile use it."""
 
+import functools
 import logging
 
 import linear_policy
@@ -259,6 +260,16 @@ def test_compiles_as_one_graph(form, room):
             results.append([*out, *torch.autograd.grad(out[0], wanted)])
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert_equal(f"result {i}", b, a)
+
+
+def test_a_loss_of_the_whole_batch_compiles_as_one_graph():
+    inputs = make_inputs(2, 9, 16, 133)
+    able("native", inputs)
+    call = functools.partial(rlkernel.linear_policy_loss, **inputs, loss_type="clip_cov", seed=3)
+    with rlkernel.use_backend("native"):
+        want, got = call(), torch.compile(call, fullgraph=True, backend="aot_eager")()
+    for name, a, b in zip(want._fields[:3], got, want, strict=False):
+        assert_equal(name, a, b)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)

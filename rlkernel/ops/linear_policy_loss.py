@@ -136,7 +136,8 @@ def linear_policy_loss(
         if algorithm == "one_pass":
             reason = "the loss needs the logprobs of the whole batch"
             raise ValueError(f"algorithm must be 'auto' or 'two_pass' here, got 'one_pass': {reason}")
-        _log.debug("linear_policy_loss in two passes: the loss needs the logprobs of the whole batch")
+        if not torch.compiler.is_compiling():
+            _log.debug("linear_policy_loss in two passes: the loss needs the logprobs of the whole batch")
         ids = torch.where(kept, target_ids, _OUTSIDE)
         has_entropy = return_entropy or bool(entropy_coef)
         own = linear_logprob(
