@@ -79,7 +79,7 @@ def hash_of(logprob, position, seed):
 
 
 @triton.jit
-def ranked(
+def placed(
     logprobs, old_logprobs, advantages, mask, sums, rows, row, begin, end, i, low, high, cov_low, cov_high,
     seed, BY_HASH: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def selection_count_kernel(
     bits: tl.constexpr = 10 if LEVEL == LEVELS - 1 else 11
     lanes = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
-        among, rank = ranked(
+        among, rank = placed(
             logprobs, old_logprobs, advantages, mask, sums, rows, row, begin, end, start + lanes, low, high,
             cov_low, cov_high, seed, BY_HASH, PER_TOKEN,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def selection_ties_kernel(
     least, count = tl.load(cut + Cut.rank), tl.zeros((), tl.int64)
     lanes = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK):
-        among, rank = ranked(
+        among, rank = placed(
             logprobs, old_logprobs, advantages, mask, sums, rows, row, begin, end, start + lanes, low, high,
             cov_low, cov_high, seed, BY_HASH, PER_TOKEN,
         )  # fmt: skip
@@ -189,7 +189,7 @@ def selection_kernel(
         left -= tl.sum(tl.load(ties + r, mask=r < row, other=0), axis=0)
     for start in range(begin, end, BLOCK):
         i = start + lanes
-        among, rank = ranked(
+        among, rank = placed(
             logprobs, old_logprobs, advantages, mask, sums, rows, row, begin, end, i, low, high, cov_low,
             cov_high, seed, BY_HASH, PER_TOKEN,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-// The arguments of the preference losses in Python; their rule is rlkernel.calls.preference_loss.PreferenceRule, field by field.
+// The arguments of the preference losses in Python; the rule is rlkernel.calls.preference_loss.PreferenceRule by its fields.
 #pragma once
 #include "rlkernel/bind_sequences.h"
 #include "rlkernel/preference_loss.h"
