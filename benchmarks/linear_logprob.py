@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
+from rlkernel.runtime import workspace
 
 DIMS = ("N", "H", "V")
 INPUTS = {"ignored": 0.0}  # not every peer knows ignored rows, and all must do the same work

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rlkernel import debug, workspace
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
 from rlkernel.calls.gae import GaeOutput
@@ -40,6 +39,7 @@ from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
+from rlkernel.runtime import debug, workspace
 
 __all__ = [
     "Dry",

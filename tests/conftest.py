@@ -19,8 +19,8 @@ import hypothesis
 import pytest
 import triton_interpreter
 
-from rlkernel import workspace
 from rlkernel.bench.amx import avoid_broken_amx
+from rlkernel.runtime import workspace
 
 # the same examples in every run: what CI finds, everyone finds
 hypothesis.settings.register_profile("repeatable", derandomize=True)

@@ -130,7 +130,7 @@ def reference_imports(root: Path) -> list[str]:
     of."""
     own = ("rlkernel.reference.", "rlkernel.calls.")
     # the words of a random stream, which kernels have in copies of their own
-    own += ("rlkernel.stream.",)
+    own += ("rlkernel.runtime.stream.",)
     problems = []
     for path in sorted((root / "rlkernel/reference").glob("**/*.py")):
         for imported in _imports(path, "rlkernel.reference"):

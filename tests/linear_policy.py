@@ -7,10 +7,10 @@ from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference import linear_policy_loss as reference
+from rlkernel.runtime import workspace
 
 OP = "linear_policy_loss"
 ON_EVERY_BACKEND = pytest.mark.parametrize(

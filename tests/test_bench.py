@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from rlkernel import dispatch, workspace
+from rlkernel import dispatch
 from rlkernel.bench import cases, cli, measure, memory, parity, render, report, run
 from rlkernel.bench.cases import Case
 from rlkernel.bench.progress import Progress
+from rlkernel.runtime import workspace
 
 
 def test_every_op_has_a_complete_benchmark():

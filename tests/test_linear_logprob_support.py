@@ -9,11 +9,11 @@ from logprob_cases import upstream_like
 from support_cases import masked, supports
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.calls.linear_logprob import LinearLogprobCall
 from rlkernel.drivers import linear_logprob_support as support_products
 from rlkernel.ops.linear_logprob import op
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.runtime import workspace
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")

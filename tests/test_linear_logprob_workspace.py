@@ -10,10 +10,10 @@ from logprob_cases import upstream_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.runtime import workspace
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")

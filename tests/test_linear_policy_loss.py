@@ -21,7 +21,6 @@ from linear_policy import (
 )
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.calls.policy_loss import (
     LEVELS,
     POLICY_METRICS,
@@ -33,6 +32,7 @@ from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
+from rlkernel.runtime import workspace
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]

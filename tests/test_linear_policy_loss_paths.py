@@ -24,13 +24,13 @@ from linear_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops import _policy_rule
+from rlkernel.runtime import workspace
 
 pytestmark = pytest.mark.usefixtures("poison")
 room = linear_policy.room

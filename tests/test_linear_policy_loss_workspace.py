@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkernel import workspace
 from rlkernel.bench.cases import MODELS
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_policy_loss_plan import Resident
+from rlkernel.runtime import workspace
 
 ROWS = 2**20
 

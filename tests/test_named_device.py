@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rlkernel
-from rlkernel import dispatch, native, workspace
+from rlkernel import dispatch, native
 from rlkernel.bench import cases, parity
-from rlkernel.runtime import gpu
+from rlkernel.runtime import gpu, workspace
 
 GPU = torch.device("cuda:0")
 MODULES = cases.modules(None)

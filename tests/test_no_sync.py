@@ -10,7 +10,6 @@ from backends import of, running
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import debug
 from rlkernel.reference import (
     gae,
     group_advantages,
@@ -23,6 +22,7 @@ from rlkernel.reference import (
     value_loss,
     whiten,
 )
+from rlkernel.runtime import debug
 
 aten = torch.ops.aten
 READS = {

@@ -9,9 +9,9 @@ from backends import is_slow, of, running
 from preference_calls import arguments
 
 import rlkernel
-from rlkernel import debug
 from rlkernel.ops import _policy_rule
 from rlkernel.reference import policy_loss, preference_loss, value_loss
+from rlkernel.runtime import debug
 
 LOSSES = ("policy_loss", "linear_policy_loss", "value_loss", "preference_loss")
 PAIRS = pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from backends import of, running
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel import debug, workspace
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference import gae, policy_loss, preference_loss, value_loss
+from rlkernel.runtime import debug, workspace
 
 OPS = ("policy_loss", "linear_policy_loss", "value_loss", "preference_loss", "gae", "kl_shaped_rewards")
 PAIRS = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policy_cases import NEEDS, check_against_fp64, run, to
 
 import rlkernel
-from rlkernel import RolloutCorrection, debug
+from rlkernel import RolloutCorrection
 from rlkernel.calls.policy_loss import (
     KL_ESTIMATORS,
     KL_WEIGHTS,
@@ -22,6 +22,7 @@ from rlkernel.calls.policy_loss import (
 from rlkernel.ops import _policy_rule as names
 from rlkernel.ops._rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
+from rlkernel.runtime import debug
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
 pytestmark = pytest.mark.usefixtures("poison")

@@ -9,10 +9,10 @@ from bitwise import assert_equal
 from preference_calls import arguments, check_against_fp64, run
 
 import rlkernel
-from rlkernel import debug
 from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_METRICS
 from rlkernel.ops import _preference_rule as names
 from rlkernel.reference.preference_loss import make_inputs
+from rlkernel.runtime import debug
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("preference_loss"))
 pytestmark = pytest.mark.usefixtures("poison")

@@ -9,9 +9,9 @@ from bitwise import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import workspace
 from rlkernel.drivers import sample_linear as sampling_tiles
 from rlkernel.reference.sample_linear import make_inputs
+from rlkernel.runtime import workspace
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sample_linear"))
 # The kernels are those of sample, whose tests emulate them at length: here a few calls of each kind do.

@@ -19,7 +19,8 @@ from sampling_cases import (
 )
 
 import rlkernel
-from rlkernel import dispatch, stream
+from rlkernel import dispatch
+from rlkernel.runtime import stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 METHODS = pytest.mark.parametrize("method", ["grouped", "gumbel"])

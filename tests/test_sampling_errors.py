@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rlkernel
-from rlkernel import debug
+from rlkernel.runtime import debug
 
 LOGITS = torch.zeros(3, 40)
 SAID = torch.zeros(3, 5, dtype=torch.int64)

@@ -9,7 +9,7 @@ from backends import is_slow, running
 from sampling_cases import FILTERS, PAIRS, bitmask, grid, per_row, sample, skip_unless_sampling, support
 
 import rlkernel
-from rlkernel import stream
+from rlkernel.runtime import stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 METHODS = pytest.mark.parametrize("method", ["grouped", "gumbel"])

@@ -12,9 +12,9 @@ from sampling_cases import PAIRS, bitmask, sample, skip_unless_sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel import debug
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _scalars
+from rlkernel.runtime import debug
 
 COLDEST, HOTTEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal numbers of fp32
 

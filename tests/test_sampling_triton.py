@@ -10,9 +10,9 @@ if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
-from rlkernel import stream  # noqa: E402
 from rlkernel.calls.sampling import FILTER_ORDERS, Sampling  # noqa: E402
 from rlkernel.reference import sampling as reference  # noqa: E402
+from rlkernel.runtime import stream  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)

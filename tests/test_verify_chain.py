@@ -13,8 +13,8 @@ from sampling_cases import bitmask
 from test_no_sync import _NoReads
 
 import rlkernel
-from rlkernel import debug, stream
 from rlkernel.ops import _verify_chain
+from rlkernel.runtime import debug, stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sampling"))
 # It is made of `sample`, whose own tests run everywhere: a rollout on what is slow would show nothing new.

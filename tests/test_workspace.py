@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from rlkernel import workspace
-from rlkernel.workspace import Carver
+from rlkernel.runtime import workspace
+from rlkernel.runtime.workspace import Carver
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.runtime import workspace
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import (

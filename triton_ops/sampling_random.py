@@ -7,7 +7,7 @@ vendor's library, so that all GPUs draw the same.
 import triton
 import triton.language as tl
 
-from rlkernel import stream
+from rlkernel.runtime import stream
 
 GROUP = tl.constexpr(stream.GROUP)
 INSIDE = tl.constexpr(stream.INSIDE)

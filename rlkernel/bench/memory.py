@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlkernel import workspace
+from rlkernel.runtime import workspace
 
 METHOD = {
     "cpu": "every allocation of PyTorch's CPU allocator during the call, tracked in order",

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch, workspace
+from rlkernel import dispatch
 from rlkernel.bench import measure, memory, parity
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.bench.progress import Progress
+from rlkernel.runtime import workspace
 
 Row = dict[str, Any]
 PASSES = ("forward", "forward+backward")

@@ -100,5 +100,5 @@ def _if(op: str, backends: Iterable[str], word: str) -> str:
 
 def _has_file(backend: str, op: str) -> bool:
     """Whether the backend has the op, be its library installed here or not."""
-    package = dispatch.BACKENDS[backend].replace(".", "/")
-    return (Path(__file__).parents[2] / package / f"{op}.py").is_file()
+    module = Path(__file__).parents[2] / dispatch.BACKENDS[backend].replace(".", "/") / op
+    return module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()

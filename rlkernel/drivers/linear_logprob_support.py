@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.logprob import unfiltered_ids
+from rlkernel.runtime import workspace
 
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
 from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
-from rlkernel.workspace import Carver
+from rlkernel.runtime import workspace
+from rlkernel.runtime.workspace import Carver
 
 
 class Step(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.workspace import ALIGNMENT, Carver
+from rlkernel.runtime import workspace
+from rlkernel.runtime.workspace import ALIGNMENT, Carver
 
 
 class Tile(NamedTuple):

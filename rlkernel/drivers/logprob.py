@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.calls.logprob import LogprobCall, LogprobResults
 from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.runtime import debug
 
 Sample = Callable[[Tensor, Tensor | None, Sampling], SampleStats]
 

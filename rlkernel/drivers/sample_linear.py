@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import workspace
 from rlkernel.calls.linear_logprob import Head
 from rlkernel.calls.sampling import SampleStats, Sampling
 from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
-from rlkernel.workspace import Carver
+from rlkernel.runtime import workspace
+from rlkernel.runtime.workspace import Carver
 
 SPLIT = 4096  # the kernels refuse tiles that start elsewhere than at a multiple of theirs
 PIECE = 64

@@ -7,8 +7,8 @@ whatever the mask says of them, and what an op gives for them is 0.
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.ops import _validate
+from rlkernel.runtime import debug
 
 
 def typed(name: str, x: Tensor, tokens: str, device: torch.device) -> None:

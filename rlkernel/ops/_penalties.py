@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.ops import _repetition, _scalars, _validate
 from rlkernel.ops._repetition import Dry
 from rlkernel.ops._token_bias import TokenBias
+from rlkernel.runtime import debug
 
 
 class Penalties(NamedTuple):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.calls.policy_loss import (
     KL_WEIGHTS,
     PolicyRule,
 )
 from rlkernel.ops import _packing, _policy_rule, _validate
 from rlkernel.ops._rollout_correction import RolloutCorrection, of_second_moment
+from rlkernel.runtime import debug
 
 
 def checked(

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import debug, stream
 from rlkernel.calls.sampling import FILTER_ORDERS, Sampling
 from rlkernel.ops import _scalars, _validate
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._sampling_ranks import RANKINGS, Wanted
 from rlkernel.ops._token_bias import TokenBias
+from rlkernel.runtime import debug, stream
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 METHODS = ("grouped", "gumbel")

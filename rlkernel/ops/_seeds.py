@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from rlkernel import stream
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _scalars
+from rlkernel.runtime import stream
 
 
 def split_seeds(seeds: int | Tensor, n: int) -> Tensor:

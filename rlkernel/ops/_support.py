@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.drivers.linear_logprob_support import row_of
 from rlkernel.ops import _validate
+from rlkernel.runtime import debug
 
 
 def checked(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.ops import _scalars, _validate
+from rlkernel.runtime import debug
 
 
 class TokenBias(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from rlkernel import debug
 from rlkernel.ops import _scalars
+from rlkernel.runtime import debug
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

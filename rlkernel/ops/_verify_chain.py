@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import debug, stream
 from rlkernel.calls.sampling import SampleStats, Sampling, VerifyOutput
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _validate
 from rlkernel.ops import sampling as op
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._token_bias import LogitBias, TokenBias
+from rlkernel.runtime import debug, stream
 
 MASS_ONE = 2.0**40
 

@@ -5,12 +5,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.gae import HOLES, GaeCall, GaeOutput, GaeResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import whiten as _whiten
+from rlkernel.runtime import debug
 
 
 @typed

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.group_advantages import (
     ESTIMATORS,
     SCALES,
@@ -18,6 +18,7 @@ from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 ALONE = 32  # responses that are worked on together where none sees another
 

@@ -6,11 +6,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS, KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _policy_rule, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 
 @typed

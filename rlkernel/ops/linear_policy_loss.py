@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.linear_policy_loss import (
     LinearPolicyLossCall,
     LinearPolicyLossOutput,
@@ -26,6 +26,7 @@ from rlkernel.ops._policy_inputs import check_values, checked, counted
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
+from rlkernel.runtime import debug
 from rlkernel.runtime.modes import without_autocast
 
 ALGORITHMS = ("auto", "one_pass", "two_pass")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.preference_loss import (
     PAIR_METRICS,
     SEQUENCE_SUMS,
@@ -18,6 +18,7 @@ from rlkernel.calls.preference_loss import (
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 
 @typed

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults, RunningOutput
 from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 
 @typed

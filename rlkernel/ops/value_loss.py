@@ -7,11 +7,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossOutput, ValueLossResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 # loss_agg_mode: the unit that is summed
 UNITS = {

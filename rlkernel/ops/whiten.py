@@ -5,11 +5,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import debug, dispatch
+from rlkernel import dispatch
 from rlkernel.calls.whiten import EPS_PLACES, WhitenCall, WhitenResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import debug
 
 
 @typed

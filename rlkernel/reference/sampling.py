@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel import stream
 from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.runtime import stream
 
 GROUP = 64
 MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest

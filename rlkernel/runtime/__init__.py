@@ -1,1 +1,1 @@
-"""What ops and backends share of the process: autograd modes, memos, the device of the moment."""
+"""What ops and backends share of the process: autograd modes, memos, the device, workspace and stream."""
