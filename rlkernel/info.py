@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.prefix.layout import PrefixLayout
 
 # module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
@@ -155,10 +156,12 @@ def _choice(op: str, device: str) -> dict[str, Any]:
 
 def _inputs(op: str, device: str) -> dict[str, Any]:
     make_inputs = importlib.import_module(f"rlkernel.reference.{op}").make_inputs
-    sizes: list[int] = []
+    sizes: list[Any] = []
     for p in inspect.signature(make_inputs).parameters.values():
         if p.kind is p.VAR_POSITIONAL:
             sizes += [4, 8]
+        elif p.name == "layout":  # a prompt of 8 rows, completions of 5 and 3
+            sizes.append(PrefixLayout((8, 5, 3), (-1, 0, 0), (False, True, True)))
         elif p.kind is not p.KEYWORD_ONLY and p.default is p.empty:
             sizes.append(8)
     return make_inputs(*sizes, device=device)

@@ -307,7 +307,7 @@ def _apart(results: Any, inputs: Any) -> Tensor | tuple[Tensor, ...]:
     for x in results:
         if x is None:
             x = there[0].new_empty(0)
-        elif x.untyped_storage()._cdata in taken:
+        elif x.untyped_storage()._cdata in taken or x.storage_offset():
             x = x.clone()
         taken.add(x.untyped_storage()._cdata)
         out.append(x)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,13 +123,8 @@ def _to_keys(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
     return (p.reshape(kv_heads, -1, m).transpose(1, 2) @ grouped).transpose(0, 1)
 
 
-class _Segments(NamedTuple):
-    lengths: tuple[int, ...]
-    parents: tuple[int, ...]
-
-
 def make_inputs(
-    layout: Forest | None = None,
+    layout: Forest,
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 64,
@@ -139,11 +134,7 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k, and v of head dim ``v_dim``.
-
-    Without a layout, tensors for a prompt of 8 rows and completions of 5 and 3.
-    """
-    layout = _Segments((8, 5, 3), (-1, 0, 0)) if layout is None else layout
+    """Keyword arguments of ``rlkernel.prefix_shared_attention``: normal q, k, and v of head dim ``v_dim``."""
     g, total = torch.Generator(device).manual_seed(seed), sum(layout.lengths)
 
     def normal(h: int, d: int) -> Tensor:
