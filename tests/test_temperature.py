@@ -172,7 +172,7 @@ def test_fp64_supports_of_a_head_keep_the_digits_of_the_temperature():
     support = supports(ids, 33, (5, 0, 1))
     want = masked(hidden @ weight.T, ids, 0.7, **support)[0]
     got = rlkernel.linear_logprob(hidden, weight, ids, temperature=0.7, **support).logprobs
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=33 * 2.0**-41)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=33 * 2.0**-44)
 
 
 def test_fp64_supports_have_the_bits_of_a_rollout():

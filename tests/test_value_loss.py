@@ -106,7 +106,7 @@ def test_padding_behind_the_packed_sequences(backend, device):
         loss, metrics, grad = run(backend, longer, **CLIP)
         assert (grad[-tail:] == 0).all()
         if backend == "reference":  # promises no bits
-            torch.testing.assert_close((loss, metrics, grad[:-tail]), want)
+            torch.testing.assert_close((loss, metrics, grad[:-tail]), want, rtol=2e-7, atol=1e-6)
             continue
         assert_equal("loss", loss, want[0])
         assert_equal("metrics", metrics, want[1])
