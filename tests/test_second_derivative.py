@@ -45,6 +45,7 @@ def test_a_gradient_penalty_of_an_activation_is_refused(op):
     for x in (activations[0], arguments[0], activations[-1], arguments[-1]):
         with refused(op):
             torch.autograd.grad(total, x, retain_graph=True)
+    assert all(x.grad is None for x in arguments)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -58,6 +59,10 @@ def test_an_upstream_gradient_with_or_without_a_graph(op, factor_requires_grad):
     if factor_requires_grad:
         with refused(op):
             torch.autograd.grad(total, factor)
+    # nothing half done: the argument of the penalty has no gradient, and its own is what it was
+    assert arguments[0].grad is None
+    want = torch.autograd.grad(loss_of(op, arguments) * 3, arguments[0])[0]
+    assert torch.equal(torch.autograd.grad(loss_of(op, arguments) * factor.detach(), arguments[0])[0], want)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

@@ -172,7 +172,7 @@ def _none_dropped(drafts, q, legal):
     return drafts, None, q
 
 
-def _placeholders(drafts, q, legal):
+def _illegal_as_minus_one(drafts, q, legal):
     """vLLM's rule: -1 where the target could not have taken the draft, q as it was drawn from."""
     return torch.where(legal[drafts], drafts, -1), None, q
 
@@ -195,7 +195,7 @@ def _unsure(drafts, q, legal):
 
 MISSING = {
     "kept, and the mask rejects them": _none_dropped,
-    "vLLM's placeholders": _placeholders,
+    "illegal ones as vLLM's -1": _illegal_as_minus_one,
     "illegal ones dropped": _restricted(lambda q, legal: legal.expand(q.shape)),
     "improbable ones dropped": _restricted(lambda q, legal: q > q.amax(-1, keepdim=True) - 2.5),
     "short rows": _unsure,

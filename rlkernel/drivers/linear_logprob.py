@@ -65,7 +65,7 @@ def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
                         _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
-            _finish_direction(direction, weight, head, ids, t, state, logprobs, log_sum, scratch)
+            _finish_direction(direction, ids, t, state, logprobs, log_sum, scratch)
         more = (None, None, None) if also is None else also.finish(ids, t, state, log_sum)
         scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs[:5])
         scratch.keep(scattered[4])  # type: ignore[arg-type]
@@ -191,8 +191,6 @@ def _rescale(direction: Tensor, before: Tensor, after: Tensor, t: float | Tensor
 
 def _finish_direction(
     direction: Tensor,
-    weight: Tensor,
-    head: Head,
     ids: Tensor,
     t: float | Tensor,
     state: Tensor,
@@ -204,6 +202,7 @@ def _finish_direction(
 
     The target's term stands apart because 1 - p_t, taken as a difference, loses all digits as p_t -> 1.
     """
+    weight, head = scratch.weight, scratch.head
     slope = head.logit_scale / t
     if head.softcap is not None:
         slope = slope * (1 - (state[3] / head.softcap) ** 2)

@@ -1,6 +1,7 @@
 """rlkernel.patch_trl(prefix_sharing=True): what is left to TRL is said, or refused."""
 
 import logging
+import math
 import warnings
 
 import pytest
@@ -47,7 +48,8 @@ def test_functions_that_are_left_to_trl_are_told_too():
     logits, index = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     reason = "leaves selective_log_softmax to TRL: logits are torch.float64"
     with rlkernel.patch_trl(), pytest.warns(UserWarning, match=reason):
-        utils.selective_log_softmax(logits, index)
+        got = utils.selective_log_softmax(logits, index)
+    assert got.dtype == torch.float64 and got.tolist() == pytest.approx([-math.log(3)] * 2)
 
 
 # require
