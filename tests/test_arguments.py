@@ -10,6 +10,8 @@ import torch
 
 import rlkernel
 from rlkernel import PrefixBatch, RolloutCorrection
+from rlkernel.ops import _validate
+from rlkernel.ops._validate import Range
 
 ROWS, MASK = torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
 IDS = torch.tensor([[1, 4, 0, 2], [2, 2, 3, 3]])
@@ -221,3 +223,30 @@ def test_a_head_on_the_meta_device(autocast):
         assert out.logprobs.device.type == "meta" and out.logprobs.shape == (8,)
         with pytest.raises(ValueError, match="^weight must be on hidden's device"):
             rlkernel.linear_logprob(**call | {"weight": HEAD["weight"]})
+
+
+RANGES = {
+    "any": Range(),
+    "share": Range(0.0, 1.0),
+    "scale": Range(0.0, above=True),
+    "bound": Range(1.0, absent=9.0),
+}
+
+
+@pytest.mark.parametrize(
+    "wrong, want",
+    [
+        ({"any": math.inf}, "any must be finite, got inf"),
+        ({"share": 1.5}, r"share must be in \[0, 1\], got 1.5"),
+        ({"scale": 0}, "scale must be > 0 and finite, got 0"),
+        ({"bound": math.nan}, "bound must be >= 1 and finite, got nan"),
+        ({"share": None}, "share must be a number, got NoneType"),
+        ({"any": True}, "any must be a number, got bool"),
+    ],
+)
+def test_options_out_of_their_declared_ranges(wrong, want):
+    good = {"any": -3, "share": 1, "scale": 1e-9, "bound": None}
+    found = _validate.numbers(RANGES, good)
+    assert found == good | {"bound": 9.0} and set(map(type, found.values())) == {float}
+    with pytest.raises(ValueError, match=want):
+        _validate.numbers(RANGES, good | wrong)

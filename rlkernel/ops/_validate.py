@@ -1,7 +1,8 @@
 """Checks shared by the public functions.  Each error names the argument, what it must be and what it got."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,13 +171,45 @@ def fraction(argument: str, value: float) -> float:
     return number(argument, value, 0.0, 1.0)
 
 
-def number(argument: str, value: float, low: float, high: float = math.inf) -> float:
+def number(
+    argument: str, value: float, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+) -> float:
+    """A finite number from ``low`` to ``high``; ``above``: larger than ``low``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
-    if not low <= value <= high or value in (math.inf, -math.inf):
-        want = f">= {low:g} and finite" if high == math.inf else f"in [{low:g}, {high:g}]"
+    if not (low < value <= high if above else low <= value <= high) or value in (math.inf, -math.inf):
+        want = f"in {'(' if above else '['}{low:g}, {high:g}]"
+        if high == math.inf:
+            want = "finite" if low == -math.inf else f"{'>' if above else '>='} {low:g} and finite"
         raise ValueError(f"{argument} must be {want}, got {value}")
     return float(value)
+
+
+class Range(NamedTuple):
+    """The numbers that an option may be, declared beside it and looked at by ``numbers``.
+
+    ``low``, ``high`` and ``above`` are those of ``number``.  ``absent`` is what None stands for; without it
+    None is refused.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    absent: float | None = None
+
+
+def numbers(ranges: Mapping[str, Range], options: Mapping[str, Any]) -> dict[str, float]:
+    """The options that ``ranges`` declares, checked in its order.
+
+    ``_validate.numbers({"eps": Range(0.0), "clip": Range(0.0, absent=math.inf)}, {"eps": 0, "clip": None})``
+    is ``{"eps": 0.0, "clip": math.inf}``.
+    """
+    return {
+        name: absent
+        if (value := options[name]) is None and absent is not None
+        else number(name, value, low, high, above=above)
+        for name, (low, high, above, absent) in ranges.items()
+    }
 
 
 def choice(argument: str, value: str, known: Iterable[str]) -> str:

@@ -216,8 +216,7 @@ def checked_head(
     target_ids = _validate.target_ids(target_ids, rows, "the rows of hidden", hidden.device)
     compute_dtype = _compute_dtype(hidden, weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
-    if not -math.inf < logit_scale < math.inf:
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    logit_scale = _validate.number("logit_scale", logit_scale)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
     if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in _validate.FLOATS[:3]:
@@ -225,7 +224,7 @@ def checked_head(
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
         want = f"float32 or the {_validate.name(compute_dtype)} of the inputs"
         raise ValueError(f"logits_dtype must be {want}, got {_validate.name(logits_dtype)}")
-    head = Head(bias, temperature, float(logit_scale), softcap, ignore_index, logits_dtype, compute_dtype)
+    head = Head(bias, temperature, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
     if isinstance(temperature, Tensor):
         head = head._replace(temperature=temperature.reshape(-1))
     return target_ids, head
