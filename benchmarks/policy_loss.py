@@ -11,7 +11,7 @@ from torch import Tensor
 import rlkernel
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _peers
-from rlkernel.ops._policy_rule import LOSS_TYPES
+from rlkernel.ops.policy_loss.rule import LOSS_TYPES
 
 DIMS = ("B", "L")
 INPUTS: dict[str, Any] = {"bias": 1.0}  # the loss is a sum that does not cancel: its error is worth a look

@@ -19,7 +19,6 @@ from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
 from rlkernel.dispatch import use_backend
 from rlkernel.ops._penalties import Penalties
 from rlkernel.ops._repetition import Dry
-from rlkernel.ops._rollout_correction import RolloutCorrection
 from rlkernel.ops._seeds import split_seeds
 from rlkernel.ops._token_bias import TokenBias
 from rlkernel.ops._verify_chain import verify_chain
@@ -30,6 +29,7 @@ from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistic
 from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
+from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize

@@ -6,7 +6,7 @@ from backends import running
 
 import rlkernel
 from rlkernel.calls.preference_loss import PREFERENCE_METRICS
-from rlkernel.ops import _preference_rule as names
+from rlkernel.ops.preference_loss import rule as names
 
 OUTPUTS = ("loss", "metrics", "chosen_rewards", "rejected_rewards", "logps", "running_delta", "grad")
 

@@ -30,8 +30,8 @@ from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
-from rlkernel.ops import _policy_rule as names
-from rlkernel.ops._rollout_correction import CORRECTIONS, RolloutCorrection
+from rlkernel.ops.policy_loss import rule as names
+from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS, RolloutCorrection
 from rlkernel.runtime import workspace
 
 DTYPES = pytest.mark.parametrize(

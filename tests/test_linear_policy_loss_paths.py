@@ -29,7 +29,7 @@ from rlkernel.drivers import linear_policy_loss as policy_tiles
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
 from rlkernel.drivers import linear_products as tile_products
 from rlkernel.drivers.linear_products import Tile
-from rlkernel.ops import _policy_rule
+from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.runtime import workspace
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -105,7 +105,7 @@ def test_what_is_not_known_needs_the_whole_batch(monkeypatch, caplog):
     assert op._reach("grpo", op._PLAIN._replace(normalize=True)) == "batch"
     changed = op._PLAIN._replace(log_clip=1.0)
     assert op._reach("grpo", changed) == "token"
-    monkeypatch.setattr(_policy_rule, "REACH_KNOWS", _policy_rule.REACH_KNOWS - {"log_clip"})
+    monkeypatch.setattr(policy_rule, "REACH_KNOWS", policy_rule.REACH_KNOWS - {"log_clip"})
     assert op._reach("grpo", changed) == "batch"
 
     inputs = with_bias(make_inputs(3, 9, 16, 133, extras=True))

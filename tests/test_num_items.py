@@ -9,7 +9,7 @@ from backends import is_slow, of, running
 from preference_calls import arguments
 
 import rlkernel
-from rlkernel.ops import _policy_rule
+from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.reference import policy_loss, preference_loss, value_loss
 from rlkernel.runtime import debug
 
@@ -46,7 +46,7 @@ def call(name, backend, device, mode="token-mean", **counts):
 def modes(name, backend, device):
     if name == "preference_loss":
         return ["pairs"]
-    return ["token-mean", "token-sum"] if is_slow(backend, device) else list(_policy_rule.AGGREGATIONS)
+    return ["token-mean", "token-sum"] if is_slow(backend, device) else list(policy_rule.AGGREGATIONS)
 
 
 @PAIRS

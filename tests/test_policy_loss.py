@@ -19,8 +19,8 @@ from rlkernel.calls.policy_loss import (
     LEVELS,
     POLICY_METRICS,
 )
-from rlkernel.ops import _policy_rule as names
-from rlkernel.ops._rollout_correction import CORRECTIONS
+from rlkernel.ops.policy_loss import rule as names
+from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
 from rlkernel.runtime import debug
 

@@ -5,8 +5,8 @@ import torch
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel.ops import _policy_rule as names
-from rlkernel.ops._rollout_correction import CORRECTIONS
+from rlkernel.ops.policy_loss import rule as names
+from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
 
 OPTIONS = {

@@ -13,7 +13,7 @@ from rlkernel import RolloutCorrection
 from rlkernel.calls.policy_loss import (
     POLICY_METRICS,
 )
-from rlkernel.ops import _rollout_correction as rules
+from rlkernel.ops.policy_loss import rollout_correction as rules
 from rlkernel.reference.policy_loss import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))

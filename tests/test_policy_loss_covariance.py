@@ -9,7 +9,7 @@ from backends import is_slow, of, running
 
 import rlkernel
 from rlkernel.calls.policy_loss import CovariancePick, PolicySelectCall
-from rlkernel.ops import _covariance
+from rlkernel.ops.policy_loss import covariance
 from rlkernel.reference import policy_loss as reference
 from rlkernel.reference.policy_loss import make_inputs
 
@@ -23,7 +23,7 @@ def picked(backend, inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0
     names = ("logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens")
     with running(backend):
         pick = CovariancePick(by_hash, ratio, low, high, LOW, HIGH, seed & 0xFFFFFFFF)
-        return _covariance.selected(tuple(map(x.get, names)), pick)
+        return covariance.selected(tuple(map(x.get, names)), pick)
 
 
 def uniform(logprob, position, seed):
@@ -234,7 +234,7 @@ def test_the_backend_that_was_asked_for_picks(by_hash, monkeypatch):
     monkeypatch.setattr(reference, "select", lambda *a: calls.append(a) or select(*a))
     assert torch.equal(picked("reference", inputs, by_hash), want) and len(calls) == 1
     with running("native"):
-        compiled = torch.compile(_covariance.selected, backend="eager", fullgraph=True)
+        compiled = torch.compile(covariance.selected, backend="eager", fullgraph=True)
         tensors = (*(inputs[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")), None)
         pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
         assert torch.equal(compiled(tensors, pick), want) and len(calls) == 1
@@ -246,7 +246,7 @@ def test_the_choice_is_one_node_of_a_graph(by_hash):
     pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
     names = ("logprobs", "old_logprobs", "advantages", "mask")
     call = PolicySelectCall(*(inputs[name] for name in names), None, pick)
-    op = _covariance.op
+    op = covariance.op
     torch.library.opcheck(op.node, op.flat(call))
 
 

@@ -14,7 +14,7 @@ from rlkernel.calls.policy_loss import (
     LEVELS,
     POLICY_METRICS,
 )
-from rlkernel.ops import _policy_rule as names
+from rlkernel.ops.policy_loss import rule as names
 from rlkernel.reference.policy_loss import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("policy_loss"))

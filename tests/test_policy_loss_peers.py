@@ -19,8 +19,8 @@ from policy_peers import (
 
 import rlkernel
 from rlkernel import RolloutCorrection
-from rlkernel.ops import _policy_rule as names
-from rlkernel.ops._rollout_correction import CORRECTIONS, REJECTIONS
+from rlkernel.ops.policy_loss import rule as names
+from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS, REJECTIONS
 from rlkernel.reference.policy_loss import make_inputs
 
 PER_TOKEN = pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])

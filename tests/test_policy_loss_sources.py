@@ -12,7 +12,7 @@ from policy_peers import check_same
 
 import rlkernel
 from rlkernel import RolloutCorrection
-from rlkernel.ops._rollout_correction import CORRECTIONS
+from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS
 from rlkernel.reference.policy_loss import make_inputs
 
 KEPT = rlkernel.POLICY_METRICS.index("correction_kept")

@@ -10,7 +10,7 @@ from preference_calls import arguments, check_against_fp64, run
 
 import rlkernel
 from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_METRICS
-from rlkernel.ops import _preference_rule as names
+from rlkernel.ops.preference_loss import rule as names
 from rlkernel.reference.preference_loss import make_inputs
 from rlkernel.runtime import debug
 

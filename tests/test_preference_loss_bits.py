@@ -7,7 +7,7 @@ from bitwise import assert_equal
 from preference_calls import OUTPUTS, arguments, check_against_fp64, run, to
 
 import rlkernel
-from rlkernel.ops import _preference_rule as names
+from rlkernel.ops.preference_loss import rule as names
 from rlkernel.reference.preference_loss import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("preference_loss"))

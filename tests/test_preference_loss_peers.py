@@ -13,7 +13,7 @@ from preference_peers import IGNORED, batch_of_trl, head, trl_batch_loss
 
 import rlkernel
 from rlkernel.benchmarks import preference_loss as peers
-from rlkernel.ops import _preference_rule as names
+from rlkernel.ops.preference_loss import rule as names
 from rlkernel.reference.preference_loss import make_inputs
 
 DPO = [

@@ -98,8 +98,8 @@ def select(call: PolicySelectCall) -> PolicySelectResults:
 
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    from rlkernel.ops import _policy_rule
-    from rlkernel.ops._rollout_correction import RolloutCorrection
+    from rlkernel.ops.policy_loss import rule as policy_rule
+    from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 
     defaults: dict[str, Any] = {
         "loss_type": "grpo", "loss_agg_mode": "token-mean", "importance_sampling_level": "token",
@@ -115,7 +115,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
 
     def case(extras: bool, **options: Any) -> Callable[[], object]:
         x = torch.zeros(2, 64)
-        rule = _policy_rule.build(**(defaults | options | {"has_reference": extras}))
+        rule = policy_rule.build(**(defaults | options | {"has_reference": extras}))
         more = x if extras else None
         mask = torch.ones(2, 64, dtype=torch.bool)
         picked = mask if options.get("loss_type") in ("clip_cov", "kl_cov") else None

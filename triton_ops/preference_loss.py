@@ -85,7 +85,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
 
 def aot_cases() -> dict[str, Callable[[], object]]:
     """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    from rlkernel.ops import _preference_rule
+    from rlkernel.ops.preference_loss import rule as preference_rule
 
     defaults: dict[str, Any] = {
         "loss_weights": None, "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "discopop_tau": 0.05,
@@ -98,7 +98,7 @@ def aot_cases() -> dict[str, Callable[[], object]]:
     def case(
         loss_type: Any, extras: bool = False, unpaired: bool = False, **options: Any
     ) -> Callable[[], object]:
-        rule = _preference_rule.build(**(defaults | options | {"loss_type": loss_type}))
+        rule = preference_rule.build(**(defaults | options | {"loss_type": loss_type}))
         x, mask = torch.zeros(4, 64), torch.ones(4, 64, dtype=torch.bool)
         offsets = torch.arange(5) * 64 if extras else None
         tokens = x.view(-1) if extras else x

@@ -9,8 +9,9 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS, KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.opaque import Op
-from rlkernel.ops import _packing, _policy_rule, _validate
+from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.ops.policy_loss.rule import optional
 from rlkernel.runtime import debug
 
 
@@ -69,8 +70,8 @@ def kl_shaped_rewards(
     mask = _validate.mask(mask, "logprobs", logprobs)
     beta = _validate.number("beta", beta, 0.0)
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    kl_input = _policy_rule.optional("kl_input_clamp", kl_input_clamp, math.inf)
-    kl_output = _policy_rule.optional("kl_output_clamp", kl_output_clamp, math.inf)
+    kl_input = optional("kl_input_clamp", kl_input_clamp, math.inf)
+    kl_output = optional("kl_output_clamp", kl_output_clamp, math.inf)
     if cu_seqlens is not None:
         cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, logprobs.dtype), ref_logprobs.dtype)

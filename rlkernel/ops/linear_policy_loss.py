@@ -21,11 +21,12 @@ from rlkernel.calls.policy_loss import (
     PolicyRule,
 )
 from rlkernel.opaque import Op
-from rlkernel.ops import _policy_rule, _validate
-from rlkernel.ops._policy_inputs import check_values, checked, counted
+from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.policy_loss import policy_loss
+from rlkernel.ops.policy_loss import rule as policy_rule
+from rlkernel.ops.policy_loss.inputs import check_values, checked, counted
 from rlkernel.runtime import debug
 from rlkernel.runtime.modes import without_autocast
 
@@ -40,7 +41,7 @@ _DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
 _TENSORS = {name: _DEFAULTS[name] for name in inspect.signature(checked).parameters if name in _DEFAULTS}
 _CHOICES = {
     name: _DEFAULTS[name]
-    for name in inspect.signature(_policy_rule.build).parameters
+    for name in inspect.signature(policy_rule.build).parameters
     if name in _DEFAULTS and name not in _TENSORS
 }
 
@@ -172,19 +173,19 @@ def _reach(loss_type: str, rule: PolicyRule) -> str:
     others = any(
         x != y
         for name, x, y in zip(rule._fields, rule, _PLAIN, strict=True)
-        if name not in _policy_rule.REACH_KNOWS
+        if name not in policy_rule.REACH_KNOWS
     )
-    if others or loss_type not in _policy_rule.REACH:
+    if others or loss_type not in policy_rule.REACH:
         return "batch"
-    return _policy_rule.REACH[loss_type] if LEVELS[rule.level] == "token" else "sequence"
+    return policy_rule.REACH[loss_type] if LEVELS[rule.level] == "token" else "sequence"
 
 
 def _plain_rule() -> PolicyRule:
     """The rule of ``policy_loss`` without any option."""
-    names = inspect.signature(_policy_rule.build).parameters
+    names = inspect.signature(policy_rule.build).parameters
     absent = {name: False for name in names if name.startswith("has_")} | {"length": 1}
     given = {name: _DEFAULTS[name] for name in names if name in _DEFAULTS}
-    return _policy_rule.build(**{name: False for name in names} | given | absent)
+    return policy_rule.build(**{name: False for name in names} | given | absent)
 
 
 _PLAIN = _plain_rule()

@@ -15,10 +15,12 @@ from rlkernel.calls.policy_loss import (
     PolicyLossResults,
 )
 from rlkernel.opaque import Op
-from rlkernel.ops import _covariance, _policy_rule, _validate
-from rlkernel.ops._policy_inputs import check_values, checked, counted
-from rlkernel.ops._rollout_correction import RolloutCorrection
+from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.ops.policy_loss import covariance
+from rlkernel.ops.policy_loss import rule as policy_rule
+from rlkernel.ops.policy_loss.inputs import check_values, checked, counted
+from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 
 
 @typed
@@ -199,7 +201,7 @@ def policy_loss(
             raise ValueError(f"clip_cov_lb must be < clip_cov_ub = {clip_cov_ub}, got {clip_cov_lb}")
         bounds = clip_cov_lb, clip_cov_ub, rule.low, rule.high
         pick = CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
-        call = call._replace(selected=_covariance.selected((logprobs.detach(), *tensors[:4]), pick))
+        call = call._replace(selected=covariance.selected((logprobs.detach(), *tensors[:4]), pick))
     loss, metrics = op(call)
     if items is not None:
         loss = loss / items
@@ -212,7 +214,7 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
     Raises:
         ValueError: the name is not known; lists those that are.
     """
-    return dict(_policy_rule.choice("name", name, _policy_rule.PRESETS))
+    return dict(policy_rule.choice("name", name, policy_rule.PRESETS))
 
 
 def _pick(call: PolicyLossCall) -> ModuleType:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.preference_loss import PREFERENCE_TERMS, PreferenceRule
-from rlkernel.ops import _packing, _preference_rule, _validate
+from rlkernel.ops import _packing, _validate
+from rlkernel.ops.preference_loss import rule as preference_rule
 
 
 def sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> tuple[torch.dtype, int, Tensor | None]:
@@ -80,7 +81,7 @@ def kl(
     if PREFERENCE_TERMS.index("kto") not in rule.terms:
         raise ValueError("kl must be None with a loss_type other than 'kto', got a value")
     if not isinstance(x, Tensor):
-        return torch.full((1,), _preference_rule.finite("kl", x), dtype=dtype, device=logprobs.device)
+        return torch.full((1,), preference_rule.finite("kl", x), dtype=dtype, device=logprobs.device)
     if x.numel() != 1 and x.shape != (rows,):
         raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
     _validate.same_device("kl", x, "logprobs", logprobs.device)

@@ -13,9 +13,9 @@ from rlkernel.calls.policy_loss import (
     SUMS,
     PolicyRule,
 )
-from rlkernel.ops import _rollout_correction
-from rlkernel.ops._rollout_correction import RolloutCorrection, choice
-from rlkernel.ops._rollout_correction import number as _number
+from rlkernel.ops.policy_loss import rollout_correction
+from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, choice
+from rlkernel.ops.policy_loss.rollout_correction import number as _number
 from rlkernel.runtime.memo import remembered
 
 LOSS_TYPES = {
@@ -195,7 +195,7 @@ def build(
         if dro_beta is None:
             raise ValueError("dro_beta must be given with loss_type 'dro', got None")
         coefficient = _number("dro_beta", dro_beta, 0.0, above=True)
-    rollout = _rollout_correction.numbers(correction, has_rollout, has_staleness)
+    rollout = rollout_correction.numbers(correction, has_rollout, has_staleness)
     return PolicyRule(
         term=POLICY_TERMS.index(term),
         level=level,

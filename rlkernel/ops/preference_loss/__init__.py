@@ -16,8 +16,10 @@ from rlkernel.calls.preference_loss import (
     PreferenceLossResults,
 )
 from rlkernel.opaque import Op
-from rlkernel.ops import _packing, _preference_inputs, _preference_rule, _validate
+from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
+from rlkernel.ops.preference_loss import inputs
+from rlkernel.ops.preference_loss import rule as preference_rule
 from rlkernel.runtime import debug
 
 
@@ -133,12 +135,12 @@ def preference_loss(
     2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
     2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
-    dtype, rows, cu_seqlens = _preference_inputs.sequences(logprobs, cu_seqlens)
+    dtype, rows, cu_seqlens = inputs.sequences(logprobs, cu_seqlens)
     items, known_items = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     nll_items, known_tokens = _validate.item_count(
         "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
     )
-    rule = _preference_rule.build(
+    rule = preference_rule.build(
         loss_type=loss_type,
         loss_weights=loss_weights,
         beta=beta,
@@ -159,13 +161,13 @@ def preference_loss(
     )
     if rule.paired and rows % 2:
         raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
-    ref_logprobs, sums = _preference_inputs.reference(ref_logprobs, logprobs, rows, dtype)
-    mask = _preference_inputs.mask("mask", mask, logprobs)
-    nll_mask = None if nll_mask is None else _preference_inputs.mask("nll_mask", nll_mask, logprobs)
-    log_sum_sq_probs = _preference_inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
-    labels = _preference_inputs.labels(labels, rule.paired, rows, logprobs)
-    kl = _preference_inputs.kl(kl, rule, rows, logprobs, dtype)
-    running_delta = _preference_inputs.delta(running_delta, rule, logprobs, dtype)
+    ref_logprobs, sums = inputs.reference(ref_logprobs, logprobs, rows, dtype)
+    mask = inputs.mask("mask", mask, logprobs)
+    nll_mask = None if nll_mask is None else inputs.mask("nll_mask", nll_mask, logprobs)
+    log_sum_sq_probs = inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
+    labels = inputs.labels(labels, rule.paired, rows, logprobs)
+    kl = inputs.kl(kl, rule, rows, logprobs, dtype)
+    running_delta = inputs.delta(running_delta, rule, logprobs, dtype)
     logprobs = _validate.dense(logprobs, dtype)
     if sums and logprobs.shape == (rows,):  # a token of padding: else they would pass for those of tokens
         logprobs, mask = _packing.one_more(logprobs), _packing.one_more(mask)
@@ -173,7 +175,7 @@ def preference_loss(
             None if x is None else _packing.one_more(x) for x in (nll_mask, log_sum_sq_probs)
         )
     given, ref = mask, None if sums else ref_logprobs
-    mask, nll_mask = _preference_inputs.supported(logprobs.detach(), ref, mask, nll_mask)
+    mask, nll_mask = inputs.supported(logprobs.detach(), ref, mask, nll_mask)
     call = PreferenceLossCall(
         logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
         running_delta, rule,
@@ -195,7 +197,7 @@ def preference_loss_preset(name: str) -> dict[str, Any]:
     Raises:
         ValueError: the name is not known; lists those that are.
     """
-    return dict(_preference_rule.PRESETS[_validate.choice("name", name, _preference_rule.PRESETS)])
+    return dict(preference_rule.PRESETS[_validate.choice("name", name, preference_rule.PRESETS)])
 
 
 def _pick(call: PreferenceLossCall) -> ModuleType:

@@ -11,8 +11,9 @@ from rlkernel.calls.policy_loss import (
     KL_WEIGHTS,
     PolicyRule,
 )
-from rlkernel.ops import _packing, _policy_rule, _validate
-from rlkernel.ops._rollout_correction import RolloutCorrection, of_second_moment
+from rlkernel.ops import _packing, _validate
+from rlkernel.ops.policy_loss import rule as policy_rule
+from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, of_second_moment
 from rlkernel.runtime import debug
 
 
@@ -33,11 +34,11 @@ def checked(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
     """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
-    ``token_counts``; ``choices`` are those of ``_policy_rule.build``.  Raises ValueError for an argument that
+    ``token_counts``; ``choices`` are those of ``policy_rule.build``.  Raises ValueError for an argument that
     is off."""
     _validate.floating("logprobs", logprobs)
     if not isinstance(choices["loss_agg_mode"], str):  # an array would be compared element by element
-        _policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], _policy_rule.AGGREGATIONS)
+        policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], policy_rule.AGGREGATIONS)
     if cu_seqlens is None and logprobs.dim() != 2:
         want = "[B, L], or [N] with cu_seqlens"
         raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
@@ -73,7 +74,7 @@ def checked(
         items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     if items is not None:
         known, items = 1.0, None if choices["loss_agg_mode"] == "token-sum" else items.to(dtype)
-    rule = _policy_rule.build(
+    rule = policy_rule.build(
         **choices,
         has_reference=ref_logprobs is not None,
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
