@@ -262,11 +262,11 @@ def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: 
     inputs = parity.make_inputs(own, case, "cpu")
     grads = parity.upstream(own, case, inputs)
     if name == "rlkernel":
-        contender = Contender(name, parity.ours(own, op, "auto"), is_peer=False)
+        contender = Contender(name, parity.ours(own, op, "auto"))
     else:
         peer = next(p for p in own.PEERS if p.name == name)
         try:
-            contender = Contender(name, peer.load(), is_peer=True)
+            contender = Contender(name, peer.load(), peer)
         except ImportError as error:
             pytest.skip(str(error))
     benchmark(contender.step(inputs, case, grads, backward))

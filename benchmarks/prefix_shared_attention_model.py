@@ -9,6 +9,7 @@ gradients of all parameters are compared before anything is timed.
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def measured(p: int, length: int, g: int, seconds: float) -> dict[str, Any]:
         raise RuntimeError(f"packed must be within 1e-4 of repeated, got {max(errors):.1e}")
     del theirs, ours
     peaks = {name: memory.peak_extra(call, "cpu") for name, call in calls.items()}
-    times = {name: measure.median(x) for name, x in measure.interleave(calls, "cpu", seconds).items()}
+    times = {name: statistics.median(x) for name, x in measure.interleave(calls, "cpu", seconds).items()}
     n, dense = p + length, g * (p + length)
     shared = (p - 1) * p // 2 + g * (length * (p - 1) + length * (length + 1) // 2)
     work = {

@@ -258,7 +258,7 @@ def test_scaled_cases_shrink_the_peers_tiles_and_restore_them():
 def test_out_of_memory_is_foreseen_not_met(monkeypatch):
     module = cases.modules(["logprob"])["logprob"]
     case = Case({"N": 512, "V": 128}, suites=("memory",), op="logprob", gradients=("logits",))
-    torch_peer = run._peer(module.PEERS[0], case)
+    torch_peer = run._peer(module.PEERS[0])
     real = memory.peak_extra(torch_peer.step(*_inputs(case), backward=True), "cpu")
     monkeypatch.setattr(memory, "available", lambda device: real)
     settings = run.Settings(("memory",), backends=("reference",), peers=("torch",))

@@ -44,9 +44,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""  # what sets this case apart, for its name
     gradients: tuple[str, ...] = ()  # inputs that get a gradient; () means the op's GRADIENTS
-    upstream: tuple[
-        str, ...
-    ] = ()  # outputs that get one from above; () means every one of the op's OUTPUTS it returns
+    upstream: tuple[str, ...] = ()  # outputs that get one from above; () means all of the op's OUTPUTS
     suites: tuple[str, ...] = SUITES
     peers: tuple[str, ...] = ()  # () means all
     workspace: int | None = None  # bytes, instead of the default limit
@@ -83,6 +81,7 @@ class Case:
 
 
 Call = Callable[[dict[str, Any], Case], dict[str, Tensor]]
+Bare = Callable[[dict[str, Any], Case, bool], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,7 @@ class Peer:
     name: str
     load: Callable[[], Call]
     on_request: bool = False  # slow to start: runs only when --peers names it, or --peers all
-    bare: Callable[[dict[str, Any], Case, bool], Callable[[], None]] | None = (
-        None  # a ceiling, not a rival: only timed
-    )
+    bare: Bare | None = None  # a ceiling, not a rival: only timed
     # makes its fixed tiles so many times smaller inside the block, as a scaled case needs; None: it has none
     shrink: Callable[[int], AbstractContextManager[None]] | None = None
     cpu_note: str = ""  # what a reader of CPU results must know: most peers have their best path on a GPU

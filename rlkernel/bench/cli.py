@@ -172,7 +172,7 @@ def _report(options: argparse.Namespace, arguments: list[str], rows: list[Row]) 
     if options.json:
         report.save(options.json, head, rows)
     if options.markdown:
-        _write(options.markdown, render.markdown(rows, head))
+        report.write(options.markdown, render.markdown(rows, head))
     if options.plot:
         plot.save(options.plot, rows)
     if "-" not in (options.json, options.markdown):
@@ -180,8 +180,10 @@ def _report(options: argparse.Namespace, arguments: list[str], rows: list[Row]) 
     failures = [
         f"parity: {r['backend']} {r['op']} {r['case']} {r['dtype']}: {f}" for r in rows for f in r["failures"]
     ]
-    if options.gate is not None:
-        failures += _gate(rows, options.gate)
+    return _fail(failures + ([] if options.gate is None else _gate(rows, options.gate)))
+
+
+def _fail(failures: list[str]) -> int:
     for failure in failures:
         print(f"rlkernel.bench: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -199,39 +201,24 @@ def _gate(rows: list[Row], gate: float) -> list[str]:
     ]
 
 
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)
-
-
 def _compare(options: argparse.Namespace) -> int:
     if len(options.files) != 2:
         raise UsageError(f"compare must be given two reports, got {len(options.files)}")
     before, after = (report.load(path) for path in options.files)
-    sys.stdout.write(compare.text(compare.compare(before, after)))
-    failures = compare.slower(before, after, options.gate) if options.gate is not None else []
-    for failure in failures:
-        print(f"rlkernel.bench: gate: {failure}, not {options.gate:g}x", file=sys.stderr)
-    return 1 if failures else 0
+    sys.stdout.write(compare.compare(before, after).text())
+    slower = [] if options.gate is None else compare.slower(before, after, options.gate)
+    return _fail([f"gate: {row}, not {options.gate:g}x" for row in slower])
 
 
 def _readme(options: argparse.Namespace) -> int:
-    stale = 0
-    for path in [Path(name) for name in options.files] or readme.pages(ROOT):
+    stale = []
+    for path in map(Path, options.files) if options.files else readme.pages(ROOT):
         if not path.is_file():
             raise UsageError(f"readme must be given a file that is there, got {os.fspath(path)}")
         before = path.read_text()
         after = readme.fill(before, ROOT / "benchmarks" / "results")
-        if before == after:
-            continue
-        stale = 1
-        if options.check:
-            print(
-                f"rlkernel.bench: the tables of {path.name} are not up to date: run make readme-tables",
-                file=sys.stderr,
-            )
-        else:
+        if before != after and options.check:
+            stale.append(f"the tables of {path.name} are not up to date: run make readme-tables")
+        elif before != after:
             path.write_text(after)
-    return stale if options.check else 0
+    return _fail(stale)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlkernel.bench.cases import UsageError
-from rlkernel.bench.render import Table, _aligned, _ms
+from rlkernel.bench.render import Table, milliseconds
 from rlkernel.bench.run import Row
 
 KEY = ("op", "case", "dtype", "device", "backend", "pass")
@@ -23,7 +23,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Table:
     table = Table("", [*KEY, f"A {commits[0]} ms", f"B {commits[1]} ms", "A/B"], [])
     for key in common:
         a, b = old[key]["seconds"], new[key]["seconds"]
-        table.rows.append([*key, _ms(a), _ms(b), f"{a / b:.2f}x"])
+        table.rows.append([*key, milliseconds(a), milliseconds(b), f"{a / b:.2f}x"])
     for name, reports in (("A", (old, new)), ("B", (new, old))):
         if only := [key for key in reports[0] if key not in reports[1]]:
             table.notes.append(f"only in {name}: {len(only)} rows")
@@ -38,10 +38,6 @@ def slower(before: dict[str, Any], after: dict[str, Any], gate: float) -> list[s
     old, new = (_timed(report["rows"]) for report in (before, after))
     speedup = {key: old[key]["seconds"] / new[key]["seconds"] for key in old if key in new}
     return [f"{' '.join(key)}: {ratio:.2f}x" for key, ratio in speedup.items() if ratio < gate]
-
-
-def text(table: Table) -> str:
-    return "\n".join([*_aligned([table.columns, *table.rows]), *(f"  {note}" for note in table.notes)]) + "\n"
 
 
 def _timed(rows: list[Row]) -> dict[tuple[str, ...], Row]:

@@ -45,17 +45,8 @@ def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
 
 def rows(ops: list[str]) -> list[Row]:
     """The parity rows of every op that has a Triton kernel; says in the row why there are none."""
-    command = [
-        sys.executable,
-        "-m",
-        "rlkernel.bench",
-        "parity",
-        "--op",
-        ",".join(_ops(ops)),
-        "--backend",
-        BACKEND,
-    ]
-    command += ["--preset", PRESET, "--peers", "none", "--json", "-"]
+    command = [sys.executable, "-m", "rlkernel.bench", "parity", "--preset", PRESET, "--peers", "none"]
+    command += ["--op", ",".join(_ops(ops)), "--backend", BACKEND, "--json", "-"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
     if done.returncode == 2 or not done.stdout.strip():

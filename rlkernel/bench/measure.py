@@ -43,15 +43,6 @@ def interleave(
     return times
 
 
-def fastest(times: list[float]) -> float:
-    """Of a yardstick, which other work can only slow down."""
-    return min(times)
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
-
-
 def _cpu_seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
@@ -65,7 +56,7 @@ def host_seconds(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         times.append(_cpu_seconds(call))
     torch.cuda.synchronize()
-    return median(times)
+    return statistics.median(times)
 
 
 def _gpu_watch(host: float) -> Callable[[Callable[[], object]], float]:
@@ -100,7 +91,7 @@ def copy_bandwidth(size: int, device: str, threads: int) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = interleave({"copy": lambda: target.copy_(source)}, device, 0.2, rounds=5)
-    return 2 * size / fastest(times["copy"])
+    return 2 * size / min(times["copy"])
 
 
 @cache
@@ -110,7 +101,7 @@ def gemm_rate(m: int, n: int, k: int, dtype: torch.dtype, device: str, threads: 
     b = torch.randn(n, k, device=device).to(dtype)
     out = torch.empty(m, n, device=device, dtype=dtype)
     times = interleave({"mm": lambda: torch.mm(a, b.t(), out=out)}, device, 0.5, rounds=3)
-    return 2 * m * n * k / fastest(times["mm"])
+    return 2 * m * n * k / min(times["mm"])
 
 
 def best_gemm_rate(
@@ -123,7 +114,7 @@ def best_gemm_rate(
     m, n, k = shape
     tiles = [(min(a, 1024), min(b, 4096), c) for a, b, c in ((m, n, k), (m, k, n), (n, k, m))]
     shapes = dict.fromkeys([shape, *tiles])
-    return max(gemm_rate(*some, dtype, device, threads) for some in shapes for dtype in dtypes)
+    return max(gemm_rate(*product, dtype, device, threads) for product in shapes for dtype in dtypes)
 
 
 @contextlib.contextmanager

@@ -100,25 +100,29 @@ def peak_resident(call: Callable[[], object]) -> int | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # glibc hands out freed pages again, and they would not show
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
-        before = _status("VmHWM")
+        before = stated("/proc/self/status", "VmHWM")
         call()
-        return _status("VmHWM") - before
+        return stated("/proc/self/status", "VmHWM") - before
     except (OSError, AttributeError):  # no such file, or a libc without malloc_trim
         return None
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def stated(path: str, field: str) -> int:
+    """Bytes that a line of a file of /proc states.  Raises OSError where there is no such file or line."""
+    for line in Path(path).read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status must have {field}")
+    raise OSError(f"{path} must have {field}")
 
 
 def available(device: str) -> int:
     """Bytes that one more call may take on ``device`` without driving the machine out of memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    limits = [_meminfo_available()]
+    try:
+        limits = [stated("/proc/meminfo", "MemAvailable")]
+    except OSError:  # not Linux: assume a small machine
+        limits = [4 * 2**30]
     # a container may be allowed less than the machine has
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -130,14 +134,6 @@ def available(device: str) -> int:
         except (OSError, ValueError):  # this kind of limit does not exist here, or is "max"
             continue
     return min(limits)
-
-
-def _meminfo_available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: assume a small machine
-        return 4 * 2**30
 
 
 def predict(measure: Callable[[int], int], size: int) -> int:

@@ -79,6 +79,12 @@ def outcome(
     return {name: value.detach() for name, value in {**outputs, **gradients}.items()}
 
 
+def shared(module: ModuleType, inputs: Mapping[str, Any]) -> set[str]:
+    """The inputs that have no rows of their own."""
+    plain = {name for name, x in inputs.items() if not isinstance(x, Tensor) or x.dim() == 0}
+    return plain | {*module.SHARED}
+
+
 class Slices:
     """The rows of a case a few at a time, so that no large case needs much memory."""
 
@@ -90,9 +96,7 @@ class Slices:
         # an output of all rows has no slices
         whole = getattr(module, "WHOLE", False) or bool(getattr(module, "SCALARS", ()))
         self.step = max(1, self.rows if whole else _CHUNK_ELEMENTS // module.row_elements(case))
-        self.shared = [
-            k for k, v in inputs.items() if k in module.SHARED or not isinstance(v, Tensor) or v.dim() == 0
-        ]
+        self.shared = shared(module, inputs)
 
     def outcome(self, call: Call, differentiated: tuple[str, ...]) -> dict[str, Tensor]:
         """What ``outcome`` gives, put together from slices; gradients of shared inputs are summed."""
@@ -158,13 +162,3 @@ def failures(errors: Mapping[str, Error], torch_errors: Mapping[str, Error]) -> 
         for name, error in errors.items()
         if not error.within(torch_errors[name])
     ]
-
-
-def summary(errors: Mapping[str, Error], backward: bool) -> float | None:
-    """One number for a pass: the largest deviation of an output, or relative error of a gradient."""
-    values = [
-        error.relative if backward else error.largest
-        for name, error in errors.items()
-        if name.startswith("grad_") == backward
-    ]
-    return max(values, default=None)

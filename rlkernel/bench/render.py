@@ -1,5 +1,7 @@
 """Rows as tables: for a terminal, for Markdown. What is compared with what is written above each."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -28,6 +30,18 @@ class Table:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
 
+    def aligned(self) -> list[str]:
+        """Its lines in plain text, every column as wide as its widest cell."""
+        grid = [self.columns, *self.rows]
+        widths = [max(map(len, cells)) for cells in zip(*grid, strict=True)]
+        return [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+            for cells in grid
+        ]
+
+    def text(self) -> str:
+        return "\n".join([*self.aligned(), *(f"  {note}" for note in self.notes)]) + "\n"
+
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """One table per op, and one per series of memory cases."""
@@ -42,40 +56,18 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return made
 
 
-HEAD = ["case", "dtype", "backend", "pass", "error", "torch's", "ms", "host ms"]
-HEAD += ["rate", "floor", "extra MiB"]
-
-
 def _op_table(op: str, rows: list[Row]) -> Table:
     """What was measured, without columns that would be empty; of each peer the time, else the error."""
     ran = [row for row in rows if not row["skipped"]]
     ratio = _ratio if any(row["seconds"] for row in ran) else _error_ratio
-    peers = _peers(ran)
-    ratios = list(dict.fromkeys(name for row in ran for name in row.get("ratios", ())))
-    body = []
-    for row in ran:
-        cells = [
-            row["case"],
-            row["dtype"],
-            row["backend"],
-            row["pass"],
-            _error(row),
-            _scientific(row["torch_error"]),
-        ]
-        cells += [
-            _ms(row["seconds"]),
-            _ms(row.get("host_seconds")),
-            rate(row),
-            _percent(row["floor_share"]),
-            _mib(row["peak_extra_bytes"]),
-        ]
-        counted = row.get("ratios", {})
-        cells += [f"{counted[name]:.2f}x" if name in counted else "" for name in ratios]
-        body.append(cells + [ratio(row, row["peers"].get(peer)) for peer in peers])
-    columns = [*HEAD, *ratios, *peers]
-    shown = [i for i in range(len(columns)) if any(cells[i] for cells in body)]
-    table = Table(op, [columns[i] for i in shown], [[cells[i] for i in shown] for cells in body])
-    table.notes = _notes(rows)
+    columns = dict(COLUMNS)
+    for name in dict.fromkeys(name for row in ran for name in row.get("ratios", ())):
+        columns[name] = functools.partial(_counted, name)
+    for name in dict.fromkeys(name for row in ran for name in row["peers"]):
+        columns[name] = functools.partial(ratio, name)
+    cells = {name: [cell(row) for row in ran] for name, cell in columns.items()}
+    shown = {name: column for name, column in cells.items() if any(column)}
+    table = Table(op, list(shown), [list(row) for row in zip(*shown.values(), strict=True)], _notes(rows))
     if any(round(row["floor_share"] or 0, 2) > 1 for row in ran):
         table.notes.append(BEATEN)
     return table
@@ -131,18 +123,11 @@ def series(rows: Iterable[Row]) -> dict[str, dict[int, Peak]]:
     """Per implementation, the peak and the reason why it did not run at every point of a memory series."""
     lines: dict[str, dict[int, Peak]] = {}
     for row in rows:
-        point = row["axis"][1]
-        ours = f"rlkernel ({row['backend']})"
-        if row["peak_extra_bytes"] or "out of memory" in row["skipped"]:
-            lines.setdefault(ours, {})[point] = (row["peak_extra_bytes"], row["skipped"])
-        for name, peer in row["peers"].items():
-            if peer["peak_extra_bytes"] or "out of memory" in peer["skipped"]:
-                lines.setdefault(name, {})[point] = (peer["peak_extra_bytes"], peer["skipped"])
+        for name, found in {f"rlkernel ({row['backend']})": row, **row["peers"]}.items():
+            if found["peak_extra_bytes"] or "out of memory" in found["skipped"]:
+                peak = found["peak_extra_bytes"], found["skipped"]
+                lines.setdefault(name, {})[row["axis"][1]] = peak
     return lines
-
-
-def _peers(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
 
 
 def _notes(rows: Iterable[Row]) -> list[str]:
@@ -173,7 +158,7 @@ def _scientific(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
-def _ms(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
@@ -194,7 +179,8 @@ def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / MIB:.1f}" if size < 100 * MIB else f"{size / MIB:.0f}"
 
 
-def _ratio(row: Row, peer: dict[str, Any] | None) -> str:
+def _ratio(name: str, row: Row) -> str:
+    peer = row["peers"].get(name)
     if peer is None or not peer["seconds"] or not row["seconds"]:
         return ""
     return f"{peer['seconds'] / row['seconds']:.2f}x"
@@ -208,10 +194,30 @@ def _legend(rows: Sequence[Row]) -> tuple[str, ...]:
     return (*LEGEND, HOST_LEGEND) if any(row.get("host_seconds") for row in rows) else LEGEND
 
 
-def _error_ratio(row: Row, peer: dict[str, Any] | None) -> str:
+def _error_ratio(name: str, row: Row) -> str:
+    peer = row["peers"].get(name)
     if peer is None or not peer["error"] or not row["error"]:
         return ""
     return f"{peer['error']:.1e} ({peer['error'] / row['error']:.3g}x)"
+
+
+def _counted(name: str, row: Row) -> str:
+    return f"{row['ratios'][name]:.2f}x" if name in row.get("ratios", ()) else ""
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "case": operator.itemgetter("case"),
+    "dtype": operator.itemgetter("dtype"),
+    "backend": operator.itemgetter("backend"),
+    "pass": operator.itemgetter("pass"),
+    "error": _error,
+    "torch's": lambda row: _scientific(row["torch_error"]),
+    "ms": lambda row: milliseconds(row["seconds"]),
+    "host ms": lambda row: milliseconds(row.get("host_seconds")),
+    "rate": rate,
+    "floor": lambda row: _percent(row["floor_share"]),
+    "extra MiB": lambda row: _mib(row["peak_extra_bytes"]),
+}
 
 
 def provenance(head: dict[str, Any]) -> list[str]:
@@ -226,16 +232,15 @@ def provenance(head: dict[str, Any]) -> list[str]:
     ]
 
 
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
+    return [head, "|" + "---|" * len(columns), *lines]
+
+
 def markdown(rows: Sequence[Row], head: dict[str, Any]) -> str:
     lines = ["  \n".join(f"`{line}`" for line in provenance(head)), ""]
     for table in tables(rows):
-        lines += [
-            f"**{table.title}**",
-            "",
-            "| " + " | ".join(table.columns) + " |",
-            "|" + "---|" * len(table.columns),
-        ]
-        lines += ["| " + " | ".join(cells) + " |" for cells in table.rows]
+        lines += [f"**{table.title}**", "", *markdown_table(table.columns, table.rows)]
         lines += ["", *(f"- {note.strip()}" for note in table.notes), ""]
     lines += [f"- {line}" for line in _legend(rows)]
     return "\n".join(lines).rstrip() + "\n"
@@ -245,52 +250,43 @@ def text(rows: Sequence[Row], head: dict[str, Any]) -> str:
     """Tables in plain text, aligned, for a pipe or a file."""
     lines = [*provenance(head), ""]
     for table in tables(rows):
-        lines += [
-            table.title,
-            *_aligned([table.columns, *table.rows]),
-            *(f"  {note}" for note in table.notes),
-            "",
-        ]
+        lines += [table.title, table.text()]
     return "\n".join([*lines, *_legend(rows)]) + "\n"
-
-
-def _aligned(grid: list[list[str]]) -> list[str]:
-    widths = [max(len(cells[i]) for cells in grid) for i in range(len(grid[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in grid
-    ]
 
 
 def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
     """Print the tables: with rich on a terminal where it is installed, else as text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:  # the extra `bench` is not installed
+    if (rich := _rich(stream)) is None:
         stream.write(text(rows, head))
         return
-    if not stream.isatty():
-        stream.write(text(rows, head))
-        return
-    console = Console(file=stream)
+    console, new_table = rich
+
+    def say(line: str, style: str = "dim") -> None:
+        console.print(line, style=style, markup=False, highlight=False)
+
     for line in provenance(head):
-        console.print(line, style="dim", markup=False, highlight=False)
+        say(line)
     for table in tables(rows):
-        drawn = RichTable(title=table.title, title_justify="left")
+        drawn = new_table(title=table.title, title_justify="left")
         for column in table.columns:
             drawn.add_column(column, overflow="fold")
         for cells in table.rows:
             drawn.add_row(*cells, style="red" if any("FAILED" in cell for cell in cells) else "")
-        if (
-            console.measure(drawn).maximum > console.width
-        ):  # rather lines that the terminal wraps than cells cut up
-            console.out("\n".join([table.title, *_aligned([table.columns, *table.rows])]), highlight=False)
+        if console.measure(drawn).maximum > console.width:  # rather wrapped lines than cells cut up
+            console.out("\n".join([table.title, *table.aligned()]), highlight=False)
         else:
             console.print(drawn)
         for note in table.notes:
-            console.print(
-                f"  {note}", style="red" if "FAILED" in note else "dim", markup=False, highlight=False
-            )
+            say(f"  {note}", style="red" if "FAILED" in note else "dim")
     for line in _legend(rows):
-        console.print(line, style="dim", markup=False, highlight=False)
+        say(line)
+
+
+def _rich(stream: TextIO) -> tuple[Any, Any] | None:
+    """A console, and what makes its tables: on a terminal, where the extra ``bench`` is installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+    except ImportError:
+        return None
+    return (Console(file=stream), RichTable) if stream.isatty() else None

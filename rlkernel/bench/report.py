@@ -31,7 +31,7 @@ def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "rlkernel.bench", *arguments]),
         "date": datetime.date.today().isoformat(),
         "commit": facts["versions"]["commit"],
-        "machine": {name: text for name, text in facts["devices"].items()} | {"cpu details": cpu},
+        "machine": facts["devices"] | {"cpu details": cpu},
         "device": device,
         "threads": torch.get_num_threads(),
         "versions": {"rlkernel": facts["versions"]["rlkernel"], "python": facts["versions"]["python"]}
@@ -52,15 +52,17 @@ def _packages() -> dict[str, str]:
 
 def _total_memory() -> str:
     try:
-        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemTotal"))
-        return f"{int(line.split()[1]) / 2**20:.0f} GiB"
-    except (OSError, StopIteration):  # not Linux
+        return f"{memory.stated('/proc/meminfo', 'MemTotal') / 2**30:.0f} GiB"
+    except OSError:  # not Linux
         return "unknown memory"
 
 
 def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
     """Write the report; ``-`` is standard output."""
-    text = json.dumps(_finite({"header": head, "rows": rows}), indent=1, allow_nan=False) + "\n"
+    write(path, json.dumps(_finite({"header": head, "rows": rows}), indent=1, allow_nan=False) + "\n")
+
+
+def write(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.bench import measure, memory, parity
-from rlkernel.bench.cases import Call, Case, Peer
+from rlkernel.bench.cases import Bare, Call, Case, Peer
 from rlkernel.bench.progress import Progress
 from rlkernel.runtime import workspace
 
@@ -41,8 +42,7 @@ class Contender:
 
     name: str
     call: Call | None
-    is_peer: bool
-    bare: Callable[[dict[str, Any], Case, bool], Callable[[], None]] | None = None
+    peer: Peer | None = None  # None: it is a backend
     skipped: str = ""
     errors: dict[str, parity.Error] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -51,6 +51,14 @@ class Contender:
     host: dict[str, float] = field(default_factory=dict)  # seconds of the CPU, where a GPU does the work
     peak: dict[str, int] = field(default_factory=dict)
     resident: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def is_peer(self) -> bool:
+        return self.peer is not None
+
+    @property
+    def bare(self) -> Bare | None:
+        return None if self.peer is None else self.peer.bare
 
     def step(
         self, inputs: dict[str, Any], case: Case, grads: Mapping[str, Tensor], backward: bool
@@ -69,6 +77,20 @@ class Contender:
 
         return forward
 
+    def found(self, p: str) -> dict[str, Any]:
+        """What was found out about a pass."""
+        errors = {n: e for n, e in self.errors.items() if n.startswith("grad_") == (p != "forward")}
+        return {
+            "skipped": self.skipped,
+            "error": max(
+                (e.largest if p == "forward" else e.relative for e in errors.values()), default=None
+            ),
+            "errors": {n: {"largest": e.largest, "relative": e.relative} for n, e in errors.items()},
+            "seconds": statistics.median(self.seconds[p]) if p in self.seconds else None,
+            "host_seconds": self.host.get(p),
+            "peak_extra_bytes": self.peak.get(p, self.peak.get("foreseen")),
+        }
+
 
 def steps(cases: Iterable[Case], settings: Settings) -> int:
     """How many progress steps ``run`` will make."""
@@ -85,10 +107,9 @@ def run(
         with contextlib.ExitStack() as scaled:
             scaled.enter_context(workspace.limited(case.workspace or workspace.limit()))
             bench = _Bench(case, modules[case.op], settings)
-            there = {peer.name for peer in bench.peers if not peer.skipped}
-            for peer in modules[case.op].PEERS:
-                if case.scale > 1 and peer.shrink is not None and peer.name in there:
-                    scaled.enter_context(peer.shrink(case.scale))
+            for contender in bench.contenders if case.scale > 1 else ():
+                if contender.peer is not None and contender.peer.shrink is not None:
+                    scaled.enter_context(contender.peer.shrink(case.scale))
             rows += bench.rows(progress)
         if settings.device == "cuda":
             torch.cuda.empty_cache()
@@ -106,17 +127,14 @@ class _Bench:
         self.case, self.module, self.settings = case, module, settings
         self.inputs = parity.make_inputs(module, case, settings.device)
         self.grads = parity.upstream(module, case, self.inputs)
-        self.backends = [
-            Contender(n, parity.ours(module, case.op, n), is_peer=False) for n in _backends(settings, case)
-        ]
+        self.backends = [Contender(n, parity.ours(module, case.op, n)) for n in _backends(settings, case)]
         self.passes = PASSES if settings.thorough or not case.axis else PASSES[1:]
         if not case.gradients:  # nothing is differentiated: a second pass would be the first once more
             self.passes = PASSES[:1]
-        self.peers = [_peer(peer, case) for peer in _wanted(module.PEERS, settings, case)]
+        self.peers = [_peer(peer) for peer in _wanted(module.PEERS, settings, case)]
         # plain PyTorch is the yardstick of parity, also when it is not shown
-        self.torch = next((p for p in self.peers if p.name == "torch"), None) or _peer(module.PEERS[0], case)
+        self.torch = next((p for p in self.peers if p.name == "torch"), None) or _peer(module.PEERS[0])
         self.floor: dict[str, float] = {}
-        self._cpu_notes = {peer.name: peer.cpu_note for peer in module.PEERS}
 
     @property
     def contenders(self) -> list[Contender]:
@@ -134,30 +152,23 @@ class _Bench:
     def _probe(self) -> None:
         """Find out on a few rows what can run this case at all, and start what is slow to start."""
         for contender in [c for c in [*self.backends, *self.peers] if c.bare is None]:
-            small = self.case.replace(sizes={**self.case.sizes, self.module.DIMS[0]: min(2, self._tokens)})
-            inputs, grads = self._first_rows(small.sizes[self.module.DIMS[0]])
+            small = self.case.replace(sizes={**self.case.sizes, self.module.DIMS[0]: min(2, self.case.rows)})
+            inputs, grads = self._first_rows(small.rows)
             if not contender.skipped:
                 self._attempt(contender, contender.step(inputs, small, grads, backward=True))
         if self._needs() > memory.available(self.settings.device) // 4:
             for contender in self.contenders:
                 self._guard(contender)
 
-    @property
-    def _tokens(self) -> int:
-        return self.case.sizes[self.module.DIMS[0]]
-
     def _needs(self) -> int:
         """Bytes of a few fp32 tensors of the size that a naive implementation makes."""
-        return 16 * self.module.row_elements(self.case) * self._tokens
+        return 16 * self.module.row_elements(self.case) * self.case.rows
 
     def _first_rows(self, count: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if hasattr(self.module, "first_rows"):
             return self.module.first_rows(self.inputs, self.grads, count)
-        shared = self.module.SHARED
-        inputs = {
-            k: v if k in shared or not isinstance(v, Tensor) or v.dim() == 0 else v[:count]
-            for k, v in self.inputs.items()
-        }
+        shared = parity.shared(self.module, self.inputs)
+        inputs = {k: v if k in shared else v[:count] for k, v in self.inputs.items()}
         return inputs, {name: grad[:count] if grad.dim() else grad for name, grad in self.grads.items()}
 
     def _guard(self, contender: Contender) -> None:
@@ -168,7 +179,7 @@ class _Bench:
             return memory.peak_extra(contender.step(inputs, self.case, grads, True), self.settings.device)
 
         # bare GEMMs write one whole result of which _needs counts four
-        need = self._needs() // 4 if contender.bare else memory.predict(peak, self._tokens)
+        need = self._needs() // 4 if contender.bare else memory.predict(peak, self.case.rows)
         free = memory.available(self.settings.device)
         if need > 0.8 * free:  # others use this machine too
             contender.skipped = (
@@ -194,7 +205,7 @@ class _Bench:
         truth = parity.Truth(self.module, self.case, self.inputs, self.grads)
 
         def judge(contender: Contender) -> None:
-            got = contender.step(self.inputs, self.case, self.grads, backward=True)()
+            got = self._step(contender, PASSES[1])()
             contender.errors = truth.errors(got)
             if hasattr(self.module, "wrong") and not contender.is_peer and contender.call is not None:
                 contender.wrong = self.module.wrong(contender.call, self.inputs, self.case, got)
@@ -211,26 +222,25 @@ class _Bench:
 
     def _memory(self) -> None:
         with memory.quick_collection():
-            self._weigh()
+            for contender in [c for c in self.contenders if c.bare is None]:
+                for p in self.passes:
+                    self._attempt(contender, functools.partial(self._weigh, contender, p))
 
-    def _weigh(self) -> None:
-        for contender in [c for c in self.contenders if c.bare is None]:
-            for p in self.passes:
-                step = contender.step(self.inputs, self.case, self.grads, p != "forward")
+    def _weigh(self, contender: Contender, p: str) -> None:
+        step, device = self._step(contender, p), self.settings.device
+        contender.peak[p] = memory.peak_extra(step, device)
+        if not contender.is_peer and device == "cpu" and self.settings.thorough:
+            contender.resident[p] = memory.peak_resident(step)
 
-                def weigh(c: Contender = contender, p: str = p, step: Callable[[], Any] = step) -> None:
-                    c.peak[p] = memory.peak_extra(step, self.settings.device)
-                    if not c.is_peer and self.settings.device == "cpu" and self.settings.thorough:
-                        c.resident[p] = memory.peak_resident(step)
-
-                self._attempt(contender, weigh)
+    def _step(self, contender: Contender, p: str) -> Callable[[], Any]:
+        return contender.step(self.inputs, self.case, self.grads, p != "forward")
 
     def _speed(self) -> None:
         racers = [c for c in self.contenders if not c.failures]
         if all(c.is_peer for c in racers):
             return
         for p in self.passes:
-            calls = {c.name: c.step(self.inputs, self.case, self.grads, p != "forward") for c in racers}
+            calls = {c.name: self._step(c, p) for c in racers}
             times = measure.interleave(calls, self.settings.device, self.settings.seconds)
             for contender in racers:
                 contender.seconds[p] = times[contender.name]
@@ -254,7 +264,7 @@ class _Bench:
     def _row(self, backend: Contender, p: str) -> Row:
         case, backward = self.case, p != "forward"
         gradients = sum(self.inputs[name].nbytes for name in case.gradients) if backward else 0
-        seconds = _median(backend, p)
+        found, of_torch = backend.found(p), self.torch.found(p)
         return {
             "op": case.op,
             "case": case.name,
@@ -263,20 +273,15 @@ class _Bench:
             "device": self.settings.device,
             "backend": backend.name,
             "pass": p,
-            "skipped": backend.skipped,
             "failures": [f for f in backend.failures if f.startswith("grad_") == backward],
-            "error": parity.summary(backend.errors, backward),
-            "torch_error": parity.summary(self.torch.errors, backward),
-            "errors": _errors(backend, backward),
-            "torch_errors": _errors(self.torch, backward),
-            "seconds": seconds,
-            "host_seconds": backend.host.get(p),
+            **found,
+            "torch_error": of_torch["error"],
+            "torch_errors": of_torch["errors"],
             "rounds": len(backend.seconds.get(p, ())),
             "bytes": self.module.bytes_moved(case, backward),
             "flops": self.module.flops(case, backward),
             "ratios": self.module.ratios(case, backward) if hasattr(self.module, "ratios") else {},
-            "floor_share": self.floor[p] / seconds if seconds and p in self.floor else None,
-            "peak_extra_bytes": backend.peak.get(p, backend.peak.get("foreseen")),
+            "floor_share": self.floor[p] / found["seconds"] if found["seconds"] and p in self.floor else None,
             "peak_resident_bytes": backend.resident.get(p),
             "gradient_bytes": gradients,
             "workspace_bytes": case.workspace or workspace.limit(),
@@ -292,17 +297,9 @@ class _Bench:
         able = {c.name: c for c in self.backends if not c.skipped}
         return next((able[name] for name in dispatch.order(self.case.op) if name in able), None)
 
-    def _peer_entry(self, peer: Contender, p: str) -> dict[str, Any]:
-        return {
-            "seconds": _median(peer, p),
-            "host_seconds": peer.host.get(p),
-            "error": parity.summary(peer.errors, p != "forward"),
-            "errors": _errors(peer, p != "forward"),
-            "peak_extra_bytes": peer.peak.get(p, peer.peak.get("foreseen")),
-            "skipped": peer.skipped,
-            "bare": peer.bare is not None,
-            "note": self._cpu_notes.get(peer.name, "") if self.settings.device == "cpu" else "",
-        }
+    def _peer_entry(self, contender: Contender, p: str) -> dict[str, Any]:
+        note = contender.peer.cpu_note if contender.peer and self.settings.device == "cpu" else ""
+        return {**contender.found(p), "bare": contender.bare is not None, "note": note}
 
 
 def _backends(settings: Settings, case: Case) -> list[str]:
@@ -319,12 +316,11 @@ def _wanted(peers: Iterable[Peer], settings: Settings, case: Case) -> list[Peer]
     return [peer for peer in peers if peer.name in settings.peers or "all" in settings.peers]
 
 
-def _peer(peer: Peer, case: Case) -> Contender:
+def _peer(peer: Peer) -> Contender:
     try:
-        call = peer.load() if peer.bare is None else None
+        return Contender(peer.name, peer.load() if peer.bare is None else None, peer)
     except ImportError as error:
-        return Contender(peer.name, None, True, peer.bare, skipped=str(error))
-    return Contender(peer.name, call, True, peer.bare)
+        return Contender(peer.name, None, peer, skipped=str(error))
 
 
 def _reason(message: str, name: str) -> str:
@@ -333,12 +329,3 @@ def _reason(message: str, name: str) -> str:
         if line.strip().startswith(f"{name}: "):
             return line.strip().removeprefix(f"{name}: ")
     return message.splitlines()[0] if message else "not implemented"
-
-
-def _median(contender: Contender, p: str) -> float | None:
-    return measure.median(contender.seconds[p]) if p in contender.seconds else None
-
-
-def _errors(contender: Contender, backward: bool) -> dict[str, dict[str, float]]:
-    chosen = {n: e for n, e in contender.errors.items() if n.startswith("grad_") == backward}
-    return {name: {"largest": error.largest, "relative": error.relative} for name, error in chosen.items()}

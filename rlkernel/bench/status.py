@@ -5,15 +5,22 @@ held to by tests/test_status.py: it runs every op in emulation and in the interp
 kernel that was launched among those that are compiled for every architecture.
 """
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlkernel import dispatch
-from rlkernel.bench import report
+from rlkernel.bench import render, report
 from rlkernel.bench.cases import UsageError
 
 LIBRARIES = ("flashinfer", "aiter")
-COLUMNS = ("op", "plain PyTorch", "CPU", "CUDA", "HIP", "Triton", "FlashInfer, AITER")
+SHOWN = {  # a column: the backends that fill it, and what they do where there is no GPU
+    "plain PyTorch": (("reference",), "run"),
+    "CPU": (("native",), "run"),
+    "CUDA": (("native",), "emulated, compiled"),
+    "HIP": (("native",), "emulated, compiled"),
+    "Triton": (("triton",), "interpreted, compiled"),
+    "FlashInfer, AITER": (LIBRARIES, "not run"),
+}
+COLUMNS = ("op", *SHOWN)
 LEGEND = (
     "run: its tests run on this backend, on a CPU",
     "emulated: the source that nvcc (32 lanes a warp) or clang (64) compiles runs on a CPU, barriers and "
@@ -71,31 +78,16 @@ def line(results: Path) -> str:
 def table(results: Path) -> str:
     """A line per op, a column per backend, and what the words mean."""
     ran = runs(results)
-    lines = [_row(COLUMNS), "|" + "---|" * len(COLUMNS)]
-    lines += [_row([f"`{op}`", *(_cell(op, column, ran) for column in COLUMNS[1:])]) for op in dispatch.ops()]
-    return "\n".join([*lines, "", *(f"- {text}" for text in LEGEND)]) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    rows = ([f"`{op}`", *(_cell(op, column, ran) for column in COLUMNS[1:])] for op in dispatch.ops())
+    return "\n".join([*render.markdown_table(COLUMNS, rows), "", *(f"- {text}" for text in LEGEND)]) + "\n"
 
 
 def _cell(op: str, column: str, ran: Runs) -> str:
-    without_gpu = {
-        "plain PyTorch": _if(op, ["reference"], "run"),
-        "CPU": _if(op, ["native"], "run"),
-        "CUDA": _if(op, ["native"], "emulated, compiled"),
-        "HIP": _if(op, ["native"], "emulated, compiled"),
-        "Triton": _if(op, ["triton"], "interpreted, compiled"),
-        COLUMNS[-1]: _if(op, LIBRARIES, "not run"),
-    }[column]
+    backends, word = SHOWN[column]
+    without_gpu = word if any(_has_file(backend, op) for backend in backends) else ""
     if gpus := ran.get((op, column)):
         return f"run on {', '.join(gpus)}" + ("" if without_gpu == "not run" else f"; {without_gpu}")
     return without_gpu
-
-
-def _if(op: str, backends: Iterable[str], word: str) -> str:
-    return word if any(_has_file(backend, op) for backend in backends) else ""
 
 
 def _has_file(backend: str, op: str) -> bool:
