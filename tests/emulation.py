@@ -79,8 +79,8 @@ def _objects(
 
 def _op_of(header: str, ops: Iterable[str]) -> str:
     """The op whose kernels show a fault in `header`; what all ops share is shown by logprob."""
-    stem = header.partition(".")[0]
-    return max((op for op in ops if stem == op or stem.startswith(f"{op}_")), key=len, default="logprob")
+    folder = header.partition("/")[0]
+    return folder if folder in ops else "logprob"
 
 
 def _compile(source: Path, flags: list[str], faults: Faults | None) -> Path:

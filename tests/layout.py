@@ -21,6 +21,19 @@ OP_FILES = (
     "docs/ops/{op}.md",
 )
 
+# What the folder of an op in csrc/include/rlkernel holds, and what some hold beyond it.
+HEADERS = ("arguments.h", "bind.h", "terms.h", "kernel.cuh")
+MORE_HEADERS = {
+    "logprob": ("rows.h", "row.cuh", "forward.cuh", "backward.cuh", "support.cuh"),
+    "policy_loss": ("math.h", "correction.h", "sequence.h", "selection.h", "selection.cuh"),
+    "preference_loss": ("math.h",),
+    "sampling": (
+        "stream.h", "mass.cuh", "row.cuh", "tokens.cuh", "statistics.cuh", "finish.cuh", "search.cuh",
+        "filter.cuh", "kept.cuh",
+    ),
+}  # fmt: skip
+INCLUDE = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
+
 
 def ops(root: Path) -> list[str]:
     return _stems(root / "rlkernel/ops", "*.py")
@@ -62,15 +75,56 @@ def orphans(root: Path, backends: dict[str, str]) -> list[str]:
             belongs = any(stem == op or stem.startswith(f"{op}_") for op in known)
             if not belongs and not (folder.parent.name == "csrc" and stem in headers - set(known)):
                 problems.append(f"{folder.relative_to(root)}/{stem}.* belongs to no op")
+    for folder in (root / "csrc/cpu", root / "csrc/include/rlkernel"):
+        folders_of = sorted(p for p in folder.glob("*/") if p.name not in known)
+        problems += [f"{p.relative_to(root)} belongs to no op" for p in folders_of]
     return problems
+
+
+def headers(root: Path) -> list[str]:
+    """The folder of an op holds what every such folder holds, or what is named above."""
+    return [
+        f"{path.relative_to(root)} is none of {', '.join(HEADERS)} nor named in tests/layout.py"
+        for path in sorted((root / "csrc/include/rlkernel").glob("*/*"))
+        if path.name not in (*HEADERS, *MORE_HEADERS.get(path.parent.name, ()))
+    ]
+
+
+def header_directions(root: Path) -> list[str]:
+    """What ops share includes no op's headers, and no kernel reaches what reads Python's arguments."""
+    shared = root / "csrc/include/rlkernel"
+    problems = [
+        f"{path.relative_to(root)}, which ops share, includes {other.relative_to(root)}"
+        for path in sorted(shared.glob("*.*h"))
+        for other in _included(root, path)
+        if path.name != "kernels.h" and other.parent.parent == shared
+    ]
+    for source in sorted(
+        (p for part in ("cpu", "cuda", "hip") for p in (root / "csrc" / part).rglob("*.*")), key=str
+    ):
+        reached = [source]
+        for path in reached:
+            reached += [p for p in _included(root, path) if p not in reached]
+        problems += [
+            f"{source.relative_to(root)} reaches {path.relative_to(root)}"
+            for path in reached
+            if path.name.endswith("bind.h") or path == shared / "call.h"
+        ]
+    return problems
+
+
+def _included(root: Path, path: Path) -> list[Path]:
+    """The files of the tree that a source includes."""
+    folders = (path.parent, root / "csrc/include", root / "csrc/emulation")
+    places = ((folder / name).resolve() for name in INCLUDE.findall(_text(path)) for folder in folders)
+    return [place for place in places if place.is_file()]
 
 
 def orphan_headers(root: Path) -> list[str]:
     sources = [p for p in (root / "csrc").rglob("*") if p.is_file()] + list((root / "tests").rglob("*.c*"))
-    pattern = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
-    included = {Path(name).name for p in sources for name in pattern.findall(_text(p))}
-    headers = [p for p in sources if p.suffix in (".h", ".cuh")]
-    return [f"nothing includes {p.relative_to(root)}" for p in headers if p.name not in included]
+    included = {header for p in sources for header in _included(root, p)}
+    every = (p for p in sources if p.suffix in (".h", ".cuh"))
+    return [f"nothing includes {p.relative_to(root)}" for p in every if p.resolve() not in included]
 
 
 def torch_headers(root: Path) -> list[str]:

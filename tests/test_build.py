@@ -23,7 +23,7 @@ HOMES = ("RLKERNEL_", "CUDA_", "ROCM_", "HIP_")  # what names a compiler to setu
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
-KERNELS = """#include "rlkernel/logprob.h"
+KERNELS = """#include "rlkernel/logprob/arguments.h"
 namespace rlkernel::cpu::RLKERNEL_ISA {
 int logprob_forward(const LogprobForward&) { return 0; }
 int logprob_backward(const LogprobBackward&) { return 0; }

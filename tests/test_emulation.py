@@ -283,7 +283,8 @@ def test_value_loss_has_the_same_bits_with_both_warp_sizes():
 )
 def test_a_barrier_missing_in_value_loss_is_found(barrier, max_blocks):
     right = value_losses(emulation.module(32), [(0, 8)])[0]
-    results = value_losses(broken("value_loss.cuh", barrier, "//"), [(s, max_blocks) for s in range(8)])
+    kernels = broken("value_loss/kernel.cuh", barrier, "//")
+    results = value_losses(kernels, [(s, max_blocks) for s in range(8)])
     assert not all(torch.equal(right, result) for result in results)
 
 
@@ -314,7 +315,7 @@ def test_supports_do_not_depend_on_the_schedule(kernels):
 def test_a_barrier_missing_in_supports_is_found():
     """The one that only a block shows which goes on to another row, after a row that holds NaN."""
     right = supports(emulation.module(32), [(0, 6)])[0]
-    kernels = broken("logprob_support.cuh", "__syncthreads();  // what a former row left is read", "//")
+    kernels = broken("logprob/support.cuh", "__syncthreads();  // what a former row left is read", "//")
     try:
         results = supports(kernels, [(seed, 1) for seed in range(8)])
     except RuntimeError as error:  # a row that some threads take for a broken one
@@ -356,7 +357,7 @@ def test_preference_loss_does_not_depend_on_the_schedule(kernels):
 )
 def test_a_barrier_missing_in_preference_loss_is_found(barrier, max_blocks):
     right = preference_losses(emulation.module(32), [(0, 8)])[0]
-    kernels = broken("preference_loss.cuh", barrier, "//")
+    kernels = broken("preference_loss/kernel.cuh", barrier, "//")
     try:
         results = preference_losses(kernels, [(seed, max_blocks) for seed in range(8)])
     except RuntimeError as error:  # a sum that decides where to go on, and not all threads have the same
@@ -408,7 +409,7 @@ def test_prefix_kernels_have_the_same_bits_with_both_warp_sizes():
 def test_a_fault_in_the_prefix_kernels_is_found(text, fault, max_blocks):
     right = prefix_kernels(emulation.module(32), [(0, 8)])[0]
     results = prefix_kernels(
-        broken("prefix_shared_attention.cuh", text, fault), [(s, max_blocks) for s in range(8)]
+        broken("prefix_shared_attention/kernel.cuh", text, fault), [(s, max_blocks) for s in range(8)]
     )
     assert not all(torch.equal(right, result) for result in results)
 

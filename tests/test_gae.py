@@ -285,7 +285,7 @@ def test_bits_do_not_depend_on_threads_or_schedule():
 def test_a_planted_fault_is_found(original, replacement):
     inputs = make_inputs(2, 1500, masked=0.4)
     exact = rlkernel.gae(**{k: wide(x) for k, x in inputs.items()})
-    broken = emulation.load(emulation.build_module(32, {"gae.cuh": (original, replacement)}))
+    broken = emulation.load(emulation.build_module(32, {"gae/kernel.cuh": (original, replacement)}))
     wrong = 0
     for seed in range(4):
         broken.configure(seed)

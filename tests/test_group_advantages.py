@@ -328,7 +328,7 @@ def test_bits_do_not_depend_on_threads_or_schedule():
 def test_a_planted_fault_is_found(original, replacement):
     r = make_inputs(4, 50)["rewards"].flatten() + 1000
     ids = torch.arange(200) % 4
-    broken = emulation.load(emulation.build_module(32, {"group_advantages_terms.h": (original, replacement)}))
+    broken = emulation.load(emulation.build_module(32, {"group_advantages/terms.h": (original, replacement)}))
     wrong = 0
     for seed in range(4):
         broken.configure(seed)

@@ -39,9 +39,14 @@ GOOD = {
     "benchmarks/__init__.py": "",
     "benchmarks/scale.py": "",
     "csrc/bindings.cpp": '#include "rlkernel/kernels.h"\n',
-    "csrc/include/rlkernel/kernels.h": "#define RLKERNEL_KERNELS(KERNEL) \\\n  KERNEL(scale)\n",
-    "csrc/include/rlkernel/scale.h": 'const char* v = std::getenv("RLKERNEL_THREADS");\n',
-    "csrc/cpu/scale.cpp": '#include "rlkernel/scale.h"\n',
+    "csrc/include/rlkernel/kernels.h": (
+        '#include "rlkernel/scale/bind.h"\n#define RLKERNEL_KERNELS(KERNEL) \\\n  KERNEL(scale)\n'
+    ),
+    "csrc/include/rlkernel/dtype.h": 'const char* v = std::getenv("RLKERNEL_THREADS");\n',
+    "csrc/include/rlkernel/scale/arguments.h": '#include "rlkernel/dtype.h"\n',
+    "csrc/include/rlkernel/scale/bind.h": '#include "rlkernel/scale/arguments.h"\n',
+    "csrc/cpu/scale/rows.h": '#include "rlkernel/scale/arguments.h"\n',
+    "csrc/cpu/scale.cpp": '#include "scale/rows.h"\n',
     "csrc/cuda/scale_sm90.cu": "",
     "tests/test_scale.py": "",
     "tests/integrations/test_trl.py": "",
@@ -89,8 +94,20 @@ RULES = {
     "orphan_headers": (
         layout.orphan_headers,
         (),
-        plant("csrc/include/rlkernel/old.h", ""),
-        "nothing includes",
+        plant("csrc/include/rlkernel/bind.h", ""),
+        "nothing includes csrc/include/rlkernel/bind.h",
+    ),
+    "headers": (
+        layout.headers,
+        (),
+        plant("csrc/include/rlkernel/scale/helpers.h", ""),
+        "scale/helpers.h is none of",
+    ),
+    "header_directions": (
+        layout.header_directions,
+        (),
+        plant("csrc/include/rlkernel/dtype.h", '#include "rlkernel/scale/arguments.h"\n'),
+        "dtype.h, which ops share, includes csrc/include/rlkernel/scale/arguments.h",
     ),
     "torch_headers": (
         layout.torch_headers,
@@ -193,6 +210,20 @@ def test_the_check_accepts_a_good_tree(rule, house):
 )
 def test_every_way_of_importing_is_seen(script, problem, house):
     assert problem in layout.backend_imports(house(**plant("rlkernel/native/scale.py", script)), BACKENDS)[0]
+
+
+@pytest.mark.parametrize("folder", ["csrc/cpu/rotate", "csrc/include/rlkernel/rotate"])
+def test_a_folder_of_no_op_is_seen(folder, house):
+    assert layout.orphans(house(**plant(f"{folder}/terms.h", "")), BACKENDS) == [f"{folder} belongs to no op"]
+
+
+def test_a_kernel_that_reads_what_python_hands_over_is_seen(house):
+    tree = house(**plant("csrc/include/rlkernel/scale/arguments.h", '#include "rlkernel/scale/bind.h"\n'))
+    reached = "reaches csrc/include/rlkernel/scale/bind.h"
+    assert layout.header_directions(tree) == [
+        f"csrc/cpu/scale.cpp {reached}",
+        f"csrc/cpu/scale/rows.h {reached}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -261,14 +261,14 @@ def test_bits_do_not_depend_on_the_padding(backend, device, level):
 
 MUTANTS = {
     "the gradient of a clipped token": (
-        "policy_loss_terms.h", "keep(not_(frozen), -x.ratio * x.advantage)", "-x.ratio * x.advantage",
+        "policy_loss/terms.h", "keep(not_(frozen), -x.ratio * x.advantage)", "-x.ratio * x.advantage",
     ),
     "a mask that multiplies": (
-        "policy_loss_sequence.h", "x.logprob = keep(inside, at.load(p.logprobs))",
+        "policy_loss/sequence.h", "x.logprob = keep(inside, at.load(p.logprobs))",
         "x.logprob = at.load(p.logprobs) * keep(inside, one)",
     ),
-    "the share of a sequence": ("policy_loss_sequence.h", "static_cast<float>(1 / divisor) :", "1.0f :"),
-    "a weight without effect": ("policy_loss_sequence.h", "keep(w.kept, t.chain * w.weight)", "t.chain"),
+    "the share of a sequence": ("policy_loss/sequence.h", "static_cast<float>(1 / divisor) :", "1.0f :"),
+    "a weight without effect": ("policy_loss/sequence.h", "keep(w.kept, t.chain * w.weight)", "t.chain"),
 }  # fmt: skip
 
 

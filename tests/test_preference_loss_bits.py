@@ -131,22 +131,22 @@ def check_a_long_sequence(backend):
 
 MUTANTS = {
     "a mask that multiplies": (
-        "preference_loss.cuh",
+        "preference_loss/kernel.cuh",
         "if (present) {\n        const double weight = i < cutoff ? 1 : p.ld_alpha;",
         "{\n        const double weight = (i < cutoff ? 1 : p.ld_alpha) * present;",
     ),
     "sums in fp32": (
-        "preference_loss.cuh",
+        "preference_loss/kernel.cuh",
         "s[kLogps] += x * weight;",
         "s[kLogps] = float(s[kLogps] + x * weight);",
     ),
     "the derivative's sign": (
-        "preference_loss_terms.h",
+        "preference_loss/terms.h",
         "rejected = beta * sigmoid(v);",
         "rejected = -beta * sigmoid(v);",
     ),
-    "the tail's weight": ("preference_loss_terms.h", "whole ? head : head * b.ld_alpha", "head"),
-    "the token behind the cutoff": ("preference_loss.cuh", "found = i + 1;", "found = i;"),
+    "the tail's weight": ("preference_loss/terms.h", "whole ? head : head * b.ld_alpha", "head"),
+    "the token behind the cutoff": ("preference_loss/kernel.cuh", "found = i + 1;", "found = i;"),
 }
 
 

@@ -258,8 +258,8 @@ def light_mass_is_right():
     return got == want
 
 
-IN_STATISTICS = far_logits_are_right, "sampling_statistics.cuh"
-IN_SEARCH = light_mass_is_right, "sampling_search.cuh"
+IN_STATISTICS = far_logits_are_right, "sampling/statistics.cuh"
+IN_SEARCH = light_mass_is_right, "sampling/search.cuh"
 LIGHT = "own.mass += light_mass(floor, heavy);"
 FAULTS = {
     "the factor of a fused step is forgotten":
@@ -288,7 +288,7 @@ def test_a_fault_is_found(name):
 )
 def test_a_barrier_missing_in_the_statistics_is_found(barrier):
     fault = (f"__syncthreads();  // {barrier}", "//")
-    broken = emulation.load(emulation.build_module(32, {"sampling_statistics.cuh": fault}))
+    broken = emulation.load(emulation.build_module(32, {"sampling/statistics.cuh": fault}))
     x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]))
     want = reference.forward(x, None, request).tempered_logprobs
     with native.emulated(broken):
@@ -304,7 +304,7 @@ def test_a_barrier_missing_in_the_statistics_is_found(barrier):
 def test_a_missing_barrier_is_found():
     """Ranks that are added up before all warps have written theirs are wrong."""
     fault = ("__syncthreads();  // the warps' parts are written", "//")
-    broken = emulation.load(emulation.build_module(32, {"sampling_search.cuh": fault}))
+    broken = emulation.load(emulation.build_module(32, {"sampling/search.cuh": fault}))
     x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]), rank=True)
     want = reference.forward(x, None, request)
     with native.emulated(broken):

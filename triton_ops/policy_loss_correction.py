@@ -1,6 +1,6 @@
 """The rollout correction of one sequence of ``policy_loss`` in Triton: weights, and what is rejected.
 
-As csrc/include/rlkernel/policy_loss_correction.h has it; ``rule`` and ``C`` are those of the terms.
+As csrc/include/rlkernel/policy_loss/correction.h has it; ``rule`` and ``C`` are those of the terms.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Which tokens kl_cov and clip_cov pick, in Triton: as csrc/include/rlkernel/policy_loss_selection.h has it.
+"""Which tokens kl_cov and clip_cov pick, in Triton: as csrc/include/rlkernel/policy_loss/selection.h has it.
 
 A token's rank becomes an integer, of which the least that is picked is found digit by digit, by counts; of
 the tokens that have it the first in the batch are picked.  Counts are integers, so that their order is free.

@@ -1,4 +1,4 @@
-"""What one token adds to ``policy_loss`` in Triton, as csrc/include/rlkernel/policy_loss_terms.h has it.
+"""What one token adds to ``policy_loss`` in Triton, as csrc/include/rlkernel/policy_loss/terms.h has it.
 
 ``rule`` and ``C`` are the numbers and the choices of ``rlkernel.calls.policy_loss.PolicyRule``.
 """

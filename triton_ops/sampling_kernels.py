@@ -1,8 +1,9 @@
 """Pass A of ``sampling``: one program reads 4096 tokens of a row once and leaves a record of them.
 
-What the fields of a record mean stands in csrc/include/rlkernel/sampling.h.  A row's bits depend on its
-values only: floats are summed as a binary tree over adjacent tokens, written out, so that neither the layout
-(which follows from the alignment and the dtype) nor the compiler has a say; everything else is integers.
+What the fields of a record mean stands in csrc/include/rlkernel/sampling/arguments.h.  A row's bits depend on
+its values only: floats are summed as a binary tree over adjacent tokens, written out, so that neither the
+layout (which follows from the alignment and the dtype) nor the compiler has a say; everything else is
+integers.
 """
 
 import triton

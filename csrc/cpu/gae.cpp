@@ -1,6 +1,6 @@
 // Generalised advantage estimation: each row is one backward walk in double, rounded once on the way out. A row belongs to
 // one thread, so its bits depend on nothing but itself.
-#include "rlkernel/gae.h"
+#include "rlkernel/gae/arguments.h"
 
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "rlkernel/group_advantages_terms.h"
+#include "rlkernel/group_advantages/terms.h"
 
 namespace rlkernel::cpu {
 namespace {

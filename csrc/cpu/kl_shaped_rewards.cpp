@@ -1,4 +1,4 @@
-#include "rlkernel/kl_shaped_rewards.h"
+#include "rlkernel/kl_shaped_rewards/arguments.h"
 
 #include "isa.h"
 

@@ -1,7 +1,7 @@
 // KL-shaped rewards: a chunk of a sequence is one thread's.
 #include <limits>
 
-#include "rlkernel/kl_shaped_rewards.h"
+#include "rlkernel/kl_shaped_rewards/arguments.h"
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {

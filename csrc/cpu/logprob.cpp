@@ -1,4 +1,4 @@
-#include "rlkernel/logprob.h"
+#include "rlkernel/logprob/arguments.h"
 
 #include "isa.h"
 

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "pages.h"
-#include "rlkernel/logprob.h"
+#include "rlkernel/logprob/arguments.h"
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {

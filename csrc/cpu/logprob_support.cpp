@@ -1,4 +1,4 @@
-#include "rlkernel/logprob_support.h"
+#include "rlkernel/logprob/arguments.h"
 
 #include "isa.h"
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "rlkernel/logprob_support.h"
+#include "rlkernel/logprob/arguments.h"
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {

@@ -1,4 +1,4 @@
-#include "rlkernel/policy_loss.h"
+#include "rlkernel/policy_loss/arguments.h"
 
 #include "isa.h"
 

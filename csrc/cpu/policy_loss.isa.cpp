@@ -32,7 +32,7 @@ inline float power_of_two(float n) {
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
 
 #define RLKERNEL_SPACE rlkernel::cpu::RLKERNEL_ISA
-#include "rlkernel/policy_loss_selection.h"
+#include "rlkernel/policy_loss/selection.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {

@@ -1,4 +1,4 @@
-#include "rlkernel/preference_loss_terms.h"
+#include "rlkernel/preference_loss/terms.h"
 
 #include "isa.h"
 

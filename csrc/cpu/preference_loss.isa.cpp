@@ -1,6 +1,6 @@
 // The sums over a sequence's tokens, and their gradient: a sequence belongs to one thread. The bits of a sum depend neither
 // on the other sequences nor on the threads nor on the alignment.
-#include "rlkernel/preference_loss_terms.h"
+#include "rlkernel/preference_loss/terms.h"
 
 #include "simd.h"
 

@@ -1,4 +1,4 @@
-#include "rlkernel/prefix_shared_attention.h"
+#include "rlkernel/prefix_shared_attention/arguments.h"
 
 #include "isa.h"
 

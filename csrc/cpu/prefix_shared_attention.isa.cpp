@@ -1,5 +1,5 @@
 // Around attention over shared prefixes: merge of partial attentions, gather of keys and values, their gradients' sums.
-#include "rlkernel/prefix_shared_attention.h"
+#include "rlkernel/prefix_shared_attention/arguments.h"
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {

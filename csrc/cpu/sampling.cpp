@@ -1,7 +1,7 @@
-#include "rlkernel/sampling.h"
+#include "rlkernel/sampling/arguments.h"
 
 #include "isa.h"
-#include "sampling_finish.h"
+#include "sampling/finish.h"
 
 namespace rlkernel::cpu {
 

@@ -1,7 +1,7 @@
 // Sampling on the CPU. Pass A deals out (row, split) pairs, so that one row is work for many threads too; pass B deals out
 // rows. Neither the threads nor the other rows have a say in a row's bits.
-#include "sampling_filter.h"
-#include "sampling_finish.h"
+#include "sampling/filter.h"
+#include "sampling/finish.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {

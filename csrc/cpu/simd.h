@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "rlkernel/logprob.h"  // Dtype
+#include "rlkernel/dtype.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 

@@ -1,4 +1,4 @@
-#include "rlkernel/value_loss.h"
+#include "rlkernel/value_loss/arguments.h"
 
 #include "isa.h"
 

@@ -4,7 +4,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "rlkernel/value_loss_sums.h"
+#include "rlkernel/value_loss/terms.h"
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {

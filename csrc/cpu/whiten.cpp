@@ -1,4 +1,4 @@
-#include "rlkernel/whiten.h"
+#include "rlkernel/whiten/arguments.h"
 
 #include "isa.h"
 

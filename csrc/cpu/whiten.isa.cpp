@@ -2,7 +2,7 @@
 // lanes on every instruction set, so that all of them give the same bits.
 #include <cstring>
 
-#include "rlkernel/whiten.h"
+#include "rlkernel/whiten/arguments.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {

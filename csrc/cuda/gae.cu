@@ -1,4 +1,4 @@
-#include "rlkernel/gae.cuh"
+#include "rlkernel/gae/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

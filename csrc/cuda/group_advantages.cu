@@ -1,4 +1,4 @@
-#include "rlkernel/group_advantages.cuh"
+#include "rlkernel/group_advantages/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

@@ -1,4 +1,4 @@
-#include "rlkernel/kl_shaped_rewards.cuh"
+#include "rlkernel/kl_shaped_rewards/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

@@ -1,6 +1,6 @@
-#include "rlkernel/logprob_backward.cuh"
-#include "rlkernel/logprob_forward.cuh"
-#include "rlkernel/logprob_support.cuh"
+#include "rlkernel/logprob/backward.cuh"
+#include "rlkernel/logprob/forward.cuh"
+#include "rlkernel/logprob/support.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

@@ -1,5 +1,5 @@
-#include "rlkernel/policy_loss.cuh"
-#include "rlkernel/policy_loss_selection.cuh"
+#include "rlkernel/policy_loss/kernel.cuh"
+#include "rlkernel/policy_loss/selection.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

@@ -1,4 +1,4 @@
-#include "rlkernel/preference_loss.cuh"
+#include "rlkernel/preference_loss/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

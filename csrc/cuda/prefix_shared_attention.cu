@@ -1,4 +1,4 @@
-#include "rlkernel/prefix_shared_attention.cuh"
+#include "rlkernel/prefix_shared_attention/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

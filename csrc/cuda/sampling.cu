@@ -1,4 +1,4 @@
-#include "rlkernel/sampling.cuh"
+#include "rlkernel/sampling/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

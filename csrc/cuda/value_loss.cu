@@ -1,4 +1,4 @@
-#include "rlkernel/value_loss.cuh"
+#include "rlkernel/value_loss/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

@@ -1,4 +1,4 @@
-#include "rlkernel/whiten.cuh"
+#include "rlkernel/whiten/kernel.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 

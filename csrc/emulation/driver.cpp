@@ -8,10 +8,9 @@
 #include "driver_losses.h"
 #include "driver_prefix.h"
 #include "driver_sampling.h"
-#include "rlkernel/logprob.h"
-#include "rlkernel/logprob_support.h"
-#include "rlkernel/policy_loss.h"
-#include "rlkernel/preference_loss.h"
+#include "rlkernel/logprob/arguments.h"
+#include "rlkernel/policy_loss/arguments.h"
+#include "rlkernel/preference_loss/arguments.h"
 #include "rlkernel/vec.cuh"
 
 namespace {

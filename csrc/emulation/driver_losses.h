@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "emulation.h"
-#include "rlkernel/gae.h"
-#include "rlkernel/group_advantages.h"
-#include "rlkernel/kl_shaped_rewards.h"
-#include "rlkernel/policy_loss.h"
-#include "rlkernel/value_loss.h"
-#include "rlkernel/whiten.h"
+#include "rlkernel/gae/arguments.h"
+#include "rlkernel/group_advantages/arguments.h"
+#include "rlkernel/kl_shaped_rewards/arguments.h"
+#include "rlkernel/policy_loss/arguments.h"
+#include "rlkernel/value_loss/arguments.h"
+#include "rlkernel/whiten/arguments.h"
 
 namespace losses {
 

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "rlkernel/prefix_shared_attention.h"
+#include "rlkernel/prefix_shared_attention/arguments.h"
 #include "rlkernel/vec.cuh"
 
 namespace prefix {

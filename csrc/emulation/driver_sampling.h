@@ -6,7 +6,7 @@
 #include <memory>
 #include <random>
 
-#include "rlkernel/sampling.h"
+#include "rlkernel/sampling/arguments.h"
 #include "rlkernel/vec.cuh"
 
 namespace sampling {

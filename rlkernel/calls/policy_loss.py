@@ -30,7 +30,7 @@ POLICY_METRICS = (
     "outside_support",  # tokens with a log-probability of -inf, which add nothing
 )
 
-# Their order is that of the enums of csrc/include/rlkernel/policy_loss.h.
+# Their order is that of the enums of csrc/include/rlkernel/policy_loss/arguments.h.
 POLICY_TERMS = (
     "clipped", "cispo", "reinforce", "sapo", "gmpo", "dppo", "vespo", "surrogate", "dro", "cispo_mask",
 )  # fmt: skip

@@ -46,7 +46,7 @@ PREFERENCE_METRICS = (
     "outside_support",  # tokens with a log-probability of -inf, which the mask loses
 )
 
-# Their order is that of the enums of csrc/include/rlkernel/preference_loss.h.
+# Their order is that of the enums of csrc/include/rlkernel/preference_loss/arguments.h.
 PREFERENCE_TERMS = (
     "sft",
     "sigmoid",
@@ -71,7 +71,7 @@ PREFERENCE_TERMS = (
 )
 SORTED = ("aot", "aot_unpaired")  # losses of pairs in the order of their log-ratios
 PREFERENCE_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-# columns of the sums of a sequence, in the order of csrc/include/rlkernel/preference_loss.h
+# columns of the sums of a sequence, in the order of csrc/include/rlkernel/preference_loss/arguments.h
 SEQUENCE_SUMS = (
     "logps",
     "ref_logps",

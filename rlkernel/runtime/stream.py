@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a number is for; csrc/include/rlkernel/sampling_stream.h has those that its kernels draw.
+# What a number is for; csrc/include/rlkernel/sampling/stream.h has those that its kernels draw.
 GROUP = 1  # which group of 64 tokens wins; index: group
 INSIDE = 2  # which of its tokens
 REDRAW = 3  # of a row whose first draw was filtered out

@@ -1,16 +1,15 @@
 // Table of contents of the compiled part: one line per kernel, grouped by op. Each part has all of them, in its namespace.
 #pragma once
-#include "rlkernel/bind_gae.h"
-#include "rlkernel/bind_group_advantages.h"
-#include "rlkernel/bind_kl_shaped_rewards.h"
-#include "rlkernel/bind_logprob.h"
-#include "rlkernel/bind_logprob_support.h"
-#include "rlkernel/bind_policy_loss.h"
-#include "rlkernel/bind_preference_loss.h"
-#include "rlkernel/bind_prefix_shared_attention.h"
-#include "rlkernel/bind_sampling.h"
-#include "rlkernel/bind_value_loss.h"
-#include "rlkernel/bind_whiten.h"
+#include "rlkernel/gae/bind.h"
+#include "rlkernel/group_advantages/bind.h"
+#include "rlkernel/kl_shaped_rewards/bind.h"
+#include "rlkernel/logprob/bind.h"
+#include "rlkernel/policy_loss/bind.h"
+#include "rlkernel/preference_loss/bind.h"
+#include "rlkernel/prefix_shared_attention/bind.h"
+#include "rlkernel/sampling/bind.h"
+#include "rlkernel/value_loss/bind.h"
+#include "rlkernel/whiten/bind.h"
 
 #define RLKERNEL_KERNELS(KERNEL) \
   KERNEL(logprob_forward) \

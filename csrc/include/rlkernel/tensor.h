@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "rlkernel/dlpack.h"
-#include "rlkernel/logprob.h"  // Dtype
+#include "rlkernel/dtype.h"
 
 namespace rlkernel::bind {
 

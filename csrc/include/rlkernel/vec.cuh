@@ -2,7 +2,7 @@
 #pragma once
 
 #include "rlkernel/device.h"
-#include "rlkernel/logprob.h"
+#include "rlkernel/dtype.h"
 #include "rlkernel/math.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {

@@ -1,0 +1,52 @@
+// Sampling: the launches of its two passes.
+#pragma once
+
+#include "rlkernel/sampling/kept.cuh"
+#include "rlkernel/sampling/statistics.cuh"
+
+namespace rlkernel::RLKERNEL_DEVICE {
+
+// Positions in a row are 32-bit in the kernels.
+inline bool runs(const SamplingInputs& in) {
+  return in.vocab > 0 && in.vocab_start >= 0 && in.vocab_start % kSplit == 0 && in.vocab_start + in.vocab <= in.whole_vocab &&
+         in.whole_vocab < (int64_t{1} << 31) - 2 * kSplit;
+}
+
+inline int launch_sampling_statistics(const SamplingInputs& in, void* stream) {
+  if (in.rows == 0) return 0;
+  if (!runs(in) || in.logits == nullptr) return kInvalidArguments;
+  const SplitGrid grid(in.vocab);
+  // HIP wants less than 2^32 threads in a grid: 512 GiB of bf16
+  if (in.rows >= (int64_t{1} << 32) / kStatisticsThreads / grid.splits) return kInvalidArguments;
+  const unsigned blocks = static_cast<unsigned>(in.rows) * grid.splits;
+  return with_dtype(in.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (in.adjusted != nullptr || in.bitmask != nullptr) {
+      RLKERNEL_LAUNCH_ALL((statistics_kernel<T, true>), blocks, kStatisticsThreads, stream, in, grid);
+    } else {
+      RLKERNEL_LAUNCH_ALL((statistics_kernel<T, false>), blocks, kStatisticsThreads, stream, in, grid);
+    }
+    return launch_error();
+  });
+}
+
+template <class T>
+inline int launch_filter(const SamplingInputs& in, const SamplingOutputs& out, unsigned blocks, void* stream) {
+  RLKERNEL_LAUNCH((filter_kernel<T>), blocks, kFinishThreads, stream, in, out);
+  return launch_error();
+}
+
+inline int launch_sampling_finish(const SamplingInputs& in, const SamplingOutputs& out, void* stream) {
+  if (in.rows == 0) return 0;
+  if (!runs(in)) return kInvalidArguments;
+  const unsigned blocks = static_cast<unsigned>(in.rows < 1 << 20 ? in.rows : 1 << 20);
+  if (in.group_max == nullptr) {
+    RLKERNEL_LAUNCH(finish_kernel, blocks, kLanes, stream, in, out);
+    return launch_error();
+  }
+  if (in.vocab != in.whole_vocab || (in.logits == nullptr)) return kInvalidArguments;
+  if (in.adjusted != nullptr) return launch_filter<float>(in, out, blocks, stream);
+  return with_dtype(in.dtype, [&](auto type) { return launch_filter<decltype(type)>(in, out, blocks, stream); });
+}
+
+}  // namespace rlkernel::RLKERNEL_DEVICE
