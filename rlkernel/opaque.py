@@ -37,6 +37,7 @@ class Op:
     ``traced``: ``backward`` is a few operations of torch, which a compiler may see; its ``impl`` is None.
     ``overwrites``: the field over which ``backward`` writes its gradient where ``call.inplace_backward``.
     ``in_node``: fields that have another value in a node, which may write over nothing.
+    ``look(call)`` raises for values that the caller of a node could not read while it was traced.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Op:
         traced: bool = False,
         overwrites: str | None = None,
         in_node: dict[str, Any] | None = None,
+        look: Callable[[Any], None] | None = None,
     ) -> None:
         fields, names, saves_if = call._fields, results._fields, saves_if or {}
         unknown = {*gradients, *saves, *differentiable, *saves_if} - {*fields, *names}
@@ -64,7 +66,7 @@ class Op:
             raise TypeError(f"{name} has no {', '.join(sorted(unknown))}")
         self.name, self.call, self.results, self.outputs = name, call, results, outputs
         self.pick, self.like, self.forward, self.backward = pick, like, forward, backward
-        self.traced, self.overwrites, self.in_node = traced, overwrites, in_node or {}
+        self.traced, self.overwrites, self.in_node, self.look = traced, overwrites, in_node or {}, look
         self.part = part_of("", call)
         self.gradients = [fields.index(x) for x in gradients]
         self.constants = [i for i, x in enumerate(names[:outputs]) if x not in differentiable]
@@ -207,6 +209,8 @@ def _node(op: Op) -> Any:
 
     def forward(*flat: Any) -> Any:
         call = op.functional(flat)
+        if op.look is not None:
+            op.look(call)
         return _apart(op.forward(op.pick(call), call), flat)
 
     def fake(*flat: Any) -> Any:

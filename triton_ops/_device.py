@@ -12,3 +12,11 @@ def device_reasons(tensor: Tensor) -> list[str]:
     if tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         return []
     return [f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {tensor.device}"]
+
+
+def refusals(what: str, *tensors: Tensor) -> list[str]:
+    """Why no kernel runs on these tensors, which may have any dtype but fp64."""
+    reasons = device_reasons(tensors[0])
+    if any(x.dtype == torch.float64 for x in tensors):
+        reasons.append(f"{what} must be at most fp32, got float64")
+    return reasons

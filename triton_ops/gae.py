@@ -5,7 +5,6 @@ alignment of the arguments allows, and the order of the scan would follow from t
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.gae import GaeCall, GaeResults
+from rlkernel.triton_ops._device import refusals
 
 TILE = 512  # with 1024 threads a block, a thread has 64 registers and spills
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    rewards = tensors[0]
-    reasons = []
-    if not rewards.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {rewards.device}")
-    if any(x.dtype == torch.float64 for x in tensors[:2]):
-        reasons.append("rewards and values must be at most fp32, got float64")
-    return reasons
+    return refusals("rewards and values", *tensors[:2])
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops._device import device_reasons
+from rlkernel.triton_ops._device import refusals
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
 from rlkernel.triton_ops.whiten_kernels import CHUNK, Moment
 
@@ -22,10 +22,7 @@ KINDS = {
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = device_reasons(tensors[0])
-    return reasons + (
-        ["rewards must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
-    )
+    return refusals("rewards", tensors[0])
 
 
 def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:

@@ -82,6 +82,17 @@ def responses_of(order, place, inside):
     return response
 
 
+@triton.jit
+def tile_of(
+    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Of places of a group: whether they are inside, their responses and rewards, and whether those count."""
+    inside = place < end
+    response = responses_of(order, place, inside)
+    reward, kept = rewards_of(rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED)
+    return inside, response, reward, kept
+
+
 @_jit
 def group_kernel(
     rewards, mask, n: tl.int64, columns: tl.int64, reward_weights, baselines, lengths, order, ends, offsets,
@@ -101,29 +112,25 @@ def group_kernel(
         numbers, first_places = none, tl.full((BLOCK,), far, tl.int64)
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside = place < end
-            response = responses_of(order, place, inside)
-            reward, kept = rewards_of(
-                rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+            inside, response, reward, kept = tile_of(
+                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
             )
             numbers += kept.to(tl.float64)
             first_places = tl.minimum(first_places, tl.where(kept, place, far))
         number = tl.sum(numbers)
         first_place = tl.min(first_places)
-        some = first_place < far
-        leader = responses_of(order, tl.where(some, first_place, start), start < end)
+        is_any = first_place < far
+        leader = responses_of(order, tl.where(is_any, first_place, start), start < end)
         first, first_counts = rewards_of(
-            rewards, mask, reward_weights, columns, column, leader, some, WEIGHTED
+            rewards, mask, reward_weights, columns, column, leader, is_any, WEIGHTED
         )
-        each = reciprocal(tl.where(some, number, 1.0))
+        each = reciprocal(tl.where(is_any, number, 1.0))
 
         sums, length_sums, weighted_sums, best = none, none, none, none - float("inf")
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside = place < end
-            response = responses_of(order, place, inside)
-            reward, kept = rewards_of(
-                rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+            inside, response, reward, kept = tile_of(
+                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
             )
             d = tl.where(kept, reward - first, 0.0)
             sums += d
@@ -143,10 +150,8 @@ def group_kernel(
             squares = none
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside = place < end
-                response = responses_of(order, place, inside)
-                reward, kept = rewards_of(
-                    rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+                inside, response, reward, kept = tile_of(
+                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
                 )
                 d = tl.where(kept, reward - first - above, 0.0)
                 squares += d * d
@@ -157,16 +162,11 @@ def group_kernel(
             mean, sum_of_squares = total, total
             for chunk in range(chunks):
                 part = batch + (column * chunks + chunk) * MOMENTS
-                more = tl.load(part + Moment.count)
+                count, squares = tl.load(part + Moment.count), tl.load(part + Moment.squares)
                 mean, sum_of_squares = merge_moments(
-                    total,
-                    mean,
-                    sum_of_squares,
-                    more,
-                    tl.load(part + Moment.mean),
-                    tl.load(part + Moment.squares),
+                    total, mean, sum_of_squares, count, tl.load(part + Moment.mean), squares
                 )
-                total += more
+                total += count
         if SCALE != "none":
             freedom = total
             if UNBIASED:
@@ -180,19 +180,15 @@ def group_kernel(
             winners, second = tl.full((BLOCK,), far, tl.int64), none - float("inf")
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside = place < end
-                response = responses_of(order, place, inside)
-                reward, kept = rewards_of(
-                    rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+                inside, response, reward, kept = tile_of(
+                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
                 )
                 winners = tl.minimum(winners, tl.where(kept & (reward - first == top), place, far))
             winner = tl.min(winners)
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside = place < end
-                response = responses_of(order, place, inside)
-                reward, kept = rewards_of(
-                    rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+                inside, response, reward, kept = tile_of(
+                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
                 )
                 d = reward - first
                 second = tl.where(kept & (place != winner) & (d > second), d, second)
@@ -200,10 +196,8 @@ def group_kernel(
 
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside = place < end
-            response = responses_of(order, place, inside)
-            reward, kept = rewards_of(
-                rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED
+            inside, response, reward, kept = tile_of(
+                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
             )
             d = reward - first
             result = d - above
@@ -216,9 +210,8 @@ def group_kernel(
             elif KIND == "loo":
                 others, anchor, behind, apart = none, none, none, none
                 for q in range(start, end):
-                    other_response = responses_of(order, q, q < end)
-                    other, counted = rewards_of(
-                        rewards, mask, reward_weights, columns, column, other_response, q < end, WEIGHTED
+                    _, _, other, counted = tile_of(
+                        rewards, mask, reward_weights, columns, column, order, q, end, WEIGHTED
                     )
                     is_other = counted & (place != q)
                     anchor = tl.where(is_other & (others == 0), other, anchor)
@@ -226,9 +219,8 @@ def group_kernel(
                     behind += tl.where(is_other, other - anchor, 0.0)
                 mean = behind * reciprocal(tl.where(others > 1, others, 1.0))
                 for q in range(start, end):
-                    other_response = responses_of(order, q, q < end)
-                    other, counted = rewards_of(
-                        rewards, mask, reward_weights, columns, column, other_response, q < end, WEIGHTED
+                    _, _, other, counted = tile_of(
+                        rewards, mask, reward_weights, columns, column, order, q, end, WEIGHTED
                     )
                     e = tl.where(counted & (place != q), other - anchor - mean, 0.0)
                     apart += e * e
@@ -264,8 +256,8 @@ def group_kernel(
                 # of the columns before: this thread wrote it
                 before = tl.load(wide + response, mask=inside & (column > 0), other=0.0)
                 tl.store(wide + response, before + result, mask=inside)
-                total_reward, some_column = rewards_of(
+                total_reward, any_counts = rewards_of(
                     rewards, mask, reward_weights, columns, column, response, inside, True
                 )
-                tl.store(counts + response, some_column.to(tl.uint8), mask=inside)
+                tl.store(counts + response, any_counts.to(tl.uint8), mask=inside)
         tl.debug_barrier()  # whichever thread wrote it

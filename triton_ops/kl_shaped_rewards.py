@@ -10,16 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
-from rlkernel.triton_ops._device import device_reasons
+from rlkernel.triton_ops._device import refusals
 from rlkernel.triton_ops.policy_loss_terms import clamp
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = device_reasons(tensors[0])
-    if any(x.dtype == torch.float64 for x in tensors[:3]):
-        reasons.append("rewards and logprobs must be at most fp32, got float64")
-    return reasons
+    return refusals("rewards and logprobs", *tensors[:3])
 
 
 @triton.jit
@@ -78,17 +75,15 @@ def kl_kernel(
     reward = tl.zeros((CHUNK,), tl.float32)
     if PER_SEQUENCE:
         last = tl.max(tl.where(kept, i, -1))
-        behind = (
-            0  # whether a token counts behind the chunk: the nearest do, unless it is the sequence's last
-        )
+        behind = 0  # whether a token counts behind the chunk: the nearest do, unless it is the last
         if mask is None:
             behind = (begin + CHUNK < end).to(tl.int32)
         else:
             at = begin + CHUNK
             while (behind == 0) & (last >= 0) & (at < end):
                 there = at + i < end
-                more = tl.load(mask + strided * mask_stride + at + i, mask=there, other=0) != 0
-                behind = tl.max(more.to(tl.int32))
+                counts = tl.load(mask + strided * mask_stride + at + i, mask=there, other=0) != 0
+                behind = tl.max(counts.to(tl.int32))
                 at += CHUNK
         paid = tl.load(rewards + row, mask=row < rows, other=0.0)
         reward = tl.where((i == last) & (behind == 0), paid, reward)

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops._device import device_reasons
+from rlkernel.triton_ops._device import refusals
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = device_reasons(tensors[0])
-    return reasons + (["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else [])
+    return refusals("x", tensors[0])
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:

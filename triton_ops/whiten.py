@@ -9,15 +9,14 @@ import triton
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
-from rlkernel.triton_ops._device import device_reasons
+from rlkernel.triton_ops._device import refusals
 from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = device_reasons(tensors[0])
-    return reasons + (["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else [])
+    return refusals("x", tensors[0])
 
 
 def forward(call: WhitenCall) -> WhitenResults:

@@ -88,11 +88,11 @@ def merge_partials(partials, chunks, MERGED: tl.constexpr):
     for begin in range(0, chunks, MERGED):
         part = partials + (begin + lane).to(tl.int64) * MOMENTS
         there = begin + lane < chunks
-        more = tl.load(part + Moment.count, mask=there, other=0.0)
-        more_mean = tl.load(part + Moment.mean, mask=there, other=0.0)
-        more_squares = tl.load(part + Moment.squares, mask=there, other=0.0)
-        mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
-        count += more
+        part_count = tl.load(part + Moment.count, mask=there, other=0.0)
+        part_mean = tl.load(part + Moment.mean, mask=there, other=0.0)
+        part_squares = tl.load(part + Moment.squares, mask=there, other=0.0)
+        mean, squares = merge_moments(count, mean, squares, part_count, part_mean, part_squares)
+        count += part_count
     return merge_lanes(count, mean, squares)
 
 
@@ -125,17 +125,15 @@ def scale_kernel(
     mean, squares = count, count
     if states is not None:
         for i in range(state_count):
-            more, more_mean = (
-                tl.load(states + i * MOMENTS + Moment.count),
-                tl.load(states + i * MOMENTS + Moment.mean),
-            )
-            more_squares = tl.load(states + i * MOMENTS + Moment.squares)
-            mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
-            count += more
+            part = states + i * MOMENTS
+            part_count, part_mean = tl.load(part + Moment.count), tl.load(part + Moment.mean)
+            part_squares = tl.load(part + Moment.squares)
+            mean, squares = merge_moments(count, mean, squares, part_count, part_mean, part_squares)
+            count += part_count
     if UPDATE:
-        more, more_mean, more_squares = merge_partials(partials, chunks, MERGED)
-        mean, squares = merge_moments(count, mean, squares, more, more_mean, more_squares)
-        count += more
+        part_count, part_mean, part_squares = merge_partials(partials, chunks, MERGED)
+        mean, squares = merge_moments(count, mean, squares, part_count, part_mean, part_squares)
+        count += part_count
     if state is not None and chunk == 0:
         tl.store(state + Moment.count, count)
         tl.store(state + Moment.mean, mean)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rlkernel.calls.policy_loss import (
     CORRECTION_LEVELS,
@@ -136,6 +137,15 @@ def kernels_for(device: torch.device | str) -> Kernels | str:
     if kind == "cuda":
         return _kernels("hip" if torch.version.hip else "cuda", device.index)
     return f"rlkernel._C has kernels for cpu and cuda tensors, got {kind}"
+
+
+def refusals(what: str, *tensors: Tensor) -> list[str]:
+    """Why no kernel runs on these tensors, which may have any dtype but fp64."""
+    found = kernels_for(tensors[0].device)
+    reasons = [found] if isinstance(found, str) else []
+    if any(x.dtype == torch.float64 for x in tensors):
+        return [f"{what} must be at most fp32, got float64", *reasons]
+    return reasons
 
 
 def kernels(device: torch.device) -> Kernels:

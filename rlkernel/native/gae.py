@@ -6,17 +6,11 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.gae import GaeCall, GaeResults
-from rlkernel.native import kernels, kernels_for
+from rlkernel.native import kernels, refusals
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = [
-        f"rewards and values must be at most fp32, got {str(x.dtype).removeprefix('torch.')}"
-        for x in tensors[:2]
-        if x.dtype == torch.float64
-    ][:1]
-    found = kernels_for(tensors[0].device)
-    return [*reasons, found] if isinstance(found, str) else reasons
+    return refusals("rewards and values", *tensors[:2])
 
 
 def forward(call: GaeCall) -> GaeResults:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
-from rlkernel.native import kernels, kernels_for, whiten
+from rlkernel.native import kernels, refusals, whiten
 
 ESTIMATORS = {  # what the kernel calls them
     "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "scaled", "rloo": "rloo",
@@ -17,9 +17,7 @@ ESTIMATORS = {  # what the kernel calls them
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = ["rewards must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
-    found = kernels_for(tensors[0].device)
-    return [*reasons, found] if isinstance(found, str) else reasons
+    return refusals("rewards", tensors[0])
 
 
 def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:

@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
-from rlkernel.native import kernels, kernels_for
+from rlkernel.native import kernels, refusals
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    wide = any(x.dtype == torch.float64 for x in tensors[:3])
-    reasons = ["rewards and logprobs must be at most fp32, got float64"] if wide else []
-    found = kernels_for(tensors[0].device)
-    return [*reasons, found] if isinstance(found, str) else reasons
+    return refusals("rewards and logprobs", *tensors[:3])
 
 
 def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:

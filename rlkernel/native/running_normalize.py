@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
-from rlkernel.native import kernels_for, whiten
+from rlkernel.native import refusals, whiten
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = ["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
-    kernels = kernels_for(tensors[0].device)
-    return [*reasons, kernels] if isinstance(kernels, str) else reasons
+    return refusals("x", tensors[0])
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
-from rlkernel.native import kernels, kernels_for
+from rlkernel.native import kernels, refusals
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    reasons = ["x must be at most fp32, got float64"] if tensors[0].dtype == torch.float64 else []
-    found = kernels_for(tensors[0].device)
-    return [*reasons, found] if isinstance(found, str) else reasons
+    return refusals("x", tensors[0])
 
 
 def forward(call: WhitenCall) -> WhitenResults:

@@ -4,6 +4,8 @@ Offsets rise from 0 to at most N, and the tokens behind the last sequence are pa
 whatever the mask says of them, and what an op gives for them is 0.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,13 +28,36 @@ def offsets(name: str, x: Tensor, tokens: str, device: torch.device) -> Tensor:
     return x.to(torch.int64).contiguous()
 
 
-def check(offsets: Tensor, total: int) -> None:
-    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode.  Raises ValueError."""
+def form(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """``x`` is [B, L], or [N] with ``cu_seqlens``.  Raises ValueError."""
+    dims, want = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    if x.dim() != dims:
+        raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}")
+
+
+def check(offsets: Tensor, total: int) -> int | None:
+    """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode.  Raises ValueError.
+
+    Returns the last one, None where it may not look.
+    """
     if not debug.may_read(offsets):
-        return
-    if int(offsets[0]) != 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any()):
+        return None
+    last = int(offsets[-1])
+    if int(offsets[0]) != 0 or last > total or bool((offsets.diff() < 0).any()):
         shown = offsets.tolist() if len(offsets) < 9 else f"{offsets[:4].tolist()}..{offsets[-4:].tolist()}"
         raise ValueError(f"cu_seqlens must rise from 0 to at most {total}, got {shown}")
+    return last
+
+
+def padded(cu_seqlens: Tensor, mask: Tensor | None, tokens: Tensor, *each: Any) -> tuple[Any, ...]:
+    """The offsets, looked at, and the mask, with the padding as one more sequence of which no token counts.
+
+    Behind them ``each``: of what is a tensor, with a value for each sequence, one more too.
+    """
+    if check(cu_seqlens, len(tokens)) == len(tokens):
+        return cu_seqlens, mask, *each
+    longer = with_padding(cu_seqlens, mask, tokens)
+    return *longer, *(one_more(x) if isinstance(x, Tensor) else x for x in each)
 
 
 def may_be_padded(offsets: Tensor, total: int) -> bool:

@@ -73,8 +73,8 @@ def gae(
     Schulman et al. (arXiv 1506.02438); the mask as verl's ``compute_gae_advantage_return``, which whitens and
     leaves the carried advantage under the mask instead of 0.
     """
-    shape = _sequences(rewards, cu_seqlens)
     _validate.constant("rewards", rewards)
+    _packing.form("rewards", rewards, cu_seqlens)
     _validate.constant("values", values)
     _validate.like("values", values, "rewards", rewards)
     mask = _validate.mask(mask, "rewards", rewards)
@@ -84,7 +84,7 @@ def gae(
         cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "rewards", rewards.device)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rewards, values = _validate.rows(rewards, dtype), _validate.rows(values, dtype)
-    rows = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    rows = len(rewards) if cu_seqlens is None else cu_seqlens.numel() - 1
     lam = _lambda("lam", lam, rows, rewards)
     if return_lam is not None:
         return_lam = _lambda("return_lam", return_lam, rows, rewards)
@@ -97,25 +97,14 @@ def gae(
         _validate.same_device("last_values", last_values, "rewards", rewards.device)
         last_values = last_values.to(dtype).contiguous()
     if cu_seqlens is not None:
-        _packing.check(cu_seqlens, len(rewards))
-        if _packing.may_be_padded(cu_seqlens, len(rewards)):
-            cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, rewards)
-            last_values = None if last_values is None else _packing.one_more(last_values)
-            lam = _packing.one_more(lam) if isinstance(lam, Tensor) else lam
-            return_lam = _packing.one_more(return_lam) if isinstance(return_lam, Tensor) else return_lam
+        cu_seqlens, mask, last_values, lam, return_lam = _packing.padded(
+            cu_seqlens, mask, rewards, last_values, lam, return_lam
+        )
     call = GaeCall(rewards, values, mask, gamma, lam, cu_seqlens, last_values, holes)
     advantages, returns = op(call)
     if return_lam is not None:
         returns = op(call._replace(lam=return_lam))[1]
     return GaeOutput(_whiten(advantages, mask) if whiten else advantages, returns)
-
-
-def _sequences(rewards: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
-    _validate.floating("rewards", rewards)
-    dims, form = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
-    if rewards.dim() != dims:
-        raise ValueError(f"rewards must be {form}, got {tuple(rewards.shape)}")
-    return rewards.shape
 
 
 def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> float | Tensor:
@@ -137,12 +126,15 @@ def _pick(call: GaeCall) -> ModuleType:
 
 
 def _forward(impl: ModuleType, call: GaeCall) -> GaeResults:
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, len(call.rewards))
     if debug.enabled():
         _validate.finite("rewards", call.rewards, call.mask)
         _validate.finite("values", call.values, call.mask)
     return impl.forward(call)
+
+
+def _look(call: GaeCall) -> None:
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, len(call.rewards))
 
 
 def _like(call: GaeCall) -> GaeResults:
@@ -150,4 +142,4 @@ def _like(call: GaeCall) -> GaeResults:
     return GaeResults(x.new_empty(x.shape), x.new_empty(x.shape))
 
 
-op = Op("gae", GaeCall, GaeResults, outputs=2, pick=_pick, forward=_forward, like=_like)
+op = Op("gae", GaeCall, GaeResults, outputs=2, pick=_pick, forward=_forward, like=_like, look=_look)

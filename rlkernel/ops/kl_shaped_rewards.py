@@ -61,9 +61,7 @@ def kl_shaped_rewards(
     for name, x in (("rewards", rewards), ("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         _validate.constant(name, x)
     _validate.like("ref_logprobs", ref_logprobs, "logprobs", logprobs)
-    dims, form = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
-    if logprobs.dim() != dims:
-        raise ValueError(f"logprobs must be {form}, got {tuple(logprobs.shape)}")
+    _packing.form("logprobs", logprobs, cu_seqlens)
     rows = len(logprobs) if cu_seqlens is None else cu_seqlens.numel() - 1
     rewards, per_sequence = _packing.per_sequence("rewards", rewards, "logprobs", logprobs, rows, "reward")
     _validate.same_device("rewards", rewards, "logprobs", logprobs.device)
@@ -78,10 +76,9 @@ def kl_shaped_rewards(
     dtype = torch.promote_types(dtype, torch.float32)
     rewards, logprobs, ref_logprobs = (_validate.rows(x, dtype) for x in (rewards, logprobs, ref_logprobs))
     if cu_seqlens is not None:
-        _packing.check(cu_seqlens, len(logprobs))
-        if _packing.may_be_padded(cu_seqlens, len(logprobs)):
-            cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
-            rewards = _packing.one_more(rewards) if per_sequence else rewards
+        each = rewards if per_sequence else None
+        cu_seqlens, mask, each = _packing.padded(cu_seqlens, mask, logprobs, each)
+        rewards = each if per_sequence else rewards
     call = KlShapedRewardsCall(
         rewards, logprobs, ref_logprobs, mask, beta, kl_estimator, kl_input, kl_output, per_sequence,
         cu_seqlens,
@@ -94,12 +91,15 @@ def _pick(call: KlShapedRewardsCall) -> ModuleType:
 
 
 def _forward(impl: ModuleType, call: KlShapedRewardsCall) -> KlShapedRewardsResults:
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, len(call.logprobs))
     if debug.enabled():
         _validate.finite("logprobs", call.logprobs, call.mask)
         _validate.finite("ref_logprobs", call.ref_logprobs, call.mask)
     return impl.forward(call)
+
+
+def _look(call: KlShapedRewardsCall) -> None:
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, len(call.logprobs))
 
 
 def _like(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
@@ -114,4 +114,5 @@ op = Op(
     pick=_pick,
     forward=_forward,
     like=_like,
+    look=_look,
 )

@@ -77,8 +77,8 @@ def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) ->
 def _paths(layout: Forest, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each segment the rows that it sees, from the root down to its own, and its own."""
     paths: list[Tensor] = []
-    every = torch.arange(sum(layout.lengths), device=device)
-    for rows, parent in zip(every.split(layout.lengths), layout.parents, strict=True):
+    numbers = torch.arange(sum(layout.lengths), device=device)
+    for rows, parent in zip(numbers.split(layout.lengths), layout.parents, strict=True):
         paths.append(torch.cat([paths[parent], rows]) if parent >= 0 else rows)
         yield paths[-1], rows
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
+from rlkernel.reference import whiten
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -13,7 +14,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
-    x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip = call
+    x, mask, states, update, _, unbiased, _, _, clip = call
     state = states.new_zeros(3)
     for each in states:
         state = _merged(state, each)
@@ -22,12 +23,7 @@ def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
     count, mean, squares = state
     variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
     variance = torch.where(count < 2, 1.0, variance)
-    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
-    centred = x.double() - mean
-    result = torch.where(centred == 0, 0, centred / scale)
-    if not shift_mean:
-        result = result + mean
-    result = result.clamp(-clip, clip)
+    result = whiten.normalized(x.double(), mean, variance, call.whitening).clamp(-clip, clip)
     normalized = (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
     return RunningNormalizeResults(normalized, state)
 
@@ -60,7 +56,6 @@ def make_inputs(
     masked: float = 0.2,
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.running_normalize`` for ``x`` of ``shape``, after a thousand others."""
-    g = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(shape, generator=g, device=device) * 3 + 5
+    made = whiten.make_inputs(*shape, dtype=dtype, device=device, seed=seed, masked=masked)
     state = torch.tensor([1000.0, 4.0, 9000.0], dtype=torch.float64, device=device)
-    return {"x": x.to(dtype), "state": state, "mask": torch.rand(shape, generator=g, device=device) >= masked}
+    return {"x": made["x"], "state": state, "mask": made["mask"]}

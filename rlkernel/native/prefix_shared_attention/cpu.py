@@ -122,11 +122,11 @@ def _in_vectors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | bool]:
     With rows of scores that are no whole vectors the kernel takes a sixth longer, for bf16 a third; and the
     prompt is the odd one, its last token standing elsewhere.  Zeros, not the keys behind: those may be NaN.
     """
-    m, more = k.shape[2], -k.shape[2] % _VECTOR
-    if not more:
+    m, short = k.shape[2], -k.shape[2] % _VECTOR
+    if not short:
         return k, v, False
-    k, v = (pad(x[:, :1], (0, 0, 0, more)).expand(-1, x.shape[1], -1, -1) for x in (k, v))
-    mask = k.new_zeros(1, 1, 1, m + more)
+    k, v = (pad(x[:, :1], (0, 0, 0, short)).expand(-1, x.shape[1], -1, -1) for x in (k, v))
+    mask = k.new_zeros(1, 1, 1, m + short)
     mask[..., m:] = -math.inf
     return k, v, mask
 

@@ -92,8 +92,8 @@ def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:
         for kernel in varlen.KERNELS:
             if not kernel.reasons(q, rule.softcap, needs_grad):
                 return kernel
-    every = (kernel.reasons(q, rule.softcap, False) for kernel in varlen.KERNELS)
-    raise NotImplementedError("; ".join(reason for found in every for reason in found))
+    reasons = [reason for kernel in varlen.KERNELS for reason in kernel.reasons(q, rule.softcap, False)]
+    raise NotImplementedError("; ".join(reasons))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -73,12 +73,12 @@ class ByName:
         self.names = [n for n in asked if not n.endswith("?")]
         self.names += [n[:-1] for n in asked if n.endswith("?") and n[:-1] in known]
         missing = [n for n in self.names if n not in known]
-        more = [n for n in needed if n not in self.names]
+        unknown = [n for n in needed if n not in self.names]
         self.reason = ""
         if missing:
             self.reason = f"its {name} has no parameter {missing[0]}"
-        elif more:
-            self.reason = f"its {name} needs {more[0]}"
+        elif unknown:
+            self.reason = f"its {name} needs {unknown[0]}"
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """With those of the values that it has a parameter for."""
