@@ -19,16 +19,6 @@ from rlkernel.calls.gae import GaeCall
 from rlkernel.reference.gae import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("gae"))
-# a scan over a token costs Triton's interpreter half a millisecond
-QUICK_ON_EVERY_BACKEND = pytest.mark.parametrize(
-    ("backend", "device"),
-    [
-        pytest.param(
-            *p.values, id=p.id, marks=[*p.marks, pytest.mark.slow] if p.id == "triton-cpu" else p.marks
-        )
-        for p in of("gae")
-    ],
-)
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -92,7 +82,7 @@ def test_matches_fp64_packed(backend, device):
     check_against_fp64(backend, **inputs, last_values=torch.arange(8.0, device=device))
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_holes_of_zero(backend, device):
     """A hole decays what is behind it, and hides whatever stands there; padded and packed."""
     length = 530 if backend == "triton" else 1100
@@ -109,7 +99,7 @@ def test_holes_of_zero(backend, device):
     assert (ours.advantages - run(backend, **inputs, gamma=0.97, lam=0.9).advantages).abs().max() > 0.01
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_a_lambda_for_each_sequence(backend, device):
     length = 530 if backend == "triton" else 1100
     inputs = make_inputs(4, length, device=device, masked=0.2)
@@ -164,7 +154,7 @@ def test_nothing(backend, device, shape):
     assert run(backend, x.view(-1), x.view(-1), cu_seqlens=offsets).returns.shape == (0,)
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_the_mask_hides_whatever_stands_there(backend, device):
     """Observations in the middle, padding on both sides: NaN and inf there change no bit."""
     inputs = make_inputs(4, 1100, device=device, masked=0.4)
@@ -180,7 +170,7 @@ def test_the_mask_hides_whatever_stands_there(backend, device):
         assert_equal("mask", run(backend, **inputs | {"mask": inputs["mask"].to(dtype)})[0], clean[0])
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_skipped_tokens_might_as_well_not_be_there(backend, device):
     inputs = make_inputs(3, 300, device=device, masked=0.5)
     out = run(backend, **inputs)
@@ -191,7 +181,7 @@ def test_skipped_tokens_might_as_well_not_be_there(backend, device):
             torch.testing.assert_close(a[i, kept], b[0], rtol=1e-6, atol=1e-6)
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_nan_that_counts_reaches_what_came_before_and_no_more(backend, device):
     inputs = make_inputs(3, 1500, device=device, masked=0)
     clean = run(backend, **inputs)
@@ -203,7 +193,7 @@ def test_nan_that_counts_reaches_what_came_before_and_no_more(backend, device):
         assert_equal("other rows", a[[0, 2]], b[[0, 2]])
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_any_strides_and_dtypes(backend, device):
     inputs = make_inputs(4, 60, device=device)
     expected = run(backend, **inputs)
@@ -223,7 +213,7 @@ def test_any_strides_and_dtypes(backend, device):
         assert_equal("bf16", a, b)
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
     """Alone, in another order, at another address, packed, and with more padding behind it."""
     b = 3 if is_slow(backend, device) else 5
@@ -296,7 +286,7 @@ def test_a_planted_fault_is_found(original, replacement):
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0)])
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_verl_says_the_same(backend, device, gamma, lam):
     """verl's values and mask, where the mask is set; under it verl leaves what is carried, and we 0."""
     try:
@@ -321,7 +311,7 @@ def test_verl_says_the_same(backend, device, gamma, lam):
         )
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_reinforce_plus_plus_returns_are_gae_without_values(backend, device):
     try:
         verl = _peers.verl_core_algos()
@@ -352,7 +342,7 @@ def trl_loop(rewards, values, gamma, lam):
     return advantages, advantages + values
 
 
-@QUICK_ON_EVERY_BACKEND
+@ON_EVERY_BACKEND
 def test_trl_says_the_same(backend, device):
     inputs = make_inputs(4, 150, device=device, masked=0)
     expected = trl_loop(inputs["rewards"], inputs["values"], 0.99, 0.9)

@@ -63,6 +63,23 @@ def calling_kernel(x, out, N: tl.constexpr):
     tl.store(out, largest(x, N))
 
 
+@triton.jit
+def compose(slope, shift, slope_behind, shift_behind):
+    return slope * slope_behind, shift * slope_behind + shift_behind
+
+
+@triton.jit
+def scan_kernel(
+    slopes, shifts, out, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, BACK: tl.constexpr
+):
+    i = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    slope, shift = tl.associative_scan(
+        (tl.load(slopes + i), tl.load(shifts + i)), AXIS, compose, reverse=BACK
+    )
+    tl.store(out + i, slope)
+    tl.store(out + M * N + i, shift)
+
+
 def test_fp32_to_bf16_rounds_to_nearest_even():
     x = torch.cat([torch.randn(1016) * 1e3, AWKWARD])
     for kernel in (cast_kernel, round_kernel):
@@ -109,6 +126,21 @@ def test_dot_has_the_bits_of_its_row_and_column(dtype):
     assert torch.equal(zeros, whole)
     error = (whole - a.double() @ b.double()).abs().max()
     assert 0 < error < 1e-5  # a chain in fp32, of few links
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+def test_a_scan_joins_all_before_in_their_order(axis, back):
+    """Of what does not commute, in integers, whose grouping shows in no bit."""
+    slopes, shifts = torch.randint(-9, 9, (2, 8, 16))
+    out = torch.empty(2, 8, 16, dtype=torch.int64)
+    scan_kernel[(1,)](slopes, shifts, out, M=8, N=16, AXIS=axis, BACK=back)
+    slope, shift = (x.flip(axis) if back else x.clone() for x in (slopes, shifts))
+    for i in range(1, slope.shape[axis]):
+        here, before = (slice(None),) * axis + (i,), (slice(None),) * axis + (i - 1,)
+        shift[here] += shift[before] * slope[here]
+        slope[here] *= slope[before]
+    assert torch.equal(out, torch.stack([x.flip(axis) if back else x for x in (slope, shift)]))
 
 
 def test_bf16_arithmetic_rounds_once():

@@ -7,9 +7,10 @@ makes each of them compute in fp32 and round once.
 ``tl.dot`` becomes one chain for each element over K in order, rounded as often as the instructions of a
 tensor core would: NumPy's library chooses another order for another shape, processor or release, so that no
 equality of bits could be tested with it. ``install`` also looks the language up once a launch, not once a
-call of a device function (ten times faster), leaves out checks of integer overflow whose result nothing
-reads outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment: inf -
-inf, 0 / 0.
+call of a device function (ten times faster), scans by doubling, all elements at a time and not one after
+another (fifty times faster, and nearer to a GPU's order), leaves out checks of integer overflow whose result
+nothing reads outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment:
+inf - inf, 0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
@@ -35,6 +36,7 @@ def install() -> None:
     _correct_dot(interpreter)
     _correct_arithmetic(interpreter)
     _correct_reductions(interpreter)
+    _scan_by_doubling(interpreter)
     _patch_the_language_once(interpreter)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -166,6 +168,27 @@ def _correct_reductions(interpreter: Any) -> None:
         return min_max(self, tensors, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
     interpreter.ReduceOps.min_max = quiet_min_max
+
+
+def _scan_by_doubling(interpreter: Any) -> None:
+    def generic_scan(self: Any, tensors: Any) -> Any:
+        axis, length = self.axis, tensors[0].handle.data.shape[self.axis]
+        place = np.arange(length).reshape(
+            [-1 if i == axis else 1 for i in range(tensors[0].handle.data.ndim)]
+        )
+        step = 1
+        while step < length:  # each element joins what the one ``step`` before it has of those before that
+            before = [self.to_tensor(np.roll(x.handle.data, step, axis), x.dtype) for x in tensors]
+            joined = self.combine_fn.fn(*before, *tensors)
+            joined = joined if isinstance(joined, tuple) else (joined,)
+            tensors = [
+                self.to_tensor(np.where(place < step, x.handle.data, y.handle.data), x.dtype)
+                for x, y in zip(tensors, joined, strict=True)
+            ]
+            step *= 2
+        return tensors
+
+    interpreter.ScanOps.generic_scan = generic_scan
 
 
 def _patch_the_language_once(interpreter: Any) -> None:
