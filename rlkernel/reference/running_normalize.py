@@ -14,7 +14,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
-    x, mask, states, update, _, unbiased, _, _, clip = call
+    x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip = call
     state = states.new_zeros(3)
     for each in states:
         state = _merged(state, each)
@@ -23,7 +23,12 @@ def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
     count, mean, squares = state
     variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
     variance = torch.where(count < 2, 1.0, variance)
-    result = whiten.normalized(x.double(), mean, variance, call.whitening).clamp(-clip, clip)
+    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
+    centred = x.double() - mean
+    result = torch.where(centred == 0, 0, centred / scale)
+    if not shift_mean:
+        result = result + mean
+    result = result.clamp(-clip, clip)
     normalized = (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
     return RunningNormalizeResults(normalized, state)
 

@@ -13,7 +13,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: WhitenCall) -> WhitenResults:
-    x, mask, weights, unbiased = call.x, call.mask, call.weights, call.unbiased
+    x, mask, weights, shift_mean, unbiased, eps, eps_in = call
     # fp64 sums: a mean that is off by one fp32 ulp of 1000 is off by 1e-4 of the spread of 1000.0 to 1000.3
     wide = x.double()
     share = torch.ones_like(wide) if weights is None else weights.double()
@@ -22,18 +22,15 @@ def forward(call: WhitenCall) -> WhitenResults:
     counts = share != 0
     count = share.sum()
     mean = torch.where(counts, share * wide, 0).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
-    squares = torch.where(counts, share * (wide - mean).square(), 0).sum()
+    centred = wide - mean
+    squares = torch.where(counts, share * centred.square(), 0).sum()
     # not less than one element: a single one has variance 0, not 0 / 0
     variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
-    result = normalized(wide, mean, variance, call)
-    return WhitenResults((result if mask is None else torch.where(mask, result, 0)).to(x.dtype))
-
-
-def normalized(x: Tensor, mean: Tensor, variance: Tensor, call: WhitenCall) -> Tensor:
-    scale = (variance + call.eps).sqrt() if call.eps_in == "variance" else variance.sqrt() + call.eps
-    centred = x - mean
+    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
     result = torch.where(centred == 0, 0, centred / scale)
-    return result if call.shift_mean else result + mean
+    if not shift_mean:
+        result = result + mean
+    return WhitenResults((result if mask is None else torch.where(mask, result, 0)).to(x.dtype))
 
 
 def make_inputs(
