@@ -181,7 +181,7 @@ def test_skipped_rows_are_neither_read_nor_written(kernels):
 
 def test_a_tile_that_starts_within_a_split_is_refused(kernels):
     partials, _ = kernels_of.buffers(1, 5000, request_of(1), torch.device("cpu"))
-    with pytest.raises(ValueError, match="logits must be tokens from a multiple of 4096 on"):
+    with pytest.raises(ValueError, match="vocab_start must be a multiple of 4096 from 0 to 4936, got 64"):
         kernels_of.tile_statistics(logits_of(1, 64), None, 64, 5000, request_of(1), partials, None)
 
 

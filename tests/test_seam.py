@@ -57,6 +57,97 @@ def test_a_wrong_buffer_is_refused(name):
     assert seen >= tensors(name), "seam_calls has no call that gives them"
 
 
+def written(kernel, call):
+    """The tensors of a call that the kernel writes to."""
+    for field, x in call.items():
+        if isinstance(x, torch.Tensor):
+            marked = [torch.full_like(x, mark) for mark in (0, 77)]
+            for other in marked:
+                refusal(kernel, call | {field: other})  # marks may be no offsets
+            if (marked[0] != 0).any() or (marked[1] != torch.full_like(x, 77)).any():
+                yield field, x
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_written_buffer_whose_elements_share_memory_is_refused(name):
+    kernel = getattr(CPU, name)
+    seen = set()
+    for call in seam_calls.recorded()[name]:
+        for field, x in written(kernel, call):
+            for d in (d for d in range(x.dim()) if x.shape[d] > 1):
+                seen.add(field)
+                said = refusal(kernel, call | {field: x.narrow(d, 0, 1).expand_as(x)})
+                assert said.startswith(f"{name}: ") and field in said.removeprefix(name), (field, d, said)
+    assert seen
+
+
+def test_elements_that_share_memory_are_told():
+    call = seam_calls.recorded()["attention_merge"][-1]
+    for out, strides in (
+        (call["out"][:1].expand_as(call["out"]), "[0, 8, 1]"),
+        (call["out"].flatten().as_strided((5, 3, 8), (8, 8, 1)), "[8, 8, 1]"),
+    ):
+        assert refusal(CPU.attention_merge, call | {"out": out}) == (
+            "attention_merge: out must hold elements that share no memory, "
+            f"got strides {strides} of shape [5, 3, 8]"
+        )
+    apart = torch.empty(3, 5, 16).transpose(0, 1)[..., :8].copy_(call["out"])
+    CPU.attention_merge(**call | {"out": apart})
+
+
+@pytest.mark.parametrize(
+    "name, field",
+    [
+        ("gae", "cu_seqlens"),
+        ("kl_shaped_rewards", "cu_seqlens"),
+        ("policy_loss", "cu_seqlens"),
+        ("value_loss_forward", "cu_seqlens"),
+        ("preference_sums", "cu_seqlens"),
+        ("group_advantages", "offsets"),
+        ("segment_reduce", "offsets"),
+        ("logprob_support_forward", "offsets"),
+    ],
+)
+def test_offsets_without_an_interval_are_refused(name, field):
+    """Of a batch without a row, whose other tensors hold nothing."""
+    call = next(c for c in seam_calls.recorded()[name] if c[field] is not None)
+    one = call[field].new_zeros(())
+    for offsets, wanted, got in (
+        (one, "have 1 dimensions", "0"),
+        (one.view(1, 1), "have 1 dimensions", "2"),
+        (one.view(1)[:0], "have an element or more", "none"),
+    ):
+        assert (
+            refusal(getattr(CPU, name), call | {field: offsets})
+            == f"{name}: {field} must {wanted}, got {got}"
+        )
+
+
+@pytest.mark.parametrize("name", ["logprob_forward", "logprob_backward", "logprob_exp"])
+def test_a_tile_outside_every_vocabulary_is_refused(name):
+    call = next(c for c in seam_calls.recorded()[name] if c["logits"].shape[-1] == 10)
+    last = 2**63 - 1 - 10
+    getattr(CPU, name)(**call | {"vocab_start": last})
+    for start in (-1, last + 1, 2**63 - 1):
+        assert refusal(getattr(CPU, name), call | {"vocab_start": start}) == (
+            f"{name}: vocab_start must be from 0 to {last}, got {start}"
+        )
+
+
+@pytest.mark.parametrize("name", ["sampling_statistics", "sampling_finish"])
+def test_a_tile_outside_the_vocabulary_is_refused(name):
+    call = seam_calls.recorded()[name][-1]
+    tile, vocab = call["logits"].shape[1], call["vocab"]
+    for start in (-4096, 4096, 1, 2**63 - 4096):
+        assert refusal(getattr(CPU, name), call | {"vocab_start": start}) == (
+            f"{name}: vocab_start must be a multiple of 4096 from 0 to {vocab - tile}, got {start}"
+        )
+    for vocab in (-1, 2**31):
+        assert refusal(getattr(CPU, name), call | {"vocab": vocab}) == (
+            f"{name}: vocab must be from 0 to {2**31 - 1}, got {vocab}"
+        )
+
+
 def refusal(kernel, call):
     """What ValueError says; empty where none is raised."""
     try:

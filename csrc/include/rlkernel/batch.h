@@ -13,7 +13,7 @@ struct Batch {
 
   Batch(const Tensor& tokens, const Optional& cu_seqlens) : cu_seqlens(cu_seqlens), total(tokens.elements()) {
     tokens.want_rank(cu_seqlens.given ? 1 : 2);
-    rows = cu_seqlens.given ? cu_seqlens.elements() - 1 : tokens.size(0);
+    rows = cu_seqlens.given ? cu_seqlens.intervals() : tokens.size(0);
     length = tokens.last();
   }
 

@@ -135,6 +135,18 @@ class Tensor {
     return true;
   }
 
+  // Whether each stride is beyond all that the smaller ones reach, so that no two elements have one address.
+  bool is_apart() const {
+    for (int d = 0; d < x_.ndim; ++d) {
+      int64_t reach = 0;
+      for (int e = 0; e < x_.ndim; ++e)
+        if (e != d && x_.shape[e] > 1 && (x_.strides[e] < x_.strides[d] || (x_.strides[e] == x_.strides[d] && e > d)))
+          reach += (x_.shape[e] - 1) * x_.strides[e];
+      if (x_.shape[d] > 1 && x_.strides[d] <= reach) return false;
+    }
+    return true;
+  }
+
   // `count` of T one behind the other, and no more.
   template <class T>
   T* dense(int64_t count) const {
@@ -145,8 +157,16 @@ class Tensor {
     return static_cast<T*>(data());
   }
 
+  // How many intervals these offsets are of.
+  int64_t intervals() const {
+    want_rank(1);
+    if (x_.shape[0] == 0) refuse("have an element or more", "none");
+    return x_.shape[0] - 1;
+  }
+
   // [count + 1], of which the last may be read where that costs nothing: as many elements as that `of` must have.
   const int64_t* offsets(int64_t count, const Tensor& of) const {
+    intervals();
     const int64_t* start = dense<const int64_t>(count + 1);
     if (start != nullptr && x_.device_type == dlpack::kCpu && start[count] > of.elements())
       of.refuse("hold the " + std::to_string(start[count]) + " elements of " + name_, std::to_string(of.elements()));
@@ -168,6 +188,7 @@ class Tensor {
     if (!given) return nullptr;
     want(type_of<T>());
     want_matrix(rows, length);
+    if (!std::is_const_v<T>) want_apart();
     return static_cast<T*>(data());
   }
 
@@ -201,7 +222,12 @@ class Tensor {
   }
 
   void want_dense() const {
-    if (!is_dense()) refuse("be dense", "strides " + text_of(x_.strides, x_.ndim) + " of shape " + text_of(x_.shape, x_.ndim));
+    if (!is_dense()) refuse("be dense", strides_text());
+  }
+
+  // What is written.
+  void want_apart() const {
+    if (!is_apart()) refuse("hold elements that share no memory", strides_text());
   }
 
   void want_rank(int rank) const {
@@ -229,11 +255,22 @@ class Tensor {
       refuse("have the last stride 1", std::to_string(x_.strides[x_.ndim - 1]));
   }
 
-  [[noreturn]] void refuse(const std::string& wanted, const std::string& got) const {
-    throw std::invalid_argument(std::string(kernel_) + ": " + name_ + " must " + wanted + ", got " + got);
+  [[noreturn]] void refuse(const std::string& wanted, const std::string& got) const { refuse(name_, wanted, got); }
+
+  // A number that is given with this tensor.
+  void want_number(const char* name, int64_t number, int64_t least, int64_t most, int64_t step = 1) const {
+    if (number >= least && number <= most && number % step == 0) return;
+    const std::string multiple = step == 1 ? "" : "a multiple of " + std::to_string(step) + " ";
+    refuse(name, "be " + multiple + "from " + std::to_string(least) + " to " + std::to_string(most), std::to_string(number));
   }
 
  private:
+  [[noreturn]] void refuse(const char* name, const std::string& wanted, const std::string& got) const {
+    throw std::invalid_argument(std::string(kernel_) + ": " + name + " must " + wanted + ", got " + got);
+  }
+
+  std::string strides_text() const { return "strides " + text_of(x_.strides, x_.ndim) + " of shape " + text_of(x_.shape, x_.ndim); }
+
   void want_matrix(int64_t rows, int64_t length) const {
     want_shape({rows, length});
     want_unit_stride();

@@ -25,7 +25,7 @@ struct group_advantages {
     if (columns > 1 && !reward_weights.given) reward_weights.refuse("be given with several columns", "None");
     if (size < 1 && !offsets.given) offsets.refuse("be given where size is 0", "None");
     if (!out.given && !(wide.given && counts.given)) out.refuse("be given, or wide and counts", "None");
-    const int64_t groups = offsets.given ? offsets.elements() - 1 : (n + size - 1) / size;
+    const int64_t groups = offsets.given ? offsets.intervals() : (n + size - 1) / size;
     const int64_t batches = scale != RewardScale::batch ? 0 : estimator == Estimator::gdpo ? columns : 1;
     if (batches && !batch.given) batch.refuse("be given where the batch scales", "None");
     return launch({rewards.dense<const float>(n * columns), mask.dense<const uint8_t>(n * columns), n,

@@ -31,6 +31,7 @@ struct TileFields {
 
   LogprobTile tile(const Rows& part) const {
     const Dtype dtype = logits.dtype();
+    logits.want_number("vocab_start", vocab_start, 0, std::numeric_limits<int64_t>::max() - logits.last());
     return {static_cast<char*>(logits.data()) + part.offset * logits.item_bytes(), dtype, part.count, part.inner,
             part.outer_stride, part.inner_stride, logits.last(), vocab_start, of_rows<const int64_t>(target_ids, part),
             ignore_index, of_rows<const float>(temperature.rows, part), temperature.rows.given ? 1 : temperature.all,
@@ -173,7 +174,8 @@ struct logprob_support_backward {
   int run(Launch launch, void* stream) const {
     if (grad_entropy.given && !entropy.given) entropy.refuse("be given with grad_entropy", "None");
     const int64_t count = support.ids.elements();
-    if (!scattered) out.dense_floats(count);
+    if (scattered) out.want_apart();
+    else out.dense_floats(count);
     return support.each_part(out, !scattered, [&](const Rows& part) {
       const auto floats = [&](const Tensor& x) { return support.of_rows<const float>(x, part); };
       return launch({support.support(part, scattered ? out.last() : kAnyId), values.dense_floats(count), values.dtype(),

@@ -57,6 +57,7 @@ struct Target {
 inline Target target_of(const Tensor& out, const Tensor& in, const Rows& rows) {
   if (!out.has_shape_of(in)) out.refuse_shape_of(in);
   out.want_unit_stride();
+  out.want_apart();
   const int64_t bytes = out.item_bytes(), vocab = in.last();
   char* start = static_cast<char*>(out.data());
   if (out.has_strides_of(in)) return {start + rows.offset * bytes, rows.outer_stride, rows.inner_stride};

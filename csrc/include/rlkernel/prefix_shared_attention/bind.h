@@ -15,6 +15,7 @@ struct attention_merge {
   int run(Launch launch, void* stream) const {
     out.want_rank(3);
     out.want_unit_stride();
+    out.want_apart();
     const Dtype dtype = out.dtype();
     const int64_t rows = out.size(0), heads = out.size(1), head_dim = out.size(2);
     if (part.given != part_lse.given) (part.given ? part_lse : part).refuse("be given with the other of the two", "None");
@@ -39,7 +40,7 @@ struct segment_reduce {
   template <class Launch>
   int run(Launch launch, void* stream) const {
     source_k.want_rank(3);
-    const int64_t rows = offsets.elements() - 1, width = source_k.size(1) * source_k.size(2);
+    const int64_t rows = offsets.intervals(), width = source_k.size(1) * source_k.size(2);
     if (!source_v.has_shape_of(source_k)) source_v.refuse_shape_of(source_k);
     if (source_v.dtype() != source_k.dtype()) source_v.refuse("be of the dtype of source_k", source_v.type_text());
     if (out_v.dtype() != out_k.dtype()) out_v.refuse("be of the dtype of out_k", out_v.type_text());

@@ -34,9 +34,8 @@ struct SamplingFields {
   SamplingInputs inputs(int64_t tile) const {
     partials.want_rank(3);
     const int64_t count = rows();
-    if (vocab_start % kSamplingSplit != 0 || vocab_start < 0 || vocab_start + tile > vocab)
-      logits.refuse("be tokens from a multiple of " + std::to_string(kSamplingSplit) + " on, of " + std::to_string(vocab),
-                    std::to_string(tile) + " from " + std::to_string(vocab_start) + " on");
+    logits.want_number("vocab", vocab, 0, std::numeric_limits<int32_t>::max());
+    logits.want_number("vocab_start", vocab_start, 0, vocab - tile, kSamplingSplit);
     if (token_bitmask.given) {
       token_bitmask.want_rank(2);
       const int64_t words = (vocab + 31) / 32;
