@@ -7,7 +7,7 @@ from backends import running, skip_unless_able
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 
 DTYPES = pytest.mark.parametrize(
@@ -20,9 +20,9 @@ NAMES = ("hidden", "weight", "bias")
 def small_tiles(monkeypatch):
     """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford; backward finds
     some of them kept and multiplies the others again."""
-    monkeypatch.setattr(tile_products, "kept_tiles", lambda tiles, size, used: min(tiles, 2))
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(tile_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: min(tiles, 2))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
 
 
 def able(backend, inputs, **options):

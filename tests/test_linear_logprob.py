@@ -9,10 +9,10 @@ from linear_logprob_cases import DTYPES, NAMES, able, check_against_fp64, run, w
 from logprob_cases import upstream_like
 
 import rlkernel
-from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.runtime import gpu
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -87,7 +87,7 @@ def test_frozen_head_whose_vocabulary_is_one_tile(backend, device):
 @ON_EVERY_BACKEND
 def test_as_under_graph_capture(backend, device, needs, small_tiles, monkeypatch):
     """A captured graph cannot leave rows out: it computes them all and gives zeros where zeros belong."""
-    monkeypatch.setattr(tiles, "capturing", lambda device: True)
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
     inputs = with_bias(make_inputs(19, 32, 133, device=device, ignored=0.3))
     able(backend, inputs)
     upstream = upstream_like(inputs["target_ids"])
@@ -191,7 +191,7 @@ def test_shapes_and_strides_of_users(backend, device, small_tiles):
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_dW_accumulates_in_fp32(backend, monkeypatch):
     """512 token chunks of equal gradients: a bf16 accumulator would stop growing after 2^8 of them."""
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(1, 32))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(1, 32))
     n = 512
     inputs = dict(
         hidden=torch.ones(n, 8), weight=torch.zeros(64, 8), target_ids=torch.zeros(n, dtype=torch.int64)

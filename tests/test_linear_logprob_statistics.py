@@ -8,10 +8,10 @@ from bitwise import assert_equal
 
 import rlkernel
 from rlkernel.calls.linear_logprob import STATISTICS as NAMES
-from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
+from rlkernel.runtime import gpu
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(tile_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
 
 
 def inputs_of(backend, device, dtype=torch.float32, bias=True):
@@ -100,7 +100,7 @@ def test_what_is_not_asked_for_is_none(asked):
 def test_as_under_graph_capture_and_empty(monkeypatch):
     inputs = inputs_of("native", "cpu")
     want = rlkernel.linear_logprob_statistics(**inputs)
-    monkeypatch.setattr(tiles, "capturing", lambda device: True)
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
     got = rlkernel.linear_logprob_statistics(**inputs)
     for name in NAMES:
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=1e-6)

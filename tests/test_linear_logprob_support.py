@@ -10,10 +10,10 @@ from support_cases import masked, supports
 
 import rlkernel
 from rlkernel.calls.linear_logprob import LinearLogprobCall
-from rlkernel.drivers import linear_logprob_support as support_products
+from rlkernel.drivers import linear_logprob_support as support_driver
 from rlkernel.ops.linear_logprob import op
 from rlkernel.reference.linear_logprob import make_inputs
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("linear_logprob"))
 pytestmark = pytest.mark.usefixtures("poison")
@@ -158,11 +158,11 @@ def test_room_behind_the_ids_costs_nothing_but_under_capture(captured, monkeypat
     upstream = upstream_like(inputs["target_ids"])
     # before both calls: under capture the head is multiplied by all rows, and a library's product of more
     # rows may have other bits
-    monkeypatch.setattr(support_products.tiles, "capturing", lambda device: captured)
+    monkeypatch.setattr(gpu, "capturing", lambda device: captured)
     want, want_grads = run("auto", **inputs, **support, upstream=upstream, return_entropy=True)
     rows = []
-    gather = support_products._gather
-    monkeypatch.setattr(support_products, "_gather", lambda *a: rows.append(len(a[1])) or gather(*a))
+    gather = support_driver._gather
+    monkeypatch.setattr(support_driver, "_gather", lambda *a: rows.append(len(a[1])) or gather(*a))
     room = support["support_ids"].new_full((1000,), -1)
     support["support_ids"] = torch.cat([support["support_ids"], room])
     got, grads = run("auto", **inputs, **support, upstream=upstream, return_entropy=True)
@@ -225,12 +225,12 @@ def test_sums_in_order_as_a_gpu_takes_them(dtype):
         with workspace.limited(limit):
             for ordered in (False, True):
                 out = torch.zeros(12, 4096, dtype=dtype)
-                support_products.add_products(out, keys, grad, source, index, torch.float32, ordered)
+                support_driver.add_products(out, keys, grad, source, index, torch.float32, ordered)
                 error = (out.double() - want).abs()
                 assert (error <= torch.finfo(dtype).eps * want.abs() + 2e-5).all()
     with pytest.raises(AssertionError):
         out = torch.zeros(12, 4096, dtype=dtype)
-        support_products.add_products(out, keys, grad, source, (index + 1) % 4, torch.float32)
+        support_driver.add_products(out, keys, grad, source, (index + 1) % 4, torch.float32)
         assert ((out.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 2e-5).all()
 
 

@@ -25,14 +25,13 @@ from rlkernel.calls.policy_loss import (
     LEVELS,
     POLICY_METRICS,
 )
-from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers import linear_policy_loss as policy_tiles
+from rlkernel.drivers import linear_policy_loss as policy_driver
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops.policy_loss import rule as names
 from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS, RolloutCorrection
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
@@ -155,7 +154,7 @@ def test_one_pass_and_two_have_the_same_bits(room):
 @ON_EVERY_BACKEND
 def test_as_under_graph_capture(backend, device, room, monkeypatch):
     """A captured graph cannot leave rows out, nor read offsets: it computes all and gives the same."""
-    monkeypatch.setattr(tiles, "capturing", lambda device: True)
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
     inputs = with_bias(make_inputs(3, 13, 32, 133, device=device, extras=True))
     able(backend, inputs)
     for level in ("token", "sequence"):
@@ -290,7 +289,7 @@ def test_logits_dtype_and_mixed_dtypes(room):
 
 MUTANTS = {
     "the derivative of the neighbouring rows": (
-        policy_tiles, "_rows_of", lambda f: lambda g, where, first: f(g, where, first).roll(1)
+        policy_driver, "_rows_of", lambda f: lambda g, where, first: f(g, where, first).roll(1)
     ),
     "blocks are forgotten": (policy_plan.Resident, "slot", lambda f: lambda self, block: 0),
     "rows that count are dropped": (
@@ -305,7 +304,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_body_fails_on(mutant, monkeypatch):
     owner, name, wrong = MUTANTS[mutant]
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(workspace, "_limit", 40_000)
     monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
     inputs = make_inputs(6, 13, 32, 133, drift=0.5, full=True)

@@ -24,13 +24,12 @@ from linear_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import linear_logprob as tiles
-from rlkernel.drivers import linear_policy_loss as policy_tiles
+from rlkernel.drivers import linear_policy_loss as policy_driver
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops.policy_loss import rule as policy_rule
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 
 pytestmark = pytest.mark.usefixtures("poison")
 room = linear_policy.room
@@ -69,7 +68,7 @@ def test_three_gemms(backend, device, room):
 
 
 def test_the_path_is_chosen_and_told(monkeypatch, caplog):
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(workspace, "_limit", 40_000)
     inputs = make_inputs(2, 64, 16, 133, full=True)
     able("native", inputs)
@@ -176,7 +175,7 @@ def test_gradients_add_up_over_micro_batches():
 
 def test_dW_accumulates_in_fp32(monkeypatch):
     """512 steps of equal gradients: a bf16 accumulator would stop growing after 2^8 of them."""
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(1, 32))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(1, 32))
     monkeypatch.setattr(workspace, "_limit", 4_000)
     inputs = dict(
         hidden=torch.ones(1, 512, 8), weight=torch.zeros(64, 8), target_ids=torch.zeros(1, 512).long(),
@@ -192,7 +191,7 @@ def test_dW_accumulates_in_fp32(monkeypatch):
 
 def test_workspace_is_all_the_memory_there_is(monkeypatch):
     """Beside it: gradients and per-row numbers, whatever N."""
-    monkeypatch.setattr(tile_products, "CPU_TILE", Tile(64, 128))
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(64, 128))
     limit = 800_000
     monkeypatch.setattr(workspace, "_limit", limit)
     h, v = 32, 1000
@@ -345,7 +344,7 @@ def test_nothing_looks_at_values_while_a_graph_is_captured(level, room, monkeypa
     """What a GPU would have to wait for: a number, or how many there are of something."""
     inputs = with_bias(make_inputs(3, 13, 32, 133, extras=True))
     able("native", inputs)
-    forward, looked = policy_tiles.forward, []
+    forward, looked = policy_driver.forward, []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -358,11 +357,11 @@ def test_nothing_looks_at_values_while_a_graph_is_captured(level, room, monkeypa
         with Watch():
             return forward(*arguments)
 
-    monkeypatch.setattr(policy_tiles, "forward", watched)
+    monkeypatch.setattr(policy_driver, "forward", watched)
     run("native", inputs, importance_sampling_level=level, **ALL)
     assert "nonzero" in looked  # a CPU looks
     looked.clear()
-    monkeypatch.setattr(tiles, "capturing", lambda device: True)
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
     monkeypatch.setattr(policy_plan.Resident, "leaves_out", False)
     run("native", inputs, importance_sampling_level=level, **ALL)
     assert looked == []

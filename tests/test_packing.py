@@ -8,7 +8,7 @@ from backends import of, running
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel.drivers import linear_products as tile_products
+from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference import gae, policy_loss, preference_loss, value_loss
 from rlkernel.runtime import debug, workspace
@@ -153,7 +153,7 @@ def test_as_many_sequences_as_tokens_in_a_step_of_linear_policy_loss(tight, monk
     with pytest.raises(ValueError, match="advantages must be"):
         run("linear_policy_loss", "native", inputs | {"advantages": each})
     if tight:
-        monkeypatch.setattr(tile_products, "CPU_TILE", Tile(3, 48))
+        monkeypatch.setattr(linear_products, "CPU_TILE", Tile(3, 48))
         monkeypatch.setattr(workspace, "_limit", 2_000)
 
     def step(advantages):

@@ -9,7 +9,7 @@ from bitwise import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import sample_linear as sampling_tiles
+from rlkernel.drivers import sample_linear as sampling_driver
 from rlkernel.reference.sample_linear import make_inputs
 from rlkernel.runtime import workspace
 
@@ -19,7 +19,7 @@ ON_FAST_BACKENDS = pytest.mark.parametrize(
     ("backend", "device"), [pair for pair in of("sample_linear") if pair.values[0] not in EMULATED]
 )
 pytestmark = pytest.mark.usefixtures("poison")
-SPLIT = sampling_tiles.SPLIT
+SPLIT = sampling_driver.SPLIT
 H = 16
 
 
@@ -142,7 +142,7 @@ def test_tiles_change_no_bit(backend, device, monkeypatch):
         want = draw(backend, rlkernel.sample, logits_of(inputs), **key, **everything, **filters)
         for rows, width, limit in [(256, 2, 2**28), (2, 1, 2**20)] if slow else tilings:
             for name in ("CPU_TILE", "GPU_TILE"):
-                monkeypatch.setattr(sampling_tiles, name, (rows, width * SPLIT))
+                monkeypatch.setattr(sampling_driver, name, (rows, width * SPLIT))
             with workspace.limited(limit):
                 assert_same(draw(backend, rlkernel.sample_linear, **inputs, **everything, **filters), want)
 
@@ -153,7 +153,7 @@ def test_a_plan_keeps_to_the_limit(limit):
         for size, vocab, dtype in ((64, 5000, torch.float32), (4096, 151936, torch.bfloat16)):
             weight = torch.empty(vocab, size, dtype=dtype, device="meta")
             for head in _heads(dtype):
-                plan = sampling_tiles.plan(weight, head)
+                plan = sampling_driver.plan(weight, head)
                 assert plan.vocab % SPLIT == 0 and plan.rows >= 16 and plan.vocab >= SPLIT
                 # 64 rows of a large weight, converted, may be as large as the smallest limit
                 used = plan.rows * plan.vocab * 8 + plan.piece * size * 4

@@ -17,16 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
-from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.calls.logprob import LogprobResults, RowGrads
+from rlkernel.drivers import linear_logprob as driver
 from rlkernel.runtime import workspace
 from rlkernel.triton_ops import logprob as kernels
 from rlkernel.triton_ops._device import DTYPES, device_reasons
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,
     MAX_VOCAB,
+    State,
     finish,
     finite_or_zero,
+    load_state,
     load_temperature,
     merge,
     shift_from,
@@ -60,18 +62,17 @@ def unsupported(
 
 def forward(call: LinearLogprobCall) -> LinearLogprobResults:
     if call.algorithm != "fused":
-        return tiles.forward(kernels, call)
-    logprobs, entropy, lse, row_max, log_sum, _ = _fused(call)
-    results = LinearLogprobResults(logprobs, entropy, lse, None, None, None, row_max, log_sum)
+        return driver.forward(kernels, call)
+    results = LinearLogprobResults.of(_fused(call))
     if call.need_direction:  # the backward pass of ones
-        ones = RowGrads(torch.ones_like(logprobs))
+        ones = RowGrads(torch.ones_like(results.logprobs))
         direction = backward(call._replace(needs=(True, False, False)), results, ones).hidden
         results = results._replace(direction=direction)
     return results
 
 
 def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
-    return tiles.backward(kernels, call, results, grads)
+    return driver.backward(kernels, call, results, grads)
 
 
 def _fused(call: LinearLogprobCall) -> LogprobResults:
@@ -79,19 +80,19 @@ def _fused(call: LinearLogprobCall) -> LogprobResults:
     return_entropy = call.return_entropy
     n, size = hidden.shape
     vocab = weight.shape[0]
-    row = LogprobCall(hidden, target_ids, head.temperature, head.ignore_index, return_entropy)
-    outputs = kernels.empty_results(row)
+    outputs = LogprobResults.empty(target_ids, return_entropy)
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     target_ids = target_ids.contiguous()
     bias = None if head.bias is None else head.bias.float().contiguous()
     scale = None if head.logit_scale == 1.0 else head.logit_scale
     block, warps, stages = _product_plan(size)
     parts = triton.cdiv(vocab, PART)
-    chunk = max(1, workspace.limit() // (16 * parts * block["BM"])) * block["BM"]
-    with workspace.lease(16 * parts * min(chunk, n), hidden.device) as (memory, _, _):
+    row_bytes = len(State) * torch.float32.itemsize * parts
+    chunk = max(1, workspace.limit() // (row_bytes * block["BM"])) * block["BM"]
+    with workspace.lease(row_bytes * min(chunk, n), hidden.device) as (memory, _, _):
         for start in range(0, n, chunk):
             rows = min(chunk, n - start)
-            part = memory[: 16 * parts * rows].view(torch.float32)
+            part = memory[: row_bytes * rows].view(torch.float32)
             ids, (t, scalar_t) = target_ids[start : start + rows], kernels.per_row(head.temperature)
             t = None if t is None else t[start : start + rows]
             with torch.cuda.device_of(hidden):
@@ -104,7 +105,7 @@ def _fused(call: LinearLogprobCall) -> LogprobResults:
                 )  # fmt: skip
                 merge_kernel[(triton.cdiv(rows, MERGED_ROWS),)](
                     part, rows, vocab, parts, ids, head.ignore_index, t, scalar_t,
-                    *(None if x is None else x[start : start + rows] for x in outputs[:5]),
+                    *(None if x is None else x[start : start + rows] for x in outputs.statistics),
                     PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
                 )  # fmt: skip
     return outputs
@@ -178,10 +179,10 @@ def product_kernel(
         m = top
     out = part + index.to(tl.int64) * N + rows
     plane = tl.cdiv(V, PART).to(tl.int64) * N
-    tl.store(out, m, mask=inside)
-    tl.store(out + plane, s, mask=inside)
-    tl.store(out + 2 * plane, w, mask=inside)
-    tl.store(out + 3 * plane, y_target, mask=inside)
+    tl.store(out + State.maximum * plane, m, mask=inside)
+    tl.store(out + State.sum_exp * plane, s, mask=inside)
+    tl.store(out + State.weighted_sum * plane, w, mask=inside)
+    tl.store(out + State.at_target * plane, y_target, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "V", "parts", "ignore_index"])
@@ -202,10 +203,10 @@ def merge_kernel(
     w = tl.zeros((ROWS,), tl.float64)
     for index in range(parts):
         at = part + tl.cast(index, tl.int64) * N + row
-        s1, w1 = tl.load(at + plane).to(tl.float64), tl.load(at + 2 * plane).to(tl.float64)
-        m, s, w = merge(m, s, w, tl.load(at), s1, w1, c)
+        m1, s1, w1 = load_state(at, plane)
+        m, s, w = merge(m, s, w, m1, s1, w1, c)
     known = (targets >= 0) & (targets < V)
-    at = part + 3 * plane + tl.where(known, targets // PART, 0) * N + row
+    at = part + State.at_target * plane + tl.where(known, targets // PART, 0) * N + row
     y_target = tl.load(at, mask=known, other=float("nan"))
     row_logprob, row_entropy, row_lse, row_log_sum = finish(m, s, w, y_target, t)
     kept = targets != ignore_index

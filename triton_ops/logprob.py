@@ -4,7 +4,7 @@ Also the tile functions that ``rlkernel.drivers.linear_logprob`` calls.  Plans (
 the dtype alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,14 +33,15 @@ def unsupported(logits: Tensor, *tensors: Tensor, **options: object) -> list[str
 
 
 def forward(call: LogprobCall) -> LogprobResults:
+    results = LogprobResults.empty(call.target_ids, call.return_entropy)
     if call.support_ids is None:
-        results = empty_results(call)
-        tile_forward(_tile(call), None, True, True, results)
+        for part, of_part, _, _ in _pieces(call, results, RowGrads(), call.logits):
+            tile_forward(_tile(part), None, True, True, of_part)
         return results
     logits, ids = call.logits, call.support_ids
-    values = logits.contiguous() if call.gathered else logits.new_zeros(ids.shape)
-    results = empty_results(call)._replace(values=values)
-    _support_forward(call, results)
+    results = results._replace(values=logits.contiguous() if call.gathered else logits.new_zeros(ids.shape))
+    for part, of_part, _, _ in _pieces(call, results, RowGrads(), call.logits):
+        _support_forward(part, of_part)
     return results if call.gathered else with_unfiltered_rows(sampling.forward, results, call)
 
 
@@ -52,37 +53,50 @@ def backward(call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tup
         return (out,)
     out = call.logits if call.inplace_backward else torch.empty_like(call.logits)
     # to the kernel of whole rows those with a support are ignored ones: it leaves zeros there
-    tile = _tile(call if call.support_ids is None else call._replace(target_ids=unfiltered_ids(call)))
-    tile_backward(tile, grads, results, out)
+    whole = call if call.support_ids is None else call._replace(target_ids=unfiltered_ids(call))
+    for part, of_part, upstream, into in _pieces(whole, results, grads, out):
+        tile_backward(_tile(part), upstream, of_part, into)
     if call.support_ids is not None:
-        _support_backward(call, results, grads, out)
+        for part, of_part, upstream, into in _pieces(call, results, grads, out):
+            _support_backward(part, of_part, upstream, into)
     return (out,)
 
 
-def _support_forward(call: LogprobCall, results: LogprobResults) -> None:
-    layout = (call.target_ids.numel(), 1, [(0, 0)]) if call.gathered else _rows(call.logits)
-    if layout is None:
-        for i in range(len(call.target_ids)):
-            _support_forward(_part(call, i), _row_results(results, i))
+def _pieces(
+    call: LogprobCall, results: LogprobResults, grads: RowGrads, out: Tensor
+) -> Iterator[tuple[LogprobCall, LogprobResults, RowGrads, Tensor]]:
+    """``call`` and what belongs to it, in pieces whose rows lie as one launch takes them."""
+    if call.gathered or _rows(call.logits, out) is not None:
+        yield call, results, grads, out
         return
-    rows, inner, (strides,) = layout
+    size = call.target_ids[0].numel()
+    for i in range(len(call.target_ids)):
+        part = _below(call, i, ("logits", "target_ids", "temperature"))
+        if (offsets := call.support_offsets) is not None:
+            part = part._replace(support_offsets=offsets[i * size : (i + 1) * size + 1])
+        rows = _below(results, i, results._fields[:-1]), _below(grads, i, grads._fields)
+        yield from _pieces(part, *rows, out[i])
+
+
+def _below(record: Any, i: int, fields: tuple[str, ...]) -> Any:
+    """``record`` with what is at index ``i`` of the first dimension of these tensors."""
+    values = {name: getattr(record, name) for name in fields}
+    return record._replace(**{name: x[i] for name, x in values.items() if isinstance(x, Tensor)})
+
+
+def _support_forward(call: LogprobCall, results: LogprobResults) -> None:
+    rows, inner, (strides,) = _support_rows(call, call.logits)
     if rows:
         with torch.cuda.device_of(call.logits):
             support_forward_kernel[(rows,)](
                 call.logits, inner, *strides, call.logits.shape[-1], call.target_ids.contiguous(),
                 call.ignore_index, *per_row(call.temperature), call.support_ids, call.support_offsets,
-                results.values, *results[:5], GATHERED=call.gathered, **SUPPORT,
+                results.values, *results.statistics, GATHERED=call.gathered, **SUPPORT,
             )  # fmt: skip
 
 
 def _support_backward(call: LogprobCall, results: LogprobResults, grads: RowGrads, out: Tensor) -> None:
-    layout = (call.target_ids.numel(), 1, [(0, 0)]) if call.gathered else _rows(out)
-    if layout is None:
-        for i in range(len(call.target_ids)):
-            row_grads = RowGrads(*(_at(x, i) for x in grads))
-            _support_backward(_part(call, i), _row_results(results, i), row_grads, out[i])
-        return
-    rows, inner, (strides,) = layout
+    rows, inner, (strides,) = _support_rows(call, out)
     if rows:
         with torch.cuda.device_of(out):
             support_backward_kernel[(rows,)](
@@ -93,26 +107,13 @@ def _support_backward(call: LogprobCall, results: LogprobResults, grads: RowGrad
             )  # fmt: skip
 
 
-def _part(call: LogprobCall, i: int) -> LogprobCall:
-    """The rows below index ``i`` of the first dimension."""
-    assert call.support_offsets is not None
-    size = call.target_ids[0].numel()
-    return call._replace(
-        logits=_at(call.logits, i),
-        target_ids=call.target_ids[i],
-        temperature=_at(call.temperature, i),
-        support_offsets=call.support_offsets[i * size : (i + 1) * size + 1],
-    )
+def _support_rows(call: LogprobCall, x: Tensor) -> Any:
+    return (call.target_ids.numel(), 1, [(0, 0)]) if call.gathered else _rows(x)
 
 
 def tile_forward(tile: Tile, state: Tensor | None, first: bool, last: bool, results: LogprobResults) -> None:
     """Continue the rows' softmax with ``tile`` in ``state`` [4, R]; the last writes ``results``."""
-    layout = _rows(tile.logits)
-    if layout is None:
-        for i in range(len(tile.logits)):
-            tile_forward(_row_tile(tile, i), state, first, last, _row_results(results, i))
-        return
-    rows, inner, (strides,) = layout
+    rows, inner, (strides,) = _rows(tile.logits)  # type: ignore[misc]
     vocab = tile.logits.shape[-1]
     lanes, vec, warps = _row_plan(vocab, tile.logits.dtype)
     scattered = any(x % 16 for x in (vocab, *strides, tile.logits.data_ptr()))
@@ -120,7 +121,7 @@ def tile_forward(tile: Tile, state: Tensor | None, first: bool, last: bool, resu
         with torch.cuda.device_of(tile.logits):
             forward_kernel[(rows,)](
                 tile.logits, inner, *strides, vocab, *_head(tile),
-                state, 0 if state is None else state.stride(0), *results[:5],
+                state, 0 if state is None else state.stride(0), *results.statistics,
                 FIRST=first, LAST=last, SCATTERED=scattered, LANES=lanes, VEC=vec, num_warps=warps,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -128,35 +129,25 @@ def tile_forward(tile: Tile, state: Tensor | None, first: bool, last: bool, resu
 
 def tile_backward(tile: Tile, grads: RowGrads, results: LogprobResults, out: Tensor) -> None:
     """Write the gradient of ``tile`` into ``out``, which may be the tile itself."""
-    layout = _rows(tile.logits, out)
-    if layout is None:
-        for i in range(len(tile.logits)):
-            row_grads = RowGrads(*(_at(x, i) for x in grads))
-            tile_backward(_row_tile(tile, i), row_grads, _row_results(results, i), out[i])
-        return
-    rows, inner, (strides, out_strides) = layout
-    vocab = tile.logits.shape[-1]
-    block, span, warps = _elementwise_plan(vocab, tile.logits.dtype)
-    spans = triton.cdiv(vocab, span)
-    if rows:
-        with torch.cuda.device_of(tile.logits):
-            backward_kernel[(rows * spans,)](
-                tile.logits, inner, *strides, vocab, *_head(tile), *grads,
-                None if grads.entropy is None else results.entropy, results.row_max, results.log_sum,
-                out, *out_strides, spans, SPAN=span, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    entropy = None if grads.entropy is None else results.entropy
+    _elementwise(backward_kernel, tile, out, *grads, entropy, results.row_max, results.log_sum)
 
 
 def tile_exp(tile: Tile, row_max: Tensor, out: Tensor) -> None:
     """Write ``exp((y - row_max) / T) * dy/dx / T`` into ``out``, 0 at the target and on ignored rows."""
+    _elementwise(exp_kernel, tile, out, row_max)
+
+
+def _elementwise(kernel: Any, tile: Tile, out: Tensor, *of_rows: Tensor | None) -> None:
+    """Launch a kernel that makes of each entry of ``tile``, and of what its row has, one of ``out``."""
     rows, inner, (strides, out_strides) = _rows(tile.logits, out)  # type: ignore[misc]
     vocab = tile.logits.shape[-1]
     block, span, warps = _elementwise_plan(vocab, tile.logits.dtype)
     spans = triton.cdiv(vocab, span)
     if rows:
         with torch.cuda.device_of(tile.logits):
-            exp_kernel[(rows * spans,)](
-                tile.logits, inner, *strides, vocab, *_head(tile), row_max, out, *out_strides, spans,
+            kernel[(rows * spans,)](
+                tile.logits, inner, *strides, vocab, *_head(tile), *of_rows, out, *out_strides, spans,
                 SPAN=span, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -173,21 +164,10 @@ def _head(tile: Tile) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _row_tile(tile: Tile, i: int) -> Tile:
-    return tile._replace(
-        logits=tile.logits[i], target_ids=tile.target_ids[i], temperature=_at(tile.temperature, i)
-    )
-
-
-def _row_results(results: LogprobResults, i: int) -> LogprobResults:
-    rows = {name: _at(getattr(results, name), i) for name in results._fields if name != "values"}
-    return results._replace(**rows)
-
-
 def _rows(*tensors: Tensor) -> tuple[int, int, list[tuple[int, int]]] | None:
     """``(rows, inner, [(outer_stride, inner_stride), ...])`` where row r of each tensor starts at
     ``r // inner * outer_stride + r % inner * inner_stride``; None where two strides do not suffice (more than
-    two leading dimensions that do not continue each other): the first is then a loop of launches."""
+    two leading dimensions that do not continue each other): ``_pieces`` then makes a loop of launches."""
     merged: list[tuple[int, tuple[int, ...]]] = []
     for dim in range(tensors[0].dim() - 1):
         size, strides = tensors[0].shape[dim], tuple(t.stride(dim) for t in tensors)
@@ -225,17 +205,6 @@ def _elementwise_plan(vocab: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def per_row(temperature: float | Tensor) -> tuple[Tensor | None, float]:
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-
-
-def empty_results(call: LogprobCall) -> LogprobResults:
-    logprobs = torch.empty(call.target_ids.shape, dtype=torch.float32, device=call.logits.device)
-    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if call.return_entropy else None
-    return LogprobResults(logprobs, entropy, lse, row_max, log_sum)
-
-
-def _at(x: Any, i: int) -> Any:
-    return x[i] if isinstance(x, Tensor) else x
 
 
 def aot_cases() -> dict[str, Callable[[], object]]:

@@ -13,6 +13,10 @@ in any order.
 import triton
 import triton.language as tl
 
+from rlkernel.calls.logprob import State as STATE
+from rlkernel.triton_ops._names import Names
+
+State = Names(tuple(STATE.__members__))  # rows of what is carried from tile to tile
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FIXED_POINT = tl.constexpr(2.0**40)  # lanes are summed as multiples of 2**-40
@@ -119,6 +123,14 @@ def sum_lanes(x):
 
 
 @triton.jit
+def load_state(state, stride):
+    """``(m, s, w)`` of a row, or of rows, s and w in fp64."""
+    s = tl.load(state + State.sum_exp * stride).to(tl.float64)
+    w = tl.load(state + State.weighted_sum * stride).to(tl.float64)
+    return tl.load(state + State.maximum * stride), s, w
+
+
+@triton.jit
 def merge(m0, s0, w0, m, s, w, c):
     """The statistics of two parts of a row together; scalars or vectors of rows, s and w in fp64."""
     top = tl.maximum(m0, m)
@@ -159,7 +171,7 @@ def forward_kernel(
             if entropy is not None:
                 tl.store(entropy + row, 0.0)
         if state is not None:  # finite, for those who compute on with the state of all rows
-            for k in tl.static_range(4):
+            for k in tl.static_range(len(State)):
                 tl.store(state + k * state_stride + row, 0.0)
         return
     t = load_temperature(temperatures, temperature, row)
@@ -173,7 +185,7 @@ def forward_kernel(
     if FIRST:
         y_target = tl.where(here, y_target, float("nan"))
     else:
-        y_target = tl.where(here, y_target, tl.load(state + 3 * state_stride + row))
+        y_target = tl.where(here, y_target, tl.load(state + State.at_target * state_stride + row))
 
     # a maximum and sums per lane, not per entry: VEC entries then share one rescaling and its exp2
     BLOCK: tl.constexpr = LANES * VEC
@@ -212,15 +224,13 @@ def forward_kernel(
     if entropy is not None:
         row_w = sum_lanes(tl.fma(s, shift, w) * a)
     if not FIRST:
-        m0 = tl.load(state + row)
-        s0 = tl.load(state + state_stride + row).to(tl.float64)
-        w0 = tl.load(state + 2 * state_stride + row).to(tl.float64)
+        m0, s0, w0 = load_state(state + row, state_stride)
         m, total, row_w = merge(m0, s0, w0, m, total, row_w, c)
     if state is not None:
-        tl.store(state + row, m)
-        tl.store(state + state_stride + row, total.to(tl.float32))
-        tl.store(state + 2 * state_stride + row, row_w.to(tl.float32))
-        tl.store(state + 3 * state_stride + row, y_target)
+        tl.store(state + State.maximum * state_stride + row, m)
+        tl.store(state + State.sum_exp * state_stride + row, total.to(tl.float32))
+        tl.store(state + State.weighted_sum * state_stride + row, row_w.to(tl.float32))
+        tl.store(state + State.at_target * state_stride + row, y_target)
     if LAST:
         row_logprob, row_entropy, row_lse, row_log_sum = finish(m, total, row_w, y_target, t)
         tl.store(logprobs + row, row_logprob.to(tl.float32))

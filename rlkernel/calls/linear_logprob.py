@@ -1,9 +1,11 @@
 """What a backend is asked for ``linear_logprob``, and what it answers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlkernel.calls.logprob import LogprobResults
 
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 Needs = tuple[bool, ...]  # whether the gradients of hidden, weight and bias are wanted
@@ -90,6 +92,18 @@ class LinearLogprobResults(NamedTuple):
     log_sum: Tensor
     direction: Tensor | None = None
     products: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: LogprobResults, **others: Any) -> "LinearLogprobResults":
+        """What ``logprob`` says of the rows, and ``others`` by name."""
+        asked = (others.pop(name, None) for name in STATISTICS)
+        values: Any = rows.logprobs, rows.entropy, rows.lse, *asked, rows.row_max, rows.log_sum
+        return cls(*values, **others)
+
+    @property
+    def for_backward(self) -> LogprobResults:
+        """Of ``logprob``, what its backward pass reads; where no row has a support."""
+        return LogprobResults(self.row_max, self.entropy, self.row_max, self.row_max, self.log_sum)
 
 
 class LinearGrads(NamedTuple):

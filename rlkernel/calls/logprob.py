@@ -1,8 +1,23 @@
 """What a backend is asked for ``logprob``, and what it answers."""
 
+from enum import IntEnum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class State(IntEnum):
+    """What a softmax over tiles of the vocabulary knows of each row so far: the rows of a buffer [4, R].
+
+    With ``e = exp((y - maximum) / T)``: the maximum of y, the sums of e and of ``e * (y - maximum) / T``, and
+    y at the target.
+    """
+
+    maximum = 0
+    sum_exp = 1
+    weighted_sum = 2
+    at_target = 3
 
 
 class LogprobOutput(NamedTuple):
@@ -48,6 +63,19 @@ class LogprobResults(NamedTuple):
     row_max: Tensor
     log_sum: Tensor
     values: Tensor | None = None
+
+    @classmethod
+    def empty(cls, target_ids: Tensor, entropy: bool) -> "LogprobResults":
+        """Dense memory in fp32 for each statistic of these rows, apart: a caller may keep one of them."""
+        layout = torch.contiguous_format
+        logprobs = torch.empty_like(target_ids, dtype=torch.float32, memory_format=layout)
+        lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+        return cls(logprobs, torch.empty_like(logprobs) if entropy else None, lse, row_max, log_sum)
+
+    @property
+    def statistics(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        """What each row has, in the order in which kernels take it."""
+        return self.logprobs, self.entropy, self.lse, self.row_max, self.log_sum
 
 
 class RowGrads(NamedTuple):

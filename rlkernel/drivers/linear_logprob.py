@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
-from rlkernel.calls.logprob import LogprobResults, RowGrads, Tile
+from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
-from rlkernel.drivers.linear_products import Scratch, rows_of
+from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
+from rlkernel.runtime import gpu
 
 
 def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
@@ -27,55 +28,49 @@ def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
 
     With ``keep`` the workspace holds on to logits for a backward pass that follows at once.
     """
-    hidden, weight, target_ids, names = call.hidden, call.weight, call.target_ids, call.statistics
-    need_direction = call.need_direction
-    head = _wide_bias(call.head)
+    hidden, weight, target_ids = call.hidden, call.weight, call.target_ids
+    head = with_wide_bias(call.head)
     kept = target_ids != head.ignore_index
-    rows = _rows(kept)
+    rows = rows_to_compute(kept)
     n = hidden.shape[0] if rows is None else rows.numel()
-    ids, t = _select(target_ids, rows), _select(head.temperature, rows)
-    new = functools.partial(hidden.new_empty if n else hidden.new_zeros, dtype=torch.float32)
-    state, logprobs = new(4, n), new(n)
-    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if call.return_entropy else None
-    outputs = LogprobResults(logprobs, entropy, lse, row_max, log_sum)
-    direction = new(n, hidden.shape[1]) if need_direction else None
-    also = TileStatistics(kernels, names, hidden, weight, head, n) if names else None
-    keep = call.keep and not capturing(
-        hidden.device
-    )  # a graph may be replayed after others took the workspace
+    ids, t = select(target_ids, rows), select(head.temperature, rows)
+    state = hidden.new_empty(len(State), n, dtype=torch.float32)
+    outputs = LogprobResults.empty(ids, call.return_entropy)
+    direction = hidden.new_empty(n, hidden.shape[1], dtype=torch.float32) if call.need_direction else None
+    also = TileStatistics(kernels, call, ids) if call.statistics else None
+    # a graph may be replayed after others took the workspace
+    keep = call.keep and not gpu.capturing(hidden.device)
     gathered = rows is not None
-    with Scratch(hidden, weight, head, n, gathered, gradients=need_direction, keep=keep) as scratch:
+    with Scratch(hidden, weight, head, n, gathered, gradients=call.need_direction, keep=keep) as scratch:
         for v0, v1, w in scratch.weight_slices():
             first, last = v0 == 0, v1 == weight.shape[0]
             for a, b in scratch.chunks():
                 h = scratch.hidden(rows, a, b)
                 logits = scratch.logits(h, w, v0, a)
-                tile = tile_of(logits, head, ids[a:b], _part(t, a, b), v0, v1)
-                before = None if direction is None or first else state[0, a:b].clone()
-                results = LogprobResults(*(_part(x, a, b) for x in outputs))
+                tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
                 states = state if b - a == n else state[:, a:b]
+                before = None if direction is None or first else states[State.maximum].clone()
+                results = LogprobResults(*(rows_of(x, a, b) for x in outputs))
                 kernels.tile_forward(tile, states, first, last, results)
                 if also is not None:
                     also.tile(tile, h, w, a, b)
                 if direction is not None:
                     exps = scratch.gradient(logits)
-                    kernels.tile_exp(tile, state[0, a:b], exps)
+                    kernels.tile_exp(tile, states[State.maximum], exps)
                     if before is not None:
-                        _rescale(direction[a:b], before, state[0, a:b], _part(t, a, b))
+                        _rescale(direction[a:b], before, states[State.maximum], tile.temperature)
                     scratch.accumulate(direction[a:b], exps, w, first)
         if direction is not None:
-            _finish_direction(direction, ids, t, state, logprobs, log_sum, scratch)
-        more = (None, None, None) if also is None else also.finish(ids, t, state, log_sum)
-        scattered = tuple(_scatter(x, rows, hidden.shape[0]) for x in outputs[:5])
-        scratch.keep(scattered[4])  # type: ignore[arg-type]
+            _finish_direction(direction, ids, t, state[State.at_target], outputs, scratch)
+        others = {} if also is None else also.finish(t, state, outputs.log_sum)
+        others = {name: scatter(x, rows, hidden.shape[0]) for name, x in others.items()}
+        outputs = LogprobResults(*(scatter(x, rows, hidden.shape[0]) for x in outputs))
+        scratch.keep(outputs.log_sum)
     if direction is not None:
         if rows is None:  # under capture, ignored rows were computed too
             direction = torch.where(kept[:, None], direction, 0)
-        direction = _scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
-    more = tuple(_scatter(x, rows, hidden.shape[0]) for x in more)  # type: ignore[assignment]
-    values = *scattered[:3], *more, *scattered[3:], direction
-    return LinearLogprobResults(**dict(zip(LinearLogprobResults._fields, values, strict=False)))  # type: ignore[arg-type]
+        others["direction"] = scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
+    return LinearLogprobResults.of(outputs, **others)
 
 
 def backward(
@@ -89,13 +84,13 @@ def backward(
         row = grads.logprobs[:, None]
         return LinearGrads(torch.where(row == 0, 0, row * direction).to(hidden.dtype))
 
-    bias_dtype, head = head.bias.dtype if head.bias is not None else None, _wide_bias(head)
+    bias_dtype, head = head.bias.dtype if head.bias is not None else None, with_wide_bias(head)
     nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
-    rows = _rows((target_ids != head.ignore_index) & nonzero)
+    rows = rows_to_compute((target_ids != head.ignore_index) & nonzero)
     n = hidden.shape[0] if rows is None else rows.numel()
     scratch = Scratch(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
-        weight_gradient=need_weight, owner=None if capturing(hidden.device) else log_sum,
+        weight_gradient=need_weight, owner=None if gpu.capturing(hidden.device) else log_sum,
     )  # fmt: skip
     several = scratch.plan.vocab < weight.shape[0] or rows is not None
     # without a gather every element is written by the first product, else rows are added where they belong
@@ -106,20 +101,21 @@ def backward(
     dweight = (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None
     dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if need_bias else None
 
-    stats = [_select(x, rows) for x in (results.entropy, results.row_max, log_sum)]
-    ids, t = _select(target_ids, rows), _select(head.temperature, rows)
-    upstream = [_select(g, rows) for g in grads]
+    stats = [select(x, rows) for x in (results.entropy, results.row_max, log_sum)]
+    ids, t = select(target_ids, rows), select(head.temperature, rows)
+    upstream = [select(g, rows) for g in grads]
     with scratch:
         for v0, v1, w in scratch.weight_slices():
-            dw_slice = _part(dweight, v0, v1)
+            dw_slice = rows_of(dweight, v0, v1)
             dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
             for a, b in scratch.chunks():
                 h = scratch.hidden(rows, a, b)
                 logits = scratch.logits(h, w, v0, a)
                 dz = scratch.gradient(logits)
-                tile = tile_of(logits, head, ids[a:b], _part(t, a, b), v0, v1)
-                row_grads = RowGrads(*(_part(x, a, b) for x in upstream))
-                kernels.tile_backward(tile, row_grads, backward_results(*(_part(x, a, b) for x in stats)), dz)
+                tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
+                row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
+                row_stats = backward_results(*(rows_of(x, a, b) for x in stats))
+                kernels.tile_backward(tile, row_grads, row_stats, dz)
                 if dhidden is not None:
                     if rows is None:
                         scratch.accumulate(rows_of(dhidden, a, b), dz, w, v0 == 0)
@@ -137,51 +133,33 @@ def backward(
     return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, which forbids to look at values."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _rows(wanted: Tensor) -> Tensor | None:
+def rows_to_compute(wanted: Tensor) -> Tensor | None:
     """Indices of the rows to compute, or None for all of them.
 
     Their number is data: reading it synchronises a GPU.  Under capture every row is computed, and the kernels
     write exact zeros where the result is zero.
     """
-    if capturing(wanted.device):
+    if gpu.capturing(wanted.device):
         return None
     rows = wanted.nonzero()  # [n, 1]
     return None if rows.shape[0] == wanted.shape[0] else rows[:, 0]
 
 
-def _wide_bias(head: Head) -> Head:
+def with_wide_bias(head: Head) -> Head:
+    """With the bias as the kernels of tiles take it."""
     return head if head.bias is None else head._replace(bias=head.bias.float().contiguous())
 
 
 def tile_of(logits: Tensor, head: Head, ids: Tensor, t: float | Tensor, v0: int, v1: int) -> Tile:
     """The entries [v0, v1) of the vocabulary, of the rows that ``ids`` and ``t`` are of."""
     return Tile(
-        logits, v0, ids, t, head.ignore_index, _part(head.bias, v0, v1), head.logit_scale, head.softcap
+        logits, v0, ids, t, head.ignore_index, rows_of(head.bias, v0, v1), head.logit_scale, head.softcap
     )
 
 
 def backward_results(entropy: Tensor | None, row_max: Tensor, log_sum: Tensor) -> LogprobResults:
     """What the backward kernels read of the results."""
     return LogprobResults(row_max, entropy, row_max, row_max, log_sum)
-
-
-def _select(x: Any, rows: Tensor | None) -> Any:
-    return x[rows] if isinstance(x, Tensor) and rows is not None else x
-
-
-def _part(x: Any, begin: int, end: int) -> Any:
-    return rows_of(x, begin, end) if isinstance(x, Tensor) else x
-
-
-def _scatter(x: Tensor | None, rows: Tensor | None, n: int) -> Tensor | None:
-    if x is None or rows is None:
-        return x
-    return x.new_zeros(n, *x.shape[1:]).index_copy_(0, rows, x)
 
 
 def _rescale(direction: Tensor, before: Tensor, after: Tensor, t: float | Tensor) -> None:
@@ -193,9 +171,8 @@ def _finish_direction(
     direction: Tensor,
     ids: Tensor,
     t: float | Tensor,
-    state: Tensor,
-    logprobs: Tensor,
-    log_sum: Tensor,
+    at_target: Tensor,
+    results: LogprobResults,
     scratch: Scratch,
 ) -> None:
     """From ``sum over i != target of e_i f'_i W_i`` to ``(1 - p_t) f'_t W_t - sum of p_i f'_i W_i``.
@@ -205,9 +182,9 @@ def _finish_direction(
     weight, head = scratch.weight, scratch.head
     slope = head.logit_scale / t
     if head.softcap is not None:
-        slope = slope * (1 - (state[3] / head.softcap) ** 2)
-    pull = -torch.expm1(logprobs) * slope
-    direction.mul_(-torch.exp(-log_sum)[:, None])
+        slope = slope * (1 - (at_target / head.softcap) ** 2)
+    pull = -torch.expm1(results.logprobs) * slope
+    direction.mul_(-torch.exp(-results.log_sum)[:, None])
     inside = torch.where((ids >= 0) & (ids < weight.shape[0]), ids, 0)
     for a, b in scratch.chunks():
         w = weight[inside[a:b]].to(head.compute_dtype).float()

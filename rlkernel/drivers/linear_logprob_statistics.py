@@ -1,43 +1,41 @@
 """What trainers log of a row beside its logprob, from the tiles of its logits."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head
-from rlkernel.calls.logprob import LogprobResults, Tile
-
-Statistics = tuple[Tensor | None, Tensor | None, Tensor | None]  # in the order of STATISTICS
+from rlkernel.calls.linear_logprob import LinearLogprobCall
+from rlkernel.calls.logprob import LogprobResults, State, Tile
+from rlkernel.drivers.linear_products import rows_of
 
 _CELLS = 2**20  # of logits whose softcap is taken at once, beside the tile
 
 
 class TileStatistics:
-    """Follows the loops of ``tiles.forward``; needs a few values per row, and reads the weight once more.
+    """Follows the loops of ``linear_logprob``; needs a few values per row, and reads the weight once more.
 
     ``sum of p**2 = sum of exp(2 z) / (sum of exp z)**2``: the running softmax of the same tile at half the
     temperature.  The mean of the logits is the logit of the mean of the weight, unless there is a softcap.
     """
 
-    def __init__(
-        self, kernels: Any, names: tuple[str, ...], hidden: Tensor, weight: Tensor, head: Head, n: int
-    ) -> None:
-        self.kernels, self.names, self.head, self.vocab = kernels, names, head, weight.shape[0]
-        make, dtype = hidden.new_empty if n else hidden.new_zeros, torch.float32
-        wants_mean = "mean_logits" in names
-        self.sum = hidden.new_zeros(n, dtype=dtype) if wants_mean else None
-        by_weight = wants_mean and head.softcap is None
-        self.weight_sum = weight.new_zeros(weight.shape[1], dtype=dtype) if by_weight else None
-        self.state = make(4, n, dtype=dtype) if "log_sum_sq_probs" in names else None
-        self.results = tuple(make(n, dtype=dtype) for _ in range(4)) if self.state is not None else ()
+    def __init__(self, kernels: Any, call: LinearLogprobCall, ids: Tensor) -> None:
+        """``ids`` of the rows of ``call`` that are computed."""
+        self.kernels, self.ids, self.head, self.names = kernels, ids, call.head, call.statistics
+        self.vocab, size = call.weight.shape
+        new, n = functools.partial(torch.zeros, dtype=torch.float32, device=ids.device), ids.numel()
+        self.sum = new(n) if "mean_logits" in self.names else None
+        self.weight_sum = None if self.sum is None or call.softcap is not None else new(size)
+        self.state = new(len(State), n) if "log_sum_sq_probs" in self.names else None
+        self.results = None if self.state is None else LogprobResults.empty(ids, False)
 
     def tile(self, tile: Tile, h: Tensor, w: Tensor, a: int, b: int) -> None:
         """One tile of the rows [a, b), as the product of ``h`` and ``w`` left it."""
         logits, v0 = tile.logits, tile.vocab_start
         first, last = v0 == 0, v0 + logits.shape[1] == self.vocab
-        if self.state is not None:
-            results = LogprobResults(self.results[0][a:b], None, *(x[a:b] for x in self.results[1:]))
+        if self.state is not None and self.results is not None:
+            results = LogprobResults(*(rows_of(x, a, b) for x in self.results))
             half = tile._replace(temperature=tile.temperature / 2)
             self.kernels.tile_forward(half, self.state[:, a:b], first, last, results)
         if self.sum is None:
@@ -57,17 +55,17 @@ class TileStatistics:
         u = logits.float() if bias is None else logits.float() + bias
         return torch.tanh(u * (self.head.logit_scale / self.head.softcap)) * self.head.softcap
 
-    def finish(self, ids: Tensor, t: float | Tensor, state: Tensor, log_sum: Tensor) -> Statistics:
-        """Of the rows that were computed; 0 and False where one of them is ignored."""
-        kept = ids != self.head.ignore_index
-        mean = top = squares = None
+    def finish(self, t: float | Tensor, state: Tensor, log_sum: Tensor) -> dict[str, Tensor | None]:
+        """By name, of the rows that were computed; 0 and False where one of them is ignored."""
+        kept = self.ids != self.head.ignore_index
+        found: dict[str, Tensor | None] = {}
         if self.sum is not None:
             total = self.sum
             if self.weight_sum is not None and self.head.bias is not None:
                 total = total + self.head.bias.float().sum() * self.head.logit_scale
-            mean = torch.where(kept, total / self.vocab / t, 0)
+            found["mean_logits"] = torch.where(kept, total / self.vocab / t, 0)
         if "is_top1" in self.names:
-            top = kept & (state[3] >= state[0])
-        if self.state is not None:
-            squares = torch.where(kept, self.results[-1] - 2 * log_sum, 0)
-        return mean, top, squares
+            found["is_top1"] = kept & (state[State.at_target] >= state[State.maximum])
+        if self.results is not None:
+            found["log_sum_sq_probs"] = torch.where(kept, self.results.log_sum - 2 * log_sum, 0)
+        return found

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-from rlkernel.drivers import linear_logprob as tiles
 from rlkernel.drivers.logprob import unfiltered_ids
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 
 CPU_CHUNK = 2 * 2**20  # gathered rows then stay in the caches: five times as fast as at 256 MiB
 
@@ -158,10 +157,10 @@ def add_products(
 def _used(offsets: Tensor, ids: Tensor) -> int:
     """How many ids there are: ``sample`` returns them in a buffer with room for the largest supports.
 
-    Their number is data: reading it synchronises a GPU, as the choice of rows does in ``tiles``.  Under
+    Their number is data: reading it synchronises a GPU, as ``rows_to_compute`` does.  Under
     capture the room behind them is multiplied too.
     """
-    return ids.numel() if tiles.capturing(ids.device) else int(offsets[-1])
+    return ids.numel() if gpu.capturing(ids.device) else int(offsets[-1])
 
 
 def _chunks(entries: Tensor, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:

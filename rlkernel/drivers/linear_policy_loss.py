@@ -1,8 +1,8 @@
 """``linear_policy_loss`` in tiles: the loss and its gradients from logits that are computed once.
 
-``tiles.forward`` and ``tiles.backward`` with the loops changed: a chunk of rows outside, the vocabulary
-inside, so that the logits of the chunk's rows are still in the workspace when their derivative is known.  The
-tiles, their GEMMs and the order in which a row's statistics are merged are those of ``linear_logprob``: its
+The passes of ``linear_logprob`` with the loops changed: a chunk of rows outside, the vocabulary inside, so
+that the logits of the chunk's rows are still in the workspace when their derivative is known.  The tiles,
+their GEMMs and the order in which a row's statistics are merged are those of ``linear_logprob``: its
 logprobs have the same bits.
 
 FLOPs: 2 N H V a GEMM, three of them: logits, hidden, weight; four, in two passes, where the workspace does
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
-from rlkernel.calls.logprob import LogprobResults, RowGrads
-from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.calls.logprob import LogprobResults, RowGrads, State
+from rlkernel.drivers import linear_logprob
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_policy_loss_plan import Plan, Resident, Step
+from rlkernel.drivers.linear_products import rows_of, select
 
 _log = logging.getLogger("rlkernel")
 
@@ -53,12 +54,12 @@ def _two_passes(
         call.hidden, call.weight, call.target_ids, call.head, return_entropy=policy.entropy,
         need_direction=need_direction, keep=any(call.needs) and not need_direction, needs=call.needs,
     )  # fmt: skip
-    stats = tiles.forward(kernels, own)
+    stats = linear_logprob.forward(kernels, own)
     loss, metrics, grad, grad_entropy = policy.whole(stats.logprobs, stats.entropy)
     grads = LinearGrads()
     if any(call.needs):
         kept = stats if policy.entropy_gradient else stats._replace(entropy=None)
-        grads = tiles.backward(kernels, own, kept, RowGrads(grad, grad_entropy))
+        grads = linear_logprob.backward(kernels, own, kept, RowGrads(grad, grad_entropy))
     return LinearPolicyLossResults(loss, metrics, stats.logprobs, stats.entropy, *grads)
 
 
@@ -79,20 +80,18 @@ class _OnePass:
         self.kernels, self.plan, self.policy = kernels, plan, plan.policy
         self.rows, self.scratch, n = plan.rows, plan.scratch, plan.n
         head, needs, policy = call.head, call.needs, plan.policy
-        self.bias_dtype, self.head = None if head.bias is None else head.bias.dtype, tiles._wide_bias(head)
-        self.ids, self.t = (
-            tiles._select(call.target_ids, self.rows),
-            tiles._select(head.temperature, self.rows),
-        )
+        self.bias_dtype = None if head.bias is None else head.bias.dtype
+        self.head = linear_logprob.with_wide_bias(head)
+        self.ids, self.t = select(call.target_ids, self.rows), select(head.temperature, self.rows)
         hidden, weight = self.scratch.source, self.scratch.weight
         new = functools.partial(hidden.new_empty, dtype=torch.float32)
         zeros = functools.partial(hidden.new_zeros, hidden.shape[0], dtype=torch.float32)
-        self.state = new(4, n)
-        self.results = (new(n), new(n) if policy.entropy else None, new(n), new(n), new(n))
+        self.state = new(len(State), n)
+        self.results = LogprobResults.empty(self.ids, policy.entropy)
         # of all rows, also those that are left out; the loss of a step looks at later rows of its sequences
         apart = self.rows is not None or len(plan.steps) > 1
-        self.logprobs = zeros() if apart else self.results[0]
-        self.entropy = zeros() if apart and policy.entropy else self.results[1]
+        self.logprobs = zeros() if apart else self.results.logprobs
+        self.entropy = zeros() if apart and policy.entropy else self.results.entropy
         self.apart = apart
 
         self.dhidden = torch.zeros_like(hidden) if needs[0] else None
@@ -130,9 +129,9 @@ class _OnePass:
         for v0, v1, w in scratch.weight_slices():
             for block in blocks:
                 a, b = scratch.bounds(block)
-                logits, t = scratch.block_logits(block, v0, w), tiles._part(self.t, a, b)
-                tile = tiles.tile_of(logits, self.head, self.ids[a:b], t, v0, v1)
-                results = LogprobResults(*(tiles._part(x, a, b) for x in self.results))
+                logits, t = scratch.block_logits(block, v0, w), rows_of(self.t, a, b)
+                tile = linear_logprob.tile_of(logits, self.head, self.ids[a:b], t, v0, v1)
+                results = LogprobResults(*(rows_of(x, a, b) for x in self.results))
                 self.kernels.tile_forward(tile, self.state[:, a:b], v0 == 0, v1 == vocab, results)
         if self.apart and len(blocks):
             a, b = scratch.bounds(blocks[0])[0], scratch.bounds(blocks[-1])[1]
@@ -158,8 +157,8 @@ class _OnePass:
                 logits = logits if run.live is None else scratch.compact(logits, run.live)
                 dz = scratch.gradient(logits)
                 ids, t, grad, grad_entropy, *stats = run.vectors
-                tile = tiles.tile_of(logits, head, ids, t, v0, v1)
-                results = tiles.backward_results(*stats)
+                tile = linear_logprob.tile_of(logits, head, ids, t, v0, v1)
+                results = linear_logprob.backward_results(*stats)
                 self.kernels.tile_backward(tile, RowGrads(grad, grad_entropy), results, dz)
                 if self.dhidden is not None:
                     scratch.accumulate(scratch.hidden_sum(run.at, run.rows), dz, w, v0 == 0)
@@ -179,11 +178,11 @@ class _OnePass:
         are."""
         scratch: Resident = self.scratch
         where = slice(a, b) if self.rows is None else self.rows[a:b]
-        _, entropy, _, row_max, log_sum = self.results
-        stats = (entropy if self.policy.entropy_gradient else None, row_max, log_sum)
+        own, wants_entropy = self.results, self.policy.entropy_gradient
+        stats = own.entropy if wants_entropy else None, own.row_max, own.log_sum
         upstream = [None if g is None else _rows_of(g, where, first) for g in gradients]
-        vectors = [tiles._part(x, a, b) for x in (self.ids, self.t)] + upstream
-        vectors += [tiles._part(x, a, b) for x in stats]
+        vectors = [rows_of(x, a, b) for x in (self.ids, self.t)] + upstream
+        vectors += [rows_of(x, a, b) for x in stats]
         states: Tensor | None = scratch.states(a, b, at)
         live, rows = None, b - a
         if scratch.leaves_out:
@@ -195,7 +194,7 @@ class _OnePass:
             if rows == b - a:
                 live = None
             else:
-                vectors = [tiles._select(x, live) for x in vectors]
+                vectors = [select(x, live) for x in vectors]
                 states = scratch.compact_states(states, at, live)
                 where = live + where.start if isinstance(where, slice) else where[live]
         return _Run(at, b - a, live, rows, where, states, tuple(vectors))

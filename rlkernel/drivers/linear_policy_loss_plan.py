@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
-from rlkernel.drivers import linear_logprob as tiles
+from rlkernel.drivers import linear_logprob
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 from rlkernel.runtime.workspace import Carver
 
 
@@ -33,12 +33,12 @@ class Plan:
     def __init__(self, call: LinearPolicyLossCall, policy: PolicyPass) -> None:
         hidden, weight, head, needs = call.hidden, call.weight, call.head, call.needs
         self.obstacle, self.policy = "", policy
-        capturing = tiles.capturing(hidden.device)
+        capturing = gpu.capturing(hidden.device)
         if policy.offsets is not None and capturing:
             self.obstacle = "offsets of packed sequences cannot be read while a CUDA graph is captured"
             return
         kept = call.target_ids != head.ignore_index
-        self.rows = tiles._rows(kept)
+        self.rows = linear_logprob.rows_to_compute(kept)
         self.n = hidden.shape[0] if self.rows is None else self.rows.numel()
         make = functools.partial(
             Resident, hidden, weight, head, self.n, self.rows is not None, gradients=True,

@@ -282,9 +282,24 @@ class Scratch:
         return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
-def rows_of(x: Tensor, begin: int, end: int) -> Tensor:
-    """``x[begin:end]``, which takes a microsecond also where it is all of ``x``."""
-    return x if begin == 0 and end == x.shape[0] else x[begin:end]
+def rows_of(x: Any, begin: int, end: int) -> Any:
+    """``x[begin:end]`` of a tensor, which takes a microsecond also where it is all of it; others have no
+    rows."""
+    if not isinstance(x, Tensor) or (begin == 0 and end == x.shape[0]):
+        return x
+    return x[begin:end]
+
+
+def select(x: Any, rows: Tensor | None) -> Any:
+    """These rows of a tensor; None: all."""
+    return x[rows] if isinstance(x, Tensor) and rows is not None else x
+
+
+def scatter(x: Any, rows: Tensor | None, n: int) -> Any:
+    """The n rows of which ``select`` took ``x``, 0 in the others."""
+    if x is None or rows is None:
+        return x
+    return x.new_zeros(n, *x.shape[1:]).index_copy_(0, rows, x)
 
 
 def dense(part: Tensor, rows: int, columns: int) -> Tensor:

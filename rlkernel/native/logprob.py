@@ -34,7 +34,7 @@ def unsupported_tensor(name: str, tensor: Tensor) -> list[str]:
 def forward(call: LogprobCall) -> LogprobResults:
     if call.support_ids is not None:
         return _supported(call)
-    results = _empty(call)
+    results = LogprobResults.empty(call.target_ids, call.return_entropy)
     tile_forward(_tile(call), None, True, True, results)
     return results
 
@@ -45,12 +45,9 @@ def backward(call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tup
         out = torch.zeros(results.values.shape, dtype=torch.float32, device=results.values.device)
         _support_backward(call, results, grads, out)
         return (out,)
-    logits = call.logits
-    out = (
-        logits
-        if call.inplace_backward
-        else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    )
+    out = call.logits
+    if not call.inplace_backward:
+        out = torch.empty_like(out, memory_format=torch.contiguous_format)
     # to the kernel of whole rows those with a support are ignored ones: it leaves zeros there
     tile = _tile(call if call.support_ids is None else call._replace(target_ids=unfiltered_ids(call)))
     tile_backward(tile, grads, results, out)
@@ -64,7 +61,7 @@ def _supported(call: LogprobCall) -> LogprobResults:
     call, logits = _dense(call), call.logits
     assert call.support_ids is not None and call.support_offsets is not None
     values = logits.contiguous() if call.gathered else logits.new_zeros(call.support_ids.shape)
-    results = _empty(call)._replace(values=values)
+    results = LogprobResults.empty(call.target_ids, call.return_entropy)._replace(values=values)
     kernels(logits.device).logprob_support_forward(
         target_ids=call.target_ids, ignore_index=call.ignore_index, temperature=call.temperature,
         ids=call.support_ids, offsets=call.support_offsets, logits=None if call.gathered else logits,
@@ -87,43 +84,29 @@ def _support_backward(call: LogprobCall, results: LogprobResults, grads: RowGrad
 
 
 def tile_forward(tile: Tile, state: Tensor | None, first: bool, last: bool, results: LogprobResults) -> None:
-    """Take the logits of ``tile`` into ``state`` [4, R]: maximum, sum, weighted sum and target's value of
-    each row so far.  The first tile sets it, the last one also writes ``results``; one that is both needs
-    none."""
+    """Take the logits of ``tile`` into ``state`` [4, R], whose rows ``State`` names.  The first tile sets it,
+    the last one also writes ``results``; one that is both needs none."""
     kernels(tile.logits.device).logprob_forward(
-        logits=tile.logits, vocab_start=tile.vocab_start, target_ids=tile.target_ids,
-        ignore_index=tile.ignore_index, temperature=tile.temperature, bias=tile.bias,
-        logit_scale=tile.logit_scale, softcap=tile.softcap or 0.0, state=state, first=first, last=last,
-        logprobs=results.logprobs, entropy=results.entropy, lse=results.lse, row_max=results.row_max,
-        log_sum=results.log_sum,
+        **_fields(tile), state=state, first=first, last=last, logprobs=results.logprobs,
+        entropy=results.entropy, lse=results.lse, row_max=results.row_max, log_sum=results.log_sum,
     )  # fmt: skip
 
 
 def tile_backward(tile: Tile, grads: RowGrads, results: LogprobResults, out: Tensor) -> None:
     """Write the gradient of the GEMM's result to ``out`` [..., Vt], which may be ``tile.logits`` itself."""
     kernels(tile.logits.device).logprob_backward(
-        logits=tile.logits, vocab_start=tile.vocab_start, target_ids=tile.target_ids,
-        ignore_index=tile.ignore_index, temperature=tile.temperature, bias=tile.bias,
-        logit_scale=tile.logit_scale, softcap=tile.softcap or 0.0, grad_logprobs=grads.logprobs,
-        grad_entropy=grads.entropy, grad_lse=grads.lse, entropy=results.entropy, row_max=results.row_max,
-        log_sum=results.log_sum, out=out,
+        **_fields(tile), grad_logprobs=grads.logprobs, grad_entropy=grads.entropy, grad_lse=grads.lse,
+        entropy=results.entropy, row_max=results.row_max, log_sum=results.log_sum, out=out,
     )  # fmt: skip
 
 
 def tile_exp(tile: Tile, row_max: Tensor, out: Tensor) -> None:
     """Write ``exp((y - row_max) / T) * dy/dx / T`` to ``out`` [R, Vt]; 0 at targets and on ignored rows."""
-    kernels(tile.logits.device).logprob_exp(
-        logits=tile.logits, vocab_start=tile.vocab_start, target_ids=tile.target_ids,
-        ignore_index=tile.ignore_index, temperature=tile.temperature, bias=tile.bias,
-        logit_scale=tile.logit_scale, softcap=tile.softcap or 0.0, row_max=row_max, out=out,
-    )  # fmt: skip
+    kernels(tile.logits.device).logprob_exp(**_fields(tile), row_max=row_max, out=out)
 
 
-def _empty(call: LogprobCall) -> LogprobResults:
-    logprobs = torch.empty(call.target_ids.shape, dtype=torch.float32, device=call.logits.device)
-    lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
-    entropy = torch.empty_like(logprobs) if call.return_entropy else None
-    return LogprobResults(logprobs, entropy, lse, row_max, log_sum)
+def _fields(tile: Tile) -> dict[str, Any]:
+    return {**tile._asdict(), "softcap": tile.softcap or 0.0}
 
 
 def _dense(call: LogprobCall) -> LogprobCall:

@@ -12,7 +12,7 @@ from rlkernel.calls.linear_logprob import (
     LinearLogprobCall,
     LinearLogprobResults,
 )
-from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+from rlkernel.calls.logprob import LogprobCall, RowGrads
 from rlkernel.reference import logprob
 
 
@@ -26,25 +26,24 @@ def forward(call: LinearLogprobCall) -> LinearLogprobResults:
     hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
     logits, _ = _logits(hidden, weight, head)
     row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
-    logprobs, entropy, lse, row_max, log_sum, _ = logprob.forward(row)
-    mean, top, squares = _statistics(logits, call) if call.statistics else (None, None, None)
-    results = LinearLogprobResults(logprobs, entropy, lse, mean, top, squares, row_max, log_sum)
+    statistics = _statistics(logits, call) if call.statistics else {}
+    results = LinearLogprobResults.of(logprob.forward(row), **statistics)
     if call.need_direction:
-        ones = RowGrads(torch.ones_like(logprobs))
+        ones = RowGrads(torch.ones_like(results.logprobs))
         direction = backward(call._replace(needs=(True, False, False)), results, ones).hidden
         results = results._replace(direction=direction)
     return results
 
 
-def _statistics(logits: Tensor, call: LinearLogprobCall) -> list[Tensor | None]:
+def _statistics(logits: Tensor, call: LinearLogprobCall) -> dict[str, Tensor | None]:
     t = call.temperature[:, None] if isinstance(call.temperature, Tensor) else call.temperature
     z, kept = logits / t, call.target_ids != call.ignore_index
     mean = torch.where(kept, z.mean(-1), 0)
     inside = torch.where(kept, call.target_ids, 0)[:, None]
     top = kept & (logits.gather(-1, inside)[:, 0] >= logits.amax(-1))
     squares = torch.where(kept, (2 * z.log_softmax(-1)).logsumexp(-1), 0)
-    every = zip((mean, top, squares), STATISTICS, strict=True)
-    return [x if name in call.statistics else None for x, name in every]
+    found = dict(zip(STATISTICS, (mean, top, squares), strict=True))
+    return {name: found[name] for name in call.statistics}
 
 
 def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
@@ -52,9 +51,7 @@ def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowG
     hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
     logits, u = _logits(hidden, weight, head)
     row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
-    # of logprobs and lse backward reads nothing
-    stats = results.row_max, results.entropy, results.row_max, results.row_max, results.log_sum
-    (grad,) = logprob.backward(row, LogprobResults(*stats), grads)
+    (grad,) = logprob.backward(row, results.for_backward, grads)
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
     grad = grad * head.logit_scale

@@ -13,3 +13,8 @@ def raw_stream(device: torch.device) -> int:
     if _raw_stream is None or device.index is None:
         return torch.cuda.current_stream(device).cuda_stream
     return _raw_stream(device.index)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, which forbids to look at values."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
