@@ -1,4 +1,4 @@
-"""Two processes that hold parts of one model: DDP, FSDP and DeepSpeed's ZeRO, for real, over gloo."""
+"""Processes that hold parts of one model: DDP, FSDP and DeepSpeed's ZeRO, for real, over gloo."""
 
 import functools
 import importlib.util
@@ -8,8 +8,6 @@ import time
 
 import pytest
 import torch
-
-from rlkernel.integrations import hf
 
 RANKS = 2
 SECONDS = 1200
@@ -28,16 +26,18 @@ def kinds(*names, apart=False):
     return [pytest.param(zero, marks=mark, id="zero"), pytest.param(others, id="torch")]
 
 
-def run(job, kinds, tmp_path, *arguments):
-    """``job(rank, kind, *arguments)`` on each rank for each kind; ``[kind][rank]`` of what they return.
+def run(job, kinds, tmp_path, *arguments, count=RANKS):
+    """``job(rank, kind, *arguments)`` on each of ``count`` ranks for each kind; ``[kind][rank]`` of what they
+    return.
 
     Ranks that wait for each other for ever are an error.
     """
     folder = tmp_path / job.__name__
-    folder.mkdir()
+    folder.mkdir(parents=True)
     multiprocessing.set_forkserver_preload([job.__module__])  # whose imports take longer than the tests
+    told = job, kinds, str(folder), arguments, count
     context = torch.multiprocessing.start_processes(
-        _rank, (job, kinds, str(folder), arguments), nprocs=RANKS, join=False, start_method="forkserver"
+        _rank, told, nprocs=count, join=False, start_method="forkserver"
     )
     end = time.monotonic() + SECONDS
     while not context.join(5):
@@ -45,14 +45,14 @@ def run(job, kinds, tmp_path, *arguments):
             for process in context.processes:
                 process.kill()
             pytest.fail(f"the ranks did not end within {SECONDS} s: they wait for each other")
-    found = [torch.load(folder / str(rank), weights_only=False) for rank in range(RANKS)]
+    found = [torch.load(folder / str(rank), weights_only=False) for rank in range(count)]
     return {kind: [of_rank[kind] for of_rank in found] for kind in kinds}
 
 
-def _rank(rank, job, kinds, folder, arguments):
+def _rank(rank, job, kinds, folder, arguments, count):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     no_gpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     os.environ.update({name: str(value) for name, value in (place | no_gpu).items()})
     if kinds[-1].startswith("zero"):
@@ -61,10 +61,10 @@ def _rank(rank, job, kinds, folder, arguments):
 
         # whose compilation takes most of a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        group = {"rank": rank, "world_size": RANKS, "init_method": store}
+        group = {"rank": rank, "world_size": count, "init_method": store}
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, **group)
     else:
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     torch.save({kind: job(rank, kind, *arguments) for kind in kinds}, f"{folder}/{rank}")
     torch.distributed.barrier()
 
@@ -100,6 +100,8 @@ def wrap(model, kind):
 
 def calls_of(model):
     """A list that grows with each call of the model."""
+    from rlkernel.integrations import hf
+
     calls = []
     hf.causal_lm(model).get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
     return calls

@@ -63,6 +63,8 @@ class LinearLogprobCall(NamedTuple):
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None
     needs: Needs = (False, False, False)
+    group: str | None = None  # of ranks that share out the vocabulary; target_ids are of all of it
+    vocab_start: int = 0  # the first entry of this rank
 
     @property
     def head(self) -> Head:

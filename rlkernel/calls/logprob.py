@@ -48,6 +48,8 @@ class LogprobCall(NamedTuple):
     support_ids: Tensor | None = None  # int32
     support_offsets: Tensor | None = None  # int64, [N + 1] over the N rows
     gathered: bool = False
+    group: str | None = None  # of ranks that share out the vocabulary; target_ids are of all of it
+    vocab_start: int = 0  # the first entry of this rank
 
 
 class LogprobResults(NamedTuple):

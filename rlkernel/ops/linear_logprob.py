@@ -21,8 +21,9 @@ from rlkernel.calls.linear_logprob import (
 )
 from rlkernel.calls.logprob import LogprobOutput, RowGrads
 from rlkernel.drivers import linear_logprob_support as support_driver
+from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
-from rlkernel.ops import _support, _validate
+from rlkernel.ops import _support, _validate, _vocab_parallel
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.runtime.modes import autocasts, without_autocast
@@ -46,6 +47,8 @@ def linear_logprob(
     algorithm: str = "auto",
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    group: Any = None,
+    vocab_start: int | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target token under the lm_head, without ever holding the ``[N, V]`` logits.
 
@@ -79,6 +82,17 @@ def linear_logprob(
         support_ids: int32 or int64, the tokens that a filtered rollout kept; each once in its row.
         support_offsets: [N + 1] int32 or int64: row r keeps
             ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
+        group: a ``torch.distributed`` process group whose ranks have the same ``hidden`` and each some rows
+            of weight and bias, as many as it likes.  ``target_ids`` count in the whole vocabulary.
+        vocab_start: with ``group``, the first vocabulary entry of this rank.
+
+    With a group, every rank gets the outputs of the whole head, to the bit the same ones; the bits depend on
+    the number of ranks.  Each rank must compute the same loss from them.  The gradient of ``hidden`` is then
+    the whole one, summed over the ranks in their order; the weight's and the bias's are of the rank's rows.
+
+    ``weight`` and ``bias`` may be DTensors.  A mesh dimension named "tp" or "vocab" that splits the
+    vocabulary is its group.  Over any other dimension the parts are gathered, and their gradient is the mean
+    over its ranks, as FSDP2 wants it of the sharded parameters of a module outside its call.
 
     With a support, row r is the softmax over the tokens that it keeps, as in ``logprob``.  Such a row
     multiplies their rows of the weight and no others: ``2 nnz H`` operations a pass instead of ``2 N H V``.
@@ -93,12 +107,15 @@ def linear_logprob(
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
     """
+    weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
     target_ids, head = checked_head(
         hidden, weight, target_ids, bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
     )
+    group, first = _vocab_parallel.named(group, vocab_start)
+    _vocab_parallel.no_support(support_ids, group)
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm=algorithm,
-        support_ids=support_ids, support_offsets=support_offsets,
+        support_ids=support_ids, support_offsets=support_offsets, group=group, vocab_start=first,
     )  # fmt: skip
     return LogprobOutput(*outputs[:3])
 
@@ -170,7 +187,9 @@ def _call(
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     bias, rows = head.bias, hidden.shape[:-1]
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    # the direction of one rank's entries is not that of the whole vocabulary
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
+    need_direction = need_direction and options.get("group") is None
     # a backward pass will want the logits again
     keep = torch.is_grad_enabled() and trained and not torch.compiler.is_compiling()
     if len(rows) != 1:
@@ -249,10 +268,17 @@ def _pick(call: LinearLogprobCall) -> tuple[ModuleType, ModuleType | None]:
 
 
 def _forward(impls: tuple[ModuleType, ModuleType | None], call: LinearLogprobCall) -> LinearLogprobResults:
-    _validate.values(call.target_ids, call.weight.shape[0], call.temperature, call.ignore_index)
     impl, rows = impls
+    vocab = call.weight.shape[0]
+    if call.group is None:
+        _validate.values(call.target_ids, vocab, call.temperature, call.ignore_index)
+    else:
+        _vocab_parallel.check(call, vocab)
     with without_autocast(call.hidden.device):
-        results = impl.forward(call) if rows is None else support_driver.forward(impl, rows, call)
+        if call.group is not None:
+            results = vocab_parallel.forward(impl, call, vocab)
+        else:
+            results = impl.forward(call) if rows is None else support_driver.forward(impl, rows, call)
     _validate.healthy("hidden", results.lse)
     return results
 
@@ -266,6 +292,8 @@ def _backward(
     upstream = RowGrads(*(row_gradient(g, results.row_max) for g in grads[:3]))
     impl, rows = impls
     with without_autocast(call.hidden.device):
+        if call.group is not None:
+            return vocab_parallel.backward_head(impl, call, results, upstream)
         if rows is None:
             return impl.backward(call, results, upstream)
         return support_driver.backward(impl, rows, call, results, upstream)

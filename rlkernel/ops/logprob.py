@@ -2,14 +2,16 @@
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.calls.logprob import LogprobCall, LogprobOutput, LogprobResults, RowGrads
+from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
-from rlkernel.ops import _support, _validate
+from rlkernel.ops import _support, _validate, _vocab_parallel
 from rlkernel.ops._typed import typed
 
 
@@ -24,6 +26,8 @@ def logprob(
     inplace_backward: bool = False,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
+    group: Any = None,
+    vocab_start: int | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target token under ``softmax(logits / T)``, in one pass over the logits.
 
@@ -50,6 +54,14 @@ def logprob(
             vLLM's and slime's sampling masks); each once in its row, in any order.
         support_offsets: [N + 1] int32 or int64 over the N rows: row r keeps
             ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
+        group: a ``torch.distributed`` process group whose ranks have the same rows and each some entries of
+            the vocabulary, as many as it likes.  ``target_ids`` count in the whole of it.
+        vocab_start: with ``group``, the first entry of this rank.  A DTensor of logits that is split over its
+            last dimension needs neither.
+
+    With a group, every rank gets the outputs of the whole vocabulary, to the bit the same ones, which one
+    gather of a few numbers a row takes; the bits depend on the number of ranks.  Each rank must compute the
+    same loss from them, as the gradient of its logits is then whole without a word from the others.
 
     With a support, row r is ``softmax`` of the logits that it keeps, and its gradient is 0 elsewhere; a
     target that it does not keep has ``logprobs = -inf`` and no gradient.  All rows, the whole ones too, then
@@ -69,6 +81,8 @@ def logprob(
     and Gimelshein (arXiv 1805.02867).
     """
     _validate.floating("logits", logits)
+    logits, group, vocab_start = _vocab_parallel.local_logits(logits, group, vocab_start)
+    group, first = _vocab_parallel.named(group, vocab_start)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
     rows = logits.shape[:-1]
@@ -82,8 +96,10 @@ def logprob(
     support = _support.checked(
         support_ids, support_offsets, target_ids.numel(), logits.shape[-1], logits.device
     )
+    _vocab_parallel.no_support(support_ids, group)
     options = temperature, ignore_index, return_entropy, inplace_backward
-    return LogprobOutput(*op(LogprobCall(logits, target_ids, *options, *(support or (None, None)))))
+    call = LogprobCall(logits, target_ids, *options, *(support or (None, None)))
+    return LogprobOutput(*op(call if group is None else call._replace(group=group, vocab_start=first)))
 
 
 @typed
@@ -134,8 +150,13 @@ def _pick(call: LogprobCall) -> ModuleType:
 
 
 def _forward(impl: ModuleType, call: LogprobCall) -> LogprobResults:
-    _validate.values(call.target_ids, call.logits.shape[-1], call.temperature, call.ignore_index)
-    results = impl.forward(call)
+    vocab = call.logits.shape[-1]
+    if call.group is None:
+        _validate.values(call.target_ids, vocab, call.temperature, call.ignore_index)
+        results = impl.forward(call)
+    else:
+        _vocab_parallel.check(call, vocab)
+        results = vocab_parallel.forward(impl, call, vocab)
     _validate.healthy("logits", results.lse)
     return results
 
@@ -143,7 +164,10 @@ def _forward(impl: ModuleType, call: LogprobCall) -> LogprobResults:
 def _backward(
     impl: ModuleType, call: LogprobCall, results: LogprobResults, grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor]:
-    return impl.backward(call, results, RowGrads(*(row_gradient(g, results.row_max) for g in grads)))
+    upstream = RowGrads(*(row_gradient(g, results.row_max) for g in grads))
+    if call.group is None:
+        return impl.backward(call, results, upstream)
+    return vocab_parallel.backward_logits(impl, call, results, upstream)
 
 
 def _like(call: LogprobCall) -> LogprobResults:

@@ -178,7 +178,7 @@ def _gradient(grads: RowGrads, logp: Tensor, target_ids: Tensor, entropy: Tensor
     if grads.logprobs is not None:
         inside = (target_ids >= 0) & (target_ids < p.shape[-1])
         index = torch.where(inside, target_ids, 0)[..., None]
-        onehot = torch.zeros_like(p).scatter_(-1, index, 1)
+        onehot = torch.zeros_like(p).scatter_(-1, index, inside[..., None].to(p.dtype))
         # 1 - p loses all digits as p -> 1
         grad = grads.logprobs[..., None] * torch.where(onehot == 1, -torch.expm1(logp), -p)
     if grads.lse is not None:

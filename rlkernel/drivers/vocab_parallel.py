@@ -1,0 +1,149 @@
+"""``logprob`` and ``linear_logprob`` of a vocabulary that the ranks of a process group share out.
+
+Each rank computes its own entries with whatever backend runs the whole op.  What a row's softmax needs of a
+rank are four numbers, its maximum, the logarithm of its sum, its entropy and the target's value: one gather
+brings them to all ranks, and every rank combines them in the order of the ranks, in fp64.  Sums that a
+library reduces have no order that one could rely on; so the gradient of the hidden states, which is a sum
+over ranks, is exchanged in parts and added up here.
+
+Bytes sent by a rank: forward 16 N; backward ``8 N H (R - 1) / R`` where the hidden states need a gradient,
+what an all-reduce in fp32 sends.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+
+Call = TypeVar("Call", LogprobCall, LinearLogprobCall)
+Results = TypeVar("Results", LogprobResults, LinearLogprobResults)
+
+IGNORED = -1  # the ignored rows of a rank's own call: the caller's index may be an entry of the rank
+
+
+def group_of(name: Any) -> Any:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def facts(call: LogprobCall | LinearLogprobCall, vocab: int) -> list[list[int]]:
+    """(vocab_start, entries, rows, whether the entropy is asked for) of each rank, in their order."""
+    assert call.group is not None
+    ids = call.target_ids
+    own = ids.new_tensor([call.vocab_start, vocab, ids.numel(), int(call.return_entropy)])
+    return _gathered(own, group_of(call.group)).tolist()
+
+
+def forward(impl: Any, call: Call, vocab: int) -> Any:
+    """The results of the whole vocabulary, of which ``vocab`` entries are here; the same on every rank."""
+    assert call.group is not None
+    ids, mine = call.target_ids, _mine(call, vocab)
+    # where another rank has the target any entry will do: what is said of it is not looked at
+    own = impl.forward(_own(call, torch.where(mine, ids - call.vocab_start, 0)))
+    kept = ids != call.ignore_index
+    target = own.logprobs.double() + own.log_sum
+    target = torch.where(own.row_max == -torch.inf, -torch.inf, target)
+    columns = [own.row_max, own.log_sum, torch.where(mine, target, torch.nan).to(own.row_max.dtype)]
+    if call.return_entropy:
+        columns.append(own.entropy)
+    ranks = _gathered(torch.stack(columns), group_of(call.group)).double()
+    combined = _combined(ranks, call.temperature)
+    for x, value in zip(
+        (own.logprobs, own.lse, own.row_max, own.log_sum, own.entropy), combined, strict=False
+    ):
+        if x is not None:  # in place: the workspace may keep logits for the backward pass of this very tensor
+            x.copy_(torch.where(kept, value, 0))
+    return own
+
+
+def backward_logits(impl: Any, call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tuple[Tensor]:
+    """The gradient of this rank's logits, for which no rank asks another."""
+    return impl.backward(_outside(call, call.logits.shape[-1]), results, grads)
+
+
+def backward_head(
+    impl: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
+) -> LinearGrads:
+    """Gradients of this rank's weight and bias, and the hidden states' as a sum over the ranks."""
+    assert call.group is not None
+    wide = torch.promote_types(call.hidden.dtype, torch.float32)
+    # as fp32 states the backend leaves their gradient unrounded; the product's operands stay what they are
+    own = _outside(call, call.weight.shape[0])._replace(hidden=call.hidden.to(wide))
+    found = impl.backward(own, results, grads)
+    if found.hidden is None:
+        return found
+    whole = summed_in_rank_order(found.hidden, group_of(call.group))
+    return found._replace(hidden=whole.to(call.hidden.dtype))
+
+
+def summed_in_rank_order(x: Tensor, group: Any) -> Tensor:
+    """``x[0] + x[1] + ...`` over the ranks, on each of them, for ``x`` [N, H].
+
+    Each rank adds up one part of the rows, and all gather the parts.
+    """
+    ranks, rows = dist.get_world_size(group), x.shape[0]
+    part = -(-rows // ranks)
+    if part * ranks != rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, part * ranks - rows))
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    total, *others = received.view(ranks, part, x.shape[1])
+    for other in others:
+        total += other
+    return _gathered(total, group).view(part * ranks, x.shape[1])[:rows]
+
+
+def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
+    """(logprobs, lse, row_max, log_sum[, entropy]) in fp64 of [R, 3 or 4, ...] numbers of the ranks."""
+    t = temperature.double() if isinstance(temperature, Tensor) else temperature
+    tops, log_sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
+    row_max = tops.amax(0)
+    # a rank whose entries are all -inf adds nothing to the row
+    above = torch.where(tops == -torch.inf, -torch.inf, (tops - row_max) / t)
+    shares = torch.where(tops == -torch.inf, -torch.inf, above + log_sums)
+    total, target = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
+    for share, value, a in zip(shares, targets, above, strict=True):
+        total += share.exp()
+        target = torch.where(value.isnan(), target, value + a)  # NaN where the rank has not the target
+    log_sum = total.log()
+    out = [target - log_sum, row_max / t + log_sum, row_max]
+    # a target outside the vocabulary makes the whole gradient row NaN through log_sum
+    out.append(torch.where(target.isnan(), torch.nan, log_sum))
+    if ranks.shape[1] > 3:
+        entropy = torch.zeros_like(row_max)
+        for share, inside in zip(shares, ranks[:, 3], strict=True):
+            log_p = share - log_sum  # of the rank; no term of the sum is negative
+            p = log_p.exp()
+            entropy += torch.where(p == 0, 0, p * (inside - log_p))
+        out.append(entropy)
+    return out
+
+
+def _mine(call: LogprobCall | LinearLogprobCall, vocab: int) -> Tensor:
+    ids = call.target_ids
+    inside = (ids >= call.vocab_start) & (ids < call.vocab_start + vocab)
+    return inside & (ids != call.ignore_index)
+
+
+def _own(call: Call, target_ids: Tensor) -> Call:
+    """The call of this rank's entries alone."""
+    ids = torch.where(call.target_ids != call.ignore_index, target_ids, IGNORED)
+    return call._replace(target_ids=ids, ignore_index=IGNORED, group=None, vocab_start=0)
+
+
+def _outside(call: Call, vocab: int) -> Call:
+    """The same for a backward pass: a target that another rank has is none of the entries."""
+    return _own(call, torch.where(_mine(call, vocab), call.target_ids - call.vocab_start, vocab))
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """[R, ...] of what the ranks have."""
+    ranks = dist.get_world_size(group)
+    out = x.new_empty(ranks * x.numel())
+    # torch 2.13 gave it another name, and warns of the old one
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(out, x.reshape(-1), group=group)
+    return out.view(ranks, *x.shape)

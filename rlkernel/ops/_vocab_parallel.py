@@ -1,0 +1,128 @@
+"""A vocabulary that ranks share out, as ``logprob`` and ``linear_logprob`` take it: groups and DTensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.linear_logprob import LinearLogprobCall
+from rlkernel.calls.logprob import LogprobCall
+from rlkernel.drivers import vocab_parallel
+from rlkernel.ops import _validate
+from rlkernel.runtime import debug
+
+# A mesh dimension of such a name splits the vocabulary; over any other weights are split as FSDP does.
+VOCAB_DIMENSIONS = ("tp", "vocab")
+
+
+def named(group: Any, vocab_start: int | None) -> tuple[str | None, int]:
+    """The name of the group, None where it has one rank; and the first entry of this one."""
+    if group is None:
+        if vocab_start is not None:
+            raise ValueError(f"vocab_start must be None without a group, got {vocab_start}")
+        return None, 0
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        raise ValueError(f"group must be a torch.distributed process group, got {type(group).__name__}")
+    if vocab_start is None:
+        raise ValueError("vocab_start must be given with group: the first vocabulary entry of this rank")
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start must be >= 0, got {vocab_start}")
+    if group.size() == 1 and vocab_start:
+        raise ValueError(f"vocab_start must be 0 on the only rank of group, got {vocab_start}")
+    return (group.group_name if group.size() > 1 else None), vocab_start
+
+
+def no_support(support_ids: Tensor | None, group: str | None) -> None:
+    if group is not None and support_ids is not None:
+        raise ValueError("support_ids must be None with group, got a tensor")
+
+
+def check(call: LogprobCall | LinearLogprobCall, vocab: int) -> None:
+    """Looks at what the ranks hold, and at the targets: on a CPU, and on a GPU in debug mode."""
+    if not debug.may_read(call.target_ids):
+        return
+    facts = vocab_parallel.facts(call, vocab)
+    for name, values in zip(
+        ("target_ids", "return_entropy"), list(zip(*facts, strict=True))[2:], strict=True
+    ):
+        if len(set(values)) > 1:
+            what = "the same number of rows" if name == "target_ids" else "the same"
+            raise ValueError(f"{name} must be {what} on every rank of group, got {list(values)}")
+    end = 0
+    for start, size, *_ in sorted(facts):
+        if start != end:
+            shards = ", ".join(f"[{s}, {s + n})" for s, n, *_ in facts)
+            raise ValueError(f"vocab_start must follow the entries of another rank, got the shards {shards}")
+        end = start + size
+    _validate.values(call.target_ids, end, call.temperature, call.ignore_index)
+
+
+def is_dtensor(x: Any) -> bool:
+    return hasattr(x, "device_mesh") and hasattr(x, "full_tensor")
+
+
+def local_logits(logits: Tensor, group: Any, vocab_start: int | None) -> tuple[Tensor, Any, int | None]:
+    """Logits of this rank, their group and its first entry; of a DTensor they are told by its placements."""
+    if not is_dtensor(logits):
+        return logits, group, vocab_start
+    whole: Any = logits
+    split = [i for i, p in enumerate(whole.placements) if p.is_shard(logits.dim() - 1)]
+    if len(split) > 1 or any(p.is_partial() for p in whole.placements):
+        raise ValueError(f"logits must be split over the vocabulary once, got {whole.placements}")
+    if not split:
+        return whole.to_local(), group, vocab_start
+    found, start = _place(whole, split[0], logits.shape[-1], group, vocab_start)
+    return whole.to_local(), found, start
+
+
+def local_head(
+    weight: Tensor, bias: Tensor | None, group: Any, vocab_start: int | None
+) -> tuple[Tensor, Tensor | None, Any, int | None]:
+    """The rank's part of an lm_head, its group and its first entry.
+
+    What data parallelism splits is gathered, and its gradient averaged over those ranks, as FSDP does it:
+    ``full_tensor()`` alone would leave every rank the gradient of its own rows.
+    """
+    if not is_dtensor(weight):
+        if is_dtensor(bias):
+            raise ValueError("bias must be a plain tensor as weight is one, got a DTensor")
+        return weight, bias, group, vocab_start
+    if bias is not None and not is_dtensor(bias):
+        raise ValueError("bias must be a DTensor as weight is one, got a plain tensor")
+    whole: Any = weight
+    dimension = _vocab_dimension(whole, group)
+    vocab = weight.shape[0]
+    weight, bias = _part(whole, dimension), None if bias is None else _part(bias, dimension)
+    if dimension is None:
+        return weight, bias, group, vocab_start
+    return weight, bias, *_place(whole, dimension, vocab, group, vocab_start)
+
+
+def _vocab_dimension(weight: Any, group: Any) -> int | None:
+    """The dimension of the mesh over which ranks share the vocabulary and have the same rows."""
+    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
+    if group is None:
+        found = [i for i, name in enumerate(names) if name in VOCAB_DIMENSIONS]
+    else:
+        found = [i for i in range(mesh.ndim) if mesh.get_group(i).group_name == group.group_name]
+        if not found:
+            raise ValueError(f"group must be one of the mesh of weight {mesh}, got {group.group_name}")
+    found = [i for i in found if weight.placements[i].is_shard(0)]
+    return found[0] if found else None
+
+
+def _part(whole: Any, dimension: int | None) -> Tensor:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    count = whole.device_mesh.ndim
+    here: list[Any] = [Shard(0) if i == dimension else Replicate() for i in range(count)]
+    grads: list[Any] = [Shard(0) if i == dimension else Partial("avg") for i in range(count)]
+    return whole.redistribute(placements=here).to_local(grad_placements=grads)
+
+
+def _place(whole: Any, dimension: int, vocab: int, group: Any, vocab_start: int | None) -> tuple[Any, int]:
+    mesh = whole.device_mesh
+    start = min(mesh.get_local_rank(dimension) * -(-vocab // mesh.size(dimension)), vocab)
+    if vocab_start not in (None, start):
+        raise ValueError(f"vocab_start must be {start}, as the DTensor is split, got {vocab_start}")
+    return mesh.get_group(dimension) if group is None else group, start

@@ -1,0 +1,395 @@
+"""logprob and linear_logprob of a vocabulary that ranks share out: on two and four ranks, over gloo."""
+
+import pytest
+import ranks
+import torch
+import triton_interpreter
+from accuracy import check
+from backends import INTERPRETED, is_slow, of, running
+from bitwise import assert_equal
+from linear_logprob_cases import NAMES, with_bias
+from logprob_cases import upstream_like
+
+import rlkernel
+from rlkernel.drivers import linear_products, vocab_parallel
+from rlkernel.reference import linear_logprob as head_reference
+from rlkernel.reference import logprob as logits_reference
+
+pytestmark = [ranks.pytestmark, pytest.mark.slow]
+
+VOCAB = 133
+CUTS = {2: (0, 37, VOCAB), 4: (0, 60, 61, 94, VOCAB)}  # uneven, one of a single entry
+PER_ROW = torch.rand(19, generator=torch.Generator().manual_seed(2)) + 0.3
+
+# op, dtype, options; of linear_logprob with a bias
+CASES = {
+    "logits": ("logprob", torch.float32, {}),
+    "logits, entropy": ("logprob", torch.bfloat16, {"return_entropy": True, "temperature": PER_ROW}),
+    "logits, in place": ("logprob", torch.float32, {"return_entropy": True, "inplace_backward": True}),
+    # the index is an entry, and the number that another entry has on its own rank
+    "logits, ignored entry": ("logprob", torch.float32, {"ignore_index": 0}),
+    "head": ("linear_logprob", torch.float32, {"return_entropy": True, "temperature": 0.7}),
+    "head, bf16": ("linear_logprob", torch.bfloat16, {"return_entropy": True, "softcap": 6.0}),
+    "head, all": (
+        "linear_logprob",
+        torch.float32,
+        {"softcap": 4.0, "logit_scale": 1.7, "temperature": PER_ROW, "return_entropy": True},
+    ),
+    "head, ignored entry": ("linear_logprob", torch.float32, {"ignore_index": 0}),
+}
+OUTPUTS = ("logprobs", "entropy", "lse")
+# 1 swallows each of the next two; together they would have been seen
+ADDED = (1.0, 2.0**-24, 2.0**-24, 2.0**-23)
+ALSO_COMPILED = ("logits", "head")
+
+
+def _inputs(op, dtype, options):
+    """Tensors by name, the whole vocabulary's; and upstream gradients, one of a row exactly 0."""
+    if op == "logprob":
+        inputs = logits_reference.make_inputs(19, VOCAB, dtype=dtype, ignored=0.2)
+    else:
+        inputs = with_bias(head_reference.make_inputs(19, 32, VOCAB, dtype=dtype, ignored=0.2))
+    if "ignore_index" in options:
+        ids = inputs["target_ids"]
+        ids[ids == -100] = options["ignore_index"]
+        ids[:4] = torch.tensor([37, 60, 61, 94])
+    upstream = upstream_like(inputs["target_ids"])
+    for g in upstream:
+        g[5] = 0
+    return inputs, upstream
+
+
+def _leaves(inputs):
+    return {k: v.detach().clone().requires_grad_(v.is_floating_point()) for k, v in inputs.items()}
+
+
+def _shard(inputs, begin, end):
+    part = {
+        "logits": lambda x: x[:, begin:end],
+        "weight": lambda x: x[begin:end],
+        "bias": lambda x: x[begin:end],
+    }
+    return {k: part[k](v) if k in part else v for k, v in inputs.items()}
+
+
+def _whole(name, shards):
+    return torch.cat(shards, 1 if name == "logits" else 0)
+
+
+def _run(function, leaves, upstream, options):
+    given = dict(leaves)
+    if options.get("inplace_backward"):
+        given["logits"] = leaves["logits"] * 1
+    out = function(**given, **options)
+    loss = sum((o * g.to(o.dtype)).sum() for o, g in zip(out, upstream, strict=True) if o is not None)
+    loss.backward()
+    return [None if x is None else x.detach() for x in out], {
+        k: v.grad for k, v in leaves.items() if v.requires_grad
+    }
+
+
+def _on_ranks(rank, kind, backends, cuts):
+    """Outputs and gradients of this rank, of each case on each backend: twice, and compiled."""
+    torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
+    triton_interpreter.install()
+    linear_products.CPU_TILE = linear_products.Tile(8, 48)
+    linear_products.kept_tiles = lambda tiles, size, used: min(tiles, 2)
+    report, begin, end = {}, cuts[rank], cuts[rank + 1]
+    sharded = {"group": torch.distributed.group.WORLD, "vocab_start": begin}
+    for name in backends:
+        for case, (op, dtype, options) in CASES.items():
+            inputs, upstream = _inputs(op, dtype, options)
+            function = getattr(rlkernel, op)
+            ways = [function, function]
+            if name == "native" and case in ALSO_COMPILED:
+                ways.append(torch.compile(function, fullgraph=True, backend="aot_eager"))
+            with running(name):
+                report[name, case] = [
+                    _run(way, _leaves(_shard(inputs, begin, end)), upstream, options | sharded)
+                    for way in ways
+                ]
+    report["sum"] = [
+        vocab_parallel.summed_in_rank_order(torch.full((rows, 3), ADDED[rank]), sharded["group"])
+        for rows in (0, 1, 5, 8)
+    ]
+    return report
+
+
+def _backends():
+    every = [p.values for p in of("linear_logprob")]
+    return [name for name, device in every if device == "cpu" and (name != "triton" or INTERPRETED)]
+
+
+@pytest.mark.parametrize("count", CUTS, ids="{} ranks".format)
+def test_is_the_whole_vocabulary(count, tmp_path):
+    """Outputs and every gradient, by fp64: at most twice what torch loses on the whole head; the same bits on
+    every rank and every time."""
+    names = [x for x in _backends() if count == 2 or not is_slow(x, "cpu")]
+    found = ranks.run(_on_ranks, ["ops"], tmp_path, names, CUTS[count], count=count)["ops"]
+    total = torch.tensor(1.0)
+    for other in ADDED[1:count]:
+        total = total + other
+    for report in found:
+        for x in report["sum"]:
+            assert_equal("sum", x, total.expand(x.shape))
+    for case, (op, dtype, options) in CASES.items():
+        inputs, upstream = _inputs(op, dtype, options)
+        plain = {k: v for k, v in options.items() if k != "inplace_backward"}
+        wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+        with rlkernel.use_backend("reference"):
+            torchs = _run(getattr(rlkernel, op), _leaves(inputs), upstream, plain)
+            truth = _run(getattr(rlkernel, op), _leaves(wide), upstream, plain)
+        for name in names:
+            _is_the_whole(f"{case}, {name}", [x[name, case][0] for x in found], torchs, truth, dtype)
+            _has_the_same_bits(f"{case}, {name}", [x[name, case] for x in found])
+
+
+def _is_the_whole(where, every, torchs, truth, dtype):
+    outputs, grads = every[0]
+    grads = {k: v if k == "hidden" else _whole(k, [g[k] for _, g in every]) for k, v in grads.items()}
+    for field, a, b, c in zip(OUTPUTS, outputs, torchs[0], truth[0], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == torch.float32
+            check(f"{where}: {field}", a, b, c, magnitude=1)
+    for field, grad in grads.items():
+        assert grad.dtype == dtype
+        check(f"{where}: {field}", grad, torchs[1][field], truth[1][field])
+
+
+def _has_the_same_bits(where, every):
+    first, first_grads = every[0][0]
+    for of_rank in every:
+        for outputs, grads in of_rank:
+            for field, a, b in zip(OUTPUTS, outputs, first, strict=True):
+                if a is not None:
+                    assert_equal(f"{where}: {field}", a, b)
+            for field, grad in grads.items():
+                same = first_grads if field == "hidden" else of_rank[0][1]
+                assert_equal(f"{where}: {field}", grad, same[field])
+
+
+def _special(rank):
+    """Rows that are hard: a rank of -inf alone, all of them, NaN, +inf, a large offset, a certain target."""
+    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(4))
+    logits[0, :37] = logits[1, 37:] = logits[2] = -torch.inf
+    logits[3, 40], logits[4, 3] = torch.nan, torch.inf
+    logits[5] += 1e4
+    logits[6, 50] = 40.0
+    ids = torch.tensor([50, 3, 7, 7, 7, 90, 50, 50])
+    cuts, report = CUTS[2], {}
+    for name in _backends():
+        with running(name):
+            x = logits[:, cuts[rank] : cuts[rank + 1]].clone().requires_grad_()
+            group = torch.distributed.group.WORLD
+            out = rlkernel.logprob(x, ids, return_entropy=True, group=group, vocab_start=cuts[rank])
+            (sum(out)).nan_to_num(0, 0, 0).sum().backward()
+        with rlkernel.use_backend("reference"):
+            found = []
+            for dtype in (torch.float32, torch.float64):
+                y = logits.to(dtype, copy=True).requires_grad_()
+                want = rlkernel.logprob(y, ids, return_entropy=True)
+                (sum(want)).nan_to_num(0, 0, 0).sum().backward()
+                found.append((*(w.detach() for w in want), y.grad[:, cuts[rank] : cuts[rank + 1]]))
+        report[name] = (*(o.detach() for o in out), x.grad), *found
+    return report
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    return ranks.run(_small, list(SMALL), tmp_path_factory.mktemp("ranks"))
+
+
+def test_special_rows(on_two):
+    for report in on_two["special"]:
+        for name, (ours, torchs, truth) in report.items():
+            finite = torch.tensor([0, 1, 5, 6, 7])
+            for field, a, b, c in zip((*OUTPUTS, "grad"), ours, torchs, truth, strict=True):
+                check(
+                    f"{name}: {field}",
+                    a[finite],
+                    b[finite],
+                    c[finite],
+                    magnitude=1e4 if field == "lse" else 1,
+                )
+            for field, a, c in zip(OUTPUTS[:2], ours, truth, strict=False):
+                assert a[2:5].isnan().all() and c[2:5].isnan().all(), f"{name}: {field}"
+
+
+def _errors(rank):
+    """What each bad call says."""
+    world = torch.distributed.group.WORLD
+    x, ids = torch.zeros(3, 5), torch.tensor([0, 9, -100])
+    good = {"group": world, "vocab_start": 5 * rank}
+    support = {"support_ids": torch.tensor([1]), "support_offsets": torch.tensor([0, 1, 1, 1])}
+    calls = {
+        "overlap": lambda: rlkernel.logprob(x, ids, group=world, vocab_start=4 * rank),
+        "gap": lambda: rlkernel.logprob(x, ids, group=world, vocab_start=6 * rank),
+        "late": lambda: rlkernel.logprob(x, ids, group=world, vocab_start=1 + 5 * rank),
+        "none": lambda: rlkernel.logprob(x, ids, group=world),
+        "negative": lambda: rlkernel.logprob(x, ids, group=world, vocab_start=-1),
+        "alone": lambda: rlkernel.logprob(x, ids, vocab_start=0),
+        "type": lambda: rlkernel.logprob(x, ids, group="tp", vocab_start=0),
+        "outside": lambda: rlkernel.logprob(x, ids + 1, **good),
+        "rows": lambda: rlkernel.logprob(x[: 2 + rank], ids[: 2 + rank], **good),
+        "entropy": lambda: rlkernel.logprob(x, ids, **good, return_entropy=rank == 0),
+        "support": lambda: rlkernel.logprob(x, ids, **good, **support),
+        "head": lambda: rlkernel.linear_logprob(x, torch.zeros(4, 5), ids, group=world, vocab_start=5 * rank),
+        "head, support": lambda: rlkernel.linear_logprob(x, torch.zeros(5, 5), ids, **good, **support),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_errors_name_the_argument(on_two):
+    follow = "vocab_start must follow the entries of another rank, got the shards "
+    for said in on_two["errors"]:
+        assert said == {
+            "overlap": follow + "[0, 5), [4, 9)",
+            "gap": follow + "[0, 5), [6, 11)",
+            "late": follow + "[1, 6), [6, 11)",
+            "none": "vocab_start must be given with group: the first vocabulary entry of this rank",
+            "negative": "vocab_start must be >= 0, got -1",
+            "alone": "vocab_start must be None without a group, got 0",
+            "type": "group must be a torch.distributed process group, got str",
+            "outside": "target_ids[1] = 10 is outside [0, 10)",
+            "rows": "target_ids must be the same number of rows on every rank of group, got [2, 3]",
+            "entropy": "return_entropy must be the same on every rank of group, got [1, 0]",
+            "support": "support_ids must be None with group, got a tensor",
+            "head": follow + "[0, 4), [5, 9)",
+            "head, support": "support_ids must be None with group, got a tensor",
+        }
+
+
+def _alone(rank, kind):
+    inputs, upstream = _inputs("linear_logprob", torch.float32, {})
+    group = {"group": torch.distributed.group.WORLD, "vocab_start": 0}
+    return [_run(rlkernel.linear_logprob, _leaves(inputs), upstream, x) for x in ({}, group)]
+
+
+def test_a_group_of_one_is_the_op_itself(tmp_path):
+    ((outputs, grads), (grouped, grouped_grads)) = ranks.run(_alone, ["one"], tmp_path, count=1)["one"][0]
+    for a, b in zip((*outputs, *grads.values()), (*grouped, *grouped_grads.values()), strict=True):
+        if a is not None:
+            assert_equal("alone", b, a)
+
+
+# DTensors
+
+
+def _dtensors(rank, kind):
+    """For a head that is spread some way: outputs, gradients whole, and what a head in one piece gives."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    count = torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh
+    head = torch.nn.Linear(16, VOCAB)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(head.weight), torch.nn.init.normal_(head.bias)
+    alone = torch.nn.Linear(16, VOCAB)
+    alone.load_state_dict(head.state_dict())
+
+    def distributed(mesh, *placements):
+        for name in ("weight", "bias"):
+            whole = getattr(head, name).detach()
+            setattr(head, name, torch.nn.Parameter(distribute_tensor(whole, mesh, placements)))
+
+    data = rank  # which of the data-parallel ranks this one is
+    if kind == "tp":
+        distributed(mesh("cpu", (count,), mesh_dim_names=("tp",)), Shard(0))
+        data = 0
+    elif kind == "replicated":
+        distributed(mesh("cpu", (count,), mesh_dim_names=("tp",)), Replicate())
+        data = 0
+    elif kind == "fsdp2":
+        fully_shard(head, mesh=mesh("cpu", (count,)))
+    elif kind == "fsdp2-tp":
+        both = mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        distributed(both["tp"], Shard(0))
+        fully_shard(head, mesh=both["dp"])
+        data = both.get_local_rank("dp")
+    batches = [head_reference.make_inputs(7, 16, VOCAB, seed=10 + i) for i in range(count)]
+    up = torch.linspace(-1, 1, 7)
+
+    def run(function, h, ids):
+        out = function(h, ids)
+        ((out.logprobs + out.entropy * 0.3) * up).sum().backward()
+        return out.logprobs.detach(), h.grad
+
+    options = {"return_entropy": True, "temperature": 0.8}
+    leaf = batches[data]["hidden"].clone().requires_grad_()
+    got = run(
+        lambda h, ids: rlkernel.linear_logprob(h, head.weight, ids, bias=head.bias, **options),
+        leaf, batches[data]["target_ids"],
+    )  # fmt: skip
+    replicas = {"tp": 1, "replicated": 1, "fsdp2": count, "fsdp2-tp": 2}[kind]
+    want = []
+    for batch in batches[:replicas]:
+        h = batch["hidden"].clone().requires_grad_()
+        want.append(
+            run(
+                lambda h, ids: rlkernel.linear_logprob(h, alone.weight, ids, bias=alone.bias, **options),
+                h,
+                batch["target_ids"],
+            )  # fmt: skip
+        )
+    grads = [p.grad.full_tensor() for p in (head.weight, head.bias)]
+    whole = [p.grad / replicas for p in (alone.weight, alone.bias)]
+    return [float((a - b).abs().max()) for a, b in zip((*got, *grads), (*want[data], *whole), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds"), [(2, ["tp", "replicated", "fsdp2"]), (4, ["tp", "fsdp2", "fsdp2-tp"])], ids=str
+)
+def test_dtensors(count, kinds, tmp_path):
+    """Over "tp" the vocabulary is shared; over other dimensions gathered, with the mean of the gradients."""
+    for kind, reports in ranks.run(_dtensors, kinds, tmp_path, count=count).items():
+        for rank, apart in enumerate(reports):
+            for name, off in zip(("logprobs", *NAMES), apart, strict=True):
+                assert off <= 1e-5, f"{kind}, rank {rank}: {name} differ by {off}"
+
+
+def _logits_dtensor(rank):
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    inputs = logits_reference.make_inputs(3, 5, VOCAB)
+    logits, ids = inputs["logits"], inputs["target_ids"]
+    plain = logits.clone().requires_grad_()
+    rlkernel.logprob(plain, ids).logprobs.sum().backward()
+    report = []
+    for placement in (Shard(2), Replicate()):
+        leaf = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        out = rlkernel.logprob(leaf, ids)
+        out.logprobs.sum().backward()
+        report.append(float((leaf.grad.full_tensor() - plain.grad).abs().max()))
+    said = []
+    for placement, options in ((Shard(2), {"vocab_start": 1}), (Partial(), {})):
+        from torch.distributed.tensor import DTensor
+
+        try:
+            rlkernel.logprob(DTensor.from_local(logits, mesh, [placement]), ids, **options)
+        except ValueError as error:
+            said.append(str(error).partition(", got")[0])
+    return report, said
+
+
+def test_logits_that_are_a_dtensor(on_two):
+    for rank, (report, said) in enumerate(on_two["logits"]):
+        assert max(report) <= 1e-6
+        start = f"vocab_start must be {VOCAB * rank}, as the DTensor is split"
+        assert said == [start, "logits must be split over the vocabulary once"]
+
+
+SMALL = {"special": _special, "errors": _errors, "logits": _logits_dtensor}
+
+
+def _small(rank, kind):
+    return SMALL[kind](rank)
