@@ -26,7 +26,10 @@ NUMERIC := $(filter-out %_codegen.py,$(wildcard $(addprefix tests/test_,*_bits.p
         triton_*.py policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py group_*.py kl_*.py running_*.py \
         sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py)
 
-.PHONY: help build test test-avx2 bench lint format docs check-codegen readme-tables info clean
+# vLLM wants a torch and a transformers of its own, so it has an environment of its own.
+VLLM_VENV ?= .venv-vllm
+
+.PHONY: help build test test-avx2 test-vllm bench lint format docs check-codegen readme-tables info clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +43,13 @@ test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, 
 	@mkdir -p build
 	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" $(sort $(NUMERIC)) $(ARGS); \
 	status=$$?; $(PY) tests/summary.py build/tests-avx2.xml && exit $$status
+
+test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its own: $(VLLM_VENV)
+	@$(MAKE) --no-print-directory VENV=$(VLLM_VENV) TORCH=torch==2.13.0 run-vllm
+
+.PHONY: run-vllm
+run-vllm: $(DONE)/build $(DONE)/vllm
+	@$(PY) -m pytest --confcutdir=tests/integrations/in_vllm tests/integrations/in_vllm $(ARGS)
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 	@$(PY) -m rlkernel.bench $(ARGS)
@@ -109,4 +119,11 @@ $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constr
 	@$(INSTALL) -r requirements/frameworks.txt
 	@$(INSTALL) --no-deps -r requirements/frameworks-no-deps.txt
 	@$(PY) tests/fetch_peers.py $(VENV)/peers
+	@touch $@
+
+# torchvision and its kin come as builds for GPUs, which a torch for CPUs cannot load, and transformers imports them.
+$(DONE)/vllm: requirements/vllm.txt | $(DONE)/torch
+	@echo "make: installing vLLM"
+	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements/vllm.txt
+	@$(PY) -m pip uninstall -qq -y --disable-pip-version-check torchvision torchaudio torchcodec
 	@touch $@

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-_ABSENT = object()
+ABSENT = object()
+"""What an attribute holds that is not there: what is expected of one that a patch adds."""
 
 
 class PatchError(RuntimeError):
@@ -35,7 +36,7 @@ class Replacement:
 
     def current(self) -> Any:
         # The owner's own dictionary: getattr would call descriptors, and trigger the imports of lazy modules.
-        return vars(self.owner).get(self.name, _ABSENT)
+        return vars(self.owner).get(self.name, ABSENT)
 
     def require(self, wanted: Any, action: str) -> None:
         found = self.current()
@@ -64,7 +65,7 @@ class Patch:
     # the plan
 
     def replace(self, owner: Any, name: str, new: Any, *, expected: Any) -> None:
-        """Plan that ``owner.name``, which must be ``expected``, becomes ``new``."""
+        """Plan that ``owner.name``, which must be ``expected`` (``ABSENT``: nothing), becomes ``new``."""
         self._plan.append(Replacement(owner, name, expected, new))
 
     def replace_everywhere(self, package: str, name: str, new: Any, *, expected: Any) -> None:
@@ -155,7 +156,10 @@ class Patch:
 
 def _restore(entries: list[Replacement]) -> None:
     for entry in reversed(entries):
-        setattr(entry.owner, entry.name, entry.expected)
+        if entry.expected is ABSENT:
+            delattr(entry.owner, entry.name)
+        else:
+            setattr(entry.owner, entry.name, entry.expected)
 
 
 def _holders(package: str, name: str, value: Any) -> list[Any]:
@@ -170,7 +174,7 @@ def _holders(package: str, name: str, value: Any) -> list[Any]:
 
 
 def _describe(thing: Any) -> str:
-    if thing is _ABSENT:
+    if thing is ABSENT:
         return "nothing"
     module = getattr(thing, "__module__", None)
     name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)

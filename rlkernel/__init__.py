@@ -77,6 +77,7 @@ __all__ = [
     "logprobs_from_logits",
     "packed_logprobs",
     "patch_trl",
+    "patch_vllm",
     "policy_loss",
     "policy_loss_preset",
     "preference_loss",
@@ -102,6 +103,13 @@ def patch_trl(**options: Any) -> Any:
     from rlkernel.integrations import trl  # needs TRL, which rlkernel itself does not
 
     return trl.patch(**options)
+
+
+def patch_vllm(**options: Any) -> Any:
+    """Put rlkernel under vLLM's sampler; see ``rlkernel.integrations.vllm.patch``."""
+    from rlkernel.integrations import vllm  # needs vLLM, which rlkernel itself does not
+
+    return vllm.patch(**options)
 
 
 def register_hf(name: str = "rlkernel") -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from rlkernel.integrations import _contract
 from rlkernel.integrations._patch import PatchError
 
 SUPPORTED = ">=1.15,<1.17"  # the versions that have been run
@@ -67,21 +67,4 @@ def supported_utils(strict: bool) -> ModuleType:
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
     """TRL's function ``owner.name``, which must take ``parameters`` with these defaults."""
-    original = vars(owner).get(name)
-    function = getattr(original, "forward", original)
-    path = f"{owner.__name__}.{name}"
-    if not callable(function):
-        raise PatchError(f"{path} must be callable, got {original!r}")
-    found = tuple(_parameter(p) for p in inspect.signature(function).parameters.values() if p.name != "ctx")
-    if found != parameters:
-        raise PatchError(
-            f"{path} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
-            f"this TRL is not the one that rlkernel knows as {SUPPORTED}"
-        )
-    return original
-
-
-def _parameter(parameter: inspect.Parameter) -> str:
-    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
-    star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return f"{star.get(parameter.kind, '')}{parameter.name}{default}"
+    return _contract.checked(owner, name, parameters, "TRL", SUPPORTED)

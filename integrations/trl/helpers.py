@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.contract import FLOATS
-from rlkernel.integrations.trl.counted_patch import CountedPatch
 from rlkernel.ops import logprob as ops
 
 SKIPPED = torch.iinfo(torch.int64).min  # not -100: a negative index stays the error that it is

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkernel.integrations import hf
-from rlkernel.integrations.trl.counted_patch import CountedPatch
+from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.models import Models
 from rlkernel.integrations.trl.order import Order
 from rlkernel.integrations.trl.reasons import ADVICE, NOTHING, model_reason, wrapper_reason

@@ -1,0 +1,30 @@
+"""What rlkernel takes a framework's functions to be: their names and how they are called."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rlkernel.integrations._patch import PatchError
+
+
+def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
+    """The function ``owner.name``, which must take ``parameters`` with these defaults, as in ``versions``."""
+    original = vars(owner).get(name)
+    function = getattr(original, "forward", original)
+    path = f"{owner.__name__}.{name}"
+    if not callable(function):
+        raise PatchError(f"{path} must be callable, got {original!r}")
+    found = tuple(_parameter(p) for p in inspect.signature(function).parameters.values() if p.name != "ctx")
+    if found != parameters:
+        raise PatchError(
+            f"{path} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
+            f"this {framework} is not the one that rlkernel knows as {versions}"
+        )
+    return original
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+    star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"{star.get(parameter.kind, '')}{parameter.name}{default}"

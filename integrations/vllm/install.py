@@ -1,0 +1,94 @@
+"""Put rlkernel under vLLM: what is replaced, in which process, and how it is asked for."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from rlkernel.integrations._patch import ABSENT, PatchError
+from rlkernel.integrations.vllm import switch
+from rlkernel.integrations.vllm.contract import require_version
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch, patch_in_place
+
+logger = logging.getLogger("rlkernel.patch_vllm")
+
+
+def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatch:
+    """Put rlkernel under vLLM, in this process and in those that it starts, until ``undo()``.
+
+    Call it before the engine is made.  A second call while the patch is on returns the same object.
+
+    Args:
+        ops: what to replace, of ``"sampler"`` and ``"prompt_logprobs"``; None: all of it.
+        strict: what cannot be replaced, or a version of vLLM that has not been run, is an error, in the
+            worker processes too.  Otherwise it is left to vLLM, with the reason in ``refused`` and in the
+            log.
+
+    Raises:
+        ValueError: ``ops`` names something else.
+        ImportError: vLLM is not installed. PatchError: the patch is on with other ops, or, if ``strict``,
+            vLLM is not what was run. Nothing is replaced then.
+    """
+    if isinstance(ops, str):
+        raise ValueError(f"ops must be names, got {ops!r}")
+    wanted = switch.OPS if ops is None else switch.known(ops, "ops")
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
+    if (active := patch_in_place()) is not None:
+        if active.ops != wanted:
+            raise PatchError(
+                f"ops must be what the patch in place has, {active.ops}, got {wanted}: undo it first"
+            )
+        active.share()
+        return active
+    result = _installed(wanted, strict)
+    result.environment = switch.ask(wanted, strict)
+    if reason := switch.left_out():
+        if strict:
+            result.undo()
+            raise PatchError(f"vLLM's worker processes will not load rlkernel: {reason}")
+        warnings.warn(
+            f"rlkernel.patch_vllm() reaches this process alone, not vLLM's worker processes: {reason}",
+            stacklevel=3,
+        )
+    return result
+
+
+def register() -> None:
+    """vLLM's entry point, called in each of its processes: does what ``VLLM_RLKERNEL`` asks for, once."""
+    global _failed
+    if patch_in_place() is not None or _failed or not switch.is_on():
+        return
+    try:
+        request = switch.asked()
+        assert request is not None
+        _installed(*request)
+    except Exception as error:
+        _failed = True
+        if switch.is_strict():
+            raise
+        logger.warning("rlkernel leaves everything to vLLM: %s: %s", type(error).__name__, error)
+
+
+_failed = False
+
+
+def _installed(ops: tuple[str, ...], strict: bool) -> VllmPatch:
+    require_version(strict)
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from rlkernel.integrations.vllm import prompt_logprobs, sampler
+
+    plans = {"sampler": sampler.plan, "prompt_logprobs": prompt_logprobs.plan}
+    result = VllmPatch(ops, strict)
+    for op in ops:
+        with result.planning(op):
+            plans[op](result)
+
+    def rlkernel_stats(self: Any) -> dict[str, Any]:
+        return result.counts()
+
+    result.replace(WorkerBase, "rlkernel_stats", rlkernel_stats, expected=ABSENT)
+    return result.apply()

@@ -1,0 +1,179 @@
+"""vLLM's V1 sampler: filters, draw, log-probabilities and ranks in one call of ``rlkernel.sample``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+import rlkernel
+from rlkernel.integrations.vllm import contract, positions
+from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch
+
+NAME = "Sampler.forward"
+WHOLE = ("logit_bias", "token_bitmask", "penalties")  # what a greedy row's distribution has been through
+RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
+
+
+def plan(patch: VllmPatch) -> None:
+    """Raises PatchError where vLLM is not what it must be."""
+    contract.check_metadata(SamplingMetadata)
+    forward = contract.checked(Sampler, "forward", contract.FORWARD_PARAMETERS)
+    sample = contract.checked(GPUModelRunner, "_sample", contract.SAMPLE_PARAMETERS)
+    sync = contract.checked(GPUModelRunner, "_bookkeeping_sync", contract.BOOKKEEPING_PARAMETERS)
+    patch.replace(Sampler, "forward", _forward(forward, patch), expected=forward)
+    patch.replace(GPUModelRunner, "_sample", positions.sampling_runner(sample), expected=sample)
+    patch.replace(GPUModelRunner, "_bookkeeping_sync", positions.without_rewinding(sync), expected=sync)
+
+
+def _forward(original: Callable[..., Any], patch: VllmPatch) -> Callable[..., Any]:
+    def forward(
+        self: Any,
+        logits: Tensor,
+        sampling_metadata: Any,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: str | None = None,
+    ) -> Any:
+        if reason := unserved(self, sampling_metadata, predict_bonus_token):
+            patch.left(NAME, reason)
+            return original(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+        patch.count(patch.calls, NAME)
+        return sampled(self, logits, sampling_metadata, logprobs_mode_override or self.logprobs_mode)
+
+    return forward
+
+
+def unserved(sampler: Any, metadata: Any, predict_bonus_token: bool) -> str:
+    """Why vLLM's own sampler takes this call; empty where it does not."""
+    if type(sampler) is not Sampler:
+        return f"{type(sampler).__name__} is a sampler of its own"
+    if predict_bonus_token:
+        return "the bonus token of speculative decoding"
+    if metadata.max_num_logprobs == -1:
+        return "the whole distribution is asked for, as a tensor"
+    if metadata.generators and not positions.known():
+        return "requests have seeds, and no model runner says where their tokens stand"
+    return ""
+
+
+class _Drawn(NamedTuple):
+    token_ids: Tensor  # [n]
+    logprobs: Tensor  # [n], that of the token
+    rank: Tensor  # [n]
+    top_ids: Tensor | None  # [n, k]
+    top_logprobs: Tensor | None
+    id_logprobs: Tensor | None  # [n, K]
+
+
+def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOutput:
+    wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+    z = adjusted(sampler, logits, metadata, whole=wants and mode == "processed_logits")
+    n, device = logits.shape[0], logits.device
+    z.options["seeds"] = positions.seeds(metadata.generators, n, device)
+    if metadata.generators:
+        z.options["positions"] = positions.positions(n, device)
+    if not wants:
+        out = rlkernel.sample(z.logits, return_logprobs=(), **z.options)
+        return SamplerOutput(sampled_token_ids=_tokens(out)[:, None], logprobs_tensors=None)
+    given = _given(metadata.logprob_token_ids, n, device)
+    asked: dict[str, Any] = {"return_rank": True}
+    if given is not None:
+        asked["logprob_token_ids"] = given
+    elif metadata.max_num_logprobs:
+        asked["top_logprobs"] = metadata.max_num_logprobs
+    drawn = _raw(logits, z, asked) if mode in RAW else _processed(z, asked, metadata.all_random)
+    if mode in LOGITS:
+        drawn = _as_logits(drawn, logits if mode in RAW else _tempered(z), given)
+    others, values = (given, drawn.id_logprobs) if given is not None else (drawn.top_ids, drawn.top_logprobs)
+    ids, logprobs = drawn.token_ids.long()[:, None], drawn.logprobs[:, None]
+    if others is not None and values is not None:
+        ids = torch.cat((ids, others.clamp(min=0)), 1)
+        logprobs = torch.cat((logprobs, values), 1)
+    return SamplerOutput(
+        sampled_token_ids=drawn.token_ids[:, None],
+        logprobs_tensors=LogprobsTensors(ids.to(torch.int32), logprobs, drawn.rank),
+    )
+
+
+def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
+    """Of the model's own distribution, whatever the token is drawn from."""
+    asked = asked | {"ranking": "raw"}
+    if z.logits is logits:
+        out = rlkernel.sample(logits, return_logprobs=("raw",), **asked, **z.options)
+        tokens = _tokens(out)
+    else:
+        tokens = _tokens(rlkernel.sample(z.logits, return_logprobs=(), **z.options))
+        out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
+    assert out.raw_logprobs is not None and out.rank is not None
+    return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+
+
+def _processed(z: Adjusted, asked: dict[str, Any], all_random: bool) -> _Drawn:
+    """Of the distribution that the token is drawn from; of a greedy row, that before its largest is taken."""
+    names = ("tempered", "processed")
+    given = asked.get("logprob_token_ids")
+    ranking = "tempered" if given is None else "processed"
+    out = rlkernel.sample(z.logits, return_logprobs=names, ranking=ranking, **asked, **z.options)
+    assert out.tempered_logprobs is not None and out.processed_logprobs is not None
+    assert out.kept_mass is not None and out.kept_count is not None and out.rank is not None
+    greedy = torch.as_tensor(z.options["temperature"] == 0, device=z.logits.device)
+    own = torch.where(greedy, out.tempered_logprobs, out.processed_logprobs)
+    # The kept tokens are the first of the order.
+    kept = torch.where(greedy, z.logits.shape[1], out.kept_count)[:, None]
+    shift = torch.where(greedy, 0.0, out.kept_mass.log())[:, None]
+    top = out.top_logprobs
+    if top is not None:
+        top = torch.where(torch.arange(top.shape[1], device=top.device) < kept, top - shift, -torch.inf)
+    tokens, mine = _tokens(out), out.id_logprobs
+    if given is not None and mine is not None and not all_random:
+        whole = {name: value for name, value in z.options.items() if name in WHOLE}
+        plain = rlkernel.score_tokens(
+            z.logits, tokens.long(), return_logprobs=(), ranking="tempered", logprob_token_ids=given, **whole
+        )
+        assert plain.id_logprobs is not None
+        mine = torch.where(greedy[..., None], plain.id_logprobs, mine)
+    return _Drawn(tokens, own, out.rank, out.top_ids, top, mine)
+
+
+def _as_logits(drawn: _Drawn, values: Tensor, given: Tensor | None) -> _Drawn:
+    """With the logits in place of the log-probabilities; what these leave out stays left out."""
+
+    def at(ids: Tensor, logprobs: Tensor) -> Tensor:
+        found = values.gather(1, ids.long().clamp(min=0)).to(torch.float32)
+        return torch.where(logprobs == -torch.inf, -torch.inf, found)
+
+    top, mine = drawn.top_logprobs, drawn.id_logprobs
+    return drawn._replace(
+        logprobs=at(drawn.token_ids[:, None], drawn.logprobs[:, None])[:, 0],
+        top_logprobs=None if drawn.top_ids is None or top is None else at(drawn.top_ids, top),
+        id_logprobs=None if given is None or mine is None else at(given, mine),
+    )
+
+
+def _tempered(z: Adjusted) -> Tensor:
+    t = z.options["temperature"]
+    if not isinstance(t, Tensor):
+        return z.logits
+    return z.logits / torch.where(t < EPSILON, 1.0, t)[:, None]
+
+
+def _tokens(out: Any) -> Tensor:
+    """Of a row without a distribution, token 0: vLLM has no token that is none."""
+    return out.token_ids.clamp(min=0).to(torch.int32)
+
+
+def _given(asked: dict[int, list[int]] | None, n: int, device: torch.device) -> Tensor | None:
+    """The tokens whose log-probabilities each row asks for, [n, K], with -1 behind fewer."""
+    if not asked:
+        return None
+    made = torch.full((n, max(map(len, asked.values()))), -1, dtype=torch.int64)
+    for row, ids in asked.items():
+        made[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return made.to(device)

@@ -1,0 +1,95 @@
+"""The environment variables that every process of vLLM reads: what is asked for, and how strictly.
+
+Their names begin with ``VLLM_`` because Ray hands only such variables to its workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+SWITCH = "VLLM_RLKERNEL"  # names of ops, with commas between them
+STRICT = "VLLM_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
+PLUGINS = "VLLM_PLUGINS"  # vLLM's own: the entry points that it loads; all where it is not set
+ENTRY_POINT = "rlkernel"
+
+OPS = ("sampler", "prompt_logprobs")
+
+
+class Asked(NamedTuple):
+    ops: tuple[str, ...]
+    strict: bool
+
+
+def is_on() -> bool:
+    return bool(os.environ.get(SWITCH))
+
+
+def is_strict() -> bool:
+    return os.environ.get(STRICT) == "1"
+
+
+def asked() -> Asked | None:
+    """What the environment asks for; None where it asks for nothing.
+
+    Raises:
+        ValueError: it names an op that there is not.
+    """
+    text = os.environ.get(SWITCH, "")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        return None
+    return Asked(known(names, SWITCH), is_strict())
+
+
+def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    """The ops of ``names``, each once, in the order of ``OPS``."""
+    names = tuple(names)
+    if not names or not all(name in OPS for name in names):
+        raise ValueError(f"{argument} must name some of {OPS}, got {names}")
+    return tuple(op for op in OPS if op in names)
+
+
+def ask(ops: tuple[str, ...], strict: bool) -> dict[str, str | None]:
+    """Ask for them in this process and in those that it starts; what stood there before."""
+    before = {name: os.environ.get(name) for name in (SWITCH, STRICT)}
+    os.environ[SWITCH] = ",".join(ops)
+    os.environ[STRICT] = "1" if strict else "0"
+    return before
+
+
+def restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def make_known() -> None:
+    """vLLM warns of variables with its prefix that it does not know, or refuses to start."""
+    import vllm.envs
+
+    for name in (SWITCH, STRICT):
+        vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+
+
+def forget() -> None:
+    import vllm.envs
+
+    for name in (SWITCH, STRICT):
+        vllm.envs.environment_variables.pop(name, None)
+
+
+def left_out() -> str:
+    """Why vLLM's other processes will not load us; empty where they will."""
+    allowed = os.environ.get(PLUGINS)
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        return f"{PLUGINS}={allowed} leaves {ENTRY_POINT!r} out"
+    from importlib.metadata import entry_points
+
+    if not any(point.name == ENTRY_POINT for point in entry_points(group="vllm.general_plugins")):
+        return f"rlkernel is not installed with its entry point {ENTRY_POINT!r} of vllm.general_plugins"
+    return ""

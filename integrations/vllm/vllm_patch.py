@@ -1,0 +1,80 @@
+"""What ``patch`` returns, and the one that is in place in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations.vllm import switch
+
+
+class VllmPatch(CountedPatch):
+    """What :func:`patch` returns: undo it, or read what it replaced and which calls went where.
+
+    Its counts are those of this process.  ``stats(llm)`` asks the worker processes of an engine for theirs.
+    """
+
+    def __init__(self, ops: tuple[str, ...], strict: bool) -> None:
+        super().__init__("rlkernel.patch_vllm", "vLLM")
+        self.ops = ops
+        self.strict = strict
+        self.refused: dict[str, str] = {}
+        """Which op is not replaced after all, and why."""
+        self.environment: dict[str, str | None] = {}
+        """What the environment held before; nothing where this process found the switch set."""
+
+    @contextmanager
+    def planning(self, op: str) -> Iterator[None]:
+        """What is planned inside belongs to ``op``: all of it, or none where it is refused."""
+        planned = len(self._plan), len(self._everywhere)
+        try:
+            yield
+        except (PatchError, ImportError, AttributeError) as error:
+            if self.strict:
+                raise PatchError(f"{op} cannot be replaced: {error}") from error
+            del self._plan[planned[0] :], self._everywhere[planned[1] :]
+            self.refused[op] = str(error)
+            self.logger.warning("%s() leaves %s to vLLM: %s", self.name, op, error)
+
+    def counts(self) -> dict[str, Any]:
+        """The counts of this process."""
+        return {
+            "pid": os.getpid(),
+            "calls": dict(self.calls),
+            "fallbacks": dict(self.fallbacks),
+            "refused": dict(self.refused),
+        }
+
+    def stats(self, llm: Any = None) -> list[dict[str, Any]]:
+        """The counts of this process, or of each worker of the engine ``llm`` (``vllm.LLM``)."""
+        return [self.counts()] if llm is None else llm.collective_rpc("rlkernel_stats")
+
+    def apply(self) -> VllmPatch:
+        global _active
+        if _active is not None and _active is not self and _active.active:
+            raise PatchError("no other patch of vLLM must be in place, got one: undo it first")
+        super().apply()
+        switch.make_known()
+        _active = self
+        return self
+
+    def undo(self) -> None:
+        """Restore this process and its environment; a process that runs already stays as it is."""
+        was_active = self.active
+        super().undo()
+        if was_active:
+            switch.forget()
+            switch.restore(self.environment)
+            self.environment = {}
+            self.sum_up()
+
+
+_active: VllmPatch | None = None
+
+
+def patch_in_place() -> VllmPatch | None:
+    return _active if _active is not None and _active.active else None

@@ -1,0 +1,182 @@
+"""vLLM's sampler and ours on the same batches: all that vLLM's definitions leave no choice in is the same."""
+
+import copy
+import dataclasses
+from contextlib import contextmanager
+
+import engines
+import pytest
+import torch
+from vllm.v1.sample.sampler import Sampler
+
+from rlkernel.integrations.vllm import sampler as ours
+
+MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+WHOLE = -1e30  # in the place of -inf, which no difference is taken of
+
+
+def stock(sampler, logits, metadata, mode):
+    """What vLLM's own sampler answers where the engine's ``logprobs_mode`` is ``mode``."""
+    places = (sampler, sampler.topk_topp_sampler)
+    before = [place.logprobs_mode for place in places]
+    for place in places:
+        place.logprobs_mode = mode
+    try:
+        return Sampler.forward(sampler, logits.clone(), frozen(metadata))
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.logprobs_mode = value
+
+
+@contextmanager
+def watching(seen):
+    """Hands ``seen`` what each batch asks of vLLM's sampler, which then does it."""
+    original = Sampler.forward
+
+    def forward(self, logits, sampling_metadata, *arguments):
+        seen(self, logits.clone(), frozen(sampling_metadata))
+        return original(self, logits, sampling_metadata, *arguments)
+
+    Sampler.forward = forward
+    try:
+        yield
+    finally:
+        Sampler.forward = original
+
+
+@pytest.fixture(scope="module")
+def batches(llm):
+    """(sampler, logits, metadata) of every batch of 48 requests of all kinds."""
+    seen = []
+    with watching(lambda *call: seen.append(call)):
+        llm.generate(engines.prompts(48), engines.mixed(48), use_tqdm=False)
+    assert len(seen) > 15
+    return seen
+
+
+def frozen(metadata):
+    """With tensors and lists of its own: the batch changes under it."""
+    values = {}
+    for field in dataclasses.fields(metadata):
+        value = getattr(metadata, field.name)
+        values[field.name] = value if field.name == "thinking_budget_state_holder" else copy.deepcopy(value)
+    return dataclasses.replace(metadata, **values)
+
+
+def dense(out, vocab):
+    """[n, V] of the ids and values of LogprobsTensors, the token's own among them; NaN: not among them."""
+    ids, values = out.logprobs_tensors.logprob_token_ids.long(), out.logprobs_tensors.logprobs
+    made = torch.full((ids.shape[0], vocab), torch.nan).scatter_(1, ids, values)
+    # where one row has a top_p, vLLM drops of every row what has a probability of 0 in fp32
+    return made.masked_fill(made - made.amax(-1, keepdim=True) < -80, -torch.inf)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whole_distributions_ranks_and_greedy_tokens_are_those_of_vllm(batches, mode):
+    rows = greedy = filtered = 0
+    for sampler, logits, metadata in batches:
+        whole = dataclasses.replace(metadata, max_num_logprobs=engines.VOCAB)
+        theirs = stock(sampler, logits, whole, mode)
+        before = logits.clone()
+        mine = ours.sampled(sampler, logits, whole, mode)
+        assert torch.equal(before, logits)  # a raw log-probability may be asked for later
+        want, got = dense(theirs, engines.VOCAB), dense(mine, engines.VOCAB)
+        assert torch.equal(want == -torch.inf, got == -torch.inf)
+        torch.testing.assert_close(
+            got.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=2e-5 if "logprobs" in mode else 1e-4
+        )
+        mode_rows = mine.sampled_token_ids.long()
+        t = metadata.temperature
+        is_greedy = torch.ones(len(logits), dtype=torch.bool) if t is None else t < 1e-5
+        assert torch.equal(mine.sampled_token_ids[is_greedy], theirs.sampled_token_ids[is_greedy])
+        # of the distribution that our token was drawn from, vLLM's definition of its rank
+        own = want.gather(1, mode_rows)
+        assert (own > -torch.inf).all()  # nothing is drawn that vLLM filters out
+        assert torch.equal(mine.logprobs_tensors.selected_token_ranks, (want >= own).sum(-1))
+        rows, greedy = rows + len(logits), greedy + int(is_greedy.sum())
+        filtered += int((want == -torch.inf).any(-1).sum())
+    assert rows > greedy > 20 and (filtered > 20 or mode.startswith("raw"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_the_likeliest_come_in_vllms_shapes_and_order(batches, mode, count):
+    for sampler, logits, metadata in batches[::4]:
+        few = dataclasses.replace(metadata, max_num_logprobs=count)
+        theirs = stock(sampler, logits, few, mode)
+        mine = ours.sampled(sampler, logits, few, mode)
+        assert mine.sampled_token_ids.dtype == theirs.sampled_token_ids.dtype
+        for one, other in zip(mine.logprobs_tensors[:3], theirs.logprobs_tensors[:3], strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+        values, want = mine.logprobs_tensors.logprobs[:, 1:], theirs.logprobs_tensors.logprobs[:, 1:]
+        torch.testing.assert_close(values.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=1e-4)
+        there = want > -torch.inf  # which of those that are left out vLLM lists, its sort decides
+        mine_ids, ids = (x.logprobs_tensors.logprob_token_ids[:, 1:] for x in (mine, theirs))
+        assert torch.equal(mine_ids[there], ids[there])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_given_tokens(batches, mode):
+    for sampler, logits, metadata in batches[::6]:
+        given = {0: [3, 5, 11]} | {row: [row] for row in range(2, len(logits))}
+        asked = dataclasses.replace(metadata, max_num_logprobs=None, logprob_token_ids=given)
+        theirs = stock(sampler, logits, asked, mode)
+        mine = ours.sampled(sampler, logits, asked, mode)
+        got, want = mine.logprobs_tensors.logprobs[:, 1:], theirs.logprobs_tensors.logprobs[:, 1:]
+        torch.testing.assert_close(got.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 1.3, "min_p": 0.2, "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_tokens_are_drawn_from_vllms_distribution(llm, options):
+    """Chi-square of 20000 draws of one batch, of which vLLM's own sampler says the distribution."""
+    from vllm import SamplingParams
+
+    captured, size = [], 20000
+    with watching(lambda *call: captured.append(call)):
+        llm.generate(engines.prompts(1, seed=5), SamplingParams(max_tokens=1, **options), use_tqdm=False)
+    ((sampler, logits, metadata),) = captured
+
+    def rows(value):
+        per_row = isinstance(value, torch.Tensor) and value.shape[:1] == (1,)
+        return value.repeat(size, *[1] * (value.dim() - 1)) if per_row else value
+
+    wide = frozen(metadata)
+    wide = dataclasses.replace(
+        wide, **{f.name: rows(getattr(wide, f.name)) for f in dataclasses.fields(wide)}
+    )
+    wide.output_token_ids[:] *= size
+    for processor in wide.logitsprocs.argmax_invariant:
+        if processor.min_p_count:
+            processor.min_p_device = processor.min_p_device[:1].repeat(size)
+    drawn = ours.sampled(sampler, logits.repeat(size, 1), wide, "raw_logprobs").sampled_token_ids[:, 0]
+    drawn = torch.bincount(drawn, minlength=engines.VOCAB)
+    whole = dataclasses.replace(frozen(metadata), max_num_logprobs=engines.VOCAB)
+    p = dense(stock(sampler, logits, whole, "processed_logprobs"), engines.VOCAB)[0].exp()
+    common = p * size >= 5
+    expected = torch.cat((p[common], p[~common].sum()[None])) * size
+    observed = torch.cat((drawn[common], drawn[~common].sum()[None]))
+    assert (drawn[p == 0] == 0).all()
+    used = expected > 0
+    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum().item()
+    freedom = int(used.sum()) - 1
+    assert freedom >= 3
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_what_cannot_be_served_goes_to_vllm_and_is_counted(llm, patch, batches):
+    sampler, logits, metadata = batches[0]
+    asked = dataclasses.replace(metadata, max_num_logprobs=-1)
+    with pytest.warns(UserWarning, match="the whole distribution is asked for, as a tensor"):
+        out = sampler(logits.clone(), asked)
+    assert out.logprobs_tensors.logprobs.shape == logits.shape
+    assert patch.stats()[0]["fallbacks"] == {
+        "Sampler.forward: the whole distribution is asked for, as a tensor": 1
+    }
