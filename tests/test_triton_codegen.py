@@ -304,7 +304,7 @@ def test_registers_and_shared_memory_are_what_was_measured(reports, target):
 def test_every_kernel_has_a_case(reports, target):
     compiled = {kernel for kernels in reports[target]["cases"].values() for kernel in kernels}
     missing = set(reports[target]["kernels"]) - compiled
-    assert not missing, f"no aot_cases() of rlkernel.triton_ops compiles {', '.join(sorted(missing))}"
+    assert not missing, f"nothing in tests/aot_cases compiles {', '.join(sorted(missing))}"
     stale = set(REGISTERS) - {(c, k) for c, kernels in reports[target]["cases"].items() for k in kernels}
     assert not stale, f"REGISTERS lists cases that do not exist: {sorted(stale)}"
 

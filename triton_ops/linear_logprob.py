@@ -9,14 +9,12 @@ are those of one GEMM, ``2 N H V``; its bytes those of the weight, once per bloc
 per token and part.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as driver
 from rlkernel.runtime import workspace
@@ -216,23 +214,3 @@ def merge_kernel(
     tl.store(log_sum + rows, tl.where(kept, row_log_sum, 0.0).to(tl.float32), mask=inside)
     if entropy is not None:
         tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0).to(tl.float32), mask=inside)
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """As in ``logprob``; the tile kernels have their cases there."""
-
-    def run(dtype: torch.dtype, size: int, entropy: bool, head: bool, per_row: bool) -> None:
-        hidden, weight = torch.empty(2, size, dtype=dtype), torch.empty(50, size, dtype=dtype)
-        t = torch.ones(2) if per_row else 0.7
-        bias, scale, softcap = (torch.ones(50), 0.5, 30.0) if head else (None, 1.0, None)
-        options = Head(bias, t, scale, softcap, -100, torch.float32, dtype)
-        ids = torch.zeros(2, dtype=torch.int64)
-        _fused(LinearLogprobCall.of(hidden, weight, ids, options, return_entropy=entropy))
-
-    fp16, bf16 = torch.float16, torch.bfloat16
-    return {
-        "fused bf16": lambda: run(bf16, 4096, False, False, False),
-        "fused bf16 entropy": lambda: run(bf16, 4096, True, False, False),
-        "fused bf16 entropy head": lambda: run(bf16, 4096, True, True, True),
-        "fused fp16 entropy odd H": lambda: run(fp16, 4097, True, False, False),
-    }

@@ -4,7 +4,7 @@ Also the tile functions that ``rlkernel.drivers.linear_logprob`` calls.  Plans (
 the dtype alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -205,80 +205,3 @@ def _elementwise_plan(vocab: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def per_row(temperature: float | Tensor) -> tuple[Tensor | None, float]:
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-
-    def rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.ones(2)
-
-    def head_tile(vocab: int, dtype: torch.dtype, head: bool) -> Tile:
-        logits, ids, t = rows(vocab, dtype)
-        if head:
-            return Tile(logits, 4096, ids, t, -100, torch.ones(vocab), 0.5, 30.0)
-        return Tile(logits, 4096, ids, 1.0, -100)
-
-    def results(entropy: bool = True) -> LogprobResults:
-        t = torch.ones(2)
-        return LogprobResults(t, t if entropy else None, t, t, t)
-
-    def run_forward(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool) -> None:
-        logits, ids, t = rows(vocab, dtype)
-        forward(LogprobCall(logits, ids, t if per_row else 0.7, -100, entropy))
-
-    def run_backward(vocab: int, dtype: torch.dtype, grads: str, per_row: bool) -> None:
-        logits, ids, t = rows(vocab, dtype)
-        upstream = RowGrads(*(t if name in grads else None for name in RowGrads._fields))
-        backward(LogprobCall(logits, ids, t if per_row else 0.7, -100, True, True), results(), upstream)
-
-    def run_tile_forward(dtype: torch.dtype, head: bool, first: bool, last: bool) -> None:
-        tile_forward(head_tile(8192, dtype, head), torch.ones(4, 2), first, last, results())
-
-    def run_tile_backward(dtype: torch.dtype, out_dtype: torch.dtype, head: bool) -> None:
-        grads, out = RowGrads(*(torch.ones(2),) * 3), torch.empty(2, 8192, dtype=out_dtype)
-        tile_backward(head_tile(8192, dtype, head), grads, results(), out)
-
-    def run_tile_exp(out_dtype: torch.dtype, head: bool) -> None:
-        out = torch.empty(2, 8192, dtype=out_dtype)
-        tile_exp(head_tile(8192, torch.float32, head), torch.ones(2), out)
-
-    def run_support(vocab: int, dtype: torch.dtype, entropy: bool, per_row: bool, gathered: bool) -> None:
-        logits, targets, t = rows(vocab, dtype)
-        ids, offsets = torch.zeros(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-        source, temperature = logits[0, :6] if gathered else logits, t if per_row else 0.7
-        call = LogprobCall(source, targets, temperature, -100, entropy, False, ids, offsets, gathered)
-        stats = results(entropy)._replace(values=logits[0, :6])
-        _support_forward(call, stats)
-        grads = RowGrads(t, t if entropy else None, None if gathered else t)
-        _support_backward(call, stats, grads, torch.zeros(6) if gathered else logits)
-
-    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-    everything = "logprobs entropy lse"
-    return {
-        "forward bf16 entropy": lambda: run_forward(151936, bf16, True, False),
-        "forward bf16": lambda: run_forward(151936, bf16, False, False),
-        "forward fp16 entropy": lambda: run_forward(151936, fp16, True, False),
-        "forward fp32 entropy": lambda: run_forward(151936, fp32, True, False),
-        "forward bf16 entropy odd V": lambda: run_forward(50257, bf16, True, True),
-        "forward bf16 entropy small V": lambda: run_forward(100, bf16, True, False),
-        "forward bf16 V = 1": lambda: run_forward(1, bf16, False, False),
-        "backward bf16": lambda: run_backward(151936, bf16, "logprobs", False),
-        "backward bf16 all": lambda: run_backward(151936, bf16, everything, False),
-        "backward fp16 all": lambda: run_backward(151936, fp16, everything, False),
-        "backward fp32 all": lambda: run_backward(151936, fp32, everything, False),
-        "backward bf16 all odd V": lambda: run_backward(50257, bf16, everything, True),
-        "tile forward fp32 first": lambda: run_tile_forward(fp32, False, True, False),
-        "tile forward fp32 middle": lambda: run_tile_forward(fp32, False, False, False),
-        "tile forward fp32 head last": lambda: run_tile_forward(fp32, True, False, True),
-        "tile forward bf16 head last": lambda: run_tile_forward(bf16, True, False, True),
-        "tile backward fp32 to bf16": lambda: run_tile_backward(fp32, bf16, False),
-        "tile backward fp32 to bf16 head": lambda: run_tile_backward(fp32, bf16, True),
-        "tile backward fp32 head": lambda: run_tile_backward(fp32, fp32, True),
-        "tile exp fp32 to bf16": lambda: run_tile_exp(bf16, False),
-        "tile exp fp32 to bf16 head": lambda: run_tile_exp(bf16, True),
-        "support bf16": lambda: run_support(151936, bf16, False, False, False),
-        "support bf16 entropy": lambda: run_support(50257, bf16, True, True, False),
-        "support fp16 entropy": lambda: run_support(151936, fp16, True, False, False),
-        "support fp32 gathered": lambda: run_support(151936, fp32, True, False, True),
-    }
