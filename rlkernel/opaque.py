@@ -100,16 +100,9 @@ class Op:
         """The arguments of the node."""
         return list(self.part.flat(call))
 
-    def functional(self, flat: Sequence[Any]) -> Any:
-        """The call of a node, of its arguments."""
-        return self._inside(self.part.made(iter(flat), True))
-
-    def shaped(self, flat: Sequence[Any]) -> Any:
-        """The call of these arguments, whose values are not read: what ``like`` takes of it are shapes."""
-        return self._inside(self.part.made(iter(flat), False))
-
-    def _inside(self, call: Any) -> Any:
-        return call._replace(**self.in_node) if self.in_node else call
+    def made(self, flat: Sequence[Any], read: bool = True) -> Any:
+        """The call of a node, of its arguments; without ``read`` for ``like``, which takes shapes of it."""
+        return self.part.made(iter(flat), read)._replace(**self.in_node)
 
 
 class _Store:
@@ -182,11 +175,8 @@ def _eager(op: Op) -> Any:
         return outputs
 
     @once_differentiable(op.name)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if op.overwrites is not None and ctx.overwritten:
-            why = f"got True: {op.overwrites} are gone"
-            raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
-        call, results = op.store.back(ctx.plain, ctx.saved_tensors)
+    def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
+        call, results = op.store.back(ctx.plain, saved)
         if op.needs is not None and call[op.needs] != (needs := tuple(ctx.needs_input_grad[1:])):
             call = call._replace(needs=needs)
         if op.overwrites is not None and call.inplace_backward:
@@ -196,8 +186,17 @@ def _eager(op: Op) -> Any:
         assert op.backward is not None
         return None, *op.backward(ctx.impl, call, results, grads[: op.outputs])
 
+    def backward_once(ctx: Any, *grads: Any) -> Any:
+        if ctx.overwritten:
+            why = f"got True: {op.overwrites} are gone"
+            raise RuntimeError(f"inplace_backward must be False for a second backward, {why}")
+        return backward(ctx, *grads)
+
     # a class statement would name the node in a graph after the statement
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    functions = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward if op.overwrites is None else backward_once),
+    }
     return type(f"_{op.name.title().replace('_', '')}", (torch.autograd.Function,), functions)
 
 
@@ -208,13 +207,13 @@ def _node(op: Op) -> Any:
     schema = f"({', '.join(op.part.slots)}) -> ({', '.join(['Tensor'] * len(op.results._fields))})"
 
     def forward(*flat: Any) -> Any:
-        call = op.functional(flat)
+        call = op.made(flat)
         if op.look is not None:
             op.look(call)
         return _apart(op.forward(op.pick(call), call), flat)
 
     def fake(*flat: Any) -> Any:
-        return _apart(op.like(op.shaped(flat)), ())
+        return _apart(op.like(op.made(flat, False)), ())
 
     node = torch.library.custom_op(f"rlkernel::{op.name}", forward, mutates_args=(), schema=schema)
     node.register_fake(fake)
@@ -234,15 +233,15 @@ def _differentiate(op: Op, node: Any) -> None:
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.there = [x is not None for x in op.like(op.shaped(inputs))]
+        ctx.there = [x is not None for x in op.like(op.made(inputs, False))]
         ctx.kept = [i for i in sorted(kept) if isinstance(inputs[i], Tensor)]
         ctx.flat = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*(inputs[i] for i in ctx.kept), *(output[i] for i in op.store.results))
         ctx.mark_non_differentiable(*(output[i] for i in op.constants), *output[op.outputs :])
 
     @once_differentiable(op.name)
-    def autograd(ctx: Any, *grads: Any) -> Any:
-        flat, saved = list(ctx.flat), ctx.saved_tensors
+    def autograd(ctx: Any, saved: Any, *grads: Any) -> Any:
+        flat = list(ctx.flat)
         for i, x in zip(ctx.kept, saved, strict=False):
             flat[i] = x
         stats: list[Tensor | None] = [None] * results
@@ -274,7 +273,7 @@ def _backward_node(op: Op, place: list[int]) -> Any:
 
     def run(*every: Any) -> Any:
         grads, needs, stats, flat = parts(every)
-        found = _gradients(op, op.pick(op.functional(flat)), grads, needs, stats, flat)
+        found = _gradients(op, op.pick(op.made(flat)), grads, needs, stats, flat)
         like = flat[place[0]]
         return [
             like.new_empty(0) if g is None or not need else g for g, need in zip(found, needs, strict=True)
@@ -295,7 +294,7 @@ def _backward_node(op: Op, place: list[int]) -> Any:
 
 
 def _gradients(op: Op, impl: Any, grads: Any, needs: Any, results: Any, flat: Any) -> Grads:
-    call = op.functional(flat)
+    call = op.made(flat)
     if op.needs is not None:
         call = call._replace(needs=tuple(needs))
     assert op.backward is not None

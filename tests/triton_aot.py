@@ -1,9 +1,9 @@
 """Compile the Triton kernels for GPUs that this machine does not have: ``python tests/triton_aot.py sm_90``.
 
-``tests/aot_cases/<op>.py``, or else the op's module of ``rlkernel.triton_ops``, has calls on CPU tensors.  They
-run here with a driver that only names the target, and with each launch replaced by Triton's own compile without launching;
-so what is compiled is what would be launched, specialised as it would be.  Prints one JSON object: case ->
-kernel -> registers, spills, shared memory.
+``tests/aot_cases/<op>.py``, or else the op's module of ``rlkernel.triton_ops``, has calls on CPU tensors.
+They run here with a driver that only names the target, and with each launch replaced by Triton's own compile
+without launching; so what is compiled is what would be launched, specialised as it would be.  Prints one JSON
+object: case -> kernel -> registers, spills, shared memory.
 
 Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first
 import.

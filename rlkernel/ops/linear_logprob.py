@@ -109,8 +109,9 @@ def linear_logprob(
     """
     weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
     target_ids, head = checked_head(
-        hidden, weight, target_ids, bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
-    )
+        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
+        softcap=softcap, ignore_index=ignore_index, logits_dtype=logits_dtype,
+    )  # fmt: skip
     group, first = _vocab_parallel.named(group, vocab_start)
     _vocab_parallel.no_support(support_ids, group)
     outputs = _call(
@@ -164,8 +165,9 @@ def linear_logprob_statistics(
         if not isinstance(name, str) or name not in STATISTICS:
             raise ValueError(f"statistics must be among {', '.join(map(repr, STATISTICS))}, got {name!r}")
     target_ids, head = checked_head(
-        hidden, weight, target_ids, bias, temperature, logit_scale, softcap, ignore_index, logits_dtype
-    )
+        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
+        softcap=softcap, ignore_index=ignore_index, logits_dtype=logits_dtype,
+    )  # fmt: skip
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm="tiled",
         statistics=tuple(statistics),
@@ -211,6 +213,7 @@ def checked_head(
     hidden: Tensor,
     weight: Tensor,
     target_ids: Tensor,
+    *,
     bias: Tensor | None,
     temperature: float | Tensor,
     logit_scale: float,

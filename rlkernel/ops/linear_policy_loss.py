@@ -111,8 +111,9 @@ def linear_policy_loss(
             want += "" if cu_seqlens is not None else ", or [N, H] with cu_seqlens"
             raise ValueError(f"hidden must be {want}, got {tuple(hidden.shape)}")
     target_ids, head = checked_head(
-        hidden, weight, target_ids, bias, temperature, logit_scale, softcap, _OUTSIDE, logits_dtype
-    )
+        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
+        softcap=softcap, ignore_index=_OUTSIDE, logits_dtype=logits_dtype,
+    )  # fmt: skip
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     for name in options:
         if name not in _DEFAULTS or name == "entropy":

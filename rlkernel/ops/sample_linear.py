@@ -89,7 +89,10 @@ def sample_linear(
     """
     no_ids = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64) if isinstance(hidden, Tensor) else hidden
     rounded = torch.float32 if logits_dtype is None else logits_dtype
-    _, head = checked_head(hidden, weight, no_ids, bias, 1.0, logit_scale, softcap, -100, rounded)
+    _, head = checked_head(
+        hidden, weight, no_ids, bias=bias, temperature=1.0, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=-100, logits_dtype=rounded,
+    )  # fmt: skip
     shape, vocab = hidden.shape[:-1], weight.shape[0]
     flat = hidden.detach().reshape(math.prod(shape), hidden.shape[-1])
     request = inputs.sampling(

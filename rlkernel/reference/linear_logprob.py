@@ -81,6 +81,7 @@ def make_inputs(
     tokens: int,
     hidden_size: int,
     vocab: int,
+    *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,

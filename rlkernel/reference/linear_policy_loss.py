@@ -47,6 +47,7 @@ def make_inputs(
     length: int,
     hidden_size: int,
     vocab: int,
+    *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -60,7 +61,7 @@ def make_inputs(
     """Keyword arguments of ``rlkernel.linear_policy_loss``: the head of ``linear_logprob.make_inputs``, old
     logprobs ``drift`` away from its own at ``temperature``; ``full`` sets the whole mask."""
     head = linear_logprob.make_inputs(
-        sequences * length, hidden_size, vocab, dtype, device, seed, ignored=0.0
+        sequences * length, hidden_size, vocab, dtype=dtype, device=device, seed=seed, ignored=0.0
     )
     loss = policy_loss.make_inputs(
         sequences, length, seed=seed, drift=drift, per_token=per_token, extras=extras, bias=mean_advantage

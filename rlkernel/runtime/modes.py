@@ -12,7 +12,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For the backward pass of ``op``: its gradients have the right values, and no derivative.
+    """For ``backward(ctx, saved_tensors, *grads)`` of ``op``: its gradients have no derivative.
 
     Under ``create_graph`` torch's decorator of this name makes leaves of the gradients, and none at all where
     the upstream gradient is a constant, as that of a loss is: a gradient penalty is then silently lost.  Here
@@ -27,11 +27,11 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
         def call(ctx: Any, *grads: Any) -> Any:
             if all(g is None for g in grads):
                 return (None,) * len(ctx.needs_input_grad)
-            if not torch.is_grad_enabled():
-                return backward(ctx, *grads)
             saved = ctx.saved_tensors  # once: checkpointing recomputes a tensor for each time
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
-                found = backward(_Unpacked(ctx, saved), *grads)
+                found = backward(ctx, saved, *grads)
             return _refusing(op, found, (*_tensors(grads), *_tensors(saved)))
 
         return call
@@ -42,19 +42,6 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
 def anchor(x: Tensor) -> Tensor:
     """One more output of an autograd function, to save: it holds no memory, and leads to all its inputs."""
     return x.new_empty(0)
-
-
-class _Unpacked:
-    """A context whose saved tensors are there."""
-
-    def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
-        self.__dict__.update(ctx=ctx, saved_tensors=saved_tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ctx, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.ctx, name, value)
 
 
 def _tensors(values: Any) -> list[Tensor]:
