@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rlkernel import dispatch
 from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.runtime.schema import holds_tensor, is_told, part_of
 
@@ -24,15 +25,15 @@ Grads = tuple[Tensor | None, ...]
 class Op:
     """An op: call it with its record, and get the caller's results.
 
-    ``outputs`` of the results are the caller's, ``differentiable`` names those that have a gradient, and
-    ``gradients`` the fields of the call that get one.  ``saves`` names the fields and the results whose
-    tensors ``backward`` reads: it finds None in the place of others; ``saves_if`` names results that it reads
-    where a field of the call, named beside it, is not None.
+    ``outputs`` of the results, all unless given, are the caller's; ``differentiable`` names those that have a
+    gradient, and ``gradients`` the fields of the call that get one.  ``saves`` names the fields and the
+    results whose tensors ``backward`` reads: it finds None in the place of others; ``saves_if`` names results
+    that it reads where a field of the call, named beside it, is not None.
 
-    ``pick(call)`` chooses the backend; ``forward(impl, call)`` and ``backward(impl, call, results, grads)``
-    ask it.  ``backward`` returns a gradient for each of ``gradients``, or None; a field ``needs`` of the call
-    tells which of them are wanted.  ``like(call)`` gives empty results of the right shapes, None for those
-    that the call does not ask for.
+    ``pick(call)`` chooses the backend, or ``pick`` names the fields by whose tensors it is chosen;
+    ``forward(impl, call)`` and ``backward(impl, call, results, grads)`` ask it.  ``backward`` returns a
+    gradient for each of ``gradients``, or None; a field ``needs`` of the call tells which of them are wanted.
+    ``like(call)`` gives empty results of the right shapes, None for those that the call does not ask for.
 
     ``traced``: ``backward`` is a few operations of torch, which a compiler may see; its ``impl`` is None.
     ``overwrites``: the field over which ``backward`` writes its gradient where ``call.inplace_backward``.
@@ -46,10 +47,10 @@ class Op:
         call: Any,
         results: Any,
         *,
-        outputs: int,
-        pick: Callable[[Any], Any],
+        outputs: int | None = None,
+        pick: Callable[[Any], Any] | tuple[str, ...],
         like: Callable[[Any], Any],
-        forward: Callable[[Any, Any], Any],
+        forward: Callable[[Any, Any], Any] = lambda impl, call: impl.forward(call),
         backward: Callable[[Any, Any, Any, Grads], Grads] | None = None,
         gradients: tuple[str, ...] = (),
         differentiable: tuple[str, ...] = (),
@@ -64,8 +65,10 @@ class Op:
         unknown = {*gradients, *saves, *differentiable, *saves_if} - {*fields, *names}
         if unknown:
             raise TypeError(f"{name} has no {', '.join(sorted(unknown))}")
-        self.name, self.call, self.results, self.outputs = name, call, results, outputs
-        self.pick, self.like, self.forward, self.backward = pick, like, forward, backward
+        self.name, self.call, self.results = name, call, results
+        self.outputs = outputs = len(names) if outputs is None else outputs
+        self.pick = _chosen_for(name, fields, pick) if isinstance(pick, tuple) else pick
+        self.like, self.forward, self.backward = like, forward, backward
         self.traced, self.overwrites, self.in_node, self.look = traced, overwrites, in_node or {}, look
         self.part = part_of("", call)
         self.gradients = [fields.index(x) for x in gradients]
@@ -143,6 +146,11 @@ class _Store:
         self.taken = eval(f"lambda call, results: ({_tuple(plain)}, {_tuple(saved)})", names)
         made = f"new(Call, {_tuple(fields)}), new(Results, {_tuple(stats)})"
         self.back = eval(f"lambda plain, saved: ({made})", names)
+
+
+def _chosen_for(op: str, fields: tuple[str, ...], names: tuple[str, ...]) -> Callable[[Any], Any]:
+    tensors = ", ".join(f"call[{fields.index(name)}]" for name in names)
+    return eval(f"lambda call: dispatch.pick({op!r}, {tensors})", {"dispatch": dispatch})
 
 
 def _tuple(parts: list[str]) -> str:

@@ -5,7 +5,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.gae import HOLES, GaeCall, GaeOutput, GaeResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
@@ -121,10 +120,6 @@ def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> float
     return lam.to(torch.float64).contiguous()
 
 
-def _pick(call: GaeCall) -> ModuleType:
-    return dispatch.pick("gae", call.rewards, call.values)
-
-
 def _forward(impl: ModuleType, call: GaeCall) -> GaeResults:
     if debug.enabled():
         _validate.finite("rewards", call.rewards, call.mask)
@@ -142,4 +137,4 @@ def _like(call: GaeCall) -> GaeResults:
     return GaeResults(x.new_empty(x.shape), x.new_empty(x.shape))
 
 
-op = Op("gae", GaeCall, GaeResults, outputs=2, pick=_pick, forward=_forward, like=_like, look=_look)
+op = Op("gae", GaeCall, GaeResults, pick=("rewards", "values"), forward=_forward, like=_like, look=_look)

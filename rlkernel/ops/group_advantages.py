@@ -5,7 +5,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.group_advantages import (
     ESTIMATORS,
     SCALES,
@@ -189,10 +188,6 @@ def _groups(
     return None, ALONE if estimator in UNGROUPED else max(size, 1), None
 
 
-def _pick(call: GroupAdvantagesCall) -> ModuleType:
-    return dispatch.pick("group_advantages", call.rewards)
-
-
 def _forward(impl: ModuleType, call: GroupAdvantagesCall) -> GroupAdvantagesResults:
     rewards, mask = call.rewards, call.mask
     if debug.may_read(rewards):
@@ -209,8 +204,7 @@ op = Op(
     "group_advantages",
     GroupAdvantagesCall,
     GroupAdvantagesResults,
-    outputs=1,
-    pick=_pick,
+    pick=("rewards",),
     forward=_forward,
     like=_like,
 )

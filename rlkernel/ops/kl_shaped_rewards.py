@@ -6,7 +6,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS, KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
@@ -86,10 +85,6 @@ def kl_shaped_rewards(
     return op(call)[0]
 
 
-def _pick(call: KlShapedRewardsCall) -> ModuleType:
-    return dispatch.pick("kl_shaped_rewards", call.rewards, call.logprobs, call.ref_logprobs)
-
-
 def _forward(impl: ModuleType, call: KlShapedRewardsCall) -> KlShapedRewardsResults:
     if debug.enabled():
         _validate.finite("logprobs", call.logprobs, call.mask)
@@ -110,8 +105,7 @@ op = Op(
     "kl_shaped_rewards",
     KlShapedRewardsCall,
     KlShapedRewardsResults,
-    outputs=1,
-    pick=_pick,
+    pick=("rewards", "logprobs", "ref_logprobs"),
     forward=_forward,
     like=_like,
     look=_look,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.logprob import LogprobCall, LogprobOutput, LogprobResults, RowGrads
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
@@ -145,10 +144,6 @@ def row_gradient(grad: Tensor | None, like: Tensor) -> Tensor | None:
     return None if grad is None else _validate.dense(grad, like.dtype)
 
 
-def _pick(call: LogprobCall) -> ModuleType:
-    return dispatch.pick("logprob", call.logits, call.target_ids)
-
-
 def _forward(impl: ModuleType, call: LogprobCall) -> LogprobResults:
     vocab = call.logits.shape[-1]
     if call.group is None:
@@ -182,7 +177,7 @@ op = Op(
     LogprobCall,
     LogprobResults,
     outputs=3,
-    pick=_pick,
+    pick=("logits", "target_ids"),
     forward=_forward,
     backward=_backward,
     like=_like,

@@ -146,10 +146,6 @@ def _pick(call: AttentionCall) -> ModuleType:
     )
 
 
-def _forward(impl: ModuleType, call: AttentionCall) -> AttentionResults:
-    return impl.forward(call)
-
-
 def _backward(impl: ModuleType, call: AttentionCall, results: AttentionResults, grads: Grads) -> Grads:
     grad_out = grads[0]
     assert grad_out is not None
@@ -180,9 +176,7 @@ op = Op(
     "prefix_shared_attention",
     AttentionCall,
     AttentionResults,
-    outputs=2,
     pick=_pick,
-    forward=_forward,
     backward=_backward,
     like=_like,
     gradients=("q", "k", "v", "sinks"),

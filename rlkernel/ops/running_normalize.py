@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults, RunningOutput
 from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
@@ -81,10 +80,6 @@ def running_normalize(
     return RunningOutput(*op(call))
 
 
-def _pick(call: RunningNormalizeCall) -> ModuleType:
-    return dispatch.pick("running_normalize", call.x)
-
-
 def _forward(impl: ModuleType, call: RunningNormalizeCall) -> RunningNormalizeResults:
     if debug.enabled():
         _validate.finite("x", call.x, call.mask)
@@ -100,8 +95,7 @@ op = Op(
     "running_normalize",
     RunningNormalizeCall,
     RunningNormalizeResults,
-    outputs=2,
-    pick=_pick,
+    pick=("x",),
     forward=_forward,
     like=_like,
 )

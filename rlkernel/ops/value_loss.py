@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossOutput, ValueLossResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
@@ -190,10 +189,6 @@ def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None
     return float(value)
 
 
-def _pick(call: ValueLossCall) -> ModuleType:
-    return dispatch.pick("value_loss", call.values)
-
-
 def _forward(impl: ModuleType, call: ValueLossCall) -> ValueLossResults:
     values, mask = call.values, call.mask
     if call.cu_seqlens is not None:
@@ -230,7 +225,7 @@ op = Op(
     ValueLossCall,
     ValueLossResults,
     outputs=2,
-    pick=_pick,
+    pick=("values",),
     forward=_forward,
     backward=_backward,
     like=_like,

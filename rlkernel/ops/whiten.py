@@ -5,7 +5,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.whiten import EPS_PLACES, WhitenCall, WhitenResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
@@ -67,10 +66,6 @@ def whiten(
     return op(WhitenCall(x, mask, weights, shift_mean, unbiased, eps, eps_in))[0]
 
 
-def _pick(call: WhitenCall) -> ModuleType:
-    return dispatch.pick("whiten", call.x)
-
-
 def _forward(impl: ModuleType, call: WhitenCall) -> WhitenResults:
     if debug.enabled():
         _validate.finite("x", call.x, call.mask)
@@ -81,4 +76,4 @@ def _like(call: WhitenCall) -> WhitenResults:
     return WhitenResults(torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device))
 
 
-op = Op("whiten", WhitenCall, WhitenResults, outputs=1, pick=_pick, forward=_forward, like=_like)
+op = Op("whiten", WhitenCall, WhitenResults, pick=("x",), forward=_forward, like=_like)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.policy_loss import (
     POLICY_METRICS,
     CovariancePick,
@@ -217,10 +216,6 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
     return dict(policy_rule.choice("name", name, policy_rule.PRESETS))
 
 
-def _pick(call: PolicyLossCall) -> ModuleType:
-    return dispatch.pick("policy_loss", call.logprobs, call.advantages, call.mask)
-
-
 def _forward(impl: ModuleType, call: PolicyLossCall) -> PolicyLossResults:
     check_values(call.advantages, call.mask, call.cu_seqlens, call.token_counts)
     return impl.forward(call)
@@ -249,7 +244,7 @@ op = Op(
     PolicyLossCall,
     PolicyLossResults,
     outputs=2,
-    pick=_pick,
+    pick=("logprobs", "advantages", "mask"),
     forward=_forward,
     backward=_backward,
     like=_like,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import dispatch
 from rlkernel.calls.preference_loss import (
     PAIR_METRICS,
     SEQUENCE_SUMS,
@@ -200,10 +199,6 @@ def preference_loss_preset(name: str) -> dict[str, Any]:
     return dict(preference_rule.PRESETS[_validate.choice("name", name, preference_rule.PRESETS)])
 
 
-def _pick(call: PreferenceLossCall) -> ModuleType:
-    return dispatch.pick("preference_loss", call.logprobs, call.mask)
-
-
 def _forward(impl: ModuleType, call: PreferenceLossCall) -> PreferenceLossResults:
     logprobs, ref_logprobs, mask = call.logprobs, call.ref_logprobs, call.mask
     if call.cu_seqlens is not None:
@@ -244,7 +239,7 @@ op = Op(
     PreferenceLossCall,
     PreferenceLossResults,
     outputs=5,
-    pick=_pick,
+    pick=("logprobs", "mask"),
     forward=_forward,
     backward=_backward,
     like=_like,
