@@ -16,29 +16,28 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what its functions ar
 
 HEAD = "_ChunkedLogProbFunction"
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order
-HEAD_PARAMETERS = (
-    "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
-    "final_logit_softcapping=None", "logit_scale=1.0", f"outputs={OUTPUTS!r}",
-)  # fmt: skip
-HELPER_PARAMETERS = {
+METHOD = "_get_per_token_logps_and_entropies"
+SHUFFLE = "shuffle_sequence_dict"
+STEP = "training_step"
+PARAMETERS = {
+    HEAD: (
+        "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
+        "final_logit_softcapping=None", "logit_scale=1.0", f"outputs={OUTPUTS!r}",
+    ),
     "selective_log_softmax": ("logits", "index", "temperature=1.0", "row_mask=None"),
     "entropy_from_logits": ("logits", "chunk_size=128"),
     "selective_log_softmax_and_entropy": (
         "logits", "index", "entropy_requires_grad=True", "temperature=1.0", "row_mask=None",
     ),
+    METHOD: (
+        "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size=None",
+        "compute_entropy=False", "compute_aux_loss=False", "pixel_values=None", "image_grid_thw=None",
+        "num_images=None", "pixel_attention_mask=None", "spatial_shapes=None", "num_tiles=None",
+        "image_sizes=None", "token_type_ids=None", "mm_token_type_ids=None", "image_position_ids=None",
+    ),
+    SHUFFLE: ("seq_dict",),
+    STEP: ("self", "model", "inputs", "num_items_in_batch"),
 }  # fmt: skip
-
-METHOD = "_get_per_token_logps_and_entropies"
-METHOD_PARAMETERS = (
-    "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size=None",
-    "compute_entropy=False", "compute_aux_loss=False", "pixel_values=None", "image_grid_thw=None",
-    "num_images=None", "pixel_attention_mask=None", "spatial_shapes=None", "num_tiles=None",
-    "image_sizes=None", "token_type_ids=None", "mm_token_type_ids=None", "image_position_ids=None",
-)  # fmt: skip
-SHUFFLE = "shuffle_sequence_dict"
-SHUFFLE_PARAMETERS = ("seq_dict",)
-STEP = "training_step"
-STEP_PARAMETERS = ("self", "model", "inputs", "num_items_in_batch")
 
 
 def supported_utils(strict: bool) -> ModuleType:
@@ -65,6 +64,6 @@ def supported_utils(strict: bool) -> ModuleType:
     return utils
 
 
-def checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
-    """TRL's function ``owner.name``, which must take ``parameters`` with these defaults."""
-    return _contract.checked(owner, name, parameters, "TRL", SUPPORTED)
+def checked(owner: Any, name: str) -> Any:
+    """TRL's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    return _contract.checked(owner, name, PARAMETERS[name], "TRL", SUPPORTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,72 +13,59 @@ from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.contract import FLOATS
 from rlkernel.ops import logprob as ops
 
+Reason = str  # why a call is left to TRL
 SKIPPED = torch.iinfo(torch.int64).min  # not -100: a negative index stays the error that it is
 
 
-def _log_softmax_helper(original: Callable[..., Tensor], patch: CountedPatch) -> Callable[..., Tensor]:
-    def selective_log_softmax(
-        logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-    ) -> Tensor:
-        several = row_mask is None and index.ndim == logits.ndim  # several tokens a row
-        rows = index[..., 0] if several and index.shape[-1] else index
-        if reason := _logits_unsupported(logits, rows, row_mask):
-            patch.left("selective_log_softmax", reason)
-            return original(logits, index, temperature=temperature, row_mask=row_mask)
-        patch.count(patch.calls, "selective_log_softmax")
-        if several:
-            return ops.selective_log_softmax(logits, index, temperature)
-        index = _masked(index, row_mask)
-        return ops.logprob(logits, index, temperature=temperature, ignore_index=SKIPPED).logprobs
-
-    return _named(selective_log_softmax)
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor | Reason:
+    several = row_mask is None and index.ndim == logits.ndim  # several tokens a row
+    rows = index[..., 0] if several and index.shape[-1] else index
+    if reason := _logits_unsupported(logits, rows, row_mask):
+        return reason
+    if several:
+        return ops.selective_log_softmax(logits, index, temperature)
+    index = _masked(index, row_mask)
+    return ops.logprob(logits, index, temperature=temperature, ignore_index=SKIPPED).logprobs
 
 
-def _entropy_helper(original: Callable[..., Tensor], patch: CountedPatch) -> Callable[..., Tensor]:
-    def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
-        if reason := _logits_unsupported(logits):
-            patch.left("entropy_from_logits", reason)
-            return original(logits, chunk_size=chunk_size)
-        patch.count(patch.calls, "entropy_from_logits")
-        return ops.entropy_from_logits(logits)
-
-    return _named(entropy_from_logits)
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor | Reason:
+    return _logits_unsupported(logits) or ops.entropy_from_logits(logits)
 
 
-def _log_softmax_and_entropy_helper(
-    original: Callable[..., tuple[Tensor, Tensor]], patch: CountedPatch
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    def selective_log_softmax_and_entropy(
-        logits: Tensor,
-        index: Tensor,
-        entropy_requires_grad: bool = True,
-        temperature: float = 1.0,
-        row_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if reason := _logits_unsupported(logits, index, row_mask):
-            patch.left("selective_log_softmax_and_entropy", reason)
-            return original(logits, index, entropy_requires_grad, temperature=temperature, row_mask=row_mask)
-        patch.count(patch.calls, "selective_log_softmax_and_entropy")
-        index = _masked(index, row_mask)
-        scores = ops.logprob(
-            logits, index, temperature=temperature, ignore_index=SKIPPED, return_entropy=True
-        )
-        assert scores.entropy is not None
-        return scores.logprobs, scores.entropy if entropy_requires_grad else scores.entropy.detach()
-
-    return _named(selective_log_softmax_and_entropy)
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | Reason:
+    if reason := _logits_unsupported(logits, index, row_mask):
+        return reason
+    index = _masked(index, row_mask)
+    scores = ops.logprob(logits, index, temperature=temperature, ignore_index=SKIPPED, return_entropy=True)
+    assert scores.entropy is not None
+    return scores.logprobs, scores.entropy if entropy_requires_grad else scores.entropy.detach()
 
 
-HELPERS: dict[str, Callable[[Any, CountedPatch], Callable[..., Any]]] = {
-    "selective_log_softmax": _log_softmax_helper,
-    "entropy_from_logits": _entropy_helper,
-    "selective_log_softmax_and_entropy": _log_softmax_and_entropy_helper,
-}
+HELPERS = (selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy)
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__qualname__ = function.__name__  # not "<locals>": the patch shows it
-    return function
+def helper(ours: Callable[..., Any], original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
+    """``ours``, and TRL's own function for what ours gives a reason against."""
+    name = ours.__name__
+
+    @functools.wraps(ours)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = ours(*args, **kwargs)
+        if isinstance(result, str):
+            patch.left(name, result)
+            return original(*args, **kwargs)
+        patch.count(patch.calls, name)
+        return result
+
+    return counted
 
 
 def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
@@ -86,7 +74,7 @@ def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
 
 def _logits_unsupported(
     logits: Tensor, index: Tensor | None = None, row_mask: Tensor | None = None
-) -> str | None:
+) -> Reason | None:
     if logits.dtype not in FLOATS:
         return f"logits are {logits.dtype}"
     if logits.ndim < 2 or logits.shape[-1] == 0:

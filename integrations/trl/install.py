@@ -6,21 +6,9 @@ from typing import Any
 
 from rlkernel.integrations import hf
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.trl.contract import (
-    HEAD,
-    HEAD_PARAMETERS,
-    HELPER_PARAMETERS,
-    METHOD,
-    METHOD_PARAMETERS,
-    SHUFFLE,
-    SHUFFLE_PARAMETERS,
-    STEP,
-    STEP_PARAMETERS,
-    checked,
-    supported_utils,
-)
+from rlkernel.integrations.trl import contract
 from rlkernel.integrations.trl.head import Head
-from rlkernel.integrations.trl.helpers import HELPERS
+from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
@@ -60,13 +48,13 @@ def patch(
         _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
         active.share()
         return active
-    utils = supported_utils(strict)
+    utils = contract.supported_utils(strict)
     result = TrlPatch()
-    head = checked(utils, HEAD, HEAD_PARAMETERS)
-    result.replace(utils, HEAD, Head(head, result, utils), expected=head)
-    for name, make in HELPERS.items():
-        original = checked(utils, name, HELPER_PARAMETERS[name])
-        result.replace_everywhere("trl", name, make(original, result), expected=original)
+    head = contract.checked(utils, contract.HEAD)
+    result.replace(utils, contract.HEAD, Head(head, result, utils), expected=head)
+    for ours in HELPERS:
+        original = contract.checked(utils, ours.__name__)
+        result.replace_everywhere("trl", ours.__name__, helper(ours, original, result), expected=original)
     if prefix_sharing:
         result.prefix = PrefixSharing(
             result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
@@ -105,27 +93,29 @@ def _check_same(
     if not prefix_sharing:
         return
     prefix = active.prefix
-    asked: list[tuple[str, Any, Any]] = []
+    found: Any
+    wanted: Any
     if prefix is None or (prefix_sharing == "require" and not prefix.required):
-        asked.append(("prefix_sharing", prefix is not None, prefix_sharing))
+        name, found, wanted = "prefix_sharing", prefix is not None, prefix_sharing
     elif prefix_min_ratio is not None and prefix.min_ratio != prefix_min_ratio:
-        asked.append(("prefix_min_ratio", prefix.min_ratio, prefix_min_ratio))
+        name, found, wanted = "prefix_min_ratio", prefix.min_ratio, prefix_min_ratio
     elif (dropout == "shared") != prefix.shared_dropout:
-        asked.append(("dropout", "shared" if prefix.shared_dropout else "own", dropout))
-    for name, found, wanted in asked:
-        raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
+        name, found, wanted = "dropout", "shared" if prefix.shared_dropout else "own", dropout
+    else:
+        return
+    raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
 
 
 def _replace_in_trainers(sharing: PrefixSharing) -> None:
     import trl.trainer.grpo_trainer as grpo  # takes seconds
     import trl.trainer.rloo_trainer as rloo
 
-    patch = sharing.patch
     hf.register_hf()  # raises now if it cannot, not in the first step
     for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
-        method = checked(trainer, METHOD, METHOD_PARAMETERS)
-        patch.replace(trainer, METHOD, packed_method(method, sharing), expected=method)
-        step = checked(trainer, STEP, STEP_PARAMETERS)
-        patch.replace(trainer, STEP, watched_step(step, sharing), expected=step)
-        shuffle = checked(module, SHUFFLE, SHUFFLE_PARAMETERS)
-        patch.replace(module, SHUFFLE, group_shuffle(shuffle, sharing), expected=shuffle)
+        for owner, name, make in (
+            (trainer, contract.METHOD, packed_method),
+            (trainer, contract.STEP, watched_step),
+            (module, contract.SHUFFLE, group_shuffle),
+        ):
+            original = contract.checked(owner, name)
+            sharing.patch.replace(owner, name, make(original, sharing), expected=original)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from rlkernel.integrations.trl.contract import HELPER_PARAMETERS
+from rlkernel.integrations.trl.helpers import HELPERS
 
 trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
 utils = pytest.importorskip("trl.trainer.utils")
 
 HEAD = "_ChunkedLogProbFunction"
-PLACES = (HEAD, *HELPER_PARAMETERS)
+PLACES = (HEAD, *(helper.__name__ for helper in HELPERS))
 UPSTREAM = {name: getattr(utils, name) for name in PLACES}
 
 
