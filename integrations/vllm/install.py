@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatc
     Call it before the engine is made.  A second call while the patch is on returns the same object.
 
     Args:
-        ops: what to replace, of ``"sampler"`` and ``"prompt_logprobs"``; None: all of it.
+        ops: what to replace, of ``"sampler"``, ``"prompt_logprobs"``, ``"rejection"``, ``"attention"`` and
+            ``"v2"``; None: the first three.
         strict: what cannot be replaced, or a version of vLLM that has not been run, is an error, in the
             worker processes too.  Otherwise it is left to vLLM, with the reason in ``refused`` and in the
             log.
@@ -33,7 +35,7 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatc
     """
     if isinstance(ops, str):
         raise ValueError(f"ops must be names, got {ops!r}")
-    wanted = switch.OPS if ops is None else switch.known(ops, "ops")
+    wanted = switch.DEFAULT if ops is None else switch.known(ops, "ops")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     if (active := patch_in_place()) is not None:
@@ -79,13 +81,10 @@ def _installed(ops: tuple[str, ...], strict: bool) -> VllmPatch:
     require_version(strict)
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from rlkernel.integrations.vllm import prompt_logprobs, sampler
-
-    plans = {"sampler": sampler.plan, "prompt_logprobs": prompt_logprobs.plan}
     result = VllmPatch(ops, strict)
-    for op in ops:
+    for op in ops:  # each has a module of its name, with its plan
         with result.planning(op):
-            plans[op](result)
+            importlib.import_module(f"rlkernel.integrations.vllm.{op}").plan(result)
 
     def rlkernel_stats(self: Any) -> dict[str, Any]:
         return result.counts()

@@ -15,7 +15,8 @@ STRICT = "VLLM_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
 PLUGINS = "VLLM_PLUGINS"  # vLLM's own: the entry points that it loads; all where it is not set
 ENTRY_POINT = "rlkernel"
 
-OPS = ("sampler", "prompt_logprobs")
+OPS = ("sampler", "prompt_logprobs", "rejection", "attention", "v2")
+DEFAULT = OPS[:3]  # attention reads less and takes longer on a CPU, and v2 has run in no engine: by name only
 
 
 class Asked(NamedTuple):

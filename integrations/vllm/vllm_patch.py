@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ class VllmPatch(CountedPatch):
         super().__init__("rlkernel.patch_vllm", "vLLM")
         self.ops = ops
         self.strict = strict
+        self.bytes: Counter[str] = Counter()
+        """What the attention of served steps has read of the cache, and what it would have read."""
         self.refused: dict[str, str] = {}
         """Which op is not replaced after all, and why."""
         self.environment: dict[str, str | None] = {}
@@ -46,6 +49,7 @@ class VllmPatch(CountedPatch):
             "pid": os.getpid(),
             "calls": dict(self.calls),
             "fallbacks": dict(self.fallbacks),
+            "bytes": dict(self.bytes),
             "refused": dict(self.refused),
         }
 
