@@ -274,17 +274,19 @@ def test_a_loss_of_the_whole_batch_compiles_as_one_graph():
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 def test_opcheck(needs, room):
     from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
+    from rlkernel.calls.policy_loss import PolicyLossCall
     from rlkernel.ops.linear_policy_loss import _OUTSIDE, _PLAIN, op
 
     inputs = with_bias(make_inputs(2, 9, 16, 133))
     leaves, _ = prepare(inputs, needs)
     mask, fp32 = inputs["mask"], torch.float32
+    tensors = torch.zeros(2, 9), None, inputs["old_logprobs"], inputs["advantages"], mask
+    policy = PolicyLossCall(*tensors, *[None] * 6, _PLAIN, False)
     for items in (None, torch.tensor(7.0)):
         call = LinearPolicyLossCall(
             leaves["hidden"].view(18, 16), leaves["weight"], leaves["bias"],
             torch.where(mask, inputs["target_ids"], _OUTSIDE).view(-1), 0.7, 1.0, None, _OUTSIDE, fp32, fp32,
-            inputs["old_logprobs"], inputs["advantages"], mask, *[None] * 5, items, _PLAIN, "token", True,
-            "auto", fp32, needs,
+            policy, items, "token", True, "auto", fp32, needs,
         )  # fmt: skip
         torch.library.opcheck(op.node, op.flat(call))
 
@@ -304,6 +306,10 @@ BAD = [
     (dict(epsilonn=0.1), r"options must be among those of policy_loss \(.*epsilon, .*\), got 'epsilonn'"),
     (dict(entropy=torch.zeros(2, 3)), "options must be among those of policy_loss .*, got 'entropy'"),
     (dict(beta=0.1), "ref_logprobs must be given with beta = 0.1, got None"),
+    (
+        dict(token_counts=torch.tensor([1.0, -1]), num_items_in_batch=2, loss_agg_mode="seq-mean-token-mean"),
+        r"token_counts\[1\] must be >= 1 and finite, got -1.0",
+    ),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def picked(backend, inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0
     names = ("logprobs", "old_logprobs", "advantages", "mask", "cu_seqlens")
     with running(backend):
         pick = CovariancePick(by_hash, ratio, low, high, LOW, HIGH, seed & 0xFFFFFFFF)
-        return covariance.selected(tuple(map(x.get, names)), pick)
+        return covariance.selected(PolicySelectCall(*map(x.get, names), pick))
 
 
 def uniform(logprob, position, seed):
@@ -237,7 +237,7 @@ def test_the_backend_that_was_asked_for_picks(by_hash, monkeypatch):
         compiled = torch.compile(covariance.selected, backend="eager", fullgraph=True)
         tensors = (*(inputs[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")), None)
         pick = CovariancePick(by_hash, 0.1, 0.05, 9.0, LOW, HIGH, 0)
-        assert torch.equal(compiled(tensors, pick), want) and len(calls) == 1
+        assert torch.equal(compiled(PolicySelectCall(*tensors, pick)), want) and len(calls) == 1
 
 
 @BOTH

@@ -5,10 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head, Needs
-from rlkernel.calls.policy_loss import (
-    PolicyRule,
-)
+from rlkernel.calls.linear_logprob import Head, LinearGrads, Needs
+from rlkernel.calls.policy_loss import PolicyLossCall
 
 
 class LinearPolicyLossOutput(NamedTuple):
@@ -37,16 +35,8 @@ class LinearPolicyLossCall(NamedTuple):
     ignore_index: int
     logits_dtype: torch.dtype
     compute_dtype: torch.dtype
-    old_logprobs: Tensor | None
-    advantages: Tensor
-    mask: Tensor
-    cu_seqlens: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    staleness: Tensor | None
-    token_counts: Tensor | None
+    policy: PolicyLossCall  # of these tokens: zeros stand for what the head gives
     items: Tensor | None  # what the loss is divided by
-    rule: PolicyRule
     reach: str  # whether the derivative of a token needs the logprobs of its "token" or of its "sequence"
     return_entropy: bool
     algorithm: str
@@ -56,11 +46,14 @@ class LinearPolicyLossCall(NamedTuple):
 
     @property
     def head(self) -> Head:
-        return Head(*(self.bias, self.temperature, *self[5:10]))
+        return Head(
+            self.bias, self.temperature, self.logit_scale, self.softcap, self.ignore_index, self.logits_dtype,
+            self.compute_dtype,
+        )  # fmt: skip
 
     @property
     def with_entropy(self) -> bool:
-        return self.return_entropy or self.rule.entropy_coef != 0
+        return self.return_entropy or self.policy.rule.entropy_coef != 0
 
 
 class LinearPolicyLossResults(NamedTuple):
@@ -74,3 +67,7 @@ class LinearPolicyLossResults(NamedTuple):
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
     grad_bias: Tensor | None = None
+
+    @property
+    def grads(self) -> LinearGrads:
+        return LinearGrads(self.grad_hidden, self.grad_weight, self.grad_bias)

@@ -156,7 +156,7 @@ class PolicySelectCall(NamedTuple):
     logprobs: Tensor
     old_logprobs: Tensor | None
     advantages: Tensor
-    mask: Tensor  # without the tokens outside of their support
+    mask: Tensor  # for a backend without the tokens outside of their support
     cu_seqlens: Tensor | None
     pick: CovariancePick
 

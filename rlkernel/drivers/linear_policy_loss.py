@@ -11,7 +11,6 @@ not hold the logits of as many whole rows as the loss needs at once.
 
 import functools
 import logging
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ def forward(kernels: Any, loss: ModuleType, call: LinearPolicyLossCall) -> Linea
     """The forward pass of every tiled backend, by its kernels of ``logprob`` and its module of
     ``policy_loss``."""
     policy, algorithm = PolicyPass(loss, call), call.algorithm
-    frozen_head = call.needs == (True, False, False) and not policy.entropy_gradient
+    frozen_head = call.needs == (True, False, False) and not call.policy.entropy_gradient
     if not any(call.needs) or (frozen_head and algorithm != "one_pass"):
         # with a frozen head, linear_logprob's forward pass makes the direction of d hidden: two GEMMs
         return _two_passes(kernels, call, policy, frozen_head)
@@ -51,15 +50,15 @@ def _two_passes(
     kernels: Any, call: LinearPolicyLossCall, policy: PolicyPass, need_direction: bool
 ) -> LinearPolicyLossResults:
     own = LinearLogprobCall.of(
-        call.hidden, call.weight, call.target_ids, call.head, return_entropy=policy.entropy,
+        call.hidden, call.weight, call.target_ids, call.head, return_entropy=policy.with_entropy,
         need_direction=need_direction, keep=any(call.needs) and not need_direction, needs=call.needs,
     )  # fmt: skip
     stats = linear_logprob.forward(kernels, own)
-    loss, metrics, grad, grad_entropy = policy.whole(stats.logprobs, stats.entropy)
+    loss, metrics, upstream = policy.whole(stats.logprobs, stats.entropy)
     grads = LinearGrads()
     if any(call.needs):
-        kept = stats if policy.entropy_gradient else stats._replace(entropy=None)
-        grads = linear_logprob.backward(kernels, own, kept, RowGrads(grad, grad_entropy))
+        kept = stats if call.policy.entropy_gradient else stats._replace(entropy=None)
+        grads = linear_logprob.backward(kernels, own, kept, upstream)
     return LinearPolicyLossResults(loss, metrics, stats.logprobs, stats.entropy, *grads)
 
 
@@ -72,27 +71,31 @@ class _Run(NamedTuple):
     rows: int  # of these
     where: Tensor | slice  # in the hidden states as they were given
     states: Tensor | None  # as operands of d weight
-    vectors: tuple[Any, ...]  # targets, temperature, the two gradients, entropy, row_max, log_sum
+    target_ids: Tensor
+    temperature: float | Tensor
+    grads: RowGrads
+    results: LogprobResults
 
 
 class _OnePass:
     def __init__(self, kernels: Any, call: LinearPolicyLossCall, plan: Plan) -> None:
         self.kernels, self.plan, self.policy = kernels, plan, plan.policy
         self.rows, self.scratch, n = plan.rows, plan.scratch, plan.n
-        head, needs, policy = call.head, call.needs, plan.policy
+        self.entropy_gradient = call.policy.entropy_gradient
+        head, needs = call.head, call.needs
         self.bias_dtype = None if head.bias is None else head.bias.dtype
         self.head = linear_logprob.with_wide_bias(head)
-        self.ids, self.t = select(call.target_ids, self.rows), select(head.temperature, self.rows)
+        self.ids = select(call.target_ids, self.rows)
+        self.t = select(head.temperature, self.rows)
         hidden, weight = self.scratch.source, self.scratch.weight
         new = functools.partial(hidden.new_empty, dtype=torch.float32)
         zeros = functools.partial(hidden.new_zeros, hidden.shape[0], dtype=torch.float32)
-        self.state = new(len(State), n)
-        self.results = LogprobResults.empty(self.ids, policy.entropy)
+        self.state, with_entropy = new(len(State), n), plan.policy.with_entropy
+        self.results = LogprobResults.empty(self.ids, with_entropy)
         # of all rows, also those that are left out; the loss of a step looks at later rows of its sequences
-        apart = self.rows is not None or len(plan.steps) > 1
-        self.logprobs = zeros() if apart else self.results.logprobs
-        self.entropy = zeros() if apart and policy.entropy else self.results.entropy
-        self.apart = apart
+        self.apart = self.rows is not None or len(plan.steps) > 1
+        self.logprobs = zeros() if self.apart else self.results.logprobs
+        self.entropy = zeros() if self.apart and with_entropy else self.results.entropy
 
         self.dhidden = torch.zeros_like(hidden) if needs[0] else None
         # without a part of the workspace for a slice of it, it is summed in fp32 and narrowed by backward
@@ -109,12 +112,12 @@ class _OnePass:
                 self._compute(step.compute)
                 if len(self.plan.steps) == 1:
                     whole = self.policy.whole(self.logprobs, self.entropy)
-                    first, gradients = 0, whole[2:]
+                    first, gradients = 0, whole[-1]
                 else:
                     edges = self.plan.edges[2 * number : 2 * number + 2]
                     first, gradients = self.policy.part(self.logprobs, self.entropy, *edges)
                 self._finish(step, first, gradients)
-        loss, metrics, *_ = whole or self.policy.whole(self.logprobs, self.entropy)
+        loss, metrics, _ = whole or self.policy.whole(self.logprobs, self.entropy)
         if self.dweight is not None and not self.written:
             self.dweight.zero_()
         dbias = None if self.dbias is None else self.dbias.to(self.bias_dtype)
@@ -131,19 +134,18 @@ class _OnePass:
                 a, b = scratch.bounds(block)
                 logits, t = scratch.block_logits(block, v0, w), rows_of(self.t, a, b)
                 tile = linear_logprob.tile_of(logits, self.head, self.ids[a:b], t, v0, v1)
-                results = LogprobResults(*(rows_of(x, a, b) for x in self.results))
+                results = LogprobResults._make(rows_of(x, a, b) for x in self.results)
                 self.kernels.tile_forward(tile, self.state[:, a:b], v0 == 0, v1 == vocab, results)
         if self.apart and len(blocks):
             a, b = scratch.bounds(blocks[0])[0], scratch.bounds(blocks[-1])[1]
             where = slice(a, b) if self.rows is None else self.rows[a:b]
-            for every, own in zip((self.logprobs, self.entropy), self.results, strict=False):
-                if every is not None and own is not None:
-                    every[where] = own[a:b]
+            self.logprobs[where] = self.results.logprobs[a:b]
+            if self.entropy is not None and self.results.entropy is not None:
+                self.entropy[where] = self.results.entropy[a:b]
 
-    def _finish(self, step: Step, first: int, gradients: Iterable[Tensor | None]) -> None:
+    def _finish(self, step: Step, first: int, gradients: RowGrads) -> None:
         """From the gradients of the logprobs of some blocks to those of hidden, weight and bias."""
         scratch, head = self.scratch, self.head
-        gradients = tuple(gradients)
         runs = [
             run for a, b, at in scratch.runs(step.finish) if (run := self._run(a, b, at, first, gradients))
         ]
@@ -156,10 +158,8 @@ class _OnePass:
                 logits = scratch.tile(run.at, run.given, v0)
                 logits = logits if run.live is None else scratch.compact(logits, run.live)
                 dz = scratch.gradient(logits)
-                ids, t, grad, grad_entropy, *stats = run.vectors
-                tile = linear_logprob.tile_of(logits, head, ids, t, v0, v1)
-                results = linear_logprob.backward_results(*stats)
-                self.kernels.tile_backward(tile, RowGrads(grad, grad_entropy), results, dz)
+                tile = linear_logprob.tile_of(logits, head, run.target_ids, run.temperature, v0, v1)
+                self.kernels.tile_backward(tile, run.grads, run.results, dz)
                 if self.dhidden is not None:
                     scratch.accumulate(scratch.hidden_sum(run.at, run.rows), dz, w, v0 == 0)
                 if dw is not None and run.states is not None:
@@ -173,20 +173,19 @@ class _OnePass:
             for run in runs:
                 self.dhidden[run.where] = scratch.hidden_sum(run.at, run.rows).to(self.dhidden.dtype)
 
-    def _run(self, a: int, b: int, at: int, first: int, gradients: tuple[Tensor | None, ...]) -> _Run | None:
+    def _run(self, a: int, b: int, at: int, first: int, gradients: RowGrads) -> _Run | None:
         """The rows [a, b) as operands; on a CPU without those whose derivative is exactly 0, None if all
         are."""
         scratch: Resident = self.scratch
         where = slice(a, b) if self.rows is None else self.rows[a:b]
-        own, wants_entropy = self.results, self.policy.entropy_gradient
-        stats = own.entropy if wants_entropy else None, own.row_max, own.log_sum
-        upstream = [None if g is None else _rows_of(g, where, first) for g in gradients]
-        vectors = [rows_of(x, a, b) for x in (self.ids, self.t)] + upstream
-        vectors += [rows_of(x, a, b) for x in stats]
+        grads = RowGrads._make(None if g is None else _rows_of(g, where, first) for g in gradients)
+        entropy, row_max, log_sum = self.results.entropy, self.results.row_max, self.results.log_sum
+        read = (self.ids, self.t, entropy if self.entropy_gradient else None, row_max, log_sum)
+        ids, t, *stats = (rows_of(x, a, b) for x in read)
         states: Tensor | None = scratch.states(a, b, at)
         live, rows = None, b - a
         if scratch.leaves_out:
-            nonzero = torch.stack([g != 0 for g in upstream if g is not None]).any(0)
+            nonzero = torch.stack([g != 0 for g in grads if g is not None]).any(0)
             live = nonzero.nonzero()[:, 0]
             rows = live.numel()
             if rows == 0:
@@ -194,10 +193,12 @@ class _OnePass:
             if rows == b - a:
                 live = None
             else:
-                vectors = [select(x, live) for x in vectors]
+                ids, t, *stats = (select(x, live) for x in (ids, t, *stats))
+                grads = RowGrads._make(select(g, live) for g in grads)
                 states = scratch.compact_states(states, at, live)
                 where = live + where.start if isinstance(where, slice) else where[live]
-        return _Run(at, b - a, live, rows, where, states, tuple(vectors))
+        results = linear_logprob.backward_results(*stats)
+        return _Run(at, b - a, live, rows, where, states, ids, t, grads, results)
 
 
 def _rows_of(gradient: Tensor, where: Tensor | slice, first: int) -> Tensor:

@@ -33,8 +33,7 @@ class Plan:
     def __init__(self, call: LinearPolicyLossCall, policy: PolicyPass) -> None:
         hidden, weight, head, needs = call.hidden, call.weight, call.head, call.needs
         self.obstacle, self.policy = "", policy
-        capturing = gpu.capturing(hidden.device)
-        if policy.offsets is not None and capturing:
+        if call.policy.cu_seqlens is not None and gpu.capturing(hidden.device):
             self.obstacle = "offsets of packed sequences cannot be read while a CUDA graph is captured"
             return
         kept = call.target_ids != head.ignore_index
@@ -158,10 +157,9 @@ class Resident(Scratch):
         assert self._spare is not None
         top, step = tile[: live.numel()], self._spare.shape[0]
         for i in range(0, live.numel(), step):  # what is written ends before what is still to be read
-            some = live[i : i + step]
-            top[i : i + step] = torch.index_select(
-                tile, 0, some, out=dense(self._spare, some.numel(), tile.shape[1])
-            )
+            rows = live[i : i + step]
+            spare = dense(self._spare, rows.numel(), tile.shape[1])
+            top[i : i + step] = torch.index_select(tile, 0, rows, out=spare)
         return top
 
     def compact_states(self, h: Tensor | None, at: int, live: Tensor) -> Tensor | None:
@@ -176,5 +174,5 @@ class Resident(Scratch):
     def runs(self, blocks: range) -> Iterator[tuple[int, int, int]]:
         """(begin, end, first row in the parts) of blocks that lie side by side there."""
         for _, group in itertools.groupby(blocks, key=lambda k: k // self.blocks):
-            some = list(group)
-            yield self.bounds(some[0])[0], self.bounds(some[-1])[1], self.slot(some[0])
+            together = list(group)
+            yield self.bounds(together[0])[0], self.bounds(together[-1])[1], self.slot(together[0])

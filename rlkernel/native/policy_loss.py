@@ -5,27 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.policy_loss import (
-    PolicyLossCall,
-    PolicyLossResults,
-    PolicySelectCall,
-    PolicySelectResults,
-)
-from rlkernel.native import kernels, kernels_for
+from rlkernel.calls import policy_loss as calls
+from rlkernel.native import kernels
+from rlkernel.native.logprob import unsupported_tensor
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    logprobs = tensors[0]
-    reasons = []
-    if logprobs.dtype == torch.float64:
-        reasons.append("logprobs must be fp16, bf16 or fp32, got float64")
-    found = kernels_for(logprobs.device)
-    if isinstance(found, str):
-        reasons.append(found)
-    return reasons
+    return unsupported_tensor("logprobs", tensors[0])
 
 
-def forward(call: PolicyLossCall) -> PolicyLossResults:
+def forward(call: calls.PolicyLossCall) -> calls.PolicyLossResults:
     logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -41,10 +30,10 @@ def forward(call: PolicyLossCall) -> PolicyLossResults:
         partials=partials, values=values,
     )  # fmt: skip
     # ``data``: tensors of their own, that a caller may modify in place, and no kernel to copy them
-    return PolicyLossResults(values[0].data, values[2:-1].data, values[1], grad_logprobs, grad_entropy)
+    return calls.PolicyLossResults(values[0].data, values[2:-1].data, values[1], grad_logprobs, grad_entropy)
 
 
-def select(call: PolicySelectCall) -> PolicySelectResults:
+def select(call: calls.PolicySelectCall) -> calls.PolicySelectResults:
     logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     device, part = logprobs.device, kernels(logprobs.device)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -52,4 +41,4 @@ def select(call: PolicySelectCall) -> PolicySelectResults:
     partials = torch.empty(rows + 1, part.SELECTION_SUMS, dtype=torch.float64, device=device)
     counts = torch.empty(part.SELECTION_COUNTS, dtype=torch.int32, device=device)
     part.policy_select(**call._asdict(), selected=selected, partials=partials, counts=counts)
-    return PolicySelectResults(selected)
+    return calls.PolicySelectResults(selected)

@@ -28,6 +28,20 @@ def offsets(name: str, x: Tensor, tokens: str, device: torch.device) -> Tensor:
     return x.to(torch.int64).contiguous()
 
 
+def sequences(name: str, x: Tensor, padded: str, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+    """The offsets of the sequences of ``x`` as int64, and how many they are; ``padded``: the shape that ``x``
+    has without offsets.  Raises ValueError."""
+    dims, want = 1, "[N] with cu_seqlens"
+    if cu_seqlens is None:
+        dims, want = 2, f"{padded}, or {want}"
+    if x.dim() != dims:
+        raise ValueError(f"{name} must be {want}, got shape {tuple(x.shape)}")
+    if cu_seqlens is None:
+        return None, x.shape[0]
+    cu_seqlens = offsets("cu_seqlens", cu_seqlens, name, x.device)
+    return cu_seqlens, cu_seqlens.shape[0] - 1
+
+
 def form(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """``x`` is [B, L], or [N] with ``cu_seqlens``.  Raises ValueError."""
     dims, want = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
@@ -58,11 +72,6 @@ def padded(cu_seqlens: Tensor, mask: Tensor | None, tokens: Tensor, *each: Any) 
         return cu_seqlens, mask, *each
     longer = with_padding(cu_seqlens, mask, tokens)
     return *longer, *(one_more(x) if isinstance(x, Tensor) else x for x in each)
-
-
-def may_be_padded(offsets: Tensor, total: int) -> bool:
-    """Whether there is padding, or one may not look."""
-    return not debug.may_read(offsets) or int(offsets[-1]) != total
 
 
 def with_padding(offsets: Tensor, mask: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

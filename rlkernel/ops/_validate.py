@@ -139,6 +139,14 @@ def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
     return kept if kept.dim() == 0 or kept.stride(-1) == 1 or kept.shape[-1] < 2 else kept.contiguous()
 
 
+def flags(argument: str, tensor: Tensor, other: str, reference: Tensor) -> Tensor:
+    """True where ``tensor`` is not 0, side by side; it has the shape and the device of ``reference``."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
+    like(argument, tensor, other, reference)
+    return (tensor if tensor.dtype == torch.bool else tensor != 0).contiguous()
+
+
 def item_count(
     argument: str, value: float | Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, float | None]:

@@ -15,18 +15,15 @@ from rlkernel.calls.linear_policy_loss import (
     LinearPolicyLossOutput,
     LinearPolicyLossResults,
 )
-from rlkernel.calls.policy_loss import (
-    LEVELS,
-    POLICY_METRICS,
-    PolicyRule,
-)
+from rlkernel.calls.policy_loss import LEVELS, POLICY_METRICS, PolicyRule
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, linear_logprob
-from rlkernel.ops.policy_loss import policy_loss
+from rlkernel.ops.policy_loss import DEFAULTS, policy_loss
 from rlkernel.ops.policy_loss import rule as policy_rule
-from rlkernel.ops.policy_loss.inputs import check_values, checked, counted
+from rlkernel.ops.policy_loss.inputs import check_values, checked
+from rlkernel.ops.policy_loss.rollout_correction import within_second_moment
 from rlkernel.runtime import debug
 from rlkernel.runtime.modes import without_autocast
 
@@ -36,14 +33,7 @@ _log = logging.getLogger("rlkernel")
 
 # what rows outside of the mask have as target: no number that a caller could mean
 _OUTSIDE = torch.iinfo(torch.int64).min
-_parameters = inspect.signature(policy_loss).parameters.values()
-_DEFAULTS = {p.name: p.default for p in _parameters if p.kind is p.KEYWORD_ONLY}
-_TENSORS = {name: _DEFAULTS[name] for name in inspect.signature(checked).parameters if name in _DEFAULTS}
-_CHOICES = {
-    name: _DEFAULTS[name]
-    for name in inspect.signature(policy_rule.build).parameters
-    if name in _DEFAULTS and name not in _TENSORS
-}
+_TENSORS = inspect.getfullargspec(checked).kwonlyargs
 
 
 @functools.partial(typed, options=policy_loss)
@@ -116,25 +106,24 @@ def linear_policy_loss(
     )  # fmt: skip
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     for name in options:
-        if name not in _DEFAULTS or name == "entropy":
-            known = ", ".join(sorted(set(_DEFAULTS) - {"entropy"}))
+        if name not in DEFAULTS or name == "entropy":
+            known = ", ".join(sorted(set(DEFAULTS) - {"entropy"}))
             raise ValueError(f"options must be among those of policy_loss ({known}), got {name!r}")
     dtype = torch.promote_types(head.compute_dtype, torch.float32)
     shape = target_ids.shape
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
-    given = options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
+    given = DEFAULTS | options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
-    choices = {name: given.get(name, x) for name, x in _CHOICES.items()}
-    others = {name: given.get(name, x) for name, x in _TENSORS.items()}
-    _, tensors, rule, items = checked(like, old_logprobs, advantages, mask, choices, **others)
-    kept = tensors[2]
-    assert kept is not None
-    if choices["correction"] is not None:
-        tensors = counted(tensors, choices["correction"])
+    tensors = {name: given[name] for name in _TENSORS}
+    plain = {name: x for name, x in given.items() if name not in tensors}
+    policy, items = checked(like, old_logprobs, advantages, mask, plain, **tensors)
+    kept, rule = policy.mask, policy.rule
+    if given["correction"] is not None:
+        policy = within_second_moment(policy, given["correction"])
     if items is not None:
         items = items.to(like)
 
-    reach = _reach(options.get("loss_type", _DEFAULTS["loss_type"]), rule)
+    reach = _reach(given["loss_type"], rule)
     if reach == "batch":
         if algorithm == "one_pass":
             reason = "the loss needs the logprobs of the whole batch"
@@ -154,14 +143,11 @@ def linear_policy_loss(
 
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
-    old, advantages, counting, cu_seqlens, reference, rollout, staleness, token_counts = tensors
     call = LinearPolicyLossCall(
         hidden=hidden.reshape(-1, hidden.shape[-1]), weight=weight,
-        target_ids=torch.where(kept, target_ids, _OUTSIDE).reshape(-1), **head._asdict(), old_logprobs=old,
-        advantages=advantages, mask=counting, cu_seqlens=cu_seqlens, ref_logprobs=reference,
-        rollout_logprobs=rollout, staleness=staleness, token_counts=token_counts, items=items, rule=rule,
-        reach=reach, return_entropy=return_entropy, algorithm=algorithm, weight_dtype=weight.dtype,
-        needs=needs,
+        target_ids=torch.where(kept, target_ids, _OUTSIDE).reshape(-1), **head._asdict(),
+        policy=policy._replace(entropy_gradient=rule.entropy_coef != 0), items=items, reach=reach,
+        return_entropy=return_entropy, algorithm=algorithm, weight_dtype=weight.dtype, needs=needs,
     )  # fmt: skip
     loss, metrics, logprobs, entropy = op(call)
     return LinearPolicyLossOutput(
@@ -181,15 +167,7 @@ def _reach(loss_type: str, rule: PolicyRule) -> str:
     return policy_rule.REACH[loss_type] if LEVELS[rule.level] == "token" else "sequence"
 
 
-def _plain_rule() -> PolicyRule:
-    """The rule of ``policy_loss`` without any option."""
-    names = inspect.signature(policy_rule.build).parameters
-    absent = {name: False for name in names if name.startswith("has_")} | {"length": 1}
-    given = {name: _DEFAULTS[name] for name in names if name in _DEFAULTS}
-    return policy_rule.build(**{name: False for name in names} | given | absent)
-
-
-_PLAIN = _plain_rule()
+_PLAIN = policy_rule.build(**DEFAULTS)
 
 
 def _pick(call: LinearPolicyLossCall) -> ModuleType:
@@ -199,7 +177,7 @@ def _pick(call: LinearPolicyLossCall) -> ModuleType:
 
 def _forward(impl: ModuleType, call: LinearPolicyLossCall) -> LinearPolicyLossResults:
     _validate.values(call.target_ids, call.weight.shape[0], call.temperature, call.ignore_index)
-    check_values(call.advantages, call.mask, call.cu_seqlens)
+    check_values(call.policy)
     with torch.no_grad(), without_autocast(call.hidden.device):
         results = impl.forward(call)
     if debug.enabled() and debug.may_read(results.logprobs):
@@ -221,10 +199,10 @@ def _backward(
     factor = grads[0]
     assert factor is not None
     if call.narrow:
-        return tuple(None if g is None else (g * factor).to(g.dtype) for g in results[4:])
+        return tuple(None if g is None else (g * factor).to(g.dtype) for g in results.grads)
     on_cpu = factor.device.type == "cpu"  # elsewhere a look at it would synchronise
     times = functools.partial(_times, None if on_cpu and factor == 1 else factor, own=not _graph_is_kept())
-    hidden, weight, bias = results[4:]
+    hidden, weight, bias = results.grads
     return times(hidden), times(weight, call.weight_dtype), times(bias)
 
 
@@ -257,8 +235,8 @@ def _times(
         return grad if factor is None else grad.mul_(factor.to(dtype))
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
     rows = max(1, 2**20 // max(grad[0].numel(), 1)) if len(grad) else 1
-    for some, narrow in zip(grad.split(rows), out.split(rows), strict=True):  # no second tensor in fp32
-        narrow.copy_(some if factor is None else some * factor.to(some.dtype))
+    for wide, narrow in zip(grad.split(rows), out.split(rows), strict=True):  # no second tensor in fp32
+        narrow.copy_(wide if factor is None else wide * factor.to(wide.dtype))
     return out
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
 from rlkernel.calls.logprob import RowGrads
-from rlkernel.calls.policy_loss import PolicyLossCall
 from rlkernel.reference import linear_logprob, policy_loss
 
 
@@ -24,15 +23,10 @@ def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
         needs=call.needs,
     )  # fmt: skip
     stats = linear_logprob.forward(own)
-    shape, of_entropy = call.mask.shape, call.rule.entropy_coef != 0
+    shape = call.policy.mask.shape
     entropy = None if stats.entropy is None else stats.entropy.view(shape)
-    loss, metrics, scale, grad, grad_entropy = policy_loss.forward(
-        PolicyLossCall(
-            stats.logprobs.view(shape), entropy, call.old_logprobs, call.advantages, call.mask,
-            call.cu_seqlens, call.ref_logprobs, call.rollout_logprobs, call.staleness, call.token_counts,
-            None, call.rule, of_entropy and entropy is not None,
-        )
-    )  # fmt: skip
+    asked = call.policy._replace(logprobs=stats.logprobs.view(shape), entropy=entropy)
+    loss, metrics, scale, grad, grad_entropy = policy_loss.forward(asked)
     if call.items is not None:
         loss, scale = loss / call.items.to(loss), scale / call.items.to(scale)
     grads = LinearGrads()

@@ -60,6 +60,9 @@ def is_told(hint: Any) -> bool:
 
 
 def holds_tensor(hint: Any) -> bool:
+    """Whether it is a tensor, perhaps, or a record in which there is one."""
+    if hasattr(hint, "_fields"):
+        return any(map(holds_tensor, typing.get_type_hints(hint).values()))
     return hint is Tensor or Tensor in typing.get_args(hint)
 
 

@@ -1,25 +1,19 @@
 """Policy-gradient losses: the clipped family, sequence ratios, weighted likelihoods, correction."""
 
+import inspect
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.policy_loss import (
-    POLICY_METRICS,
-    CovariancePick,
-    PolicyLossCall,
-    PolicyLossOutput,
-    PolicyLossResults,
-)
+from rlkernel.calls import policy_loss as calls
 from rlkernel.opaque import Op
-from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.policy_loss import covariance
 from rlkernel.ops.policy_loss import rule as policy_rule
-from rlkernel.ops.policy_loss.inputs import check_values, checked, counted
-from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
+from rlkernel.ops.policy_loss.inputs import check_values, checked
+from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, within_second_moment
 
 
 @typed
@@ -65,7 +59,7 @@ def policy_loss(
     loss_scale_factor: float | None = None,
     dp_size: int = 1,
     cu_seqlens: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> calls.PolicyLossOutput:
     """A policy loss and its gradient in one pass over the tokens.
 
     Equal to ``aggregate(w * term(r, A, logprobs) + beta * KL(logprobs, ref) - entropy_coef * entropy)`` over
@@ -135,7 +129,7 @@ def policy_loss(
             padding.
 
     Returns:
-        PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
+        calls.PolicyLossOutput: ``loss``, and ``metrics`` in the order of ``rlkernel.POLICY_METRICS``.
 
     Raises:
         ValueError: an argument is off.  ``cu_seqlens``, ``num_items_in_batch`` and ``token_counts`` are
@@ -148,7 +142,7 @@ def policy_loss(
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
     """
-    choices = {
+    options = {
         "loss_type": loss_type,
         "loss_agg_mode": loss_agg_mode,
         "importance_sampling_level": importance_sampling_level,
@@ -171,40 +165,40 @@ def policy_loss(
         "kl_input_clamp": kl_input_clamp,
         "kl_output_clamp": kl_output_clamp,
         "correction": correction,
+        "entropy_coef": entropy_coef,
         "loss_scale_factor": loss_scale_factor,
         "dp_size": dp_size,
     }
-    entropy, tensors, rule, items = checked(
+    call, items = checked(
         logprobs,
         old_logprobs,
         advantages,
         mask,
-        choices,
+        options,
+        entropy=entropy,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
         staleness=staleness,
-        entropy=entropy,
-        entropy_coef=entropy_coef,
-        num_items_in_batch=num_items_in_batch,
         token_counts=token_counts,
+        num_items_in_batch=num_items_in_batch,
         cu_seqlens=cu_seqlens,
     )
     if correction is not None:
-        tensors = counted(tensors, correction)
-    logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
-    of_entropy = entropy is not None and rule.entropy_coef != 0 and entropy.requires_grad
-    of_entropy = of_entropy and torch.is_grad_enabled()
-    call = PolicyLossCall._make((logprobs, entropy, *tensors, None, rule, of_entropy))
+        call = within_second_moment(call, correction)
     if loss_type in ("clip_cov", "kl_cov"):
         if not clip_cov_lb < clip_cov_ub:
             raise ValueError(f"clip_cov_lb must be < clip_cov_ub = {clip_cov_ub}, got {clip_cov_lb}")
-        bounds = clip_cov_lb, clip_cov_ub, rule.low, rule.high
-        pick = CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
-        call = call._replace(selected=covariance.selected((logprobs.detach(), *tensors[:4]), pick))
+        bounds = clip_cov_lb, clip_cov_ub, call.rule.low, call.rule.high
+        pick = calls.CovariancePick(loss_type == "clip_cov", cov_ratio, *bounds, seed & 0xFFFFFFFF)
+        tensors = call.logprobs.detach(), call.old_logprobs, call.advantages, call.mask, call.cu_seqlens
+        call = call._replace(selected=covariance.selected(calls.PolicySelectCall(*tensors, pick)))
     loss, metrics = op(call)
     if items is not None:
         loss = loss / items
-    return PolicyLossOutput(loss, metrics)
+    return calls.PolicyLossOutput(loss, metrics)
+
+
+DEFAULTS: dict[str, Any] = inspect.unwrap(policy_loss).__kwdefaults__
 
 
 def policy_loss_preset(name: str) -> dict[str, Any]:
@@ -216,15 +210,15 @@ def policy_loss_preset(name: str) -> dict[str, Any]:
     return dict(policy_rule.choice("name", name, policy_rule.PRESETS))
 
 
-def _forward(impl: ModuleType, call: PolicyLossCall) -> PolicyLossResults:
-    check_values(call.advantages, call.mask, call.cu_seqlens, call.token_counts)
+def _forward(impl: ModuleType, call: calls.PolicyLossCall) -> calls.PolicyLossResults:
+    check_values(call)
     return impl.forward(call)
 
 
 def _backward(
     impl: ModuleType | None,
-    call: PolicyLossCall,
-    results: PolicyLossResults,
+    call: calls.PolicyLossCall,
+    results: calls.PolicyLossResults,
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor | None]:
     assert grads[0] is not None
@@ -233,16 +227,18 @@ def _backward(
     return results.grad_logprobs * factor, None if of_entropy is None else of_entropy * factor
 
 
-def _like(call: PolicyLossCall) -> PolicyLossResults:
+def _like(call: calls.PolicyLossCall) -> calls.PolicyLossResults:
     new, like = call.logprobs.new_empty, torch.empty_like
     of_entropy = like(call.logprobs) if call.entropy_gradient else None
-    return PolicyLossResults(new(()), new(len(POLICY_METRICS)), new(()), like(call.logprobs), of_entropy)
+    return calls.PolicyLossResults(
+        new(()), new(len(calls.POLICY_METRICS)), new(()), like(call.logprobs), of_entropy
+    )
 
 
 op = Op(
     "policy_loss",
-    PolicyLossCall,
-    PolicyLossResults,
+    calls.PolicyLossCall,
+    calls.PolicyLossResults,
     outputs=2,
     pick=("logprobs", "advantages", "mask"),
     forward=_forward,

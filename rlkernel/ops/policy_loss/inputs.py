@@ -7,13 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.policy_loss import (
-    KL_WEIGHTS,
-    PolicyRule,
-)
+from rlkernel.calls.policy_loss import KL_WEIGHTS, PolicyLossCall
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops.policy_loss import rule as policy_rule
-from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, of_second_moment
 from rlkernel.runtime import debug
 
 
@@ -22,49 +18,46 @@ def checked(
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
-    choices: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
+    entropy: Tensor | None,
     ref_logprobs: Tensor | None,
     rollout_logprobs: Tensor | None,
     staleness: Tensor | None,
-    entropy: Tensor | None,
-    entropy_coef: float,
-    num_items_in_batch: float | Tensor | None,
     token_counts: Tensor | None,
+    num_items_in_batch: float | Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor | None, tuple[Any, ...], PolicyRule, Tensor | None]:
-    """``(entropy, tensors, rule, items)`` as backends take them, ``tensors`` from ``old_logprobs`` to
-    ``token_counts``; ``choices`` are those of ``policy_rule.build``.  Raises ValueError for an argument that
-    is off."""
+) -> tuple[PolicyLossCall, Tensor | None]:
+    """The call as backends take it, and what the loss is divided by where that is a tensor; ``options`` are
+    those of ``rule.build``.  Raises ValueError for an argument that is off."""
     _validate.floating("logprobs", logprobs)
-    if not isinstance(choices["loss_agg_mode"], str):  # an array would be compared element by element
-        policy_rule.choice("loss_agg_mode", choices["loss_agg_mode"], policy_rule.AGGREGATIONS)
-    if cu_seqlens is None and logprobs.dim() != 2:
-        want = "[B, L], or [N] with cu_seqlens"
-        raise ValueError(f"logprobs must be {want}, got shape {tuple(logprobs.shape)}")
-    if cu_seqlens is not None:
-        if logprobs.dim() != 1:
-            raise ValueError(f"logprobs must be [N] with cu_seqlens, got shape {tuple(logprobs.shape)}")
-        cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)
+    mode = options["loss_agg_mode"]
+    if not isinstance(mode, str):  # an array would be compared element by element
+        policy_rule.choice("loss_agg_mode", mode, policy_rule.AGGREGATIONS)
+    cu_seqlens, count = _packing.sequences("logprobs", logprobs, "[B, L]", cu_seqlens)
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     old_logprobs = _tokens("old_logprobs", old_logprobs, logprobs, dtype)
     ref_logprobs = _tokens("ref_logprobs", ref_logprobs, logprobs, dtype)
     rollout_logprobs = _tokens("rollout_logprobs", rollout_logprobs, logprobs, dtype)
     entropy = _tokens("entropy", entropy, logprobs, dtype)
-    advantages, each = _advantages(advantages, logprobs, count, dtype)
-    mask = _mask(mask, logprobs)
-    staleness, stale_each = _staleness(staleness, logprobs, count, dtype)
+    _validate.floating("advantages", advantages)
+    advantages, each = _tokens_or_sequences("advantages", advantages, logprobs, count)
+    _constant("advantages", advantages)
+    mask = _validate.flags("mask", mask, "logprobs", logprobs)
+    stale_each = False
+    if staleness is not None:
+        if not isinstance(staleness, Tensor):
+            raise ValueError(f"staleness must be a tensor, got {type(staleness).__name__}")
+        staleness, stale_each = _tokens_or_sequences("staleness", staleness, logprobs, count)
+        staleness = _validate.dense(staleness, dtype)
     if token_counts is not None:
         token_counts = _token_counts(token_counts, logprobs, count, dtype)
     if cu_seqlens is not None:
-        _packing.check(cu_seqlens, len(logprobs))
+        total = len(logprobs)
+        last = _packing.check(cu_seqlens, total)
         # one more sequence also where their number would not tell what belongs to a token from what to one
-        if (
-            (each or stale_each)
-            and count == len(logprobs)
-            or _packing.may_be_padded(cu_seqlens, len(logprobs))
-        ):
+        alike = (each or stale_each) and count == total
+        if alike or last != total:
             cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
             advantages = _packing.one_more(advantages) if each else advantages
             staleness = _packing.one_more(staleness) if staleness is not None and stale_each else staleness
@@ -73,46 +66,51 @@ def checked(
     if num_items_in_batch is not None:
         items, known = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     if items is not None:
-        known, items = 1.0, None if choices["loss_agg_mode"] == "token-sum" else items.to(dtype)
+        known, items = 1.0, None if mode == "token-sum" else items.to(dtype)
+    # the rule depends on the length only where the loss is divided by it
+    length = logprobs.shape[-1] if mode == "seq-mean-token-sum-norm" else 0
     rule = policy_rule.build(
-        **choices,
+        **options,
         has_reference=ref_logprobs is not None,
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
         has_rollout_logprobs=rollout_logprobs is not None,
         has_staleness=staleness is not None,
         has_token_counts=token_counts is not None,
-        entropy_coef=entropy_coef,
         num_items_in_batch=known,
-        length=_length(logprobs, choices["loss_agg_mode"]) if cu_seqlens is None else None,
+        length=length if cu_seqlens is None else None,
     )
     weighs_kl = KL_WEIGHTS[rule.kl_weight] == "rollout"
     if rollout_logprobs is not None and not rule.correction and not weighs_kl:
         raise ValueError("correction must be given with rollout_logprobs, got None")
-    if entropy_coef and entropy is None:
-        raise ValueError(f"entropy must be given with entropy_coef = {entropy_coef}, got None")
-    tensors = (
-        old_logprobs, advantages, mask, cu_seqlens, ref_logprobs if rule.kl else None, rollout_logprobs,
-        staleness if rule.correction else None, token_counts,
-    )  # fmt: skip
-    return entropy, tensors, rule, items
+    if entropy is None and rule.entropy_coef:
+        raise ValueError(f"entropy must be given with entropy_coef = {options['entropy_coef']}, got None")
+    of_entropy = entropy is not None and rule.entropy_coef != 0 and entropy.requires_grad
+    call = PolicyLossCall(
+        logprobs=_validate.dense(logprobs, dtype),
+        entropy=entropy,
+        old_logprobs=old_logprobs,
+        advantages=_validate.dense(advantages, dtype),
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs if rule.kl else None,
+        rollout_logprobs=rollout_logprobs,
+        staleness=staleness if rule.correction else None,
+        token_counts=token_counts,
+        selected=None,
+        rule=rule,
+        entropy_gradient=of_entropy and torch.is_grad_enabled(),
+    )
+    return call, items
 
 
-def counted(tensors: tuple[Any, ...], correction: RolloutCorrection | str) -> tuple[Any, ...]:
-    """The tensors with the mask of those tokens that ``m2_threshold`` leaves."""
-    old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others = tensors
-    mask = of_second_moment(correction, old_logprobs, rollout_logprobs, mask)
-    return old_logprobs, advantages, mask, offsets, ref_logprobs, rollout_logprobs, *others
-
-
-def check_values(
-    advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None, token_counts: Tensor | None = None
-) -> None:
+def check_values(call: PolicyLossCall) -> None:
     """Looks at the values themselves: offsets and counts on a CPU, and on a GPU in debug mode; NaN in debug
     mode."""
-    if cu_seqlens is not None:
-        _packing.check(cu_seqlens, mask.shape[0])
-    if token_counts is not None:
-        _check_counts(token_counts, mask, cu_seqlens)
+    advantages, mask = call.advantages, call.mask
+    if call.cu_seqlens is not None:
+        _packing.check(call.cu_seqlens, mask.shape[0])
+    if call.token_counts is not None:
+        _check_counts(call.token_counts, mask, call.cu_seqlens)
     if debug.enabled() and debug.may_read(advantages):
         counted = advantages[mask] if advantages.shape == mask.shape else advantages
         if bool(counted.isnan().any()):
@@ -138,40 +136,26 @@ def _check_counts(counts: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> No
         raise ValueError(f"token_counts[{i}] must be {want}, got {counts[i].item()}")
 
 
-def _length(logprobs: Tensor, loss_agg_mode: str) -> int:
-    """What the rule depends on: not the length, unless the loss is divided by it."""
-    return logprobs.shape[1] if loss_agg_mode == "seq-mean-token-sum-norm" else 0
-
-
 def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -> Tensor | None:
     if x is None:
         return None
     _validate.floating(name, x)
-    if x.shape != logprobs.shape:
-        raise ValueError(f"{name} must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
-    _validate.same_device(name, x, "logprobs", logprobs.device)
-    if name != "entropy" and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
+    _validate.like(name, x, "logprobs", logprobs)
+    if name != "entropy":
+        _constant(name, x)
     return _validate.dense(x, dtype)
 
 
-def _advantages(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    _validate.floating("advantages", x)
-    x, each = _per_sequence("advantages", x, logprobs, count)
+def _constant(name: str, x: Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("advantages must not require a gradient, got requires_grad=True")
-    return _validate.dense(x, dtype), each
+        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
 
 
-def _staleness(
-    x: Tensor | None, logprobs: Tensor, count: int, dtype: torch.dtype
-) -> tuple[Tensor | None, bool]:
-    if x is None:
-        return None, False
-    if not isinstance(x, Tensor):
-        raise ValueError(f"staleness must be a tensor, got {type(x).__name__}")
-    x, each = _per_sequence("staleness", x, logprobs, count)
-    return _validate.dense(x, dtype), each
+def _tokens_or_sequences(name: str, x: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, bool]:
+    """One value for each token, or [count], and whether it is that."""
+    x, each = _packing.per_sequence(name, x, "logprobs", logprobs, count)
+    _validate.same_device(name, x, "logprobs", logprobs.device)
+    return x, each
 
 
 def _token_counts(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -180,21 +164,5 @@ def _token_counts(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -
         raise ValueError(f"token_counts must be one number for each of {count} sequences, got {got}")
     _validate.same_device("token_counts", x, "logprobs", logprobs.device)
     if x.is_complex():
-        raise ValueError(f"token_counts must be real numbers, got {str(x.dtype).removeprefix('torch.')}")
+        raise ValueError(f"token_counts must be real numbers, got {_validate.name(x.dtype)}")
     return _validate.dense(x, dtype)
-
-
-def _per_sequence(name: str, x: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, bool]:
-    """One value for each token, or [count], and whether it is that."""
-    x, each = _packing.per_sequence(name, x, "logprobs", logprobs, count)
-    _validate.same_device(name, x, "logprobs", logprobs.device)
-    return x, each
-
-
-def _mask(x: Tensor, logprobs: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
-    if x.shape != logprobs.shape:
-        raise ValueError(f"mask must have logprobs' shape {tuple(logprobs.shape)}, got {tuple(x.shape)}")
-    _validate.same_device("mask", x, "logprobs", logprobs.device)
-    return (x if x.dtype == torch.bool else x != 0).contiguous()

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from rlkernel.calls.policy_loss import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
     DIVERGENCES,
+    PolicyLossCall,
 )
 from rlkernel.ops import _scalars
 
@@ -291,14 +291,14 @@ def _reject(found: dict[str, Any], entry: tuple[Any, ...]) -> None:
     found[f"{field}_high"] = min(found[f"{field}_high"], bounds[1])
 
 
-def of_second_moment(
-    correction: RolloutCorrection | str, old: Tensor, rollout: Tensor, mask: Tensor
-) -> Tensor:
-    """The mask without what ``m2_threshold`` takes out of it; where two are alike, the first one goes."""
+def within_second_moment(call: PolicyLossCall, correction: RolloutCorrection | str) -> PolicyLossCall:
+    """The call without the tokens that ``m2_threshold`` takes out of its mask; where two are alike, the first
+    one goes."""
     c = CORRECTIONS[correction] if isinstance(correction, str) else correction
     if c.m2_threshold is None:
-        return mask
-    d = (old - rollout).double()
+        return call
+    assert call.old_logprobs is not None and call.rollout_logprobs is not None
+    mask, d = call.mask, (call.old_logprobs - call.rollout_logprobs).double()
     counts = mask.reshape(-1)
     # what the engine did not score has moved by nothing; what the mask hides comes last
     square = torch.where(mask & d.isfinite(), d * d, 0).reshape(-1)
@@ -307,4 +307,4 @@ def of_second_moment(
     mean = ranked.clamp(min=0).flip(0).cumsum(0).flip(0) / left.clamp(min=1)
     dropped = ((mean >= c.m2_threshold) & (left > 1)).sum()
     rank = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=mask.device))
-    return mask & (rank >= dropped).view(mask.shape)
+    return call._replace(mask=mask & (rank >= dropped).view(mask.shape))

@@ -4,17 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlkernel.calls.policy_loss import (
-    DIVERGENCES,
-    KL_ESTIMATORS,
-    KL_WEIGHTS,
-    LEVELS,
-    POLICY_TERMS,
-    SUMS,
-    PolicyRule,
-)
+from rlkernel.calls import policy_loss as names
+from rlkernel.calls.policy_loss import PolicyRule
 from rlkernel.ops.policy_loss import rollout_correction
-from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, choice
+from rlkernel.ops.policy_loss.rollout_correction import choice
 from rlkernel.ops.policy_loss.rollout_correction import number as _number
 from rlkernel.runtime.memo import remembered
 
@@ -68,10 +61,13 @@ AGGREGATIONS = {
 }
 
 # of use_bias_correction_kl, whose True is TRL's
-KL_FACTORS = {False: "none", True: "ratio"} | {name: name for name in KL_WEIGHTS[1:]}
+KL_FACTORS = {False: "none", True: "ratio"} | {name: name for name in names.KL_WEIGHTS[1:]}
 
-KL = {f"{name}{plus}": name for name in KL_ESTIMATORS[1:] for plus in ("", "+")}
+_LEVELS = {name: i for i, name in enumerate(names.LEVELS)}
 
+KL = {f"{name}{plus}": name for name in names.KL_ESTIMATORS[1:] for plus in ("", "+")}
+
+_GSPO = {"loss_agg_mode": "seq-mean-token-mean", "epsilon": 3e-4, "epsilon_high": 4e-4}
 # What each paper sums over; the arguments beside it are those that its authors publish.
 PRESETS: Mapping[str, dict[str, Any]] = {
     "ppo": {"loss_type": "ppo", "loss_agg_mode": "token-mean"},
@@ -79,18 +75,8 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "loss_agg_mode": "token-mean", "epsilon_high": 0.28},
     "dr_grpo": {"loss_type": "dr_grpo", "loss_agg_mode": "seq-mean-token-sum-norm"},
     "bnpo": {"loss_type": "bnpo", "loss_agg_mode": "token-mean"},
-    "gspo": {
-        "importance_sampling_level": "sequence",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
-    "gspo_token": {
-        "importance_sampling_level": "sequence_token",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
+    "gspo": {"importance_sampling_level": "sequence", **_GSPO},
+    "gspo_token": {"importance_sampling_level": "sequence_token", **_GSPO},
     "luspo": {"importance_sampling_level": "sequence", "loss_agg_mode": "seq-mean-token-sum"},
     "cispo": {"loss_type": "cispo", "loss_agg_mode": "token-mean"},
     "reinforce": {"loss_type": "reinforce", "loss_agg_mode": "seq-mean-token-sum"},
@@ -118,52 +104,32 @@ def optional(argument: str, value: float | None, otherwise: float, low: float = 
 @remembered
 def build(
     *,
-    loss_type: str,
-    loss_agg_mode: str,
-    importance_sampling_level: str,
-    epsilon: float,
-    epsilon_high: float | None,
-    delta: float | None,
-    clip_ratio_c: float | None,
-    log_ratio_clip: float | None,
-    tau_pos: float,
-    tau_neg: float,
-    vespo_k_pos: float,
-    vespo_lambda_pos: float,
-    vespo_k_neg: float,
-    vespo_lambda_neg: float,
-    ppo_kl_coef: float,
-    dro_beta: float | None,
-    beta: float,
-    has_reference: bool,
-    kl_estimator: str,
-    use_bias_correction_kl: bool | str,
-    kl_input_clamp: float | None,
-    kl_output_clamp: float | None,
-    has_rollout: bool,
-    has_rollout_logprobs: bool,
-    has_staleness: bool,
-    has_token_counts: bool,
-    correction: RolloutCorrection | str | None,
-    entropy_coef: float,
-    num_items_in_batch: float | None,
-    loss_scale_factor: float | None,
-    dp_size: int,
-    length: int | None,
+    has_reference: bool = False,
+    has_rollout: bool = False,
+    has_rollout_logprobs: bool = False,
+    has_staleness: bool = False,
+    has_token_counts: bool = False,
+    length: int | None = 1,
+    **options: Any,
 ) -> PolicyRule:
-    """Raises ValueError for the first argument that is off."""
+    """``options`` are the keywords of ``policy_loss``; of those that are tensors ``build`` is told whether
+    they are there.  Raises ValueError for the first that is off."""
+
+    def number(name: str, low: float = -math.inf, *, above: bool = False) -> float:
+        return _number(name, options[name], low, above=above)
+
+    def bound(name: str, absent: float = math.inf, low: float = 0.0) -> float:
+        return optional(name, options[name], absent, low)
+
+    loss_type, loss_agg_mode = options["loss_type"], options["loss_agg_mode"]
     term = choice("loss_type", loss_type, LOSS_TYPES)
     aggregation = choice("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
-    level = choice(
-        "importance_sampling_level",
-        importance_sampling_level,
-        {name: i for i, name in enumerate(LEVELS)},
-    )
-    estimator = choice("kl_estimator", kl_estimator, KL)
-    kl_weight = choice("use_bias_correction_kl", use_bias_correction_kl, KL_FACTORS)
-    epsilon = _number("epsilon", epsilon, 0.0)
-    above = epsilon if epsilon_high is None else _number("epsilon_high", epsilon_high, 0.0)
-    beta = _number("beta", beta, 0.0)
+    level = choice("importance_sampling_level", options["importance_sampling_level"], _LEVELS)
+    estimator = choice("kl_estimator", options["kl_estimator"], KL)
+    kl_weight = choice("use_bias_correction_kl", options["use_bias_correction_kl"], KL_FACTORS)
+    epsilon = number("epsilon", 0.0)
+    above = epsilon if options["epsilon_high"] is None else number("epsilon_high", 0.0)
+    beta = number("beta", 0.0)
     if beta and not has_reference:
         raise ValueError(f"ref_logprobs must be given with beta = {beta}, got None")
     if kl_weight == "rollout" and not has_rollout_logprobs:
@@ -171,55 +137,55 @@ def build(
     low, high = (-epsilon, above) if term in ("gmpo", "dppo") else (1 - epsilon, 1 + above)
     if loss_type == "cispo_cap":  # TRL's epsilon_high is the cap itself
         low, high = -math.inf, above
-    factor = _number("dp_size", dp_size, 0, above=True)
-    denominator = 0.0
+    factor = number("dp_size", 0, above=True)
+    items, denominator = options["num_items_in_batch"], 0.0
     if loss_agg_mode == "token-sum":
         denominator = 1.0
-    elif num_items_in_batch is not None:
-        denominator = _number("num_items_in_batch", num_items_in_batch, 0, above=True)
-    if num_items_in_batch is None and dp_size > 1 and loss_agg_mode != "token-sum":
-        raise ValueError(f"num_items_in_batch must be given with dp_size = {dp_size}, got None")
+    elif items is not None:
+        denominator = number("num_items_in_batch", 0, above=True)
+    elif factor > 1:
+        raise ValueError(f"num_items_in_batch must be given with dp_size = {options['dp_size']}, got None")
     if has_token_counts and loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"loss_agg_mode must be 'seq-mean-token-mean' with token_counts, got {loss_agg_mode!r}"
         )
-    if has_token_counts and num_items_in_batch is None:
+    if has_token_counts and items is None:
         raise ValueError("num_items_in_batch must be given with token_counts, got None")
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        if loss_scale_factor is None and length is None:
+        scale = options["loss_scale_factor"]
+        if scale is None and length is None:
             raise ValueError("loss_scale_factor must be given with cu_seqlens for this mode, got None")
-        scale = max(length or 1, 1) if loss_scale_factor is None else loss_scale_factor
-        factor /= _number("loss_scale_factor", scale, 0, above=True)
-    coefficient = _number("ppo_kl_coef", ppo_kl_coef, 0.0)
+        factor /= _number("loss_scale_factor", max(length or 1, 1) if scale is None else scale, 0, above=True)
+    coefficient = number("ppo_kl_coef", 0.0)
     if term == "dro":
-        if dro_beta is None:
+        if options["dro_beta"] is None:
             raise ValueError("dro_beta must be given with loss_type 'dro', got None")
-        coefficient = _number("dro_beta", dro_beta, 0.0, above=True)
-    rollout = rollout_correction.numbers(correction, has_rollout, has_staleness)
+        coefficient = number("dro_beta", 0.0, above=True)
+    rollout = rollout_correction.numbers(options["correction"], has_rollout, has_staleness)
     return PolicyRule(
-        term=POLICY_TERMS.index(term),
+        term=names.POLICY_TERMS.index(term),
         level=level,
-        aggregation=SUMS.index(aggregation),
+        aggregation=names.SUMS.index(aggregation),
         # without beta the estimate is still worth a metric
-        kl=KL_ESTIMATORS.index(estimator) if has_reference else 0,
-        kl_gradient_of_k2=kl_estimator.endswith("+"),
-        kl_weight=KL_WEIGHTS.index(kl_weight),
-        divergence=DIVERGENCES.index(loss_type[5:]) if term == "dppo" else 0,
+        kl=names.KL_ESTIMATORS.index(estimator) if has_reference else 0,
+        kl_gradient_of_k2=options["kl_estimator"].endswith("+"),
+        kl_weight=names.KL_WEIGHTS.index(kl_weight),
+        divergence=names.DIVERGENCES.index(loss_type[5:]) if term == "dppo" else 0,
         low=low,
         high=high,
-        delta=optional("delta", delta, math.inf),
-        dual=optional("clip_ratio_c", clip_ratio_c, 20.0 if term == "dppo" else math.inf, 1.0),
-        log_clip=optional("log_ratio_clip", log_ratio_clip, math.inf),
-        tau_positive=_number("tau_pos", tau_pos, 0, above=True),
-        tau_negative=_number("tau_neg", tau_neg, 0, above=True),
+        delta=bound("delta"),
+        dual=bound("clip_ratio_c", 20.0 if term == "dppo" else math.inf, 1.0),
+        log_clip=bound("log_ratio_clip"),
+        tau_positive=number("tau_pos", 0, above=True),
+        tau_negative=number("tau_neg", 0, above=True),
         beta=beta,
-        kl_input=optional("kl_input_clamp", kl_input_clamp, math.inf),
-        kl_output=optional("kl_output_clamp", kl_output_clamp, math.inf),
-        entropy_coef=_number("entropy_coef", entropy_coef),
-        k_positive=_number("vespo_k_pos", vespo_k_pos),
-        lambda_positive=max(_number("vespo_lambda_pos", vespo_lambda_pos), 1e-4),
-        k_negative=_number("vespo_k_neg", vespo_k_neg),
-        lambda_negative=max(_number("vespo_lambda_neg", vespo_lambda_neg), 1e-4),
+        kl_input=bound("kl_input_clamp"),
+        kl_output=bound("kl_output_clamp"),
+        entropy_coef=number("entropy_coef"),
+        k_positive=number("vespo_k_pos"),
+        lambda_positive=max(number("vespo_lambda_pos"), 1e-4),
+        k_negative=number("vespo_k_neg"),
+        lambda_negative=max(number("vespo_lambda_neg"), 1e-4),
         coefficient=coefficient,
         **rollout,
         denominator=denominator,
