@@ -7,18 +7,12 @@ from torch import Tensor
 
 from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceLossResults
 from rlkernel.drivers.preference_loss import order
-from rlkernel.native import kernels, kernels_for
+from rlkernel.native import kernels
+from rlkernel.native.logprob import unsupported_tensor
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    logprobs = tensors[0]
-    reasons = []
-    if logprobs.dtype == torch.float64:
-        reasons.append("logprobs must be fp16, bf16 or fp32, got float64")
-    found = kernels_for(logprobs.device)
-    if isinstance(found, str):
-        reasons.append(found)
-    return reasons
+    return unsupported_tensor("logprobs", tensors[0])
 
 
 def forward(call: PreferenceLossCall) -> PreferenceLossResults:

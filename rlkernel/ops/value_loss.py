@@ -1,7 +1,6 @@
 """The value function's loss: clipped squared or Huber error, aggregated over tokens and sequences."""
 
 import functools
-import math
 from types import ModuleType
 
 import torch
@@ -87,33 +86,36 @@ def value_loss(
     Follows ``compute_value_loss`` of verl and ``ppo_critic_loss_fn`` of AReaL.
     """
     _check_tensors(values, returns, mask, old_values, cu_seqlens)
-    _check_options(old_values, cliprange_value, loss, huber_delta, loss_agg_mode, dp_size)
+    _validate.choice("loss", loss, LOSSES)
+    _validate.choice("loss_agg_mode", loss_agg_mode, UNITS)
+    if (old_values is None) != (cliprange_value is None):
+        pair = ("old_values", "cliprange_value") if old_values is None else ("cliprange_value", "old_values")
+        raise ValueError("{} must be given with {}, got None".format(*pair))
+    cliprange = 0.0 if cliprange_value is None else _validate.number("cliprange_value", cliprange_value, 0.0)
+    huber_delta = _validate.number("huber_delta", huber_delta, 0.0, above=True)
+    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
+        raise ValueError(f"dp_size must be an integer >= 1, got {dp_size!r}")
     dtype = torch.promote_types(values.dtype, torch.float32)
     items = _num_items(num_items_in_batch, loss_agg_mode, dp_size, dtype, values.device)
     factor = float(dp_size)
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        factor /= _scale_factor(loss_scale_factor, values, cu_seqlens)
+        if loss_scale_factor is None and cu_seqlens is not None:
+            raise ValueError(
+                f"loss_scale_factor must be given with cu_seqlens and {loss_agg_mode!r}, got None"
+            )
+        scale = max(values.shape[-1], 1) if loss_scale_factor is None else loss_scale_factor
+        factor /= _validate.number("loss_scale_factor", scale, 0.0, above=True)
     # the kernels take one dtype, or fp32 beside the values'
     alike = returns.dtype == values.dtype and (old_values is None or old_values.dtype == values.dtype)
     other = values.dtype if alike else dtype
-    values, mask = _validate.rows(values, values.dtype), _validate.rows(mask, torch.bool)
-    returns = _validate.rows(returns, other)
-    old_values = None if old_values is None else _validate.rows(old_values, other)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     call = ValueLossCall(
-        values,
-        returns,
-        mask,
-        old_values,
-        cu_seqlens,
-        items,
-        0.0 if cliprange_value is None else float(cliprange_value),
-        float(huber_delta) if loss == "huber" else None,
-        UNITS[loss_agg_mode],
-        factor,
-        values.dtype,
-        torch.is_grad_enabled() and values.requires_grad,
-    )
+        values=_validate.rows(values, values.dtype), returns=_validate.rows(returns, other),
+        mask=_validate.rows(mask, torch.bool),
+        old_values=None if old_values is None else _validate.rows(old_values, other),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(), num_items=items,
+        cliprange=cliprange, huber_delta=huber_delta if loss == "huber" else None, unit=UNITS[loss_agg_mode],
+        factor=factor, dtype=values.dtype, slopes=torch.is_grad_enabled() and values.requires_grad,
+    )  # fmt: skip
     return ValueLossOutput(*op(call))
 
 
@@ -121,9 +123,9 @@ def _check_tensors(
     values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     _validate.floating("values", values)
-    want, dims = (
-        ("[N] with cu_seqlens", 1) if cu_seqlens is not None else ("[B, L], or [N] with cu_seqlens", 2)
-    )
+    dims, want = 1, "[N] with cu_seqlens"
+    if cu_seqlens is None:
+        dims, want = 2, f"[B, L], or {want}"
     if values.dim() != dims:
         raise ValueError(f"values must be {want}, got {tuple(values.shape)}")
     for name, x in (("returns", returns), ("old_values", old_values), ("mask", mask)):
@@ -133,37 +135,11 @@ def _check_tensors(
             _validate.floating(name, x)
         elif not isinstance(x, Tensor):
             raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
-        if x.shape != values.shape:
-            raise ValueError(f"{name} must have values' shape {tuple(values.shape)}, got {tuple(x.shape)}")
-        _validate.same_device(name, x, "values", values.device)
+        _validate.like(name, x, "values", values)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
-    if cu_seqlens is None:
-        return
-    _packing.typed("cu_seqlens", cu_seqlens, "values", values.device)
-
-
-def _check_options(
-    old_values: Tensor | None,
-    cliprange_value: float | None,
-    loss: str,
-    huber_delta: float,
-    loss_agg_mode: str,
-    dp_size: int,
-) -> None:
-    _validate.choice("loss", loss, LOSSES)
-    _validate.choice("loss_agg_mode", loss_agg_mode, UNITS)
-    if (old_values is None) != (cliprange_value is None):
-        given, missing = (
-            ("cliprange_value", "old_values") if old_values is None else ("old_values", "cliprange_value")
-        )
-        raise ValueError(f"{missing} must be given with {given}, got None")
-    if cliprange_value is not None and not 0 <= cliprange_value < math.inf:
-        raise ValueError(f"cliprange_value must be >= 0 and finite, got {cliprange_value}")
-    if not 0 < huber_delta < math.inf:
-        raise ValueError(f"huber_delta must be > 0 and finite, got {huber_delta}")
-    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
-        raise ValueError(f"dp_size must be an integer >= 1, got {dp_size!r}")
+    if cu_seqlens is not None:
+        _packing.typed("cu_seqlens", cu_seqlens, "values", values.device)
 
 
 def _num_items(
@@ -175,18 +151,6 @@ def _num_items(
     if value is None and dp_size > 1:
         raise ValueError(f"num_items_in_batch must be given with dp_size > 1 and {mode!r}, got None")
     return number if items is None else items.to(dtype)
-
-
-def _scale_factor(value: float | None, values: Tensor, cu_seqlens: Tensor | None) -> float:
-    if value is None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "loss_scale_factor must be given with cu_seqlens and 'seq-mean-token-sum-norm', got None"
-            )
-        return max(values.shape[1], 1)
-    if not 0 < value < math.inf:
-        raise ValueError(f"loss_scale_factor must be > 0 and finite, got {value}")
-    return float(value)
 
 
 def _forward(impl: ModuleType, call: ValueLossCall) -> ValueLossResults:
@@ -205,12 +169,6 @@ def _forward(impl: ModuleType, call: ValueLossCall) -> ValueLossResults:
     return results
 
 
-def _backward(
-    impl: ModuleType, call: ValueLossCall, results: ValueLossResults, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor]:
-    return impl.backward(call, results, grads[0])
-
-
 def _like(call: ValueLossCall) -> ValueLossResults:
     values, cu_seqlens = call.values, call.cu_seqlens
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -227,7 +185,7 @@ op = Op(
     outputs=2,
     pick=("values",),
     forward=_forward,
-    backward=_backward,
+    backward=lambda impl, call, results, grads: impl.backward(call, results, grads[0]),
     like=_like,
     gradients=("values",),
     differentiable=("loss",),

@@ -5,15 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from rlkernel.calls import policy_loss as names
 from rlkernel.calls.policy_loss import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    DIVERGENCES,
-    KL_ESTIMATORS,
-    KL_WEIGHTS,
-    LEVELS,
-    POLICY_TERMS,
-    SUMS,
     PolicyLossCall,
     PolicyLossResults,
     PolicyRule,
@@ -38,13 +31,12 @@ def forward(call: PolicyLossCall) -> PolicyLossResults:
         leaves = [leaf] + ([bonus] if bonus is not None and entropy_gradient else [])
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     grads = tuple(torch.where(call.mask, g, 0) for g in grads)
-    count = metrics["tokens"] if SUMS[rule.aggregation] == "tokens" else metrics["sequences"]
-    scale = rule.factor / (
-        torch.full_like(count, rule.denominator) if rule.denominator else count.clamp(min=1)
-    )
-    of_entropy = grads[1] if len(grads) > 1 else None
+    count = metrics["tokens" if names.SUMS[rule.aggregation] == "tokens" else "sequences"]
+    below = torch.full_like(count, rule.denominator) if rule.denominator else count.clamp(min=1)
+    scale = rule.factor / below
+    values = torch.stack([*metrics.values()])
     return PolicyLossResults(
-        total.detach() * scale, torch.stack([*metrics.values()]), scale, grads[0], of_entropy
+        total.detach() * scale, values, scale, grads[0], grads[1] if len(grads) > 1 else None
     )
 
 
@@ -97,10 +89,9 @@ class _Rows:
 
 
 def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]]:
-    logprobs, entropy, old_logprobs, advantages, mask, _, *others, rule, _ = call
-    ref_logprobs, rollout_logprobs, staleness, token_counts, selected = others
-    advantages = rows.like(advantages, logprobs)
-    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+    logprobs, mask, rule = call.logprobs, call.mask, call.rule
+    advantages = rows.like(call.advantages, logprobs)
+    old_logprobs = logprobs.detach() if call.old_logprobs is None else call.old_logprobs
     # a token that the mask hides is replaced before it meets any arithmetic: 0 * inf is NaN
     advantages = torch.where(mask, advantages, 0)
     logp, old = torch.where(mask, logprobs, 0), torch.where(mask, old_logprobs, 0)
@@ -108,9 +99,10 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
     inside = mask & ~(logp.isneginf() | old.isneginf())
     weight, log_weight, kept = torch.ones_like(old), torch.zeros_like(old), torch.ones_like(mask)
     if rule.correction:
-        assert rollout_logprobs is not None
-        rollout = torch.where(mask, rollout_logprobs, 0)
-        stale = None if staleness is None else torch.where(mask, rows.like(staleness, old), 0)
+        assert call.rollout_logprobs is not None
+        rollout = torch.where(mask, call.rollout_logprobs, 0)
+        stale = call.staleness
+        stale = None if stale is None else torch.where(mask, rows.like(stale, old), 0)
         weight, log_weight, kept = _correction(
             rows, logp.detach(), old, rollout, advantages, stale, mask, rule
         )
@@ -121,7 +113,7 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
     advantages = torch.where(inside, advantages, 0)
     difference = logp - old
 
-    level, term = LEVELS[rule.level], POLICY_TERMS[rule.term]
+    level, term = names.LEVELS[rule.level], names.POLICY_TERMS[rule.term]
     log_ratio = difference
     if term == "gmpo":
         log_ratio = torch.where(
@@ -138,31 +130,32 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
         loss = _vespo(rows, rule, difference, advantages, logp, log_weight, mask)
         low = high = far = torch.zeros_like(ratio)
     else:
-        loss, low, high, far = _TERMS[term](rule, ratio, advantages, logp, old)
-    if selected is not None:
+        loss, low, high, far = _term(rule, ratio, advantages, logp, old)
+    if call.selected is not None:
         if term == "surrogate":
-            loss = loss + torch.where(selected, rule.coefficient * difference.abs(), 0)
+            loss = loss + torch.where(call.selected, rule.coefficient * difference.abs(), 0)
         else:
-            loss = torch.where(selected, 0, loss)
-        far = far + selected
+            loss = torch.where(call.selected, 0, loss)
+        far = far + call.selected
     if rule.correction:
         loss = torch.where(kept, loss * weight, 0)
     kl, referred = torch.zeros_like(logp), inside
     if rule.kl:
-        assert ref_logprobs is not None
-        referred = inside & ~ref_logprobs.isneginf()
-        weight_of_kl = _kl_weight(rule, ratio, logp, old, inside, rollout_logprobs)
-        to_reference = torch.where(referred, logp - torch.where(referred, ref_logprobs, 0), 0)
+        assert call.ref_logprobs is not None
+        referred = inside & ~call.ref_logprobs.isneginf()
+        weight_of_kl = _kl_weight(rule, ratio, logp, old, inside, call.rollout_logprobs)
+        to_reference = torch.where(referred, logp - torch.where(referred, call.ref_logprobs, 0), 0)
         kl = _kl(rule, to_reference, torch.where(referred, weight_of_kl, 0))
         loss = loss + rule.beta * kl
     bonus = torch.zeros_like(logp)
-    if entropy is not None:
-        bonus = torch.where(inside, entropy, 0)
+    if call.entropy is not None:
+        bonus = torch.where(inside, call.entropy, 0)
         loss = loss - rule.entropy_coef * bonus
     loss = torch.where(inside, loss, 0)
     by_row = rows.sum(loss)
-    if SUMS[rule.aggregation] == "sequence_means":
-        by_row = rows.mean(loss, mask) if token_counts is None else by_row / _divisor(token_counts)
+    if names.SUMS[rule.aggregation] == "sequence_means":
+        counts = call.token_counts
+        by_row = rows.mean(loss, mask) if counts is None else by_row / _divisor(counts)
 
     tokens = mask.sum().to(logp.dtype)
 
@@ -205,85 +198,52 @@ class _Exp(torch.autograd.Function):
         return torch.where(grad == 0, 0, grad * y)
 
 
-def _clipped(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    plain = -ratio.clamp(max=rule.delta) * advantages
-    bounded = -ratio.clamp(rule.low, rule.high) * advantages
-    loss, negative = torch.maximum(plain, bounded), advantages < 0
-    limit = torch.where(negative, -advantages * rule.dual, torch.inf)
-    far = negative & ((loss > limit) | (ratio > rule.delta))
-    low, high = negative & (ratio < rule.low), (advantages > 0) & (ratio > rule.high)
-    return torch.minimum(loss, limit), low, high, far
-
-
-def _cispo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    loss = -ratio.clamp(rule.low, rule.high).detach() * advantages * logp
-    return loss, ratio < rule.low, ratio > rule.high, torch.zeros_like(ratio)
-
-
-def _cispo_mask(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    low, high = ratio <= rule.low, ratio >= rule.high
-    loss = -torch.where(low | high, 0, ratio).detach() * advantages * logp
-    return loss, low, high, torch.zeros_like(ratio)
-
-
-def _reinforce(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    none = torch.zeros_like(ratio)
-    return -advantages * logp, none, none, none
-
-
-def _sapo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    none = torch.zeros_like(ratio)
-    tau = torch.where(advantages > 0, rule.tau_positive, rule.tau_negative).to(ratio.dtype)
-    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, none, none, none
-
-
-def _gmpo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    difference = logp - old
-    low, high = (advantages < 0) & (difference < rule.low), (advantages > 0) & (difference > rule.high)
-    return -ratio * advantages, low, high, torch.zeros_like(ratio)
-
-
-def _dppo(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    low, high = _moved_too_far(rule.divergence, rule.low, rule.high, advantages, logp.detach(), old)
-    loss = -ratio.clamp(max=rule.dual).detach() * advantages * logp
-    return torch.where(low | high, 0, loss), low, high, ratio > rule.dual
-
-
-def _surrogate(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    none = torch.zeros_like(ratio)
-    return -ratio * advantages, none, none, none
-
-
-def _dro(rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor) -> tuple:
-    none = torch.zeros_like(ratio)
-    return -(logp * advantages - rule.coefficient / 2 * (logp - old) ** 2), none, none, none
-
-
-_TERMS = {
-    "clipped": _clipped,
-    "cispo": _cispo,
-    "cispo_mask": _cispo_mask,
-    "reinforce": _reinforce,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo": _dppo,
-    "surrogate": _surrogate,
-    "dro": _dro,
-}
+def _term(
+    rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss of each token, and whether it is clipped below, above or far beyond."""
+    term = names.POLICY_TERMS[rule.term]
+    low = high = far = torch.zeros_like(ratio)
+    if term == "clipped":
+        plain = -ratio.clamp(max=rule.delta) * advantages
+        bounded = -ratio.clamp(rule.low, rule.high) * advantages
+        loss, negative = torch.maximum(plain, bounded), advantages < 0
+        limit = torch.where(negative, -advantages * rule.dual, torch.inf)
+        far = negative & ((loss > limit) | (ratio > rule.delta))
+        low, high = negative & (ratio < rule.low), (advantages > 0) & (ratio > rule.high)
+        loss = torch.minimum(loss, limit)
+    elif term == "cispo":
+        loss = -ratio.clamp(rule.low, rule.high).detach() * advantages * logp
+        low, high = ratio < rule.low, ratio > rule.high
+    elif term == "cispo_mask":
+        low, high = ratio <= rule.low, ratio >= rule.high
+        loss = -torch.where(low | high, 0, ratio).detach() * advantages * logp
+    elif term == "reinforce":
+        loss = -advantages * logp
+    elif term == "sapo":
+        tau = torch.where(advantages > 0, rule.tau_positive, rule.tau_negative).to(ratio.dtype)
+        loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    elif term == "gmpo":
+        loss, difference = -ratio * advantages, logp - old
+        low, high = (advantages < 0) & (difference < rule.low), (advantages > 0) & (difference > rule.high)
+    elif term == "dppo":
+        low, high = _moved_too_far(rule.divergence, rule.low, rule.high, advantages, logp.detach(), old)
+        loss = -ratio.clamp(max=rule.dual).detach() * advantages * logp
+        loss, far = torch.where(low | high, 0, loss), ratio > rule.dual
+    elif term == "surrogate":
+        loss = -ratio * advantages
+    else:
+        loss = -(logp * advantages - rule.coefficient / 2 * (logp - old) ** 2)  # dro
+    return loss, low, high, far
 
 
 def _vespo(
-    rows: "_Rows",
-    rule: PolicyRule,
-    difference: Tensor,
-    advantages: Tensor,
-    logp: Tensor,
-    log_weight: Tensor,
+    rows: "_Rows", rule: PolicyRule, difference: Tensor, advantages: Tensor, logp: Tensor, log_weight: Tensor,
     mask: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """-stop(phi) A logp, phi = exp(lambda + k log w - lambda w) at the sequence's whole ratio w."""
     log_w = rows.sum(torch.where(mask, difference.detach().clamp(-20, 20), 0))
-    if CORRECTION_LEVELS[rule.correction] == "token":
+    if names.CORRECTION_LEVELS[rule.correction] == "token":
         log_w = log_w + rows.sum(torch.where(mask, log_weight.clamp(math.log(1e-8), 20), 0))
     elif rule.correction:
         log_w = log_w + rows.mean(torch.where(mask, log_weight.clamp(math.log(1e-8), 20), 0), mask)
@@ -300,7 +260,7 @@ def _moved_too_far(
     """Where a probability fell, or rose, further from its anchor's than allowed, with the advantage."""
     p, q = logp.exp(), anchor.exp()
     change = p - q
-    if DIVERGENCES[divergence] == "kl":  # 1 - p by expm1: it cancels where p is near 1
+    if names.DIVERGENCES[divergence] == "kl":  # 1 - p by expm1: it cancels where p is near 1
         not_p, not_q = (-torch.expm1(x).clamp(max=0) for x in (logp, anchor))
         kl = q * (anchor - logp) + not_q * ((not_q + 1e-8) / (not_p + 1e-8)).log()
         change = torch.where(p > q, kl, torch.where(p < q, -kl, 0))
@@ -310,7 +270,7 @@ def _moved_too_far(
 def _kl_weight(
     rule: PolicyRule, ratio: Tensor, logp: Tensor, old: Tensor, mask: Tensor, rollout: Tensor | None
 ) -> Tensor:
-    kind = KL_WEIGHTS[rule.kl_weight]
+    kind = names.KL_WEIGHTS[rule.kl_weight]
     if kind == "token":
         return (logp - old).exp()
     if kind == "score":
@@ -336,7 +296,7 @@ def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:
         "abs": bounded.abs(),
         "k2": bounded * bounded / 2,
         "k3": torch.expm1(-bounded) + bounded,
-    }[KL_ESTIMATORS[rule.kl]]
+    }[names.KL_ESTIMATORS[rule.kl]]
     weight = torch.where(bounded == d, weight, weight.detach())
     if rule.kl_gradient_of_k2:
         k2 = d * d / 2
@@ -346,17 +306,11 @@ def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:
 
 
 def _correction(
-    rows: "_Rows",
-    logp: Tensor,
-    old: Tensor,
-    rollout: Tensor,
-    advantages: Tensor,
-    staleness: Tensor | None,
-    mask: Tensor,
-    rule: PolicyRule,
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows: "_Rows", logp: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor, staleness: Tensor | None,
+    mask: Tensor, rule: PolicyRule,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Weight, its logarithm as vespo takes it, and which tokens are kept."""
-    level, mode = CORRECTION_LEVELS[rule.correction], CORRECTION_MODES[rule.verdict]
+    level, mode = names.CORRECTION_LEVELS[rule.correction], names.CORRECTION_MODES[rule.verdict]
     # else the engine had no logprob for the token, or the old policy does not know it
     scored = ~(rollout.isnan() | rollout.isneginf() | old.isneginf())
     known = scored & ~logp.isneginf()
@@ -373,7 +327,7 @@ def _correction(
     if mode == "mask":
         weight, log_weight = torch.where(inside, weight, 0), torch.where(inside, log_weight, -torch.inf)
     kept = inside if mode == "mask" else torch.ones_like(inside)
-    if POLICY_TERMS[rule.term] == "vespo":  # it takes the weight into its own
+    if names.POLICY_TERMS[rule.term] == "vespo":  # it takes the weight into its own
         weight, kept = torch.ones_like(weight), torch.ones_like(kept)
     if staleness is not None:
         weight = weight * (staleness * rule.log_decay).exp()

@@ -30,8 +30,8 @@ def forward(call: PreferenceLossCall) -> PreferenceLossResults:
 
 def sums(call: PreferenceLossCall) -> Tensor:
     """[rows, 7] of fp64, the columns of ``SEQUENCE_SUMS``."""
-    logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens = call[:6]
-    ld_alpha = call.rule.ld_alpha
+    logprobs, ref_logprobs, cu_seqlens = call.logprobs, call.ref_logprobs, call.cu_seqlens
+    mask, nll_mask, ld_alpha = call.mask, call.nll_mask, call.rule.ld_alpha
     rows = _rows(logprobs, cu_seqlens)
     count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -41,10 +41,10 @@ def sums(call: PreferenceLossCall) -> Tensor:
             return x.sum(1)
         return x.new_zeros(count).index_add(0, rows, x)  # a token behind the last sequence adds 0
 
-    inside = mask if cu_seqlens is None else mask & (_places(logprobs) < cu_seqlens[-1])
+    places = _places(logprobs)
+    inside = mask if cu_seqlens is None else mask & (places < cu_seqlens[-1])
     ones = torch.ones_like(logprobs)
     tokens = sum_of(ones, inside)
-    places = _places(logprobs)
     start = 0 if cu_seqlens is None else cu_seqlens[rows]
     cutoff = torch.full_like(tokens, logprobs.shape[-1])
     weight = ones.double()
@@ -55,18 +55,16 @@ def sums(call: PreferenceLossCall) -> Tensor:
         tail = rank - before > (shared[:, None] if cu_seqlens is None else shared[rows])
         weight = torch.where(tail, ld_alpha, weight)
         cutoff = sum_of(ones, ~tail & (places - start >= 0))
-    kept = (
-        inside
-        if nll_mask is None
-        else nll_mask & (places < cu_seqlens[-1] if cu_seqlens is not None else True)
-    )
+    kept = inside
+    if nll_mask is not None:
+        kept = nll_mask if cu_seqlens is None else nll_mask & (places < cu_seqlens[-1])
     zero = torch.zeros_like(tokens)
     reference = zero if ref_logprobs is None else ref_logprobs.double()
     if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:
         reference = sum_of(ref_logprobs.double() * weight, inside)
     aligned = zero
-    if log_sum_sq_probs is not None:
-        aligned = sum_of(logprobs.double() - log_sum_sq_probs.double(), inside)
+    if call.log_sum_sq_probs is not None:
+        aligned = sum_of(logprobs.double() - call.log_sum_sq_probs.double(), inside)
     columns = (
         sum_of(logprobs.double() * weight, inside), reference, tokens, sum_of(logprobs, kept),
         sum_of(ones, kept), aligned, cutoff,
@@ -171,15 +169,16 @@ def _total(
             better = (rewards[:half] > rewards[half:]).double()
         sides = [counted & chosen, counted & ~chosen]
         of_sides = [mean_of(rewards, side) for side in sides]
+        of_odds = (
+            [number * 0] * 2 if odds is None else [mean_of(x, count) for x in (F.logsigmoid(odds), odds)]
+        )
         divergence = torch.zeros_like(number) if kl is None else kl.double().sum()
         if kl is not None and kl.shape == count.shape and len(kl) != 1:
             divergence = mean_of(kl.double(), count)
         metrics = torch.stack([
             *of_sides, of_sides[0] - of_sides[1], mean_of(better, count),
             *(mean_of(values, side) for side in sides), preference,
-            likelihood / kept.sum().clamp(min=1), mean_of(F.logsigmoid(odds),
-            count) if odds is not None else number * 0,
-            mean_of(odds, count) if odds is not None else number * 0, mean_weight, divergence, number,
+            likelihood / kept.sum().clamp(min=1), *of_odds, mean_weight, divergence, number,
             torch.where(chosen, tokens, 0).sum(), torch.where(chosen, 0, tokens).sum(),
             (~each.isfinite()).sum().double(),
         ])  # fmt: skip
@@ -321,11 +320,8 @@ def make_inputs(
     start = (torch.rand(rows, 1, generator=g) * length / 3).long()
     end = start + 1 + (torch.rand(rows, 1, generator=g) * (length - start)).long()
     places = torch.arange(length)
-    mask = (
-        (places >= start)
-        & (places < end)
-        & ((torch.rand(rows, length, generator=g) > 0.05) | (places == start))
-    )
+    holes = (torch.rand(rows, length, generator=g) <= 0.05) & (places != start)
+    mask = (places >= start) & (places < end) & ~holes
     ref = -noise().abs()
     tensors = {"logprobs": ref - drift * noise().abs(), "ref_logprobs": ref}
     if extras:

@@ -1,5 +1,6 @@
 """Preference losses: DPO and its family, KTO, ORPO, SimPO, CPO."""
 
+import inspect
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -7,18 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.preference_loss import (
-    PAIR_METRICS,
-    SEQUENCE_SUMS,
-    PreferenceLossCall,
-    PreferenceLossOutput,
-    PreferenceLossResults,
-)
+from rlkernel.calls import preference_loss as calls
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.preference_loss import inputs
-from rlkernel.ops.preference_loss import rule as preference_rule
+from rlkernel.ops.preference_loss.rule import PRESETS, build
 from rlkernel.runtime import debug
 
 
@@ -50,7 +45,7 @@ def preference_loss(
     num_tokens_in_batch: float | Tensor | None = None,
     dp_size: int = 1,
     cu_seqlens: Tensor | None = None,
-) -> PreferenceLossOutput:
+) -> calls.PreferenceLossOutput:
     """A preference loss and its gradient from the log-probabilities of tokens.
 
     Equal to the mean over pairs (``kto``, ``apo_zero_unpaired``: over sequences) of the losses below, each
@@ -119,7 +114,7 @@ def preference_loss(
             padding.
 
     Returns:
-        PreferenceLossOutput: ``loss``, ``metrics`` in the order of ``rlkernel.PREFERENCE_METRICS``,
+        calls.PreferenceLossOutput: ``loss``, ``metrics`` in the order of ``rlkernel.PREFERENCE_METRICS``,
             ``chosen_rewards`` and ``rejected_rewards`` (beta x; of orpo and simpo beta m), ``logps``,
             ``running_delta``.
 
@@ -134,12 +129,13 @@ def preference_loss(
     2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
     2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
-    dtype, rows, cu_seqlens = inputs.sequences(logprobs, cu_seqlens)
+    _validate.floating("logprobs", logprobs)
+    cu_seqlens, rows = _packing.sequences("logprobs", logprobs, "[2B, L]", cu_seqlens)
     items, known_items = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     nll_items, known_tokens = _validate.item_count(
         "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
     )
-    rule = preference_rule.build(
+    rule = build(
         loss_type=loss_type,
         loss_weights=loss_weights,
         beta=beta,
@@ -160,14 +156,14 @@ def preference_loss(
     )
     if rule.paired and rows % 2:
         raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
-    ref_logprobs, sums = inputs.reference(ref_logprobs, logprobs, rows, dtype)
-    mask = inputs.mask("mask", mask, logprobs)
-    nll_mask = None if nll_mask is None else inputs.mask("nll_mask", nll_mask, logprobs)
-    log_sum_sq_probs = inputs.aligned(log_sum_sq_probs, use_weighting, logprobs, dtype)
+    logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
+    ref_logprobs, sums = inputs.reference(ref_logprobs, logprobs, rows)
+    mask = _validate.flags("mask", mask, "logprobs", logprobs)
+    nll_mask = None if nll_mask is None else _validate.flags("nll_mask", nll_mask, "logprobs", logprobs)
+    log_sum_sq_probs = inputs.aligned(log_sum_sq_probs, use_weighting, logprobs)
     labels = inputs.labels(labels, rule.paired, rows, logprobs)
-    kl = inputs.kl(kl, rule, rows, logprobs, dtype)
-    running_delta = inputs.delta(running_delta, rule, logprobs, dtype)
-    logprobs = _validate.dense(logprobs, dtype)
+    kl = inputs.kl(kl, rule, rows, logprobs)
+    running_delta = inputs.delta(running_delta, rule, logprobs)
     if sums and logprobs.shape == (rows,):  # a token of padding: else they would pass for those of tokens
         logprobs, mask = _packing.one_more(logprobs), _packing.one_more(mask)
         nll_mask, log_sum_sq_probs = (
@@ -175,18 +171,22 @@ def preference_loss(
         )
     given, ref = mask, None if sums else ref_logprobs
     mask, nll_mask = inputs.supported(logprobs.detach(), ref, mask, nll_mask)
-    call = PreferenceLossCall(
-        logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, labels, kl, items, nll_items,
-        running_delta, rule,
+    call = calls.PreferenceLossCall(
+        logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, nll_mask=nll_mask,
+        log_sum_sq_probs=log_sum_sq_probs, cu_seqlens=cu_seqlens, labels=labels, kl=kl, items=items,
+        nll_items=nll_items, running_delta=running_delta, rule=rule,
     )  # fmt: skip
     total, metrics, rewards, logps, delta = op(call)
-    outside = torch.count_nonzero(given) - torch.count_nonzero(mask)
+    outside = torch.count_nonzero(given ^ mask)
     metrics = torch.cat([metrics, outside[None].to(metrics.dtype)])
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
     else:
         chosen, rejected = rewards.where(labels, 0), rewards.where(~labels, 0)
-    return PreferenceLossOutput(total, metrics, chosen, rejected, logps, delta)
+    return calls.PreferenceLossOutput(total, metrics, chosen, rejected, logps, delta)
+
+
+DEFAULTS: dict[str, Any] = inspect.unwrap(preference_loss).__kwdefaults__
 
 
 def preference_loss_preset(name: str) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def preference_loss_preset(name: str) -> dict[str, Any]:
     Raises:
         ValueError: the name is not known; lists those that are.
     """
-    return dict(preference_rule.PRESETS[_validate.choice("name", name, preference_rule.PRESETS)])
+    return dict(PRESETS[_validate.choice("name", name, PRESETS)])
 
 
-def _forward(impl: ModuleType, call: PreferenceLossCall) -> PreferenceLossResults:
+def _forward(impl: ModuleType, call: calls.PreferenceLossCall) -> calls.PreferenceLossResults:
     logprobs, ref_logprobs, mask = call.logprobs, call.ref_logprobs, call.mask
     if call.cu_seqlens is not None:
         _packing.check(call.cu_seqlens, logprobs.shape[0])
@@ -210,38 +210,29 @@ def _forward(impl: ModuleType, call: PreferenceLossCall) -> PreferenceLossResult
     return impl.forward(call)
 
 
-def _backward(
-    impl: ModuleType,
-    call: PreferenceLossCall,
-    results: PreferenceLossResults,
-    grads: tuple[Tensor | None, ...],
-) -> tuple[Tensor]:
-    return impl.backward(call, results, grads[0])
-
-
-def _like(call: PreferenceLossCall) -> PreferenceLossResults:
+def _like(call: calls.PreferenceLossCall) -> calls.PreferenceLossResults:
     logprobs, cu_seqlens = call.logprobs, call.cu_seqlens
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = logprobs.new_empty
-    return PreferenceLossResults(
+    return calls.PreferenceLossResults(
         loss=new(()),
-        metrics=new(len(PAIR_METRICS)),
+        metrics=new(len(calls.PAIR_METRICS)),
         rewards=new(rows),
         logps=new(rows),
         running_delta=None if call.running_delta is None else new(2),
-        sums=new((rows, len(SEQUENCE_SUMS)), dtype=torch.float64),
+        sums=new((rows, len(calls.SEQUENCE_SUMS)), dtype=torch.float64),
         slopes=new(rows + 1, dtype=torch.float64),
     )
 
 
 op = Op(
     "preference_loss",
-    PreferenceLossCall,
-    PreferenceLossResults,
+    calls.PreferenceLossCall,
+    calls.PreferenceLossResults,
     outputs=5,
     pick=("logprobs", "mask"),
     forward=_forward,
-    backward=_backward,
+    backward=lambda impl, call, results, grads: impl.backward(call, results, grads[0]),
     like=_like,
     gradients=("logprobs",),
     differentiable=("loss",),

@@ -50,27 +50,17 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 
 
 @remembered
-def build(
-    *,
-    loss_type: str | Sequence[str],
-    loss_weights: Sequence[float] | None,
-    beta: float,
-    label_smoothing: float | Sequence[float],
-    gamma: float,
-    discopop_tau: float,
-    f_divergence_type: str,
-    f_alpha_divergence_coef: float,
-    ld_alpha: float | None,
-    use_weighting: bool,
-    nll_coef: float | None,
-    desirable_weight: float,
-    undesirable_weight: float,
-    num_items_in_batch: float | None,
-    num_tokens_in_batch: float | None,
-    dp_size: int,
-    has_reference: bool,
-) -> PreferenceRule:
-    """Raises ValueError for the first argument that is off."""
+def build(*, has_reference: bool = False, **options: Any) -> PreferenceRule:
+    """``options`` are the keywords of ``preference_loss``; of those that are tensors it needs none.  Raises
+    ValueError for the first that is off."""
+
+    def number(name: str, low: float = -math.inf, *, above: bool = False) -> float:
+        return _validate.number(name, options[name], low, above=above)
+
+    def count(name: str) -> float:
+        return 0.0 if options[name] is None else number(name, 0.0, above=True)
+
+    loss_type = options["loss_type"]
     if not isinstance(loss_type, Sequence):
         raise ValueError(f"loss_type must be a name or a sequence of them, got {type(loss_type).__name__}")
     names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
@@ -86,47 +76,40 @@ def build(
         )
     if has_reference and all(name in REFERENCE_FREE for name in names):
         raise ValueError(f"ref_logprobs must be None with loss_type {names[0]!r}, which has no reference")
-    divergence = PREFERENCE_DIVERGENCES.index(
-        _validate.choice("f_divergence_type", f_divergence_type, PREFERENCE_DIVERGENCES)
-    )
-    exponent = finite("f_alpha_divergence_coef", f_alpha_divergence_coef) - 1
-    if f_divergence_type == "alpha_divergence" and abs(exponent) < 1e-6:  # the limit is the logarithm
-        divergence = 0
-    if f_divergence_type != "reverse_kl":
-        for name in names:
-            if name not in DIFFERENCES:
-                want = f"'reverse_kl' with loss_type {name!r}"
-                raise ValueError(f"f_divergence_type must be {want}, got {f_divergence_type!r}")
-    if use_weighting:
-        for name in names:
-            if name in SORTED or name in UNPAIRED:
-                raise ValueError(f"use_weighting must be False with loss_type {name!r}, got True")
+    divergence = _validate.choice("f_divergence_type", options["f_divergence_type"], PREFERENCE_DIVERGENCES)
+    exponent = number("f_alpha_divergence_coef") - 1
+    for name in names:
+        if divergence != "reverse_kl" and name not in DIFFERENCES:
+            want = f"'reverse_kl' with loss_type {name!r}"
+            raise ValueError(f"f_divergence_type must be {want}, got {divergence!r}")
+        if options["use_weighting"] and (name in SORTED or name in UNPAIRED):
+            raise ValueError(f"use_weighting must be False with loss_type {name!r}, got True")
+    if divergence == "alpha_divergence" and abs(exponent) < 1e-6:  # the limit is the logarithm
+        divergence = "reverse_kl"
+    ld_alpha = options["ld_alpha"]
     if ld_alpha is not None and unpaired:
         raise ValueError(f"ld_alpha must be None with loss_type {unpaired[0]!r}, got {ld_alpha}")
     contrasts = [name for name in names if name != "sft"]
-    if nll_coef is None:
-        nll_coef = 1.0 if any(name in WITH_NLL for name in names) else 0.0
+    likely = 1.0 if any(name in WITH_NLL for name in names) else 0.0
     return PreferenceRule(
         terms=tuple(PREFERENCE_TERMS.index(TERMS[name]) for name in names),
-        weights=_weights(loss_weights, names),
-        smoothing=_smoothing(label_smoothing, names),
+        weights=_weights(options["loss_weights"], names),
+        smoothing=_smoothing(options["label_smoothing"], names),
         paired=not unpaired,
         per_token=bool(contrasts) and all(name in PER_TOKEN for name in contrasts),
-        divergence=divergence,
-        weighting=bool(use_weighting),
-        beta=_positive("beta", beta),
-        gamma=finite("gamma", gamma),
-        discopop_tau=_positive("discopop_tau", discopop_tau),
+        divergence=PREFERENCE_DIVERGENCES.index(divergence),
+        weighting=bool(options["use_weighting"]),
+        beta=number("beta", 0.0, above=True),
+        gamma=number("gamma"),
+        discopop_tau=number("discopop_tau", 0.0, above=True),
         exponent=exponent,
         ld_alpha=1.0 if ld_alpha is None else _validate.fraction("ld_alpha", ld_alpha),
-        nll_coef=_validate.number("nll_coef", nll_coef, 0.0),
-        desirable_weight=_validate.number("desirable_weight", desirable_weight, 0.0),
-        undesirable_weight=_validate.number("undesirable_weight", undesirable_weight, 0.0),
-        factor=_positive("dp_size", dp_size),
-        items=0.0 if num_items_in_batch is None else _positive("num_items_in_batch", num_items_in_batch),
-        nll_items=0.0
-        if num_tokens_in_batch is None
-        else _positive("num_tokens_in_batch", num_tokens_in_batch),
+        nll_coef=likely if options["nll_coef"] is None else number("nll_coef", 0.0),
+        desirable_weight=number("desirable_weight", 0.0),
+        undesirable_weight=number("undesirable_weight", 0.0),
+        factor=number("dp_size", 0.0, above=True),
+        items=count("num_items_in_batch"),
+        nll_items=count("num_tokens_in_batch"),
     )
 
 
@@ -139,7 +122,7 @@ def _weights(values: Sequence[float] | None, names: tuple[str, ...]) -> tuple[fl
         raise ValueError(
             f"loss_weights must have one number for each of {len(names)} losses, got {len(values)}"
         )
-    return tuple(finite("loss_weights", value) for value in values)
+    return tuple(_validate.number("loss_weights", value) for value in values)
 
 
 def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[float, ...]:
@@ -163,15 +146,3 @@ def _smoothing(value: float | Sequence[float], names: tuple[str, ...]) -> tuple[
         if name == "exo_pair" and not 0 < x < 1:
             raise ValueError(f"label_smoothing must be in (0, 1) with loss_type 'exo_pair', got {x}")
     return tuple(float(x) for x in each)
-
-
-def finite(argument: str, value: float) -> float:
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        raise ValueError(f"{argument} must be finite, got {value}")
-    return _validate.number(argument, value, -math.inf)
-
-
-def _positive(argument: str, value: float) -> float:
-    if finite(argument, value) <= 0:
-        raise ValueError(f"{argument} must be > 0 and finite, got {value}")
-    return float(value)
