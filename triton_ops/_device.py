@@ -20,3 +20,11 @@ def refusals(what: str, *tensors: Tensor) -> list[str]:
     if any(x.dtype == torch.float64 for x in tensors):
         reasons.append(f"{what} must be at most fp32, got float64")
     return reasons
+
+
+def tensor_reasons(name: str, tensor: Tensor) -> list[str]:
+    """The reasons that device and dtype give."""
+    reasons = device_reasons(tensor)
+    if tensor.dtype not in DTYPES:
+        reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+    return reasons

@@ -3,6 +3,7 @@
 from collections import namedtuple
 from typing import Any
 
+import triton
 import triton.language as tl
 
 
@@ -36,3 +37,10 @@ class Names(tl.constexpr):
         return not self != other
 
     __hash__ = tl.constexpr.__hash__
+
+
+@triton.jit
+def store_all(out, values):
+    """A tuple of numbers behind each other: in the order of the names that ``out`` is read by."""
+    for k in tl.static_range(len(values)):
+        tl.store(out + k, values[k].to(out.dtype.element_ty))

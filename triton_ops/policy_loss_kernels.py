@@ -7,10 +7,8 @@ Alignment decides Triton's layouts, and with them the order of a sum: no argumen
 import triton
 import triton.language as tl
 
-from rlkernel.calls.policy_loss import (
-    POLICY_METRICS,
-)
-from rlkernel.triton_ops._names import Names
+from rlkernel.calls.policy_loss import POLICY_METRICS
+from rlkernel.triton_ops._names import Names, store_all
 from rlkernel.triton_ops.policy_loss_correction import LOG_TINY, gather, weigh
 from rlkernel.triton_ops.policy_loss_terms import (
     Aggregate,
@@ -103,8 +101,7 @@ def weights_kernel(
     if (C.correction == Correction.sequence) | (C.correction == Correction.geometric):
         weights = weights / tl.maximum(tokens, 1.0)
         tokens = tl.where(tokens > 0, 1.0, 0.0).to(tl.float64)
-    tl.store(partials + row * COLUMNS + WeightColumn.weights, weights)
-    tl.store(partials + row * COLUMNS + WeightColumn.count, tokens)
+    store_all(partials + row * COLUMNS, (weights, tokens))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["partials", "values"])
@@ -298,23 +295,11 @@ def sequence_kernel(
             grad = tl.load(grad_logprobs + i, mask=supported, other=0.0) + through
             tl.store(grad_logprobs + i, grad, mask=supported)
 
-    out = partials + row * COLUMNS
-    tl.store(out + Column.loss, s_loss)
-    tl.store(out + Column.tokens, s_tokens.to(tl.float64))
-    tl.store(out + Column.sequences, tl.where(s_tokens > 0, 1.0, 0.0).to(tl.float64))
-    tl.store(out + Column.low, s_low.to(tl.float64))
-    tl.store(out + Column.high, s_high.to(tl.float64))
-    tl.store(out + Column.far, s_far.to(tl.float64))
-    tl.store(out + Column.k1, s_k1)
-    tl.store(out + Column.k3, s_k3)
-    tl.store(out + Column.ratio, s_ratio)
-    tl.store(out + Column.entropy, s_entropy)
-    tl.store(out + Column.kl, s_kl)
-    tl.store(out + Column.weight, s_weight)
-    tl.store(out + Column.kept, s_kept.to(tl.float64))
-    tl.store(out + Column.not_finite, s_odd.to(tl.float64))
-    tl.store(out + Column.outside, s_outside.to(tl.float64))
-    tl.store(out + Column.largest, largest.to(tl.float64))
+    sequences = tl.where(s_tokens > 0, 1.0, 0.0)
+    store_all(partials + row * COLUMNS, (
+        s_loss, s_tokens, sequences, s_low, s_high, s_far, s_k1, s_k3, s_ratio, s_entropy, s_kl, s_weight,
+        s_kept, s_odd, s_outside, largest,
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -336,9 +321,8 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
     largest = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         r = (start + lanes).to(tl.int64)
-        largest = tl.maximum(
-            largest, tl.load(partials + r * COLUMNS + Column.largest, mask=r < rows, other=0.0)
-        )
+        ratio = tl.load(partials + r * COLUMNS + Column.largest, mask=r < rows, other=0.0)
+        largest = tl.maximum(largest, ratio)
     tokens = column(partials, rows, Column.tokens, COLUMNS, BLOCK)
     sequences = column(partials, rows, Column.sequences, COLUMNS, BLOCK)
     here = sequences
@@ -346,27 +330,15 @@ def values_kernel(partials, rows, values, denominator, factor, BY_TOKEN: tl.cons
         here = tokens
     below = tl.where(denominator > 0, tl.full((), denominator, tl.float64), tl.maximum(here, 1.0))
     scale = tl.full((), factor, tl.float64) / below
-    tl.store(
-        values + Value.loss, (column(partials, rows, Column.loss, COLUMNS, BLOCK) * scale).to(tl.float32)
-    )
-    tl.store(values + Value.scale, scale.to(tl.float32))
+    store_all(values, (column(partials, rows, Column.loss, COLUMNS, BLOCK) * scale, scale))
     each = 1.0 / tl.maximum(tokens, 1.0)
     for k in tl.static_range(6):
-        tl.store(
-            values + Value.clip_fraction_low + k,
-            (column(partials, rows, Column.low + k, COLUMNS, BLOCK) * each).to(tl.float32),
-        )
+        mean = column(partials, rows, Column.low + k, COLUMNS, BLOCK) * each
+        tl.store(values + Value.clip_fraction_low + k, mean.to(tl.float32))
     tl.store(values + Value.ratio_max, tl.max(largest, axis=0).to(tl.float32))
     for k in tl.static_range(4):
-        tl.store(
-            values + Value.entropy + k,
-            (column(partials, rows, Column.entropy + k, COLUMNS, BLOCK) * each).to(tl.float32),
-        )
-    tl.store(values + Value.tokens, tokens.to(tl.float32))
-    tl.store(values + Value.sequences, sequences.to(tl.float32))
-    tl.store(
-        values + Value.not_finite, column(partials, rows, Column.not_finite, COLUMNS, BLOCK).to(tl.float32)
-    )
-    tl.store(
-        values + Value.outside_support, column(partials, rows, Column.outside, COLUMNS, BLOCK).to(tl.float32)
-    )
+        mean = column(partials, rows, Column.entropy + k, COLUMNS, BLOCK) * each
+        tl.store(values + Value.entropy + k, mean.to(tl.float32))
+    not_finite = column(partials, rows, Column.not_finite, COLUMNS, BLOCK)
+    outside = column(partials, rows, Column.outside, COLUMNS, BLOCK)
+    store_all(values + Value.tokens, (tokens, sequences, not_finite, outside))

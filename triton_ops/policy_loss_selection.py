@@ -11,18 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.calls.policy_loss import (
-    CovariancePick,
-)
+from rlkernel.calls.policy_loss import PolicySelectCall
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.policy_loss_kernels import TENSORS, advantage_of, column
 from rlkernel.triton_ops.policy_loss_terms import bounds, clamp, total
 
 Sum = Names(("tokens", "logprob", "advantage"))
 SUMS = tl.constexpr(len(Sum))
-Cut = Names(
-    ("rank", "wanted")
-)  # the digits of the least rank so far, and how many of those with it are wanted
+# the digits of the least rank so far, and how many of those with it are wanted
+Cut = Names(("rank", "wanted"))
 LEVELS = tl.constexpr(3)  # digits of 11, 11 and 10 bits
 BINS = tl.constexpr(2048)
 _BLOCK = 1024
@@ -199,17 +196,11 @@ def selection_kernel(
         left -= tl.sum(tied, axis=0)
 
 
-def selection(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    pick: CovariancePick,
-) -> Tensor:
-    device = logprobs.device
+def selection(call: PolicySelectCall) -> Tensor:
+    logprobs, advantages, cu_seqlens, pick = call.logprobs, call.advantages, call.cu_seqlens, call.pick
+    device, mask = logprobs.device, call.mask.view(torch.uint8)
     rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    selected = torch.empty(mask.shape, dtype=torch.uint8, device=device)
+    selected = torch.empty_like(mask)
     if not selected.numel():
         return selected.view(torch.bool)
     sums = torch.empty(rows + 1, SUMS.value, dtype=torch.float64, device=device)
@@ -217,16 +208,16 @@ def selection(
     numbers = torch.empty(len(Cut) + rows, dtype=torch.int64, device=device)
     cut, ties = numbers[: len(Cut)], numbers[len(Cut) :]
     (share,) = struct.unpack("<q", struct.pack("<d", pick.share))
-    tensors = logprobs, old_logprobs, advantages, mask.view(torch.uint8), cu_seqlens
+    length, per_token = logprobs.shape[-1], advantages.shape == logprobs.shape
     ranks = (
-        *tensors, sums, rows, logprobs.shape[-1], pick.low, pick.high, pick.cov_low, pick.cov_high, pick.seed
+        logprobs, call.old_logprobs, advantages, mask, cu_seqlens, sums, rows, length, pick.low, pick.high,
+        pick.cov_low, pick.cov_high, pick.seed,
     )  # fmt: skip
-    per_token = advantages.shape == logprobs.shape
     choices = {"BY_HASH": pick.by_hash, "PER_TOKEN": per_token, "BLOCK": _BLOCK}
     launch = {"num_warps": 8, "enable_fp_fusion": False}
     with torch.cuda.device_of(logprobs):
         selection_sums_kernel[(rows,)](
-            logprobs, *tensors[2:], sums, logprobs.shape[-1], PER_TOKEN=per_token, BLOCK=_BLOCK, **launch
+            logprobs, advantages, mask, cu_seqlens, sums, length, PER_TOKEN=per_token, BLOCK=_BLOCK, **launch
         )
         selection_batch_kernel[(1,)](sums, rows, cut, share, BLOCK=256, **launch)
         for level in range(LEVELS.value):

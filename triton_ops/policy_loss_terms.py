@@ -6,26 +6,17 @@
 import triton
 import triton.language as tl
 
-from rlkernel.calls.policy_loss import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    DIVERGENCES,
-    KL_ESTIMATORS,
-    KL_WEIGHTS,
-    LEVELS,
-    POLICY_TERMS,
-    SUMS,
-)
+from rlkernel.calls import policy_loss as names
 from rlkernel.triton_ops._names import Names
 
-Term = Names(POLICY_TERMS)
-Level = Names(LEVELS)
-Aggregate = Names(SUMS)
-Kl = Names(KL_ESTIMATORS)
-KlWeight = Names(KL_WEIGHTS)
-Divergence = Names(DIVERGENCES)
-Correction = Names(CORRECTION_LEVELS)
-Verdict = Names(CORRECTION_MODES)
+Term = Names(names.POLICY_TERMS)
+Level = Names(names.LEVELS)
+Aggregate = Names(names.SUMS)
+Kl = Names(names.KL_ESTIMATORS)
+KlWeight = Names(names.KL_WEIGHTS)
+Divergence = Names(names.DIVERGENCES)
+Correction = Names(names.CORRECTION_LEVELS)
+Verdict = Names(names.CORRECTION_MODES)
 
 
 @triton.jit

@@ -2,15 +2,13 @@
 its gradient."""
 
 import functools
-import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.preference_loss import PAIR_METRICS, PreferenceLossCall, PreferenceLossResults
 from rlkernel.drivers.preference_loss import order
+from rlkernel.triton_ops._device import tensor_reasons
 from rlkernel.triton_ops.preference_loss_kernels import COLUMNS, gradient_kernel, loss_kernel, sums_kernel
 from rlkernel.triton_ops.preference_loss_terms import Term
 
@@ -18,13 +16,7 @@ _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the 
 
 
 def unsupported(*tensors: Tensor, **options: object) -> list[str]:
-    logprobs = tensors[0]
-    reasons = []
-    if not logprobs.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {logprobs.device}")
-    if logprobs.dtype == torch.float64:
-        reasons.append("logprobs must be float32, float16 or bfloat16, got torch.float64")
-    return reasons
+    return tensor_reasons("logprobs", tensors[0])
 
 
 def forward(call: PreferenceLossCall) -> PreferenceLossResults:
@@ -81,49 +73,3 @@ def backward(call: PreferenceLossCall, results: PreferenceLossResults, grad_loss
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    from rlkernel.ops.preference_loss import rule as preference_rule
-
-    defaults: dict[str, Any] = {
-        "loss_weights": None, "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "discopop_tau": 0.05,
-        "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "ld_alpha": None,
-        "use_weighting": False,
-        "nll_coef": None, "desirable_weight": 1.0, "undesirable_weight": 1.0, "num_items_in_batch": None,
-        "num_tokens_in_batch": None, "dp_size": 1, "has_reference": False,
-    }  # fmt: skip
-
-    def case(
-        loss_type: Any, extras: bool = False, unpaired: bool = False, **options: Any
-    ) -> Callable[[], object]:
-        rule = preference_rule.build(**(defaults | options | {"loss_type": loss_type}))
-        x, mask = torch.zeros(4, 64), torch.ones(4, 64, dtype=torch.bool)
-        offsets = torch.arange(5) * 64 if extras else None
-        tokens = x.view(-1) if extras else x
-        kept = mask.view(-1) if extras else mask
-        labels = mask[:, 0].clone() if unpaired else None
-        number = torch.ones(1, dtype=torch.float64) if extras else None
-        delta = torch.zeros(2) if extras and not unpaired else None
-
-        more = tokens if extras else None
-        kl = x[0, :4] if unpaired else None
-        tensors = tokens, tokens, kept, kept if extras else None, more, offsets, labels, kl, number, number
-        call = PreferenceLossCall(*tensors, delta, rule)
-
-        def run() -> None:
-            backward(call, forward(call), x[0, 0])
-
-        return run
-
-    several = ("sigmoid", "bco_pair", "sft", "aot", "orpo", "exo_pair")
-    return {
-        "sigmoid": case("sigmoid"),
-        "several, everything": case(several, True, ld_alpha=0.5, label_smoothing=0.1),
-        "weighted, js": case(("sigmoid_norm", "ipo"), use_weighting=True, f_divergence_type="js_divergence"),
-        "discopop, alpha": case("discopop", f_divergence_type="alpha_divergence"),
-        "simpo": case("simpo", nll_coef=1.0),
-        "aot_unpaired": case("aot_unpaired"),
-        "kto packed": case("kto", True, unpaired=True),
-    }

@@ -9,25 +9,19 @@ import triton
 import triton.language as tl
 
 from rlkernel.calls.preference_loss import PAIR_METRICS, SEQUENCE_SUMS
-from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops._names import Names, store_all
+from rlkernel.triton_ops.policy_loss_terms import bounds
 from rlkernel.triton_ops.preference_loss_terms import Term, pair_term, score, sigmoid, smoothed, softplus
 
 Sum = Names(SEQUENCE_SUMS)
 COLUMNS = tl.constexpr(len(Sum))
-Running = Names(("mean", "batches"))  # bco_pair's state
 Metric = Names(PAIR_METRICS)
-
-
-@triton.jit
-def bounds(cu_seqlens, row, length):
-    if cu_seqlens is not None:
-        # offsets that nobody checked lead to no illegal access
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + row), 0), length)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + row + 1), 0), length)
-    else:
-        begin = row * length
-        end = begin + length
-    return begin, end
+Running = Names(("mean", "batches"))  # bco_pair's state
+TENSORS = (
+    "logprobs", "ref_logprobs", "mask", "nll_mask", "log_sum_sq_probs", "cu_seqlens", "stats", "labels",
+    "kl", "order", "items", "nll_items", "running_delta", "loss", "metrics", "slopes", "rewards", "logps",
+    "new_delta", "grad_loss", "grad",
+)  # fmt: skip
 
 
 @triton.jit
@@ -45,12 +39,7 @@ def total(x, present):
     return tl.sum(tl.where(present, x, 0.0), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["length", "half"],
-    do_not_specialize_on_alignment=[
-        "logprobs", "ref_logprobs", "mask", "nll_mask", "log_sum_sq_probs", "cu_seqlens", "stats",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["length", "half"], do_not_specialize_on_alignment=TENSORS)
 def sums_kernel(
     logprobs, ref_logprobs, mask, nll_mask, log_sum_sq_probs, cu_seqlens, stats, length, half,
     ld_alpha: tl.float64,
@@ -99,14 +88,9 @@ def sums_kernel(
             )
     if (ref_logprobs is not None) & (not REF_PER_TOKEN):
         s_ref += tl.load(ref_logprobs + row).to(tl.float64)
-    out = stats + row * COLUMNS
-    tl.store(out + Sum.logps, s_logps)
-    tl.store(out + Sum.ref_logps, s_ref)
-    tl.store(out + Sum.tokens, s_tokens)
-    tl.store(out + Sum.nll, s_nll)
-    tl.store(out + Sum.nll_tokens, s_nll_tokens)
-    tl.store(out + Sum.aligned, s_aligned)
-    tl.store(out + Sum.cutoff, (cutoff - begin).to(tl.float64))
+    store_all(
+        stats + row * COLUMNS, (s_logps, s_ref, s_tokens, s_nll, s_nll_tokens, s_aligned, cutoff - begin)
+    )
 
 
 @triton.jit
@@ -136,23 +120,14 @@ def ranked(stats, order, k, half, inside, e, beta, TERM: tl.constexpr):
         return value, slope, a, b, a_counts, b_counts
 
 
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=[
-        "stats", "labels", "kl", "order", "items", "nll_items", "running_delta", "loss", "metrics", "slopes",
-        "rewards", "logps", "new_delta",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=TENSORS)
 def loss_kernel(
     stats, rows, labels, kl, order, items, nll_items, running_delta, loss, metrics, slopes, rewards, logps,
-    new_delta,
-    weights, smoothing, beta: tl.float64, gamma: tl.float64, tau: tl.float64, exponent: tl.float64,
+    new_delta, weights, smoothing, beta: tl.float64, gamma: tl.float64, tau: tl.float64, exponent: tl.float64,
     nll_coef: tl.float64, desirable: tl.float64, undesirable: tl.float64, factor: tl.float64,
-    item_count: tl.float64,
-    nll_item_count: tl.float64, TERMS: tl.constexpr, N: tl.constexpr, PER_TOKEN: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    DIVERGENCE: tl.constexpr, KL_PER_ROW: tl.constexpr, LIKELY: tl.constexpr, ODDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    item_count: tl.float64, nll_item_count: tl.float64, TERMS: tl.constexpr, N: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WEIGHTING: tl.constexpr, DIVERGENCE: tl.constexpr, KL_PER_ROW: tl.constexpr,
+    LIKELY: tl.constexpr, ODDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     one = tl.full((), 1.0, tl.float64)  # what multiplies numbers of a tuple, which come as fp32
@@ -192,11 +167,8 @@ def loss_kernel(
         v_nll_tokens += nll_tokens
         v_pairs += tl.where(counted, 1.0, 0.0)
         v_weight += tl.where(counted, weight, 0.0)
-    number, nll, nll_tokens_here = (
-        tl.sum(v_pairs, axis=0),
-        tl.sum(v_nll, axis=0),
-        tl.sum(v_nll_tokens, axis=0),
-    )
+    number, nll = tl.sum(v_pairs, axis=0), tl.sum(v_nll, axis=0)
+    nll_here = tl.maximum(tl.sum(v_nll_tokens, axis=0), 1.0)
     here = tl.maximum(number, 1.0)
     delta = tl.zeros((), tl.float64)
     if running_delta is not None:
@@ -205,12 +177,10 @@ def loss_kernel(
         delta = mean + tl.where(
             number > 0, (tl.sum(v_reward, axis=0) / (2.0 * here) - mean) / (batches + 1.0), 0.0
         )
-        tl.store(new_delta + Running.mean, delta.to(tl.float32))
-        tl.store(new_delta + Running.batches, (batches + tl.where(number > 0, 1.0, 0.0)).to(tl.float32))
+        store_all(new_delta, (delta, batches + tl.where(number > 0, 1.0, 0.0)))
     divisor = tl.where(item_count > 0, item_count, here)
     if items is not None:
         divisor = tl.load(items)
-    nll_here = tl.maximum(nll_tokens_here, 1.0)
     nll_divisor = tl.where(nll_item_count > 0, nll_item_count, nll_here)
     if nll_items is not None:
         nll_divisor = tl.load(nll_items)
@@ -266,8 +236,7 @@ def loss_kernel(
                 if (TERMS[i] != Term.aot) & (TERMS[i] != Term.aot_unpaired):
                     term, term_c, term_r, odds = pair_term(
                         x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per, per_r, delta, e,
-                        beta, gamma,
-                        tau, exponent, TERMS[i], DIVERGENCE,
+                        beta, gamma, tau, exponent, TERMS[i], DIVERGENCE,
                     )  # fmt: skip
                     value += w * term
                     by_c += w * term_c
@@ -339,10 +308,8 @@ def loss_kernel(
                 _, slope, a, b, a_counts, b_counts = ranked(stats, order, k, half, inside, e, beta, TERMS[i])
                 at = inside & a_counts
                 tl.store(slopes + a, tl.load(slopes + a, mask=at, other=0.0) + slope * w, mask=at)
-                at = inside & b_counts
-                tl.store(
-                    slopes + half + b, tl.load(slopes + half + b, mask=at, other=0.0) - slope * w, mask=at
-                )
+                at, rejected = inside & b_counts, slopes + half + b
+                tl.store(rejected, tl.load(rejected, mask=at, other=0.0) - slope * w, mask=at)
 
     mean_weight = tl.where(number > 0, tl.sum(v_weight, axis=0) / here, 1.0)
     preference = tl.sum(v_loss, axis=0) / divisor
@@ -359,43 +326,24 @@ def loss_kernel(
         tl.maximum(tl.sum(v_rejected, axis=0), 1.0),
     )
     reward_c, reward_r = tl.sum(v_reward_c, axis=0) / n_chosen, tl.sum(v_reward_r, axis=0) / n_rejected
-    tl.store(metrics + Metric.rewards_chosen, reward_c.to(tl.float32))
-    tl.store(metrics + Metric.rewards_rejected, reward_r.to(tl.float32))
-    tl.store(metrics + Metric.rewards_margin, (reward_c - reward_r).to(tl.float32))
-    tl.store(metrics + Metric.rewards_accuracy, (tl.sum(v_better, axis=0) / here).to(tl.float32))
-    tl.store(metrics + Metric.logps_chosen, (tl.sum(v_logps_c, axis=0) / n_chosen).to(tl.float32))
-    tl.store(metrics + Metric.logps_rejected, (tl.sum(v_logps_r, axis=0) / n_rejected).to(tl.float32))
-    tl.store(metrics + Metric.preference_loss, preference.to(tl.float32))
-    tl.store(metrics + Metric.nll_loss, (-nll / nll_here).to(tl.float32))
+    store_all(metrics, (
+        reward_c, reward_r, reward_c - reward_r, tl.sum(v_better, axis=0) / here,
+        tl.sum(v_logps_c, axis=0) / n_chosen, tl.sum(v_logps_r, axis=0) / n_rejected, preference,
+        -nll / nll_here,
+    ))  # fmt: skip
     ratio, odds_mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if ODDS:
         ratio, odds_mean = tl.sum(v_ratio, axis=0) / here, tl.sum(v_odds, axis=0) / here
-    tl.store(metrics + Metric.log_odds_ratio, ratio.to(tl.float32))
-    tl.store(metrics + Metric.log_odds_chosen, odds_mean.to(tl.float32))
-    tl.store(metrics + Metric.weight, mean_weight.to(tl.float32))
     kl_mean = tl.sum(v_kl, axis=0) / here
     if (kl is not None) & (not KL_PER_ROW):
         kl_mean = tl.load(kl).to(tl.float64)
-    tl.store(metrics + Metric.kl, kl_mean.to(tl.float32))
-    tl.store(metrics + Metric.pairs, number.to(tl.float32))
-    tl.store(metrics + Metric.tokens_chosen, tl.sum(v_tokens_c, axis=0).to(tl.float32))
-    tl.store(metrics + Metric.tokens_rejected, tl.sum(v_tokens_r, axis=0).to(tl.float32))
-    tl.store(metrics + Metric.not_finite, tl.sum(v_odd, axis=0).to(tl.float32))
+    store_all(metrics + Metric.log_odds_ratio, (
+        ratio, odds_mean, mean_weight, kl_mean, number, tl.sum(v_tokens_c, axis=0),
+        tl.sum(v_tokens_r, axis=0), tl.sum(v_odd, axis=0),
+    ))  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["rows", "length"],
-    do_not_specialize_on_alignment=[
-        "grad_loss",
-        "slopes",
-        "stats",
-        "mask",
-        "nll_mask",
-        "labels",
-        "cu_seqlens",
-        "grad",
-    ],
-)
+@triton.jit(do_not_specialize=["rows", "length"], do_not_specialize_on_alignment=TENSORS)
 def gradient_kernel(
     grad_loss, slopes, stats, mask, nll_mask, labels, cu_seqlens, rows, length, ld_alpha: tl.float64, grad,
     LENGTH_DESENSITISED: tl.constexpr, BLOCK: tl.constexpr,

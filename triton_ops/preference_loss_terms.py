@@ -67,8 +67,7 @@ def score(x, exponent, DIVERGENCE: tl.constexpr):
 @triton.jit
 def pair_term(
     x, y, score_x, slope_x, score_y, slope_y, mean_c, mean_r, per_c, per_r, delta, e, beta, gamma, tau,
-    exponent,
-    TERM: tl.constexpr, DIVERGENCE: tl.constexpr,
+    exponent, TERM: tl.constexpr, DIVERGENCE: tl.constexpr,
 ):  # fmt: skip
     """The loss of pairs, its derivatives by the sums of their sides, and the log odds."""
     zero = tl.zeros_like(x)

@@ -10,15 +10,13 @@ so nothing here is specialised on alignment, and there is one binary, hence one 
 import triton
 import triton.language as tl
 
-from rlkernel.calls.value_loss import VALUE_METRICS
-from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops._names import Names, store_all
 
 CHUNK = 2048  # tokens of a sequence that are summed together
 Sum = Names((
     "count", "loss", "nonfinite", "clipped", "return_mean", "return_squares", "error_mean", "error_squares",
 ))  # fmt: skip
 SUMS = tl.constexpr(len(Sum))
-Metric = Names(VALUE_METRICS)
 ROWS = 64  # sequences that the merging program takes at a time
 
 _FIXED = ["values_stride", "returns_stride", "old_stride", "mask_stride", "rows", "length", "steps"]
@@ -104,6 +102,19 @@ def merge_moments(count, mean, squares, more, more_mean, more_squares):
     return merged, squares + more_squares + apart * apart * count * share
 
 
+@triton.jit
+def joined(count, mean, squares, each, ROWS: tl.constexpr):
+    """Mean and sum of squared deviations of all lanes, whose counts have the inverse ``each``."""
+    lanes = tl.arange(0, ROWS)
+    # the lanes' means are shifted by one of theirs, or equal returns would get a variance
+    lane = tl.min(tl.where(count > 0, lanes, ROWS - 1))
+    first = tl.sum(tl.where(lanes == lane, mean, 0.0))
+    d = tl.where(count > 0, mean - first, 0.0)
+    apart = tl.sum(count * d) * each
+    between = tl.sum(tl.where(count > 0, count * (d - apart) * (d - apart), 0.0))
+    return first + apart, tl.sum(squares) + between
+
+
 @_jit
 def chunk_kernel(
     values, values_stride: tl.int64, returns, returns_stride: tl.int64, old_values, old_stride: tl.int64,
@@ -145,15 +156,11 @@ def chunk_kernel(
         return_mean, return_squares = moments(target, kept, number, first_return)
         error_mean, error_squares = moments(error, kept, number, first_error)
         nonfinite = kept & ~(tl.abs(loss) < float("inf"))
-        out = partials + slot * SUMS
-        tl.store(out + Sum.count, number)
-        tl.store(out + Sum.loss, tl.sum(tl.where(kept, loss, 0.0).to(tl.float64)))
-        tl.store(out + Sum.nonfinite, tl.sum(nonfinite.to(tl.int32)).to(tl.float64))
-        tl.store(out + Sum.clipped, tl.sum(clipped.to(tl.int32)).to(tl.float64))
-        tl.store(out + Sum.return_mean, return_mean)
-        tl.store(out + Sum.return_squares, return_squares)
-        tl.store(out + Sum.error_mean, error_mean)
-        tl.store(out + Sum.error_squares, error_squares)
+        total = tl.sum(tl.where(kept, loss, 0.0).to(tl.float64))
+        store_all(partials + slot * SUMS, (
+            number, total, tl.sum(nonfinite.to(tl.int32)), tl.sum(clipped.to(tl.int32)), return_mean,
+            return_squares, error_mean, error_squares,
+        ))  # fmt: skip
 
 
 @_jit
@@ -186,15 +193,11 @@ def total_kernel(
             total += tl.load(part + Sum.loss, mask=has, other=0.0)
             nonfinite += tl.load(part + Sum.nonfinite, mask=has, other=0.0)
             clipped += tl.load(part + Sum.clipped, mask=has, other=0.0)
-            mean, squares = (
-                tl.load(part + Sum.return_mean, mask=has, other=0.0),
-                tl.load(part + Sum.return_squares, mask=has, other=0.0),
-            )
+            mean = tl.load(part + Sum.return_mean, mask=has, other=0.0)
+            squares = tl.load(part + Sum.return_squares, mask=has, other=0.0)
             row_r, row_rr = merge_moments(count, row_r, row_rr, more, mean, squares)
-            mean, squares = (
-                tl.load(part + Sum.error_mean, mask=has, other=0.0),
-                tl.load(part + Sum.error_squares, mask=has, other=0.0),
-            )
+            mean = tl.load(part + Sum.error_mean, mask=has, other=0.0)
+            squares = tl.load(part + Sum.error_squares, mask=has, other=0.0)
             row_e, row_ee = merge_moments(count, row_e, row_ee, more, mean, squares)
             count += more
         tl.store(scale + row, count.to(tl.float32), mask=there)
@@ -209,22 +212,8 @@ def total_kernel(
 
     tokens = tl.sum(all_count)
     each = inverse(tl.maximum(tokens, 1.0))
-    # the lanes' means are shifted by one of theirs, or equal returns would get a variance
-    lane = tl.min(tl.where(all_count > 0, lanes, ROWS - 1))
-    first_r = tl.sum(tl.where(lanes == lane, r_mean, 0.0))
-    first_e = tl.sum(tl.where(lanes == lane, e_mean, 0.0))
-    d = tl.where(all_count > 0, r_mean - first_r, 0.0)
-    apart = tl.sum(all_count * d) * each
-    return_squares = tl.sum(r_squares) + tl.sum(
-        tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0)
-    )
-    return_mean = first_r + apart
-    d = tl.where(all_count > 0, e_mean - first_e, 0.0)
-    apart = tl.sum(all_count * d) * each
-    error_squares = tl.sum(e_squares) + tl.sum(
-        tl.where(all_count > 0, all_count * (d - apart) * (d - apart), 0.0)
-    )
-    error_mean = first_e + apart
+    return_mean, return_squares = joined(all_count, r_mean, r_squares, each, ROWS)
+    error_mean, error_squares = joined(all_count, e_mean, e_squares, each, ROWS)
 
     divisor = item_count
     if items is not None:
@@ -235,17 +224,12 @@ def total_kernel(
         divisor = tl.where(item_count == 0, tl.sum(sequences), item_count)
     weight = tl.where(tokens > 0, factor * inverse(tl.where(tokens > 0, divisor, 1.0)), 0.0)
     tl.store(loss, (weight * tl.sum(objective)).to(tl.float32))
-    tl.store(metrics + Metric.tokens, tokens.to(tl.float32))
-    tl.store(metrics + Metric.nonfinite, tl.sum(nonfinite).to(tl.float32))
-    tl.store(metrics + Metric.clip_fraction, (tl.sum(clipped) * each).to(tl.float32))
-    tl.store(metrics + Metric.value_mean, (return_mean - error_mean).to(tl.float32))
-    tl.store(metrics + Metric.return_mean, return_mean.to(tl.float32))
-    tl.store(metrics + Metric.return_variance, (return_squares * each).to(tl.float32))
-    tl.store(metrics + Metric.error_mean, error_mean.to(tl.float32))
-    tl.store(metrics + Metric.error_variance, (error_squares * each).to(tl.float32))
     varies = return_squares > 0
     explained = 1.0 - error_squares * inverse(tl.where(varies, return_squares, 1.0))
-    tl.store(metrics + Metric.explained_variance, tl.where(varies, explained, float("nan")).to(tl.float32))
+    store_all(metrics, (
+        tokens, tl.sum(nonfinite), tl.sum(clipped) * each, return_mean - error_mean, return_mean,
+        return_squares * each, error_mean, error_squares * each, tl.where(varies, explained, float("nan")),
+    ))  # fmt: skip
 
     tl.debug_barrier()  # the counts in scale are read by other threads than wrote them
     for first in range(0, rows, ROWS):
