@@ -11,13 +11,13 @@ The host's work grows with the number of tiles and segments, and is done once fo
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.prefix.layout import PrefixLayout, Run
+from rlkernel.prefix.layout import PrefixLayout, Run, joined
 
 CHUNK = 2048  # rows that one program visits for a tile of keys, at least: partial sums cost 4 % of its time
 PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together
@@ -135,36 +135,32 @@ def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot
 
 def query_tiles(layout: PrefixLayout, block: int) -> Iterator[list[Part]]:
     """A tile goes on into the next segment where it visits already all that stands above that one."""
-    parts: list[Part] = []
-    above: set[int] = set()
-    for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
-        if parts and layout.parents[s] >= 0 and layout.parents[s] not in above:
-            yield parts
-            parts = []
-        while first < end:
-            if not parts:
-                above = set(layout.path(s))
-            above.add(s)
-            stop = min(end, first + block - _size(parts))
-            parts = [*parts, Part(s, first, stop)]
-            first = stop
-            if _size(parts) == block:
-                yield parts
-                parts = []
-    if parts:
-        yield parts
+
+    def goes_on(parts: list[Part], s: int) -> bool:
+        parent = layout.parents[s]
+        return parent < 0 or any(_is_below(layout, part.segment, parent) for part in parts)
+
+    return _tiles(layout, block, goes_on)
 
 
 def key_tiles(layout: PrefixLayout, block: int) -> Iterator[list[Part]]:
     """A tile goes on into the next segment unless completions stand below a prompt segment of the two."""
+
+    def is_alone(s: int) -> bool:
+        below = layout.rows_below(s)
+        return not layout.completion[s] and any(stop > layout.n_prefix for _, stop in below)
+
+    return _tiles(layout, block, lambda parts, s: not is_alone(s) and not is_alone(parts[-1].segment))
+
+
+def _tiles(
+    layout: PrefixLayout, block: int, goes_on: Callable[[list[Part], int], bool]
+) -> Iterator[list[Part]]:
     parts: list[Part] = []
-    alone_before = False
     for s, (first, end) in enumerate(map(layout.rows, range(len(layout.lengths)))):
-        alone = not layout.completion[s] and any(stop > layout.n_prefix for _, stop in layout.rows_below(s))
-        if parts and (alone or alone_before):
+        if parts and not goes_on(parts, s):
             yield parts
             parts = []
-        alone_before = alone
         while first < end:
             stop = min(end, first + block - _size(parts))
             parts = [*parts, Part(s, first, stop)]
@@ -232,11 +228,11 @@ def _queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int
 def _whole_blocks(parts: list[Part], plain: list[Run], masked: list[Run], block: int) -> Visits:
     """Runs that continue each other are one; what plain runs have beyond whole blocks is masked."""
     whole = []
-    for first, end in _union(plain):
+    for first, end in joined(plain):
         stop = end - (end - first) % block
         whole.append((first, stop))
         masked = [*masked, (stop, end)]
-    return Visits(parts, [run for run in whole if run[0] < run[1]], _union(masked))
+    return Visits(parts, [run for run in whole if run[0] < run[1]], joined(masked))
 
 
 def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[tuple[list[Run], list[Run]]]:
@@ -255,16 +251,6 @@ def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[tuple[list[Run], 
                     pieces, room = ([], []), chunk
     if pieces[0] or pieces[1]:
         yield pieces
-
-
-def _union(runs: Iterable[Run]) -> list[Run]:
-    found: list[Run] = []
-    for first, end in sorted(run for run in runs if run[0] < run[1]):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((first, end))
-    return found
 
 
 def _is_below(layout: PrefixLayout, s: int, a: int) -> bool:

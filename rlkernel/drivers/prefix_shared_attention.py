@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.prefix_shared_attention import AttentionRule
-from rlkernel.prefix.layout import PrefixLayout, Run
+from rlkernel.prefix.layout import PrefixLayout, Run, joined
 
 
 class Call(NamedTuple):
@@ -73,8 +73,8 @@ def _cascade(layout: PrefixLayout) -> Cascade:
                 (at, len(cu_rows)),
                 max(b - a for a, b in zip(rows, rows[1:], strict=False)),
                 max(b - a for a, b in zip(keys, keys[1:], strict=False)),
-                _joined([run for run, _ in chain]),
-                _joined([run for _, run in chain]),
+                tuple(joined(run for run, _ in chain)),
+                tuple(joined(run for _, run in chain)),
             )
         )
     own, *tables = (
@@ -99,17 +99,6 @@ def _chains(layout: PrefixLayout) -> list[list[tuple[Run, Run]]]:
         else:
             chains.append([(rows, keys)])
     return chains
-
-
-def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """The runs, those that lie side by side as one."""
-    found: list[Run] = []
-    for first, end in runs:
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((first, end))
-    return tuple(found)
 
 
 def gathers(layout: PrefixLayout, rule: AttentionRule, heads: int, kv_heads: int) -> bool:

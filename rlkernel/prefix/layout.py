@@ -11,9 +11,10 @@ stands below a segment is at most two runs of rows, one in each part, which kern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class PrefixLayout:
         offsets: list[int] = []
         for parent in self.parents:
             offsets.append(offsets[parent] + self.lengths[parent] if parent >= 0 else 0)
-        *starts, total = _cumulative(self.lengths)
+        *starts, total = accumulate(self.lengths, initial=0)
         columns = [self.lengths, self.parents, [int(c) for c in self.completion]]
         derived = {
             "starts": tuple(starts),
@@ -143,22 +144,12 @@ class PrefixLayout:
 
     def path(self, s: int) -> list[int]:
         """The segments above s from the root down, and s itself."""
-        found = [s]
-        while self.parents[found[-1]] >= 0:
-            found.append(self.parents[found[-1]])
-        return found[::-1]
+        return path_of(self.parents, s)
 
     def rows_below(self, s: int) -> list[Run]:
         """The rows of all segments below s: no run, one or two, none of them empty."""
-        runs: list[Run] = []
-        for span in self._below[s]:
-            if span.count:
-                first, end = self.starts[span.first], self.rows(span.end - 1)[1]
-                if runs and runs[-1][1] == first:
-                    runs[-1] = (runs[-1][0], end)
-                else:
-                    runs.append((first, end))
-        return runs
+        below = (span for span in self._below[s] if span.count)
+        return joined((self.starts[span.first], self.rows(span.end - 1)[1]) for span in below)
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -185,21 +176,13 @@ class PrefixLayout:
     @cached_property
     def numbers(self) -> tuple[tuple[int, int], ...]:
         """(number, one past the number of the last segment below) of each segment, counted depth first."""
-        children: list[list[int]] = [[] for _ in self.lengths]
-        roots: list[int] = []
-        for s, parent in enumerate(self.parents):
-            (children[parent] if parent >= 0 else roots).append(s)
-        first, last, count = [0] * len(children), [0] * len(children), 0
-        stack = [(s, False) for s in reversed(roots)]
-        while stack:
-            s, is_done = stack.pop()
-            if is_done:
-                last[s] = count
-                continue
-            first[s], count = count, count + 1
-            stack.append((s, True))
-            stack += [(c, False) for c in reversed(children[s])]
-        return tuple(zip(first, last, strict=True))
+        segments = range(len(self.lengths))
+        sizes = [1 for _ in segments]  # with all segments below
+        for s in reversed(segments):
+            if self.parents[s] >= 0:
+                sizes[self.parents[s]] += sizes[s]
+        first = {s: i for i, s in enumerate(_depth_first(self.parents, segments))}
+        return tuple((first[s], first[s] + sizes[s]) for s in segments)
 
     def row_tables(self, device: torch.device | str = "cpu") -> RowTables:
         """The tables of who sees whom, made once for each device."""
@@ -223,8 +206,8 @@ class PrefixLayout:
         keys = [o + n for o, n in zip(self.offsets, self.lengths, strict=True)]
         return Gathered(
             ranges([run for path in paths for run in path]),
-            torch.tensor(_cumulative(self.lengths), dtype=torch.int32),
-            torch.tensor(_cumulative(keys), dtype=torch.int32),
+            torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32),
+            torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
             max(self.lengths, default=0),
             max(keys, default=0),
         )
@@ -267,16 +250,7 @@ class PrefixLayout:
             if not -1 <= parent < s:
                 raise ValueError(f"parents[{s}] must be -1 or an earlier segment, got {parent}")
             kept_parent.append(parent if parent < 0 or lengths[parent] else kept_parent[parent])
-        children: list[list[int]] = [[] for _ in lengths]
-        roots: list[int] = []
-        for s, length in enumerate(lengths):
-            if length:
-                (children[kept_parent[s]] if kept_parent[s] >= 0 else roots).append(s)
-        order, stack = [], roots[::-1]
-        while stack:
-            s = stack.pop()
-            order.append(s)
-            stack += reversed(children[s])
+        order = _depth_first(kept_parent, [s for s, length in enumerate(lengths) if length])
         order = [s for s in order if not completion[s]] + [s for s in order if completion[s]]
         place = {s: i for i, s in enumerate(order)} | {-1: -1}
         layout = PrefixLayout(
@@ -287,6 +261,38 @@ class PrefixLayout:
         return layout, [place.get(s, -1) for s in range(len(lengths))]
 
 
+def _depth_first(parents: Sequence[int], nodes: Iterable[int]) -> list[int]:
+    """The nodes, each followed by all that is below it; siblings keep their order."""
+    children: dict[int, list[int]] = {}
+    for node in nodes:
+        children.setdefault(parents[node], []).append(node)
+    order, stack = [], children.get(-1, [])[::-1]
+    while stack:
+        order.append(stack.pop())
+        stack += reversed(children.get(order[-1], ()))
+    return order
+
+
+def path_of(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes above a node from the root down, and the node itself; no node of -1."""
+    found = []
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The runs in their order, those that overlap or lie side by side as one; empty ones are left out."""
+    found: list[Run] = []
+    for first, end in sorted(run for run in runs if run[0] < run[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
+
+
 def ranges(runs: Sequence[Run]) -> Tensor:
     """The numbers of all runs, one after another: int64."""
     if len(runs) < 8:  # the few of a small batch, in fewer calls
@@ -295,14 +301,6 @@ def ranges(runs: Sequence[Run]) -> Tensor:
     lengths = end - first
     shift = first - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-
-
-def _cumulative(lengths: Sequence[int]) -> tuple[int, ...]:
-    total, found = 0, [0]
-    for length in lengths:
-        total += length
-        found.append(total)
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=16)

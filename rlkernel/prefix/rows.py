@@ -28,10 +28,7 @@ def rows_of(tree: Tree) -> Rows:
     first = tree.starts
     predicted = {i for n in range(len(tree.ends)) for i in tree.predicted(n) if tree.lengths[i]}
     # Whatever no label depends on is left out: prompts without completions, what follows the last label.
-    kept = [i in predicted for i in range(len(tree.lengths))]
-    for i in reversed(range(len(kept))):
-        if kept[i] and tree.parents[i] >= 0:
-            kept[tree.parents[i]] = True
+    kept = tree.ancestry(list(predicted))
     before: list[int] = []  # where the token in front of each node stands, -1 without one
     runs: list[list[Run]] = []
     labels: list[Run] = []
@@ -42,7 +39,7 @@ def rows_of(tree: Tree) -> Rows:
         before.append(ahead)
         body = [(ahead, ahead + 1)] if ahead >= 0 else []
         body.append((first[i], first[i + 1] - 1))
-        runs.append([run for run in body if run[0] < run[1]] if length and kept[i] else [])
+        runs.append([run for run in body if run[0] < run[1]] if length and i in kept else [])
         labels.append((first[i] + (ahead < 0), first[i + 1]))
     layout, nodes = _segments(tree, [sum(end - a for a, end in body) for body in runs])
     labelled = [i for i in nodes if i in predicted]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.prefix.layout import ranges
-from rlkernel.prefix.tree import Tree, listed, tokens_of
+from rlkernel.prefix.layout import path_of, ranges
+from rlkernel.prefix.tree import Tree, listed, on_host, tokens_of
 
 
 def tree_of(token_ids: Sequence[Any], loss_mask: Sequence[Any]) -> Tree:
@@ -26,10 +26,7 @@ def tree_of(token_ids: Sequence[Any], loss_mask: Sequence[Any]) -> Tree:
 
 
 def _mask_of(n: int, mask: Any, length: int) -> Tensor:
-    try:
-        found = mask.detach().cpu() if isinstance(mask, Tensor) else torch.tensor(mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"loss_mask[{n}] must be a list of booleans or numbers, got {mask!r:.80}") from error
+    found = on_host(f"loss_mask[{n}]", "booleans or numbers", mask)
     if tuple(found.shape) != (length,):
         got = tuple(found.shape)
         raise ValueError(f"loss_mask[{n}] must have token_ids[{n}]'s shape ({length},), got {got}")
@@ -93,7 +90,7 @@ class _Radix:
 
     def tree(self, masks: list[Tensor]) -> Tree:
         order, depth = self._order()
-        paths = [self._path(end) for end in self.ends]
+        paths = [path_of(self.parent, end) for end in self.ends]
         cuts: list[set[int]] = [set() for _ in self.first]
         for path, mask in zip(paths, masks, strict=True):
             starts = [depth[node] for node in path]
@@ -145,10 +142,3 @@ class _Radix:
                 depth[child] = below
             stack += reversed(self.children[node].values())
         return order, depth
-
-    def _path(self, node: int) -> list[int]:
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parent[node]
-        return path[::-1]

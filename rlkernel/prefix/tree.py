@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.prefix.layout import ranges
+from rlkernel.prefix.layout import path_of, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +45,7 @@ class Tree:
 
     def path(self, sample: int) -> list[int]:
         """The nodes of a sample, from its root down."""
-        found = [self.ends[sample]]
-        while self.parents[found[-1]] >= 0:
-            found.append(self.parents[found[-1]])
-        return found[::-1]
+        return path_of(self.parents, self.ends[sample])
 
     def predicted(self, sample: int) -> list[int]:
         """The nodes of a sample whose tokens are predicted for it."""
@@ -89,11 +86,15 @@ def listed(argument: str, values: Any) -> list[Any]:
         raise ValueError(f"{argument} must be a list, got {values!r:.80}") from error
 
 
-def tokens_of(argument: str, ids: Any) -> Tensor:
+def on_host(argument: str, what: str, values: Any) -> Tensor:
     try:
-        tokens = ids.detach().cpu() if isinstance(ids, Tensor) else torch.tensor(ids)
+        return values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}") from error
+        raise ValueError(f"{argument} must be a list of {what}, got {values!r:.80}") from error
+
+
+def tokens_of(argument: str, ids: Any) -> Tensor:
+    tokens = on_host(argument, "token ids", ids)
     if not tokens.numel() and tokens.dim() == 1:
         return torch.zeros(0, dtype=torch.int64)
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:

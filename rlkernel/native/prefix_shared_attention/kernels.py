@@ -45,12 +45,13 @@ def segment_reduce(
     Sources are [K, H, D] and contiguous, the tables int64.  The results [len(offsets) - 1, H, D] are rounded
     once, to ``dtype``: fp32 or the sources' own, which is the default.
     """
-    dtype = dtype or source_k.dtype
     if source_k.dtype not in DTYPES:
         k, v = (torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (source_k, source_v))
         return k, v
     shape = (len(offsets) - 1, *source_k.shape[1:])
-    out_k, out_v = (torch.empty(shape, dtype=dtype, device=source_k.device) for _ in range(2))
+    out_k, out_v = (
+        torch.empty(shape, dtype=dtype or source_k.dtype, device=source_k.device) for _ in range(2)
+    )
     kernels(source_k.device).segment_reduce(
         source_k=source_k, source_v=source_v, index=index, offsets=offsets, out_k=out_k, out_v=out_v
     )

@@ -115,9 +115,7 @@ class Varlen:
     name: str
     devices: tuple[str, range]  # compute capabilities: in words, and the majors
     module: str
-    calls: tuple[
-        tuple[str, str], tuple[str, str]
-    ]  # forward, backward: the name in the module, the parameters
+    calls: tuple[tuple[str, str], ...]  # forward, backward: the name in the module, the parameters
 
     @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
@@ -141,7 +139,10 @@ class Varlen:
 
     def reasons(self, q: Tensor, softcap: float, needs_grad: bool, head_dim: int = 0) -> list[str]:
         """``head_dim``: that of all tensors of a call, where it is not q's."""
-        head_dim = head_dim or q.shape[2]
+        found = self._reasons(q, softcap, needs_grad, head_dim or q.shape[2])
+        return [f"{self.name}: {reason}" for reason in found]
+
+    def _reasons(self, q: Tensor, softcap: float, needs_grad: bool, head_dim: int) -> list[str]:
         found = []
         if q.dtype not in DTYPES:
             found.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
@@ -149,21 +150,22 @@ class Varlen:
             want = f"a multiple of 8 and at most {MAX_HEAD_DIM}"
             found.append(f"the head dim must be {want}, got {head_dim}")
         if found:
-            return [f"{self.name}: {reason}" for reason in found]
+            return found
         words, majors = self.devices
         if capability(q.device)[0] not in majors:
             got = ".".join(map(str, capability(q.device)))
             found.append(f"compute capability must be {words}, got {got}")
         found += self.limits(q, head_dim, softcap, needs_grad)
-        if not found:  # an import takes seconds
-            functions = self.functions
-            found += [functions] if isinstance(functions, str) else [f.reason for f in functions if f.reason]
-        return [f"{self.name}: {reason}" for reason in found]
+        if found:  # an import takes seconds
+            return found
+        if isinstance(functions := self.functions, str):
+            return [functions]
+        return [function.reason for function in functions if function.reason]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._found()[0](_values(q, k, v, s))
-        if lse.shape != (q.shape[1], q.shape[0]):  # [B, H, longest] before FlashAttention 2.6
-            want = (q.shape[1], q.shape[0])
+        want = (q.shape[1], q.shape[0])
+        if lse.shape != want:  # [B, H, longest] before FlashAttention 2.6
             raise RuntimeError(f"{self.name}'s lse must have shape [Hq, T] = {want}, got {tuple(lse.shape)}")
         return out.contiguous(), lse.contiguous()
 
