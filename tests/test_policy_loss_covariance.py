@@ -57,9 +57,9 @@ def expected(inputs, by_hash=False, ratio=0.1, low=0.05, high=9.0, seed=0):
     else:
         r = (b - old[counted]).exp()
         kept = (r * a <= r.clamp(LOW, HIGH) * a).tolist()
-        some = [i for i, c, k in zip(counted, cov, kept, strict=True) if k and low < c < high]
-        first = {i: uniform(old[i].item(), i - starts[sequence[i]], seed) for i in some}
-    chosen = sorted(first, key=first.get)[:wanted]  # what is alike stays in the order of the batch
+        inside = [i for i, c, k in zip(counted, cov, kept, strict=True) if k and low < c < high]
+        first = {i: uniform(old[i].item(), i - starts[sequence[i]], seed) for i in inside}
+    chosen = {*sorted(first, key=first.get)[:wanted]}  # what is alike stays in the order of the batch
     return [i in chosen for i in range(len(mask))]
 
 
