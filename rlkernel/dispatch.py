@@ -129,7 +129,7 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
 
 def order(op: str) -> tuple[str, ...]:
     """The order in which auto mode tries the backends for ``op``."""
-    return getattr(_public(op), "ORDER", _ORDER)
+    return vars(_public(op)).get("ORDER", _ORDER)
 
 
 @functools.cache

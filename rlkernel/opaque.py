@@ -90,7 +90,7 @@ class Op:
             if isinstance(got, Tensor):  # the only result
                 return (got,)
             return tuple(x if t else None for x, t in zip(got, there, strict=False))
-        if torch.is_grad_enabled():
+        if self.gradients and torch.is_grad_enabled():
             sources = self.sources(call)
             # what has a tangent of forward-mode AD is refused there, and would be lost here
             dual = forward_ad._current_level >= 0

@@ -208,6 +208,7 @@ class Scratch:
             rows, slots = lease.note
             self._known = rows == self.n  # the backward pass leaves out rows without a gradient
             self._slots = slots if self._known else 0
+        self._without_memory = dict(vars(self))
         self._carve(Carver(lease.memory))
         return self
 
@@ -218,7 +219,7 @@ class Scratch:
             workspace.keep(self.source.device, owner, size, (self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
-        self._carve(Carver())  # no part outlives the lease
+        vars(self).update(self._without_memory)  # no part outlives the lease
         self._lease.__exit__(*exception)
 
     def weight_slices(self) -> Iterator[tuple[int, int, Tensor]]:

@@ -96,12 +96,13 @@ def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: i
     """Looks at the values themselves: always on a CPU, in debug mode on a GPU, where it synchronises."""
     if debug.may_read(ids) and ids.numel():
         low, high = map(int, ids.aminmax())
+        if low < 0 or high >= vocab:  # as ids are of which some are ignored
+            low, high = map(int, ids.masked_fill(ids == ignore_index, 0).aminmax())
         if low < 0 or high >= vocab:
             bad = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
-            if bad.any():
-                where = bad.nonzero()[0].tolist()
-                value = ids[tuple(where)].item()
-                raise ValueError(f"target_ids{where if where else ''} = {value} is outside [0, {vocab})")
+            where = bad.nonzero()[0].tolist()
+            value = ids[tuple(where)].item()
+            raise ValueError(f"target_ids{where if where else ''} = {value} is outside [0, {vocab})")
     if isinstance(temperature, Tensor) and debug.may_read(temperature) and temperature.numel():
         least, most = torch.finfo(temperature.dtype).tiny, torch.finfo(temperature.dtype).max
         lowest, highest = map(float, temperature.aminmax())
