@@ -1,6 +1,7 @@
 """rlkernel.opaque: what autograd and torch.compile get of an op follows from its records."""
 
 import itertools
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -234,3 +235,43 @@ def test_nothing_is_saved_where_nothing_is_differentiated():
 def test_constants_have_no_gradient():
     y, _, count = OP(CALLS["numbers"]())
     assert y.requires_grad and not count.requires_grad
+
+
+class Inner(NamedTuple):
+    """A record with a tensor, as the policy loss within a call of ``linear_policy_loss``."""
+
+    y: Tensor
+    rule: Rule
+
+
+class OuterCall(NamedTuple):
+    x: Tensor
+    inner: Inner
+
+
+class OuterResults(NamedTuple):
+    z: Tensor
+
+
+def test_a_record_in_a_record_crosses_and_its_tensors_are_not_kept_for_backward():
+    rests = []
+
+    def backward(impl, call, results, grads):
+        rests.append(call.inner)
+        return (grads[0] * 2,)
+
+    op = Op(
+        f"test_outer_{next(NUMBER)}", OuterCall, OuterResults, pick=lambda call: None,
+        like=lambda call: OuterResults(torch.empty_like(call.x)),
+        forward=lambda impl, call: OuterResults(2 * call.x + call.inner.y), backward=backward,
+        gradients=("x",), differentiable=("z",), saves=("x",),
+    )  # fmt: skip
+    x, y = leaf(3), torch.ones(3)
+    call = OuterCall(x, Inner(y, RULE))
+    assert op.made(op.flat(call)) == call
+    there = weakref.ref(y)
+    (z,) = op(call)
+    del call, y
+    assert there() is None
+    z.sum().backward()
+    assert rests == [None] and torch.equal(x.grad, torch.full((3,), 2.0))

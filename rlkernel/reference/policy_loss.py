@@ -99,13 +99,7 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
     inside = mask & ~(logp.isneginf() | old.isneginf())
     weight, log_weight, kept = torch.ones_like(old), torch.zeros_like(old), torch.ones_like(mask)
     if rule.correction:
-        assert call.rollout_logprobs is not None
-        rollout = torch.where(mask, call.rollout_logprobs, 0)
-        stale = call.staleness
-        stale = None if stale is None else torch.where(mask, rows.like(stale, old), 0)
-        weight, log_weight, kept = _correction(
-            rows, logp.detach(), old, rollout, advantages, stale, mask, rule
-        )
+        weight, log_weight, kept = _correction(rows, call, logp.detach(), old, advantages)
         if rule.shrink:
             mask, inside = mask & kept, inside & kept
         weight = torch.where(kept, weight, 0)
@@ -306,10 +300,14 @@ def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:
 
 
 def _correction(
-    rows: "_Rows", logp: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor, staleness: Tensor | None,
-    mask: Tensor, rule: PolicyRule,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: "_Rows", call: PolicyLossCall, logp: Tensor, old: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weight, its logarithm as vespo takes it, and which tokens are kept."""
+    rule, mask, staleness = call.rule, call.mask, call.staleness
+    assert call.rollout_logprobs is not None
+    rollout = torch.where(mask, call.rollout_logprobs, 0)
+    if staleness is not None:
+        staleness = torch.where(mask, rows.like(staleness, old), 0)
     level, mode = names.CORRECTION_LEVELS[rule.correction], names.CORRECTION_MODES[rule.verdict]
     # else the engine had no logprob for the token, or the old policy does not know it
     scored = ~(rollout.isnan() | rollout.isneginf() | old.isneginf())

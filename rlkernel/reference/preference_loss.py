@@ -146,7 +146,7 @@ def _total(
         delta = torch.where(number > 0, mean + (here - mean) / (batches + 1), mean)
         state = torch.stack([delta, batches + (number > 0)])
     terms = _paired if rule.paired else _unpaired
-    each, weight, odds = terms(logps, ref, length, aligned, labels, kl, delta, count, rule)
+    each, weight, odds = terms(logps, ref, length, aligned, delta, count, call)
     divisor = rule.items or number.clamp(min=1)
     divisor = divisor if call.items is None else call.items.double()
     kept = torch.where(chosen, nll_tokens, 0)
@@ -186,9 +186,10 @@ def _total(
 
 
 def _unpaired(
-    logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, labels: Tensor | None, kl: Tensor | None,
-    delta: Tensor, count: Tensor, rule: PreferenceRule,
+    logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, delta: Tensor, count: Tensor,
+    call: PreferenceLossCall,
 ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+    labels, kl, rule = call.labels, call.kl, call.rule
     assert labels is not None
     total = torch.zeros_like(logps)
     sign = torch.where(labels, 1.0, -1.0).double()
@@ -200,12 +201,12 @@ def _unpaired(
 
 
 def _paired(
-    logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, labels: Tensor | None, kl: Tensor | None,
-    delta: Tensor, count: Tensor, rule: PreferenceRule,
+    logps: Tensor, ref: Tensor, length: Tensor, aligned: Tensor, delta: Tensor, count: Tensor,
+    call: PreferenceLossCall,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The loss of each pair (to which that of a rank is added, whose sum is the same), its weight, the log
     odds."""
-    beta = rule.beta
+    rule, beta = call.rule, call.rule.beta
     ratios = logps - ref
     c, r = ratios.chunk(2)
     score_c, score_r = _score(ratios, rule).chunk(2)
