@@ -112,7 +112,7 @@ class _OnePass:
                 self._compute(step.compute)
                 if len(self.plan.steps) == 1:
                     whole = self.policy.whole(self.logprobs, self.entropy)
-                    first, gradients = 0, whole[-1]
+                    first, (_, _, gradients) = 0, whole
                 else:
                     edges = self.plan.edges[2 * number : 2 * number + 2]
                     first, gradients = self.policy.part(self.logprobs, self.entropy, *edges)
