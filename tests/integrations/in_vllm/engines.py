@@ -73,8 +73,8 @@ def mixed(count, seed=0, seeded=False, **always):
                 "top_p": draw.choice([1.0, 1.0, 0.9, 0.5]),
                 "min_p": draw.choice([0.0, 0.0, 0.1]),
             }
-            if seeded:
-                options["seed"] = 1000 + i
+        if seeded:
+            options["seed"] = 1000 + i
         if draw.random() < 0.3:
             options |= {
                 "repetition_penalty": draw.choice([1.0, 1.3, 0.8]),

@@ -1,0 +1,179 @@
+"""Whole requests in one process: outputs with rlkernel beside those of vLLM alone."""
+
+import engines
+import pytest
+import torch
+
+CLOSE = 5e-4  # of log-probabilities of a token that was computed alone and in a prompt
+
+
+def ask(llm, prompts, kinds):
+    return llm.generate(list(prompts), list(kinds), use_tqdm=False)
+
+
+def test_200_requests_of_all_kinds(llm, patch):
+    """Greedy requests are vLLM's own to the last rank; of the others vLLM scores what was drawn."""
+    prompts, kinds = engines.prompts(200, shortest=3, longest=60), engines.mixed(200, seeded=True)
+    got = ask(llm, prompts, kinds)
+    assert not patch.fallbacks and patch.calls["Sampler.forward"] > 20
+    patch.undo()
+    try:
+        greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
+        assert len(greedy) > 40
+        for i, want in zip(
+            greedy, ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy]), strict=True
+        ):
+            (mine,), (theirs,) = got[i].outputs, want.outputs
+            assert mine.token_ids == theirs.token_ids and mine.finish_reason == theirs.finish_reason
+            same_logprobs(mine.logprobs, theirs.logprobs)
+        scored_by_vllm(llm, prompts, kinds, got)
+    finally:
+        patch.apply()
+
+
+def same_logprobs(mine, theirs):
+    assert (mine is None) == (theirs is None)
+    for one, other in zip(mine or (), theirs or (), strict=True):
+        assert list(one) == list(other)
+        for token, entry in one.items():
+            assert entry.rank == other[token].rank
+            assert entry.decoded_token == other[token].decoded_token
+            assert entry.logprob == pytest.approx(other[token].logprob, abs=CLOSE)
+
+
+def scored_by_vllm(llm, prompts, kinds, got):
+    """Log-probabilities and ranks of drawn tokens are those that vLLM gives them in a prompt."""
+    from vllm import SamplingParams
+
+    asked = [i for i, kind in enumerate(kinds) if kind.temperature and kind.logprobs is not None]
+    longer = [
+        {"prompt_token_ids": prompts[i]["prompt_token_ids"] + list(got[i].outputs[0].token_ids)}
+        for i in asked
+    ]
+    want = ask(llm, longer, [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)] * len(asked))
+    ranks = tokens = 0
+    for i, scored in zip(asked, want, strict=True):
+        sample = got[i].outputs[0]
+        behind = scored.prompt_logprobs[len(prompts[i]["prompt_token_ids"]) :]
+        for token, mine, theirs in zip(sample.token_ids, sample.logprobs, behind, strict=True):
+            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=CLOSE)
+            ranks += mine[token].rank != theirs[token].rank
+            assert (
+                abs(mine[token].rank - theirs[token].rank) <= 1
+            )  # neighbours within rounding may change places
+            tokens += 1
+    assert tokens > 200 and ranks <= tokens / 50
+
+
+@pytest.mark.parametrize("count", [0, 3, -1])
+def test_prompt_logprobs_are_vllms(llm, patch, count):
+    from vllm import SamplingParams
+
+    prompts = engines.prompts(6, longest=150)
+    kind = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=count)
+    mine = ask(llm, prompts, [kind] * 6)
+    assert patch.calls["GPUModelRunner._get_prompt_logprobs_dict"] > 0 and not patch.fallbacks
+    patch.undo()
+    try:
+        theirs = ask(llm, prompts, [kind] * 6)
+    finally:
+        patch.apply()
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.prompt_logprobs[0] is None and other.prompt_logprobs[0] is None
+        same_logprobs(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
+
+
+def test_prompt_logprobs_build_no_log_softmax_and_few_rows_of_logits(llm, patch, monkeypatch):
+    from vllm import SamplingParams
+
+    import rlkernel
+    from rlkernel.integrations.vllm import prompt_logprobs
+
+    monkeypatch.setattr(prompt_logprobs, "ROWS", 16)
+    rows, softmaxes = [], []
+    score, log_softmax = rlkernel.score_tokens, torch.Tensor.log_softmax
+    monkeypatch.setattr(rlkernel, "score_tokens", lambda x, *a, **o: rows.append(len(x)) or score(x, *a, **o))
+    monkeypatch.setattr(
+        torch.Tensor, "log_softmax", lambda x, *a, **o: softmaxes.append(x.shape) or log_softmax(x, *a, **o)
+    )
+    (prompt,) = engines.prompts(1, shortest=70, longest=70)
+    ask(llm, [prompt], [SamplingParams(max_tokens=1, prompt_logprobs=1)])
+    assert rows == [16, 16, 16, 16, 5] and not softmaxes
+
+
+def test_structured_outputs_keep_to_their_grammar(llm, patch):
+    """The tokens that a grammar leaves, with and without a length below which the end may not come."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choice = StructuredOutputsParams(choice=["abc", "xyz"])
+    kinds = [
+        SamplingParams(seed=i, max_tokens=6, structured_outputs=choice, min_tokens=min_tokens, logprobs=1)
+        for i in range(8)
+        for min_tokens in (0, 2)
+    ]
+    prompts = engines.prompts(len(kinds))
+    out = ask(llm, prompts, kinds)
+    assert {one.outputs[0].text for one in out} == {"abc", "xyz"} and not patch.fallbacks
+
+
+class Banned:
+    """What a user writes: a logits processor, of the kind that may change the likeliest token or the other."""
+
+    TOKENS = range(4, 30)
+
+
+def processors():
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    class Ban(LogitsProcessor):
+        def __init__(self, *_):
+            pass
+
+        def is_argmax_invariant(self):
+            return False
+
+        def update_state(self, _):
+            pass
+
+        def apply(self, logits):
+            logits[:, list(Banned.TOKENS)] = -torch.inf
+            return logits
+
+    class Sharpen(Ban):
+        def is_argmax_invariant(self):
+            return True
+
+        def apply(self, logits):
+            return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) - 3, -torch.inf)
+
+    return [Ban, Sharpen]
+
+
+def test_custom_logits_processors(model, patch):
+    llm = engines.in_process(model, logits_processors=processors())
+    try:
+        prompts, kinds = engines.prompts(40), engines.mixed(40, seeded=True, allowed_token_ids=None)
+        got = ask(llm, prompts, kinds)
+        assert not patch.fallbacks
+        for sample in (one.outputs[0] for one in got):
+            assert not set(sample.token_ids) & set(Banned.TOKENS)
+        patch.undo()
+        try:
+            greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
+            want = ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy])
+        finally:
+            patch.apply()
+        for i, other in zip(greedy, want, strict=True):
+            assert got[i].outputs[0].token_ids == other.outputs[0].token_ids
+            same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs)
+        # Sharpen leaves nothing that is 20 times less likely than the likeliest, at the temperature
+        assert all(
+            entry.rank <= 40
+            for one, kind in zip(got, kinds, strict=True)
+            if kind.logprobs == 0 and kind.temperature <= 1
+            for step in one.outputs[0].logprobs
+            for entry in step.values()
+        )
+    finally:
+        engines.shut_down(llm)
