@@ -20,9 +20,8 @@ def test_200_requests_of_all_kinds(llm, patch):
     try:
         greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
         assert len(greedy) > 40
-        for i, want in zip(
-            greedy, ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy]), strict=True
-        ):
+        alone = ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy])
+        for i, want in zip(greedy, alone, strict=True):
             (mine,), (theirs,) = got[i].outputs, want.outputs
             assert mine.token_ids == theirs.token_ids and mine.finish_reason == theirs.finish_reason
             same_logprobs(mine.logprobs, theirs.logprobs)
@@ -31,12 +30,12 @@ def test_200_requests_of_all_kinds(llm, patch):
         patch.apply()
 
 
-def same_logprobs(mine, theirs):
+def same_logprobs(mine, theirs, slack=0):
     assert (mine is None) == (theirs is None)
     for one, other in zip(mine or (), theirs or (), strict=True):
-        assert list(one) == list(other)
+        assert list(one) == list(other) if slack == 0 else set(one) == set(other)
         for token, entry in one.items():
-            assert entry.rank == other[token].rank
+            assert abs(entry.rank - other[token].rank) <= slack
             assert entry.decoded_token == other[token].decoded_token
             assert entry.logprob == pytest.approx(other[token].logprob, abs=CLOSE)
 
@@ -47,8 +46,7 @@ def scored_by_vllm(llm, prompts, kinds, got):
 
     asked = [i for i, kind in enumerate(kinds) if kind.temperature and kind.logprobs is not None]
     longer = [
-        {"prompt_token_ids": prompts[i]["prompt_token_ids"] + list(got[i].outputs[0].token_ids)}
-        for i in asked
+        {"prompt_token_ids": [*prompts[i]["prompt_token_ids"], *got[i].outputs[0].token_ids]} for i in asked
     ]
     want = ask(llm, longer, [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)] * len(asked))
     ranks = tokens = 0
@@ -58,9 +56,7 @@ def scored_by_vllm(llm, prompts, kinds, got):
         for token, mine, theirs in zip(sample.token_ids, sample.logprobs, behind, strict=True):
             assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=CLOSE)
             ranks += mine[token].rank != theirs[token].rank
-            assert (
-                abs(mine[token].rank - theirs[token].rank) <= 1
-            )  # neighbours within rounding may change places
+            assert abs(mine[token].rank - theirs[token].rank) <= 1  # neighbours within rounding
             tokens += 1
     assert tokens > 200 and ranks <= tokens / 50
 
@@ -80,7 +76,8 @@ def test_prompt_logprobs_are_vllms(llm, patch, count):
         patch.apply()
     for one, other in zip(mine, theirs, strict=True):
         assert one.prompt_logprobs[0] is None and other.prompt_logprobs[0] is None
-        same_logprobs(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
+        # of all 512 tokens, some are as good as equal
+        same_logprobs(one.prompt_logprobs[1:], other.prompt_logprobs[1:], slack=2 if count == -1 else 0)
 
 
 def test_prompt_logprobs_build_no_log_softmax_and_few_rows_of_logits(llm, patch, monkeypatch):
@@ -117,13 +114,12 @@ def test_structured_outputs_keep_to_their_grammar(llm, patch):
     assert {one.outputs[0].text for one in out} == {"abc", "xyz"} and not patch.fallbacks
 
 
-class Banned:
-    """What a user writes: a logits processor, of the kind that may change the likeliest token or the other."""
-
-    TOKENS = range(4, 30)
+BANNED = range(4, 30)
+GAP = 3.0
 
 
 def processors():
+    """What a user writes: one of the kind that may change the likeliest token, and one of the other."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
     class Ban(LogitsProcessor):
@@ -137,7 +133,7 @@ def processors():
             pass
 
         def apply(self, logits):
-            logits[:, list(Banned.TOKENS)] = -torch.inf
+            logits[:, list(BANNED)] = -torch.inf
             return logits
 
     class Sharpen(Ban):
@@ -145,19 +141,21 @@ def processors():
             return True
 
         def apply(self, logits):
-            return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) - 3, -torch.inf)
+            return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) - GAP, -torch.inf)
 
     return [Ban, Sharpen]
 
 
 def test_custom_logits_processors(model, patch):
+    from vllm import SamplingParams
+
     llm = engines.in_process(model, logits_processors=processors())
     try:
         prompts, kinds = engines.prompts(40), engines.mixed(40, seeded=True, allowed_token_ids=None)
         got = ask(llm, prompts, kinds)
         assert not patch.fallbacks
         for sample in (one.outputs[0] for one in got):
-            assert not set(sample.token_ids) & set(Banned.TOKENS)
+            assert not set(sample.token_ids) & set(BANNED)
         patch.undo()
         try:
             greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
@@ -167,13 +165,11 @@ def test_custom_logits_processors(model, patch):
         for i, other in zip(greedy, want, strict=True):
             assert got[i].outputs[0].token_ids == other.outputs[0].token_ids
             same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs)
-        # Sharpen leaves nothing that is 20 times less likely than the likeliest, at the temperature
-        assert all(
-            entry.rank <= 40
-            for one, kind in zip(got, kinds, strict=True)
-            if kind.logprobs == 0 and kind.temperature <= 1
-            for step in one.outputs[0].logprobs
-            for entry in step.values()
-        )
+        (one,) = ask(llm, prompts[:1], [SamplingParams(temperature=0.5, seed=0, max_tokens=40, logprobs=-1)])
+        for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True):
+            left = [entry.logprob for id, entry in step.items() if id not in BANNED]
+            # of logits that the temperature has divided
+            assert max(left) - 0.5 * GAP - CLOSE <= step[token].logprob < max(left) + CLOSE
+            assert min(left) < max(left) - 0.5 * GAP
     finally:
         engines.shut_down(llm)

