@@ -4,8 +4,6 @@ A token is one thread's.  With more tokens than threads Triton would give each t
 alignment of the arguments allows, and the order of the scan would follow from that.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,19 +128,3 @@ def forward(call: GaeCall) -> GaeResults:
                 advantages, returns, ZERO_HOLES=holes == "zero", TILE=TILE, num_warps=TILE // threads,
             )  # fmt: skip
     return GaeResults(advantages, returns)
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
-    offsets = torch.tensor([0, 60, 128])
-    flat, last = x.view(-1), x[:, 0].contiguous()
-    plain = GaeCall(x, x, None, 1.0, 0.95, None, None, "skip")
-    masked = plain._replace(mask=mask)
-    calls = {
-        "padded": plain,
-        "padded mask last": masked._replace(last_values=last),
-        "packed mask": GaeCall(flat, flat, mask.view(-1), 1.0, 0.95, offsets, None, "skip"),
-        "lams holes": masked._replace(lam=last.double(), holes="zero"),
-    }
-    return {name: functools.partial(forward, call) for name, call in calls.items()}

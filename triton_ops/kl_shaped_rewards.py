@@ -1,7 +1,5 @@
 """``kl_shaped_rewards`` over Triton: a program per chunk of a sequence, in one launch."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,19 +114,3 @@ def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
 
 def _stride(x: Tensor | None) -> int:
     return x.stride(0) if x is not None and x.dim() == 2 else 0
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    x, mask = torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool)
-    flat, offsets = x.view(-1), torch.tensor([0, 60, 128])
-    per_token = KlShapedRewardsCall(x, x, x, None, 0.1, "k1", 20.0, 10.0, False, None)
-    packed = KlShapedRewardsCall(flat, flat, flat, mask.view(-1), 0.1, "k2", 20.0, 10.0, False, offsets)
-    first = x[:, 0].contiguous()
-    calls = {
-        "k1 per token": per_token,
-        "k3 per sequence": per_token._replace(rewards=first, mask=mask, kl_estimator="k3", per_sequence=True),
-        "k2 packed": packed,
-        "k3 packed per sequence": packed._replace(rewards=flat[:2], kl_estimator="k3", per_sequence=True),
-    }
-    return {name: functools.partial(forward, call) for name, call in calls.items()}

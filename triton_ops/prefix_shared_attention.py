@@ -6,7 +6,6 @@ FlashAttention takes 5: the price of a fixed order.  Memory besides the results 
 partial sums, at most ``PARTIAL_BYTES`` whatever the lengths.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from rlkernel.triton_ops.prefix_shared_attention_kernels import (
     attention_query_grad_kernel,
 )
 from rlkernel.triton_ops.prefix_shared_attention_plan import (
-    CHUNK,
     KeyPlan,
     QueryPlan,
     key_plan,
@@ -243,30 +241,3 @@ def _blocks(kernel: str, dims: tuple[int, int], dtype: torch.dtype, rule: Attent
         least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32
         return blocks._replace(**{visited: min(rows, max(least, rows // 2))})
     return blocks
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """As in ``logprob``: a prompt whose keys take several programs, and its completions."""
-
-    def run(
-        head_dim: int, dtype: torch.dtype, softcap: float, sinks: bool, bitwise: bool, v_dim: int = 0
-    ) -> None:
-        layout = PrefixLayout((65, CHUNK, 65), (-1, 0, 0), (False, True, True))
-        rule = AttentionRule(head_dim**-0.5, softcap, 0, bitwise)
-        q, k = (torch.empty(layout.total, h, head_dim, dtype=dtype) for h in (8, 2))
-        v = torch.empty(layout.total, 2, v_dim or head_dim, dtype=dtype)
-        call = AttentionCall(q, k, v, layout, rule, torch.ones(8) if sinks else None)
-        results = forward(call)
-        if not bitwise:
-            backward(call, results, OutGrads(torch.empty_like(results.out)))
-
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return {
-        "bf16 D = 64": lambda: run(64, bf16, 0.0, True, False),
-        "bf16 D = 128": lambda: run(128, bf16, 0.0, False, False),
-        "bf16 D = 128 bitwise": lambda: run(128, bf16, 0.0, False, True),
-        "bf16 D = 256 softcap": lambda: run(256, bf16, 50.0, False, False),
-        "bf16 D = 192, Dv = 128": lambda: run(192, bf16, 0.0, False, False, 128),
-        "bf16 D = 192, Dv = 128 bitwise": lambda: run(192, bf16, 0.0, False, True, 128),
-        "fp32 D = 128": lambda: run(128, fp32, 0.0, False, False),
-    }

@@ -1,7 +1,6 @@
 """``whiten`` over Triton: two launches."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,16 +48,3 @@ def scaled(
                 EPS_IN_STD=eps_in == "std", CHUNK=CHUNK, MERGED=MERGED, **_PLAN,
             )  # fmt: skip
     return out
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-    x, mask = torch.zeros(100), torch.ones(100, dtype=torch.bool)
-    states = torch.zeros(2, 3, dtype=torch.float64)
-    plain = WhitenCall(x, None, None, True, True, 1e-8, "variance")
-    return {
-        "plain": lambda: forward(plain),
-        "mask weights std": lambda: forward(WhitenCall(x, mask, x, False, False, 1e-4, "std")),
-        "of fp64": lambda: forward(plain._replace(x=x.double(), mask=mask, weights=x)),
-        "running": lambda: scaled(plain._replace(mask=mask), states, states[0], clip=5.0),
-    }
