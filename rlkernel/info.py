@@ -102,7 +102,8 @@ def _commit(root: Path) -> str | None:
 
 
 def _devices() -> dict[str, str]:
-    devices = {"cpu": f"{_cpu_model()}, {torch.get_num_threads()} threads"}
+    model = _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
+    devices = {"cpu": f"{model}, {torch.get_num_threads()} threads"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
@@ -118,10 +119,6 @@ def _cpuinfo(*fields: str) -> str:
         return ""
     rows = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in rows if name.strip() in fields), "")
-
-
-def _cpu_model() -> str:
-    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
 
 
 def _cpu() -> dict[str, Any]:

@@ -113,7 +113,8 @@ def test_a_kernel_that_can_do_backward_goes_first(monkeypatch):
 
 
 def test_cpu_tensors_are_refused():
-    assert flash.unsupported_flash(torch.zeros(3, 2, 64)) == ["q must be on an NVIDIA GPU, got cpu"]
+    q = torch.zeros(3, 2, 64)
+    assert flash.unsupported_flash(q, q, None, False) == ["q must be on an NVIDIA GPU, got cpu"]
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])

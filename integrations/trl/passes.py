@@ -139,8 +139,11 @@ class _Call:
                 f"{kind} normalises after its rotary positions, which makes them absolute, and TRL counts "
                 "the padding of prompts: its values are not those of the samples alone"
             )
+        (prompts, ids), (_, mask) = (
+            x.tensor_split([-self.logits_to_keep], 1) for x in (self.input_ids, self.attention_mask)
+        )
         try:
-            batch = self._pack()
+            batch = PrefixBatch.from_padded(prompts, prompt_mask, ids, mask)
         except ValueError:  # of the shapes that trainers make, only a gap can be refused
             return "attention_mask has a hole"
         if not batch.total:
@@ -168,11 +171,6 @@ class _Call:
         if self.sharded and _calls(parts) > self.passes:  # groups fill parts badly; TRL's samples fit always
             parts = [batch.select(part.tolist()) for part in torch.arange(len(batch)).split(self.chunk)]
         return parts
-
-    def _pack(self) -> PrefixBatch:
-        prompt_ids, ids = self.input_ids.tensor_split([-self.logits_to_keep], 1)
-        prompt_mask, mask = self.attention_mask.tensor_split([-self.logits_to_keep], 1)
-        return PrefixBatch.from_padded(prompt_ids, prompt_mask, ids, mask)
 
 
 def _scores(self: Any, call: _Call, batch: PrefixBatch, sharing: PrefixSharing) -> Scores:

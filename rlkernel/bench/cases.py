@@ -141,7 +141,9 @@ def select(
     for op, module in benchmarks.items():
         cases = _of_op(module, preset, shape, device)
         if dtypes:
-            cases = [c.replace(dtype=d) for c in _without_dtype(cases) for d in dtypes]
+            # a mapping has no hash, so cases are told apart by their names
+            unique = {f"{c.name} {c.axis}": c for c in cases}
+            cases = [c.replace(dtype=d) for c in unique.values() for d in dtypes]
         chosen += [c.replace(op=op, gradients=c.gradients or module.GRADIENTS) for c in cases]
     if preset is not None and preset not in presets(benchmarks):
         raise UsageError(f"--preset must be one of {', '.join(presets(benchmarks))}, got {preset}")
@@ -173,9 +175,3 @@ def _of_op(module: ModuleType, preset: str | None, shape: str | None, device: st
         base = [c.replace(sizes={**c.sizes, **given}) for c in base]
     complete = [c for c in base if set(module.DIMS) <= set(c.sizes)]
     return [c.replace(sizes={letter: c.sizes[letter] for letter in module.DIMS}) for c in complete]
-
-
-def _without_dtype(cases: Iterable[Case]) -> list[Case]:
-    # a mapping has no hash, so cases are told apart by their names
-    unique = {f"{c.name} {c.axis}": c for c in cases}
-    return list(unique.values())

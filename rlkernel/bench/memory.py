@@ -8,6 +8,7 @@ allocator, in order: exact to the byte, also inside operators, but blind to what
 import contextlib
 import ctypes
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def peak_extra(call: Callable[[], object], device: str) -> int:
     """Bytes that ``call`` holds at its peak beyond what there was before; the workspace counts as its own."""
     workspace.release()
     gc.collect()
-    return _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
+    if device == "cuda":
+        return _peak_cuda(call)
+    return max(itertools.accumulate(_allocations(call), initial=0))
 
 
 def _peak_cuda(call: Callable[[], object]) -> int:
@@ -48,14 +51,6 @@ def _peak_cuda(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_cpu(call: Callable[[], object]) -> int:
-    live = peak = 0
-    for change in _allocations(call):
-        live += change
-        peak = max(peak, live)
-    return peak
 
 
 def _allocations(call: Callable[[], object]) -> list[int]:

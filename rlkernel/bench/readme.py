@@ -29,11 +29,13 @@ def newest(results: Path, name: str) -> Path:
     return found[-1]
 
 
-def _trainer_step(results: Path) -> str:
-    return trainer_step.markdown(json.loads(newest(results, "grpo_prefix").read_text()))
-
-
-MADE = {"status": status.table, "status-line": status.line, "grpo_prefix": _trainer_step}
+MADE = {
+    "status": status.table,
+    "status-line": status.line,
+    "grpo_prefix": lambda results: trainer_step.markdown(
+        json.loads(newest(results, "grpo_prefix").read_text())
+    ),
+}
 
 
 def pages(root: Path) -> list[Path]:

@@ -142,12 +142,9 @@ def _notes(rows: Iterable[Row]) -> list[str]:
             if peer["note"] and not peer["skipped"]:
                 notes[f"{name}: {peer['note']}"] = None
             if peer["skipped"]:
-                notes[f"{name} did not run{_where(peer['skipped'], row)}: {peer['skipped']}"] = None
+                where = f" on {row['case']}" if "out of memory" in peer["skipped"] else ""
+                notes[f"{name} did not run{where}: {peer['skipped']}"] = None
     return list(notes)
-
-
-def _where(reason: str, row: Row) -> str:
-    return f" on {row['case']}" if "out of memory" in reason else ""
 
 
 def _error(row: Row) -> str:
@@ -169,10 +166,6 @@ def rate(row: Row) -> str:
     if row["flops"]:
         return f"{row['flops'] / row['seconds'] / 1e12:.3g} TFLOP/s"
     return f"{row['bytes'] / row['seconds'] / 1e9:.3g} GB/s"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
 
 
 def _mib(size: int | None) -> str:
@@ -215,7 +208,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda row: milliseconds(row["seconds"]),
     "host ms": lambda row: milliseconds(row.get("host_seconds")),
     "rate": rate,
-    "floor": lambda row: _percent(row["floor_share"]),
+    "floor": lambda row: "" if row["floor_share"] is None else f"{row['floor_share']:.0%}",
     "extra MiB": lambda row: _mib(row["peak_extra_bytes"]),
 }
 

@@ -10,7 +10,7 @@ from rlkernel.native.prefix_shared_attention import cpu
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    q, k, v = tensors
+    q, _, v = tensors
     found = kernels_for(q.device)
     if isinstance(found, str):
         return [found]
@@ -18,8 +18,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
         return []
     from rlkernel.native.prefix_shared_attention import flash
 
-    names = ("layout", "rule", "sinks", "needs_grad")
-    return flash.unsupported_flash(q, k, v, *(options.get(name) for name in names))
+    return flash.unsupported_flash(q, v, options.get("rule"), bool(options.get("needs_grad")))
 
 
 def forward(call: AttentionCall) -> AttentionResults:

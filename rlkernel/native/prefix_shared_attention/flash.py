@@ -31,22 +31,14 @@ from rlkernel.native.prefix_shared_attention.varlen import Grads, Saved, Sequenc
 from rlkernel.prefix.layout import Gathered, PrefixLayout, Run
 
 
-def unsupported_flash(
-    q: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    layout: PrefixLayout | None = None,
-    rule: AttentionRule | None = None,
-    sinks: Tensor | None = None,
-    needs_grad: bool | None = False,
-) -> list[str]:
+def unsupported_flash(q: Tensor, v: Tensor, rule: AttentionRule | None, needs_grad: bool) -> list[str]:
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
     softcap = rule.softcap if rule is not None else 0.0
-    width = q.shape[2] if v is None else max(q.shape[2], v.shape[2])
+    width = max(q.shape[2], v.shape[2])
     reasons: list[str] = []
     for kernel in varlen.KERNELS:
-        if not (found := kernel.reasons(q, softcap, bool(needs_grad), width)):
+        if not (found := kernel.reasons(q, softcap, needs_grad, width)):
             reasons = []
             break
         reasons += found
