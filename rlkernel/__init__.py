@@ -76,6 +76,7 @@ __all__ = [
     "logprob",
     "logprobs_from_logits",
     "packed_logprobs",
+    "patch_deepspeed",
     "patch_trl",
     "patch_vllm",
     "policy_loss",
@@ -96,6 +97,13 @@ __all__ = [
     "whiten",
     "workspace",
 ]
+
+
+def patch_deepspeed(**options: Any) -> Any:
+    """Replace DeepSpeed's losses, and DeepSpeed-Chat's PPO; see ``rlkernel.integrations.deepspeed.patch``."""
+    from rlkernel.integrations import deepspeed  # needs DeepSpeed, which rlkernel itself does not
+
+    return deepspeed.patch(**options)
 
 
 def patch_trl(**options: Any) -> Any:

@@ -57,6 +57,11 @@ CHECKOUTS = {
         "4aef98d8d818af55b43621aaadba047ae10f4e77",
         {"areal/trainer/ppo/actor.py": "32fa42bdb82943e4"},
     ),
+    "deepspeed-examples": (
+        "deepspeedai/DeepSpeedExamples",
+        "45b4b7156c8794a3452a5a7d03dbd8d797068569",
+        {"applications/DeepSpeed-Chat/dschat/rlhf/ppo_trainer.py": "5d6d6a2cc01c270a"},
+    ),
     "open-instruct": (
         "allenai/open-instruct",
         "e6c3044aa6201c8bfa4573c1b03142af599e730d",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rlkernel.integrations.hf.models import family, is_sharded
 from rlkernel.ops.linear_logprob import linear_logprob
-from rlkernel.prefix.batch import PrefixBatch
 
 # whose logits were found to be what the config says; the look at them waits for the GPU
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
@@ -38,18 +37,21 @@ class LmHead:
         self._scores: Any = None
 
     @contextlib.contextmanager
-    def scoring(self, batch: PrefixBatch) -> Iterator[None]:
-        """Inside, a call of the module scores the labels; a call of the model is to make one."""
+    def scoring(
+        self, shape: tuple[int, int], rows: Callable[[Tensor], Tensor], labels: Tensor
+    ) -> Iterator[None]:
+        """Inside, a call of the module scores ``labels`` by ``rows(hidden)``; a call of the model is to make
+        one, with hidden states of ``shape``."""
         module, self._scores = self.module, None
         before = vars(module).get("forward")
 
         def forward(hidden: Tensor) -> Tensor:
             if self._scores is not None:
                 raise ValueError(f"{self.name}: it must call its lm_head once, got a second call")
-            if hidden.dim() != 3 or hidden.shape[:2] != (1, batch.total):
-                want = (1, batch.total, module.in_features)
+            if hidden.dim() != 3 or hidden.shape[:2] != shape:
+                want = (*shape, module.in_features)
                 raise ValueError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
-            self._scores = self._score(batch.completion_rows(hidden), batch.labels)
+            self._scores = self._score(rows(hidden), labels)
             probe = hidden.new_tensor(PROBE)
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
             link = zero_with_graph(self._scores.logprobs).to(probe.dtype)

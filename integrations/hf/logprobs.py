@@ -135,7 +135,8 @@ def _run(model: nn.Module, head: LmHead, batch: PrefixBatch, with_router: bool) 
         uses = batch.token_counts()
         # 4-d, so transformers passes it on; attention ignores it, the model's own loss takes it as weights
         inputs |= {"attention_mask": uses[None, None, None], "output_router_logits": True}
-    with every_layer(model), head.scoring(batch):
+    rows = batch.completion_rows
+    with every_layer(model), head.scoring((1, batch.total), rows, batch.labels):
         output = model(**inputs)
     logprobs, entropy = head.results(output)
     if uses is None:

@@ -1,0 +1,184 @@
+"""What rlkernel.patch_deepspeed() replaces in the real DeepSpeed, restores and refuses; distillation."""
+
+import sys
+import types
+
+import chat_trainer
+import pytest
+import tiny
+import torch
+
+import rlkernel
+from rlkernel.integrations._patch import PatchError
+from rlkernel.runtime import workspace
+
+deepspeed = pytest.importorskip("deepspeed", reason="needs DeepSpeed, which is not installed")
+opsd = pytest.importorskip("deepspeed.runtime.rollout.opsd")
+from deepspeed.runtime import rollout  # noqa: E402
+from deepspeed.sequence import cross_entropy, vocab_parallel_ops  # noqa: E402
+
+from rlkernel.integrations import deepspeed as adapter  # noqa: E402
+
+PLACES = (
+    (cross_entropy, "_VocabParallelCrossEntropy"),
+    (vocab_parallel_ops, "_VocabParallelLogProbs"),
+    (vocab_parallel_ops, "_VocabParallelEntropy"),
+    (opsd, "generalized_jsd_loss"),
+    (rollout, "generalized_jsd_loss"),
+    (chat_trainer, "gather_log_probs"),
+    *((chat_trainer.DeepSpeedPPOTrainer, name) for name in ("train_rlhf", "actor_loss_fn")),
+)
+UPSTREAM = [vars(owner)[name] for owner, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    for (owner, name), original in zip(PLACES, UPSTREAM, strict=True):
+        assert vars(owner)[name] is original, f"a test left {owner.__name__}.{name} patched"
+
+
+def test_what_is_replaced():
+    with rlkernel.patch_deepspeed(trainer_module=chat_trainer) as patch:
+        assert all(vars(owner)[name] is not old for (owner, name), old in zip(PLACES, UPSTREAM, strict=True))
+        replaced = patch.replaced["deepspeed.sequence.cross_entropy._VocabParallelCrossEntropy"]
+        assert replaced == "rlkernel.logprob"
+        with rlkernel.patch_deepspeed() as inner:
+            assert inner is patch
+        assert patch.active
+        other = types.ModuleType("other")
+        with pytest.raises(PatchError, match="must be what the patch in place has, chat_trainer, got other"):
+            rlkernel.patch_deepspeed(trainer_module=other)
+
+
+def test_refusals(monkeypatch):
+    with pytest.raises(ValueError, match="trainer_module must be a module or None, got str"):
+        rlkernel.patch_deepspeed(trainer_module="dschat.rlhf.ppo_trainer")
+    with pytest.raises(ValueError, match="strict must be True or False, got 1"):
+        rlkernel.patch_deepspeed(strict=1)
+    with monkeypatch.context() as upstream:
+        upstream.setattr(deepspeed, "__version__", "0.20.0")
+        with pytest.raises(PatchError, match=r"version of deepspeed must be >=0\.19,<0\.20, got 0\.20\.0"):
+            rlkernel.patch_deepspeed()
+        with rlkernel.patch_deepspeed(strict=False) as patch:
+            assert patch.replaced
+    with monkeypatch.context() as upstream:
+        upstream.setattr(vocab_parallel_ops, "_VocabParallelEntropy", lambda logits: logits)
+        with pytest.raises(
+            PatchError, match=r"must take \(vocab_parallel_logits, tp_group\), got \(logits\)"
+        ):
+            rlkernel.patch_deepspeed()
+        assert cross_entropy._VocabParallelCrossEntropy is UPSTREAM[0]
+    with monkeypatch.context() as upstream:
+        upstream.setattr(chat_trainer.DeepSpeedPPOTrainer, "critic_loss_fn", lambda self, values: values)
+        with pytest.raises(PatchError, match=r"critic_loss_fn must take \(self, .*\), got \(self, values\)"):
+            rlkernel.patch_deepspeed(trainer_module=chat_trainer)
+        upstream.setattr(chat_trainer, "DeepSpeedPPOTrainer", None)
+        with pytest.raises(PatchError, match="chat_trainer.DeepSpeedPPOTrainer must be a class, got None"):
+            rlkernel.patch_deepspeed(trainer_module=chat_trainer)
+    with monkeypatch.context() as upstream:
+        upstream.setitem(sys.modules, "deepspeed", None)
+        with pytest.raises(ImportError, match=r"needs DeepSpeed: pip install 'deepspeed>=0\.19,<0\.20'"):
+            rlkernel.patch_deepspeed()
+
+
+# distillation
+
+JSD = {
+    "forward KL": {"beta": 0.0},
+    "reverse KL": {"beta": 1.0, "temperature": 0.7},
+    "mixture": {"beta": 0.3, "pointwise_clip": 0.02},
+    "top k": {"teacher_top_k": 5, "temperature": 1.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", JSD)
+def test_distillation(case, dtype, monkeypatch):
+    """Values and gradients of both models; chunks of three rows."""
+    monkeypatch.setattr(workspace, "limit", lambda: 3 * 12 * 4 * 41)
+    g = torch.Generator().manual_seed(1)
+    both = [(torch.randn(2, 9, 41, generator=g) * 2).to(dtype) for _ in range(2)]
+    mask = torch.rand(2, 9, generator=g) < 0.7
+
+    def run():
+        leaves = [x.clone().requires_grad_() for x in both]
+        out = rollout.generalized_jsd_loss(*leaves, mask, **JSD[case])
+        (out.loss * 2 + out.loss_sum).backward()
+        return [out.loss.detach(), out.loss_sum.detach(), out.valid_token_count, *(x.grad for x in leaves)]
+
+    stock = run()
+    with rlkernel.patch_deepspeed() as patch:
+        found = run()
+        assert patch.calls == {"generalized_jsd_loss": 1}
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for a, b in zip(found, stock, strict=True):
+        assert a.dtype == b.dtype and torch.allclose(a.double(), b.double(), tolerance, tolerance)
+    assert all(map(torch.equal, run(), stock))
+
+
+def test_distillation_is_checked_by_deepspeed():
+    logits, mask = torch.zeros(2, 3, 5), torch.ones(2, 3)
+    wrong = [
+        ((logits, logits[:1], mask), {}),
+        ((logits[0], logits[0], mask), {}),
+        ((logits, logits, mask[:1]), {}),
+        ((logits, logits, mask), {"beta": 2.0}),
+        ((logits, logits, mask), {"teacher_top_k": 6}),
+    ]
+    with rlkernel.patch_deepspeed():
+        for arguments, options in wrong:
+            with pytest.raises(ValueError):
+                opsd.generalized_jsd_loss(*arguments, **options)
+        none = opsd.generalized_jsd_loss(logits, logits, torch.zeros(2, 3))
+    assert none.loss == 0 and none.valid_token_count == 0
+
+
+def test_distillation_holds_a_few_rows(monkeypatch):
+    """What is made of the size of a row, at once; the gradient and the logits are the caller's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(workspace, "limit", lambda: 2 * 12 * 4 * 101)
+    student, teacher = torch.randn(2, 16, 101).requires_grad_(), torch.randn(2, 16, 101)
+    aten, largest = torch.ops.aten, [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            whole = func.overloadpacket in (aten.zeros_like, aten.index_put_, aten.detach)
+            a_row = isinstance(out, torch.Tensor) and out.shape[-1:] == (101,)
+            if a_row and not whole:
+                largest[0] = max(largest[0], out.numel() // 101)
+            return out
+
+    with rlkernel.patch_deepspeed(), Watch():
+        opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 16)).loss.backward()
+    assert 0 < largest[0] <= 2
+
+
+# scores of a model in no engine
+
+
+def test_scores():
+    model = tiny.make_model(vocab=64, hidden=32)
+    ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+    found = adapter.score(model, ids, temperature=0.7, return_entropy=True, use_cache=False)
+    logp = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
+    want = logp.gather(-1, ids[:, 1:, None])[..., 0], -(logp.exp() * logp).sum(-1)
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == (2, 6) and (a - b).abs().max() < 1e-5
+    assert adapter.score(model, ids).entropy is None
+
+
+def test_scores_are_refused():
+    model = tiny.make_model(vocab=64, hidden=32)
+    ids = torch.ones(2, 7, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, L\] with L >= 2, got \(2, 1\)"):
+        adapter.score(model, ids[:, :1])
+    with pytest.raises(ValueError, match="labels must be None"):
+        adapter.score(model, ids, labels=ids)
+    with pytest.raises(ValueError, match="hidden states must be"):
+        adapter.score(model, ids, logits_to_keep=1)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match=r"its lm_head must be a torch.nn.Linear, got torch.nn.*Sequential"):
+        adapter.score(model, ids)
