@@ -108,6 +108,7 @@ class Patch:
             raise
         self._done = done
         self._unclaimed = True
+        _in_place.append(self)
         return self
 
     def undo(self) -> None:
@@ -127,6 +128,7 @@ class Patch:
         for entry in self._done:
             entry.require(entry.new, "undo")
         _restore(self._done + late)
+        _in_place.remove(self)
         self._done = []
         self._unclaimed = False
 
@@ -152,6 +154,28 @@ class Patch:
             return f"<{self.name}: nothing replaced>"
         lines = "".join(f"\n  {path} -> {new}" for path, new in self.replaced.items())
         return f"<{self.name}:{lines}>"
+
+
+_in_place: list[Patch] = []  # in the order in which they were applied
+
+
+def undo_all() -> list[str]:
+    """Undo every patch, the last one first; their names.
+
+    Raises:
+        PatchError: some could not be undone, because something else has replaced what they put there.  The
+            others are.
+    """
+    undone, refused = [], []
+    for patch in reversed(list(_in_place)):
+        try:
+            patch.undo()
+            undone.append(patch.name)
+        except PatchError as error:
+            refused.append(str(error))
+    if refused:
+        raise PatchError("; ".join(refused))
+    return undone
 
 
 def _restore(entries: list[Replacement]) -> None:

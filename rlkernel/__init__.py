@@ -91,6 +91,7 @@ __all__ = [
     "score_tokens",
     "selective_log_softmax",
     "split_seeds",
+    "unpatch_all",
     "use_backend",
     "value_loss",
     "verify_chain",
@@ -111,6 +112,17 @@ def patch_trl(**options: Any) -> Any:
     from rlkernel.integrations import trl  # needs TRL, which rlkernel itself does not
 
     return trl.patch(**options)
+
+
+def unpatch_all() -> list[str]:
+    """Undo every patch that is on, of whatever framework, the last one first; returns their names.
+
+    Raises:
+        PatchError: what some of them replaced has been replaced again since.  The others are undone.
+    """
+    from rlkernel.integrations import _patch
+
+    return _patch.undo_all()
 
 
 def patch_vllm(**options: Any) -> Any:

@@ -1,0 +1,103 @@
+"""Which frameworks are here, and whether rlkernel goes under them: ``python -m rlkernel.doctor [NAME ...]``.
+
+Each adapter's patch is put on and taken off again, which checks all that it stands on: the version, and every
+function that it replaces.  A patch that is on already stays on, and its counts are shown: which calls ran on
+rlkernel, and which were left to the framework and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import pkgutil
+import sys
+from typing import Any, NamedTuple
+
+# where an adapter is not named like its framework's distribution
+DISTRIBUTIONS = {"hf": "transformers"}
+
+
+class Finding(NamedTuple):
+    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not."""
+
+    adapter: str
+    framework: str
+    installed: str | None
+    supported: str
+    reason: str | None
+    replaced: dict[str, str]
+    why_not: dict[str, str]
+    calls: dict[str, int]
+    fallbacks: dict[str, int]
+
+
+def adapters() -> list[str]:
+    """The names of the adapters: the packages of ``rlkernel.integrations``."""
+    from rlkernel import integrations
+
+    return sorted(m.name for m in pkgutil.iter_modules(integrations.__path__) if m.ispkg)
+
+
+def examine(name: str) -> Finding:
+    """Try one adapter.  Imports its framework where that is installed."""
+    module = importlib.import_module(f"rlkernel.integrations.{name}")
+    framework = DISTRIBUTIONS.get(name, name)
+    supported = getattr(module, "SUPPORTED", None)
+    if supported is None:
+        supported = importlib.import_module(f"{module.__name__}.contract").SUPPORTED
+    try:
+        installed = importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:
+        reason = f"{framework} is not installed: pip install '{framework}{supported}'"
+        return Finding(name, framework, None, supported, reason, {}, {}, {}, {})
+    found = Finding(name, framework, installed, supported, None, {}, {}, {}, {})
+    try:
+        if not hasattr(module, "patch"):  # what it registers replaces nothing
+            return found._replace(replaced={"transformers' table of attentions": module.register_hf()})
+        with module.patch() as patch:
+            return found._replace(
+                replaced=patch.replaced,
+                why_not=dict(getattr(patch, "refused", {})),
+                calls=dict(patch.calls),
+                fallbacks=dict(patch.fallbacks),
+            )
+    except Exception as error:  # a broken installation raises anything, and the others are still of interest
+        return found._replace(reason=f"{type(error).__name__}: {error}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m rlkernel.doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(adapters())}; all of them")
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    asked = parser.parse_args(arguments)
+    if unknown := [name for name in asked.names if name not in adapters()]:
+        parser.error(f"NAME must be among {', '.join(adapters())}, got {', '.join(unknown)}")
+    findings = [examine(name) for name in asked.names or adapters()]
+    if asked.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        print("\n".join(line for finding in findings for line in _lines(finding)))
+    return int(any(x.installed is not None and (x.reason or x.why_not) for x in findings))
+
+
+def _lines(found: Finding) -> list[str]:
+    version = found.installed or "not installed"
+    verdict = "applies" if found.reason is None else "does not apply"
+    lines = [f"{found.adapter}: {verdict}; {found.framework} {version}, supported {found.supported}"]
+    if found.reason is not None:
+        lines.append(f"  why: {found.reason}")
+    sections: list[tuple[str, dict[str, Any], str]] = [
+        ("", found.replaced, "->"),
+        ("left out: ", found.why_not, "because"),
+        ("ran: ", found.calls, "times"),
+        ("left to the framework: ", found.fallbacks, "times"),
+    ]
+    return lines + [
+        f"  {title}{key} {word} {value}" for title, rows, word in sections for key, value in rows.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""rlkernel.doctor, rlkernel.unpatch_all, and patches of several frameworks in any order."""
+
+import json
+import subprocess
+import sys
+import types
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+import rlkernel
+from rlkernel import doctor
+from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._patch import ABSENT, Patch, PatchError
+
+FRAMEWORKS = ("trl", "deepspeed", "vllm")
+
+
+def _report(*names):
+    command = [sys.executable, "-m", "rlkernel.doctor", "--json", *names]
+    found = subprocess.run(command, capture_output=True, text=True)
+    start = found.stdout.find("[\n")  # a framework may have printed before
+    assert start >= 0, found.stderr
+    return found.returncode, {x["adapter"]: x for x in json.loads(found.stdout[start:])}
+
+
+@pytest.mark.slow
+def test_the_frameworks_that_are_here():
+    status, findings = _report()
+    assert [*findings] == doctor.adapters()
+    for name, found in findings.items():
+        if found["installed"] is None:
+            framework = found["framework"]
+            assert found["reason"].startswith(f"{framework} is not installed: pip install '{framework}>=")
+        else:
+            assert found["reason"] is None and found["replaced"] and not found["why_not"], name
+    assert status == 0
+
+
+def test_what_it_says(monkeypatch, capsys):
+    """Of an adapter that applies, one whose framework has changed, and one that leaves a part out."""
+
+    def put_on(name, error=None, refused=None):
+        owner = types.SimpleNamespace(f=1)
+        patch = CountedPatch(f"rlkernel.patch_{name}", name)
+        patch.replace(owner, "f", 2, expected=1)
+        patch.refused = refused or {}
+        patch.calls["f"] = 3
+
+        def make():
+            if error:
+                raise PatchError(error)
+            return patch.apply()
+
+        module = types.ModuleType(f"rlkernel.integrations.{name}")
+        module.SUPPORTED, module.patch = ">=1", make
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return owner
+
+    monkeypatch.setattr(doctor, "adapters", lambda: ["torch", "pytest", "hypothesis", "nowhere"])
+    owner = put_on("torch")
+    put_on("pytest", error="f must take (x), got ()")
+    put_on("hypothesis", refused={"g": "it is gone"}), put_on("nowhere")
+    assert doctor.main(["torch"]) == 0 and owner.f == 1
+    said = capsys.readouterr().out
+    assert "torch: applies; torch " in said and ", supported >=1\n" in said and "  ran: f times 3\n" in said
+    assert doctor.main(["pytest"]) == 1
+    assert "  why: PatchError: f must take (x), got ()\n" in capsys.readouterr().out
+    assert doctor.main(["hypothesis"]) == 1
+    assert "  left out: g because it is gone\n" in capsys.readouterr().out
+    assert doctor.main(["nowhere"]) == 0
+    assert "nowhere: does not apply; nowhere not installed, supported >=1\n" in capsys.readouterr().out
+    assert rlkernel.unpatch_all() == []
+    with pytest.raises(SystemExit):
+        doctor.main(["elsewhere"])
+
+
+def test_a_patch_that_is_on_stays_on(monkeypatch):
+    owner = types.SimpleNamespace(f=1)
+    patch = CountedPatch("rlkernel.patch_torch", "torch")
+    patch.replace(owner, "f", 2, expected=1)
+    module = types.ModuleType("rlkernel.integrations.torch")
+    module.SUPPORTED, module.patch = ">=1", lambda: patch.share() if patch.active else patch.apply()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert doctor.examine("torch").replaced and owner.f == 1
+    patch.apply()
+    assert doctor.examine("torch").replaced and owner.f == 2
+    patch.undo()
+
+
+def test_importing_it_imports_no_framework():
+    named = "{'trl', 'vllm', 'deepspeed', 'transformers'}"
+    code = f"import sys, rlkernel.doctor; print(sorted({named} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+# unpatch_all
+
+
+def _steps(which):
+    """Patches to put on (True) and to take off, in any order."""
+    return strategies.lists(strategies.tuples(which, strategies.booleans()), max_size=10)
+
+
+def _patches(owners):
+    """Patches of three attributes each, of which some replace what another has put there."""
+    made = []
+    for i in range(4):
+        patch = Patch(f"patch {i}")
+        for owner in owners[i % 2 :: 2]:
+            patch.replace(owner, f"a{i}", (i, "new"), expected=vars(owner).get(f"a{i}", ABSENT))
+        made.append(patch)
+    return made
+
+
+def test_unpatch_all_takes_stacked_patches_off():
+    owner = types.SimpleNamespace(f=0)
+    for i in range(3):
+        patch = Patch(f"patch {i}")
+        patch.replace(owner, "f", i + 1, expected=i)
+        patch.apply()
+    assert owner.f == 3
+    assert rlkernel.unpatch_all() == ["patch 2", "patch 1", "patch 0"]
+    assert owner.f == 0 and rlkernel.unpatch_all() == []
+
+
+def test_unpatch_all_says_what_it_could_not_restore():
+    owner, other = types.SimpleNamespace(f=0), types.SimpleNamespace(f=0)
+    for name, place in (("first", other), ("second", owner)):
+        patch = Patch(name)
+        patch.replace(place, "f", 1, expected=0)
+        patch.apply()
+    owner.f = "somebody else's"
+    with pytest.raises(PatchError, match='cannot undo .*f: it must hold 1, got "somebody else\'s"'):
+        rlkernel.unpatch_all()
+    assert other.f == 0 and owner.f == "somebody else's"
+    owner.f = 1
+    assert rlkernel.unpatch_all() == ["second"]
+
+
+@hypothesis.given(_steps(strategies.integers(0, 3)))
+def test_any_order_leaves_everything_as_it_was(steps):
+    owners = [types.SimpleNamespace(a0=1, a1=2, a2=3) for _ in range(4)]
+    before = [dict(vars(owner)) for owner in owners]
+    patches = _patches(owners)
+    for which, on in steps:
+        if on:
+            patches[which].apply()
+        else:
+            patches[which].undo()
+    rlkernel.unpatch_all()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert not any(patch.active for patch in patches)
+
+
+# the real frameworks
+
+
+@pytest.fixture(scope="module")
+def frameworks():
+    """The patches of the frameworks that are installed here, by name."""
+    found = {}
+    for name in FRAMEWORKS:
+        patch = getattr(rlkernel, f"patch_{name}")
+        try:
+            patch().undo()
+        except ImportError:
+            continue
+        found[name] = patch
+    if not found:
+        pytest.skip("needs TRL, which rlkernel does not depend on")
+    return found
+
+
+def _state():
+    """Every attribute of the frameworks' modules that are loaded, and of their classes."""
+    state = {}
+    for path, module in sorted(sys.modules.items()):
+        if path.partition(".")[0] in FRAMEWORKS and hasattr(module, "__dict__"):
+            for name, value in list(vars(module).items()):
+                state[path, name] = value
+                if isinstance(value, type) and value.__module__ == path:
+                    state |= {(path, name, x): y for x, y in vars(value).items()}
+    return state
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(_steps(strategies.sampled_from(FRAMEWORKS)))
+def test_any_order_of_real_patches(frameworks, steps):
+    before = _state()
+    active = {}
+    for name, on in steps:
+        if name not in frameworks:
+            continue
+        if on:
+            active[name] = frameworks[name]()
+        elif name in active:
+            active.pop(name).undo()
+    changed = [k for k, v in _state().items() if k in before and before[k] is not v]
+    assert bool(changed) == bool(active)
+    assert {*rlkernel.unpatch_all()} == {f"rlkernel.patch_{name}" for name in active}
+    after = _state()
+    assert before.keys() == after.keys() and all(after[k] is v for k, v in before.items())
