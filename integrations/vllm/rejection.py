@@ -23,12 +23,14 @@ PARAMETERS = (
     "target_logits", "bonus_token_ids", "sampling_metadata", "synthetic_mode=False",
     "synthetic_conditional_rates=None", "use_fp64_gumbel=False",
 )  # fmt: skip
+FLY = ("fly_window_size=None", "fly_entropy_threshold=None", "fly_entropy_top_k=3")  # behind them since 0.33
 SLACK = 1e-3  # of a sum of probabilities
 
 
 def plan(patch: VllmPatch) -> None:
     """Raises PatchError where vLLM is not what it must be."""
-    original = contract.checked(rejection_sampler, NAME, PARAMETERS)
+    has_fly = hasattr(rejection_sampler, "compute_fly_entropy")
+    original = contract.checked(rejection_sampler, NAME, PARAMETERS + (FLY if has_fly else ()))
     patch.replace_everywhere("vllm", NAME, _rejection_sample(original, patch), expected=original)
 
 
@@ -45,13 +47,15 @@ def _rejection_sample(original: Callable[..., Any], patch: VllmPatch) -> Callabl
         synthetic_mode: bool = False,
         synthetic_conditional_rates: Tensor | None = None,
         use_fp64_gumbel: bool = False,
+        **fly: Any,
     ) -> Tensor:
-        if reason := unserved(draft_token_ids, draft_probs, synthetic_mode):
+        rule = "FLy" if fly.get("fly_window_size") is not None else "synthetic" if synthetic_mode else ""
+        if reason := unserved(draft_token_ids, draft_probs, rule):
             patch.left(NAME, reason)
             return original(
                 draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
                 target_logits, bonus_token_ids, sampling_metadata, synthetic_mode,
-                synthetic_conditional_rates, use_fp64_gumbel,
+                synthetic_conditional_rates, use_fp64_gumbel, **fly,
             )  # fmt: skip
         patch.count(patch.calls, NAME)
         return verified(
@@ -61,10 +65,10 @@ def _rejection_sample(original: Callable[..., Any], patch: VllmPatch) -> Callabl
     return rejection_sample
 
 
-def unserved(draft_token_ids: Tensor, draft_probs: Tensor | None, synthetic: bool) -> str:
+def unserved(draft_token_ids: Tensor, draft_probs: Tensor | None, rule: str) -> str:
     """Why vLLM's own function takes this call; empty where it does not."""
-    if synthetic:
-        return "acceptance is synthetic"
+    if rule:
+        return f"drafts are accepted by another rule: {rule}"
     if draft_probs is None:
         return ""
     total = draft_probs.sum(1)

@@ -42,14 +42,14 @@ def patched():
         yield patch
 
 
-def call(function, drafts, target, draft_probs=None, temperature=1.0, generators=None):
+def call(function, drafts, target, draft_probs=None, temperature=1.0, generators=None, **named):
     """``drafts``: a list for each request; target and draft_probs [num_tokens, V]."""
     lengths = [len(x) for x in drafts]
     flat = torch.tensor([token for x in drafts for token in x], dtype=torch.int32)
     bonus = torch.full((len(drafts), 1), BONUS, dtype=torch.int32)
     return function(
         flat, lengths, max(lengths), torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        draft_probs, target.clone(), bonus, metadata(temperature, len(drafts), generators),
+        draft_probs, target.clone(), bonus, metadata(temperature, len(drafts), generators), **named,
     )  # fmt: skip
 
 
@@ -166,6 +166,28 @@ def test_what_has_a_rule_of_vllms_own_is_left_to_it(patched):
     with pytest.warns(UserWarning, match="distributions"):
         call(rejection_sampler.rejection_sample, drafts, target, torch.full((2, VOCAB), 0.5))
     assert patched.fallbacks.total() == 1 and not patched.calls
+
+
+def test_the_rule_that_vllm_has_since_033_is_left_to_it(monkeypatch):
+    """With its signature in the place of this vLLM's."""
+    seen = []
+
+    def rejection_sample(
+        draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+        bonus_token_ids, sampling_metadata, synthetic_mode=False, synthetic_conditional_rates=None,
+        use_fp64_gumbel=False, fly_window_size=None, fly_entropy_threshold=None, fly_entropy_top_k=3,
+    ):  # fmt: skip
+        seen.append((fly_window_size, fly_entropy_threshold, fly_entropy_top_k))
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sample)
+    monkeypatch.setattr(rejection_sampler, "compute_fly_entropy", None, raising=False)
+    with rlkernel.patch_vllm(ops=("rejection",), strict=True) as patch:
+        fly = {"fly_entropy_threshold": None, "fly_entropy_top_k": 3}
+        out = call(rejection_sampler.rejection_sample, [[1, 2]], target_of(), fly_window_size=None, **fly)
+        assert out.shape == (1, 3) and not seen
+        with pytest.warns(UserWarning, match="FLy"):
+            call(rejection_sampler.rejection_sample, [[1, 2]], target_of(), fly_window_size=4, **fly)
+    assert seen == [(4, None, 3)] and patch.calls[rejection.NAME] == patch.fallbacks.total() == 1
 
 
 def test_undo_gives_vllm_its_function_back():
