@@ -1,4 +1,4 @@
-"""Builds csrc/emulation: the device kernels for the CPU, as a Python module or as a program under sanitizers.
+"""Builds csrc/emulation: the device kernels for the CPU, as a Python module, also under sanitizers.
 
 Each op is one object, of the very source that nvcc (warps of 32) or clang (64) compiles.  An object is kept
 in build/emulation under a name made of its sources and flags: an unchanged one costs nothing, and a planted
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -37,21 +37,29 @@ def module(warp: int) -> types.ModuleType:
     return load(build_module(warp))
 
 
-def build_module(warp: int, faults: Faults | None = None) -> Path:
+def build_module(warp: int, faults: Faults | None = None, sanitizers: Sequence[str] = ()) -> Path:
     """Compiles the module, with `faults` planted in its headers."""
     include = f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"
-    common = ["-fPIC", "-fvisibility=hidden"]
-    objects = _objects(["module.cpp", "emulation.cpp"], warp, faults, [*common, *include], ["-O1", *common])
+    common = ["-fPIC", "-fvisibility=hidden", *sanitizers]
+    op_flags = ["-O0" if sanitizers else "-O1", *common]
+    objects = _objects(["module.cpp", "emulation.cpp"], warp, faults, [*common, *include], op_flags)
     # a name of its own: Python takes two extensions of one name for the same
-    name = f"emulated{warp}_{hashlib.sha256(repr(faults).encode()).hexdigest()[:8]}"
-    flags = ["-shared", f"-Wl,--defsym=PyInit_{name}=PyInit_emulated"]
+    name = f"emulated{warp}_{hashlib.sha256(repr((faults, *sanitizers)).encode()).hexdigest()[:8]}"
+    flags = ["-shared", f"-Wl,--defsym=PyInit_{name}=PyInit_emulated", *sanitizers]
     return _link(objects, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", flags)
 
 
-def build_driver(warp: int, faults: Faults | None = None) -> Path:
-    """Compiles the program that runs the kernels under the address and undefined-behaviour sanitizers."""
-    flags = ["-O0", *SANITIZERS]
-    return _link(_objects(["driver.cpp", "emulation.cpp"], warp, faults, flags, flags), "driver", SANITIZERS)
+def run_sanitized(warp: int, faults: Faults | None = None) -> subprocess.CompletedProcess[str]:
+    """Calls of every kernel under the sanitizers, in a process of their own."""
+    modules = build_module(warp, faults, SANITIZERS), build_module(warp)
+    libraries = (
+        subprocess.run([CXX, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    )
+    # Python keeps what it has allocated
+    environment = {**os.environ, "LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, str(Path(__file__).parent / "sanitized.py"), *map(str, modules)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def load(path: Path) -> types.ModuleType:

@@ -31,6 +31,7 @@ MORE_HEADERS = {
         "stream.h", "mass.cuh", "row.cuh", "tokens.cuh", "statistics.cuh", "finish.cuh", "search.cuh",
         "filter.cuh", "kept.cuh",
     ),
+    "whiten": ("moments.cuh",),
 }  # fmt: skip
 INCLUDE = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
 

@@ -145,7 +145,8 @@ def _prefixes():
     segment_reduce(out, part, index, offsets)
 
 
-CALLS = (_benchmarks, _advantages, _losses, _logprobs, _samples, _prefixes)
+ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes)
+CALLS = (_benchmarks, *ONE_OF_EACH)
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {

@@ -3,8 +3,6 @@
 The tests of an op run on these kernels too (tests/backends.py); here are the kernels and the emulation alone.
 """
 
-import subprocess
-
 import emulation
 import numpy as np
 import pytest
@@ -204,15 +202,14 @@ def test_rows_at_the_edge(kernels):
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing():
-    run = subprocess.run([emulation.build_driver(32)], capture_output=True, text=True)
+    run = emulation.run_sanitized(32)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.slow
 def test_a_read_out_of_bounds_is_found():
     """The vector at a row's end read whole."""
-    driver = emulation.build_driver(32, {"vec.cuh": ("if (i >= count) break;", "(void)count;")})
-    run = subprocess.run([driver], capture_output=True, text=True)
+    run = emulation.run_sanitized(32, {"vec.cuh": ("if (i >= count) break;", "(void)count;")})
     assert run.returncode != 0
     assert "heap-buffer-overflow" in run.stderr and "read_part" in run.stderr
 

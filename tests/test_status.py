@@ -44,11 +44,12 @@ def test_emulated_is_the_source_that_is_compiled(op, warp):
     launched = set()
     with native.emulated(Recorded(emulation.module(warp), launched)):
         run(op, "native")
-    sources = {path.stem: path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu")}
+    sources = {path: path.read_text() for path in (ROOT / "csrc/include/rlkernel").glob("*/*.cuh")}
     for name in launched:
-        (stem,) = (stem for stem, text in sources.items() if re.search(rf"\bint {name}\(", text))
-        included = (ROOT / f"csrc/hip/{stem}.hip").read_text()
-        assert f'#include "../cuda/{stem}.cu"' in included
+        (path,) = (path for path, text in sources.items() if re.search(rf"^int {name}\(", text, re.MULTILINE))
+        stem = path.parent.name
+        assert f'#include "rlkernel/{stem}/{path.name}"' in (ROOT / f"csrc/cuda/{stem}.cu").read_text()
+        assert f'#include "../cuda/{stem}.cu"' in (ROOT / f"csrc/hip/{stem}.hip").read_text()
     assert launched
 
 

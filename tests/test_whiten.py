@@ -185,7 +185,7 @@ def test_bits_do_not_depend_on_threads_or_schedule():
 def test_a_planted_fault_is_found(original, replacement):
     inputs = make_inputs(7, 2100)
     right = run("emulated-warp32", **inputs)
-    broken = emulation.load(emulation.build_module(32, {"whiten/kernel.cuh": (original, replacement)}))
+    broken = emulation.load(emulation.build_module(32, {"whiten/moments.cuh": (original, replacement)}))
     wrong = 0
     for seed in range(6):
         broken.configure(seed, 2)

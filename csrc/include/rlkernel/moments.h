@@ -2,7 +2,7 @@
 // squares would lose the variance of rewards like 1000.1.
 #pragma once
 
-#include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 

@@ -5,7 +5,7 @@
 // Plain functions for host and device. Static: the files for each instruction set must not share one copy.
 #pragma once
 
-#include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 

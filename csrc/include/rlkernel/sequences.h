@@ -2,13 +2,7 @@
 // depends on the sequences around it. Chunks have slots; a slot's sequence is found from the offsets on the device, so the
 // host need not know them.
 #pragma once
-#include <cstdint>
-
-#if defined(__CUDACC__) || defined(__HIP__)
-#define RLKERNEL_HOST_DEVICE __host__ __device__
-#else
-#define RLKERNEL_HOST_DEVICE
-#endif
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 

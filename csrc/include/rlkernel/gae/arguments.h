@@ -7,7 +7,7 @@
 // Tokens whose mask is not set are stepped over, or with zero_holes are tokens of reward and value 0: what they hold is never
 // used, and their results are 0.
 #pragma once
-#include <cstdint>
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 
@@ -27,15 +27,6 @@ struct Gae {
   float *advantages, *returns;  // dense
 };
 
-// Returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernel ignores it.
-namespace cpu {
-int gae(const Gae&, void* stream);
-}
-namespace cuda {
-int gae(const Gae&, void* stream);
-}
-namespace hip {
-int gae(const Gae&, void* stream);
-}
+RLKERNEL_KERNEL(gae, const Gae&)
 
 }  // namespace rlkernel

@@ -128,7 +128,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kGaeThreads, 2) gae_kernel(Gae g) {
   }
 }
 
-inline int launch_gae(const Gae& g, void* stream) {
+int gae(const Gae& g, void* stream) {
   if (g.rows == 0 || g.total == 0) return 0;
   const unsigned blocks = static_cast<unsigned>(g.rows < 1 << 20 ? g.rows : 1 << 20);
   RLKERNEL_LAUNCH(gae_kernel, blocks, kGaeThreads, stream, g);

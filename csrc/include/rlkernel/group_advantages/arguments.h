@@ -1,9 +1,10 @@
 // Arguments of the kernels of group advantages. A response has a place: place p is response order[p], and a group is a stretch
 // of places, so that groups may be named by sorted ids, by offsets, or by one size for all.
 #pragma once
-
+#include "rlkernel/kernel.h"
 #include "rlkernel/moments.h"
 #include "rlkernel/names.h"
+#include "rlkernel/sequences.h"
 
 namespace rlkernel {
 
@@ -33,15 +34,6 @@ struct GroupAdvantages {
   uint8_t* counts;        // [n]
 };
 
-// Returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernel ignores it.
-namespace cpu {
-int group_advantages(const GroupAdvantages&, void* stream);
-}
-namespace cuda {
-int group_advantages(const GroupAdvantages&, void* stream);
-}
-namespace hip {
-int group_advantages(const GroupAdvantages&, void* stream);
-}
+RLKERNEL_KERNEL(group_advantages, const GroupAdvantages&)
 
 }  // namespace rlkernel

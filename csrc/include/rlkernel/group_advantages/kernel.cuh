@@ -3,9 +3,8 @@
 // Floor: 4 bytes read and 4 written a response, kilobytes in all: what a call takes is a launch.
 #pragma once
 
-#include "rlkernel/device.h"
 #include "rlkernel/group_advantages/terms.h"
-#include "rlkernel/whiten/kernel.cuh"
+#include "rlkernel/whiten/moments.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
@@ -38,15 +37,15 @@ struct Lanes {
 };
 
 // A chunk of responses of each column.
-static __global__ void RLKERNEL_LAUNCH_BOUNDS(kWhitenThreads, 2) batch_kernel(GroupAdvantages a) {
+static __global__ void RLKERNEL_LAUNCH_BOUNDS(kMomentThreads, 2) batch_kernel(GroupAdvantages a) {
   const int64_t chunks = chunks_of(a.n), columns = a.estimator == Estimator::gdpo ? a.columns : 1;
   for (int64_t slot = blockIdx.x; slot < chunks * columns; slot += gridDim.x) {
     const int column = a.estimator == Estimator::gdpo ? static_cast<int>(slot / chunks) : kWeightedColumn;
-    double x[kWhitenPerThread];
-    float weight[kWhitenPerThread];
+    double x[kMomentsPerThread];
+    float weight[kMomentsPerThread];
 #pragma unroll
-    for (int k = 0; k < kWhitenPerThread; ++k) {
-      const int64_t i = slot % chunks * kChunk + k * kWhitenThreads + threadIdx.x;
+    for (int k = 0; k < kMomentsPerThread; ++k) {
+      const int64_t i = slot % chunks * kChunk + k * kMomentThreads + threadIdx.x;
       const bool kept = i < a.n && counts_at<false>(a, i, column);
       x[k] = kept ? reward_at<false>(a, i, column) : 0;
       weight[k] = kept ? 1.0f : 0.0f;
@@ -68,12 +67,12 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kGroupThreads, 2) group_kernel(Gro
   for (int64_t task = first; task < tasks; task += static_cast<int64_t>(gridDim.x) * kGroupTeams) group(team, a, task, batch);
 }
 
-inline int launch_group_advantages(const GroupAdvantages& a, void* stream) {
+int group_advantages(const GroupAdvantages& a, void* stream) {
   const int64_t tasks = a.ends != nullptr ? a.n : a.groups;
   if (a.n == 0 || tasks == 0) return 0;
   if (a.scale == RewardScale::batch) {
     const int64_t slots = chunks_of(a.n) * (a.estimator == Estimator::gdpo ? a.columns : 1);
-    RLKERNEL_LAUNCH(batch_kernel, static_cast<unsigned>(slots < 1 << 20 ? slots : 1 << 20), kWhitenThreads, stream, a);
+    RLKERNEL_LAUNCH(batch_kernel, static_cast<unsigned>(slots < 1 << 20 ? slots : 1 << 20), kMomentThreads, stream, a);
     if (const int error = launch_error()) return error;
   }
   const int64_t wanted = (tasks + kGroupTeams - 1) / kGroupTeams;

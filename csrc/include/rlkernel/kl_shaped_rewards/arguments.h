@@ -1,7 +1,7 @@
 // Arguments of the kernel of KL-shaped rewards: out = rewards - beta * kl where the mask is set, else 0. A reward per sequence
 // belongs to the last token of it whose mask is set.
 #pragma once
-
+#include "rlkernel/kernel.h"
 #include "rlkernel/names.h"
 #include "rlkernel/sequences.h"
 
@@ -46,15 +46,6 @@ RLKERNEL_HOST_DEVICE static inline KlChunk kl_chunk(const KlShapedRewards& k, in
           row == s.rows};
 }
 
-// Returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernel ignores it.
-namespace cpu {
-int kl_shaped_rewards(const KlShapedRewards&, void* stream);
-}
-namespace cuda {
-int kl_shaped_rewards(const KlShapedRewards&, void* stream);
-}
-namespace hip {
-int kl_shaped_rewards(const KlShapedRewards&, void* stream);
-}
+RLKERNEL_KERNEL(kl_shaped_rewards, const KlShapedRewards&)
 
 }  // namespace rlkernel

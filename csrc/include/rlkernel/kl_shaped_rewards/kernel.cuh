@@ -91,7 +91,7 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kKlThreads, 2) kl_kernel(KlShapedR
   }
 }
 
-inline int launch_kl_shaped_rewards(const KlShapedRewards& k, void* stream) {
+int kl_shaped_rewards(const KlShapedRewards& k, void* stream) {
   const int64_t slots = slots_of(k.sequences);
   if (slots == 0) return 0;
   RLKERNEL_LAUNCH(kl_kernel, static_cast<unsigned>(slots < 1 << 20 ? slots : 1 << 20), kKlThreads, stream, k);

@@ -4,9 +4,8 @@
 //
 //   u = (x + bias) * logit_scale       y = softcap * tanh(u / softcap), or u where softcap is 0       z = y / T
 #pragma once
-#include <cstdint>
-
 #include "rlkernel/dtype.h"
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 
@@ -94,27 +93,10 @@ struct LogprobSupportBackward {
   int64_t inner, out_outer_stride, out_inner_stride;
 };
 
-// Each returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernels ignore it.
-namespace cpu {
-int logprob_forward(const LogprobForward&, void* stream);
-int logprob_backward(const LogprobBackward&, void* stream);
-int logprob_exp(const LogprobExp&, void* stream);
-int logprob_support_forward(const LogprobSupportForward&, void* stream);
-int logprob_support_backward(const LogprobSupportBackward&, void* stream);
-}
-namespace cuda {
-int logprob_forward(const LogprobForward&, void* stream);
-int logprob_backward(const LogprobBackward&, void* stream);
-int logprob_exp(const LogprobExp&, void* stream);
-int logprob_support_forward(const LogprobSupportForward&, void* stream);
-int logprob_support_backward(const LogprobSupportBackward&, void* stream);
-}
-namespace hip {
-int logprob_forward(const LogprobForward&, void* stream);
-int logprob_backward(const LogprobBackward&, void* stream);
-int logprob_exp(const LogprobExp&, void* stream);
-int logprob_support_forward(const LogprobSupportForward&, void* stream);
-int logprob_support_backward(const LogprobSupportBackward&, void* stream);
-}
+RLKERNEL_KERNEL(logprob_forward, const LogprobForward&)
+RLKERNEL_KERNEL(logprob_backward, const LogprobBackward&)
+RLKERNEL_KERNEL(logprob_exp, const LogprobExp&)
+RLKERNEL_KERNEL(logprob_support_forward, const LogprobSupportForward&)
+RLKERNEL_KERNEL(logprob_support_backward, const LogprobSupportBackward&)
 
 }  // namespace rlkernel

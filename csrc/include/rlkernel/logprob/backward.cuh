@@ -151,7 +151,7 @@ inline int launch_backward_as(const LogprobBackward& b, void* stream) {
   }
 }
 
-inline int launch_backward(const LogprobBackward& b, void* stream) {
+int logprob_backward(const LogprobBackward& b, void* stream) {
   if (b.tile.rows == 0 || b.tile.vocab == 0) return 0;
   if (!runs(b.tile)) return kInvalidArguments;
   return with_dtype(b.tile.dtype, [&](auto in) {
@@ -159,8 +159,8 @@ inline int launch_backward(const LogprobBackward& b, void* stream) {
   });
 }
 
-inline int launch_exp(const LogprobExp& e, void* stream) {
-  return launch_backward({e.tile, nullptr, nullptr, nullptr, nullptr, e.row_max, nullptr, e.out, e.out_dtype,
+int logprob_exp(const LogprobExp& e, void* stream) {
+  return logprob_backward({e.tile, nullptr, nullptr, nullptr, nullptr, e.row_max, nullptr, e.out, e.out_dtype,
                           e.out_outer_stride, e.out_inner_stride}, stream);
 }
 

@@ -139,7 +139,7 @@ inline void launch_forward_as(const LogprobForward& f, void* stream) {
   }
 }
 
-inline int launch_forward(const LogprobForward& f, void* stream) {
+int logprob_forward(const LogprobForward& f, void* stream) {
   if (f.tile.rows == 0) return 0;
   if (!runs(f.tile)) return kInvalidArguments;
   return with_dtype(f.tile.dtype, [&](auto in) {

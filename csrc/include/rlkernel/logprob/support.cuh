@@ -161,7 +161,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kSupportThreads, 8) support_backward_kern
 
 inline unsigned support_blocks(int64_t rows) { return static_cast<unsigned>(rows < 1 << 20 ? rows : 1 << 20); }
 
-inline int launch_support_forward(const LogprobSupportForward& f, void* stream) {
+int logprob_support_forward(const LogprobSupportForward& f, void* stream) {
   if (f.support.rows == 0) return 0;
   return with_dtype(f.dtype, [&](auto in) {
     RLKERNEL_LAUNCH((support_forward_kernel<decltype(in)>), support_blocks(f.support.rows), kSupportThreads, stream, f);
@@ -169,7 +169,7 @@ inline int launch_support_forward(const LogprobSupportForward& f, void* stream) 
   });
 }
 
-inline int launch_support_backward(const LogprobSupportBackward& b, void* stream) {
+int logprob_support_backward(const LogprobSupportBackward& b, void* stream) {
   if (b.support.rows == 0) return 0;
   return with_dtype(b.dtype, [&](auto in) {
     return with_dtype(b.out_dtype, [&](auto out) {

@@ -5,8 +5,7 @@
 // share_s is 1, or 1 / tokens of the sequence. `scale` is known after the last sequence, so grad_logprobs is written
 // without it: backward multiplies it by values[1] and the upstream gradient.
 #pragma once
-#include <cstdint>
-
+#include "rlkernel/kernel.h"
 #include "rlkernel/names.h"
 
 namespace rlkernel {
@@ -86,17 +85,7 @@ struct PolicySelection {
 constexpr int kSelectionSums = 3;
 constexpr int kLevels = 3, kBins = 1 << 11;  // digits of 11, 11 and 10 bits
 
-namespace cpu {
-int policy_loss(const PolicyLoss&, void* stream);
-int policy_select(const PolicySelection&, void* stream);
-}
-namespace cuda {
-int policy_loss(const PolicyLoss&, void* stream);
-int policy_select(const PolicySelection&, void* stream);
-}
-namespace hip {
-int policy_loss(const PolicyLoss&, void* stream);
-int policy_select(const PolicySelection&, void* stream);
-}
+RLKERNEL_KERNEL(policy_loss, const PolicyLoss&)
+RLKERNEL_KERNEL(policy_select, const PolicySelection&)
 
 }  // namespace rlkernel

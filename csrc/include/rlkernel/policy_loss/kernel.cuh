@@ -129,7 +129,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_loss_values_kernel(Polic
   if (block.leads()) policy_loss_values(p.rule, sums.part, top, p.values);
 }
 
-inline int launch_policy_loss(const PolicyLoss& p, void* stream) {
+int policy_loss(const PolicyLoss& p, void* stream) {
   const unsigned blocks = p.rows < (1 << 20) ? static_cast<unsigned>(p.rows) : 1u << 20;
   if (blocks && p.rule.normalize) {
     RLKERNEL_LAUNCH(policy_loss_weights_kernel, blocks, kTeam, stream, p);

@@ -98,7 +98,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kTeam, 1) policy_selection_kernel(PolicyS
   }
 }
 
-inline int launch_policy_select(const PolicySelection& p, void* stream) {
+int policy_select(const PolicySelection& p, void* stream) {
   const unsigned blocks = p.rows < (1 << 20) ? static_cast<unsigned>(p.rows) : 1u << 20;
   if (!blocks) return 0;
   RLKERNEL_LAUNCH(policy_selection_sums_kernel, blocks, kTeam, stream, p);

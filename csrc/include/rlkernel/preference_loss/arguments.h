@@ -3,8 +3,7 @@
 // cu_seqlens, all fp32 and dense; of pairs, the first half of the rows is chosen. Whatever follows from a sum is fp64: a
 // log-ratio is the small difference of two sums.
 #pragma once
-#include <cstdint>
-
+#include "rlkernel/kernel.h"
 #include "rlkernel/names.h"
 
 namespace rlkernel {
@@ -69,20 +68,8 @@ struct PreferenceBackward {
   float* grad;
 };
 
-namespace cpu {
-int preference_sums(const PreferenceSums&, void* stream);
-int preference_loss(const PreferenceLoss&, void* stream);
-int preference_backward(const PreferenceBackward&, void* stream);
-}  // namespace cpu
-namespace cuda {
-int preference_sums(const PreferenceSums&, void* stream);
-int preference_loss(const PreferenceLoss&, void* stream);
-int preference_backward(const PreferenceBackward&, void* stream);
-}  // namespace cuda
-namespace hip {
-int preference_sums(const PreferenceSums&, void* stream);
-int preference_loss(const PreferenceLoss&, void* stream);
-int preference_backward(const PreferenceBackward&, void* stream);
-}  // namespace hip
+RLKERNEL_KERNEL(preference_sums, const PreferenceSums&)
+RLKERNEL_KERNEL(preference_loss, const PreferenceLoss&)
+RLKERNEL_KERNEL(preference_backward, const PreferenceBackward&)
 
 }  // namespace rlkernel

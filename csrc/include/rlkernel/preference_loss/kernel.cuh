@@ -148,18 +148,18 @@ inline unsigned blocks_for(int64_t rows) { return rows < (1 << 20) ? static_cast
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
-inline int launch_preference_sums(const PreferenceSums& p, void* stream) {
+int preference_sums(const PreferenceSums& p, void* stream) {
   if (p.rows == 0) return 0;
   RLKERNEL_LAUNCH(preference::preference_sums_kernel, preference::blocks_for(p.rows), preference::kTeam, stream, p);
   return launch_error();
 }
 
-inline int launch_preference_loss(const PreferenceLoss& p, void* stream) {
+int preference_loss(const PreferenceLoss& p, void* stream) {
   RLKERNEL_LAUNCH(preference::preference_loss_kernel, 1u, preference::kTeam, stream, p);
   return launch_error();
 }
 
-inline int launch_preference_backward(const PreferenceBackward& b, void* stream) {
+int preference_backward(const PreferenceBackward& b, void* stream) {
   if (b.rows == 0) return 0;
   RLKERNEL_LAUNCH(preference::preference_backward_kernel, preference::blocks_for(b.rows), preference::kTeam, stream, b);
   return launch_error();

@@ -1,13 +1,9 @@
 // Elementary functions of fp64 with one set of bits on every device, for the few numbers of a sequence. Nothing is
 // contracted (--fmad=false, -ffp-contract=off).
 #pragma once
-#include <cstdint>
+#include "rlkernel/kernel.h"
 
-#if defined(__CUDACC__) || defined(__HIP__)
-#define RLKERNEL_BOTH __host__ __device__ static inline
-#else
-#define RLKERNEL_BOTH static inline
-#endif
+#define RLKERNEL_BOTH RLKERNEL_HOST_DEVICE static inline
 
 namespace rlkernel::preference {
 

@@ -1,9 +1,8 @@
 // Arguments of the kernels around vendors' attention over shared prefixes: a row's partial attentions become one, keys and
 // values of shared segments are copied to where a varlen kernel wants them, and their gradients are summed back.
 #pragma once
-#include <cstdint>
-
 #include "rlkernel/dtype.h"
+#include "rlkernel/kernel.h"
 
 namespace rlkernel {
 
@@ -49,21 +48,8 @@ struct GatherKv {
   void* outs[2];                          // [rows, heads, head_dim], contiguous
 };
 
-// Each returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernels ignore it.
-namespace cpu {
-int attention_merge(const AttentionMerge&, void* stream);
-int segment_reduce(const SegmentReduce&, void* stream);
-int gather_kv(const GatherKv&, void* stream);
-}
-namespace cuda {
-int attention_merge(const AttentionMerge&, void* stream);
-int segment_reduce(const SegmentReduce&, void* stream);
-int gather_kv(const GatherKv&, void* stream);
-}
-namespace hip {
-int attention_merge(const AttentionMerge&, void* stream);
-int segment_reduce(const SegmentReduce&, void* stream);
-int gather_kv(const GatherKv&, void* stream);
-}
+RLKERNEL_KERNEL(attention_merge, const AttentionMerge&)
+RLKERNEL_KERNEL(segment_reduce, const SegmentReduce&)
+RLKERNEL_KERNEL(gather_kv, const GatherKv&)
 
 }  // namespace rlkernel

@@ -101,7 +101,7 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kPrefixThreads, 4) merge_kernel(At
   }
 }
 
-__host__ inline int launch_attention_merge(const AttentionMerge& m, void* stream) {
+int attention_merge(const AttentionMerge& m, void* stream) {
   if (m.rows <= 0 || m.heads <= 0) return 0;
   const unsigned grid = prefix_grid((m.rows + kMergeRows - 1) / kMergeRows * m.heads);
   return with_dtype(m.dtype, [&](auto sample) {
@@ -170,7 +170,7 @@ __host__ inline int launch_reduce(const SegmentReduce& s, void* stream) {
   return launch_error();
 }
 
-__host__ inline int launch_segment_reduce(const SegmentReduce& s, void* stream) {
+int segment_reduce(const SegmentReduce& s, void* stream) {
   if (s.out_dtype != Dtype::f32 && s.out_dtype != s.dtype) return kInvalidArguments;
   if (s.rows <= 0 || s.width <= 0) return 0;
   return with_dtype(s.dtype, [&](auto sample) {
@@ -221,7 +221,7 @@ __host__ inline int launch_gather(GatherKv g, void* stream) {
   return launch_error();
 }
 
-__host__ inline int launch_gather_kv(const GatherKv& g, void* stream) {
+int gather_kv(const GatherKv& g, void* stream) {
   if (g.rows <= 0 || g.heads <= 0 || g.head_dim <= 0) return 0;
   bool vectors = g.head_dim * g.bytes % 16 == 0;
   for (int which = 0; which < 2; ++which)

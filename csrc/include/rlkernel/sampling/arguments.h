@@ -6,11 +6,10 @@
 // the tiles it comes in, nor on the rows around it.
 #pragma once
 #include <cmath>
-#include <cstdint>
 
 #include "rlkernel/dtype.h"
+#include "rlkernel/kernel.h"
 #include "rlkernel/names.h"
-#include "rlkernel/sequences.h"  // RLKERNEL_HOST_DEVICE
 
 namespace rlkernel {
 
@@ -150,17 +149,7 @@ struct SamplingOutputs {
   float *row_max, *log_sum;
 };
 
-namespace cpu {
-int sampling_statistics(const SamplingInputs&, void* stream);
-int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
-}
-namespace cuda {
-int sampling_statistics(const SamplingInputs&, void* stream);
-int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
-}
-namespace hip {
-int sampling_statistics(const SamplingInputs&, void* stream);
-int sampling_finish(const SamplingInputs&, const SamplingOutputs&, void* stream);
-}
+RLKERNEL_KERNEL(sampling_statistics, const SamplingInputs&)
+RLKERNEL_KERNEL(sampling_finish, const SamplingInputs&, const SamplingOutputs&)
 
 }  // namespace rlkernel

@@ -12,7 +12,7 @@ inline bool runs(const SamplingInputs& in) {
          in.whole_vocab < (int64_t{1} << 31) - 2 * kSplit;
 }
 
-inline int launch_sampling_statistics(const SamplingInputs& in, void* stream) {
+int sampling_statistics(const SamplingInputs& in, void* stream) {
   if (in.rows == 0) return 0;
   if (!runs(in) || in.logits == nullptr) return kInvalidArguments;
   const SplitGrid grid(in.vocab);
@@ -36,7 +36,7 @@ inline int launch_filter(const SamplingInputs& in, const SamplingOutputs& out, u
   return launch_error();
 }
 
-inline int launch_sampling_finish(const SamplingInputs& in, const SamplingOutputs& out, void* stream) {
+int sampling_finish(const SamplingInputs& in, const SamplingOutputs& out, void* stream) {
   if (in.rows == 0) return 0;
   if (!runs(in)) return kInvalidArguments;
   const unsigned blocks = static_cast<unsigned>(in.rows < 1 << 20 ? in.rows : 1 << 20);

@@ -1,8 +1,7 @@
 // Arguments of the value loss kernels.
 #pragma once
-#include <cstdint>
-
 #include "rlkernel/dtype.h"
+#include "rlkernel/kernel.h"
 #include "rlkernel/names.h"
 #include "rlkernel/sequences.h"
 
@@ -42,18 +41,7 @@ struct ValueLossBackward {
   Dtype out_dtype;
 };
 
-// Each returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernels ignore it.
-namespace cpu {
-int value_loss_forward(const ValueLossForward&, void* stream);
-int value_loss_backward(const ValueLossBackward&, void* stream);
-}
-namespace cuda {
-int value_loss_forward(const ValueLossForward&, void* stream);
-int value_loss_backward(const ValueLossBackward&, void* stream);
-}
-namespace hip {
-int value_loss_forward(const ValueLossForward&, void* stream);
-int value_loss_backward(const ValueLossBackward&, void* stream);
-}
+RLKERNEL_KERNEL(value_loss_forward, const ValueLossForward&)
+RLKERNEL_KERNEL(value_loss_backward, const ValueLossBackward&)
 
 }  // namespace rlkernel

@@ -179,7 +179,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kValueThreads, 2) value_backward_kernel(V
 
 inline unsigned value_blocks(int64_t slots) { return static_cast<unsigned>(slots < 1 << 20 ? slots : 1 << 20); }
 
-inline int launch_value_forward(const ValueLossForward& f, void* stream) {
+int value_loss_forward(const ValueLossForward& f, void* stream) {
   const int64_t slots = slots_of(f.sequences);
   const int failed = with_dtype(f.dtype, [&](auto value) {
     using T = decltype(value);
@@ -197,7 +197,7 @@ inline int launch_value_forward(const ValueLossForward& f, void* stream) {
   return launch_error();
 }
 
-inline int launch_value_backward(const ValueLossBackward& b, void* stream) {
+int value_loss_backward(const ValueLossBackward& b, void* stream) {
   const int64_t slots = slots_of(b.sequences);
   return with_dtype(b.out_dtype, [&](auto out) {
     if (slots == 0) return 0;

@@ -3,8 +3,9 @@
 //   m = states[0] merged with the others in their order, and with the moments of x where `update` is set
 //   out = (x - m.mean) / sqrt(var + eps)       or / (sqrt(var) + eps)
 #pragma once
-
+#include "rlkernel/kernel.h"
 #include "rlkernel/moments.h"
+#include "rlkernel/sequences.h"
 
 namespace rlkernel {
 
@@ -50,15 +51,6 @@ RLKERNEL_HOST_DEVICE static inline float scaled(const Scaling& s, double x, doub
   return static_cast<float>(y > clip ? clip : y < -clip ? -clip : y);
 }
 
-// Returns 0 or the runtime's error code. `stream` is the queue to launch on; the CPU kernel ignores it.
-namespace cpu {
-int whiten(const Whiten&, void* stream);
-}
-namespace cuda {
-int whiten(const Whiten&, void* stream);
-}
-namespace hip {
-int whiten(const Whiten&, void* stream);
-}
+RLKERNEL_KERNEL(whiten, const Whiten&)
 
 }  // namespace rlkernel
