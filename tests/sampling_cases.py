@@ -70,11 +70,7 @@ VOCABULARIES = {
 def request(logits, **changes):
     """What ``ops`` hands to a backend, for rows that are not filtered."""
     zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    plain = Sampling(
-        1.0, 0, 1.0, 0.0, math.inf, seeds=zeros, positions=zeros, token_ids=None, token_bitmask=None,
-        skip=None, order="sequential", gumbel=False, raw=True, entropy=False, rank=False, support=0,
-    )  # fmt: skip
-    return plain._replace(**changes)
+    return Sampling(**{"seeds": zeros, "positions": zeros, "raw": True, **changes})
 
 
 def skip_unless_sampling(backend, logits):

@@ -9,6 +9,7 @@ from bitwise import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.calls.sampling import SPLIT
 from rlkernel.drivers import sample_linear as sampling_driver
 from rlkernel.reference.sample_linear import make_inputs
 from rlkernel.runtime import workspace
@@ -19,7 +20,6 @@ ON_FAST_BACKENDS = pytest.mark.parametrize(
     ("backend", "device"), [pair for pair in of("sample_linear") if pair.values[0] not in EMULATED]
 )
 pytestmark = pytest.mark.usefixtures("poison")
-SPLIT = sampling_driver.SPLIT
 H = 16
 
 

@@ -24,6 +24,7 @@ from sampling_cases import (
 
 import rlkernel
 from rlkernel import dispatch
+from rlkernel.calls.sampling import SamplingCall
 from rlkernel.reference.sampling import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
@@ -117,7 +118,7 @@ def test_log_sum_exp(backend, device):
     with running(backend):
         asked = request(logits, temperature=0.6)
         impl = dispatch.pick("sampling", logits, sampling=asked, needs=frozenset())
-        stats = impl.forward(logits, None, asked)
+        stats = impl.forward(SamplingCall(logits, None, asked))
     assert torch.equal(stats.row_max, logits.amax(-1))
     exact, torchs = ((logits.to(d) / 0.6).logsumexp(-1) for d in (torch.float64, torch.float32))
     check("lse", stats.row_max / 0.6 + stats.log_sum, torchs, exact, magnitude=1)
@@ -364,20 +365,20 @@ def test_fp64_stays_fp64():
 
 
 MUTANTS = {
-    "temperature is forgotten": lambda ref, x, z, r: ref.forward(x, z, r._replace(temperature=1.0)),
-    "half precision inside": lambda ref, x, z, r: ref.forward(x.bfloat16().float(), z, r),
-    "raw is tempered": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(
+    "temperature is forgotten": lambda ref, call, off: ref.forward(off),
+    "half precision inside": lambda ref, call, off: ref.forward(
+        call._replace(logits=call.logits.bfloat16().float())
+    ),
+    "raw is tempered": lambda ref, call, off: (s := ref.forward(call))._replace(
         raw_logprobs=s.tempered_logprobs
     ),
-    "processed is not": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(
+    "processed is not": lambda ref, call, off: (s := ref.forward(call))._replace(
         processed_logprobs=s.tempered_logprobs
     ),
-    "rank from 0": lambda ref, x, z, r: (s := ref.forward(x, z, r))._replace(
+    "rank from 0": lambda ref, call, off: (s := ref.forward(call))._replace(
         rank=s.rank if s.rank is None else s.rank - 1
     ),
-    "entropy at T=1": lambda ref, x, z, r: ref.forward(x, z, r)._replace(
-        entropy=ref.forward(x, z, r._replace(temperature=1.0)).entropy
-    ),
+    "entropy at T=1": lambda ref, call, off: ref.forward(call)._replace(entropy=ref.forward(off).entropy),
 }
 
 
@@ -388,7 +389,12 @@ def test_wrong_statistics_fail(mutant, monkeypatch):
     from rlkernel.reference import sampling as reference
 
     real = SimpleNamespace(forward=reference.forward)
-    monkeypatch.setattr(reference, "forward", lambda x, z, r: MUTANTS[mutant](real, x, z, r))
+
+    def wrong(call):
+        off = call._replace(request=call.request._replace(temperature=1.0))
+        return MUTANTS[mutant](real, call, off)
+
+    monkeypatch.setattr(reference, "forward", wrong)
     with pytest.raises(AssertionError):
         test_matches_fp64("reference", "cpu", torch.float32, "grouped")
 

@@ -20,6 +20,7 @@ from sampling_cases import (
 
 import rlkernel
 from rlkernel import dispatch
+from rlkernel.calls.sampling import SamplingCall, Scratch
 from rlkernel.runtime import stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
@@ -203,11 +204,11 @@ def asked_for(logits, names):
 def in_tiles(impl, logits, tiles, asked, fill=torch.nan):
     """The statistics of every tile of the vocabulary by itself, and the results of all of them."""
     rows, vocab = logits.shape
-    partials = torch.full((rows, -(-vocab // 4096), 13), fill, dtype=torch.float64, device=logits.device)
-    group_max = torch.full((rows, -(-vocab // 64)), fill, device=logits.device)
+    scratch = Scratch.of(rows, vocab, asked._replace(rank=True), logits.device)
+    scratch.records.fill_(fill), scratch.group_max.fill_(fill)
     for start, end in zip([0, *tiles], [*tiles, vocab], strict=True):
-        impl.tile_statistics(logits[:, start:end].clone(), None, start, vocab, asked, partials, group_max)
-    return partials, impl.finish(logits, None, vocab, asked, partials, group_max)
+        impl.tile_statistics(logits[:, start:end].clone(), None, start, asked, scratch)
+    return scratch.records, impl.finish(logits, None, asked, scratch)
 
 
 @ON_EVERY_BACKEND
@@ -220,7 +221,7 @@ def test_tiles_of_the_vocabulary(backend, device):
     skip_unless_sampling(backend, logits)
     with running(backend):
         impl = dispatch.pick("sampling", logits, sampling=asked, needs=frozenset({"logprobs"}))
-        whole = impl.forward(logits, None, asked)
+        whole = impl.forward(SamplingCall(logits, None, asked))
         for tiles in ([4096], [4096, 8192]):
             _, stats = in_tiles(impl, logits, tiles, asked)
             for name, a, b in zip(whole._fields, stats, whole, strict=True):
@@ -238,7 +239,7 @@ def test_rows_to_skip_are_neither_read_nor_written(backend, device):
     with running(backend):
         impl = dispatch.pick("sampling", logits, sampling=asked, needs=frozenset({"logprobs"}))
         partials, stats = in_tiles(impl, logits, [], asked._replace(skip=skip), fill=-7.0)
-        whole = impl.forward(logits, None, asked)
+        whole = impl.forward(SamplingCall(logits, None, asked))
     assert (partials[skip] == -7).all() and not (partials[~skip] == -7).any()
     assert stats.tempered_logprobs[skip].isnan().all(), "written; what is fresh holds NaN"
     for name, a, b in zip(whole._fields, stats, whole, strict=True):

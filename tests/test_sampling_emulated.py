@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from rlkernel import native
-from rlkernel.calls.sampling import FILTER_ORDERS, Sampling
+from rlkernel.calls.sampling import FILTER_ORDERS, Sampling, SamplingCall, Scratch
 from rlkernel.native import sampling as kernels_of
 from rlkernel.reference import sampling as reference
 
 WARPS = (32, 64)
-PLAIN = Sampling(
-    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None, positions=None,
-    token_ids=None, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=True, entropy=True,
-    rank=False, support=0,
-)  # fmt: skip
+PLAIN = Sampling(raw=True, entropy=True)
 # what a row may be filtered by; the vocabulary below has three splits and a part of a group
 FILTERS = {
     "none": {},
@@ -117,9 +113,9 @@ def test_means_what_the_reference_does(seed):
     x, adjusted, request = random_case(seed)
     kernels.configure(seed % 3, (1 << 20, 2)[seed % 2])
     with native.emulated(kernels):
-        got = kernels_of.forward(x, adjusted, request)
+        got = kernels_of.forward(SamplingCall(x, adjusted, request))
     kernels.configure()
-    assert_same(got, reference.forward(x, adjusted, request), exact=False)
+    assert_same(got, reference.forward(SamplingCall(x, adjusted, request)), exact=False)
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -134,7 +130,7 @@ def test_bits_do_not_depend_on_schedule_warp_or_alignment(name, dtype):
         kernels = emulation.module(warp)
         kernels.configure(*schedule)
         with native.emulated(kernels):
-            runs.append(kernels_of.forward(logits, None, request))
+            runs.append(kernels_of.forward(SamplingCall(logits, None, request)))
         kernels.configure()
     for run in runs[1:]:
         assert_same(run, runs[0])
@@ -144,45 +140,47 @@ def test_bits_do_not_depend_on_other_rows(kernels):
     """Alone, where nothing is filtered and the kernel is another, as in a batch whose other rows are."""
     x = logits_of(3, 5000, torch.float16)
     batch = request_of(3, top_p=torch.tensor([1.0, 0.9, 0.5]), temperature=torch.tensor([0.7, 1.0, 0.0]))
-    together = kernels_of.forward(x, None, batch)
+    together = kernels_of.forward(SamplingCall(x, None, batch))
     for r in range(3):
         row = slice(r, r + 1)
         alone = batch._replace(
             top_p=float(batch.top_p[r]), temperature=float(batch.temperature[r]), seeds=batch.seeds[row],
             positions=batch.positions[row],
         )  # fmt: skip
-        got = kernels_of.forward(x[row].clone(), None, alone)
+        got = kernels_of.forward(SamplingCall(x[row].clone(), None, alone))
         assert_same(got, type(together)(*(None if v is None else v[row] for v in together)))
 
 
 def test_tiles_have_the_bits_of_the_whole(kernels):
     x = logits_of(2, 9001)
     request = request_of(2, top_p=0.9, temperature=1.3)
-    partials, group_max = torch.empty(2, 3, 13, dtype=torch.float64), torch.empty(2, 141)
+    scratch = Scratch.of(2, 9001, request, x.device)
     for start, stop in ((0, 4096), (4096, 9001)):
         tile = x[:, start:stop].contiguous()
-        kernels_of.tile_statistics(tile, None, start, 9001, request, partials, group_max)
-    got = kernels_of.finish(x, None, 9001, request, partials, group_max)
-    assert_same(got, kernels_of.forward(x, None, request))
+        kernels_of.tile_statistics(tile, None, start, request, scratch)
+    got = kernels_of.finish(x, None, request, scratch)
+    assert_same(got, kernels_of.forward(SamplingCall(x, None, request)))
 
 
 def test_skipped_rows_are_neither_read_nor_written(kernels):
     x = logits_of(3, 300)
     x[1] = torch.nan
     request = request_of(3, top_k=5, skip=torch.tensor([False, True, False]))
-    partials, group_max = torch.full((3, 1, 13), -5.0, dtype=torch.float64), torch.full((3, 5), -5.0)
-    kernels_of.tile_statistics(x, None, 0, 300, request, partials, group_max)
+    scratch = Scratch.of(3, 300, request, x.device)
+    _, partials, group_max = scratch
+    partials.fill_(-5.0), group_max.fill_(-5.0)
+    kernels_of.tile_statistics(x, None, 0, request, scratch)
     assert (partials[1] == -5).all() and (group_max[1] == -5).all() and not (partials[::2, 0, 0] == -5).any()
-    got = kernels_of.finish(x, None, 300, request, partials, group_max)
+    got = kernels_of.finish(x, None, request, scratch)
     keys = {"seeds": request.seeds[::2].contiguous(), "positions": request.positions[::2].contiguous()}
-    rest = kernels_of.forward(x[::2], None, request._replace(skip=None, **keys))
+    rest = kernels_of.forward(SamplingCall(x[::2], None, request._replace(skip=None, **keys)))
     assert torch.equal(got.token_ids[::2], rest.token_ids)
 
 
 def test_a_tile_that_starts_within_a_split_is_refused(kernels):
-    partials, _ = kernels_of.buffers(1, 5000, request_of(1), torch.device("cpu"))
+    scratch = Scratch.of(1, 5000, request_of(1), torch.device("cpu"))
     with pytest.raises(ValueError, match="vocab_start must be a multiple of 4096 from 0 to 4936, got 64"):
-        kernels_of.tile_statistics(logits_of(1, 64), None, 64, 5000, request_of(1), partials, None)
+        kernels_of.tile_statistics(logits_of(1, 64), None, 64, request_of(1), scratch)
 
 
 # (largest logit, temperature): exp((z - max) / T) is one fused step from z; in the last two that is too far
@@ -201,7 +199,7 @@ def errors_far_from_zero(dtype, center, temperature):
     worst = [0.0, 0.0]
     for token in (0, 9, 63):
         ids = torch.tensor([token, 0])
-        got = kernels_of.forward(x, None, request_of(2, token_ids=ids, temperature=temperature))
+        got = kernels_of.forward(SamplingCall(x, None, request_of(2, token_ids=ids, temperature=temperature)))
         for lp, t in ((got.raw_logprobs, 1.0), (got.tempered_logprobs, temperature)):
             want = (x.double() / t).log_softmax(-1).gather(1, ids[:, None])[:, 0]
             # of a peak that is all there is, nothing is left
@@ -234,7 +232,10 @@ def light_row(dtype):
 
 def kept_counts(x, **options):
     request = request_of(len(x), top_p=torch.linspace(0.9, 0.97, len(x)), **options)
-    return [backend.forward(x, None, request).kept_count.tolist() for backend in (kernels_of, reference)]
+    return [
+        backend.forward(SamplingCall(x, None, request)).kept_count.tolist()
+        for backend in (kernels_of, reference)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -290,12 +291,12 @@ def test_a_barrier_missing_in_the_statistics_is_found(barrier):
     fault = (f"__syncthreads();  // {barrier}", "//")
     broken = emulation.load(emulation.build_module(32, {"sampling/statistics.cuh": fault}))
     x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]))
-    want = reference.forward(x, None, request).tempered_logprobs
+    want = reference.forward(SamplingCall(x, None, request)).tempered_logprobs
     with native.emulated(broken):
         wrong = 0
         for seed in range(6):
             broken.configure(seed)
-            got = kernels_of.forward(x, None, request).tempered_logprobs
+            got = kernels_of.forward(SamplingCall(x, None, request)).tempered_logprobs
             wrong += not torch.allclose(got, want, atol=1e-4)
     assert wrong > 0
 
@@ -306,10 +307,10 @@ def test_a_missing_barrier_is_found():
     fault = ("__syncthreads();  // the warps' parts are written", "//")
     broken = emulation.load(emulation.build_module(32, {"sampling/search.cuh": fault}))
     x, request = logits_of(2, 5000), request_of(2, token_ids=torch.tensor([7, 4000]), rank=True)
-    want = reference.forward(x, None, request)
+    want = reference.forward(SamplingCall(x, None, request))
     with native.emulated(broken):
         wrong = 0
         for seed in range(6):
             broken.configure(seed)
-            wrong += not torch.equal(kernels_of.forward(x, None, request).rank, want.rank)
+            wrong += not torch.equal(kernels_of.forward(SamplingCall(x, None, request)).rank, want.rank)
     assert wrong > 0

@@ -8,7 +8,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 import types
 from pathlib import Path
@@ -18,16 +17,12 @@ import torch
 
 import rlkernel
 from rlkernel import dispatch
-from rlkernel.calls.sampling import Sampling
+from rlkernel.calls.sampling import Sampling, SamplingCall
 from rlkernel.drivers import sampling as library_sampling
 from rlkernel.reference import sampling as reference
 
 V = 40
-PLAIN = Sampling(
-    temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=torch.arange(6),
-    positions=torch.zeros(6, dtype=torch.int64), token_ids=None, token_bitmask=None, skip=None,
-    order="sequential", gumbel=False, raw=False, entropy=False, rank=False, support=0,
-)  # fmt: skip
+PLAIN = Sampling(temperature=0.7, seeds=torch.arange(6), positions=torch.zeros(6, dtype=torch.int64))
 
 
 def last_kept(probs, k=None, p=2.0, min_p=0.0):
@@ -162,13 +157,13 @@ def test_it_keeps_what_the_reference_keeps(name, filters, backend, monkeypatch):
         assert name == "aiter" and reasons == ["aiter has no min_p"]
         return
     logits = logits_of()
-    support = reference.forward(logits, None, request._replace(support=V)).support
+    support = reference.forward(SamplingCall(logits, None, request._replace(support=V))).support
     everything = support[:, 0] < 0  # of a whole row
     kept = torch.zeros(6, V + 1, dtype=torch.bool).scatter_(
         1, torch.where(support < 0, V, support).long(), True
     )
     want = torch.where(kept[:, :V] | everything[:, None], logits, torch.inf).argmin(-1)
-    got = backend.forward(logits, None, request)
+    got = backend.forward(SamplingCall(logits, None, request))
     assert got.token_ids.dtype == torch.int64 and got.token_ids.tolist() == want.tolist()
     assert got.valid.all() and got.tempered_logprobs is None and got.kept_count is None
 
@@ -178,7 +173,7 @@ def test_the_two_orders_differ_here(name, backend):
     logits = logits_of()
     request = PLAIN._replace(top_k=8, top_p=0.8)
     one, other = (
-        backend.forward(logits, None, request._replace(order=order)).token_ids
+        backend.forward(SamplingCall(logits, None, request._replace(order=order))).token_ids
         for order in ("sequential", "joint")
     )
     assert (one != other).any()
@@ -189,7 +184,7 @@ def test_rows_without_a_distribution(name, backend):
     logits = logits_of()
     logits[0, 7], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
     logits[4, 1:] = -torch.inf
-    got = backend.forward(logits, None, PLAIN._replace(top_k=3))
+    got = backend.forward(SamplingCall(logits, None, PLAIN._replace(top_k=3)))
     assert got.valid.tolist() == [False, True, False, False, True, True]
     assert got.token_ids[~got.valid].tolist() == [-1, -1, -1] and got.token_ids[4] == 0
 
@@ -210,7 +205,7 @@ def test_rows_of_parameters_that_nobody_looked_at(name, argument, backend, monke
         assert (name, argument) == ("aiter", "min_p")
         return
     logits = logits_of()
-    got, want = (run.forward(logits, None, request) for run in (backend, reference))
+    got, want = (run.forward(SamplingCall(logits, None, request)) for run in (backend, reference))
     assert torch.equal(got.valid, want.valid) and 0 < got.valid.sum() < 6
     assert (got.token_ids[~got.valid] == -1).all()
     for bound in (library_sampling.top_p, library_sampling.min_p):
@@ -221,20 +216,20 @@ def test_rows_of_parameters_that_nobody_looked_at(name, argument, backend, monke
 @both
 def test_adjusted_logits_count_and_a_temperature_does_not_overflow(name, backend):
     logits = logits_of()
-    top = backend.forward(logits, -logits, PLAIN._replace(top_k=1, temperature=1e-38))
+    top = backend.forward(SamplingCall(logits, -logits, PLAIN._replace(top_k=1, temperature=1e-38)))
     assert top.token_ids.tolist() == logits.argmin(-1).tolist() and top.valid.all()
 
 
 @both
 def test_no_rows(name, backend):
-    got = backend.forward(torch.empty(0, V), None, PLAIN)
+    got = backend.forward(SamplingCall(torch.empty(0, V), None, PLAIN))
     assert got.token_ids.shape == got.valid.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ["aiter"])
 def test_aiter_leaves_torchs_generator_as_it_was(name, backend):
     before = torch.cuda.default_generators[0].manual_seed(5).get_state()
-    backend.forward(logits_of(), None, PLAIN)
+    backend.forward(SamplingCall(logits_of(), None, PLAIN))
     assert torch.equal(torch.cuda.default_generators[0].get_state(), before)
 
 

@@ -12,18 +12,14 @@ import torch
 from bitwise import assert_equal
 
 from rlkernel import native
-from rlkernel.calls.sampling import FILTER_ORDERS, SampleStats, Sampling
+from rlkernel.calls.sampling import FILTER_ORDERS, SampleStats, Sampling, SamplingCall, Scratch
 from rlkernel.native import sampling as kernel
 from rlkernel.reference import sampling as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 INF = float("inf")
-PLAIN = Sampling(
-    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=INF, seeds=None, positions=None,
-    token_ids=None, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=True, entropy=True,
-    rank=True, support=64,
-)  # fmt: skip
+PLAIN = Sampling(raw=True, entropy=True, rank=True, support=64)
 FILTERS = {
     "plain": {},
     "tempered": {"temperature": 0.7},
@@ -57,7 +53,7 @@ def assert_same(got: SampleStats, want: SampleStats, rows=slice(None)) -> None:
 
 def check(x: torch.Tensor, z: torch.Tensor | None, sampling: Sampling) -> SampleStats:
     """Tokens, sets and ranks are the reference's, numbers nearly."""
-    got, want = kernel.forward(x, z, sampling), reference.forward(x, z, sampling)
+    got, want = kernel.forward(SamplingCall(x, z, sampling)), reference.forward(SamplingCall(x, z, sampling))
     for name, a, b in zip(got._fields, got, want, strict=True):
         assert (a is None) == (b is None), name
         if a is None or b is None:
@@ -84,9 +80,9 @@ def threads():
 def test_threads_do_not_change_bits(name, rows, threads):
     x, sampling = logits(rows, 33_000), request(rows, **FILTERS[name])
     threads(1)
-    want = kernel.forward(x, None, sampling)
+    want = kernel.forward(SamplingCall(x, None, sampling))
     threads(4)
-    assert_same(kernel.forward(x, None, sampling), want)
+    assert_same(kernel.forward(SamplingCall(x, None, sampling)), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,41 +90,51 @@ def test_threads_do_not_change_bits(name, rows, threads):
 def test_tiles_have_the_bits_of_the_whole(name, dtype):
     rows, vocab = 3, 4096 * 4 + 77
     x, sampling = logits(rows, vocab, dtype=dtype), request(rows, **FILTERS[name])
-    partials, group_max = kernel.buffers(rows, vocab, sampling._replace(rank=True), x.device)
+    scratch = Scratch.of(rows, vocab, sampling._replace(rank=True), x.device)
     for start, end in ((8192, vocab), (0, 4096), (4096, 8192)):
-        kernel.tile_statistics(x[:, start:end], None, start, vocab, sampling, partials, group_max)
+        kernel.tile_statistics(x[:, start:end], None, start, sampling, scratch)
     assert_equal(
-        "group_max", group_max[:, :-1], x[:, : vocab // 64 * 64].float().unflatten(-1, (-1, 64)).amax(-1)
+        "group_max",
+        scratch.group_max[:, :-1],
+        x[:, : vocab // 64 * 64].float().unflatten(-1, (-1, 64)).amax(-1),
     )
-    got = kernel.finish(x, None, vocab, sampling, partials, group_max)
-    assert_same(got, kernel.forward(x, None, sampling))
+    got = kernel.finish(x, None, sampling, scratch)
+    assert_same(got, kernel.forward(SamplingCall(x, None, sampling)))
 
 
 def test_unfiltered_rows_need_no_logits():
     x, sampling = logits(4, 9000), request(4, rank=False, support=0, temperature=torch.tensor([1, 0.5, 0, 2]))
-    partials, _ = kernel.buffers(4, 9000, sampling, x.device)
-    kernel.tile_statistics(x, None, 0, 9000, sampling, partials, None)
-    assert_same(kernel.finish(None, None, 9000, sampling, partials, None), kernel.forward(x, None, sampling))
+    scratch = Scratch.of(4, 9000, sampling, x.device)
+    assert scratch.group_max is None
+    kernel.tile_statistics(x, None, 0, sampling, scratch)
+    assert_same(kernel.finish(None, None, sampling, scratch), kernel.forward(SamplingCall(x, None, sampling)))
 
 
 def test_bits_do_not_depend_on_strides():
     wide = logits(4, 5100)
     x, sampling = wide[:, 3:5003], request(4, **FILTERS["both"])
-    assert_same(kernel.forward(x, None, sampling), kernel.forward(x.contiguous(), None, sampling))
+    assert_same(
+        kernel.forward(SamplingCall(x, None, sampling)),
+        kernel.forward(SamplingCall(x.contiguous(), None, sampling)),
+    )
     z = logits(4, 5050, seed=1)[:, 7:5007]
-    assert_same(kernel.forward(x, z, sampling), kernel.forward(x, z.contiguous(), sampling))
+    assert_same(
+        kernel.forward(SamplingCall(x, z, sampling)),
+        kernel.forward(SamplingCall(x, z.contiguous(), sampling)),
+    )
 
 
 def test_skipped_rows_are_neither_read_nor_written():
     x = logits(4, 5000)
     skip = torch.tensor([False, True, False, True])
     sampling = request(4, **FILTERS["both"])
-    partials = kernel.buffers(4, 5000, sampling, x.device)[0].fill_(torch.nan)
-    group_max = torch.full((4, 79), torch.nan)
-    kernel.tile_statistics(x, None, 0, 5000, sampling._replace(skip=skip), partials, group_max)
+    scratch = Scratch.of(4, 5000, sampling, x.device)
+    _, partials, group_max = scratch
+    partials.fill_(torch.nan), group_max.fill_(torch.nan)
+    kernel.tile_statistics(x, None, 0, sampling._replace(skip=skip), scratch)
     assert partials[skip].isnan().all() and group_max[skip].isnan().all()
-    got = kernel.finish(x, None, 5000, sampling._replace(skip=skip), partials, group_max)
-    assert_same(got, kernel.forward(x, None, sampling), rows=~skip)
+    got = kernel.finish(x, None, sampling._replace(skip=skip), scratch)
+    assert_same(got, kernel.forward(SamplingCall(x, None, sampling)), rows=~skip)
     assert got.tempered_logprobs[skip].isnan().all()  # as the poison left it
 
 
@@ -257,7 +263,9 @@ def results() -> list[torch.Tensor]:
     kept = []
     for place, options in enumerate(FILTERS.values()):
         for dtype in kernel.DTYPES:
-            got = kernel.forward(logits(3, 20_011, dtype=dtype), None, request(3, seed=place, **options))
+            got = kernel.forward(
+                SamplingCall(logits(3, 20_011, dtype=dtype), None, request(3, seed=place, **options))
+            )
             kept += [got.token_ids, got.kept_count, got.rank, got.support, got.valid]
     return kept
 

@@ -10,7 +10,7 @@ if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
-from rlkernel.calls.sampling import FILTER_ORDERS, Sampling  # noqa: E402
+from rlkernel.calls.sampling import FILTER_ORDERS, Sampling, SamplingCall, Scratch  # noqa: E402
 from rlkernel.reference import sampling as reference  # noqa: E402
 from rlkernel.runtime import stream  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
@@ -23,10 +23,8 @@ def request(rows, device, **options):
     g = torch.Generator().manual_seed(rows)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).to(device)
     values = {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": INF, "seeds": seeds,
-        "positions": torch.arange(rows, device=device), "token_ids": None, "token_bitmask": None,
-        "skip": None, "order": "sequential", "gumbel": False, "raw": True, "entropy": True, "rank": True,
-        "support": 64,
+        "seeds": seeds, "positions": torch.arange(rows, device=device), "raw": True, "entropy": True,
+        "rank": True, "support": 64,
     }  # fmt: skip
     return Sampling(**values | options)
 
@@ -69,14 +67,14 @@ def test_layout_and_dtype_change_no_bit(device):
     logits = logits.to(torch.bfloat16)
     words = torch.arange(rows * 129, device=device).view(rows, 129) * 123456789
     asked = mixed(rows, device, token_bitmask=(words & 0x7FFFFFFF).to(torch.int32))
-    want = sampling.forward(logits, None, asked)
-    check_same(sampling.forward(logits.float(), None, asked), want)
+    want = sampling.forward(SamplingCall(logits, None, asked))
+    check_same(sampling.forward(SamplingCall(logits.float(), None, asked)), want)
     buffer = torch.full((rows, vocab + 9), float("nan"), dtype=logits.dtype, device=device)
-    check_same(sampling.forward(buffer[:, 3 : 3 + vocab].copy_(logits), None, asked), want)
+    check_same(sampling.forward(SamplingCall(buffer[:, 3 : 3 + vocab].copy_(logits), None, asked)), want)
     # z is the same, given apart and at another alignment
     buffer = torch.full((rows, vocab + 5), float("nan"), device=device)
     adjusted = buffer[:, 1 : 1 + vocab].copy_(logits)
-    check_same(sampling.forward(logits, adjusted, asked), want)
+    check_same(sampling.forward(SamplingCall(logits, adjusted, asked)), want)
 
 
 @ON_EVERY_DEVICE
@@ -89,16 +87,16 @@ def test_tiles_leave_the_records_of_the_whole(device):
         mixed(rows, device, gumbel=True)._replace(rank=False),
         mixed(rows, device)._replace(seeds=None, positions=None, token_ids=forced),
     ):
-        whole, tiled = (torch.full((rows, 3, 13), float("nan"), dtype=torch.float64) for _ in range(2))
-        tops = [torch.full((rows, 129), float("nan")) for _ in range(2)]
-        whole, tiled, *tops = (x.to(device) for x in (whole, tiled, *tops))
-        sampling.tile_statistics(logits, None, 0, vocab, asked, whole, tops[0])
+        whole, tiled = (Scratch.of(rows, vocab, asked._replace(rank=True), logits.device) for _ in range(2))
+        for x in (*whole[1:], *tiled[1:]):
+            x.fill_(torch.nan)
+        sampling.tile_statistics(logits, None, 0, asked, whole)
         for start in (4096, 0):
             tile = logits[:, start : start + 4096] if start == 0 else logits[:, start:].clone()
-            sampling.tile_statistics(tile, None, start, vocab, asked, tiled, tops[1])
-        assert_equal("records", tiled, whole)
-        assert_equal("group maxima", tops[1], tops[0])
-        assert not whole.isnan().any() and not tops[0].isnan().any()
+            sampling.tile_statistics(tile, None, start, asked, tiled)
+        assert_equal("records", tiled.records, whole.records)
+        assert_equal("group maxima", tiled.group_max, whole.group_max)
+        assert not whole.records.isnan().any() and not whole.group_max.isnan().any()
 
 
 # top_k, top_p, joint -> how many of the tokens 65, 3, 10, 40, whose masses are 1, 1/2, 1/4 and 1/4
@@ -123,7 +121,7 @@ def test_sets_whose_masses_are_powers_of_two(device, room, monkeypatch):
             int(rows.sum()), device, temperature=1.4426950408889634, top_k=k[rows].to(device),
             top_p=p[rows].to(device), order="joint" if order else "sequential", support=5,
         )  # fmt: skip
-        stats = sampling.forward(logits[rows].to(device), None, asked)
+        stats = sampling.forward(SamplingCall(logits[rows].to(device), None, asked))
         assert stats.kept_count.tolist() == want[rows].tolist()
         sets = [sorted([65, 3, 10, 40][:n]) + [-1] * (5 - n) for n in want[rows].tolist()]
         assert stats.support.tolist() == sets
@@ -143,10 +141,10 @@ def test_a_small_buffer_of_candidates_changes_nothing(device, monkeypatch):
         4, device, support=0, top_k=torch.tensor([0, 3000, 2222, 4000], device=device),
         top_p=torch.tensor([0.9, 0.5, 0.9, 0.25], device=device),
     )  # fmt: skip
-    want = sampling.forward(logits.to(device), None, asked)
-    check_close(want, reference.forward(logits.to(device), None, asked))
+    want = sampling.forward(SamplingCall(logits.to(device), None, asked))
+    check_close(want, reference.forward(SamplingCall(logits.to(device), None, asked)))
     monkeypatch.setattr(sampling, "ROOM", 64)
-    check_same(sampling.forward(logits.to(device), None, asked), want)
+    check_same(sampling.forward(SamplingCall(logits.to(device), None, asked)), want)
 
 
 @ON_EVERY_DEVICE
@@ -174,19 +172,25 @@ def test_the_reference_agrees(device, order):
             {"order": order, "token_bitmask": mask.to(device), "support": vocab},
         ):
             asked = mixed(rows, device, **options)
-            check_close(sampling.forward(logits, adjusted, asked), reference.forward(logits, adjusted, asked))
+            check_close(
+                sampling.forward(SamplingCall(logits, adjusted, asked)),
+                reference.forward(SamplingCall(logits, adjusted, asked)),
+            )
         forced = torch.randint(-1, vocab + 1, (rows,), generator=g).to(device)
         asked = mixed(rows, device, order=order)._replace(seeds=None, positions=None, token_ids=forced)
-        check_close(sampling.forward(logits, adjusted, asked), reference.forward(logits, adjusted, asked))
+        check_close(
+            sampling.forward(SamplingCall(logits, adjusted, asked)),
+            reference.forward(SamplingCall(logits, adjusted, asked)),
+        )
 
 
 @ON_EVERY_DEVICE
 def test_rows_to_skip_are_neither_read_nor_written(device, poison):
     logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(9)).to(device)
-    want = sampling.forward(logits, None, mixed(4, device))
+    want = sampling.forward(SamplingCall(logits, None, mixed(4, device)))
     skip = torch.tensor([False, True, True, False], device=device)
     holes = logits.masked_fill(skip[:, None], float("nan"))
-    got = sampling.forward(holes, None, mixed(4, device, skip=skip))
+    got = sampling.forward(SamplingCall(holes, None, mixed(4, device, skip=skip)))
     check_same(type(got)(*(x[~skip] for x in got)), type(want)(*(x[~skip] for x in want)))
     for name, x in zip(got._fields, got, strict=True):
         if x.is_floating_point():
@@ -197,9 +201,11 @@ def test_rows_to_skip_are_neither_read_nor_written(device, poison):
 def test_no_logits_are_needed_where_nothing_is_read_again(device):
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(10)).to(device)
     asked = request(3, device, rank=False, support=0)
-    records = torch.empty(3, 2, 13, dtype=torch.float64, device=device)
-    sampling.tile_statistics(logits, None, 0, 5000, asked, records, None)
-    check_same(sampling.finish(None, None, 5000, asked, records, None), sampling.forward(logits, None, asked))
+    scratch = Scratch.of(3, 5000, asked, logits.device)
+    sampling.tile_statistics(logits, None, 0, asked, scratch)
+    check_same(
+        sampling.finish(None, None, asked, scratch), sampling.forward(SamplingCall(logits, None, asked))
+    )
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
     from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
-    from rlkernel.calls.sampling import Sampling
+    from rlkernel.calls.sampling import Sampling, SamplingCall
     from rlkernel.calls.value_loss import ValueLossCall
     from rlkernel.calls.whiten import WhitenCall
     from rlkernel.prefix.layout import PrefixLayout
@@ -149,7 +149,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
             numbers = (t, k, t / 9, t / 9, t)  # temperature to top_n_sigma
             asked = "sequential", False, True, True, True, n
             request = Sampling(*numbers, keys, keys, None, None, None, *asked)
-            sampling.forward(logits.reshape(n, 256), None, request)
+            sampling.forward(SamplingCall(logits.reshape(n, 256), None, request))
             gae.forward(
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
             )

@@ -9,6 +9,7 @@ integers.
 import triton
 import triton.language as tl
 
+from rlkernel.calls import sampling as calls
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import (
     FIXED_POINT,
@@ -20,12 +21,8 @@ from rlkernel.triton_ops.logprob_kernels import (
 )
 from rlkernel.triton_ops.sampling_random import INSIDE, draw_below, group_noise, gumbel_noise, key_of
 
-SPLIT = tl.constexpr(4096)
-GROUP = tl.constexpr(64)
-Field = Names((  # of a record
-    "max_z", "argmax", "sum_z", "weighted", "finite", "mean", "m2", "max_x", "sum_x", "key", "token",
-    "token_z", "token_x",
-))  # fmt: skip
+SPLIT, GROUP = tl.constexpr(calls.SPLIT), tl.constexpr(calls.GROUP)
+Field = Names(calls.RECORD)
 RECORD = tl.constexpr(len(Field))
 COLDEST = tl.constexpr(2.0**-126)  # normal numbers
 HOTTEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
@@ -17,6 +18,18 @@ class SampleLinearCall(NamedTuple):
     request: Sampling
     drawn: bool
     store: bool
+
+
+def stored_dtype(head: Head) -> torch.dtype:
+    """Of logits in memory: rounded products need no more than ``logits_dtype``, what a bias, a scale or a
+    softcap makes of them does."""
+    if head.compute_dtype == torch.float64:
+        return torch.float64
+    return torch.float32 if transforms(head) else head.logits_dtype
+
+
+def transforms(head: Head) -> bool:
+    return head.bias is not None or head.logit_scale != 1.0 or head.softcap is not None
 
 
 class SampleLinearResults(NamedTuple):

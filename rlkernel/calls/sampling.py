@@ -1,10 +1,21 @@
 """What a backend is asked for ``sampling``, and what it answers."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
+SPLIT = (
+    4096  # tokens whose statistics are one record; the extension has its own copy, as a constant of each part
+)
+GROUP = 64  # tokens that one Gumbel variable stands for
+RECORD = (  # what is known of a split
+    "max_z", "argmax", "sum_z", "weighted", "finite", "mean", "m2", "max_x", "sum_x", "key", "token",
+    "token_z", "token_x",
+)  # fmt: skip
 
 
 class SampleOutput(NamedTuple):
@@ -59,22 +70,22 @@ class VerifyOutput(NamedTuple):
 class Sampling(NamedTuple):
     """What a sampling kernel is asked for, checked and normalised; per-row values are [B] or one number."""
 
-    temperature: float | Tensor  # 0: the likeliest token; else a normal number
-    top_k: int | Tensor  # off below 1 and from V on
-    top_p: float | Tensor  # off from 1 on
-    min_p: float | Tensor  # off from 0 down
-    top_n_sigma: float | Tensor  # off at infinity
-    seeds: Tensor | None  # int64; None with token_ids
-    positions: Tensor | None  # int64; None: 0
-    token_ids: Tensor | None  # forced, int64
-    token_bitmask: Tensor | None  # int32 [B, ceil(V / 32)]
-    skip: Tensor | None  # bool: rows that are neither read nor written
-    order: str  # one of FILTER_ORDERS
-    gumbel: bool  # method
-    raw: bool
-    entropy: bool
-    rank: bool
-    support: int  # room for the kept tokens of a row, 0: not wanted
+    temperature: float | Tensor = 1.0  # 0: the likeliest token; else a normal number
+    top_k: int | Tensor = 0  # off below 1 and from V on
+    top_p: float | Tensor = 1.0  # off from 1 on
+    min_p: float | Tensor = 0.0  # off from 0 down
+    top_n_sigma: float | Tensor = math.inf  # off at infinity
+    seeds: Tensor | None = None  # int64; None with token_ids
+    positions: Tensor | None = None  # int64; None: 0
+    token_ids: Tensor | None = None  # forced, int64
+    token_bitmask: Tensor | None = None  # int32 [B, ceil(V / 32)]
+    skip: Tensor | None = None  # bool: rows that are neither read nor written
+    order: str = FILTER_ORDERS[0]
+    gumbel: bool = False  # method
+    raw: bool = False
+    entropy: bool = False
+    rank: bool = False
+    support: int = 0  # room for the kept tokens of a row, 0: not wanted
     thresholds: Tensor | None = None  # fp32 [B, 3]: epsilon_cutoff, eta_cutoff and top_a, each off at 0
     band: Tensor | None = None  # fp32 [B, 2]: typical_p and XTC's threshold where it was drawn, each off at 1
 
@@ -84,13 +95,20 @@ class Sampling(NamedTuple):
         p_on = isinstance(self.top_p, Tensor) or self.top_p < 1
         m_on = isinstance(self.min_p, Tensor) or self.min_p > 0
         greedy = not isinstance(self.temperature, Tensor) and self.temperature == 0
-        tensors = (self.token_bitmask, self.thresholds, self.band)
-        given = any(x is not None for x in tensors)
+        given = any(x is not None for x in (self.token_bitmask, self.thresholds, self.band))
         return not greedy and (k_on or p_on or m_on or self.may_use_sigma or given)
 
     @property
     def may_use_sigma(self) -> bool:
-        return isinstance(self.top_n_sigma, Tensor) or self.top_n_sigma != float("inf")
+        return isinstance(self.top_n_sigma, Tensor) or self.top_n_sigma != math.inf
+
+    def of_rows(self, a: int, b: int) -> "Sampling":
+        return self.each(lambda x: x[a:b])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Sampling":
+        """With ``change`` of each tensor."""
+        fields: list[Any] = [change(x) if isinstance(x, Tensor) else x for x in self]
+        return Sampling(*fields)
 
 
 class SampleStats(NamedTuple):
@@ -112,9 +130,54 @@ class SampleStats(NamedTuple):
     row_max: Tensor
     log_sum: Tensor
 
+    @classmethod
+    def empty(
+        cls, rows: int, request: Sampling, device: torch.device, wide: torch.dtype = torch.float32
+    ) -> "SampleStats":
+        """For what a kernel writes, each in memory of its own; ``wide`` is the dtype of the statistics."""
+        like = torch.empty_like  # half the time of torch.empty
+        ids = torch.empty(rows, dtype=torch.int64, device=device)
+        number = torch.empty(rows, dtype=wide, device=device)
+        room = request.support
+        return cls(
+            token_ids=ids,
+            raw_logprobs=like(number) if request.raw else None,
+            tempered_logprobs=number,
+            processed_logprobs=like(number),
+            kept_mass=like(number),
+            kept_count=like(ids),
+            entropy=like(number) if request.entropy else None,
+            rank=like(ids) if request.rank else None,
+            support=torch.empty(rows, room, dtype=torch.int32, device=device) if room else None,
+            valid=torch.empty(rows, dtype=torch.bool, device=device),
+            row_max=like(number),
+            log_sum=like(number),
+        )
+
+
+class Scratch(NamedTuple):
+    """What the first pass leaves to the second: a record of each split of a row, and the maxima of its groups
+    where a token of it is looked for among them."""
+
+    vocab: int
+    records: Tensor  # fp64 [B, splits, RECORD]
+    group_max: Tensor | None  # fp32 [B, groups]
+
+    @classmethod
+    def of(cls, rows: int, vocab: int, request: Sampling, device: torch.device) -> "Scratch":
+        splits, groups = -(-vocab // SPLIT), -(-vocab // GROUP)
+        records = torch.empty(rows, splits, len(RECORD), dtype=torch.float64, device=device)
+        if request.rank or request.may_filter(vocab):
+            return cls(vocab, records, torch.empty(rows, groups, dtype=torch.float32, device=device))
+        return cls(vocab, records, None)
+
+    def of_rows(self, a: int, b: int) -> "Scratch":
+        maxima = None if self.group_max is None else self.group_max[a:b]
+        return Scratch(self.vocab, self.records[a:b], maxima)
+
 
 class SamplingCall(NamedTuple):
     logits: Tensor  # [B, V]
     adjusted: Tensor | None  # the logits after bias and penalties; None where there are none
     request: Sampling
-    wants: tuple[str, ...]  # what a library that draws tokens alone must be able to do
+    wants: tuple[str, ...] = ()  # what a library that draws tokens alone must be able to do

@@ -4,17 +4,16 @@ A rollout takes an unfiltered row's log-probability from the statistics of its o
 combined in fp64.  The trainer's twin of such a rollout asks the same backend's kernels for the same numbers.
 """
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
 from rlkernel.runtime import debug
 
-Sample = Callable[[Tensor, Tensor | None, Sampling], SampleStats]
+Sample = Callable[[SamplingCall], SampleStats]
 
 
 def unfiltered_ids(call: LogprobCall) -> Tensor:
@@ -44,13 +43,10 @@ def _statistics(sample: Sample, call: LogprobCall, index: tuple[int, ...], wante
     logits, vocab = call.logits[index], call.logits.shape[-1]
     target_ids = call.target_ids[index].reshape(-1).contiguous()
     t = call.temperature[index].reshape(-1) if isinstance(call.temperature, Tensor) else call.temperature
-    sampling = Sampling(
-        temperature=t, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=None, positions=None,
-        token_ids=target_ids, token_bitmask=None, skip=~wanted.reshape(-1), order="sequential",
-        gumbel=False, raw=False, entropy=call.return_entropy, rank=False, support=0,
-    )  # fmt: skip
+    skip = ~wanted.reshape(-1)
+    request = Sampling(temperature=t, token_ids=target_ids, skip=skip, entropy=call.return_entropy)
     rows = logits.view(-1, vocab) if logits.dim() != 1 else logits[None]
-    got = sample(rows, None, sampling)
+    got = sample(SamplingCall(rows, None, request))
     inverse = 1 / t.double() if isinstance(t, Tensor) else 1 / t
     lse = (got.row_max.double() * inverse + got.log_sum.double()).to(got.row_max.dtype)
     inside = (target_ids >= 0) & (target_ids < vocab)

@@ -1,7 +1,6 @@
 """``sample_linear`` in tiles: a library GEMM, then the statistics of a tile that is in the caches.
 
-Shared by the backends that have the two kernels of sampling (``buffers``, ``tile_statistics``,
-``finish``: see
+Shared by the backends that have the two kernels of sampling (``tile_statistics`` and ``finish``: see
 ``rlkernel.native.sampling``).  The statistics of 4096 tokens are the same in any tile that starts at a
 multiple of 4096, so tiles change nothing but the memory they take.
 
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype, transforms
+from rlkernel.calls.sampling import SPLIT, Scratch
 from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
 from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 
-SPLIT = 4096  # the kernels refuse tiles that start elsewhere than at a multiple of theirs
 PIECE = 64
 
 
@@ -70,35 +69,19 @@ def unsupported(kernels: Any, hidden: Tensor, weight: Tensor, options: dict[str,
     return kernels.unsupported(torch.empty(0, weight.shape[0], dtype=dtype, device=hidden.device), **options)
 
 
-def forward(
-    kernels: Any, hidden: Tensor, weight: Tensor, head: Head, sampling: Sampling, logits: Tensor | None
-) -> SampleStats:
-    """What the reference's ``forward`` returns; ``logits`` [N, V] are filled where they are given."""
+def forward(kernels: Any, call: SampleLinearCall) -> SampleLinearResults:
+    hidden, weight, _, request, drawn, store = call
     n, vocab = hidden.shape[0], weight.shape[0]
-    partials, group_max = kernels.buffers(n, vocab, sampling, hidden.device)
-    for a, b, v0, tile in _tiles(hidden, weight, head, logits):
-        part = sampling if b - a == n else _rows(sampling, a, b)
-        maxima = None if group_max is None else rows_of(group_max, a, b)
-        kernels.tile_statistics(tile, None, v0, vocab, part, rows_of(partials, a, b), maxima)
-    return kernels.finish(logits, None, vocab, sampling, partials, group_max)
-
-
-def product(hidden: Tensor, weight: Tensor, head: Head, logits: Tensor) -> None:
-    """Fill ``logits`` [N, V]."""
-    for _ in _tiles(hidden, weight, head, logits):
-        pass
-
-
-def stored_dtype(head: Head) -> torch.dtype:
-    """Of logits in memory: rounded products need no more than ``logits_dtype``, what a bias, a scale or a
-    softcap makes of them does."""
-    if head.compute_dtype == torch.float64:
-        return torch.float64
-    return torch.float32 if _transforms(head) else head.logits_dtype
-
-
-def _transforms(head: Head) -> bool:
-    return head.bias is not None or head.logit_scale != 1.0 or head.softcap is not None
+    logits = hidden.new_empty(n, vocab, dtype=stored_dtype(call.head)) if store else None
+    if not drawn:
+        for _ in _tiles(call, logits):
+            pass
+        return SampleLinearResults(logits)
+    scratch = Scratch.of(n, vocab, request, hidden.device)
+    for a, b, v0, tile in _tiles(call, logits):
+        of_rows = (request, scratch) if b - a == n else (request.of_rows(a, b), scratch.of_rows(a, b))
+        kernels.tile_statistics(tile, None, v0, *of_rows)
+    return SampleLinearResults(logits, *kernels.finish(logits, None, request, scratch))
 
 
 def _stage_dtype(head: Head, device: torch.device) -> torch.dtype | None:
@@ -106,17 +89,16 @@ def _stage_dtype(head: Head, device: torch.device) -> torch.dtype | None:
     rounds it; None where the GEMM rounds, or nothing does."""
     if head.logits_dtype == torch.float32:
         return None
-    if _transforms(head):
+    if transforms(head):
         return head.logits_dtype
     by_gemm = product_kind(head.compute_dtype, device) == "out_dtype"
     return None if by_gemm else operand_dtype(head.compute_dtype, device)
 
 
-def _tiles(
-    hidden: Tensor, weight: Tensor, head: Head, logits: Tensor | None
-) -> Iterator[tuple[int, int, int, Tensor]]:
+def _tiles(call: SampleLinearCall, logits: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
     """(first row, row behind the last, first token, logits) of each tile, in memory that the next one takes,
     or in ``logits``.  The vocabulary is outside: a slice of the weight is read and converted once."""
+    hidden, weight, head = call[:3]
     n, (vocab, size) = hidden.shape[0], weight.shape
     if n == 0:
         return
@@ -187,8 +169,3 @@ def _transform(tile: Tensor, head: Head, bias: Tensor | None) -> None:
         tile.mul_(head.logit_scale)
     if head.softcap is not None:
         tile.div_(head.softcap).tanh_().mul_(head.softcap)
-
-
-def _rows(sampling: Sampling, a: int, b: int) -> Sampling:
-    fields: list[Any] = [x[a:b] if isinstance(x, Tensor) else x for x in sampling]
-    return Sampling(*fields)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
 from rlkernel.drivers import sampling as library_sampling
 
 
@@ -35,7 +35,8 @@ def unsupported(
     return reasons
 
 
-def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> SampleStats:
+def forward(call: SamplingCall) -> SampleStats:
+    logits, adjusted, sampling, _ = call
     library, _ = _library()
     assert library is not None and not isinstance(sampling.temperature, Tensor)
     if logits.shape[0] == 0:

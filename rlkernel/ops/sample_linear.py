@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults
-from rlkernel.calls.sampling import SampleOutput
-from rlkernel.drivers.sample_linear import stored_dtype
+from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
+from rlkernel.calls.sampling import SampleOutput, SampleStats
 from rlkernel.opaque import Op
 from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import sampling
@@ -141,25 +140,17 @@ def _pick(call: SampleLinearCall) -> ModuleType:
 
 
 def _forward(impl: ModuleType, call: SampleLinearCall) -> SampleLinearResults:
-    hidden, weight, head = call.hidden, call.weight, call.head
-    logits = None
-    if call.store:
-        logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=stored_dtype(head))
-    with without_autocast(hidden.device):
-        if not call.drawn:
-            impl.product(hidden, weight, head, logits)
-            return SampleLinearResults(logits)
-        return SampleLinearResults(logits, *impl.forward(hidden, weight, head, call.request, logits))
+    with without_autocast(call.hidden.device):
+        return impl.forward(call)
 
 
 def _like(call: SampleLinearCall) -> SampleLinearResults:
-    hidden, rows = call.hidden, call.hidden.shape[0]
+    (rows, _), device, head = call.hidden.shape, call.hidden.device, call.head
     logits = None
     if call.store:
-        logits = hidden.new_empty(rows, call.weight.shape[0], dtype=stored_dtype(call.head))
-    if not call.drawn:
-        return SampleLinearResults(logits)
-    return SampleLinearResults(logits, *sampling.like(hidden, rows, call.request, call.head.compute_dtype))
+        logits = call.hidden.new_empty(rows, call.weight.shape[0], dtype=stored_dtype(head))
+    stats = SampleStats.empty(rows, call.request, device, head.compute_dtype) if call.drawn else ()
+    return SampleLinearResults(logits, *stats)
 
 
 op = Op(

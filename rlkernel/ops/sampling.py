@@ -303,35 +303,14 @@ def _pick(call: SamplingCall) -> ModuleType:
     return dispatch.pick("sampling", call.logits, sampling=call.request, needs=frozenset(call.wants))
 
 
-def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
-    return impl.forward(call.logits, call.adjusted, call.request)
-
-
 def _like(call: SamplingCall) -> SampleStats:
-    return like(call.logits, call.logits.shape[0], call.request, call.logits.dtype)
+    logits = call.logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return SampleStats.empty(logits.shape[0], call.request, logits.device, wide)
 
 
-def like(given: Tensor, rows: int, request: Sampling, dtype: torch.dtype) -> SampleStats:
-    """Empty results where ``given`` is."""
-    wide = torch.promote_types(dtype, torch.float32)
-
-    def row(kind: torch.dtype = wide) -> Tensor:
-        return given.new_empty(rows, dtype=kind)
-
-    return SampleStats(
-        token_ids=row(torch.int64),
-        raw_logprobs=row() if request.raw else None,
-        tempered_logprobs=row(),
-        processed_logprobs=row(),
-        kept_mass=row(),
-        kept_count=row(torch.int64),
-        entropy=row() if request.entropy else None,
-        rank=row(torch.int64) if request.rank else None,
-        support=given.new_empty(rows, request.support, dtype=torch.int32) if request.support else None,
-        valid=row(torch.bool),
-        row_max=row(),
-        log_sum=row(),
-    )
+def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
+    return impl.forward(call)
 
 
 op = Op("sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, forward=_forward, like=_like)

@@ -1,13 +1,12 @@
 """What ``logprob`` means, in plain PyTorch; in fp64 it is the truth that backends are measured against."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-from rlkernel.calls.sampling import Sampling
+from rlkernel.calls.sampling import Sampling, SamplingCall
 from rlkernel.reference import sampling
 
 MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest, as in sampling
@@ -148,12 +147,8 @@ def _with_whole_rows(some: LogprobResults, call: LogprobCall) -> LogprobResults:
     if not whole.any():
         return some
     t = call.temperature.reshape(-1) if isinstance(call.temperature, Tensor) else call.temperature
-    sampling_rule = Sampling(
-        temperature=t, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=math.inf, seeds=None, positions=None,
-        token_ids=ids, token_bitmask=None, skip=None, order="sequential", gumbel=False, raw=False,
-        entropy=call.return_entropy, rank=False, support=0,
-    )  # fmt: skip
-    got = sampling.forward(call.logits.reshape(-1, vocab), None, sampling_rule)
+    request = Sampling(temperature=t, token_ids=ids, entropy=call.return_entropy)
+    got = sampling.forward(SamplingCall(call.logits.reshape(-1, vocab), None, request))
     inverse = 1 / t.double() if isinstance(t, Tensor) else 1 / t
     lse = (got.row_max.double() * inverse + got.log_sum.double()).to(got.row_max.dtype)
     # a target outside the vocabulary makes the whole gradient row NaN through log_sum

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import Head
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
+from rlkernel.calls.sampling import SamplingCall
 from rlkernel.reference import linear_logprob
 from rlkernel.reference import sampling as op
 
@@ -15,20 +15,12 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(
-    hidden: Tensor, weight: Tensor, head: Head, sampling: Sampling, logits: Tensor | None
-) -> SampleStats:
-    """What ``sampling`` makes of the logits, which are left in ``logits`` [N, V] where it is given."""
-    if logits is None:
-        logits, _ = linear_logprob._logits(hidden, weight, head)
-    else:
-        product(hidden, weight, head, logits)
-    return op.forward(logits, None, sampling)
-
-
-def product(hidden: Tensor, weight: Tensor, head: Head, logits: Tensor) -> None:
-    """Leave in ``logits`` what ``linear_logprob`` takes the softmax of."""
-    logits.copy_(linear_logprob._logits(hidden, weight, head)[0])
+def forward(call: SampleLinearCall) -> SampleLinearResults:
+    logits, _ = linear_logprob._logits(call.hidden, call.weight, call.head)
+    if call.store:
+        logits = logits.to(stored_dtype(call.head))
+    stats = op.forward(SamplingCall(logits, None, call.request)) if call.drawn else ()
+    return SampleLinearResults(logits if call.store else None, *stats)
 
 
 def make_inputs(

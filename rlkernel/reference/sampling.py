@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
 from rlkernel.runtime import stream
 
 GROUP = 64
@@ -17,11 +17,9 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return []
 
 
-def forward(logits: Tensor, adjusted: Tensor | None, sampling: Sampling) -> SampleStats:
-    """A token of each row of ``logits`` [B, V], its log-probabilities and the set that the filters keep.
-
-    ``adjusted`` are the logits after bias and penalties; None where there are none.
-    """
+def forward(call: SamplingCall) -> SampleStats:
+    """A token of each row, its log-probabilities and the set that the filters keep."""
+    logits, adjusted, sampling, _ = call
     dtype = torch.promote_types(logits.dtype, torch.float32)
     x = logits.to(dtype)
     z = x if adjusted is None else adjusted.to(dtype)
