@@ -17,11 +17,6 @@ from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
 from rlkernel.dispatch import use_backend
-from rlkernel.ops._penalties import Penalties
-from rlkernel.ops._repetition import Dry
-from rlkernel.ops._seeds import split_seeds
-from rlkernel.ops._token_bias import TokenBias
-from rlkernel.ops._verify_chain import verify_chain
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
@@ -35,6 +30,11 @@ from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
+from rlkernel.ops.sampling.penalties import Penalties
+from rlkernel.ops.sampling.repetition import Dry
+from rlkernel.ops.sampling.seeds import split_seeds
+from rlkernel.ops.sampling.token_bias import TokenBias
+from rlkernel.ops.sampling.verify_chain import verify_chain
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch

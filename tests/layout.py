@@ -184,8 +184,6 @@ def reference_imports(root: Path) -> list[str]:
     """The reference shares no code with what it judges: torch, the standard library, and what calls are made
     of."""
     own = ("rlkernel.reference.", "rlkernel.calls.")
-    # the words of a random stream, which kernels have in copies of their own
-    own += ("rlkernel.runtime.stream.",)
     problems = []
     for path in sorted((root / "rlkernel/reference").glob("**/*.py")):
         for imported in _imports(path, "rlkernel.reference"):

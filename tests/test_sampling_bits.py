@@ -21,7 +21,7 @@ from sampling_cases import (
 import rlkernel
 from rlkernel import dispatch
 from rlkernel.calls.sampling import SamplingCall, Scratch
-from rlkernel.runtime import stream
+from rlkernel.reference import sampling_stream as stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 METHODS = pytest.mark.parametrize("method", ["grouped", "gumbel"])

@@ -9,7 +9,8 @@ from backends import is_slow, running
 from sampling_cases import FILTERS, PAIRS, bitmask, grid, per_row, sample, skip_unless_sampling, support
 
 import rlkernel
-from rlkernel.runtime import stream
+from rlkernel.calls.sampling import Domain
+from rlkernel.reference import sampling_stream as stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
 METHODS = pytest.mark.parametrize("method", ["grouped", "gumbel"])
@@ -219,8 +220,8 @@ def test_numbers_are_even_and_uncorrelated(along, stride):
     digits of neighbours, of the two words and of the halves of a block."""
     steps = torch.arange(2**14) * stride
     key = {"seeds": torch.tensor(7), "positions": torch.tensor(3), "indices": torch.tensor(0), along: steps}
-    digits = lanes_of(stream.bits(stream.GROUP, **key))  # [count, 16]
-    partner = lanes_of(stream.bits(stream.GROUP, **{**key, "indices": key["indices"] + 1}))
+    digits = lanes_of(stream.bits(Domain.GROUP, **key))  # [count, 16]
+    partner = lanes_of(stream.bits(Domain.GROUP, **{**key, "indices": key["indices"] + 1}))
     pairs = {
         "digit": (digits, digits * 0),
         "neighbours": (digits[1:], digits[:-1]),
@@ -288,10 +289,10 @@ def test_grouped_draws_are_those_of_the_stream(backend, device):
         weights, keys = [math.exp(x / 0.7) for x in row], []
         groups = [weights[i : i + 64] for i in range(0, 150, 64)]
         for g, members in enumerate(groups):
-            u = (bits(stream.GROUP, seed, 3, g) + 0.5) * 2.0**-64
+            u = (bits(Domain.GROUP, seed, 3, g) + 0.5) * 2.0**-64
             keys.append(math.log(math.fsum(members)) - math.log(-math.log1p(-u)))
         best = keys.index(max(keys))
-        left = ((bits(stream.INSIDE, seed, 3) >> 11) + 0.5) * 2.0**-53 * math.fsum(groups[best])
+        left = ((bits(Domain.INSIDE, seed, 3) >> 11) + 0.5) * 2.0**-53 * math.fsum(groups[best])
         token = 64 * best
         while left >= weights[token]:
             left -= weights[token]

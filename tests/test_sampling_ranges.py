@@ -12,8 +12,8 @@ from sampling_cases import PAIRS, bitmask, sample, skip_unless_sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _scalars
+from rlkernel.ops.sampling import inputs
 from rlkernel.runtime import debug
 
 COLDEST, HOTTEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal numbers of fp32
@@ -242,7 +242,7 @@ def test_good_temperatures_cost_one_reduction():
     """What a check of good values runs is paid in every step of a rollout."""
     good = torch.tensor([0.5, 1.0])
     with Operators() as run:
-        inputs._temperature(good, good.shape, good.device, torch.float32)
+        inputs._temperature(good, inputs.Rows(good.shape, 7, torch.float32, good.device))
     assert run.names == ["aminmax", "_local_scalar_dense", "_local_scalar_dense"]
 
 

@@ -10,9 +10,9 @@ if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
-from rlkernel.calls.sampling import FILTER_ORDERS, Sampling, SamplingCall, Scratch  # noqa: E402
+from rlkernel.calls.sampling import FILTER_ORDERS, Domain, Sampling, SamplingCall, Scratch  # noqa: E402
 from rlkernel.reference import sampling as reference  # noqa: E402
-from rlkernel.runtime import stream  # noqa: E402
+from rlkernel.reference import sampling_stream as stream  # noqa: E402
 from rlkernel.triton_ops import sampling, sampling_kernels, sampling_random  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -219,7 +219,7 @@ def bits_kernel(seeds, positions, indices, out, uniform, DOMAIN: tl.constexpr, N
 
 
 @ON_EVERY_DEVICE
-@pytest.mark.parametrize("domain", [stream.GROUP, stream.XTC, 2**31 + 5])
+@pytest.mark.parametrize("domain", [Domain.GROUP, Domain.XTC, 2**31 + 5])
 def test_bits_are_those_of_the_stream(device, domain):
     g = torch.Generator().manual_seed(11)
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (2, 2), generator=g).to(device)

@@ -13,8 +13,10 @@ from sampling_cases import bitmask
 from test_no_sync import _NoReads
 
 import rlkernel
-from rlkernel.ops import _verify_chain
-from rlkernel.runtime import debug, stream
+from rlkernel.calls.sampling import Domain
+from rlkernel.ops.sampling import verify_chain as _verify_chain
+from rlkernel.reference import sampling_stream as stream
+from rlkernel.runtime import debug
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("sampling"))
 # It is made of `sample`, whose own tests run everywhere: a rollout on what is slow would show nothing new.
@@ -248,7 +250,7 @@ def test_missing_drafts_on_every_backend(backend, device, missing):
 
 residual = _verify_chain._residual
 FAULTS = {
-    "residual of p": ("_residual", lambda z, q, request, drawn: residual(z, q - 99, request, drawn)),
+    "residual of p": ("_residual", lambda call, q, drawn: residual(call, q - 99, drawn)),
     "every draft": ("_leading", lambda taken, lengths: lengths),
 }
 
@@ -299,7 +301,7 @@ def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
     flat, total = drafts[inside].to(torch.int32), lengths.cumsum(0).to(torch.int32)
     bonus = torch.full((rows,), size + 1, dtype=torch.int32)
     if drafted == "by q":
-        u = stream.uniform64(stream.ACCEPT, wide, positions[:, None] + torch.arange(places - 1))
+        u = stream.uniform64(Domain.ACCEPT, wide, positions[:, None] + torch.arange(places - 1))
         instead = torch.full_like(flat, size + 2)
         kernels.rejection_random_sample_kernel[(rows,)](
             want, total, flat, q.exp()[inside], logits.softmax(-1)[:, :-1][inside], bonus, instead,
@@ -332,8 +334,8 @@ def test_vllm_accepts_the_same_drafts(drafted, tmp_path):
 
 def test_proposal_and_residual_share_no_noise():
     """What accepts and redraws is no other draw's."""
-    domains = [stream.GROUP, stream.INSIDE, stream.REDRAW, stream.ACCEPT, stream.RESIDUAL, stream.BONUS]
-    domains += [*stream.SPLIT, stream.XTC]
+    domains = [Domain.GROUP, Domain.INSIDE, Domain.REDRAW, Domain.ACCEPT, Domain.RESIDUAL, Domain.BONUS]
+    domains += [*Domain.SPLIT, Domain.XTC]
     assert len(set(domains)) == len(domains)
     seeds, zero = torch.arange(4096), torch.zeros(4096, dtype=torch.int64)
     words = [word.double() for domain in domains for word in stream.bits(domain, seeds, zero)]
@@ -473,7 +475,7 @@ def test_q_is_compared_in_fp64(dtype):
     """The ratio is that of the numbers given: the same q in fp64 accepts the same, on the edge too."""
     rows = 400
     drafts, logits, q, seeds = case(rows)
-    u = stream.uniform64(stream.ACCEPT, seeds, torch.zeros_like(seeds))
+    u = stream.uniform64(Domain.ACCEPT, seeds, torch.zeros_like(seeds))
     p = rlkernel.score_tokens(logits[:, 0], drafts[:, 0]).processed_logprobs.double()
     edge = (p - u.log()).to(dtype)  # log q at which u = p / q
     edge = torch.where(edge < 0, edge, q[:, 0, 0].to(dtype))

@@ -35,7 +35,7 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 def forward(call: SamplingCall) -> SampleStats:
     logits, adjusted, request, _ = call
-    scratch = Scratch.of(*logits.shape, request, logits.device)
+    scratch = Scratch.of(logits.shape[0], logits.shape[1], request, logits.device)
     tile_statistics(logits, adjusted, 0, request, scratch)
     return finish(logits, adjusted, request, scratch)
 

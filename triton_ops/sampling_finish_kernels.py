@@ -7,7 +7,7 @@ records; of others only groups of 64 tokens that can matter are read.
 import triton
 import triton.language as tl
 
-from rlkernel.calls.sampling import FILTER_ORDERS
+from rlkernel.calls import sampling as calls
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
@@ -40,12 +40,9 @@ from rlkernel.triton_ops.sampling_select_kernels import (
     token_at_mass,
 )
 
-Order = Names(FILTER_ORDERS)
-# columns of what is given for each row
-Threshold = Names(("epsilon", "eta", "top_a"))
-THRESHOLDS = tl.constexpr(len(Threshold))
-Band = Names(("typical", "threshold"))
-BANDS = tl.constexpr(len(Band))
+Order = Names(calls.FILTER_ORDERS)
+Threshold, Band = Names(calls.THRESHOLDS), Names(calls.BAND)
+THRESHOLDS, BANDS = tl.constexpr(len(Threshold)), tl.constexpr(len(Band))
 
 
 @triton.jit
@@ -79,7 +76,7 @@ def least_of(thresholds, record, here, per_t):
     entropy = log_s - sum_lanes(weighted * scale) / s
     i = tl.arange(0, 4)
     logs = tl.log(tl.load(thresholds + i, mask=i < THRESHOLDS, other=0.0).to(tl.float64))  # log(0) is -inf
-    logs = tl.where(i == Threshold.eta, tl.minimum(logs, 0.5 * logs - entropy), logs)
+    logs = tl.where(i == Threshold.eta_cutoff, tl.minimum(logs, 0.5 * logs - entropy), logs)
     return tl.minimum(tl.max(tl.where(i == Threshold.top_a, logs - log_s, logs + log_s), axis=0), 0.0)
 
 
@@ -220,8 +217,8 @@ def finish_kernel(
         thresholds_on = tl.max(given) > 0.0
     band_on = False
     if band is not None:
-        typical = tl.load(band + row * BANDS + Band.typical)
-        threshold = tl.load(band + row * BANDS + Band.threshold)
+        typical = tl.load(band + row * BANDS + Band.typical_p)
+        threshold = tl.load(band + row * BANDS + Band.xtc_threshold)
         valid = valid & (typical > 0.0) & (typical <= 1.0) & (threshold > 0.0) & (threshold <= 1.0)
         band_on = (typical < 1.0) | (threshold < 1.0)
 

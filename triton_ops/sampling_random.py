@@ -7,11 +7,11 @@ vendor's library, so that all GPUs draw the same.
 import triton
 import triton.language as tl
 
-from rlkernel.runtime import stream
+from rlkernel.calls.sampling import Domain
 
-GROUP = tl.constexpr(stream.GROUP)
-INSIDE = tl.constexpr(stream.INSIDE)
-REDRAW = tl.constexpr(stream.REDRAW)
+GROUP = tl.constexpr(Domain.GROUP)
+INSIDE = tl.constexpr(Domain.INSIDE)
+REDRAW = tl.constexpr(Domain.REDRAW)
 
 
 @triton.jit

@@ -9,8 +9,10 @@ the result does not depend on the order of any sum.
 import triton
 import triton.language as tl
 
+from rlkernel.calls import sampling as calls
 from rlkernel.triton_ops.sampling_kernels import FIXED_POINT, GROUP, masses
 
+LEAST_EXCLUDED = tl.constexpr(calls.LEAST_EXCLUDED)
 BATCH = tl.constexpr(32)  # groups that are read at a time
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 UNLIMITED = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # as a mass
@@ -302,7 +304,7 @@ def narrow(listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, count
     if threshold < 1.0:
         # what it leaves has a mass: tokens too unlikely for one are not looked at
         share = tl.log(threshold.to(tl.float64) * (mass.to(tl.float64) * (1.0 / FIXED_POINT)))
-        least = (t * tl.maximum(share, -27.0)).to(tl.float32)
+        least = (t * tl.maximum(share, LEAST_EXCLUDED)).to(tl.float32)
         found = high
         for start in range(0, n, BATCH):
             z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)

@@ -8,14 +8,35 @@ import torch
 from torch import Tensor
 
 FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
-SPLIT = (
-    4096  # tokens whose statistics are one record; the extension has its own copy, as a constant of each part
-)
+METHODS = ("grouped", "gumbel")
+LOGPROBS = ("raw", "tempered", "processed")
+RANKINGS = ("tempered", "raw", "processed")
+THRESHOLDS = ("epsilon_cutoff", "eta_cutoff", "top_a")  # columns of what is given for each row
+BAND = ("typical_p", "xtc_threshold")
+XTC_THRESHOLD = 0.1  # that of llama.cpp and text-generation-webui
+
+# The extension has copies of these, each of its parts as constants; it refuses buffers of other sizes.
+SPLIT = 4096  # tokens whose statistics are one record
 GROUP = 64  # tokens that one Gumbel variable stands for
+MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest
+LEAST_EXCLUDED = -27.0  # (z - max) / T below which XTC looks at no token: what it leaves has a mass
 RECORD = (  # what is known of a split
     "max_z", "argmax", "sum_z", "weighted", "finite", "mean", "m2", "max_x", "sum_x", "key", "token",
     "token_z", "token_x",
 )  # fmt: skip
+
+
+class Domain:
+    """What a random number is for; csrc/include/rlkernel/sampling/stream.h has those of kernels."""
+
+    GROUP = 1  # which group of 64 tokens wins; index: group
+    INSIDE = 2  # which of its tokens
+    REDRAW = 3  # of a row whose first draw was filtered out
+    ACCEPT = 4  # whether a drafted token is accepted
+    RESIDUAL = 5  # the token in the place of one that was not
+    BONUS = 6  # the seed of the token where a draft of a known distribution is missing
+    SPLIT = (7, 8)  # the low and the high word of the seeds of a request's samples; position: sample
+    XTC = 9  # whether XTC drops tokens of a row
 
 
 class SampleOutput(NamedTuple):
@@ -86,8 +107,8 @@ class Sampling(NamedTuple):
     entropy: bool = False
     rank: bool = False
     support: int = 0  # room for the kept tokens of a row, 0: not wanted
-    thresholds: Tensor | None = None  # fp32 [B, 3]: epsilon_cutoff, eta_cutoff and top_a, each off at 0
-    band: Tensor | None = None  # fp32 [B, 2]: typical_p and XTC's threshold where it was drawn, each off at 1
+    thresholds: Tensor | None = None  # fp32 [B, THRESHOLDS], each off at 0
+    band: Tensor | None = None  # fp32 [B, BAND], XTC's where it was drawn, each off at 1
 
     def may_filter(self, vocab: int) -> bool:
         """Whether any row may be filtered, as far as one can tell without looking at values."""
@@ -181,3 +202,8 @@ class SamplingCall(NamedTuple):
     adjusted: Tensor | None  # the logits after bias and penalties; None where there are none
     request: Sampling
     wants: tuple[str, ...] = ()  # what a library that draws tokens alone must be able to do
+
+    def scoring(self, token_ids: Tensor) -> "SamplingCall":
+        """The same, of given tokens."""
+        request = self.request._replace(token_ids=token_ids, seeds=None, positions=None)
+        return self._replace(request=request, wants=("token_ids",))

@@ -1,6 +1,5 @@
 """Tokens drawn from hidden states and the lm_head, without the logits in memory where nobody filters."""
 
-import math
 from types import ModuleType
 
 import torch
@@ -8,13 +7,14 @@ from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
-from rlkernel.calls.sampling import SampleOutput, SampleStats
+from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SampleStats, SamplingCall
 from rlkernel.opaque import Op
-from rlkernel.ops import _sampling_inputs as inputs
-from rlkernel.ops import sampling
-from rlkernel.ops._penalties import Penalties
-from rlkernel.ops._token_bias import LogitBias
 from rlkernel.ops.linear_logprob import checked_head
+from rlkernel.ops.sampling import inputs
+from rlkernel.ops.sampling.draw import draw
+from rlkernel.ops.sampling.output import output
+from rlkernel.ops.sampling.penalties import Penalties
+from rlkernel.ops.sampling.token_bias import LogitBias
 from rlkernel.runtime.modes import without_autocast
 
 
@@ -37,7 +37,7 @@ def sample_linear(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = inputs.XTC_THRESHOLD,
+    xtc_threshold: float | Tensor = XTC_THRESHOLD,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -45,7 +45,7 @@ def sample_linear(
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",
-    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_logprobs: tuple[str, ...] = LOGPROBS,
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
@@ -92,17 +92,19 @@ def sample_linear(
         hidden, weight, no_ids, bias=bias, temperature=1.0, logit_scale=logit_scale, softcap=softcap,
         ignore_index=-100, logits_dtype=rounded,
     )  # fmt: skip
-    shape, vocab = hidden.shape[:-1], weight.shape[0]
-    flat = hidden.detach().reshape(math.prod(shape), hidden.shape[-1])
-    request = inputs.sampling(
-        shape, vocab, head.compute_dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=None,
-        token_bitmask=token_bitmask, filter_order=filter_order, method=method,
+    vocab = weight.shape[0]
+    rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
+    flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
+    asked = inputs.asked(
+        rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
+        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
+        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
+        return_support=return_support, out=out,
     )  # fmt: skip
-    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, vocab, flat.device)
+    request = asked.request
     reasons = {
         "a filter": request.may_filter(vocab), "return_rank": request.rank, "top_logprobs": top_logprobs,
         "logprob_token_ids": logprob_token_ids is not None,
@@ -111,7 +113,6 @@ def sample_linear(
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
     drawn = logit_bias is None and penalties is None
-    adjusted = None
     with torch.no_grad():
         made = SampleLinearResults(
             *op(SampleLinearCall(flat, weight, head, request, drawn, store or not drawn))
@@ -119,10 +120,9 @@ def sample_linear(
     logits, stats = made.logits, made.stats
     if logits is None:  # of which only the shape counts
         logits = flat.new_empty(0, vocab, dtype=stored_dtype(head))
-    if stats is None:
-        adjusted = inputs.adjusted(logits, shape, logit_bias, penalties)
-        stats = sampling.draw(logits, adjusted, request, frozenset({"every statistic"}))
-    return sampling.assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
+    z = None if drawn else inputs.adjusted(logits, rows, logit_bias, penalties)
+    call = SamplingCall(logits, z, request, ("every statistic",))
+    return output(asked, call, draw(call) if stats is None else stats)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:

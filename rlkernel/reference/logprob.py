@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
-from rlkernel.calls.sampling import Sampling, SamplingCall
+from rlkernel.calls.sampling import MASS_ONE, Sampling, SamplingCall
 from rlkernel.reference import sampling
-
-MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest, as in sampling
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:

@@ -5,12 +5,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
-from rlkernel.runtime import stream
-
-GROUP = 64
-MASS_ONE = 2.0**40  # the integer mass of a token as likely as the likeliest
-LEAST_EXCLUDED = -27.0  # (z - max) / T below which XTC looks at no token: what it leaves has a mass
+from rlkernel.calls.sampling import (
+    GROUP,
+    LEAST_EXCLUDED,
+    MASS_ONE,
+    Domain,
+    SampleStats,
+    Sampling,
+    SamplingCall,
+)
+from rlkernel.reference import sampling_stream as stream
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
@@ -195,15 +199,15 @@ def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling)
     shifted = torch.where(groups == -torch.inf, -torch.inf, groups - group_max[..., None])
     e = (shifted / t[..., None]).exp()
     ids = torch.arange(groups.shape[1], device=z.device)[None]
-    exponential = -(-stream.uniform64(stream.GROUP, *key, ids)).log1p()
+    exponential = -(-stream.uniform64(Domain.GROUP, *key, ids)).log1p()
     keys = (group_max - softmax.row_max[:, None]) / t + e.sum(-1).log() - exponential.log().to(z.dtype)
     group = torch.where(group_max == -torch.inf, -torch.inf, keys).argmax(-1, keepdim=True)
     inside = _integer_mass(e.gather(1, group[..., None].expand(-1, -1, GROUP))[:, 0])
-    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(stream.INSIDE, *key))
+    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(Domain.INSIDE, *key))
 
     # A winner that was filtered out has lost with the probability that the kept tokens do not have: a second,
     # independent draw among them makes the result exact.
-    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(stream.REDRAW, *key))
+    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(Domain.REDRAW, *key))
     lost = filtered & ~kept.gather(-1, token[:, None].clamp(max=z.shape[1] - 1))[:, 0]
     return torch.where(lost, again, token)
 

@@ -10,7 +10,7 @@
 
 namespace rlkernel {
 
-// What a number is for. rlkernel/runtime/stream.py has those that no kernel draws, too.
+// What a number is for. Domain in rlkernel/calls/sampling.py has those that no kernel draws, too.
 enum StreamDomain : uint32_t {
   kGroupDomain = 1,   // index: group; which group wins
   kMemberDomain = 2,  // which of its tokens; of one group in a row, so that all may look at the same number

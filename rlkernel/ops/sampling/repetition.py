@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.ops._token_bias import TokenBias
+from rlkernel.ops.sampling.token_bias import TokenBias
 
 LONGEST = 50  # tokens of a repetition that DRY looks at: more do not make a token less likely than never
 

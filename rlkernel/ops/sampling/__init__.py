@@ -1,18 +1,13 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
-from types import ModuleType
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from rlkernel import dispatch
-from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
-from rlkernel.opaque import Op
-from rlkernel.ops import _sampling_inputs as inputs
-from rlkernel.ops._penalties import Penalties
-from rlkernel.ops._sampling_ranks import Wanted, ranked
-from rlkernel.ops._token_bias import LogitBias
+from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SamplingCall
+from rlkernel.ops.sampling import inputs
+from rlkernel.ops.sampling.draw import draw
+from rlkernel.ops.sampling.output import output
+from rlkernel.ops.sampling.penalties import Penalties
+from rlkernel.ops.sampling.token_bias import LogitBias
 
 
 def sample(
@@ -28,7 +23,7 @@ def sample(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = inputs.XTC_THRESHOLD,
+    xtc_threshold: float | Tensor = XTC_THRESHOLD,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -36,7 +31,7 @@ def sample(
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",
-    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_logprobs: tuple[str, ...] = LOGPROBS,
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
@@ -117,19 +112,19 @@ def sample(
     arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191), typical-p Meister et al. (arXiv
     2202.00666); XTC is text-generation-webui's and llama.cpp's.
     """
-    shape, flat = inputs.rows_of(logits)
-    request = inputs.sampling(
-        shape, flat.shape[1], flat.dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=None,
-        token_bitmask=token_bitmask, filter_order=filter_order, method=method,
+    rows, flat = inputs.rows_of(logits)
+    asked = inputs.asked(
+        rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
+        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method=method,
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
+        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
+        return_support=return_support, out=out,
     )  # fmt: skip
-    needs = {"seeds"} if seeds is not None else set()
-    z = inputs.adjusted(flat, shape, logit_bias, penalties)
-    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
-    return _sampled(shape, flat, z, request, needs, return_logprobs, wanted, out)
+    z = inputs.adjusted(flat, rows, logit_bias, penalties)
+    call = SamplingCall(flat, z, asked.request, asked.wants)
+    return output(asked, call, draw(call))
 
 
 def score_tokens(
@@ -146,14 +141,14 @@ def score_tokens(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = inputs.XTC_THRESHOLD,
+    xtc_threshold: float | Tensor = XTC_THRESHOLD,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
     logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
-    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_logprobs: tuple[str, ...] = LOGPROBS,
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
@@ -171,146 +166,16 @@ def score_tokens(
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
-    shape, flat = inputs.rows_of(logits)
-    token_ids = inputs.forced(token_ids, shape, flat.shape[1], flat.device)
-    request = inputs.sampling(
-        shape, flat.shape[1], flat.dtype, flat.device, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds, positions=positions, token_ids=token_ids,
-        token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
+    rows, flat = inputs.rows_of(logits)
+    asked = inputs.asked(
+        rows, inputs.forced(token_ids, rows), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
+        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
+        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
         return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        return_support=return_support, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
+        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
+        return_support=return_support, out=out,
     )  # fmt: skip
-    z = inputs.adjusted(flat, shape, logit_bias, penalties)
-    wanted = inputs.wanted(ranking, top_logprobs, logprob_token_ids, shape, flat.shape[1], flat.device)
-    return _sampled(shape, flat, z, request, {"token_ids"}, return_logprobs, wanted, out)
-
-
-def _sampled(
-    shape: torch.Size,
-    logits: Tensor,
-    adjusted: Tensor | None,
-    request: Sampling,
-    needs: set[str],
-    return_logprobs: tuple[str, ...],
-    wanted: Wanted,
-    out: SampleOutput | None,
-) -> SampleOutput:
-    outputs = {"logprobs": return_logprobs, "entropy": request.entropy, "rank": request.rank,
-               "support": request.support, "top_logprobs": wanted.top,
-               "logprob_token_ids": wanted.token_ids is not None}  # fmt: skip
-    needs |= {name for name, want in outputs.items() if want}
-    stats = draw(logits, adjusted, request, frozenset(needs))
-    return assemble(shape, logits, adjusted, request, stats, return_logprobs, wanted, out)
-
-
-def assemble(
-    shape: torch.Size,
-    logits: Tensor,
-    adjusted: Tensor | None,
-    request: Sampling,
-    stats: SampleStats,
-    return_logprobs: tuple[str, ...],
-    wanted: Wanted,
-    out: SampleOutput | None,
-) -> SampleOutput:
-    """What the caller sees of ``stats``; values of the logits are looked up only where ``ranked`` must."""
-    vocab = logits.shape[1]
-    also = ranked(draw, logits, adjusted, request, stats, wanted)
-    ids = offsets = overflow = None
-    if stats.support is not None:
-        ids, offsets, overflow = compact(stats, request, vocab)
-
-    def rows(x: Tensor | None, *more: int) -> Any:
-        return x if x is None or len(shape) == 1 else x.reshape((*shape, *more))
-
-    made = SampleOutput(
-        token_ids=rows(stats.token_ids),
-        raw_logprobs=rows(stats.raw_logprobs),
-        tempered_logprobs=rows(stats.tempered_logprobs) if "tempered" in return_logprobs else None,
-        processed_logprobs=rows(stats.processed_logprobs) if "processed" in return_logprobs else None,
-        kept_mass=rows(stats.kept_mass),
-        kept_count=rows(stats.kept_count),
-        entropy=rows(stats.entropy),
-        rank=rows(also.rank),
-        top_ids=rows(also.top_ids, wanted.top),
-        top_logprobs=rows(also.top_logprobs, wanted.top),
-        id_logprobs=None if wanted.token_ids is None else rows(also.id_logprobs, wanted.token_ids.shape[1]),
-        support_ids=ids,
-        support_offsets=offsets,
-        support_overflow=rows(overflow),
-        valid=rows(stats.valid),
-    )
-    return made if out is None else _written(out, made)
-
-
-def _written(out: SampleOutput, made: SampleOutput) -> SampleOutput:
-    """``out`` with the results in its tensors; nothing is written when one does not fit."""
-    for name, mine, theirs in zip(made._fields, made, out, strict=True):
-        if mine is None:
-            continue
-        want = f"{str(mine.dtype).removeprefix('torch.')} {tuple(mine.shape)}"
-        if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-            got = "None"
-            if theirs is not None:
-                got = f"{str(theirs.dtype).removeprefix('torch.')} {tuple(theirs.shape)}"
-            raise ValueError(f"out.{name} must be {want}, got {got}")
-    for mine, theirs in zip(made, out, strict=True):
-        if mine is not None and theirs is not None:
-            theirs.copy_(mine)
-    return out
-
-
-def compact(stats: SampleStats, request: Sampling, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``support_ids`` [B * K] with the rows' kept ids one after another and -1 behind the last,
-    ``support_offsets`` [B + 1] and ``support_overflow`` [B]."""
-    table = stats.support
-    assert table is not None
-    rows, room = table.shape
-    counts = (table >= 0).sum(-1)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    place = offsets[:-1, None] + torch.arange(room, device=table.device)
-    ids = torch.full((rows * room + 1,), -1, dtype=torch.int32, device=table.device)
-    # what is padding goes to a last element that is cut off
-    ids.scatter_(0, torch.where(table >= 0, place, rows * room).flatten(), table.flatten())
-    return ids[:-1], offsets, _is_filtered(stats, request, vocab) & (stats.kept_count > room)
-
-
-def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
-    """Rows whose distribution is not the whole one: a filter is on and does not keep the vocabulary."""
-    k = request.top_k
-    in_range = (k >= 1) & (k < vocab)
-    on = in_range | (request.top_p < 1) | (request.min_p > 0) | (request.top_n_sigma < torch.inf)
-    on = on | (request.token_bitmask is not None)
-    if request.thresholds is not None:
-        on = on | (request.thresholds > 0).any(-1)
-    if request.band is not None:
-        on = on | (request.band < 1).any(-1)
-    return stats.valid & (request.temperature != 0) & on & (stats.kept_count < vocab)
-
-
-def draw(
-    logits: Tensor, adjusted: Tensor | None, request: Sampling, needs: frozenset[str] = frozenset()
-) -> SampleStats:
-    """What the backend that can do what is in ``needs`` makes of the logits."""
-    if torch.compiler.is_compiling():
-        needs |= {"every statistic"}  # the outputs of a node do not depend on the backend
-    with torch.no_grad():
-        return SampleStats(*op(SamplingCall(logits, adjusted, request, tuple(sorted(needs)))))
-
-
-def _pick(call: SamplingCall) -> ModuleType:
-    return dispatch.pick("sampling", call.logits, sampling=call.request, needs=frozenset(call.wants))
-
-
-def _like(call: SamplingCall) -> SampleStats:
-    logits = call.logits
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return SampleStats.empty(logits.shape[0], call.request, logits.device, wide)
-
-
-def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
-    return impl.forward(call)
-
-
-op = Op("sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, forward=_forward, like=_like)
+    z = inputs.adjusted(flat, rows, logit_bias, penalties)
+    call = SamplingCall(flat, z, asked.request, asked.wants)
+    return output(asked, call, draw(call))

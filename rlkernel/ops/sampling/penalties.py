@@ -1,16 +1,19 @@
 """Penalties on tokens that have appeared, or that would repeat what has."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.ops import _repetition, _scalars, _validate
-from rlkernel.ops._repetition import Dry
-from rlkernel.ops._token_bias import TokenBias
+from rlkernel.ops import _scalars, _validate
+from rlkernel.ops.sampling import repetition as repeats
+from rlkernel.ops.sampling.numbers import Range, Rows, described, integer_tensor, within
+from rlkernel.ops.sampling.repetition import Dry
+from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.runtime import debug
+
+_PER_ROW = ("multiplier", "base", "allowed_length")  # of Dry: a number, or one for each row
 
 
 class Penalties(NamedTuple):
@@ -53,17 +56,11 @@ class Penalties(NamedTuple):
         def each(x: Any) -> Any:
             return x.repeat_interleave(times, 0) if isinstance(x, Tensor) and x.dim() else x
 
-        words = None if self.bad_words is None else words_of(self.bad_words)
-        _is_dry(self.dry)
+        words, dry = None if self.bad_words is None else words_of(self.bad_words), self.dry
         if words is not None and words.dim() == 3:
             words = each(words)
-        dry = (
-            self.dry
-            if self.dry is None
-            else self.dry._replace(
-                **{name: each(getattr(self.dry, name)) for name in ("multiplier", "base", "allowed_length")}
-            )
-        )
+        if dry is not None:
+            dry = _checked_type(dry)._replace(**{name: each(getattr(dry, name)) for name in _PER_ROW})
         rows = {name: each(value) for name, value in self._asdict().items()}
         return self._replace(**rows | {"dry": dry, "bad_words": words})
 
@@ -84,11 +81,11 @@ class Penalties(NamedTuple):
         n = _count("no_repeat_ngram", self.no_repeat_ngram)
         if n == 0 and words is None and self.dry is None:
             return []
-        ids = _repetition.history(self.prompt_token_ids, self.output_token_ids, z.shape[1])
+        ids = repeats.history(self.prompt_token_ids, self.output_token_ids, z.shape[1])
         if self.dry is not None:
-            found.append(_repetition.dry_bias(ids, _checked(self.dry, z)))
+            found.append(repeats.dry_bias(ids, _checked(_checked_type(self.dry), z)))
         if n:
-            found.append(TokenBias(_repetition.ends_of_ngrams(ids, n), -torch.inf))
+            found.append(TokenBias(repeats.ends_of_ngrams(ids, n), -torch.inf))
         if words is not None:
             known = words_of(words).to(z.device)
             if known.dim() == 3 and known.shape[0] != z.shape[0]:
@@ -98,7 +95,7 @@ class Penalties(NamedTuple):
                 raise ValueError(
                     f"penalties.bad_words must hold ids in [0, {z.shape[1]}), got {known.max().item()}"
                 )
-            found.append(TokenBias(_repetition.ends_of_words(ids, known), -torch.inf))
+            found.append(TokenBias(repeats.ends_of_words(ids, known), -torch.inf))
         return found
 
 
@@ -106,8 +103,8 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
     """[W, n], or [B, W, n] where each request has its own, with -1 in front of the shorter words."""
     if isinstance(words, Tensor):
         if words.dtype not in (torch.int64, torch.int32) or words.dim() not in (2, 3) or words.shape[-1] == 0:
-            got = f"{_validate.name(words.dtype)} {tuple(words.shape)}"
-            raise ValueError(f"penalties.bad_words must be integers [W, n] or [B, W, n], got {got}")
+            want = "integers [W, n] or [B, W, n]"
+            raise ValueError(f"penalties.bad_words must be {want}, got {described(words)}")
         return words.long()
     if not isinstance(words, Sequence):
         raise ValueError(f"penalties.bad_words must be lists of token ids, got {words!r}")
@@ -146,14 +143,14 @@ def _count(argument: str, value: Any) -> int:
     return number
 
 
-def _is_dry(dry: Any) -> None:
-    if dry is not None and not isinstance(dry, Dry):
+def _checked_type(dry: Any) -> Dry:
+    if not isinstance(dry, Dry):
         raise TypeError(f"penalties.dry must be a Dry, got {type(dry).__name__}")
+    return dry
 
 
 def _checked(dry: Dry, z: Tensor) -> Dry:
-    _is_dry(dry)
-    for name in ("multiplier", "base", "allowed_length"):
+    for name in _PER_ROW:
         _column(f"dry.{name}", getattr(dry, name), z)
     breakers = dry.breakers
     if isinstance(breakers, Tensor):
@@ -168,9 +165,7 @@ def _checked(dry: Dry, z: Tensor) -> Dry:
 def _counts(argument: str, ids: Tensor, z: Tensor) -> Tensor:
     """How often each token appears [B, V]."""
     rows, vocab = z.shape
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        got = _validate.name(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"penalties.{argument} must be an int32 or int64 tensor, got {got}")
+    integer_tensor(f"penalties.{argument}", ids)
     if ids.dim() != 2 or ids.shape[0] != rows:
         raise ValueError(f"penalties.{argument} must be [{rows}, L], got {tuple(ids.shape)}")
     _validate.same_device(f"penalties.{argument}", ids, "logits", z.device)
@@ -180,36 +175,18 @@ def _counts(argument: str, ids: Tensor, z: Tensor) -> Tensor:
     return counts[:, :vocab]
 
 
-# From where on a value is one, more than that for the first; all are finite.
-_LEAST = {
-    "repetition": 0.0, "frequency": -math.inf, "presence": -math.inf,
-    "dry.multiplier": 0.0, "dry.base": 1.0, "dry.allowed_length": 1.0,
+_MOST = torch.finfo(torch.float64).max  # the largest finite number of all dtypes
+_NON_NEGATIVE, _FROM_ONE = (Range(x, _MOST, False, f">= {x} and finite") for x in (0, 1))
+_FINITE = Range(-_MOST, _MOST, False, "finite")
+_RANGES = {
+    "repetition": Range(0, _MOST, True, "> 0 and finite"), "frequency": _FINITE, "presence": _FINITE,
+    "dry.multiplier": _NON_NEGATIVE, "dry.base": _FROM_ONE, "dry.allowed_length": _FROM_ONE,
 }  # fmt: skip
 
 
-def _column(argument: str, value: float | Tensor, z: Tensor) -> Tensor:
+def _column(name: str, value: float | Tensor, z: Tensor) -> Tensor:
     """[B, 1] or [1, 1] in the dtype of ``z``, to which it is rounded before it is checked."""
-    least, above = _LEAST[argument], argument == "repetition"
-    want = "finite" if least == -math.inf else f"{'>' if above else '>='} {least:g} and finite"
-
-    def inside(x: float) -> bool:
-        return (x > least if above else x >= least) and -math.inf < x < math.inf
-
-    argument = f"penalties.{argument}"
-    if not isinstance(value, Tensor):
-        if not _scalars.is_number(value):
-            raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
-        number = _scalars.rounded(value, z.dtype)
-        if not inside(number):
-            raise ValueError(f"{argument} must be {want}, got {value}")
-        return z.new_full((1, 1), number)
-    if value.dtype == torch.bool or value.is_complex():
-        raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
-    if value.requires_grad:
-        raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
-    if value.shape not in ((), (z.shape[0],)):
-        shape = f"one value or have shape {(z.shape[0],)}"
-        raise ValueError(f"{argument} must be {shape}, got {tuple(value.shape)}")
-    rows = value.to(z.device, z.dtype).reshape(-1)
-    _validate.look(argument, rows, inside, want)
-    return rows[:, None]
+    rows = Rows(z.shape[:1], z.shape[1], z.dtype, z.device)
+    given = value.to(z.device) if isinstance(value, Tensor) else value
+    made = within(_RANGES[name], f"penalties.{name}", given, rows, z.dtype)
+    return made[:, None] if isinstance(made, Tensor) else z.new_full((1, 1), made)

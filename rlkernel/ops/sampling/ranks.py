@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling
-
-RANKINGS = ("tempered", "raw", "processed")
-Run = Callable[[Tensor, Tensor | None, Sampling, frozenset[str]], SampleStats]
+from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
+from rlkernel.ops.sampling.draw import draw
 
 
 class Wanted(NamedTuple):
@@ -23,74 +21,63 @@ class Wanted(NamedTuple):
     top: int
     token_ids: Tensor | None  # [B, K]; -1 is padding
 
-    @property
-    def anything(self) -> bool:
-        return self.top > 0 or self.token_ids is not None
-
 
 class Ranked(NamedTuple):
     rank: Tensor | None  # [B]
-    top_ids: Tensor | None  # [B, top]
-    top_logprobs: Tensor | None
-    id_logprobs: Tensor | None  # [B, K]
+    top_ids: Tensor | None = None  # [B, top]
+    top_logprobs: Tensor | None = None
+    id_logprobs: Tensor | None = None  # [B, K]
 
 
-def ranked(
-    run: Run, logits: Tensor, adjusted: Tensor | None, request: Sampling, stats: SampleStats, wanted: Wanted
-) -> Ranked:
-    raw = wanted.ranking == "raw"
-    changed = adjusted is not None or request.token_bitmask is not None
-    rank = stats.rank
-    if not wanted.anything and not (raw and changed and request.rank):
-        return Ranked(rank, None, None, None)
-    top = min(wanted.top, logits.shape[1])
-    plain = request._replace(
-        temperature=1.0, top_k=top, top_p=1.0, min_p=0.0, top_n_sigma=float("inf"), seeds=None,
-        positions=None, token_ids=stats.token_ids, raw=False, entropy=False, rank=False, support=top,
-        thresholds=None, band=None,
-    )  # fmt: skip
-    needs = frozenset({"token_ids", "support"})
-    row_max, log_sum, t = stats.row_max, stats.log_sum, _per_row(request.temperature)
+def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> Ranked:
+    ranking, wanted_top, given = wanted
+    raw = ranking == "raw"
+    changed = call.adjusted is not None or call.request.token_bitmask is not None
+    again = raw and changed and call.request.rank
+    if not wanted_top and given is None and not again:
+        return Ranked(stats.rank)
     if raw:
-        adjusted, request = None, request._replace(token_bitmask=None)
-        plain = plain._replace(token_bitmask=None, rank=stats.rank is not None and changed)
+        call = call._replace(adjusted=None, request=call.request._replace(token_bitmask=None))
+    logits, adjusted, request, _ = call
+    vocab = logits.shape[1]
+    top = min(wanted_top, vocab)
+    plain = Sampling(
+        top_k=top, token_ids=stats.token_ids, token_bitmask=request.token_bitmask, rank=again, support=top
+    )
+    rank, row_max, log_sum, t = stats.rank, stats.row_max, stats.log_sum, _per_row(request.temperature)
     table = None
-    if raw or 0 < top < logits.shape[1]:
-        found = run(logits, adjusted, plain, needs)
+    if raw or 0 < top < vocab:
+        found = draw(SamplingCall(logits, adjusted, plain, ("support", "token_ids")))
         table = found.support
         if raw:
             row_max, log_sum, t = found.row_max, found.log_sum, 1.0
-            rank = found.rank if plain.rank else rank
+            rank = found.rank if again else rank
     z = logits.to(row_max.dtype) if adjusted is None else adjusted
     values = _Values(z, request.token_bitmask, row_max, log_sum, t)
 
-    top_ids = top_logprobs = None
-    if wanted.top:
-        if table is None or top == logits.shape[1]:
-            ids = torch.arange(top, device=z.device).expand(z.shape[0], top)
+    def logprobs(ids: Tensor, at: Tensor, before: Callable[[], Tensor]) -> Tensor:
+        if ranking != "processed":
+            made = values.logprobs(at)
+        elif request.band is not None:
+            made = _scored(call, ids)
         else:
-            ids = table.long()
+            made = _processed(values.logprobs(at), before(), request, stats)
+        return made
+
+    top_ids = top_logprobs = id_logprobs = None
+    valid = stats.valid[:, None]
+    if wanted_top:
+        every = torch.arange(top, device=z.device).expand(z.shape[0], top)
+        ids = every if table is None or top == vocab else table.long()
         at, place = values.at(ids).sort(dim=-1, descending=True, stable=True)
-        top_logprobs, ids = values.logprobs(at), ids.gather(-1, place)
-        if wanted.ranking == "processed" and request.band is not None:
-            top_logprobs = _scored(run, logits, adjusted, request, ids)
-        elif wanted.ranking == "processed":
-            before = torch.arange(top, device=z.device).expand_as(ids)
-            top_logprobs = _processed(top_logprobs, before, request, stats)
-        top_ids = torch.where(stats.valid[:, None], ids, -1)
-        top_logprobs = torch.where(stats.valid[:, None], top_logprobs, torch.nan)
-    id_logprobs = None
-    if wanted.token_ids is not None:
-        given = wanted.token_ids
+        ids = ids.gather(-1, place)
+        top_ids = torch.where(valid, ids, -1)
+        top_logprobs = torch.where(valid, logprobs(ids, at, lambda: every), torch.nan)
+    if given is not None:
         at = values.at(given)
-        id_logprobs = values.logprobs(at)
-        if wanted.ranking == "processed" and request.band is not None:
-            id_logprobs = _scored(run, logits, adjusted, request, given)
-        elif wanted.ranking == "processed":
-            id_logprobs = _processed(id_logprobs, values.before(given, at), request, stats)
-        inside = (given >= 0) & (given < z.shape[1])
-        id_logprobs = torch.where(inside, id_logprobs, -torch.inf)
-        id_logprobs = torch.where(stats.valid[:, None], id_logprobs, torch.nan)
+        inside = (given >= 0) & (given < vocab)
+        id_logprobs = logprobs(given, at, lambda: values.before(given, at))
+        id_logprobs = torch.where(valid, torch.where(inside, id_logprobs, -torch.inf), torch.nan)
     return Ranked(rank, top_ids, top_logprobs, id_logprobs)
 
 
@@ -103,8 +90,7 @@ class _Values(NamedTuple):
 
     def at(self, ids: Tensor) -> Tensor:
         """z of the ids [B, K], -inf where they are masked, or none."""
-        vocab = self.z.shape[1]
-        index = ids.clamp(0, vocab - 1)
+        index = ids.clamp(0, self.z.shape[1] - 1)
         values = self.z.gather(-1, index)
         if self.bitmask is not None:
             word = self.bitmask.gather(-1, index // 32)
@@ -136,12 +122,12 @@ def _processed(tempered: Tensor, before: Tensor, request: Sampling, stats: Sampl
     return torch.where(before < stats.kept_count[:, None], made, -torch.inf)
 
 
-def _scored(run: Run, logits: Tensor, adjusted: Tensor | None, request: Sampling, ids: Tensor) -> Tensor:
+def _scored(call: SamplingCall, ids: Tensor) -> Tensor:
     """Processed log-probabilities of the ids [B, K] where the kept tokens are not the first ones: K calls."""
-    plain = request._replace(seeds=None, positions=None, raw=False, entropy=False, rank=False, support=0)
+    plain = call._replace(request=call.request._replace(raw=False, entropy=False, rank=False, support=0))
     columns = [
-        run(logits, adjusted, plain._replace(token_ids=own), frozenset({"token_ids"})).processed_logprobs
-        for own in ids.clamp(0, logits.shape[1] - 1).t().contiguous()  # kernels take dense ids
+        draw(plain.scoring(own)).processed_logprobs
+        for own in ids.clamp(0, call.logits.shape[1] - 1).t().contiguous()  # kernels take dense ids
     ]
     return torch.stack(columns, -1) if columns else ids.to(torch.float32)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops import _scalars, _validate
+from rlkernel.ops.sampling.numbers import Rows, of_width
 from rlkernel.runtime import debug
 
 
@@ -49,24 +50,18 @@ class TokenBias(NamedTuple):
                 values[i, : len(row)] = torch.tensor(wide, dtype=torch.float64)
         return cls(ids.to(device), values.to(device))
 
-    def flat(self, shape: torch.Size) -> "TokenBias":
-        """For rows of the leading ``shape``: [B, K] each."""
+    def flat(self, rows: Rows) -> "TokenBias":
+        """For each row: [B, K]."""
         ids, values = self
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            got = _validate.name(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"logit_bias.token_ids must be an int32 or int64 tensor, got {got}")
-        if ids.dim() == 0 or ids.shape[:-1] not in ((), shape):
-            want = f"[K] or {(*shape, 'K')}".replace("'", "")
-            raise ValueError(f"logit_bias.token_ids must have shape {want}, got {tuple(ids.shape)}")
+        width = of_width("logit_bias.token_ids", ids, rows)
         if isinstance(values, Tensor) and values.dim() and values.shape != ids.shape:
             want = f"one value or have shape {tuple(ids.shape)}"
             raise ValueError(f"logit_bias.values must be {want}, got {tuple(values.shape)}")
         if not isinstance(values, Tensor) and not _scalars.is_number(values):
             raise TypeError(f"logit_bias.values must be numbers or a tensor, got {type(values).__name__}")
-        size = math.prod(shape), ids.shape[-1]
         if isinstance(values, Tensor):
-            values = values.expand(ids.shape).expand(*shape, size[1]).reshape(size)
-        return TokenBias(ids.expand(*shape, size[1]).reshape(size), values)
+            values = values.expand(ids.shape).expand(*rows.shape, width).reshape(rows.total, width)
+        return TokenBias(ids.expand(*rows.shape, width).reshape(rows.total, width), values)
 
     def at_each(self, places: int) -> "TokenBias":
         """Of [B, K] for each request, [B, places, K]."""

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a number is for; csrc/include/rlkernel/sampling/stream.h has those that its kernels draw.
-GROUP = 1  # which group of 64 tokens wins; index: group
-INSIDE = 2  # which of its tokens
-REDRAW = 3  # of a row whose first draw was filtered out
-ACCEPT = 4  # whether a drafted token is accepted
-RESIDUAL = 5  # the token in the place of one that was not
-BONUS = 6  # the seed of the token where a draft of a known distribution is missing
-SPLIT = (7, 8)  # the low and the high word of the seeds of a request's samples; position: sample
-XTC = 9  # whether XTC drops tokens of a row
+from rlkernel.calls.sampling import Domain
 
 _WORD = 0xFFFFFFFF
 
@@ -85,8 +77,8 @@ def seeds_of(domain: int, seeds: Tensor, positions: Tensor) -> Tensor:
 
 def split(seeds: Tensor, samples: Tensor) -> Tensor:
     """A seed for each sample, by two rounds of a Feistel network: a bijection of the samples' numbers."""
-    low = bits(SPLIT[0], seeds, samples)[0]
-    high = bits(SPLIT[1], seeds, low)[0] ^ (samples & _WORD)
+    low = bits(Domain.SPLIT[0], seeds, samples)[0]
+    high = bits(Domain.SPLIT[1], seeds, low)[0] ^ (samples & _WORD)
     return (high << 32) | low
 
 

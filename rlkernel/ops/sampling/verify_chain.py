@@ -6,15 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling, VerifyOutput
-from rlkernel.ops import _sampling_inputs as inputs
+from rlkernel.calls.sampling import (
+    LOGPROBS,
+    MASS_ONE,
+    XTC_THRESHOLD,
+    Domain,
+    SampleStats,
+    Sampling,
+    SamplingCall,
+    VerifyOutput,
+)
 from rlkernel.ops import _validate
-from rlkernel.ops import sampling as op
-from rlkernel.ops._penalties import Penalties
-from rlkernel.ops._token_bias import LogitBias, TokenBias
-from rlkernel.runtime import debug, stream
-
-MASS_ONE = 2.0**40
+from rlkernel.ops.sampling import inputs
+from rlkernel.ops.sampling.draw import draw
+from rlkernel.ops.sampling.numbers import INTEGERS, described
+from rlkernel.ops.sampling.penalties import Penalties
+from rlkernel.ops.sampling.token_bias import LogitBias, TokenBias
+from rlkernel.reference import sampling_stream as stream
+from rlkernel.runtime import debug
 
 
 def verify_chain(
@@ -33,7 +42,7 @@ def verify_chain(
     top_a: float | Tensor | None = None,
     typical_p: float | Tensor | None = None,
     xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = inputs.XTC_THRESHOLD,
+    xtc_threshold: float | Tensor = XTC_THRESHOLD,
     seeds: int | Tensor | None = None,
     positions: int | Tensor | None = None,
     token_bitmask: Tensor | None = None,
@@ -41,7 +50,7 @@ def verify_chain(
     penalties: Penalties | None = None,
     filter_order: str = "sequential",
     method: str = "grouped",
-    return_logprobs: tuple[str, ...] = inputs.LOGPROBS,
+    return_logprobs: tuple[str, ...] = LOGPROBS,
 ) -> VerifyOutput:
     """Keep the drafted tokens that the target would have drawn, and draw the one behind them.
 
@@ -93,55 +102,46 @@ def verify_chain(
         lengths = _leading(inside, lengths)
     else:
         _distributions(draft_logprobs, inside, lengths)
-    rows, places = target_logits.shape[:2]
-    shape, flat = inputs.rows_of(target_logits)
-    each = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "top_n_sigma": top_n_sigma,
-        "epsilon_cutoff": epsilon_cutoff,
-        "eta_cutoff": eta_cutoff,
-        "top_a": top_a,
-        "typical_p": typical_p,
-        "xtc_probability": xtc_probability,
-        "xtc_threshold": xtc_threshold,
-    }
-    first: Any = 0 if positions is None else positions
-    of: Any = inputs.int64 if isinstance(first, Tensor) else inputs.int64_of
-    start = _spread("positions", of("positions", first), shape)
+    rows, flat = inputs.rows_of(target_logits)
+    (count, places), vocab = rows.shape, rows.vocab
+    requests = rows._replace(shape=rows.shape[:1])
+    start = inputs.int64("positions", 0 if positions is None else positions)
     place = torch.arange(places, device=flat.device)
-    if seeds is None:  # one for a row, not for a place
-        seeds = inputs.sampling(shape[:1], 1, flat.dtype, flat.device, **_NOTHING).seeds
-    assert seeds is not None
-    request = inputs.sampling(
-        shape, flat.shape[1], flat.dtype, flat.device,
-        **{name: _spread(name, value, shape) for name, value in each.items()},
-        seeds=_spread("seeds", seeds, shape), positions=start + place.expand(shape), token_ids=None,
+    each = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "top_n_sigma": top_n_sigma, "epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff,
+        "top_a": top_a, "typical_p": typical_p, "xtc_probability": xtc_probability,
+        "xtc_threshold": xtc_threshold,
+        # one for a request, not for a place
+        "seeds": inputs.seeds_of(None, requests) if seeds is None else seeds,
+    }  # fmt: skip
+    request = inputs.request(
+        rows, **{name: _spread(name, value, rows.shape) for name, value in each.items()},
+        positions=_spread("positions", start, rows.shape) + place.expand(rows.shape),
         token_bitmask=token_bitmask, filter_order=filter_order, method=method,
-        return_logprobs=return_logprobs, return_entropy=False, return_rank=False, return_support=0,
+        return_logprobs=return_logprobs,
     )  # fmt: skip
-    if isinstance(logit_bias, Tensor) and logit_bias.shape == (rows, flat.shape[1]):
+    if isinstance(logit_bias, Tensor) and logit_bias.shape == (count, vocab):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
     elif isinstance(logit_bias, Sequence) and not isinstance(logit_bias, TokenBias):
-        if len(logit_bias) != rows:
-            want = f"one dict or None for each of {rows} requests"
+        if len(logit_bias) != count:
+            want = f"one dict or None for each of {count} requests"
             raise ValueError(f"logit_bias must be {want}, got {len(logit_bias)}")
-        logit_bias = TokenBias.of(logit_bias, flat.shape[1], flat.device)
+        logit_bias = TokenBias.of(logit_bias, vocab, flat.device)
     if isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() == 2:
-        logit_bias = logit_bias.flat(shape[:1]).at_each(places)
+        logit_bias = logit_bias.flat(requests).at_each(places)
     if penalties is not None:
         penalties = _penalties(inputs.checked(penalties), drafts, places)
-    z = inputs.adjusted(flat, shape, logit_bias, penalties)
+    z = inputs.adjusted(flat, rows, logit_bias, penalties)
+    call = SamplingCall(flat, z, request, ("seeds",))
     if draft_logprobs is None:
-        accepted, stats = _sampled(flat, z, request, drafts, lengths)
+        accepted, stats = _sampled(call, drafts, lengths)
     else:
-        accepted, stats = _rejected(flat, z, request, drafts, inside, lengths, draft_logprobs)
-    valid = stats.valid.view(shape) & (place <= accepted[:, None])
+        accepted, stats = _rejected(call, drafts, inside, lengths, draft_logprobs)
+    valid = stats.valid.view(rows.shape) & (place <= accepted[:, None])
 
     def padded(x: Tensor | None, padding: float) -> Any:
-        return None if x is None else torch.where(valid, x.view(shape), padding)
+        return None if x is None else torch.where(valid, x.view(rows.shape), padding)
 
     return VerifyOutput(
         token_ids=padded(stats.token_ids, -1),
@@ -153,14 +153,6 @@ def verify_chain(
     )
 
 
-_NOTHING: dict[str, Any] = {
-    "temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "top_n_sigma": None, "seeds": None,
-    "positions": None, "token_ids": None, "token_bitmask": None, "filter_order": "sequential",
-    "method": "grouped", "return_logprobs": (), "return_entropy": False, "return_rank": False,
-    "return_support": 0,
-}  # fmt: skip
-
-
 def _checked(
     drafts: Tensor, logits: Tensor, draft_logprobs: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -169,26 +161,18 @@ def _checked(
         want = "[B, K + 1, V] with K >= 0 and V >= 1"
         raise ValueError(f"target_logits must be {want}, got {tuple(logits.shape)}")
     rows, places, vocab = logits.shape
-    drafts = _validate.target_ids(
-        drafts,
-        torch.Size((rows, places - 1)),
-        "the places of target_logits",
-        logits.device,
-        "draft_token_ids",
-    )
+    shape, whose = torch.Size((rows, places - 1)), "the places of target_logits"
+    drafts = _validate.target_ids(drafts, shape, whose, logits.device, "draft_token_ids")
     if draft_logprobs is not None:
         _validate.constant("draft_logprobs", draft_logprobs)
-        if draft_logprobs.shape != (rows, places - 1, vocab):
-            want = f"{(rows, places - 1, vocab)}"
-            raise ValueError(f"draft_logprobs must be {want}, got {tuple(draft_logprobs.shape)}")
+        if draft_logprobs.shape != (*shape, vocab):
+            got = tuple(draft_logprobs.shape)
+            raise ValueError(f"draft_logprobs must be {(*shape, vocab)}, got {got}")
         _validate.same_device("draft_logprobs", draft_logprobs, "target_logits", logits.device)
     if lengths is None:
         return drafts, torch.full((rows,), places - 1, device=logits.device)
-    if not isinstance(lengths, Tensor) or lengths.dtype not in inputs.INTEGERS or lengths.shape != (rows,):
-        got = type(lengths).__name__
-        if isinstance(lengths, Tensor):
-            got = f"{_validate.name(lengths.dtype)} {tuple(lengths.shape)}"
-        raise ValueError(f"draft_lengths must be integers of shape ({rows},), got {got}")
+    if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS or lengths.shape != (rows,):
+        raise ValueError(f"draft_lengths must be integers of shape ({rows},), got {described(lengths)}")
     _validate.same_device("draft_lengths", lengths, "target_logits", logits.device)
     if debug.may_read(lengths) and rows:
         bad = (lengths < 0) | (lengths >= places)
@@ -240,58 +224,45 @@ def _penalties(penalties: Penalties, drafts: Tensor, places: int) -> Penalties:
     return penalties.repeated(places)._replace(output_token_ids=wide.flatten(0, 1))
 
 
-def _sampled(
-    logits: Tensor, z: Tensor | None, request: Sampling, drafts: Tensor, lengths: Tensor
-) -> tuple[Tensor, SampleStats]:
-    stats = op.draw(logits, z, request, frozenset({"seeds"}))
+def _sampled(call: SamplingCall, drafts: Tensor, lengths: Tensor) -> tuple[Tensor, SampleStats]:
+    stats = draw(call)
     rows, count = drafts.shape
     token_ids, valid = (x.view(rows, count + 1)[:, :count] for x in (stats.token_ids, stats.valid))
-    same = (drafts == token_ids) & valid
-    return _leading(same, lengths), stats
+    return _leading((drafts == token_ids) & valid, lengths), stats
 
 
 def _rejected(
-    logits: Tensor,
-    z: Tensor | None,
-    request: Sampling,
-    drafts: Tensor,
-    inside: Tensor,
-    lengths: Tensor,
-    draft_logprobs: Tensor,
+    call: SamplingCall, drafts: Tensor, inside: Tensor, lengths: Tensor, draft_logprobs: Tensor
 ) -> tuple[Tensor, SampleStats]:
     rows, count = drafts.shape
-    vocab = logits.shape[1]
-    assert request.seeds is not None and request.positions is not None
-    run, needs = op.draw, frozenset({"token_ids"})
+    device = drafts.device
     # the last place has no draft; the place where a row ends is scored below, with the token drawn there
-    forced = torch.nn.functional.pad(drafts, (0, 1)).flatten()
-    scored = run(logits, z, request._replace(token_ids=forced, seeds=None, positions=None), needs)
+    scored = draw(call.scoring(torch.nn.functional.pad(drafts, (0, 1)).flatten()))
     p = scored.processed_logprobs.view(rows, count + 1)[:, :count].double()
     q = draft_logprobs.gather(-1, drafts[..., None])[..., 0].double()
-    u = stream.uniform64(stream.ACCEPT, request.seeds, request.positions)
+    u = stream.uniform64(Domain.ACCEPT, *_key(call.request)).view(rows, count + 1)[:, :count]
     # of NaN no comparison is true; a draft that q cannot draw was not drawn from q
-    taken = inside & (q > -torch.inf) & (u.view(rows, count + 1)[:, :count] < (p - q).exp())
-    accepted = _leading(taken, lengths)
+    accepted = _leading(inside & (q > -torch.inf) & (u < (p - q).exp()), lengths)
 
-    end = torch.arange(rows, device=logits.device) * (count + 1) + accepted
-    last, last_z = logits[end], None if z is None else z[end]
-    fields: list[Any] = [x[end] if isinstance(x, Tensor) else x for x in request]
-    there = Sampling(*fields)
-    assert there.seeds is not None and there.positions is not None
+    end = torch.arange(rows, device=device) * (count + 1) + accepted
+    there = SamplingCall(
+        call.logits[end],
+        None if call.adjusted is None else call.adjusted[end],
+        call.request.each(lambda x: x[end]),
+        ("seeds", "support"),
+    )
     # Where a draft is missing the drafter may have drawn one with the numbers of (seed, position) and
     # dropped it for its value: what they draw is no longer distributed as p.
-    own = stream.seeds_of(stream.BONUS, there.seeds, there.positions)
-    plain = there._replace(seeds=own, raw=False, support=vocab)
-    drawn = run(last, last_z, plain, frozenset({"seeds", "support"}))
+    own = stream.seeds_of(Domain.BONUS, *_key(there.request))
+    drawn = draw(
+        there._replace(request=there.request._replace(seeds=own, raw=False, support=call.logits.shape[1]))
+    )
     token = drawn.token_ids
     if count:
-        q = draft_logprobs[torch.arange(rows, device=logits.device), accepted.clamp(max=count - 1)]
-        instead = _residual(last if last_z is None else last_z, q, there, drawn)
-        token = torch.where(accepted < lengths, instead, token)
-    forced_there = there._replace(token_ids=token.clamp(min=0), seeds=None, positions=None)
-    final = run(last, last_z, forced_there, needs)
-    valid = drawn.valid
-    final = final._replace(token_ids=torch.where(valid, token, -1), valid=valid)
+        q = draft_logprobs[torch.arange(rows, device=device), accepted.clamp(max=count - 1)]
+        token = torch.where(accepted < lengths, _residual(there, q, drawn), token)
+    final = draw(there.scoring(token.clamp(min=0)))
+    final = final._replace(token_ids=torch.where(drawn.valid, token, -1), valid=drawn.valid)
     merged: list[Any] = [
         None if x is None or y is None else x.index_copy(0, end, y)
         for x, y in zip(scored, final, strict=True)
@@ -299,19 +270,24 @@ def _rejected(
     return accepted, SampleStats(*merged)
 
 
-def _residual(z: Tensor, q: Tensor, request: Sampling, drawn: SampleStats) -> Tensor:
+def _key(request: Sampling) -> tuple[Tensor, Tensor]:
+    assert request.seeds is not None and request.positions is not None
+    return request.seeds, request.positions
+
+
+def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
     """A token of each row from max(p - q, 0); from p where that is 0 everywhere.
 
     Integer masses, as in ``sample``: their sums are the same in any order, so a row's token depends on
     nothing but the row.
     """
-    assert drawn.support is not None and request.seeds is not None and request.positions is not None
-    vocab = z.shape[1]
+    assert drawn.support is not None
+    z, vocab = call.logits if call.adjusted is None else call.adjusted, call.logits.shape[1]
     ids = torch.where(drawn.support < 0, vocab, drawn.support).long()
     kept = torch.zeros(z.shape[0], vocab + 1, dtype=torch.bool, device=z.device).scatter_(1, ids, True)
     # a row that keeps its whole vocabulary has no support
     kept = kept[:, :vocab] | (drawn.support[:, :1] < 0)
-    t: Any = request.temperature
+    t: Any = call.request.temperature
     t = torch.where(t == 0, 1, t)[:, None] if isinstance(t, Tensor) else t or 1.0
     e = ((z.double() - drawn.row_max[:, None].double()) / t).exp()
     mass = torch.where(kept & e.isfinite(), e * MASS_ONE, 0).round()
@@ -319,7 +295,7 @@ def _residual(z: Tensor, q: Tensor, request: Sampling, drawn: SampleStats) -> Te
     largest = rest.amax(-1, keepdim=True)
     mass = torch.where(largest > 0, (rest / largest * MASS_ONE).round(), mass).to(torch.int64)
     sums = mass.cumsum(-1)
-    u = stream.uniform53(stream.RESIDUAL, request.seeds, request.positions)[:, None]
+    u = stream.uniform53(Domain.RESIDUAL, *_key(call.request))[:, None]
     place = torch.minimum((u * sums[:, -1:].double()).to(torch.int64), sums[:, -1:] - 1)
     return (sums <= place).sum(-1).clamp(max=vocab - 1)
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from rlkernel.ops import _sampling_inputs as inputs
 from rlkernel.ops import _scalars
-from rlkernel.runtime import stream
+from rlkernel.ops.sampling import inputs
+from rlkernel.reference import sampling_stream as stream
 
 
 def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
@@ -28,9 +28,6 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
     number = _scalars.as_int(n)
     if number is None or not 1 <= number < 2**31:
         raise ValueError(f"n must be an integer in [1, 2**31), got {n!r}")
-    if not isinstance(seeds, Tensor):
-        seeds = torch.tensor(inputs.int64_of("seeds", seeds))
-    seeds = inputs.int64("seeds", seeds)
-    first = seeds.to(torch.int64)[..., None]
-    i = torch.arange(number, device=seeds.device)
+    first = torch.as_tensor(inputs.int64("seeds", seeds)).to(torch.int64)[..., None]
+    i = torch.arange(number, device=first.device)
     return torch.where(i == 0, first, stream.split(first, i))

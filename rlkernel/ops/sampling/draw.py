@@ -1,0 +1,35 @@
+"""The op ``sampling``: what the backend that can do what is wanted makes of the logits."""
+
+from types import ModuleType
+
+import torch
+
+from rlkernel import dispatch
+from rlkernel.calls.sampling import SampleStats, SamplingCall
+from rlkernel.opaque import Op
+
+
+def draw(call: SamplingCall) -> SampleStats:
+    if not torch.compiler.is_compiling():  # nothing of it has a gradient
+        stats: SampleStats = _pick(call).forward(call)
+        return stats
+    # the outputs of a node do not depend on the backend
+    return SampleStats(*op(call._replace(wants=(*call.wants, "every statistic"))))
+
+
+def _pick(call: SamplingCall) -> ModuleType:
+    return dispatch.pick("sampling", call.logits, sampling=call.request, needs=call.wants)
+
+
+def _like(call: SamplingCall) -> SampleStats:
+    logits = call.logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return SampleStats.empty(logits.shape[0], call.request, logits.device, wide)
+
+
+def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
+    stats: SampleStats = impl.forward(call)
+    return stats
+
+
+op = Op("sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, forward=_forward, like=_like)

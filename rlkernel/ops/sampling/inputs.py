@@ -1,0 +1,322 @@
+"""The arguments of ``sample`` and its kin, checked and normalised."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls import sampling as calls
+from rlkernel.calls.sampling import SampleOutput, Sampling
+from rlkernel.ops import _scalars, _validate
+from rlkernel.ops.sampling.numbers import (
+    INTEGERS,
+    Range,
+    Rows,
+    described,
+    number,
+    numbers,
+    of_width,
+    per_row,
+    within,
+)
+from rlkernel.ops.sampling.penalties import Penalties
+from rlkernel.ops.sampling.ranks import Wanted
+from rlkernel.ops.sampling.token_bias import TokenBias
+from rlkernel.reference import sampling_stream as stream
+from rlkernel.runtime import debug
+
+_UNIT, _SHARE = Range(0, 1, False, "in [0, 1]"), Range(0, 1, True, "in (0, 1]", off=1.0)
+_RANGES = {
+    "top_p": _SHARE,
+    "min_p": _UNIT,
+    "top_n_sigma": Range(0, math.inf, True, "> 0", off=math.inf),
+    **dict.fromkeys(calls.THRESHOLDS, _UNIT),
+    "typical_p": _SHARE,
+    "xtc_probability": _UNIT,
+}
+# of temperatures that are not 0: normal numbers, whose inverse is finite too
+_NORMAL = {
+    dtype: Range(kind.tiny, kind.max, False, f"0 or from {kind.tiny:.3g} to {kind.max:.3g}")
+    for dtype, kind in ((x, torch.finfo(x)) for x in (torch.float32, torch.float64))
+}
+
+
+class Asked(NamedTuple):
+    """What the caller of ``sample`` and its kin wants."""
+
+    shape: torch.Size  # of the rows
+    request: Sampling
+    wanted: Wanted
+    logprobs: tuple[str, ...]  # of LOGPROBS
+    out: SampleOutput | None
+    wants: tuple[str, ...]  # what the call says that a library must be able to do
+
+
+def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
+    """``logits`` [..., V] as [B, V] with dense rows."""
+    _validate.floating("logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
+    shape, flat = logits.shape[:-1], logits.detach()
+    rows = Rows(shape, logits.shape[-1], logits.dtype, logits.device)
+    if len(shape) != 1:
+        flat = flat.reshape(rows.total, rows.vocab)
+    return rows, flat if flat.stride(-1) == 1 or rows.vocab == 1 else flat.contiguous()
+
+
+def asked(
+    rows: Rows,
+    token_ids: Tensor | None = None,
+    *,
+    ranking: str,
+    top_logprobs: int,
+    logprob_token_ids: Tensor | None,
+    out: SampleOutput | None,
+    **given: Any,
+) -> Asked:
+    """Of the arguments of ``sample``, by name; raises ValueError for what is off."""
+    asks = request(rows, token_ids, **given)
+    also = wanted(ranking, top_logprobs, logprob_token_ids, rows)
+    names = {
+        "logprobs": given["return_logprobs"], "entropy": asks.entropy, "rank": asks.rank,
+        "support": asks.support, "top_logprobs": also.top, "logprob_token_ids": also.token_ids is not None,
+        "token_ids": token_ids is not None, "seeds": given["seeds"] is not None and token_ids is None,
+    }  # fmt: skip
+    wants = tuple([name for name, want in names.items() if want])
+    return Asked(rows.shape, asks, also, given["return_logprobs"], out, wants)
+
+
+def request(
+    rows: Rows,
+    token_ids: Tensor | None = None,
+    *,
+    filter_order: str,
+    method: str,
+    return_logprobs: tuple[str, ...],
+    return_entropy: bool = False,
+    return_rank: bool = False,
+    return_support: int = 0,
+    **given: Any,
+) -> Sampling:
+    """Of the parameters of ``sample``, by name; raises ValueError for what is off."""
+    _validate.choice("filter_order", filter_order, calls.FILTER_ORDERS)
+    _validate.choice("method", method, calls.METHODS)
+    if isinstance(return_logprobs, str):
+        raise ValueError(f"return_logprobs must be a tuple of names, got {return_logprobs!r}")
+    for each in return_logprobs:
+        _validate.choice("return_logprobs", each, calls.LOGPROBS)
+    count("return_support", return_support, 2**31 - 1)
+    seeds, positions = given["seeds"], given["positions"]
+    if token_ids is None or seeds is not None:
+        seeds = seeds_of(seeds, rows)
+    if positions is not None:
+        positions = _integers("positions", positions, rows)
+    drawn = token_ids is None
+    return Sampling(
+        _temperature(given["temperature"], rows), _top_k(given["top_k"], rows), _float("top_p", given, rows),
+        _float("min_p", given, rows), _float("top_n_sigma", given, rows), seeds if drawn else None,
+        positions if drawn else None, token_ids, _bitmask(given["token_bitmask"], rows), None, filter_order,
+        method == "gumbel", "raw" in return_logprobs, bool(return_entropy), bool(return_rank),
+        int(return_support), _thresholds(given, rows), _band(given, seeds, positions, rows),
+    )  # fmt: skip
+
+
+def _float(name: str, given: dict[str, Any], rows: Rows) -> float | Tensor:
+    """One number, or one per row."""
+    value, range = given[name], _RANGES[name]
+    return range.off if value is None else within(range, name, value, rows)
+
+
+def _thresholds(given: dict[str, Any], rows: Rows) -> Tensor | None:
+    """[B, THRESHOLDS]; None where all are numbers and off."""
+    columns = [_float(name, given, rows) for name in calls.THRESHOLDS]
+    if not any(isinstance(x, Tensor) or x > 0 for x in columns):
+        return None
+    made = torch.empty(len(columns), rows.total, dtype=torch.float32, device=rows.device)
+    for column, x in zip(made, columns, strict=True):
+        column.copy_(x) if isinstance(x, Tensor) else column.fill_(x)
+    return made.t().contiguous()
+
+
+def _band(given: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Tensor | None:
+    """[B, BAND]; None where all are numbers and off.  Which rows XTC is on in is drawn here."""
+    typical, chance = _float("typical_p", given, rows), _float("xtc_probability", given, rows)
+    threshold = within(_SHARE, "xtc_threshold", given["xtc_threshold"], rows)
+    excludes = isinstance(chance, Tensor) or chance > 0
+    if not excludes and not isinstance(typical, Tensor) and typical == 1:
+        return None
+    made = torch.ones(2, rows.total, dtype=torch.float32, device=rows.device)
+    made[0] = typical
+    if excludes:
+        if seeds is None:
+            raise ValueError("seeds must be given with xtc_probability, of which they are the draw, got None")
+        places = torch.zeros_like(seeds) if positions is None else positions
+        u = stream.row_uniform(calls.Domain.XTC, seeds, places)
+        made[1] = torch.where(u < chance, threshold, 1.0)
+        # on a GPU nobody has looked at tensors; a row has what is asked also where XTC is not drawn
+        if isinstance(chance, Tensor):
+            made[1] = torch.where((chance >= 0) & (chance <= 1), made[1], torch.nan)
+        if isinstance(threshold, Tensor):
+            made[1] = torch.where((threshold > 0) & (threshold <= 1), made[1], torch.nan)
+    return made.t().contiguous()
+
+
+def count(argument: str, value: int, most: int) -> int:
+    whole = _scalars.as_int(value)
+    if whole is None or not 0 <= whole <= most:
+        raise ValueError(f"{argument} must be an integer in [0, {most}], got {value!r}")
+    return whole
+
+
+def wanted(ranking: str, top: int, token_ids: Tensor | None, rows: Rows) -> Wanted:
+    """Raises ValueError for what is off."""
+    _validate.choice("ranking", ranking, calls.RANKINGS)
+    count("top_logprobs", top, rows.vocab)
+    if token_ids is None:
+        return Wanted(ranking, top, None)
+    k = of_width("logprob_token_ids", token_ids, rows, any_integer=True)
+    _validate.same_device("logprob_token_ids", token_ids, "logits", rows.device)
+    inside = Range(-1, rows.vocab - 1, False, f"in [0, {rows.vocab}), or -1")
+    _validate.look("logprob_token_ids", token_ids.flatten(), inside.holds, inside.want)
+    return Wanted(ranking, top, token_ids.long().expand(*rows.shape, k).reshape(rows.total, k))
+
+
+def forced(token_ids: Tensor, rows: Rows) -> Tensor:
+    token_ids = _validate.target_ids(token_ids, rows.shape, "the rows of logits", rows.device, "token_ids")
+    if debug.may_read(token_ids) and token_ids.numel():
+        bad = (token_ids < 0) | (token_ids >= rows.vocab)
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            got = f"{token_ids[tuple(where)].item()} is outside [0, {rows.vocab})"
+            raise ValueError(f"token_ids{where or ''} = {got}")
+    return token_ids.reshape(-1).contiguous()
+
+
+def seeds_of(value: int | Tensor | None, rows: Rows) -> Tensor:
+    if value is not None:
+        return _integers("seeds", value, rows)
+    # torch's generator: reproducible by torch.manual_seed, and it advances inside a CUDA graph
+    return torch.randint(-(2**63), 2**63 - 1, (rows.total,), dtype=torch.int64, device=rows.device)
+
+
+def _integers(argument: str, value: int | Tensor, rows: Rows) -> Tensor:
+    if isinstance(value, Tensor):
+        return per_row(argument, int64(argument, value), rows, torch.int64)
+    return torch.full((rows.total,), int64(argument, value), dtype=torch.int64, device=rows.device)
+
+
+def int64(argument: str, value: Any) -> Any:
+    """64-bit words; those of uint64, and of numbers below 2**64, keep their bits."""
+    if not isinstance(value, Tensor):
+        whole = _scalars.as_int(value)
+        if whole is None or not -(2**63) <= whole < 2**64:
+            raise ValueError(f"{argument} must be a 64-bit integer or a tensor, got {value!r}")
+        return whole if whole < 2**63 else whole - 2**64
+    if value.dtype == torch.uint64:
+        return value.view(torch.int64)
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
+    return value
+
+
+def _top_k(value: int | Tensor | None, rows: Rows) -> int | Tensor:
+    """0 and -1 mean all, as in vLLM and SGLang."""
+    if value is None:
+        return 0
+    if not isinstance(value, Tensor):
+        whole = _scalars.as_int(value)
+        if whole is None or whole < -1:
+            raise ValueError(f"top_k must be an integer >= 1, or 0 or -1 for all, got {value!r}")
+        return min(max(whole, 0), 2**63 - 1)
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
+    value = per_row("top_k", value, rows, torch.int64)
+    _validate.look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
+    return value
+
+
+def _temperature(value: float | Tensor, rows: Rows) -> float | Tensor:
+    """0, or a normal number."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    normal = _NORMAL[dtype]
+    if isinstance(value, Tensor):
+        value = numbers("temperature", value, rows, dtype)
+        if debug.may_read(value) and value.numel():
+            low, high = value.aminmax()
+            if not (normal.low <= low.item() and high.item() <= normal.high):  # 0, or a wrong one
+                _validate.look("temperature", torch.where(value == 0, 1, value), normal.holds, normal.want)
+        return value
+    one = number("temperature", value, dtype)
+    if one != 0 and not normal.holds(one):
+        raise ValueError(f"temperature must be {normal.want}, got {value}")
+    return one
+
+
+def _bitmask(bitmask: Tensor | None, rows: Rows) -> Tensor | None:
+    """[B, ceil(V / 32)] of a mask of any width: of a padded vocabulary, or of a tokenizer with fewer tokens.
+
+    Tokens behind the mask are not allowed, as no grammar wants them.
+    """
+    if bitmask is None:
+        return None
+    words = -(-rows.vocab // 32)
+    want = (*rows.shape, words)
+    fits = isinstance(bitmask, Tensor) and bitmask.dtype == torch.int32
+    if not fits or bitmask.shape[:-1] != rows.shape or bitmask.dim() == 0 or bitmask.shape[-1] == 0:
+        raise ValueError(f"token_bitmask must be int32 of shape {want}, got {described(bitmask)}")
+    _validate.same_device("token_bitmask", bitmask, "logits", rows.device)
+    flat = bitmask.reshape(rows.total, bitmask.shape[-1])
+    if flat.shape[1] < words:
+        return torch.nn.functional.pad(flat, (0, words - flat.shape[1]))
+    if flat.shape[1] > words:
+        flat = flat[:, :words]
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def adjusted(logits: Tensor, rows: Rows, logit_bias: Any, penalties: Any) -> Tensor | None:
+    """The logits [B, V] after bias and penalties, in that order as in vLLM; None where there are none."""
+    if logit_bias is None and penalties is None:
+        return None
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if isinstance(logit_bias, (Sequence, Mapping)):  # of few tokens
+        z = logits.to(dtype, copy=True)
+        if isinstance(logit_bias, Mapping):  # one for all rows, with every token once
+            ids, values = TokenBias.of([logit_bias], z.shape[1], z.device)
+            z[:, ids[0]] += values[0].to(dtype)  # type: ignore[index]
+        else:
+            _token_bias(logit_bias, rows, z).add_to(z)
+    else:
+        z = logits.to(dtype)
+        if logit_bias is not None:
+            z = z + _bias(logit_bias, rows, z)
+    return z if penalties is None else checked(penalties).apply(z)
+
+
+def checked(penalties: Any) -> Penalties:
+    if not isinstance(penalties, Penalties):
+        raise ValueError(f"penalties must be rlkernel.Penalties, got {type(penalties).__name__}")
+    return penalties
+
+
+def _token_bias(bias: Any, rows: Rows, z: Tensor) -> TokenBias:
+    if isinstance(bias, TokenBias):
+        return bias.flat(rows)
+    if len(bias) != len(z):
+        raise ValueError(f"logit_bias must be one dict or None for each of {len(z)} rows, got {len(bias)}")
+    return TokenBias.of(bias, rows.vocab, z.device)
+
+
+def _bias(bias: Any, rows: Rows, z: Tensor) -> Tensor:
+    one, each = (rows.vocab,), (*rows.shape, rows.vocab)
+    _validate.floating("logit_bias", bias)
+    if bias.shape not in (one, each):
+        want = f"{one} or {each}"
+        raise ValueError(f"logit_bias must have shape {want}, got {tuple(bias.shape)}")
+    _validate.same_device("logit_bias", bias, "logits", z.device)
+    bias = bias.detach().to(z.dtype)
+    if debug.may_read(bias) and bias.numel() and not bias.max().item() < math.inf:
+        where = (~(bias < math.inf)).nonzero()[0].tolist()
+        raise ValueError(f"logit_bias{where} must be finite or -inf, got {bias[tuple(where)].item()}")
+    return bias.reshape(-1, rows.vocab)
