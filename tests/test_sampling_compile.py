@@ -5,7 +5,7 @@ import torch
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel.ops.sampling import draw as op
+from rlkernel.ops.sampling import drawing as op
 from rlkernel.reference.sampling import make_inputs
 
 OPTIONS = {

@@ -1,20 +1,19 @@
 """Tokens drawn from hidden states and the lm_head, without the logits in memory where nobody filters."""
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
-from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SampleStats, SamplingCall
+from rlkernel.calls.sampling import SampleOutput, SampleStats, SamplingCall
 from rlkernel.opaque import Op
 from rlkernel.ops.linear_logprob import checked_head
-from rlkernel.ops.sampling import inputs
-from rlkernel.ops.sampling.draw import draw
-from rlkernel.ops.sampling.output import output
-from rlkernel.ops.sampling.penalties import Penalties
-from rlkernel.ops.sampling.token_bias import LogitBias
+from rlkernel.ops.sampling import inputs, options_of_sample
+from rlkernel.ops.sampling.drawing import draw
+from rlkernel.ops.sampling.outputs import output
 from rlkernel.runtime.modes import without_autocast
 
 
@@ -27,32 +26,7 @@ def sample_linear(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     store_logits: bool | str = "auto",
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    top_n_sigma: float | Tensor | None = None,
-    epsilon_cutoff: float | Tensor | None = None,
-    eta_cutoff: float | Tensor | None = None,
-    top_a: float | Tensor | None = None,
-    typical_p: float | Tensor | None = None,
-    xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = XTC_THRESHOLD,
-    seeds: int | Tensor | None = None,
-    positions: int | Tensor | None = None,
-    token_bitmask: Tensor | None = None,
-    logit_bias: LogitBias | None = None,
-    penalties: Penalties | None = None,
-    filter_order: str = "sequential",
-    method: str = "grouped",
-    return_logprobs: tuple[str, ...] = LOGPROBS,
-    return_entropy: bool = False,
-    return_rank: bool = False,
-    top_logprobs: int = 0,
-    logprob_token_ids: Tensor | None = None,
-    ranking: str = "tempered",
-    return_support: int = 0,
-    out: SampleOutput | None = None,
+    **options: Any,
 ) -> SampleOutput:
     """Draw a token of each row of hidden states, with ``sample``'s statistics behind each tile of logits.
 
@@ -76,7 +50,7 @@ def sample_linear(
         logit_scale, softcap: as in ``linear_logprob``.
         logits_dtype: the dtype to which the product is rounded; None means fp32, which rounds nothing.
         store_logits: "auto", as said above; True: always; False: never, an error where they must be.
-        temperature and all that follows: as in ``sample``.
+        options: those of ``sample``, from ``temperature`` on.
 
     Returns:
         SampleOutput of [...] tensors, as ``sample``; constants without a gradient.
@@ -95,23 +69,17 @@ def sample_linear(
     vocab = weight.shape[0]
     rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
-    asked = inputs.asked(
-        rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
-        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method=method,
-        return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
-        return_support=return_support, out=out,
-    )  # fmt: skip
+    options = options_of_sample("sample_linear", options, without=())
+    asked = inputs.asked(rows, options)
     request = asked.request
+    given = ("logprob_token_ids", "logit_bias", "penalties")
     reasons = {
-        "a filter": request.may_filter(vocab), "return_rank": request.rank, "top_logprobs": top_logprobs,
-        "logprob_token_ids": logprob_token_ids is not None,
-        "logit_bias": logit_bias is not None, "penalties": penalties is not None,
+        "a filter": request.may_filter(vocab), "return_rank": request.rank,
+        "top_logprobs": asked.wanted.top, **{name: options[name] is not None for name in given},
     }  # fmt: skip
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
+    logit_bias, penalties = options["logit_bias"], options["penalties"]
     drawn = logit_bias is None and penalties is None
     with torch.no_grad():
         made = SampleLinearResults(

@@ -1,11 +1,14 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
+import inspect
+from typing import Any
+
 from torch import Tensor
 
 from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SamplingCall
 from rlkernel.ops.sampling import inputs
-from rlkernel.ops.sampling.draw import draw
-from rlkernel.ops.sampling.output import output
+from rlkernel.ops.sampling.drawing import draw
+from rlkernel.ops.sampling.outputs import output
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import LogitBias
 
@@ -112,70 +115,51 @@ def sample(
     arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191), typical-p Meister et al. (arXiv
     2202.00666); XTC is text-generation-webui's and llama.cpp's.
     """
+    options = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "top_n_sigma": top_n_sigma, "epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff,
+        "top_a": top_a, "typical_p": typical_p, "xtc_probability": xtc_probability,
+        "xtc_threshold": xtc_threshold, "seeds": seeds, "positions": positions,
+        "token_bitmask": token_bitmask, "logit_bias": logit_bias, "penalties": penalties,
+        "filter_order": filter_order, "method": method, "return_logprobs": return_logprobs,
+        "return_entropy": return_entropy, "return_rank": return_rank, "top_logprobs": top_logprobs,
+        "logprob_token_ids": logprob_token_ids, "ranking": ranking, "return_support": return_support,
+        "out": out,
+    }  # fmt: skip
     rows, flat = inputs.rows_of(logits)
-    asked = inputs.asked(
-        rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
-        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method=method,
-        return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
-        return_support=return_support, out=out,
-    )  # fmt: skip
-    z = inputs.adjusted(flat, rows, logit_bias, penalties)
-    call = SamplingCall(flat, z, asked.request, asked.wants)
-    return output(asked, call, draw(call))
+    return _sampled(flat, rows, inputs.asked(rows, options), options)
 
 
-def score_tokens(
-    logits: Tensor,
-    token_ids: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    top_n_sigma: float | Tensor | None = None,
-    epsilon_cutoff: float | Tensor | None = None,
-    eta_cutoff: float | Tensor | None = None,
-    top_a: float | Tensor | None = None,
-    typical_p: float | Tensor | None = None,
-    xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = XTC_THRESHOLD,
-    seeds: int | Tensor | None = None,
-    positions: int | Tensor | None = None,
-    token_bitmask: Tensor | None = None,
-    logit_bias: LogitBias | None = None,
-    penalties: Penalties | None = None,
-    filter_order: str = "sequential",
-    return_logprobs: tuple[str, ...] = LOGPROBS,
-    return_entropy: bool = False,
-    return_rank: bool = False,
-    top_logprobs: int = 0,
-    logprob_token_ids: Tensor | None = None,
-    ranking: str = "tempered",
-    return_support: int = 0,
-    out: SampleOutput | None = None,
-) -> SampleOutput:
+def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOutput:
     """What ``sample`` returns of its token, of given ones: prompt log-probabilities, replay of a rollout.
 
     Equal to ``sample`` where it had drawn ``token_ids`` [...], bit for bit.  A token that the filters leave
-    out has ``processed = -inf``, in a row with T = 0 every token but the likeliest.  ``seeds`` and
-    ``positions`` say in which rows ``xtc_probability`` drops tokens, and nothing else.
+    out has ``processed = -inf``, in a row with T = 0 every token but the likeliest.  ``options`` are those of
+    ``sample`` but ``method``; ``seeds`` and ``positions`` say in which rows ``xtc_probability`` drops tokens,
+    and nothing else.
 
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
+    options = options_of_sample("score_tokens", options, without=("method",))
     rows, flat = inputs.rows_of(logits)
-    asked = inputs.asked(
-        rows, inputs.forced(token_ids, rows), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        top_n_sigma=top_n_sigma, epsilon_cutoff=epsilon_cutoff, eta_cutoff=eta_cutoff, top_a=top_a,
-        typical_p=typical_p, xtc_probability=xtc_probability, xtc_threshold=xtc_threshold, seeds=seeds,
-        positions=positions, token_bitmask=token_bitmask, filter_order=filter_order, method="grouped",
-        return_logprobs=return_logprobs, return_entropy=return_entropy, return_rank=return_rank,
-        top_logprobs=top_logprobs, logprob_token_ids=logprob_token_ids, ranking=ranking,
-        return_support=return_support, out=out,
-    )  # fmt: skip
-    z = inputs.adjusted(flat, rows, logit_bias, penalties)
-    call = SamplingCall(flat, z, asked.request, asked.wants)
+    return _sampled(flat, rows, inputs.asked(rows, options, inputs.forced(token_ids, rows)), options)
+
+
+def _sampled(logits: Tensor, rows: inputs.Rows, asked: inputs.Asked, options: dict[str, Any]) -> SampleOutput:
+    z = inputs.adjusted(logits, rows, options["logit_bias"], options["penalties"])
+    call = SamplingCall(logits, z, asked.request, asked.wants)
     return output(asked, call, draw(call))
+
+
+_DEFAULTS = {
+    p.name: p.default for p in inspect.signature(sample).parameters.values() if p.kind is p.KEYWORD_ONLY
+}
+
+
+def options_of_sample(name: str, options: dict[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
+    """All options of ``sample``, of those that a function was given which has its options but some."""
+    for option in options:
+        if option not in _DEFAULTS or option in without:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+    return _DEFAULTS | options

@@ -66,72 +66,65 @@ def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
     return rows, flat if flat.stride(-1) == 1 or rows.vocab == 1 else flat.contiguous()
 
 
-def asked(
-    rows: Rows,
-    token_ids: Tensor | None = None,
-    *,
-    ranking: str,
-    top_logprobs: int,
-    logprob_token_ids: Tensor | None,
-    out: SampleOutput | None,
-    **given: Any,
-) -> Asked:
-    """Of the arguments of ``sample``, by name; raises ValueError for what is off."""
-    asks = request(rows, token_ids, **given)
-    also = wanted(ranking, top_logprobs, logprob_token_ids, rows)
+def asked(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None) -> Asked:
+    """Of the options of ``sample``; raises ValueError for what is off."""
+    asks = request(rows, options, token_ids)
+    ranking, top, ids = options["ranking"], options["top_logprobs"], options["logprob_token_ids"]
     names = {
-        "logprobs": given["return_logprobs"], "entropy": asks.entropy, "rank": asks.rank,
-        "support": asks.support, "top_logprobs": also.top, "logprob_token_ids": also.token_ids is not None,
-        "token_ids": token_ids is not None, "seeds": given["seeds"] is not None and token_ids is None,
+        "logprobs": options["return_logprobs"], "entropy": asks.entropy, "rank": asks.rank,
+        "support": asks.support, "top_logprobs": top, "logprob_token_ids": ids is not None,
+        "token_ids": token_ids is not None, "seeds": options["seeds"] is not None and token_ids is None,
     }  # fmt: skip
     wants = tuple([name for name, want in names.items() if want])
-    return Asked(rows.shape, asks, also, given["return_logprobs"], out, wants)
+    also = wanted(ranking, top, ids, rows)
+    return Asked(rows.shape, asks, also, options["return_logprobs"], options["out"], wants)
 
 
-def request(
-    rows: Rows,
-    token_ids: Tensor | None = None,
-    *,
-    filter_order: str,
-    method: str,
-    return_logprobs: tuple[str, ...],
-    return_entropy: bool = False,
-    return_rank: bool = False,
-    return_support: int = 0,
-    **given: Any,
-) -> Sampling:
-    """Of the parameters of ``sample``, by name; raises ValueError for what is off."""
-    _validate.choice("filter_order", filter_order, calls.FILTER_ORDERS)
+def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None) -> Sampling:
+    """Likewise, of what the kernels are told."""
+    order, method, logprobs = options["filter_order"], options["method"], options["return_logprobs"]
+    _validate.choice("filter_order", order, calls.FILTER_ORDERS)
     _validate.choice("method", method, calls.METHODS)
-    if isinstance(return_logprobs, str):
-        raise ValueError(f"return_logprobs must be a tuple of names, got {return_logprobs!r}")
-    for each in return_logprobs:
+    if isinstance(logprobs, str):
+        raise ValueError(f"return_logprobs must be a tuple of names, got {logprobs!r}")
+    for each in logprobs:
         _validate.choice("return_logprobs", each, calls.LOGPROBS)
-    count("return_support", return_support, 2**31 - 1)
-    seeds, positions = given["seeds"], given["positions"]
-    if token_ids is None or seeds is not None:
+    support = count("return_support", options["return_support"], 2**31 - 1)
+    seeds, positions, drawn = options["seeds"], options["positions"], token_ids is None
+    if drawn or seeds is not None:
         seeds = seeds_of(seeds, rows)
     if positions is not None:
         positions = _integers("positions", positions, rows)
-    drawn = token_ids is None
     return Sampling(
-        _temperature(given["temperature"], rows), _top_k(given["top_k"], rows), _float("top_p", given, rows),
-        _float("min_p", given, rows), _float("top_n_sigma", given, rows), seeds if drawn else None,
-        positions if drawn else None, token_ids, _bitmask(given["token_bitmask"], rows), None, filter_order,
-        method == "gumbel", "raw" in return_logprobs, bool(return_entropy), bool(return_rank),
-        int(return_support), _thresholds(given, rows), _band(given, seeds, positions, rows),
-    )  # fmt: skip
+        temperature=_temperature(options["temperature"], rows),
+        top_k=_top_k(options["top_k"], rows),
+        top_p=_float("top_p", options, rows),
+        min_p=_float("min_p", options, rows),
+        top_n_sigma=_float("top_n_sigma", options, rows),
+        seeds=seeds if drawn else None,
+        positions=positions if drawn else None,
+        token_ids=token_ids,
+        token_bitmask=_bitmask(options["token_bitmask"], rows),
+        order=order,
+        gumbel=method == "gumbel",
+        raw="raw" in logprobs,
+        entropy=bool(options["return_entropy"]),
+        rank=bool(options["return_rank"]),
+        support=support,
+        thresholds=_thresholds(options, rows),
+        band=_band(options, seeds, positions, rows),
+    )
 
 
-def _float(name: str, given: dict[str, Any], rows: Rows) -> float | Tensor:
+def _float(name: str, options: dict[str, Any], rows: Rows) -> float | Tensor:
     """One number, or one per row."""
-    value, range = given[name], _RANGES[name]
+    value, range = options[name], _RANGES[name]
     return range.off if value is None else within(range, name, value, rows)
 
 
-def _thresholds(given: dict[str, Any], rows: Rows) -> Tensor | None:
+def _thresholds(options: dict[str, Any], rows: Rows) -> Tensor | None:
     """[B, THRESHOLDS]; None where all are numbers and off."""
-    columns = [_float(name, given, rows) for name in calls.THRESHOLDS]
+    columns = [_float(name, options, rows) for name in calls.THRESHOLDS]
     if not any(isinstance(x, Tensor) or x > 0 for x in columns):
         return None
     made = torch.empty(len(columns), rows.total, dtype=torch.float32, device=rows.device)
@@ -140,10 +133,10 @@ def _thresholds(given: dict[str, Any], rows: Rows) -> Tensor | None:
     return made.t().contiguous()
 
 
-def _band(given: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Tensor | None:
+def _band(options: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Tensor | None:
     """[B, BAND]; None where all are numbers and off.  Which rows XTC is on in is drawn here."""
-    typical, chance = _float("typical_p", given, rows), _float("xtc_probability", given, rows)
-    threshold = within(_SHARE, "xtc_threshold", given["xtc_threshold"], rows)
+    typical, chance = _float("typical_p", options, rows), _float("xtc_probability", options, rows)
+    threshold = within(_SHARE, "xtc_threshold", options["xtc_threshold"], rows)
     excludes = isinstance(chance, Tensor) or chance > 0
     if not excludes and not isinstance(typical, Tensor) and typical == 1:
         return None

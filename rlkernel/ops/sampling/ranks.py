@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
-from rlkernel.ops.sampling.draw import draw
+from rlkernel.ops.sampling.drawing import draw
 
 
 class Wanted(NamedTuple):

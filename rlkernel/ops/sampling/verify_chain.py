@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.sampling import (
-    LOGPROBS,
     MASS_ONE,
-    XTC_THRESHOLD,
+    THRESHOLDS,
     Domain,
     SampleStats,
     Sampling,
@@ -17,13 +16,21 @@ from rlkernel.calls.sampling import (
     VerifyOutput,
 )
 from rlkernel.ops import _validate
-from rlkernel.ops.sampling import inputs
-from rlkernel.ops.sampling.draw import draw
+from rlkernel.ops.sampling import inputs, options_of_sample
+from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.numbers import INTEGERS, described
 from rlkernel.ops.sampling.penalties import Penalties
-from rlkernel.ops.sampling.token_bias import LogitBias, TokenBias
+from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.reference import sampling_stream as stream
 from rlkernel.runtime import debug
+
+_PER_REQUEST = (
+    "temperature", "top_k", "top_p", "min_p", "top_n_sigma", *THRESHOLDS, "typical_p", "xtc_probability",
+    "xtc_threshold", "seeds",
+)  # fmt: skip
+_NOT_HERE = (
+    "return_entropy", "return_rank", "top_logprobs", "logprob_token_ids", "ranking", "return_support", "out",
+)  # fmt: skip
 
 
 def verify_chain(
@@ -32,25 +39,7 @@ def verify_chain(
     *,
     draft_logprobs: Tensor | None = None,
     draft_lengths: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    top_n_sigma: float | Tensor | None = None,
-    epsilon_cutoff: float | Tensor | None = None,
-    eta_cutoff: float | Tensor | None = None,
-    top_a: float | Tensor | None = None,
-    typical_p: float | Tensor | None = None,
-    xtc_probability: float | Tensor | None = None,
-    xtc_threshold: float | Tensor = XTC_THRESHOLD,
-    seeds: int | Tensor | None = None,
-    positions: int | Tensor | None = None,
-    token_bitmask: Tensor | None = None,
-    logit_bias: LogitBias | None = None,
-    penalties: Penalties | None = None,
-    filter_order: str = "sequential",
-    method: str = "grouped",
-    return_logprobs: tuple[str, ...] = LOGPROBS,
+    **options: Any,
 ) -> VerifyOutput:
     """Keep the drafted tokens that the target would have drawn, and draw the one behind them.
 
@@ -95,6 +84,7 @@ def verify_chain(
 
     Acceptance by Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
     """
+    options = options_of_sample("verify_chain", options, without=_NOT_HERE)
     drafts, lengths = _checked(draft_token_ids, target_logits, draft_logprobs, draft_lengths)
     inside = (drafts >= 0) & (drafts < target_logits.shape[2])
     drafts = torch.where(inside, drafts, 0)
@@ -105,22 +95,14 @@ def verify_chain(
     rows, flat = inputs.rows_of(target_logits)
     (count, places), vocab = rows.shape, rows.vocab
     requests = rows._replace(shape=rows.shape[:1])
-    start = inputs.int64("positions", 0 if positions is None else positions)
+    start = inputs.int64("positions", 0 if options["positions"] is None else options["positions"])
     place = torch.arange(places, device=flat.device)
-    each = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "top_n_sigma": top_n_sigma, "epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff,
-        "top_a": top_a, "typical_p": typical_p, "xtc_probability": xtc_probability,
-        "xtc_threshold": xtc_threshold,
-        # one for a request, not for a place
-        "seeds": inputs.seeds_of(None, requests) if seeds is None else seeds,
-    }  # fmt: skip
-    request = inputs.request(
-        rows, **{name: _spread(name, value, rows.shape) for name, value in each.items()},
-        positions=_spread("positions", start, rows.shape) + place.expand(rows.shape),
-        token_bitmask=token_bitmask, filter_order=filter_order, method=method,
-        return_logprobs=return_logprobs,
-    )  # fmt: skip
+    if options["seeds"] is None:  # one for a request, not for a place
+        options["seeds"] = inputs.seeds_of(None, requests)
+    spread = {name: _spread(name, options[name], rows.shape) for name in _PER_REQUEST}
+    spread["positions"] = _spread("positions", start, rows.shape) + place.expand(rows.shape)
+    request = inputs.request(rows, options | spread)
+    logit_bias, penalties = options["logit_bias"], options["penalties"]
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (count, vocab):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
     elif isinstance(logit_bias, Sequence) and not isinstance(logit_bias, TokenBias):
@@ -138,6 +120,7 @@ def verify_chain(
         accepted, stats = _sampled(call, drafts, lengths)
     else:
         accepted, stats = _rejected(call, drafts, inside, lengths, draft_logprobs)
+    logprobs = options["return_logprobs"]
     valid = stats.valid.view(rows.shape) & (place <= accepted[:, None])
 
     def padded(x: Tensor | None, padding: float) -> Any:
@@ -147,8 +130,8 @@ def verify_chain(
         token_ids=padded(stats.token_ids, -1),
         accepted=accepted,
         raw_logprobs=padded(stats.raw_logprobs, 0.0),
-        tempered_logprobs=padded(stats.tempered_logprobs, 0.0) if "tempered" in return_logprobs else None,
-        processed_logprobs=padded(stats.processed_logprobs, 0.0) if "processed" in return_logprobs else None,
+        tempered_logprobs=padded(stats.tempered_logprobs, 0.0) if "tempered" in logprobs else None,
+        processed_logprobs=padded(stats.processed_logprobs, 0.0) if "processed" in logprobs else None,
         valid=valid,
     )
 
