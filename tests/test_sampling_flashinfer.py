@@ -107,7 +107,7 @@ def backend(name, monkeypatch):
     for loaded in (f"rlkernel.{name}", f"rlkernel.{name}.sampling"):
         monkeypatch.delitem(sys.modules, loaded, raising=False)
     module = importlib.import_module(f"rlkernel.{name}.sampling")
-    monkeypatch.setattr(module, "_library", lambda: (LIBRARIES[name][0], ""))
+    monkeypatch.setattr(library_sampling, "imported", lambda path: (LIBRARIES[name][0], ""))
     generator = torch.Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     yield module
@@ -271,7 +271,8 @@ def test_it_says_which_tensors_it_takes(name, backend, monkeypatch):
 
 @both
 def test_a_package_that_does_not_import_is_a_reason(name, backend, monkeypatch):
-    monkeypatch.setattr(backend, "_library", lambda: (None, f"{name} does not import here: no such tool"))
+    why = f"{name} does not import here: no such tool"
+    monkeypatch.setattr(library_sampling, "imported", lambda path: (None, why))
     reasons = backend.unsupported(on_gpu(monkeypatch, name), sampling=PLAIN)
     assert reasons == [f"{name} does not import here: no such tool"]
 

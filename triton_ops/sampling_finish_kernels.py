@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.calls import sampling as calls
+from rlkernel.triton_ops import sampling_select_kernels as sets
 from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LOG2E, finite_or_zero, sum_lanes
 from rlkernel.triton_ops.sampling_kernels import (
@@ -22,23 +23,6 @@ from rlkernel.triton_ops.sampling_kernels import (
     softmax_temperature,
 )
 from rlkernel.triton_ops.sampling_random import REDRAW, draw_below, gumbel_noise, key_of
-from rlkernel.triton_ops.sampling_select_kernels import (
-    BATCH,
-    NO_TOKEN,
-    UNLIMITED,
-    find_pivot,
-    is_kept,
-    kept_ties,
-    kth_group,
-    list_groups,
-    list_groups_from,
-    load_survivors,
-    narrow,
-    sums_before,
-    survey,
-    tie_id,
-    token_at_mass,
-)
 
 Order = Names(calls.FILTER_ORDERS)
 Threshold, Band = Names(calls.THRESHOLDS), Names(calls.BAND)
@@ -84,14 +68,14 @@ def least_of(thresholds, record, here, per_t):
 def noisiest(listed, n, x_ptr, adjusted, bitmask, V, top, t, pivot, last, high, seed, position):
     """The kept token with the largest ``(z - top) / t + noise``; the lowest of several."""
     best = tl.full((), float("-inf"), tl.float32)
-    winner = tl.full((), NO_TOKEN, tl.int32)
-    for start in range(0, n, BATCH):
-        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+    winner = tl.full((), sets.NO_TOKEN, tl.int32)
+    for start in range(0, n, sets.BATCH):
+        z, tokens = sets.load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
         noisy = ((z - top) / t.to(tl.float32)) + gumbel_noise(seed, position, tokens)
-        noisy = tl.where(is_kept(z, tokens, pivot, last, high), noisy, float("-inf"))
+        noisy = tl.where(sets.is_kept(z, tokens, pivot, last, high), noisy, float("-inf"))
         here = tl.max(noisy)
         if here > best:
-            winner = tl.min(tl.where(noisy == here, tokens, NO_TOKEN))
+            winner = tl.min(tl.where(noisy == here, tokens, sets.NO_TOKEN))
             best = here
     return winner
 
@@ -109,21 +93,21 @@ def select(
         before = tl.where(p_on, float("-inf"), cut)
     bound = tl.maximum(by_mass, before)
     if k < V:
-        bound = tl.maximum(bound, kth_group(group_max, groups, top, k, N) - top)
+        bound = tl.maximum(bound, sets.kth_group(group_max, groups, top, k, N) - top)
     whole_mass = tl.full((), 0, tl.int64)
     if ORDER == Order.joint and p_on:  # p counts the mass of all tokens
-        n = list_groups(listed, group_max, groups, top, by_mass, N)
-        whole_mass = survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
-    n = list_groups(listed, group_max, groups, top, bound, N)
-    count, mass, lowest = survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
+        n = sets.list_groups(listed, group_max, groups, top, by_mass, N)
+        whole_mass = sets.survey(listed, n, x_ptr, adjusted, bitmask, V, top, by_mass, c)[1]
+    n = sets.list_groups(listed, group_max, groups, top, bound, N)
+    count, mass, lowest = sets.survey(listed, n, x_ptr, adjusted, bitmask, V, top, bound, c)
     if ORDER != Order.joint:
         whole_mass = mass
 
     pivot = lowest
-    last = tl.full((), NO_TOKEN, tl.int32)
+    last = tl.full((), sets.NO_TOKEN, tl.int32)
     cut_by_k = count > k
     if p_on | cut_by_k:
-        limit = tl.full((), UNLIMITED, tl.int64)
+        limit = tl.full((), sets.UNLIMITED, tl.int64)
         n_from = count
         ties = count
         # first, where p counts the mass of the first k tokens: which they are
@@ -133,19 +117,19 @@ def select(
         while phase < 2:
             if p_on & (phase == 1):
                 limit = tl.ceil(p.to(tl.float64) * whole_mass.to(tl.float64)).to(tl.int64)
-            pivot, n_from, n_above, m_above = find_pivot(
+            pivot, n_from, n_above, m_above = sets.find_pivot(
                 listed, n, x_ptr, adjusted, bitmask, V, top, c, k, limit, pivot, n_from, candidates, ROOM
             )
-            ties, m = kept_ties(pivot, n_from, n_above, m_above, top, c, k, limit)
+            ties, m = sets.kept_ties(pivot, n_from, n_above, m_above, top, c, k, limit)
             count = n_above + ties
             mass = m_above + ties * m
             whole_mass = tl.where(phase == 0, mass, whole_mass)
             phase += 1
         if count < n_from:
-            last = tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
+            last = sets.tie_id(listed, n, x_ptr, adjusted, bitmask, V, pivot, ties)
     if ORDER == Order.top_k_first and pivot - top < cut:
-        count, mass, pivot = survey(listed, n, x_ptr, adjusted, bitmask, V, top, cut, c)
-        last = tl.full((), NO_TOKEN, tl.int32)
+        count, mass, pivot = sets.survey(listed, n, x_ptr, adjusted, bitmask, V, top, cut, c)
+        last = tl.full((), sets.NO_TOKEN, tl.int32)
     return n, pivot, last, count, mass
 
 
@@ -153,10 +137,10 @@ def select(
 def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, last, high):
     """The kept ids, ascending."""
     written = tl.full((), 0, tl.int32)
-    for start in range(0, n, BATCH):
-        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        keep = is_kept(z, tokens, pivot, last, high).to(tl.int32)
-        place = written + sums_before(keep)
+    for start in range(0, n, sets.BATCH):
+        z, tokens = sets.load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+        keep = sets.is_kept(z, tokens, pivot, last, high).to(tl.int32)
+        place = written + sets.sums_before(keep)
         tl.store(support + place, tokens, mask=(keep != 0) & (place < size))
         written += tl.sum(keep)
 
@@ -164,10 +148,10 @@ def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, 
 @triton.jit
 def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
     """1 + the number of tokens with a larger z, or the same and a lower id."""
-    n = list_groups_from(listed, group_max, groups, z_token, N)
+    n = sets.list_groups_from(listed, group_max, groups, z_token, N)
     rank = tl.full((), 1, tl.int64)
-    for start in range(0, n, BATCH):
-        z, tokens = load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
+    for start in range(0, n, sets.BATCH):
+        z, tokens = sets.load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
         before = (z > z_token) | ((z == z_token) & (tokens < token))
         rank += tl.sum(before.to(tl.int32)).to(tl.int64)
     return rank
@@ -263,7 +247,7 @@ def finish_kernel(
                 p, p_on, cut, ORDER, GROUPS, ROOM,
             )  # fmt: skip
             if band is not None and band_on:
-                pivot, last, high, kept_count, mass = narrow(
+                pivot, last, high, kept_count, mass = sets.narrow(
                     listed, n, x_ptr, adjusted, bitmask, V, top, t, c, pivot, last, kept_count, mass, typical,
                     threshold,
                 )  # fmt: skip
@@ -298,7 +282,7 @@ def finish_kernel(
 
     excluded = greedy & (token != argmax)  # from the kept set
     if FILTER and restricted:
-        excluded = not is_kept(z_token, token, pivot, last, high)
+        excluded = not sets.is_kept(z_token, token, pivot, last, high)
         if token_ids is None and excluded:  # one draw over what is kept
             seed, position = key_of(seeds, positions, row)
             if GUMBEL:
@@ -307,7 +291,7 @@ def finish_kernel(
                 )
             else:
                 below = draw_below(mass, REDRAW, seed, position)
-                token = token_at_mass(
+                token = sets.token_at_mass(
                     listed, n, x_ptr, adjusted, bitmask, V, top, c, pivot, last, high, below
                 )
             x_token, z_token = load_entries(x_ptr, adjusted, bitmask, token, token < V, 0)

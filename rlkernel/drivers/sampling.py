@@ -1,46 +1,57 @@
 """What the backends over sampling libraries share: such a library returns token ids and nothing else."""
 
+import functools
+import importlib
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling
+from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
 
 NEVER = 2.0  # a probability that no mass reaches: a filter that is off
 
 
-def reasons(library: str, logits: Tensor, sampling: Sampling | None, needs: frozenset[str]) -> list[str]:
+def reasons(library: str, logits: Tensor, request: Sampling | None, needs: Collection[str]) -> list[str]:
     """Why a library of token ids cannot do this; ``needs`` names what the caller wants beside them."""
     why = [f"{library} returns token ids only, asked for {name}" for name in sorted(needs)]
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         why.append(f"logits must be float32, float16 or bfloat16, got {logits.dtype}")
-    if sampling is None:
+    if request is None:
         return why
-    if sampling.gumbel:
+    if request.gumbel:
         why.append(f"{library} has a random stream of its own, asked for method 'gumbel'")
-    if isinstance(sampling.temperature, Tensor) or sampling.temperature == 0:
+    if isinstance(request.temperature, Tensor) or request.temperature == 0:
         why.append(f"{library} has no rows at temperature 0: temperature must be one number > 0")
-    if sampling.may_use_sigma:
-        why.append(f"{library} has no top_n_sigma")
-    if sampling.band is not None:
-        why.append(f"{library} has no typical_p and no XTC")
-    for name in ("token_ids", "token_bitmask", "thresholds", "skip"):
-        if getattr(sampling, name) is not None:
-            why.append(f"{library} has no {name}")
-    return why
+    lacks = {"top_n_sigma": request.may_use_sigma, "typical_p and no XTC": request.band is not None}
+    names = ("token_ids", "token_bitmask", "thresholds", "skip")
+    lacks |= {name: getattr(request, name) is not None for name in names}
+    return why + [f"{library} has no {name}" for name, asked in lacks.items() if asked]
 
 
-def probabilities(logits: Tensor, adjusted: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+@functools.cache
+def imported(module: str) -> tuple[Any, str]:
+    """A library's module, or why it does not import here: an import takes seconds and sets up the device."""
+    try:
+        return importlib.import_module(module), ""
+    except Exception as error:  # a machine that it does not know fails with an error of any kind
+        return None, f"{module.partition('.')[0]} does not import here: {error}"
+
+
+def probabilities(call: SamplingCall) -> tuple[Tensor, Tensor]:
     """fp32 [B, V] and whether a row has any: one without is uniform, so that no kernel loops forever."""
-    z = (logits if adjusted is None else adjusted).float()
-    probs = torch.softmax((z - z.amax(-1, keepdim=True)) / temperature, -1)
+    t = call.request.temperature
+    z = (call.logits if call.adjusted is None else call.adjusted).float()
+    probs = torch.softmax((z - z.amax(-1, keepdim=True)) / t, -1)
     # NaN, +inf or nothing but -inf makes every element NaN
     valid = ~probs[:, 0].isnan()
-    return torch.where(valid[:, None], probs, 1 / max(logits.shape[1], 1)), valid
+    return torch.where(valid[:, None], probs, 1 / max(z.shape[1], 1)), valid
 
 
-def held(sampling: Sampling, valid: Tensor) -> Tensor:
+def _held(request: Sampling, valid: Tensor) -> Tensor:
     """Rows that are ``valid`` and whose parameters are in range: nobody has looked at those of tensors."""
-    k, p, m = sampling.top_k, sampling.top_p, sampling.min_p
+    k, p, m = request.top_k, request.top_p, request.min_p
     if isinstance(k, Tensor):
         valid = valid & (k >= -1)
     if isinstance(p, Tensor):
@@ -68,11 +79,13 @@ def min_p(value: float | Tensor) -> float | Tensor:
     return torch.where((value >= 0) & (value <= 1), value, 0) if isinstance(value, Tensor) else value
 
 
-def no_rows(logits: Tensor) -> SampleStats:
-    return stats(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.bool))
-
-
-def stats(token_ids: Tensor, valid: Tensor) -> SampleStats:
+def stats(request: Sampling, token_ids: Tensor, valid: Tensor) -> SampleStats:
     nothing = dict.fromkeys(SampleStats._fields)
+    valid = _held(request, valid)
     ids = torch.where(valid, token_ids.to(torch.int64), -1)
     return SampleStats(**{**nothing, "token_ids": ids, "valid": valid})  # type: ignore[arg-type]
+
+
+def no_rows(call: SamplingCall) -> SampleStats:
+    ids, valid = (call.logits.new_empty(0, dtype=x) for x in (torch.int64, torch.bool))
+    return stats(Sampling(), ids, valid)

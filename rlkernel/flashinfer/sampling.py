@@ -6,78 +6,65 @@ row in the batch.  ``sample`` draws the seeds of its callers who give none, on t
 captured.
 """
 
-import functools
-from types import ModuleType
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
-from rlkernel.drivers import sampling as library_sampling
+from rlkernel.drivers import sampling as driver
+
+LIBRARY = "flashinfer.sampling"
 
 
 def unsupported(
     logits: Tensor,
     *tensors: Tensor,
     sampling: Sampling | None = None,
-    needs: frozenset[str] = frozenset(),
+    needs: Collection[str] = (),
     **options: Any,
 ) -> list[str]:
-    reasons = library_sampling.reasons("flashinfer", logits, sampling, needs)
+    reasons = driver.reasons("flashinfer", logits, sampling, needs)
     if logits.device.type != "cuda" or torch.version.hip is not None:
         reasons.append(f"logits must be on an NVIDIA GPU, got {logits.device}")
-    if sampling is not None and _min_p(sampling) and (_top_k(sampling, logits) or _top_p(sampling)):
-        reasons.append("flashinfer has min_p only by itself, asked for top_k or top_p too")
-    if not reasons:  # an import takes seconds and sets up CUDA
-        _, missing = _library()
-        reasons += [missing] if missing else []
-    return reasons
+    if sampling is not None:
+        k, p, m = _filters(sampling, logits.shape[1])
+        if m and (k or p):
+            reasons.append("flashinfer has min_p only by itself, asked for top_k or top_p too")
+    return reasons or list(filter(None, driver.imported(LIBRARY)[1:]))
 
 
 def forward(call: SamplingCall) -> SampleStats:
-    logits, adjusted, sampling, _ = call
-    library, _ = _library()
-    assert library is not None and not isinstance(sampling.temperature, Tensor)
-    if logits.shape[0] == 0:
-        return library_sampling.no_rows(logits)
-    probs, valid = library_sampling.probabilities(logits, adjusted, sampling.temperature)
-    assert sampling.seeds is not None
-    seeds = sampling.seeds.contiguous()
+    library, _ = driver.imported(LIBRARY)
+    request, vocab = call.request, call.logits.shape[1]
+    if call.logits.shape[0] == 0:
+        return driver.no_rows(call)
+    probs, valid = driver.probabilities(call)
+    assert request.seeds is not None
+    seeds = request.seeds.contiguous()
     stream = {"seed": seeds, "offset": torch.zeros_like(seeds)}
-    k = library_sampling.top_k(sampling.top_k, logits.shape[1])
-    p = library_sampling.top_p(sampling.top_p)
-    if _min_p(sampling):
-        m = library_sampling.min_p(sampling.min_p)
-        ids = library.min_p_sampling_from_probs(probs, m, **stream)
-    elif _top_k(sampling, logits) and _top_p(sampling):
-        order = "joint" if sampling.order == "joint" else "top_k_first"
+    k, p = driver.top_k(request.top_k, vocab), driver.top_p(request.top_p)
+    k_on, p_on, m_on = _filters(request, vocab)
+    if m_on:
+        ids = library.min_p_sampling_from_probs(probs, driver.min_p(request.min_p), **stream)
+    elif k_on and p_on:
+        order = "joint" if request.order == "joint" else "top_k_first"
         ids = library.top_k_top_p_sampling_from_probs(probs, k, p, filter_apply_order=order, **stream)
-    elif _top_k(sampling, logits):
+    elif k_on:
         ids = library.top_k_sampling_from_probs(probs, k, **stream)
-    elif _top_p(sampling):
+    elif p_on:
         ids = library.top_p_sampling_from_probs(probs, p, **stream)
     else:
         ids = library.sampling_from_probs(probs, **stream)
-    return library_sampling.stats(ids, library_sampling.held(sampling, valid))
+    return driver.stats(request, ids, valid)
 
 
-@functools.cache
-def _library() -> tuple[ModuleType | None, str]:
-    try:
-        import flashinfer.sampling as library
-    except Exception as error:  # a CUDA that it does not know fails with an error of any kind
-        return None, f"flashinfer does not import here: {error}"
-    return library, ""
-
-
-def _top_k(sampling: Sampling, logits: Tensor) -> bool:
-    return isinstance(sampling.top_k, Tensor) or 1 <= sampling.top_k < logits.shape[1]
-
-
-def _top_p(sampling: Sampling) -> bool:
-    return isinstance(sampling.top_p, Tensor) or sampling.top_p < 1
-
-
-def _min_p(sampling: Sampling) -> bool:
-    return isinstance(sampling.min_p, Tensor) or sampling.min_p > 0
+def _filters(request: Sampling, vocab: int) -> tuple[bool, bool, bool]:
+    """Whether top-k, top-p and min-p may be on."""
+    k, p, m = request.top_k, request.top_p, request.min_p
+    return (
+        isinstance(k, Tensor) or 1 <= k < vocab,
+        isinstance(p, Tensor) or p < 1,
+        isinstance(m, Tensor) or m > 0,
+    )
