@@ -82,12 +82,11 @@ def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
     public = sys.modules[__package__]  # which imports this module, and not the other way round
     for name in public.__all__:
         function = getattr(public, name, None)
-        package, _, module = getattr(function, "__module__", "").rpartition(".")
-        if package != "rlkernel.ops" or not inspect.isfunction(function):
+        if not inspect.isfunction(function) or not function.__module__.startswith("rlkernel.ops."):
             continue
         first = next(iter(inspect.signature(function).parameters))
         if typing.get_type_hints(function).get(first) is Tensor:
-            found[name] = function, module if module in ops else "sampling"
+            found[name] = function, function.__module__.split(".")[2]
     for op in ops:  # an op that has no function of its name is known by its first one
         found.setdefault(op, next(x for x in found.values() if x[1] == op))
     return found

@@ -148,7 +148,7 @@ def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, 
 @triton.jit
 def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
     """1 + the number of tokens with a larger z, or the same and a lower id."""
-    n = sets.list_groups_from(listed, group_max, groups, z_token, N)
+    n = sets.list_groups(listed, group_max, groups, None, z_token, N)
     rank = tl.full((), 1, tl.int64)
     for start in range(0, n, sets.BATCH):
         z, tokens = sets.load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)

@@ -20,28 +20,17 @@ UNLIMITED = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # as a mass
 
 @triton.jit
 def list_groups(listed, group_max, groups, top, bound, N: tl.constexpr):
-    """List the groups with a finite maximum m and ``m - top >= bound``; returns their number."""
+    """List the groups with a finite maximum m and ``m - top >= bound``; without a top, those with
+    ``m >= bound``, which may be -inf.  Returns their number."""
     n = tl.full((), 0, tl.int32)
     tl.debug_barrier()  # others may still be reading the former list
     for start in range(0, groups, N):
         g = start + tl.arange(0, N)
         m = tl.load(group_max + g, mask=g < groups, other=float("-inf"))
-        keep = ((m > float("-inf")) & (m - top >= bound)).to(tl.int32)
-        tl.store(listed + n + tl.cumsum(keep, axis=0) - 1, g, mask=keep != 0)
-        n += tl.sum(keep)
-    tl.debug_barrier()
-    return n
-
-
-@triton.jit
-def list_groups_from(listed, group_max, groups, value, N: tl.constexpr):
-    """List the groups whose maximum is at least ``value``, which may be -inf."""
-    n = tl.full((), 0, tl.int32)
-    tl.debug_barrier()
-    for start in range(0, groups, N):
-        g = start + tl.arange(0, N)
-        m = tl.load(group_max + g, mask=g < groups, other=float("-inf"))
-        keep = ((g < groups) & (m >= value)).to(tl.int32)
+        if top is None:
+            keep = ((g < groups) & (m >= bound)).to(tl.int32)
+        else:
+            keep = ((m > float("-inf")) & (m - top >= bound)).to(tl.int32)
         tl.store(listed + n + tl.cumsum(keep, axis=0) - 1, g, mask=keep != 0)
         n += tl.sum(keep)
     tl.debug_barrier()

@@ -11,12 +11,13 @@ from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, 
 from rlkernel.calls.sampling import SampleOutput, SampleStats, SamplingCall
 from rlkernel.opaque import Op
 from rlkernel.ops.linear_logprob import checked_head
-from rlkernel.ops.sampling import inputs, options_of_sample
+from rlkernel.ops.sampling import inputs, options_of_sample, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.runtime.modes import without_autocast
 
 
+@takes_options_of_sample()
 def sample_linear(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +70,7 @@ def sample_linear(
     vocab = weight.shape[0]
     rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
-    options = options_of_sample("sample_linear", options, without=())
+    options = options_of_sample("sample_linear", options)
     asked = inputs.asked(rows, options)
     request = asked.request
     given = ("logprob_token_ids", "logit_bias", "penalties")

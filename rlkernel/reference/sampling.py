@@ -36,11 +36,11 @@ def forward(call: SamplingCall) -> SampleStats:
     t = _column(sampling.temperature, z, z.dtype)
     greedy = (t == 0)[:, 0]
     softmax = _softmax(z, torch.where((t == 0) | ~valid[:, None], 1, t))
-    kept, kept_mass, filtered = _filter(softmax, sampling, greedy)
+    picked = _filter(softmax, sampling, greedy)
     token = sampling.token_ids
     if token is None:
-        token = torch.where(greedy, z.argmax(-1), _draw(softmax, kept, filtered, sampling))
-    return _statistics(x, softmax, kept, kept_mass, filtered, greedy, valid, token, sampling)
+        token = torch.where(greedy, z.argmax(-1), _draw(softmax, picked.kept, picked.filtered, sampling))
+    return _statistics(x, softmax, picked, valid, token, sampling)
 
 
 def _in_range(sampling: Sampling, z: Tensor) -> Tensor:
@@ -66,6 +66,10 @@ class _Softmax(NamedTuple):
     total: Tensor  # sum of e
 
     @property
+    def weighted(self) -> Tensor:
+        return torch.where(self.e == 0, 0, self.e * self.d / self.t)
+
+    @property
     def logprobs(self) -> Tensor:
         return self.d / self.t - self.total.log()[:, None]
 
@@ -82,12 +86,16 @@ def _integer_mass(e: Tensor) -> Tensor:
     return (e.double() * MASS_ONE).round().to(torch.int64)
 
 
-def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept tokens [B, V], their integer mass, and which rows do not keep the whole vocabulary.
+class _Picked(NamedTuple):
+    kept: Tensor  # [B, V]
+    mass: Tensor  # theirs, an integer
+    filtered: Tensor  # rows that do not keep the whole vocabulary
+    greedy: Tensor
 
-    Every filter but typical-p and XTC keeps a prefix of the order (logit descending, id ascending); these two
-    keep a band of logits, of what the others leave.
-    """
+
+def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> _Picked:
+    """Every filter but typical-p and XTC keeps a prefix of the order (logit descending, id ascending); these
+    two keep a band of logits, of what the others leave."""
     z, d = softmax.z, softmax.d
     rows, vocab = z.shape
     top_k, top_p = _column(sampling.top_k, z, torch.int64), _column(sampling.top_p, z)
@@ -128,7 +136,7 @@ def _filter(softmax: _Softmax, sampling: Sampling, greedy: Tensor) -> tuple[Tens
         narrowed = _exclude(softmax, _typical(softmax, kept, sampling.band[:, :1]), sampling.band[:, 1:])
         kept = torch.where((on & ~greedy)[:, None], narrowed, kept)
     filtered = on & ~greedy & (kept.sum(-1) < vocab)
-    return kept, torch.where(kept, softmax.mass, 0).sum(-1), filtered
+    return _Picked(kept, torch.where(kept, softmax.mass, 0).sum(-1), filtered, greedy)
 
 
 def _typical(softmax: _Softmax, kept: Tensor, share: Tensor) -> Tensor:
@@ -164,10 +172,7 @@ def _least(softmax: _Softmax, thresholds: Tensor) -> Tensor:
     """The least (z - max) / T [B, 1] that epsilon, eta and top-a keep; the likeliest token has 0."""
     epsilon, eta, top_a = thresholds.log().split(1, -1)  # -inf where off
     total, log_sum = softmax.total.double()[:, None], softmax.total.double().log()[:, None]
-    weighted = (
-        torch.where(softmax.e == 0, 0, softmax.e * softmax.d / softmax.t).double().sum(-1, keepdim=True)
-    )
-    entropy = log_sum - weighted / total
+    entropy = log_sum - softmax.weighted.double().sum(-1, keepdim=True) / total
     least = torch.maximum(epsilon, torch.minimum(eta, 0.5 * eta - entropy)) + log_sum
     return torch.maximum(least, top_a - log_sum).clamp(max=0)
 
@@ -221,16 +226,9 @@ def _pick(mass: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _statistics(
-    x: Tensor,
-    softmax: _Softmax,
-    kept: Tensor,
-    kept_mass: Tensor,
-    filtered: Tensor,
-    greedy: Tensor,
-    valid: Tensor,
-    token: Tensor,
-    sampling: Sampling,
+    x: Tensor, softmax: _Softmax, picked: _Picked, valid: Tensor, token: Tensor, sampling: Sampling
 ) -> SampleStats:
+    kept, kept_mass, filtered, greedy = picked
     z, vocab = softmax.z, softmax.z.shape[1]
     inside = (token >= 0) & (token < vocab)
     index = torch.where(inside, token, 0)[:, None]
@@ -255,8 +253,7 @@ def _statistics(
     if sampling.raw:
         raw = at(x.log_softmax(-1))
     if sampling.entropy:
-        weighted = torch.where(softmax.e == 0, 0, softmax.e * softmax.d / softmax.t).sum(-1)
-        entropy = torch.where(valid, log_sum - weighted / softmax.total, torch.nan)
+        entropy = torch.where(valid, log_sum - softmax.weighted.sum(-1) / softmax.total, torch.nan)
     if sampling.rank:
         ids, at_token = torch.arange(vocab, device=z.device), z.gather(-1, index)
         before = (z > at_token) | ((z == at_token) & (ids < index))

@@ -1,7 +1,8 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import LogitBias
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def sample(
@@ -115,21 +118,44 @@ def sample(
     arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191), typical-p Meister et al. (arXiv
     2202.00666); XTC is text-generation-webui's and llama.cpp's.
     """
-    options = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "top_n_sigma": top_n_sigma, "epsilon_cutoff": epsilon_cutoff, "eta_cutoff": eta_cutoff,
-        "top_a": top_a, "typical_p": typical_p, "xtc_probability": xtc_probability,
-        "xtc_threshold": xtc_threshold, "seeds": seeds, "positions": positions,
-        "token_bitmask": token_bitmask, "logit_bias": logit_bias, "penalties": penalties,
-        "filter_order": filter_order, "method": method, "return_logprobs": return_logprobs,
-        "return_entropy": return_entropy, "return_rank": return_rank, "top_logprobs": top_logprobs,
-        "logprob_token_ids": logprob_token_ids, "ranking": ranking, "return_support": return_support,
-        "out": out,
-    }  # fmt: skip
-    rows, flat = inputs.rows_of(logits)
+    options = dict(locals())  # all that was given, by name
+    rows, flat = inputs.rows_of(options.pop("logits"))
     return _sampled(flat, rows, inputs.asked(rows, options), options)
 
 
+def _sampled(logits: Tensor, rows: inputs.Rows, asked: inputs.Asked, options: dict[str, Any]) -> SampleOutput:
+    z = inputs.adjusted(logits, rows, options["logit_bias"], options["penalties"])
+    call = SamplingCall(logits, z, asked.request, asked.wants)
+    return output(asked, call, draw(call))
+
+
+_OPTIONS = [p for p in inspect.signature(sample).parameters.values() if p.kind is p.KEYWORD_ONLY]
+_DEFAULTS = {p.name: p.default for p in _OPTIONS}
+_known: dict[str, frozenset[str]] = {}  # of each function that takes them
+
+
+def takes_options_of_sample(*without: str) -> Callable[[F], F]:
+    """The signature of the function tells what its ``**options`` are: those of ``sample`` but some."""
+
+    def told(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [p for p in _OPTIONS if p.name not in without]
+        _known[function.__name__] = frozenset(p.name for p in options)
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
+
+    return told
+
+
+def options_of_sample(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of ``sample``, of those that the function of this name was given."""
+    if unknown := options.keys() - _known[name]:
+        raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
+    return _DEFAULTS | options
+
+
+@takes_options_of_sample("method")
 def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOutput:
     """What ``sample`` returns of its token, of given ones: prompt log-probabilities, replay of a rollout.
 
@@ -141,25 +167,6 @@ def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOut
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
-    options = options_of_sample("score_tokens", options, without=("method",))
+    options = options_of_sample("score_tokens", options)
     rows, flat = inputs.rows_of(logits)
     return _sampled(flat, rows, inputs.asked(rows, options, inputs.forced(token_ids, rows)), options)
-
-
-def _sampled(logits: Tensor, rows: inputs.Rows, asked: inputs.Asked, options: dict[str, Any]) -> SampleOutput:
-    z = inputs.adjusted(logits, rows, options["logit_bias"], options["penalties"])
-    call = SamplingCall(logits, z, asked.request, asked.wants)
-    return output(asked, call, draw(call))
-
-
-_DEFAULTS = {
-    p.name: p.default for p in inspect.signature(sample).parameters.values() if p.kind is p.KEYWORD_ONLY
-}
-
-
-def options_of_sample(name: str, options: dict[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
-    """All options of ``sample``, of those that a function was given which has its options but some."""
-    for option in options:
-        if option not in _DEFAULTS or option in without:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-    return _DEFAULTS | options

@@ -16,7 +16,7 @@ from rlkernel.calls.sampling import (
     VerifyOutput,
 )
 from rlkernel.ops import _validate
-from rlkernel.ops.sampling import inputs, options_of_sample
+from rlkernel.ops.sampling import inputs, options_of_sample, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.numbers import INTEGERS, described
 from rlkernel.ops.sampling.penalties import Penalties
@@ -28,11 +28,11 @@ _PER_REQUEST = (
     "temperature", "top_k", "top_p", "min_p", "top_n_sigma", *THRESHOLDS, "typical_p", "xtc_probability",
     "xtc_threshold", "seeds",
 )  # fmt: skip
-_NOT_HERE = (
-    "return_entropy", "return_rank", "top_logprobs", "logprob_token_ids", "ranking", "return_support", "out",
-)  # fmt: skip
 
 
+@takes_options_of_sample(
+    "return_entropy", "return_rank", "top_logprobs", "logprob_token_ids", "ranking", "return_support", "out"
+)
 def verify_chain(
     draft_token_ids: Tensor,
     target_logits: Tensor,
@@ -84,7 +84,7 @@ def verify_chain(
 
     Acceptance by Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
     """
-    options = options_of_sample("verify_chain", options, without=_NOT_HERE)
+    options = options_of_sample("verify_chain", options)
     drafts, lengths = _checked(draft_token_ids, target_logits, draft_logprobs, draft_lengths)
     inside = (drafts >= 0) & (drafts < target_logits.shape[2])
     drafts = torch.where(inside, drafts, 0)
