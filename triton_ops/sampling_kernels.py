@@ -11,14 +11,7 @@ import triton.language as tl
 
 from rlkernel.calls import sampling as calls
 from rlkernel.triton_ops._names import Names
-from rlkernel.triton_ops.logprob_kernels import (
-    FIXED_POINT,
-    LN2,
-    LOG2E,
-    finite_or_zero,
-    load_block,
-    sum_lanes,
-)
+from rlkernel.triton_ops.logprob_kernels import FIXED_POINT, LN2, LOG2E, finite_or_zero, load_block, sum_lanes
 from rlkernel.triton_ops.sampling_random import INSIDE, draw_below, group_noise, gumbel_noise, key_of
 
 SPLIT, GROUP = tl.constexpr(calls.SPLIT), tl.constexpr(calls.GROUP)

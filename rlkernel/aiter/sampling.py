@@ -5,31 +5,25 @@ with the last one kept is kept too, masses are summed in fp32, and each call see
 ``torch.manual_seed`` does not repeat a draw.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
+from rlkernel.calls.sampling import SampleStats, SamplingCall
 from rlkernel.drivers import sampling as driver
 
 LIBRARY = "aiter.ops.sampling"
 
 
-def unsupported(
-    logits: Tensor,
-    *tensors: Tensor,
-    sampling: Sampling | None = None,
-    needs: Collection[str] = (),
-    **options: Any,
-) -> list[str]:
-    reasons = driver.reasons("aiter", logits, sampling, needs)
+def unsupported(logits: Tensor, *tensors: Tensor, **options: Any) -> list[str]:
+    request = options.get("sampling")
+    reasons = driver.reasons("aiter", logits, **options)
     if logits.device.type != "cuda" or torch.version.hip is None:
         reasons.append(f"logits must be on an AMD GPU, got {logits.device}")
     elif torch.cuda.is_current_stream_capturing():
         reasons.append("aiter takes its seed on the host: a captured graph would repeat one draw")
-    if sampling is not None and (isinstance(sampling.min_p, Tensor) or sampling.min_p > 0):
+    if request is not None and (isinstance(request.min_p, Tensor) or request.min_p > 0):
         reasons.append("aiter has no min_p")
     return reasons or list(filter(None, driver.imported(LIBRARY)[1:]))
 

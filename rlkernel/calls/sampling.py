@@ -123,6 +123,12 @@ class Sampling(NamedTuple):
     def may_use_sigma(self) -> bool:
         return isinstance(self.top_n_sigma, Tensor) or self.top_n_sigma != math.inf
 
+    @property
+    def key(self) -> tuple[Tensor, Tensor]:
+        """Of the random stream: seeds and positions."""
+        assert self.seeds is not None
+        return self.seeds, torch.zeros_like(self.seeds) if self.positions is None else self.positions
+
     def of_rows(self, a: int, b: int) -> "Sampling":
         return self.each(lambda x: x[a:b])
 

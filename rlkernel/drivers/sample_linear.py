@@ -79,8 +79,8 @@ def forward(kernels: Any, call: SampleLinearCall) -> SampleLinearResults:
         return SampleLinearResults(logits)
     scratch = Scratch.of(n, vocab, request, hidden.device)
     for a, b, v0, tile in _tiles(call, logits):
-        of_rows = (request, scratch) if b - a == n else (request.of_rows(a, b), scratch.of_rows(a, b))
-        kernels.tile_statistics(tile, None, v0, *of_rows)
+        part = (request, scratch) if b - a == n else (request.of_rows(a, b), scratch.of_rows(a, b))
+        kernels.tile_statistics(tile, None, v0, *part)
     return SampleLinearResults(logits, *kernels.finish(logits, None, request, scratch))
 
 

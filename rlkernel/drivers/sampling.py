@@ -13,8 +13,11 @@ from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall
 NEVER = 2.0  # a probability that no mass reaches: a filter that is off
 
 
-def reasons(library: str, logits: Tensor, request: Sampling | None, needs: Collection[str]) -> list[str]:
+def reasons(
+    library: str, logits: Tensor, *, sampling: Sampling | None = None, needs: Collection[str] = ()
+) -> list[str]:
     """Why a library of token ids cannot do this; ``needs`` names what the caller wants beside them."""
+    request = sampling
     why = [f"{library} returns token ids only, asked for {name}" for name in sorted(needs)]
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         why.append(f"logits must be float32, float16 or bfloat16, got {logits.dtype}")

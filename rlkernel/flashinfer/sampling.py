@@ -6,7 +6,6 @@ row in the batch.  ``sample`` draws the seeds of its callers who give none, on t
 captured.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,18 +17,13 @@ from rlkernel.drivers import sampling as driver
 LIBRARY = "flashinfer.sampling"
 
 
-def unsupported(
-    logits: Tensor,
-    *tensors: Tensor,
-    sampling: Sampling | None = None,
-    needs: Collection[str] = (),
-    **options: Any,
-) -> list[str]:
-    reasons = driver.reasons("flashinfer", logits, sampling, needs)
+def unsupported(logits: Tensor, *tensors: Tensor, **options: Any) -> list[str]:
+    request = options.get("sampling")
+    reasons = driver.reasons("flashinfer", logits, **options)
     if logits.device.type != "cuda" or torch.version.hip is not None:
         reasons.append(f"logits must be on an NVIDIA GPU, got {logits.device}")
-    if sampling is not None:
-        k, p, m = _filters(sampling, logits.shape[1])
+    if request is not None:
+        k, p, m = _filters(request, logits.shape[1])
         if m and (k or p):
             reasons.append("flashinfer has min_p only by itself, asked for top_k or top_p too")
     return reasons or list(filter(None, driver.imported(LIBRARY)[1:]))

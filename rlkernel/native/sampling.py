@@ -25,10 +25,10 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 def forward(call: SamplingCall) -> SampleStats:
     logits, adjusted, request, _ = call
     scratch = Scratch.of(logits.shape[0], logits.shape[1], request, logits.device)
-    fields = _fields(logits, adjusted, 0, request, scratch)
+    fields, part = _fields(logits, adjusted, 0, request, scratch), kernels(logits.device)
     if logits.numel():
-        kernels(logits.device).sampling_statistics(**fields)
-    return _finished(request, scratch, fields)
+        part.sampling_statistics(**fields)
+    return _finished(request, scratch, fields, part)
 
 
 def tile_statistics(
@@ -46,14 +46,15 @@ def finish(
 ) -> SampleStats:
     """The rows' results from the statistics of all their tiles.  ``logits`` [B, V] may be None where no row
     can be filtered and no rank is wanted."""
-    return _finished(request, scratch, _fields(logits, adjusted, 0, request, scratch))
+    fields = _fields(logits, adjusted, 0, request, scratch)
+    return _finished(request, scratch, fields, kernels(scratch.records.device))
 
 
-def _finished(request: Sampling, scratch: Scratch, fields: dict[str, Any]) -> SampleStats:
-    rows, device = scratch.records.shape[0], scratch.records.device
-    stats = SampleStats.empty(rows, request, device)
+def _finished(request: Sampling, scratch: Scratch, fields: dict[str, Any], part: Any) -> SampleStats:
+    rows = scratch.records.shape[0]
+    stats = SampleStats.empty(rows, request, scratch.records.device)
     if rows:
-        kernels(device).sampling_finish(
+        part.sampling_finish(
             **fields, out_ids=stats.token_ids, raw_logprobs=stats.raw_logprobs,
             tempered_logprobs=stats.tempered_logprobs, processed_logprobs=stats.processed_logprobs,
             kept_mass=stats.kept_mass, kept_count=stats.kept_count, entropies=stats.entropy, rank=stats.rank,

@@ -5,15 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import (
-    GROUP,
-    LEAST_EXCLUDED,
-    MASS_ONE,
-    Domain,
-    SampleStats,
-    Sampling,
-    SamplingCall,
-)
+from rlkernel.calls import sampling as calls
+from rlkernel.calls.sampling import GROUP, MASS_ONE, SampleStats, Sampling, SamplingCall
 from rlkernel.reference import sampling_stream as stream
 
 
@@ -162,7 +155,7 @@ def _exclude(softmax: _Softmax, kept: Tensor, threshold: Tensor) -> Tensor:
     """The ``kept`` without those likelier than the least likely one that has ``threshold`` [B, 1] of them."""
     t = softmax.t.double()
     total = torch.where(kept, softmax.mass, 0).sum(-1, keepdim=True).double() / MASS_ONE
-    reached = t * (threshold.double() * total).log().clamp(min=LEAST_EXCLUDED)
+    reached = t * (threshold.double() * total).log().clamp(min=calls.LEAST_EXCLUDED)
     reaches = kept & (softmax.d >= reached.to(softmax.d.dtype))
     least = torch.where(reaches, softmax.z, torch.inf).amin(-1, keepdim=True)
     return kept & ((softmax.z <= least) | (threshold >= 1))
@@ -186,9 +179,8 @@ def _deviation(z: Tensor, finite: Tensor) -> Tensor:
 
 
 def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling) -> Tensor:
-    assert sampling.seeds is not None
-    positions = torch.zeros_like(sampling.seeds) if sampling.positions is None else sampling.positions
-    key = sampling.seeds[:, None], positions[:, None]
+    seeds, positions = sampling.key
+    key = seeds[:, None], positions[:, None]
     z, t = softmax.z, softmax.t
     ids = torch.arange(z.shape[1], device=z.device)[None]
     if sampling.gumbel:
@@ -204,15 +196,15 @@ def _draw(softmax: _Softmax, kept: Tensor, filtered: Tensor, sampling: Sampling)
     shifted = torch.where(groups == -torch.inf, -torch.inf, groups - group_max[..., None])
     e = (shifted / t[..., None]).exp()
     ids = torch.arange(groups.shape[1], device=z.device)[None]
-    exponential = -(-stream.uniform64(Domain.GROUP, *key, ids)).log1p()
+    exponential = -(-stream.uniform64(calls.Domain.GROUP, *key, ids)).log1p()
     keys = (group_max - softmax.row_max[:, None]) / t + e.sum(-1).log() - exponential.log().to(z.dtype)
     group = torch.where(group_max == -torch.inf, -torch.inf, keys).argmax(-1, keepdim=True)
     inside = _integer_mass(e.gather(1, group[..., None].expand(-1, -1, GROUP))[:, 0])
-    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(Domain.INSIDE, *key))
+    token = GROUP * group[:, 0] + _pick(inside, stream.uniform53(calls.Domain.INSIDE, *key))
 
     # A winner that was filtered out has lost with the probability that the kept tokens do not have: a second,
     # independent draw among them makes the result exact.
-    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(Domain.REDRAW, *key))
+    again = _pick(torch.where(kept, softmax.mass, 0), stream.uniform53(calls.Domain.REDRAW, *key))
     lost = filtered & ~kept.gather(-1, token[:, None].clamp(max=z.shape[1] - 1))[:, 0]
     return torch.where(lost, again, token)
 

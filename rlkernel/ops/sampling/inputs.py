@@ -9,18 +9,9 @@ from torch import Tensor
 
 from rlkernel.calls import sampling as calls
 from rlkernel.calls.sampling import SampleOutput, Sampling
-from rlkernel.ops import _scalars, _validate
-from rlkernel.ops.sampling.numbers import (
-    INTEGERS,
-    Range,
-    Rows,
-    described,
-    number,
-    numbers,
-    of_width,
-    per_row,
-    within,
-)
+from rlkernel.ops import _validate
+from rlkernel.ops.sampling import numbers
+from rlkernel.ops.sampling.numbers import Range, Rows
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.ranks import Wanted
 from rlkernel.ops.sampling.token_bias import TokenBias
@@ -28,7 +19,7 @@ from rlkernel.reference import sampling_stream as stream
 from rlkernel.runtime import debug
 
 _UNIT, _SHARE = Range(0, 1, False, "in [0, 1]"), Range(0, 1, True, "in (0, 1]", off=1.0)
-_RANGES = {
+RANGES = {
     "top_p": _SHARE,
     "min_p": _UNIT,
     "top_n_sigma": Range(0, math.inf, True, "> 0", off=math.inf),
@@ -36,6 +27,7 @@ _RANGES = {
     "typical_p": _SHARE,
     "xtc_probability": _UNIT,
 }
+_TOP_K, _ROOM = ">= 1, or 0 or -1 for all", f"an integer in [0, {2**31 - 1}]"
 # of temperatures that are not 0: normal numbers, whose inverse is finite too
 _NORMAL = {
     dtype: Range(kind.tiny, kind.max, False, f"0 or from {kind.tiny:.3g} to {kind.max:.3g}")
@@ -89,7 +81,7 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
         raise ValueError(f"return_logprobs must be a tuple of names, got {logprobs!r}")
     for each in logprobs:
         _validate.choice("return_logprobs", each, calls.LOGPROBS)
-    support = count("return_support", options["return_support"], 2**31 - 1)
+    support = numbers.whole("return_support", options["return_support"], 0, 2**31 - 1, _ROOM)
     seeds, positions, drawn = options["seeds"], options["positions"], token_ids is None
     if drawn or seeds is not None:
         seeds = seeds_of(seeds, rows)
@@ -118,8 +110,8 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
 
 def _float(name: str, options: dict[str, Any], rows: Rows) -> float | Tensor:
     """One number, or one per row."""
-    value, range = options[name], _RANGES[name]
-    return range.off if value is None else within(range, name, value, rows)
+    value, range = options[name], RANGES[name]
+    return range.off if value is None else numbers.within(range, name, value, rows)
 
 
 def _thresholds(options: dict[str, Any], rows: Rows) -> Tensor | None:
@@ -136,7 +128,7 @@ def _thresholds(options: dict[str, Any], rows: Rows) -> Tensor | None:
 def _band(options: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Tensor | None:
     """[B, BAND]; None where all are numbers and off.  Which rows XTC is on in is drawn here."""
     typical, chance = _float("typical_p", options, rows), _float("xtc_probability", options, rows)
-    threshold = within(_SHARE, "xtc_threshold", options["xtc_threshold"], rows)
+    threshold = numbers.within(_SHARE, "xtc_threshold", options["xtc_threshold"], rows)
     excludes = isinstance(chance, Tensor) or chance > 0
     if not excludes and not isinstance(typical, Tensor) and typical == 1:
         return None
@@ -145,8 +137,7 @@ def _band(options: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Te
     if excludes:
         if seeds is None:
             raise ValueError("seeds must be given with xtc_probability, of which they are the draw, got None")
-        places = torch.zeros_like(seeds) if positions is None else positions
-        u = stream.row_uniform(calls.Domain.XTC, seeds, places)
+        u = stream.row_uniform(calls.Domain.XTC, *Sampling(seeds=seeds, positions=positions).key)
         made[1] = torch.where(u < chance, threshold, 1.0)
         # on a GPU nobody has looked at tensors; a row has what is asked also where XTC is not drawn
         if isinstance(chance, Tensor):
@@ -156,20 +147,13 @@ def _band(options: dict[str, Any], seeds: Any, positions: Any, rows: Rows) -> Te
     return made.t().contiguous()
 
 
-def count(argument: str, value: int, most: int) -> int:
-    whole = _scalars.as_int(value)
-    if whole is None or not 0 <= whole <= most:
-        raise ValueError(f"{argument} must be an integer in [0, {most}], got {value!r}")
-    return whole
-
-
 def wanted(ranking: str, top: int, token_ids: Tensor | None, rows: Rows) -> Wanted:
     """Raises ValueError for what is off."""
     _validate.choice("ranking", ranking, calls.RANKINGS)
-    count("top_logprobs", top, rows.vocab)
+    numbers.whole("top_logprobs", top, 0, rows.vocab, f"an integer in [0, {rows.vocab}]")
     if token_ids is None:
         return Wanted(ranking, top, None)
-    k = of_width("logprob_token_ids", token_ids, rows, any_integer=True)
+    k = numbers.of_width("logprob_token_ids", token_ids, rows, any_integer=True)
     _validate.same_device("logprob_token_ids", token_ids, "logits", rows.device)
     inside = Range(-1, rows.vocab - 1, False, f"in [0, {rows.vocab}), or -1")
     _validate.look("logprob_token_ids", token_ids.flatten(), inside.holds, inside.want)
@@ -196,22 +180,8 @@ def seeds_of(value: int | Tensor | None, rows: Rows) -> Tensor:
 
 def _integers(argument: str, value: int | Tensor, rows: Rows) -> Tensor:
     if isinstance(value, Tensor):
-        return per_row(argument, int64(argument, value), rows, torch.int64)
-    return torch.full((rows.total,), int64(argument, value), dtype=torch.int64, device=rows.device)
-
-
-def int64(argument: str, value: Any) -> Any:
-    """64-bit words; those of uint64, and of numbers below 2**64, keep their bits."""
-    if not isinstance(value, Tensor):
-        whole = _scalars.as_int(value)
-        if whole is None or not -(2**63) <= whole < 2**64:
-            raise ValueError(f"{argument} must be a 64-bit integer or a tensor, got {value!r}")
-        return whole if whole < 2**63 else whole - 2**64
-    if value.dtype == torch.uint64:
-        return value.view(torch.int64)
-    if value.dtype not in INTEGERS:
-        raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
-    return value
+        return numbers.per_row(argument, numbers.int64(argument, value), rows, torch.int64)
+    return torch.full((rows.total,), numbers.int64(argument, value), dtype=torch.int64, device=rows.device)
 
 
 def _top_k(value: int | Tensor | None, rows: Rows) -> int | Tensor:
@@ -219,14 +189,10 @@ def _top_k(value: int | Tensor | None, rows: Rows) -> int | Tensor:
     if value is None:
         return 0
     if not isinstance(value, Tensor):
-        whole = _scalars.as_int(value)
-        if whole is None or whole < -1:
-            raise ValueError(f"top_k must be an integer >= 1, or 0 or -1 for all, got {value!r}")
-        return min(max(whole, 0), 2**63 - 1)
-    if value.dtype not in INTEGERS:
-        raise ValueError(f"top_k must be integers, got {_validate.name(value.dtype)}")
-    value = per_row("top_k", value, rows, torch.int64)
-    _validate.look("top_k", value, lambda x: x >= -1, ">= 1, or 0 or -1 for all")
+        number = numbers.whole("top_k", value, -1, math.inf, f"an integer {_TOP_K}")
+        return min(max(number, 0), 2**63 - 1)
+    value = numbers.per_row("top_k", numbers.integers("top_k", value), rows, torch.int64)
+    _validate.look("top_k", value, lambda x: x >= -1, _TOP_K)
     return value
 
 
@@ -235,16 +201,16 @@ def _temperature(value: float | Tensor, rows: Rows) -> float | Tensor:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     normal = _NORMAL[dtype]
     if isinstance(value, Tensor):
-        value = numbers("temperature", value, rows, dtype)
+        value = numbers.each("temperature", value, rows, dtype)
         if debug.may_read(value) and value.numel():
             low, high = value.aminmax()
             if not (normal.low <= low.item() and high.item() <= normal.high):  # 0, or a wrong one
                 _validate.look("temperature", torch.where(value == 0, 1, value), normal.holds, normal.want)
         return value
-    one = number("temperature", value, dtype)
-    if one != 0 and not normal.holds(one):
+    single = numbers.one("temperature", value, dtype)
+    if single != 0 and not normal.holds(single):
         raise ValueError(f"temperature must be {normal.want}, got {value}")
-    return one
+    return single
 
 
 def _bitmask(bitmask: Tensor | None, rows: Rows) -> Tensor | None:
@@ -258,7 +224,7 @@ def _bitmask(bitmask: Tensor | None, rows: Rows) -> Tensor | None:
     want = (*rows.shape, words)
     fits = isinstance(bitmask, Tensor) and bitmask.dtype == torch.int32
     if not fits or bitmask.shape[:-1] != rows.shape or bitmask.dim() == 0 or bitmask.shape[-1] == 0:
-        raise ValueError(f"token_bitmask must be int32 of shape {want}, got {described(bitmask)}")
+        raise ValueError(f"token_bitmask must be int32 of shape {want}, got {numbers.described(bitmask)}")
     _validate.same_device("token_bitmask", bitmask, "logits", rows.device)
     flat = bitmask.reshape(rows.total, bitmask.shape[-1])
     if flat.shape[1] < words:
@@ -279,7 +245,7 @@ def adjusted(logits: Tensor, rows: Rows, logit_bias: Any, penalties: Any) -> Ten
             ids, values = TokenBias.of([logit_bias], z.shape[1], z.device)
             z[:, ids[0]] += values[0].to(dtype)  # type: ignore[index]
         else:
-            _token_bias(logit_bias, rows, z).add_to(z)
+            token_bias(logit_bias, rows).add_to(z)
     else:
         z = logits.to(dtype)
         if logit_bias is not None:
@@ -293,12 +259,13 @@ def checked(penalties: Any) -> Penalties:
     return penalties
 
 
-def _token_bias(bias: Any, rows: Rows, z: Tensor) -> TokenBias:
+def token_bias(bias: Any, rows: Rows, whose: str = "rows") -> TokenBias:
     if isinstance(bias, TokenBias):
         return bias.flat(rows)
-    if len(bias) != len(z):
-        raise ValueError(f"logit_bias must be one dict or None for each of {len(z)} rows, got {len(bias)}")
-    return TokenBias.of(bias, rows.vocab, z.device)
+    if len(bias) != rows.total:
+        want = f"one dict or None for each of {rows.total} {whose}"
+        raise ValueError(f"logit_bias must be {want}, got {len(bias)}")
+    return TokenBias.of(bias, rows.vocab, rows.device)
 
 
 def _bias(bias: Any, rows: Rows, z: Tensor) -> Tensor:

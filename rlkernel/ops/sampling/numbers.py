@@ -40,14 +40,38 @@ class Range(NamedTuple):
         return (self.low < x if self.above else self.low <= x) and x <= self.high
 
 
-def number(argument: str, value: Any, dtype: torch.dtype) -> float:
+def whole(argument: str, value: Any, low: float, high: float, want: str) -> int:
+    """An integer, of Python, NumPy or another library."""
+    number = _scalars.as_int(value)
+    if number is None or not low <= number <= high:
+        raise ValueError(f"{argument} must be {want}, got {value!r}")
+    return number
+
+
+def int64(argument: str, value: Any) -> Any:
+    """64-bit words; those of uint64, and of numbers below 2**64, keep their bits."""
+    if not isinstance(value, Tensor):
+        number = whole(argument, value, -(2**63), 2**64 - 1, "a 64-bit integer or a tensor")
+        return number if number < 2**63 else number - 2**64
+    if value.dtype == torch.uint64:
+        return value.view(torch.int64)
+    return integers(argument, value)
+
+
+def integers(argument: str, value: Tensor) -> Tensor:
+    if value.dtype not in INTEGERS:
+        raise ValueError(f"{argument} must be integers, got {_validate.name(value.dtype)}")
+    return value
+
+
+def one(argument: str, value: Any, dtype: torch.dtype) -> float:
     """In ``dtype``, in which a kernel has it: only what is left of a number may be in range or not."""
     if not _scalars.is_number(value):
         raise ValueError(f"{argument} must be a number or a tensor, got {type(value).__name__}")
     return _scalars.rounded(value, dtype)
 
 
-def numbers(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+def each(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     """Likewise of a tensor, whose values are not looked at."""
     if value.dtype == torch.bool or value.is_complex():
         raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
@@ -61,13 +85,13 @@ def within(
 ) -> float | Tensor:
     """One number of the range, or one for each row."""
     if isinstance(value, Tensor):
-        value = numbers(argument, value, rows, dtype)
+        value = each(argument, value, rows, dtype)
         _validate.look(argument, value, range.holds, range.want)
         return value
-    one = number(argument, value, dtype)
-    if not range.holds(one):
+    single = one(argument, value, dtype)
+    if not range.holds(single):
         raise ValueError(f"{argument} must be {range.want}, got {value}")
-    return one
+    return single
 
 
 def per_row(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:

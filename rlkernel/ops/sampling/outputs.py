@@ -13,14 +13,14 @@ from rlkernel.ops.sampling.ranks import ranked
 
 def output(asked: Asked, call: SamplingCall, stats: SampleStats) -> SampleOutput:
     """Values of the logits are looked up only where ``ranked`` must."""
-    shape, wanted = asked.shape, asked.wanted
-    also = ranked(call, stats, wanted)
+    shape = asked.shape
+    rank, top_ids, top_logprobs, id_logprobs = ranked(call, stats, asked.wanted)
     ids = offsets = overflow = None
     if stats.support is not None:
         ids, offsets, overflow = _compact(stats, call)
 
-    def rows(x: Tensor | None, *more: int) -> Any:
-        return x if x is None or len(shape) == 1 else x.reshape((*shape, *more))
+    def rows(x: Tensor | None) -> Any:
+        return x if x is None or len(shape) == 1 else x.reshape((*shape, *x.shape[1:]))
 
     made = SampleOutput(
         token_ids=rows(stats.token_ids),
@@ -30,10 +30,10 @@ def output(asked: Asked, call: SamplingCall, stats: SampleStats) -> SampleOutput
         kept_mass=rows(stats.kept_mass),
         kept_count=rows(stats.kept_count),
         entropy=rows(stats.entropy),
-        rank=rows(also.rank),
-        top_ids=rows(also.top_ids, wanted.top),
-        top_logprobs=rows(also.top_logprobs, wanted.top),
-        id_logprobs=None if wanted.token_ids is None else rows(also.id_logprobs, wanted.token_ids.shape[1]),
+        rank=rows(rank),
+        top_ids=rows(top_ids),
+        top_logprobs=rows(top_logprobs),
+        id_logprobs=rows(id_logprobs),
         support_ids=ids,
         support_offsets=offsets,
         support_overflow=rows(overflow),

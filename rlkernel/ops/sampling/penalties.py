@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlkernel.ops import _scalars, _validate
 from rlkernel.ops.sampling import repetition as repeats
-from rlkernel.ops.sampling.numbers import Range, Rows, described, integer_tensor, within
+from rlkernel.ops.sampling.numbers import Range, Rows, described, integer_tensor, whole, within
 from rlkernel.ops.sampling.repetition import Dry
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.runtime import debug
@@ -137,10 +137,7 @@ def _is_id(token: Any) -> bool:
 
 
 def _count(argument: str, value: Any) -> int:
-    number = _scalars.as_int(value)
-    if number is None or number < 0:
-        raise ValueError(f"penalties.{argument} must be an integer >= 0, got {value!r}")
-    return number
+    return whole(f"penalties.{argument}", value, 0, _MOST, "an integer >= 0")
 
 
 def _checked_type(dry: Any) -> Dry:

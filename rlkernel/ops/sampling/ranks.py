@@ -22,20 +22,14 @@ class Wanted(NamedTuple):
     token_ids: Tensor | None  # [B, K]; -1 is padding
 
 
-class Ranked(NamedTuple):
-    rank: Tensor | None  # [B]
-    top_ids: Tensor | None = None  # [B, top]
-    top_logprobs: Tensor | None = None
-    id_logprobs: Tensor | None = None  # [B, K]
-
-
-def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> Ranked:
+def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """The rank [B], the likeliest ids [B, top], their logprobs, and those of the given ids [B, K]."""
     ranking, wanted_top, given = wanted
     raw = ranking == "raw"
     changed = call.adjusted is not None or call.request.token_bitmask is not None
     again = raw and changed and call.request.rank
     if not wanted_top and given is None and not again:
-        return Ranked(stats.rank)
+        return stats.rank, None, None, None
     if raw:
         call = call._replace(adjusted=None, request=call.request._replace(token_bitmask=None))
     logits, adjusted, request, _ = call
@@ -78,7 +72,7 @@ def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> Ranked:
         inside = (given >= 0) & (given < vocab)
         id_logprobs = logprobs(given, at, lambda: values.before(given, at))
         id_logprobs = torch.where(valid, torch.where(inside, id_logprobs, -torch.inf), torch.nan)
-    return Ranked(rank, top_ids, top_logprobs, id_logprobs)
+    return rank, top_ids, top_logprobs, id_logprobs
 
 
 class _Values(NamedTuple):

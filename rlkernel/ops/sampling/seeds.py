@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlkernel.ops import _scalars
-from rlkernel.ops.sampling import inputs
+from rlkernel.ops.sampling import numbers
 from rlkernel.reference import sampling_stream as stream
 
 
@@ -25,9 +24,7 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
     Raises:
         ValueError: ``seeds`` are not integers; ``n`` is not an integer in [1, 2**31).
     """
-    number = _scalars.as_int(n)
-    if number is None or not 1 <= number < 2**31:
-        raise ValueError(f"n must be an integer in [1, 2**31), got {n!r}")
-    first = torch.as_tensor(inputs.int64("seeds", seeds)).to(torch.int64)[..., None]
+    number = numbers.whole("n", n, 1, 2**31 - 1, "an integer in [1, 2**31)")
+    first = torch.as_tensor(numbers.int64("seeds", seeds)).to(torch.int64)[..., None]
     i = torch.arange(number, device=first.device)
     return torch.where(i == 0, first, stream.split(first, i))

@@ -6,28 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import (
-    MASS_ONE,
-    THRESHOLDS,
-    Domain,
-    SampleStats,
-    Sampling,
-    SamplingCall,
-    VerifyOutput,
-)
+from rlkernel.calls import sampling as calls
+from rlkernel.calls.sampling import Domain, SampleStats, SamplingCall, VerifyOutput
 from rlkernel.ops import _validate
-from rlkernel.ops.sampling import inputs, options_of_sample, takes_options_of_sample
+from rlkernel.ops.sampling import inputs, numbers, options_of_sample, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
-from rlkernel.ops.sampling.numbers import INTEGERS, described
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.reference import sampling_stream as stream
 from rlkernel.runtime import debug
 
-_PER_REQUEST = (
-    "temperature", "top_k", "top_p", "min_p", "top_n_sigma", *THRESHOLDS, "typical_p", "xtc_probability",
-    "xtc_threshold", "seeds",
-)  # fmt: skip
+_PER_REQUEST = ("temperature", "top_k", *inputs.RANGES, "xtc_threshold", "seeds")
 
 
 @takes_options_of_sample(
@@ -95,7 +84,7 @@ def verify_chain(
     rows, flat = inputs.rows_of(target_logits)
     (count, places), vocab = rows.shape, rows.vocab
     requests = rows._replace(shape=rows.shape[:1])
-    start = inputs.int64("positions", 0 if options["positions"] is None else options["positions"])
+    start = numbers.int64("positions", 0 if options["positions"] is None else options["positions"])
     place = torch.arange(places, device=flat.device)
     if options["seeds"] is None:  # one for a request, not for a place
         options["seeds"] = inputs.seeds_of(None, requests)
@@ -105,13 +94,8 @@ def verify_chain(
     logit_bias, penalties = options["logit_bias"], options["penalties"]
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (count, vocab):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
-    elif isinstance(logit_bias, Sequence) and not isinstance(logit_bias, TokenBias):
-        if len(logit_bias) != count:
-            want = f"one dict or None for each of {count} requests"
-            raise ValueError(f"logit_bias must be {want}, got {len(logit_bias)}")
-        logit_bias = TokenBias.of(logit_bias, vocab, flat.device)
-    if isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() == 2:
-        logit_bias = logit_bias.flat(requests).at_each(places)
+    elif isinstance(logit_bias, Sequence) and not _is_of_places(logit_bias):
+        logit_bias = inputs.token_bias(logit_bias, requests, "requests").at_each(places)
     if penalties is not None:
         penalties = _penalties(inputs.checked(penalties), drafts, places)
     z = inputs.adjusted(flat, rows, logit_bias, penalties)
@@ -136,6 +120,11 @@ def verify_chain(
     )
 
 
+def _is_of_places(bias: Any) -> bool:
+    """Not one row of it for each request."""
+    return isinstance(bias, TokenBias) and bias.token_ids.dim() != 2
+
+
 def _checked(
     drafts: Tensor, logits: Tensor, draft_logprobs: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -154,14 +143,13 @@ def _checked(
         _validate.same_device("draft_logprobs", draft_logprobs, "target_logits", logits.device)
     if lengths is None:
         return drafts, torch.full((rows,), places - 1, device=logits.device)
-    if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS or lengths.shape != (rows,):
-        raise ValueError(f"draft_lengths must be integers of shape ({rows},), got {described(lengths)}")
+    if not isinstance(lengths, Tensor) or lengths.dtype not in numbers.INTEGERS or lengths.shape != (rows,):
+        raise ValueError(
+            f"draft_lengths must be integers of shape ({rows},), got {numbers.described(lengths)}"
+        )
     _validate.same_device("draft_lengths", lengths, "target_logits", logits.device)
-    if debug.may_read(lengths) and rows:
-        bad = (lengths < 0) | (lengths >= places)
-        if bad.any():
-            at = int(bad.nonzero()[0])
-            raise ValueError(f"draft_lengths[{at}] must be in [0, {places - 1}], got {lengths[at].item()}")
+    allowed = numbers.Range(0, places - 1, False, f"in [0, {places - 1}]")
+    _validate.look("draft_lengths", lengths, allowed.holds, allowed.want)
     return drafts, lengths.to(torch.int64)
 
 
@@ -223,7 +211,7 @@ def _rejected(
     scored = draw(call.scoring(torch.nn.functional.pad(drafts, (0, 1)).flatten()))
     p = scored.processed_logprobs.view(rows, count + 1)[:, :count].double()
     q = draft_logprobs.gather(-1, drafts[..., None])[..., 0].double()
-    u = stream.uniform64(Domain.ACCEPT, *_key(call.request)).view(rows, count + 1)[:, :count]
+    u = stream.uniform64(Domain.ACCEPT, *call.request.key).view(rows, count + 1)[:, :count]
     # of NaN no comparison is true; a draft that q cannot draw was not drawn from q
     accepted = _leading(inside & (q > -torch.inf) & (u < (p - q).exp()), lengths)
 
@@ -236,7 +224,7 @@ def _rejected(
     )
     # Where a draft is missing the drafter may have drawn one with the numbers of (seed, position) and
     # dropped it for its value: what they draw is no longer distributed as p.
-    own = stream.seeds_of(Domain.BONUS, *_key(there.request))
+    own = stream.seeds_of(Domain.BONUS, *there.request.key)
     drawn = draw(
         there._replace(request=there.request._replace(seeds=own, raw=False, support=call.logits.shape[1]))
     )
@@ -251,11 +239,6 @@ def _rejected(
         for x, y in zip(scored, final, strict=True)
     ]
     return accepted, SampleStats(*merged)
-
-
-def _key(request: Sampling) -> tuple[Tensor, Tensor]:
-    assert request.seeds is not None and request.positions is not None
-    return request.seeds, request.positions
 
 
 def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
@@ -273,12 +256,12 @@ def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
     t: Any = call.request.temperature
     t = torch.where(t == 0, 1, t)[:, None] if isinstance(t, Tensor) else t or 1.0
     e = ((z.double() - drawn.row_max[:, None].double()) / t).exp()
-    mass = torch.where(kept & e.isfinite(), e * MASS_ONE, 0).round()
+    mass = torch.where(kept & e.isfinite(), e * calls.MASS_ONE, 0).round()
     rest = (mass / mass.to(torch.int64).sum(-1, keepdim=True) - q.double().exp()).clamp(min=0)
     largest = rest.amax(-1, keepdim=True)
-    mass = torch.where(largest > 0, (rest / largest * MASS_ONE).round(), mass).to(torch.int64)
+    mass = torch.where(largest > 0, (rest / largest * calls.MASS_ONE).round(), mass).to(torch.int64)
     sums = mass.cumsum(-1)
-    u = stream.uniform53(Domain.RESIDUAL, *_key(call.request))[:, None]
+    u = stream.uniform53(Domain.RESIDUAL, *call.request.key)[:, None]
     place = torch.minimum((u * sums[:, -1:].double()).to(torch.int64), sums[:, -1:] - 1)
     return (sums <= place).sum(-1).clamp(max=vocab - 1)
 
