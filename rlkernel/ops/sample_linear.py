@@ -71,12 +71,11 @@ def sample_linear(
     rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
     options = options_of_sample("sample_linear", options)
-    asked = inputs.asked(rows, options)
-    request = asked.request
+    request, wanted, _ = inputs.asked(rows, options)
     given = ("logprob_token_ids", "logit_bias", "penalties")
     reasons = {
         "a filter": request.may_filter(vocab), "return_rank": request.rank,
-        "top_logprobs": asked.wanted.top, **{name: options[name] is not None for name in given},
+        "top_logprobs": wanted.top, **{name: options[name] is not None for name in given},
     }  # fmt: skip
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
@@ -91,7 +90,7 @@ def sample_linear(
         logits = flat.new_empty(0, vocab, dtype=stored_dtype(head))
     z = None if drawn else inputs.adjusted(logits, rows, logit_bias, penalties)
     call = SamplingCall(logits, z, request, ("every statistic",))
-    return output(asked, call, draw(call) if stats is None else stats)
+    return output(rows.shape, call, draw(call) if stats is None else stats, wanted, options)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:

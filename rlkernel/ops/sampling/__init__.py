@@ -120,13 +120,16 @@ def sample(
     """
     options = dict(locals())  # all that was given, by name
     rows, flat = inputs.rows_of(options.pop("logits"))
-    return _sampled(flat, rows, inputs.asked(rows, options), options)
+    return _sampled(flat, rows, options)
 
 
-def _sampled(logits: Tensor, rows: inputs.Rows, asked: inputs.Asked, options: dict[str, Any]) -> SampleOutput:
+def _sampled(
+    logits: Tensor, rows: inputs.Rows, options: dict[str, Any], token_ids: Tensor | None = None
+) -> SampleOutput:
+    request, wanted, wants = inputs.asked(rows, options, token_ids)
     z = inputs.adjusted(logits, rows, options["logit_bias"], options["penalties"])
-    call = SamplingCall(logits, z, asked.request, asked.wants)
-    return output(asked, call, draw(call))
+    call = SamplingCall(logits, z, request, wants)
+    return output(rows.shape, call, draw(call), wanted, options)
 
 
 _OPTIONS = [p for p in inspect.signature(sample).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -169,4 +172,4 @@ def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOut
     """
     options = options_of_sample("score_tokens", options)
     rows, flat = inputs.rows_of(logits)
-    return _sampled(flat, rows, inputs.asked(rows, options, inputs.forced(token_ids, rows)), options)
+    return _sampled(flat, rows, options, inputs.forced(token_ids, rows))

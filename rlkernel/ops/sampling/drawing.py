@@ -27,9 +27,7 @@ def _like(call: SamplingCall) -> SampleStats:
     return SampleStats.empty(logits.shape[0], call.request, logits.device, wide)
 
 
-def _forward(impl: ModuleType, call: SamplingCall) -> SampleStats:
-    stats: SampleStats = impl.forward(call)
-    return stats
-
-
-op = Op("sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, forward=_forward, like=_like)
+op = Op(
+    "sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, like=_like,
+    forward=lambda impl, call: impl.forward(call),
+)  # fmt: skip

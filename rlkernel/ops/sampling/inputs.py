@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls import sampling as calls
-from rlkernel.calls.sampling import SampleOutput, Sampling
+from rlkernel.calls.sampling import Sampling
 from rlkernel.ops import _validate
 from rlkernel.ops.sampling import numbers
 from rlkernel.ops.sampling.numbers import Range, Rows
@@ -35,17 +35,6 @@ _NORMAL = {
 }
 
 
-class Asked(NamedTuple):
-    """What the caller of ``sample`` and its kin wants."""
-
-    shape: torch.Size  # of the rows
-    request: Sampling
-    wanted: Wanted
-    logprobs: tuple[str, ...]  # of LOGPROBS
-    out: SampleOutput | None
-    wants: tuple[str, ...]  # what the call says that a library must be able to do
-
-
 def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
     """``logits`` [..., V] as [B, V] with dense rows."""
     _validate.floating("logits", logits)
@@ -58,18 +47,19 @@ def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
     return rows, flat if flat.stride(-1) == 1 or rows.vocab == 1 else flat.contiguous()
 
 
-def asked(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None) -> Asked:
-    """Of the options of ``sample``; raises ValueError for what is off."""
+def asked(
+    rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
+) -> tuple[Sampling, Wanted, tuple[str, ...]]:
+    """Of the options of ``sample``: what kernels are asked, what is wanted beside it, and what a library must
+    be able to do; raises ValueError for what is off."""
     asks = request(rows, options, token_ids)
-    ranking, top, ids = options["ranking"], options["top_logprobs"], options["logprob_token_ids"]
+    also = wanted(options["ranking"], options["top_logprobs"], options["logprob_token_ids"], rows)
     names = {
         "logprobs": options["return_logprobs"], "entropy": asks.entropy, "rank": asks.rank,
-        "support": asks.support, "top_logprobs": top, "logprob_token_ids": ids is not None,
+        "support": asks.support, "top_logprobs": also.top, "logprob_token_ids": also.token_ids is not None,
         "token_ids": token_ids is not None, "seeds": options["seeds"] is not None and token_ids is None,
     }  # fmt: skip
-    wants = tuple([name for name, want in names.items() if want])
-    also = wanted(ranking, top, ids, rows)
-    return Asked(rows.shape, asks, also, options["return_logprobs"], options["out"], wants)
+    return asks, also, tuple([name for name, want in names.items() if want])
 
 
 def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None) -> Sampling:

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.sampling import SampleOutput, SampleStats, SamplingCall
-from rlkernel.ops.sampling.inputs import Asked
 from rlkernel.ops.sampling.numbers import described
-from rlkernel.ops.sampling.ranks import ranked
+from rlkernel.ops.sampling.ranks import Wanted, ranked
 
 
-def output(asked: Asked, call: SamplingCall, stats: SampleStats) -> SampleOutput:
+def output(
+    shape: torch.Size, call: SamplingCall, stats: SampleStats, wanted: Wanted, options: dict[str, Any]
+) -> SampleOutput:
     """Values of the logits are looked up only where ``ranked`` must."""
-    shape = asked.shape
-    rank, top_ids, top_logprobs, id_logprobs = ranked(call, stats, asked.wanted)
+    logprobs, out = options["return_logprobs"], options["out"]
+    rank, top_ids, top_logprobs, id_logprobs = ranked(call, stats, wanted)
     ids = offsets = overflow = None
     if stats.support is not None:
         ids, offsets, overflow = _compact(stats, call)
@@ -25,8 +26,8 @@ def output(asked: Asked, call: SamplingCall, stats: SampleStats) -> SampleOutput
     made = SampleOutput(
         token_ids=rows(stats.token_ids),
         raw_logprobs=rows(stats.raw_logprobs),
-        tempered_logprobs=rows(stats.tempered_logprobs) if "tempered" in asked.logprobs else None,
-        processed_logprobs=rows(stats.processed_logprobs) if "processed" in asked.logprobs else None,
+        tempered_logprobs=rows(stats.tempered_logprobs) if "tempered" in logprobs else None,
+        processed_logprobs=rows(stats.processed_logprobs) if "processed" in logprobs else None,
         kept_mass=rows(stats.kept_mass),
         kept_count=rows(stats.kept_count),
         entropy=rows(stats.entropy),
@@ -39,7 +40,7 @@ def output(asked: Asked, call: SamplingCall, stats: SampleStats) -> SampleOutput
         support_overflow=rows(overflow),
         valid=rows(stats.valid),
     )
-    return made if asked.out is None else _written(asked.out, made)
+    return made if out is None else _written(out, made)
 
 
 def _written(out: SampleOutput, made: SampleOutput) -> SampleOutput:
