@@ -5,7 +5,6 @@ filtered row.  Block sizes follow from V and the dtype alone.
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,41 +113,3 @@ def _rows_of(x: Tensor | None) -> tuple[Tensor | None, int]:
 def _per_row(x: float | Tensor) -> tuple[Tensor | None, float]:
     """All numbers are fp32 in the kernels, one for all rows or one for each."""
     return (x, 1.0) if isinstance(x, Tensor) else (None, ctypes.c_float(x).value)
-
-
-def aot_cases() -> dict[str, Callable[[], object]]:
-    """Calls on small CPU tensors, whose kernels the tests compile for every GPU and do not launch."""
-
-    rows, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
-
-    def run(
-        vocab: int, dtype: torch.dtype, adjusted: bool = False, masked: bool = False, **options: Any
-    ) -> None:
-        drawn = {} if "token_ids" in options else {"seeds": ids, "positions": ids}
-        if masked:
-            options["token_bitmask"] = torch.zeros(2, triton.cdiv(vocab, 32), dtype=torch.int32)
-        z = torch.empty(2, vocab) if adjusted else None
-        request = Sampling(**{"raw": True, **drawn, **options})
-        forward(SamplingCall(torch.empty(2, vocab, dtype=dtype), z, request))
-
-    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-    everything: dict[str, Any] = {
-        "temperature": rows, "top_k": ids, "top_p": rows, "min_p": rows,
-        "top_n_sigma": rows, "thresholds": torch.ones(2, 3), "skip": rows > 0, "entropy": True,
-        "rank": True, "support": 512,
-    }  # fmt: skip
-    return {
-        "bf16": lambda: run(151936, bf16),
-        "fp16 odd V": lambda: run(50257, fp16, temperature=rows, entropy=True),
-        "fp32 gumbel": lambda: run(151936, fp32, gumbel=True),
-        "bf16 forced rank": lambda: run(151936, bf16, token_ids=ids, rank=True, entropy=True),
-        "bf16 top-k top-p": lambda: run(151936, bf16, top_k=50, top_p=0.9, support=512),
-        "bf16 band": lambda: run(151936, bf16, top_p=0.9, support=512, band=torch.ones(2, 2)),
-        "bf16 band odd V": lambda: run(50257, bf16, True, True, **everything, band=torch.ones(2, 2)),
-        "fp32 band gumbel": lambda: run(151936, fp32, band=torch.ones(2, 2), gumbel=True),
-        "bf16 everything": lambda: run(151936, bf16, True, True, **everything),
-        "bf16 everything odd V": lambda: run(50257, bf16, True, True, **everything),
-        "fp32 everything gumbel joint": lambda: run(
-            151936, fp32, masked=True, **everything, gumbel=True, order="joint"
-        ),
-    }

@@ -159,9 +159,10 @@ class SampleStats(NamedTuple):
 
     @classmethod
     def empty(
-        cls, rows: int, request: Sampling, device: torch.device, wide: torch.dtype = torch.float32
+        cls, rows: int, request: Sampling, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> "SampleStats":
-        """For what a kernel writes, each in memory of its own; ``wide`` is the dtype of the statistics."""
+        """For what a kernel writes of logits of ``dtype``, each in memory of its own."""
+        wide = dtype if dtype == torch.float64 else torch.float32
         like = torch.empty_like  # half the time of torch.empty
         ids = torch.empty(rows, dtype=torch.int64, device=device)
         number = torch.empty(rows, dtype=wide, device=device)

@@ -18,10 +18,8 @@ def checked(
     """
     if support_ids is None and support_offsets is None:
         return None
-    for name, given, other in (
-        ("support_ids", support_ids, "support_offsets"),
-        ("support_offsets", support_offsets, "support_ids"),
-    ):
+    both = {"support_ids": support_ids, "support_offsets": support_offsets}
+    for (name, given), other in zip(both.items(), reversed(both), strict=True):
         if given is None:
             raise ValueError(f"{name} must be given together with {other}, got None")
         if not isinstance(given, Tensor):

@@ -121,12 +121,4 @@ def _like(call: SampleLinearCall) -> SampleLinearResults:
     return SampleLinearResults(logits, *stats)
 
 
-op = Op(
-    "sample_linear",
-    SampleLinearCall,
-    SampleLinearResults,
-    outputs=len(SampleLinearResults._fields),
-    pick=_pick,
-    forward=_forward,
-    like=_like,
-)
+op = Op("sample_linear", SampleLinearCall, SampleLinearResults, pick=_pick, forward=_forward, like=_like)

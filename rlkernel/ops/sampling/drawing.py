@@ -22,12 +22,7 @@ def _pick(call: SamplingCall) -> ModuleType:
 
 
 def _like(call: SamplingCall) -> SampleStats:
-    logits = call.logits
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return SampleStats.empty(logits.shape[0], call.request, logits.device, wide)
+    return SampleStats.empty(len(call.logits), call.request, call.logits.device, call.logits.dtype)
 
 
-op = Op(
-    "sampling", SamplingCall, SampleStats, outputs=12, pick=_pick, like=_like,
-    forward=lambda impl, call: impl.forward(call),
-)  # fmt: skip
+op = Op("sampling", SamplingCall, SampleStats, pick=_pick, like=_like)

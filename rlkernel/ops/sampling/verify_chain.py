@@ -94,7 +94,9 @@ def verify_chain(
     logit_bias, penalties = options["logit_bias"], options["penalties"]
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (count, vocab):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
-    elif isinstance(logit_bias, Sequence) and not _is_of_places(logit_bias):
+    elif isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() != 2:
+        pass  # the same for all rows, or of each place
+    elif isinstance(logit_bias, Sequence):
         logit_bias = inputs.token_bias(logit_bias, requests, "requests").at_each(places)
     if penalties is not None:
         penalties = _penalties(inputs.checked(penalties), drafts, places)
@@ -120,11 +122,6 @@ def verify_chain(
     )
 
 
-def _is_of_places(bias: Any) -> bool:
-    """Not one row of it for each request."""
-    return isinstance(bias, TokenBias) and bias.token_ids.dim() != 2
-
-
 def _checked(
     drafts: Tensor, logits: Tensor, draft_logprobs: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -144,9 +141,8 @@ def _checked(
     if lengths is None:
         return drafts, torch.full((rows,), places - 1, device=logits.device)
     if not isinstance(lengths, Tensor) or lengths.dtype not in numbers.INTEGERS or lengths.shape != (rows,):
-        raise ValueError(
-            f"draft_lengths must be integers of shape ({rows},), got {numbers.described(lengths)}"
-        )
+        want = f"integers of shape ({rows},)"
+        raise ValueError(f"draft_lengths must be {want}, got {numbers.described(lengths)}")
     _validate.same_device("draft_lengths", lengths, "target_logits", logits.device)
     allowed = numbers.Range(0, places - 1, False, f"in [0, {places - 1}]")
     _validate.look("draft_lengths", lengths, allowed.holds, allowed.want)
