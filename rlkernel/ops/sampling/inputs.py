@@ -40,7 +40,7 @@ def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
     _validate.floating("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
-    shape, flat = logits.shape[:-1], logits.detach()
+    shape, flat = logits.shape[:-1], logits.detach() if logits.requires_grad else logits
     rows = Rows(shape, logits.shape[-1], logits.dtype, logits.device)
     if len(shape) != 1:
         flat = flat.reshape(rows.total, rows.vocab)
