@@ -10,6 +10,7 @@ from bitwise import assert_equal
 import rlkernel
 from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
+from rlkernel.ops import _packing
 from rlkernel.reference import gae, policy_loss, preference_loss, value_loss
 from rlkernel.runtime import debug, workspace
 
@@ -102,6 +103,18 @@ def test_offsets_are_refused_in_the_same_words(op):
         want = rf"^cu_seqlens must rise from 0 to at most {N}, got \[{offsets[0]},"
         with pytest.raises(ValueError, match=want):
             run(op, "native", inputs | {"cu_seqlens": torch.tensor(offsets)})
+
+
+@pytest.mark.parametrize("op", ["gae", "kl_shaped_rewards"])
+def test_offsets_are_looked_at_once_and_by_a_node_too(op, monkeypatch):
+    inputs, looks, check = packed(op, "cpu"), [], _packing.check
+    monkeypatch.setattr(_packing, "check", lambda *args: looks.append(args) or check(*args))
+    run(op, "native", inputs)
+    assert len(looks) == 1
+    compiled = torch.compile(lambda x: getattr(rlkernel, op)(**x), fullgraph=True, backend="eager")
+    compiled(inputs)
+    with pytest.raises(ValueError, match=f"^cu_seqlens must rise from 0 to at most {N}, got"):
+        compiled(inputs | {"cu_seqlens": torch.tensor([0, 5, 4, 9, 12])})
 
 
 def test_a_call_without_a_sequence_is_all_padding():
