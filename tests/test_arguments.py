@@ -86,6 +86,7 @@ GOOD = {
     **dict.fromkeys(("gamma", "f_alpha_divergence_coef"), {"-1"}),
     **dict.fromkeys(("label_smoothing", "loss_weights"), {"a list"}),
     "use_bias_correction_kl": {"True"},
+    "group": {"None"},
     "log_sum_sq_probs": {"a tensor of strange shape", "an integer tensor"},  # not looked at unless wanted
     **dict.fromkeys(("x", "logits"), {"a tensor of strange shape"}),  # any shape is one
 }

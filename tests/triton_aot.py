@@ -1,9 +1,9 @@
 """Compile the Triton kernels for GPUs that this machine does not have: ``python tests/triton_aot.py sm_90``.
 
-``tests/aot_cases/<op>.py``, or else the op's module of ``rlkernel.triton_ops``, has calls on CPU tensors.
-They run here with a driver that only names the target, and with each launch replaced by Triton's own compile
-without launching; so what is compiled is what would be launched, specialised as it would be.  Prints one JSON
-object: case -> kernel -> registers, spills, shared memory.
+``tests/aot_cases/<op>.py`` has calls on CPU tensors.  They run here with a driver that only names the target,
+and with each launch replaced by Triton's own compile without launching; so what is compiled is what would be
+launched, specialised as it would be.  Prints one JSON object: case -> kernel -> registers, spills, shared
+memory.
 
 Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first
 import.
@@ -208,23 +208,15 @@ def planted() -> None:
     spilling_kernel[(1,)](torch.empty(128, 128), N=128, num_warps=1)
 
 
-def cases_of(module: ModuleType) -> dict[str, Any]:
-    name = module.__name__.split(".")[-1]
-    if (Path(__file__).parent / "aot_cases" / f"{name}.py").is_file():
-        cases: dict[str, Any] = importlib.import_module(f"aot_cases.{name}").cases()
-        return cases
-    return getattr(module, "aot_cases", dict)()
-
-
 def main(target: str) -> None:
     triton.runtime.driver.set_active(NamesTheTarget(TARGETS[target]))
     if TARGETS[target].backend == "hip":
         torch.version.hip = "7"  # what the launch plans ask
     found = modules()
     cases = {
-        f"{module.__name__.split('.')[-1]}: {name}": call
-        for module in found
-        for name, call in cases_of(module).items()
+        f"{path.stem}: {name}": call
+        for path in sorted((Path(__file__).parent / "aot_cases").glob("*.py"))
+        for name, call in importlib.import_module(f"aot_cases.{path.stem}").cases().items()
     }
     report = {
         "cases": compile_cases(cases),

@@ -48,11 +48,7 @@ def _values(ids: Tensor, offsets: Tensor, vocab: int) -> None:
     if first < 0 or last > len(ids):
         want = f"lie in [0, {len(ids)}], the length of support_ids"
         raise ValueError(f"support_offsets must {want}, got {first} to {last}")
-    falls = (offsets[1:] < offsets[:-1]).nonzero()
-    if len(falls):
-        i = int(falls[0]) + 1
-        before, here = offsets[i - 1].item(), offsets[i].item()
-        raise ValueError(f"support_offsets[{i}] must be >= support_offsets[{i - 1}] = {before}, got {here}")
+    _validate.rising("support_offsets", offsets)
     used = ids[first:last]
     if not len(used):
         return

@@ -234,13 +234,15 @@ def ascending(argument: str, offsets: Tensor, total: int) -> None:
             raise ValueError(
                 f"{argument} must go from 0 to {total}, got {offsets[0].item()} to {offsets[-1].item()}"
             )
-        falls = (offsets[1:] < offsets[:-1]).nonzero()
-        if len(falls):
-            i = int(falls[0]) + 1
-            raise ValueError(
-                f"{argument}[{i}] must be >= {argument}[{i - 1}] = {offsets[i - 1].item()}, "
-                f"got {offsets[i].item()}"
-            )
+        rising(argument, offsets)
+
+
+def rising(argument: str, offsets: Tensor) -> None:
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        before, here = offsets[i - 1].item(), offsets[i].item()
+        raise ValueError(f"{argument}[{i}] must be >= {argument}[{i - 1}] = {before}, got {here}")
 
 
 def finite(argument: str, tensor: Tensor, kept: Tensor | None = None) -> None:
