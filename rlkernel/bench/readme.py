@@ -6,9 +6,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from rlkernel.bench import render, report, status, trainer_step
+from rlkernel.bench import engine_step, render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
 
 _MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
@@ -29,12 +31,15 @@ def newest(results: Path, name: str) -> Path:
     return found[-1]
 
 
+def _of_an_example(name: str, markdown: Callable[[Any], str]) -> Callable[[Path], str]:
+    return lambda results: markdown(json.loads(newest(results, name).read_text()))
+
+
 MADE = {
     "status": status.table,
     "status-line": status.line,
-    "grpo_prefix": lambda results: trainer_step.markdown(
-        json.loads(newest(results, "grpo_prefix").read_text())
-    ),
+    "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
+    "deepspeed_step": _of_an_example("deepspeed_step", engine_step.markdown),
 }
 
 
