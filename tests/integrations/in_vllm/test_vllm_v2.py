@@ -6,6 +6,10 @@ name, and the replacements themselves on a CPU.
 
 import importlib
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +103,14 @@ def test_prompt_logprobs_run_on_ours_chunk_by_chunk(patched, monkeypatch):
     torch.testing.assert_close(scores.double(), truth.gather(1, ids), rtol=1e-5, atol=1e-5)
     assert torch.equal(ranks, (truth >= truth.gather(1, tokens[:, None])).sum(1))
     assert patched.calls[v2.TOPK] == 3
+
+
+def test_vllms_own_kernels_interpreted_give_the_same():
+    """In a process of their own: whether Triton is interpreted is asked at its import."""
+    script = Path(__file__).with_name("interpreted_v2.py")
+    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=interpreted)
+    assert done.returncode == 0 and done.stdout.endswith("the same\n"), done.stdout + done.stderr
 
 
 def draw(logits, temperature, seed, pos, mapping=None, **options):
