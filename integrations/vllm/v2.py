@@ -7,6 +7,7 @@ replacement gives what the formula of the one that it replaces gives.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 SAMPLE_PARAMETERS = (
     "logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature", "is_drafting",
-    "logits_cache=None", "logits_cache_col=None", "use_fp64=False", "logits_cache_source=None",
+    "logits_cache=None", "logits_cache_col=None", "use_fp64=False",
 )  # fmt: skip
+SOURCE = "logits_cache_source"  # behind them since 0.32
 TOKEN_PARAMETERS = ("logits", "token_ids")
 TOPK_PARAMETERS = (
     "logits", "num_logprobs", "sampled_token_ids", "cu_num_logits=None", "logprob_token_ids_state=None",
@@ -33,8 +35,10 @@ SAMPLE, TOKENS, TOPK = "gumbel_sample", "compute_token_logprobs", "compute_topk_
 
 def plan(patch: VllmPatch) -> None:
     """Raises PatchError where vLLM is not what it must be."""
+    has_source = SOURCE in inspect.signature(gumbel.gumbel_sample).parameters
+    sample = SAMPLE_PARAMETERS + ((f"{SOURCE}=None",) if has_source else ())
     for home, name, parameters, make in (
-        (gumbel, SAMPLE, SAMPLE_PARAMETERS, _gumbel_sample),
+        (gumbel, SAMPLE, sample, _gumbel_sample),
         (logprob, TOKENS, TOKEN_PARAMETERS, _token_logprobs),
         (logprob, TOPK, TOPK_PARAMETERS, _topk_scores),
     ):
@@ -54,13 +58,14 @@ def _gumbel_sample(original: Callable[..., Any], patch: VllmPatch) -> Callable[.
         logits_cache: Tensor | None = None,
         logits_cache_col: Tensor | None = None,
         use_fp64: bool = False,
-        logits_cache_source: Tensor | None = None,
+        *source: Tensor | None,
+        **named_source: Tensor | None,
     ) -> Tensor:
         if is_drafting or logits_cache is not None:
             patch.left(SAMPLE, "a draft's noise and logits are those that vLLM verifies it by")
             return original(
                 logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting,
-                logits_cache, logits_cache_col, use_fp64, logits_cache_source,
+                logits_cache, logits_cache_col, use_fp64, *source, **named_source,
             )  # fmt: skip
         patch.count(patch.calls, SAMPLE)
         request = expanded_idx_mapping.long()

@@ -51,7 +51,7 @@ def test_every_module_that_holds_a_function_gets_ours():
         for (module, name), original in zip(places, before, strict=True):
             ours = vars(module)[name]
             assert ours is not original and f"{module.__name__}.{name}" in patch.replaced
-            assert [*inspect.signature(ours).parameters] == [*inspect.signature(original).parameters]
+            inspect.signature(ours).bind(*inspect.signature(original).parameters)
     assert [vars(module)[name] for module, name in places] == before
 
 
