@@ -60,6 +60,7 @@ lint: $(DONE)/build $(DONE)/lint  ## ruff and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m mypy tests/typed_calls.py
 
 format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff check --fix .

@@ -1,12 +1,15 @@
 """sampling: what is off is said by name, before anything is written."""
 
+import inspect
 import math
 import re
+import typing
 
 import pytest
 import torch
 
 import rlkernel
+from rlkernel.ops.sampling.options import ChainOptions, SampleOptions, ScoreOptions
 from rlkernel.runtime import debug
 
 LOGITS = torch.zeros(3, 40)
@@ -297,3 +300,17 @@ def test_results_carry_no_gradient():
     logits = torch.randn(3, 40, requires_grad=True)
     out = rlkernel.sample(logits, top_p=0.9)
     assert not any(x.requires_grad for x in out if x is not None)
+
+
+def test_type_checkers_read_the_options_of_sample():
+    """What mypy then finds wrong is in tests/typed_calls.py."""
+    of_sample = typing.get_type_hints(rlkernel.sample)
+    del of_sample["logits"], of_sample["return"]
+    assert typing.get_type_hints(SampleOptions) == of_sample
+    kinds = {"sample_linear": SampleOptions, "score_tokens": ScoreOptions, "verify_chain": ChainOptions}
+    for name, kind in kinds.items():
+        assert not kind.__required_keys__, name
+        function = getattr(rlkernel, name)
+        told = {p.name for p in inspect.signature(function).parameters.values() if p.name in of_sample}
+        hint = typing.get_type_hints(function)["options"]
+        assert typing.get_args(hint) == (kind,) and told == set(typing.get_type_hints(kind)), name

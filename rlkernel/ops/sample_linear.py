@@ -1,10 +1,10 @@
 """Tokens drawn from hidden states and the lm_head, without the logits in memory where nobody filters."""
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
@@ -13,11 +13,12 @@ from rlkernel.opaque import Op
 from rlkernel.ops.linear_logprob import checked_head
 from rlkernel.ops.sampling import inputs, options_of_sample, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
+from rlkernel.ops.sampling.options import SampleOptions
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.runtime.modes import without_autocast
 
 
-@takes_options_of_sample()
+@takes_options_of_sample(SampleOptions)
 def sample_linear(
     hidden: Tensor,
     weight: Tensor,
@@ -27,7 +28,7 @@ def sample_linear(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     store_logits: bool | str = "auto",
-    **options: Any,
+    **options: Unpack[SampleOptions],
 ) -> SampleOutput:
     """Draw a token of each row of hidden states, with ``sample``'s statistics behind each tile of logits.
 
@@ -70,16 +71,16 @@ def sample_linear(
     vocab = weight.shape[0]
     rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
-    options = options_of_sample("sample_linear", options)
-    request, wanted, _ = inputs.asked(rows, options)
+    chosen = options_of_sample("sample_linear", options)
+    request, wanted, _ = inputs.asked(rows, chosen)
     given = ("logprob_token_ids", "logit_bias", "penalties")
     reasons = {
         "a filter": request.may_filter(vocab), "return_rank": request.rank,
-        "top_logprobs": wanted.top, **{name: options[name] is not None for name in given},
+        "top_logprobs": wanted.top, **{name: chosen[name] is not None for name in given},
     }  # fmt: skip
     store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
-    logit_bias, penalties = options["logit_bias"], options["penalties"]
+    logit_bias, penalties = chosen["logit_bias"], chosen["penalties"]
     drawn = logit_bias is None and penalties is None
     with torch.no_grad():
         made = SampleLinearResults(
@@ -90,7 +91,7 @@ def sample_linear(
         logits = flat.new_empty(0, vocab, dtype=stored_dtype(head))
     z = None if drawn else inputs.adjusted(logits, rows, logit_bias, penalties)
     call = SamplingCall(logits, z, request, ("every statistic",))
-    return output(rows.shape, call, draw(call) if stats is None else stats, wanted, options)
+    return output(rows.shape, call, draw(call) if stats is None else stats, wanted, chosen)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:

@@ -1,14 +1,16 @@
 """Tokens drawn from logits, with their log-probabilities and the set that the filters kept, in one call."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SamplingCall
 from rlkernel.ops.sampling import inputs
 from rlkernel.ops.sampling.drawing import draw
+from rlkernel.ops.sampling.options import ScoreOptions
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import LogitBias
@@ -137,13 +139,13 @@ _DEFAULTS = {p.name: p.default for p in _OPTIONS}
 _known: dict[str, frozenset[str]] = {}  # of each function that takes them
 
 
-def takes_options_of_sample(*without: str) -> Callable[[F], F]:
-    """The signature of the function tells what its ``**options`` are: those of ``sample`` but some."""
+def takes_options_of_sample(kind: type) -> Callable[[F], F]:
+    """The signature of the function tells what its ``**options`` are: those of ``kind``, with defaults."""
 
     def told(function: F) -> F:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        options = [p for p in _OPTIONS if p.name not in without]
+        options = [p for p in _OPTIONS if p.name in kind.__annotations__]
         _known[function.__name__] = frozenset(p.name for p in options)
         function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         return function
@@ -151,15 +153,15 @@ def takes_options_of_sample(*without: str) -> Callable[[F], F]:
     return told
 
 
-def options_of_sample(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def options_of_sample(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All options of ``sample``, of those that the function of this name was given."""
-    if unknown := options.keys() - _known[name]:
+    if unknown := given.keys() - _known[name]:
         raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
-    return _DEFAULTS | options
+    return {**_DEFAULTS, **given}
 
 
-@takes_options_of_sample("method")
-def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOutput:
+@takes_options_of_sample(ScoreOptions)
+def score_tokens(logits: Tensor, token_ids: Tensor, **options: Unpack[ScoreOptions]) -> SampleOutput:
     """What ``sample`` returns of its token, of given ones: prompt log-probabilities, replay of a rollout.
 
     Equal to ``sample`` where it had drawn ``token_ids`` [...], bit for bit.  A token that the filters leave
@@ -170,6 +172,6 @@ def score_tokens(logits: Tensor, token_ids: Tensor, **options: Any) -> SampleOut
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
-    options = options_of_sample("score_tokens", options)
+    chosen = options_of_sample("score_tokens", options)
     rows, flat = inputs.rows_of(logits)
-    return _sampled(flat, rows, options, inputs.forced(token_ids, rows))
+    return _sampled(flat, rows, chosen, inputs.forced(token_ids, rows))

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel.calls import sampling as calls
 from rlkernel.calls.sampling import Domain, SampleStats, SamplingCall, VerifyOutput
 from rlkernel.ops import _validate
 from rlkernel.ops.sampling import inputs, numbers, options_of_sample, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
+from rlkernel.ops.sampling.options import ChainOptions
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.reference import sampling_stream as stream
@@ -19,16 +21,14 @@ from rlkernel.runtime import debug
 _PER_REQUEST = ("temperature", "top_k", *inputs.RANGES, "xtc_threshold", "seeds")
 
 
-@takes_options_of_sample(
-    "return_entropy", "return_rank", "top_logprobs", "logprob_token_ids", "ranking", "return_support", "out"
-)
+@takes_options_of_sample(ChainOptions)
 def verify_chain(
     draft_token_ids: Tensor,
     target_logits: Tensor,
     *,
     draft_logprobs: Tensor | None = None,
     draft_lengths: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[ChainOptions],
 ) -> VerifyOutput:
     """Keep the drafted tokens that the target would have drawn, and draw the one behind them.
 
@@ -73,7 +73,7 @@ def verify_chain(
 
     Acceptance by Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
     """
-    options = options_of_sample("verify_chain", options)
+    chosen = options_of_sample("verify_chain", options)
     drafts, lengths = _checked(draft_token_ids, target_logits, draft_logprobs, draft_lengths)
     inside = (drafts >= 0) & (drafts < target_logits.shape[2])
     drafts = torch.where(inside, drafts, 0)
@@ -84,14 +84,14 @@ def verify_chain(
     rows, flat = inputs.rows_of(target_logits)
     (count, places), vocab = rows.shape, rows.vocab
     requests = rows._replace(shape=rows.shape[:1])
-    start = numbers.int64("positions", 0 if options["positions"] is None else options["positions"])
+    start = numbers.int64("positions", 0 if chosen["positions"] is None else chosen["positions"])
     place = torch.arange(places, device=flat.device)
-    if options["seeds"] is None:  # one for a request, not for a place
-        options["seeds"] = inputs.seeds_of(None, requests)
-    spread = {name: _spread(name, options[name], rows.shape) for name in _PER_REQUEST}
+    if chosen["seeds"] is None:  # one for a request, not for a place
+        chosen["seeds"] = inputs.seeds_of(None, requests)
+    spread = {name: _spread(name, chosen[name], rows.shape) for name in _PER_REQUEST}
     spread["positions"] = _spread("positions", start, rows.shape) + place.expand(rows.shape)
-    request = inputs.request(rows, options | spread)
-    logit_bias, penalties = options["logit_bias"], options["penalties"]
+    request = inputs.request(rows, chosen | spread)
+    logit_bias, penalties = chosen["logit_bias"], chosen["penalties"]
     if isinstance(logit_bias, Tensor) and logit_bias.shape == (count, vocab):
         logit_bias = logit_bias[:, None].expand(target_logits.shape)
     elif isinstance(logit_bias, TokenBias) and logit_bias.token_ids.dim() != 2:
@@ -106,7 +106,7 @@ def verify_chain(
         accepted, stats = _sampled(call, drafts, lengths)
     else:
         accepted, stats = _rejected(call, drafts, inside, lengths, draft_logprobs)
-    logprobs = options["return_logprobs"]
+    logprobs = chosen["return_logprobs"]
     valid = stats.valid.view(rows.shape) & (place <= accepted[:, None])
 
     def padded(x: Tensor | None, padding: float) -> Any:
