@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from types import ModuleType
 from typing import Any
 
 from rlkernel.integrations._patch import PatchError
+
+
+def installed(framework: str, supported: str, strict: bool, advice: str = "") -> ModuleType:
+    """The framework's module, of a version that has been run if ``strict``.
+
+    Raises:
+        ImportError: it is not installed. PatchError: its version is another one.
+    """
+    name = framework.lower()
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        message = f"rlkernel.patch_{name}() needs {framework}: pip install '{name}{supported}'"
+        raise ImportError(message) from error
+    from packaging.specifiers import SpecifierSet  # the frameworks depend on it
+
+    if strict and not SpecifierSet(supported).contains(module.__version__, prereleases=True):
+        raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
+    return module
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:

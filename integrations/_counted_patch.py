@@ -7,12 +7,13 @@ import warnings
 from collections import Counter
 
 import torch
+from typing_extensions import Self
 
-from rlkernel.integrations._patch import Patch
+from rlkernel.integrations._patch import Patch, PatchError
 
 
 class CountedPatch(Patch):
-    """A patch of a framework with its counts, which ``sum_up`` logs."""
+    """A patch of a framework, one of its kind at a time, with its counts, which ``undo`` logs."""
 
     def __init__(self, name: str, framework: str) -> None:
         super().__init__(name)
@@ -37,7 +38,18 @@ class CountedPatch(Patch):
         advice = advice and f" ({advice})"
         warnings.warn(f"{self.name}() leaves {name} to {self.framework}: {reason}{advice}", stacklevel=3)
 
-    def sum_up(self) -> None:
+    def apply(self) -> Self:
+        if self.in_place() not in (None, self):
+            raise PatchError(f"no other patch of {self.framework} must be in place, got one: undo it first")
+        return super().apply()
+
+    def undo(self) -> None:
+        was_active = self.active
+        super().undo()
+        if was_active:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
         ran, left = self.calls.total(), self.fallbacks.total()
         reasons = "".join(f"\n  {times} x {reason}" for reason, times in self.fallbacks.most_common())
         level = logging.WARNING if self._told else logging.INFO

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 ABSENT = object()
 """What an attribute holds that is not there: what is expected of one that a patch adds."""
 
@@ -78,6 +80,11 @@ class Patch:
 
     # its life
 
+    @classmethod
+    def in_place(cls) -> Self | None:
+        """The patch of this kind that is on."""
+        return next((patch for patch in _in_place if isinstance(patch, cls)), None)
+
     @property
     def active(self) -> bool:
         return bool(self._done)
@@ -87,7 +94,7 @@ class Patch:
         """What stands in place of what: ``{"module.attribute": "its replacement"}``."""
         return {entry.path: _describe(entry.new) for entry in self._done}
 
-    def apply(self) -> Patch:
+    def apply(self) -> Self:
         """Put the replacements in place; without effect while they are."""
         if self.active:
             return self
@@ -132,12 +139,12 @@ class Patch:
         self._done = []
         self._unclaimed = False
 
-    def share(self) -> Patch:
+    def share(self) -> Self:
         """The same patch for a further caller, whose ``with`` then does not undo it."""
         self._unclaimed = False
         return self
 
-    def __enter__(self) -> Patch:
+    def __enter__(self) -> Self:
         self.apply()
         self._entered.append(self._unclaimed)
         self._unclaimed = False

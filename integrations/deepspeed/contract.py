@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from rlkernel.integrations import _contract
-from rlkernel.integrations._patch import PatchError
 
 SUPPORTED = ">=0.19,<0.20"  # 0.19.8 has been run
 
@@ -48,18 +47,8 @@ def require_version(strict: bool) -> None:
     """Raises:
     ImportError: DeepSpeed is not installed. PatchError: its version is one that has not been run.
     """
-    try:
-        import deepspeed
-    except ImportError as error:
-        message = f"rlkernel.patch_deepspeed() needs DeepSpeed: pip install 'deepspeed{SUPPORTED}'"
-        raise ImportError(message) from error
-    from packaging.specifiers import SpecifierSet  # DeepSpeed depends on it
-
-    if strict and not SpecifierSet(SUPPORTED).contains(deepspeed.__version__, prereleases=True):
-        raise PatchError(
-            f"the version of deepspeed must be {SUPPORTED}, got {deepspeed.__version__}; "
-            "patch_deepspeed(strict=False) compares what is replaced instead"
-        )
+    advice = "; patch_deepspeed(strict=False) compares what is replaced instead"
+    _contract.installed("DeepSpeed", SUPPORTED, strict, advice)
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.deepspeed import chat, contract
-from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch, patch_in_place
+from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
 from rlkernel.integrations.deepspeed.distillation import chunked_jsd
 from rlkernel.integrations.deepspeed.vocab_parallel import CrossEntropy, Entropy, LinearCrossEntropy, LogProbs
 
@@ -34,15 +34,14 @@ def patch(*, trainer_module: ModuleType | None = None, strict: bool = True) -> D
         raise ValueError(f"trainer_module must be a module or None, got {type(trainer_module).__name__}")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
-    if (active := patch_in_place()) is not None:
+    if (active := DeepSpeedPatch.in_place()) is not None:
         if trainer_module not in (None, active.trainer_module):
             found = getattr(active.trainer_module, "__name__", None)
             raise PatchError(
                 f"trainer_module must be what the patch in place has, {found}, got "
                 f"{trainer_module.__name__}: undo it first"
             )
-        active.share()
-        return active
+        return active.share()
     contract.require_version(strict)
     from deepspeed.runtime.rollout import opsd
     from deepspeed.sequence import cross_entropy, linear_cross_entropy, vocab_parallel_ops

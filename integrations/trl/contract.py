@@ -46,17 +46,8 @@ def supported_utils(strict: bool) -> ModuleType:
     Raises:
         ImportError: TRL is not installed. PatchError: its version is another one, or lacks what is called.
     """
-    try:
-        import trl
-    except ImportError as error:
-        raise ImportError(f"rlkernel.patch_trl() needs TRL: pip install 'trl{SUPPORTED}'") from error
-    from packaging.specifiers import SpecifierSet  # TRL depends on it
-
-    if strict and not SpecifierSet(SUPPORTED).contains(trl.__version__, prereleases=True):
-        raise PatchError(
-            f"the version of trl must be {SUPPORTED}, got {trl.__version__}; patch_trl(strict=False) "
-            "compares what is replaced instead"
-        )
+    advice = "; patch_trl(strict=False) compares what is replaced instead"
+    _contract.installed("TRL", SUPPORTED, strict, advice)
     import trl.trainer.utils as utils
 
     if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):

@@ -12,7 +12,7 @@ from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
-from rlkernel.integrations.trl.trl_patch import TrlPatch, patch_in_place
+from rlkernel.integrations.trl.trl_patch import TrlPatch
 
 
 def patch(
@@ -44,10 +44,9 @@ def patch(
             Nothing is replaced then.
     """
     _check_options(prefix_sharing, prefix_min_ratio, dropout, strict)
-    if (active := patch_in_place()) is not None:
+    if (active := TrlPatch.in_place()) is not None:
         _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
-        active.share()
-        return active
+        return active.share()
     utils = contract.supported_utils(strict)
     result = TrlPatch()
     head = contract.checked(utils, contract.HEAD)

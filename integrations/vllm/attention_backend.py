@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from rlkernel.calls.prefix_shared_attention import AttentionRule
 from rlkernel.integrations.vllm.attention_pages import Pages, attend
 from rlkernel.integrations.vllm.attention_plan import SharedPlan
-from rlkernel.integrations.vllm.vllm_patch import VllmPatch, patch_in_place
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 LAYOUTS = ("vec", "vec16")
 """The instruction sets whose kernels keep keys as [head dim, tokens] and values as [tokens, head dim]."""
@@ -108,7 +108,7 @@ class Impl(CPUAttentionBackendImpl):
         *scales: Any,
         **options: Any,
     ) -> Tensor:
-        meta, patch = attn_metadata, patch_in_place()
+        meta, patch = attn_metadata, VllmPatch.in_place()
         if isinstance(meta, Metadata) and patch is not None:  # neither warming up nor undone
             reason = meta.reason or self._refused(meta.plan, kv_cache, scales, options)
             if not reason:

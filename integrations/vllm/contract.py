@@ -32,14 +32,7 @@ def require_version(strict: bool) -> None:
     """Raises:
     ImportError: vLLM is not installed. PatchError: its version is one that has not been run.
     """
-    try:
-        import vllm
-    except ImportError as error:
-        raise ImportError(f"rlkernel.patch_vllm() needs vLLM: pip install 'vllm{SUPPORTED}'") from error
-    from packaging.specifiers import SpecifierSet  # vLLM depends on it
-
-    if strict and not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
-        raise PatchError(f"the version of vllm must be {SUPPORTED}, got {vllm.__version__}")
+    _contract.installed("vLLM", SUPPORTED, strict)
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from rlkernel.integrations._patch import ABSENT, PatchError
 from rlkernel.integrations.vllm import switch
 from rlkernel.integrations.vllm.contract import require_version
-from rlkernel.integrations.vllm.vllm_patch import VllmPatch, patch_in_place
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 logger = logging.getLogger("rlkernel.patch_vllm")
 
@@ -38,13 +38,12 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatc
     wanted = switch.DEFAULT if ops is None else switch.known(ops, "ops")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
-    if (active := patch_in_place()) is not None:
+    if (active := VllmPatch.in_place()) is not None:
         if active.ops != wanted:
             raise PatchError(
                 f"ops must be what the patch in place has, {active.ops}, got {wanted}: undo it first"
             )
-        active.share()
-        return active
+        return active.share()
     result = _installed(wanted, strict)
     result.environment = switch.ask(wanted, strict)
     if reason := switch.left_out():
@@ -61,7 +60,7 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatc
 def register() -> None:
     """vLLM's entry point, called in each of its processes: does what ``VLLM_RLKERNEL`` asks for, once."""
     global _failed
-    if patch_in_place() is not None or _failed or not switch.is_on():
+    if VllmPatch.in_place() is not None or _failed or not switch.is_on():
         return
     try:
         request = switch.asked()

@@ -1,4 +1,4 @@
-"""What ``patch`` returns, and the one that is in place in this process."""
+"""What ``patch`` returns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from typing_extensions import Self
 
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import PatchError
@@ -57,13 +59,9 @@ class VllmPatch(CountedPatch):
         """The counts of this process, or of each worker of the engine ``llm`` (``vllm.LLM``)."""
         return [self.counts()] if llm is None else llm.collective_rpc("rlkernel_stats")
 
-    def apply(self) -> VllmPatch:
-        global _active
-        if _active is not None and _active is not self and _active.active:
-            raise PatchError("no other patch of vLLM must be in place, got one: undo it first")
+    def apply(self) -> Self:
         super().apply()
         switch.make_known()
-        _active = self
         return self
 
     def undo(self) -> None:
@@ -74,11 +72,3 @@ class VllmPatch(CountedPatch):
             switch.forget()
             switch.restore(self.environment)
             self.environment = {}
-            self.sum_up()
-
-
-_active: VllmPatch | None = None
-
-
-def patch_in_place() -> VllmPatch | None:
-    return _active if _active is not None and _active.active else None

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 import rlkernel
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import install, register, switch
-from rlkernel.integrations.vllm.vllm_patch import patch_in_place
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 OWNERS = (Sampler, GPUModelRunner, WorkerBase)
 
@@ -22,7 +22,7 @@ def as_it_was():
     install._failed = False
     before = [dict(vars(owner)) for owner in OWNERS], dict(vllm.envs.environment_variables)
     yield
-    if (patch := patch_in_place()) is not None:
+    if (patch := VllmPatch.in_place()) is not None:
         patch.undo()
     assert before == ([dict(vars(owner)) for owner in OWNERS], dict(vllm.envs.environment_variables))
 
@@ -32,17 +32,17 @@ def test_the_entry_point_is_found_by_vllm():
 
     assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["rlkernel"] is register
     register()
-    assert patch_in_place() is None  # nothing has asked for it
+    assert VllmPatch.in_place() is None  # nothing has asked for it
 
 
 def test_the_environment_switches_it_on_once(monkeypatch):
     monkeypatch.setenv(switch.SWITCH, "prompt_logprobs")
     stock = Sampler.forward
     register()
-    patch = patch_in_place()
+    patch = VllmPatch.in_place()
     assert patch.ops == ("prompt_logprobs",) and Sampler.forward is stock
     register()
-    assert patch_in_place() is patch
+    assert VllmPatch.in_place() is patch
 
 
 def test_a_second_call_shares_the_patch_and_other_ops_are_refused():
@@ -79,7 +79,7 @@ def test_an_op_that_finds_another_vllm_is_left_to_it(monkeypatch, caplog):
         assert not any("_sample" in path for path in patch.replaced)  # none of the op, not half of it
     with pytest.raises(PatchError, match="sampler cannot be replaced: Sampler.forward must take"):
         rlkernel.patch_vllm(strict=True)
-    assert patch_in_place() is None and not switch.is_on()
+    assert VllmPatch.in_place() is None and not switch.is_on()
 
 
 def test_a_batch_with_a_field_that_we_do_not_know_is_refused(monkeypatch):
@@ -111,7 +111,7 @@ def test_a_list_of_plugins_without_us_is_told(monkeypatch):
         rlkernel.patch_vllm().undo()
     with pytest.raises(PatchError, match="worker processes will not load rlkernel"):
         rlkernel.patch_vllm(strict=True)
-    assert patch_in_place() is None and not switch.is_on()
+    assert VllmPatch.in_place() is None and not switch.is_on()
 
 
 def test_undo_refuses_to_remove_what_somebody_put_over_it():
