@@ -18,7 +18,6 @@ from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "Sampler.forward"
-WHOLE = ("logit_bias", "token_bitmask", "penalties")  # what a greedy row's distribution has been through
 RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
 
 
@@ -74,7 +73,7 @@ class _Drawn(NamedTuple):
 
 def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOutput:
     wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
-    z = adjusted(sampler, logits, metadata, whole=wants and mode == "processed_logits")
+    z = adjusted(sampler, logits, metadata, whole=wants and mode not in RAW)
     n, device = logits.shape[0], logits.device
     z.options["seeds"] = positions.seeds(metadata.generators, n, device)
     if metadata.generators:
@@ -83,7 +82,7 @@ def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOu
         out = rlkernel.sample(z.logits, return_logprobs=(), **z.options)
         return SamplerOutput(sampled_token_ids=_tokens(out)[:, None], logprobs_tensors=None)
     given = _given(metadata.logprob_token_ids, n, device)
-    asked: dict[str, Any] = {"return_rank": True}
+    asked: dict[str, Any] = {}
     if given is not None:
         asked["logprob_token_ids"] = given
     elif metadata.max_num_logprobs:
@@ -111,8 +110,9 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     else:
         tokens = _tokens(rlkernel.sample(z.logits, return_logprobs=(), **z.options))
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
-    assert out.raw_logprobs is not None and out.rank is not None
-    return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    assert out.raw_logprobs is not None
+    rank = ranks(logits, tokens)
+    return _Drawn(tokens, out.raw_logprobs, rank, out.top_ids, out.top_logprobs, out.id_logprobs)
 
 
 def _processed(z: Adjusted, asked: dict[str, Any], all_random: bool) -> _Drawn:
@@ -122,24 +122,31 @@ def _processed(z: Adjusted, asked: dict[str, Any], all_random: bool) -> _Drawn:
     ranking = "tempered" if given is None else "processed"
     out = rlkernel.sample(z.logits, return_logprobs=names, ranking=ranking, **asked, **z.options)
     assert out.tempered_logprobs is not None and out.processed_logprobs is not None
-    assert out.kept_mass is not None and out.kept_count is not None and out.rank is not None
+    assert out.kept_mass is not None and out.kept_count is not None
     greedy = torch.as_tensor(z.options["temperature"] == 0, device=z.logits.device)
     own = torch.where(greedy, out.tempered_logprobs, out.processed_logprobs)
     # The kept tokens are the first of the order.
-    kept = torch.where(greedy, z.logits.shape[1], out.kept_count)[:, None]
+    kept = torch.where(greedy, z.logits.shape[1], out.kept_count)
     shift = torch.where(greedy, 0.0, out.kept_mass.log())[:, None]
     top = out.top_logprobs
     if top is not None:
-        top = torch.where(torch.arange(top.shape[1], device=top.device) < kept, top - shift, -torch.inf)
+        top = torch.where(
+            torch.arange(top.shape[1], device=top.device) < kept[:, None], top - shift, -torch.inf
+        )
     tokens, mine = _tokens(out), out.id_logprobs
     if given is not None and mine is not None and not all_random:
-        whole = {name: value for name, value in z.options.items() if name in WHOLE}
         plain = rlkernel.score_tokens(
-            z.logits, tokens.long(), return_logprobs=(), ranking="tempered", logprob_token_ids=given, **whole
+            z.logits, tokens.long(), return_logprobs=(), ranking="tempered", logprob_token_ids=given
         )
         assert plain.id_logprobs is not None
         mine = torch.where(greedy[..., None], plain.id_logprobs, mine)
-    return _Drawn(tokens, own, out.rank, out.top_ids, top, mine)
+    rank = torch.minimum(ranks(z.logits, tokens), kept)
+    return _Drawn(tokens, own, rank, out.top_ids, top, mine)
+
+
+def ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """vLLM's rank of a token: how many are at least as likely, itself and what ties with it among them."""
+    return (logits >= logits.gather(1, token_ids.long()[:, None])).sum(-1)
 
 
 def _as_logits(drawn: _Drawn, values: Tensor, given: Tensor | None) -> _Drawn:

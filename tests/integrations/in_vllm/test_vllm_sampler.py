@@ -98,6 +98,29 @@ def test_whole_distributions_ranks_and_greedy_tokens_are_those_of_vllm(batches, 
     assert rows > greedy > 20 and (filtered > 20 or mode.startswith("raw"))
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_token_that_ties_has_vllms_rank(batches, mode):
+    ties = 0
+    for sampler, logits, metadata in batches[::4]:
+        # neither top_k nor top_p, which keep other sets of tokens that tie
+        few = dataclasses.replace(
+            frozen(metadata),
+            max_num_logprobs=engines.VOCAB,
+            temperature=None,
+            all_greedy=True,
+            all_random=False,
+            top_k=None,
+            top_p=None,
+        )
+        coarse = (logits * 2).round() / 2
+        want = dense(stock(sampler, coarse, few, mode), engines.VOCAB)
+        mine = ours.sampled(sampler, coarse, few, mode)
+        own = want.gather(1, mine.sampled_token_ids.long())
+        assert torch.equal(mine.logprobs_tensors.selected_token_ranks, (want >= own).sum(-1))
+        ties += int((want == own).sum()) - len(logits)
+    assert ties > 10
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_the_likeliest_come_in_vllms_shapes_and_order(batches, mode, count):
