@@ -43,7 +43,10 @@ def worker_processes(model, **options):
 
 
 def shut_down(llm):
-    llm.llm_engine.engine_core.shutdown()
+    from vllm.v1.engine.core_client import InprocClient
+
+    if not isinstance(llm.llm_engine.engine_core, InprocClient):  # others here would lose what they share
+        llm.llm_engine.engine_core.shutdown()
     gc.collect()
 
 

@@ -150,26 +150,23 @@ def test_custom_logits_processors(model, patch):
     from vllm import SamplingParams
 
     llm = engines.in_process(model, logits_processors=processors())
+    prompts, kinds = engines.prompts(40), engines.mixed(40, seeded=True, allowed_token_ids=None)
+    got = ask(llm, prompts, kinds)
+    assert not patch.fallbacks
+    for sample in (one.outputs[0] for one in got):
+        assert not set(sample.token_ids) & set(BANNED)
+    patch.undo()
     try:
-        prompts, kinds = engines.prompts(40), engines.mixed(40, seeded=True, allowed_token_ids=None)
-        got = ask(llm, prompts, kinds)
-        assert not patch.fallbacks
-        for sample in (one.outputs[0] for one in got):
-            assert not set(sample.token_ids) & set(BANNED)
-        patch.undo()
-        try:
-            greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
-            want = ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy])
-        finally:
-            patch.apply()
-        for i, other in zip(greedy, want, strict=True):
-            assert got[i].outputs[0].token_ids == other.outputs[0].token_ids
-            same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs)
-        (one,) = ask(llm, prompts[:1], [SamplingParams(temperature=0.5, seed=0, max_tokens=40, logprobs=-1)])
-        for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True):
-            left = [entry.logprob for id, entry in step.items() if id not in BANNED]
-            # of logits that the temperature has divided
-            assert max(left) - 0.5 * GAP - CLOSE <= step[token].logprob < max(left) + CLOSE
-            assert min(left) < max(left) - 0.5 * GAP
+        greedy = [i for i, kind in enumerate(kinds) if kind.temperature == 0]
+        want = ask(llm, [prompts[i] for i in greedy], [kinds[i] for i in greedy])
     finally:
-        engines.shut_down(llm)
+        patch.apply()
+    for i, other in zip(greedy, want, strict=True):
+        assert got[i].outputs[0].token_ids == other.outputs[0].token_ids
+        same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs)
+    (one,) = ask(llm, prompts[:1], [SamplingParams(temperature=0.5, seed=0, max_tokens=40, logprobs=-1)])
+    for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True):
+        left = [entry.logprob for id, entry in step.items() if id not in BANNED]
+        # of logits that the temperature has divided
+        assert max(left) - 0.5 * GAP - CLOSE <= step[token].logprob < max(left) + CLOSE
+        assert min(left) < max(left) - 0.5 * GAP

@@ -71,11 +71,9 @@ def test_requests_without_a_seed_follow_the_engines_generator(llm, patch):
 @pytest.fixture
 def narrow(model):
     """Prompts in chunks of 32 tokens, no prefix caching, and too little memory for all requests at once."""
-    llm = engines.in_process(
+    return engines.in_process(
         model, max_num_batched_tokens=32, enable_prefix_caching=False, num_gpu_blocks_override=10
     )
-    yield llm
-    engines.shut_down(llm)
 
 
 def test_in_chunks_preempted_and_without_prefix_caching(narrow, patch, requests, alone, monkeypatch):
