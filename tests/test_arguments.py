@@ -216,6 +216,21 @@ def test_a_constant_that_requires_a_gradient(name):
         assert torch.equal(rlkernel.policy_loss(ROWS, **constants).loss, want)
 
 
+STRIDED = [f for f, call in CALLS.items() if any(isinstance(x, torch.Tensor) for x in call.values())]
+
+
+@pytest.mark.parametrize("op", STRIDED, ids=lambda op: op.__name__)
+def test_tensors_of_any_strides(op):
+    """give the bits of dense ones, and are taken where they are empty."""
+    call = CALLS[op]
+    spread = {k: torch.stack([x, x], -1)[..., 0] for k, x in call.items() if isinstance(x, torch.Tensor)}
+    want, got = op(**call), op(**call | spread)
+    for x, y in zip(*((out,) if isinstance(out, torch.Tensor) else out for out in (want, got)), strict=True):
+        assert x is y or torch.equal(x, y)
+    if op is not rlkernel.prefix_shared_attention:  # whose rows the batch counts
+        op(**call | {k: x if k in ("weight", "state") else x[:0] for k, x in spread.items()})
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_head_on_the_meta_device(autocast):
     call = {name: x.to("meta") for name, x in HEAD.items()}

@@ -184,8 +184,14 @@ def test_shapes_and_strides_of_users(backend, device, small_tiles):
         want = rlkernel.linear_logprob(
             hidden.reshape(-1, 16).contiguous(), weight.contiguous(), ids.reshape(-1), temperature=0.7
         )
+        rows = hidden.reshape(-1, 16), weight, ids.reshape(-1), torch.full((18,), 0.7, device=device)
+        spread = [torch.stack([x, x], -1)[..., 0] for x in rows]  # as columns of a wider tensor
+        columns = rlkernel.linear_logprob(*spread[:3], temperature=spread[3])
+        one = rlkernel.linear_logprob(rows[0], weight, ids[0, :1].expand(18))
     assert got.logprobs.shape == (3, 6)
+    assert one.logprobs.shape == (18,)
     torch.testing.assert_close(got.logprobs.view(-1), want.logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(columns.logprobs, want.logprobs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])

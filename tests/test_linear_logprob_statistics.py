@@ -131,3 +131,14 @@ def test_bad_input_is_named():
     inputs = inputs_of("native", "cpu")
     with pytest.raises(ValueError, match="statistics must be among 'mean_logits', .*, got 'median'"):
         rlkernel.linear_logprob_statistics(**inputs, statistics=("median",))
+
+
+@ON_EVERY_BACKEND
+def test_the_strides_of_targets_and_bias_change_no_bit(backend, device):
+    inputs = inputs_of(backend, device)
+    spread = {k: torch.stack([inputs[k], inputs[k]], -1)[..., 0] for k in ("target_ids", "bias")}
+    with running(backend):
+        want = rlkernel.linear_logprob_statistics(**inputs, logit_scale=-1.3)
+        got = rlkernel.linear_logprob_statistics(**inputs | spread, logit_scale=-1.3)
+    for name in NAMES:
+        assert_equal(name, getattr(got, name), getattr(want, name))

@@ -37,7 +37,7 @@ def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
     state = hidden.new_empty(len(State), n, dtype=torch.float32)
     outputs = LogprobResults.empty(ids, call.return_entropy)
     direction = hidden.new_empty(n, hidden.shape[1], dtype=torch.float32) if call.need_direction else None
-    also = TileStatistics(kernels, call, ids) if call.statistics else None
+    also = TileStatistics(kernels, call, head, ids) if call.statistics else None
     # a graph may be replayed after others took the workspace
     keep = call.keep and not gpu.capturing(hidden.device)
     gathered = rows is not None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import LinearLogprobCall
+from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
 from rlkernel.calls.logprob import LogprobResults, State, Tile
 from rlkernel.drivers.linear_products import rows_of
 
@@ -20,9 +20,9 @@ class TileStatistics:
     temperature.  The mean of the logits is the logit of the mean of the weight, unless there is a softcap.
     """
 
-    def __init__(self, kernels: Any, call: LinearLogprobCall, ids: Tensor) -> None:
-        """``ids`` of the rows of ``call`` that are computed."""
-        self.kernels, self.ids, self.head, self.names = kernels, ids, call.head, call.statistics
+    def __init__(self, kernels: Any, call: LinearLogprobCall, head: Head, ids: Tensor) -> None:
+        """``head`` with a wide bias; ``ids`` of the rows of ``call`` that are computed."""
+        self.kernels, self.ids, self.head, self.names = kernels, ids, head, call.statistics
         self.vocab, size = call.weight.shape
         new, n = functools.partial(torch.zeros, dtype=torch.float32, device=ids.device), ids.numel()
         self.sum = new(n) if "mean_logits" in self.names else None
@@ -62,7 +62,7 @@ class TileStatistics:
         if self.sum is not None:
             total = self.sum
             if self.weight_sum is not None and self.head.bias is not None:
-                total = total + self.head.bias.float().sum() * self.head.logit_scale
+                total = total + self.head.bias.sum() * self.head.logit_scale
             found["mean_logits"] = torch.where(kept, total / self.vocab / t, 0)
         if "is_top1" in self.names:
             found["is_top1"] = kept & (state[State.at_target] >= state[State.maximum])

@@ -221,7 +221,7 @@ def checked_head(
     ignore_index: int,
     logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Head]:
-    """``target_ids`` as int64, and what stands between the product and the softmax; raises ValueError."""
+    """``target_ids`` as dense int64, and what is between the product and the softmax; raises ValueError."""
     _validate.floating("hidden", hidden)
     _validate.floating("weight", weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
@@ -249,7 +249,7 @@ def checked_head(
     head = Head(bias, temperature, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
     if isinstance(temperature, Tensor):
         head = head._replace(temperature=temperature.reshape(-1))
-    return target_ids, head
+    return target_ids.contiguous(), head
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -125,10 +125,11 @@ class Tensor {
   bool has_type_of(const Tensor& other) const { return same(x_.dtype, other.x_.dtype); }
   bool holds(dlpack::Type type) const { return given && same(x_.dtype, type); }
 
+  // As torch has it: the strides of a tensor without elements say nothing.
   bool is_dense() const {
+    if (elements() == 0) return true;
     int64_t step = 1;
     for (int d = x_.ndim - 1; d >= 0; --d) {
-      if (x_.shape[d] == 0) return true;
       if (x_.shape[d] != 1 && x_.strides[d] != step) return false;
       step *= x_.shape[d];
     }
@@ -251,7 +252,7 @@ class Tensor {
   }
 
   void want_unit_stride() const {
-    if (last() > 1 && x_.strides[x_.ndim - 1] != 1)
+    if (last() > 1 && elements() > 0 && x_.strides[x_.ndim - 1] != 1)
       refuse("have the last stride 1", std::to_string(x_.strides[x_.ndim - 1]));
   }
 
