@@ -43,6 +43,19 @@ def test_gradcheck(backend, device):
         assert torch.autograd.gradcheck(op, leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@ON_EVERY_BACKEND
+def test_autocast_changes_no_bit(backend, device, dtype):
+    inputs = inputs_of(FORESTS["ragged"], dtype=dtype, device=device, sinks=True)
+    layout = FORESTS["ragged"].layout()
+    for options in ({}, {"softcap": 2.0}):
+        want = run(backend, layout, inputs, **options)
+        with torch.autocast(device, torch.bfloat16):  # forward and backward, as a checkpoint runs them
+            got = run(backend, layout, inputs, **options)
+        for name in ("out", "lse", "dq", "dk", "dv", "dsinks"):
+            assert_equal(name, getattr(got, name), getattr(want, name))
+
+
 @ON_EVERY_BACKEND
 def test_some_gradients_only(backend, device):
     shape = FORESTS["ragged"]

@@ -19,6 +19,7 @@ from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
+from rlkernel.runtime.modes import without_autocast
 
 _NO_NEEDS: tuple[bool, ...] = (False,) * 4
 
@@ -146,16 +147,22 @@ def _pick(call: AttentionCall) -> ModuleType:
     )
 
 
+def _forward(impl: ModuleType, call: AttentionCall) -> AttentionResults:
+    with without_autocast(call.q.device):  # the dtype is that of the tensors
+        return impl.forward(call)
+
+
 def _backward(impl: ModuleType, call: AttentionCall, results: AttentionResults, grads: Grads) -> Grads:
     grad_out = grads[0]
     assert grad_out is not None
     found: Grads = (None,) * 3
-    if any(call.needs[:3]):
-        found = impl.backward(call, results, OutGrads(grad_out))
-    if not call.needs[3]:
-        return *found, None
-    assert call.sinks is not None
-    return *found, _sink_gradient(grad_out, *results, call.sinks)
+    with without_autocast(call.q.device):
+        if any(call.needs[:3]):
+            found = impl.backward(call, results, OutGrads(grad_out))
+        if not call.needs[3]:
+            return *found, None
+        assert call.sinks is not None
+        return *found, _sink_gradient(grad_out, *results, call.sinks)
 
 
 def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -177,6 +184,7 @@ op = Op(
     AttentionCall,
     AttentionResults,
     pick=_pick,
+    forward=_forward,
     backward=_backward,
     like=_like,
     gradients=("q", "k", "v", "sinks"),
