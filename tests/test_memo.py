@@ -1,10 +1,14 @@
 """A rule that is kept for the next call is the one that the call would have made, or its error."""
 
+import inspect
+
 import pytest
 import torch
 
 import rlkernel
 from rlkernel import RolloutCorrection
+from rlkernel.ops.policy_loss import rule as policy_rule
+from rlkernel.ops.preference_loss import rule as preference_rule
 from rlkernel.reference import policy_loss, preference_loss
 from rlkernel.runtime.memo import remembered
 
@@ -84,3 +88,15 @@ def test_a_wrong_weight_is_an_error_after_its_equal_was_right():
     a = rlkernel.preference_loss(**inputs, **options, loss_weights=(0.5, 2)).loss
     b = rlkernel.preference_loss(**inputs, loss_type=["sigmoid", "hinge"], loss_weights=[0.5, 2]).loss
     assert a == b
+
+
+def test_the_rule_of_a_loss_is_not_made_anew_for_other_tensors():
+    """Nor for another seed, which it does not know."""
+    mask, misses = torch.ones(4, 3, dtype=torch.bool), set()
+    kept = [inspect.getclosurevars(rule.build).nonlocals["kept"] for rule in (policy_rule, preference_rule)]
+    for step in range(5):
+        x = torch.randn(4, 3)
+        rlkernel.policy_loss(x, x + 1, x[:, 0], mask, ref_logprobs=x, beta=0.1875, seed=step)
+        rlkernel.preference_loss(x, x + 1, mask, beta=0.1875)
+        misses.add(tuple(each.cache_info().misses for each in kept))
+    assert len(misses) == 1

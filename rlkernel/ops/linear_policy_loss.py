@@ -1,7 +1,6 @@
 """From hidden states to a policy loss and its gradients, with each logit computed once."""
 
 import functools
-import inspect
 import logging
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,6 @@ _log = logging.getLogger("rlkernel")
 
 # what rows outside of the mask have as target: no number that a caller could mean
 _OUTSIDE = torch.iinfo(torch.int64).min
-_TENSORS = inspect.getfullargspec(checked).kwonlyargs
 
 
 @functools.partial(typed, options=policy_loss)
@@ -114,9 +112,7 @@ def linear_policy_loss(
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
     given = DEFAULTS | options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
-    tensors = {name: given[name] for name in _TENSORS}
-    plain = {name: x for name, x in given.items() if name not in tensors}
-    policy, items = checked(like, old_logprobs, advantages, mask, plain, **tensors)
+    policy, items = checked(like, old_logprobs, advantages, mask, **given)
     kept, rule = policy.mask, policy.rule
     if given["correction"] is not None:
         policy = within_second_moment(policy, given["correction"])

@@ -142,47 +142,7 @@ def policy_loss(
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
     """
-    options = {
-        "loss_type": loss_type,
-        "loss_agg_mode": loss_agg_mode,
-        "importance_sampling_level": importance_sampling_level,
-        "epsilon": epsilon,
-        "epsilon_high": epsilon_high,
-        "delta": delta,
-        "clip_ratio_c": clip_ratio_c,
-        "log_ratio_clip": log_ratio_clip,
-        "tau_pos": tau_pos,
-        "tau_neg": tau_neg,
-        "vespo_k_pos": vespo_k_pos,
-        "vespo_lambda_pos": vespo_lambda_pos,
-        "vespo_k_neg": vespo_k_neg,
-        "vespo_lambda_neg": vespo_lambda_neg,
-        "ppo_kl_coef": ppo_kl_coef,
-        "dro_beta": dro_beta,
-        "beta": beta,
-        "kl_estimator": kl_estimator,
-        "use_bias_correction_kl": use_bias_correction_kl,
-        "kl_input_clamp": kl_input_clamp,
-        "kl_output_clamp": kl_output_clamp,
-        "correction": correction,
-        "entropy_coef": entropy_coef,
-        "loss_scale_factor": loss_scale_factor,
-        "dp_size": dp_size,
-    }
-    call, items = checked(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        options,
-        entropy=entropy,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        staleness=staleness,
-        token_counts=token_counts,
-        num_items_in_batch=num_items_in_batch,
-        cu_seqlens=cu_seqlens,
-    )
+    call, items = checked(**locals())  # all arguments
     if correction is not None:
         call = within_second_moment(call, correction)
     if loss_type in ("clip_cov", "kl_cov"):

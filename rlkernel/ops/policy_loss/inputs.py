@@ -1,7 +1,6 @@
 """The tensors of a policy loss: what they must be, and how backends take them."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from rlkernel.ops import _packing, _validate
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.runtime import debug
 
+_OF_SELECTION = {"cov_ratio", "clip_cov_lb", "clip_cov_ub", "seed"}  # which the rule does not know
+
 
 def checked(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
-    options: Mapping[str, Any],
     *,
     entropy: Tensor | None,
     ref_logprobs: Tensor | None,
@@ -27,9 +27,10 @@ def checked(
     token_counts: Tensor | None,
     num_items_in_batch: float | Tensor | None,
     cu_seqlens: Tensor | None,
+    **options: Any,
 ) -> tuple[PolicyLossCall, Tensor | None]:
     """The call as backends take it, and what the loss is divided by where that is a tensor; ``options`` are
-    those of ``rule.build``.  Raises ValueError for an argument that is off."""
+    the others of ``policy_loss``.  Raises ValueError for an argument that is off."""
     _validate.floating("logprobs", logprobs)
     mode = options["loss_agg_mode"]
     if not isinstance(mode, str):  # an array would be compared element by element
@@ -70,7 +71,7 @@ def checked(
     # the rule depends on the length only where the loss is divided by it
     length = logprobs.shape[-1] if mode == "seq-mean-token-sum-norm" else 0
     rule = policy_rule.build(
-        **options,
+        **{name: x for name, x in options.items() if name not in _OF_SELECTION},
         has_reference=ref_logprobs is not None,
         has_rollout=rollout_logprobs is not None and old_logprobs is not None,
         has_rollout_logprobs=rollout_logprobs is not None,

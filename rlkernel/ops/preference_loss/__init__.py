@@ -16,6 +16,11 @@ from rlkernel.ops.preference_loss import inputs
 from rlkernel.ops.preference_loss.rule import PRESETS, build
 from rlkernel.runtime import debug
 
+_TENSORS = {
+    "logprobs", "ref_logprobs", "mask", "log_sum_sq_probs", "nll_mask", "labels", "kl", "running_delta",
+    "cu_seqlens",
+}  # fmt: skip
+
 
 @typed
 def preference_loss(
@@ -129,31 +134,15 @@ def preference_loss(
     2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
     2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
     """
+    options = {name: x for name, x in locals().items() if name not in _TENSORS}
     _validate.floating("logprobs", logprobs)
     cu_seqlens, rows = _packing.sequences("logprobs", logprobs, "[2B, L]", cu_seqlens)
     items, known_items = _validate.item_count("num_items_in_batch", num_items_in_batch, logprobs.device)
     nll_items, known_tokens = _validate.item_count(
         "num_tokens_in_batch", num_tokens_in_batch, logprobs.device
     )
-    rule = build(
-        loss_type=loss_type,
-        loss_weights=loss_weights,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        gamma=gamma,
-        discopop_tau=discopop_tau,
-        f_divergence_type=f_divergence_type,
-        f_alpha_divergence_coef=f_alpha_divergence_coef,
-        ld_alpha=ld_alpha,
-        use_weighting=use_weighting,
-        nll_coef=nll_coef,
-        desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        num_items_in_batch=known_items,
-        num_tokens_in_batch=known_tokens,
-        dp_size=dp_size,
-        has_reference=ref_logprobs is not None,
-    )
+    known = {"num_items_in_batch": known_items, "num_tokens_in_batch": known_tokens}
+    rule = build(**options | known, has_reference=ref_logprobs is not None)
     if rule.paired and rows % 2:
         raise ValueError(f"logprobs must hold chosen and as many rejected sequences, got {rows} in all")
     logprobs = _validate.dense(logprobs, torch.promote_types(logprobs.dtype, torch.float32))
