@@ -1,6 +1,7 @@
-"""Names for numbers that kernels compare with, made from the tuples of ``rlkernel.calls``."""
+"""Names for numbers that kernels compare with, from the tuples of ``rlkernel.calls``; fixed orders."""
 
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -37,6 +38,23 @@ class Names(tl.constexpr):
         return not self != other
 
     __hash__ = tl.constexpr.__hash__
+
+
+def fixed_order(sizes: list[str], tensors: list[str]) -> Callable[..., Any]:
+    """``triton.jit`` without what alignment and sizes would specialise: one binary, hence one order.
+
+    Triton picks the order of a float reduction by the layout, and the layout by the alignment of arguments.
+    """
+
+    def jit(function):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        return triton.jit(
+            function,
+            do_not_specialize=[name for name in names if name in sizes],
+            do_not_specialize_on_alignment=[name for name in names if name in tensors],
+        )
+
+    return jit
 
 
 @triton.jit

@@ -4,6 +4,7 @@ size, so that the order of its sums follows from nothing but the place in the gr
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._names import fixed_order
 from rlkernel.triton_ops.value_loss_kernels import merge_moments
 from rlkernel.triton_ops.whiten_kernels import MOMENTS, Moment, moments_of, reciprocal, square_root
 
@@ -11,15 +12,7 @@ BLOCK = 128  # places of a tile
 _SIZES = ["n", "columns", "size"]
 _TENSORS = ["rewards", "mask", "reward_weights", "baselines", "lengths", "order", "ends", "offsets", "batch"]
 _TENSORS += ["out", "wide", "counts"]
-
-
-def _jit(function):
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(
-        function,
-        do_not_specialize=[name for name in names if name in _SIZES],
-        do_not_specialize_on_alignment=[name for name in names if name in _TENSORS],
-    )
+_jit = fixed_order(_SIZES, _TENSORS)
 
 
 @triton.jit

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 
 from rlkernel.calls.logprob import State as STATE
+from rlkernel.calls.sampling import MASS_ONE
 from rlkernel.triton_ops._names import Names
 
 State = Names(tuple(STATE.__members__))  # rows of what is carried from tile to tile
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FIXED_POINT = tl.constexpr(2.0**40)  # lanes are summed as multiples of 2**-40
+FIXED_POINT = tl.constexpr(MASS_ONE)  # lanes are summed as multiples of 1 / it
 MAX_VOCAB = 2**22  # s <= V: the sum of the lanes then fits int64
 
 

@@ -2,15 +2,12 @@
 
 A chunk has a slot, found on the device: floor(begin / CHUNK) + sequence is the first of a packed sequence,
 which leaves room for all its chunks before the next one's.
-
-Triton picks the order of a float reduction by the layout, and the layout by the alignment of the arguments;
-so nothing here is specialised on alignment, and there is one binary, hence one order, per dtype and option.
 """
 
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops._names import Names, store_all
+from rlkernel.triton_ops._names import Names, fixed_order, store_all
 
 CHUNK = 2048  # tokens of a sequence that are summed together
 Sum = Names((
@@ -19,18 +16,10 @@ Sum = Names((
 SUMS = tl.constexpr(len(Sum))
 ROWS = 64  # sequences that the merging program takes at a time
 
-_FIXED = ["values_stride", "returns_stride", "old_stride", "mask_stride", "rows", "length", "steps"]
+_SIZES = ["values_stride", "returns_stride", "old_stride", "mask_stride", "rows", "length", "steps"]
 _TENSORS = ["values", "returns", "old_values", "mask", "cu_seqlens", "slope", "partials", "scale"]
 _TENSORS += ["loss", "metrics", "items", "grad_loss", "out"]
-
-
-def _jit(function):
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(
-        function,
-        do_not_specialize=[name for name in names if name in _FIXED],
-        do_not_specialize_on_alignment=[name for name in names if name in _TENSORS],
-    )
+_jit = fixed_order(_SIZES, _TENSORS)
 
 
 @triton.jit

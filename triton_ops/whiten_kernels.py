@@ -1,14 +1,10 @@
 """The Triton kernels of ``whiten``: a program per chunk takes its moments, then every program merges all of
-them in the same order and scales its chunk.
-
-Triton picks the order of a float reduction by the layout, and the layout by the alignment of the arguments;
-so nothing here is specialised on alignment.
-"""
+them in the same order and scales its chunk."""
 
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops._names import Names, fixed_order
 from rlkernel.triton_ops.value_loss_kernels import inverse, merge_moments
 
 CHUNK = 2048  # elements whose moments are taken together
@@ -16,17 +12,7 @@ MERGED = 256  # chunks that are merged at a time
 Moment = Names(("count", "mean", "squares"))
 MOMENTS = tl.constexpr(len(Moment))
 
-_TENSORS = ["x", "mask", "weights", "states", "partials", "out", "state"]
-
-
-def fixed_order(function):
-    """``triton.jit`` without what alignment and sizes would specialise: one binary, hence one order."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(
-        function,
-        do_not_specialize=["n", "state_count"],
-        do_not_specialize_on_alignment=[name for name in names if name in _TENSORS],
-    )
+_jit = fixed_order(["n", "state_count"], ["x", "mask", "weights", "states", "partials", "out", "state"])
 
 
 @triton.jit
@@ -96,7 +82,7 @@ def merge_partials(partials, chunks, MERGED: tl.constexpr):
     return merge_lanes(count, mean, squares)
 
 
-@fixed_order
+@_jit
 def moments_kernel(x, mask, weights, n: tl.int64, partials, CHUNK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -113,7 +99,7 @@ def moments_kernel(x, mask, weights, n: tl.int64, partials, CHUNK: tl.constexpr)
     tl.store(partials + chunk * MOMENTS + Moment.squares, squares)
 
 
-@fixed_order
+@_jit
 def scale_kernel(
     x, mask, n: tl.int64, states, state_count, partials, out, state,
     eps: tl.float64, clip: tl.float64, UPDATE: tl.constexpr, IDENTITY: tl.constexpr, SHIFT_MEAN: tl.constexpr,

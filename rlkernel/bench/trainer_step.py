@@ -1,5 +1,6 @@
 """The report of ``examples/grpo_prefix.py`` as a table for ``readme``: a step of TRL, three ways."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rlkernel.bench import render
@@ -16,25 +17,32 @@ COUNTED = {"tokens": "token_ratio", "FLOPs": "flop_ratio", "FLOPs without the he
 
 def markdown(stored: dict[str, Any]) -> str:
     settings = stored["settings"]
-    rows = [["", *MODES.values(), "stock / packed"]]
-    for label, (key, form) in MEASURED.items():
-        values = [stored[mode]["summary"][key] for mode in MODES]
-        rows.append([label, *(form.format(value) for value in values), f"{values[0] / values[-1]:.1f}x"])
-    rows += [[label, "", "", "", f"{stored[key]:.1f}x"] for label, key in COUNTED.items()]
-    rows.insert(1, ["---"] * len(rows[0]))
     left = sum(stored["packed"]["fallbacks"].values())
-    return "\n".join(
-        [
-            "  \n".join(f"`{line}`" for line in render.provenance(stored["header"])),
-            "",
-            f"A step of `GRPOTrainer` without generation: {settings['groups']} group(s), "
-            f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, fp32, "
-            f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
-            "",
-            *("| " + " | ".join(row) + " |" for row in rows),
-            "",
-            f"- largest difference of a logprob in the first step: {stored['logprob_difference']:.1e}; "
-            f"passes left to TRL: {left}",
-            "",
-        ]
+    return page(
+        stored,
+        f"A step of `GRPOTrainer` without generation: {settings['groups']} group(s), "
+        f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, fp32, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        ["", *MODES.values(), "stock / packed"],
+        measured(stored, MODES, MEASURED)
+        + [[label, "", "", "", f"{stored[key]:.1f}x"] for label, key in COUNTED.items()],
+        f"largest difference of a logprob in the first step: {stored['logprob_difference']:.1e}; "
+        f"passes left to TRL: {left}",
     )
+
+
+def measured(
+    stored: dict[str, Any], modes: Iterable[str], wanted: dict[str, tuple[str, str]]
+) -> list[list[str]]:
+    """What each mode took, and the first one's over the last one's."""
+    rows = []
+    for label, (key, form) in wanted.items():
+        values = [stored[mode]["summary"][key] for mode in modes]
+        rows.append([label, *(form.format(value) for value in values), f"{values[0] / values[-1]:.1f}x"])
+    return rows
+
+
+def page(stored: dict[str, Any], about: str, columns: list[str], rows: list[list[str]], note: str) -> str:
+    head = "  \n".join(f"`{line}`" for line in render.provenance(stored["header"]))
+    table = render.markdown_table(columns, rows)
+    return "\n".join([head, "", about, "", *table, "", f"- {note}", ""])
