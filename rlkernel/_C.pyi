@@ -336,8 +336,8 @@ class Kernels(Protocol):
         rank: Tensor | None,
         support: Tensor | None,
         valid: Tensor,
-        row_max: Tensor,
-        log_sum: Tensor,
+        row_max: Tensor | None,
+        log_sum: Tensor | None,
     ) -> None: ...
     def sampling_statistics(
         self,

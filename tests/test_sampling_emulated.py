@@ -12,7 +12,7 @@ from rlkernel.native import sampling as kernels_of
 from rlkernel.reference import sampling as reference
 
 WARPS = (32, 64)
-PLAIN = Sampling(raw=True, entropy=True)
+PLAIN = Sampling(raw=True, entropy=True, softmax=True)
 # what a row may be filtered by; the vocabulary below has three splits and a part of a group
 FILTERS = {
     "none": {},

@@ -19,7 +19,7 @@ from rlkernel.reference import sampling as reference
 pytestmark = pytest.mark.usefixtures("poison")
 
 INF = float("inf")
-PLAIN = Sampling(raw=True, entropy=True, rank=True, support=64)
+PLAIN = Sampling(raw=True, entropy=True, rank=True, support=64, softmax=True)
 FILTERS = {
     "plain": {},
     "tempered": {"temperature": 0.7},

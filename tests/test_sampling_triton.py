@@ -24,7 +24,7 @@ def request(rows, device, **options):
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).to(device)
     values = {
         "seeds": seeds, "positions": torch.arange(rows, device=device), "raw": True, "entropy": True,
-        "rank": True, "support": 64,
+        "rank": True, "support": 64, "softmax": True,
     }  # fmt: skip
     return Sampling(**values | options)
 

@@ -308,8 +308,9 @@ def finish_kernel(
         tl.store(token_out + row, tl.load(token_ids + row))
     kept_mass = tl.where(restricted | greedy, tl.exp(log_kept - log_s), 1.0)
     tl.store(valid_out + row, valid)
-    tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
-    tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
+    if row_max_out is not None:
+        tl.store(row_max_out + row, tl.where(valid, top64, float("nan")).to(tl.float32))
+        tl.store(log_sum_out + row, tl.where(valid, log_s, float("nan")).to(tl.float32))
     tl.store(tempered_out + row, tl.where(valid, tempered, float("nan")).to(tl.float32))
     tl.store(processed_out + row, tl.where(valid, processed, float("nan")).to(tl.float32))
     tl.store(kept_mass_out + row, tl.where(valid, kept_mass, float("nan")).to(tl.float32))

@@ -218,7 +218,8 @@ void invalid_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r
   if (out.entropy != nullptr) out.entropy[row] = kNan;
   if (out.rank != nullptr) out.rank[row] = 0;
   out.tempered_logprobs[row] = out.processed_logprobs[row] = out.kept_mass[row] = kNan;
-  out.row_max[row] = out.log_sum[row] = kNan;
+  if (out.row_max != nullptr) out.row_max[row] = kNan;
+  if (out.log_sum != nullptr) out.log_sum[row] = kNan;
   out.kept_count[row] = 0;
   out.valid[row] = false;
 }
@@ -323,8 +324,8 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
     out.rank[row] = !inside ? 0 : token == softmax.argmax ? 1 : rank_of(read, group_max, vocab, z, token);
   }
   out.valid[row] = true;
-  out.row_max[row] = softmax.max;
-  out.log_sum[row] = static_cast<float>(log_sum);
+  if (out.row_max != nullptr) out.row_max[row] = softmax.max;
+  if (out.log_sum != nullptr) out.log_sum[row] = static_cast<float>(log_sum);
 }
 
 }  // namespace

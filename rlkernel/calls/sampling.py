@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +107,7 @@ class Sampling(NamedTuple):
     entropy: bool = False
     rank: bool = False
     support: int = 0  # room for the kept tokens of a row, 0: not wanted
+    softmax: bool = False  # row_max and log_sum
     thresholds: Tensor | None = None  # fp32 [B, THRESHOLDS], each off at 0
     band: Tensor | None = None  # fp32 [B, BAND], XTC's where it was drawn, each off at 1
 
@@ -134,8 +135,7 @@ class Sampling(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Sampling":
         """With ``change`` of each tensor."""
-        fields: list[Any] = [change(x) if isinstance(x, Tensor) else x for x in self]
-        return Sampling(*fields)
+        return Sampling._make(change(x) if isinstance(x, Tensor) else x for x in self)
 
 
 class SampleStats(NamedTuple):
@@ -154,8 +154,8 @@ class SampleStats(NamedTuple):
     rank: Tensor | None
     support: Tensor | None
     valid: Tensor
-    row_max: Tensor
-    log_sum: Tensor
+    row_max: Tensor | None
+    log_sum: Tensor | None
 
     @classmethod
     def empty(
@@ -178,8 +178,8 @@ class SampleStats(NamedTuple):
             rank=like(ids) if request.rank else None,
             support=torch.empty(rows, room, dtype=torch.int32, device=device) if room else None,
             valid=torch.empty(rows, dtype=torch.bool, device=device),
-            row_max=like(number),
-            log_sum=like(number),
+            row_max=like(number) if request.softmax else None,
+            log_sum=like(number) if request.softmax else None,
         )
 
 

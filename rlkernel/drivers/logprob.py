@@ -44,14 +44,14 @@ def _statistics(sample: Sample, call: LogprobCall, index: tuple[int, ...], wante
     target_ids = call.target_ids[index].reshape(-1).contiguous()
     t = call.temperature[index].reshape(-1) if isinstance(call.temperature, Tensor) else call.temperature
     skip = ~wanted.reshape(-1)
-    request = Sampling(temperature=t, token_ids=target_ids, skip=skip, entropy=call.return_entropy)
+    request = Sampling(t, token_ids=target_ids, skip=skip, entropy=call.return_entropy, softmax=True)
     rows = logits.view(-1, vocab) if logits.dim() != 1 else logits[None]
     got = sample(SamplingCall(rows, None, request))
+    assert got.row_max is not None and got.log_sum is not None
     inverse = 1 / t.double() if isinstance(t, Tensor) else 1 / t
     lse = (got.row_max.double() * inverse + got.log_sum.double()).to(got.row_max.dtype)
-    inside = (target_ids >= 0) & (target_ids < vocab)
     # a target outside the vocabulary makes the whole gradient row NaN through log_sum
-    log_sum = torch.where(inside, got.log_sum, torch.nan)
+    log_sum = torch.where((target_ids >= 0) & (target_ids < vocab), got.log_sum, torch.nan)
     return LogprobResults(got.tempered_logprobs, got.entropy, lse, got.row_max, log_sum)
 
 

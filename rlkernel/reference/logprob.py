@@ -145,8 +145,9 @@ def _with_whole_rows(some: LogprobResults, call: LogprobCall) -> LogprobResults:
     if not whole.any():
         return some
     t = call.temperature.reshape(-1) if isinstance(call.temperature, Tensor) else call.temperature
-    request = Sampling(temperature=t, token_ids=ids, entropy=call.return_entropy)
+    request = Sampling(temperature=t, token_ids=ids, entropy=call.return_entropy, softmax=True)
     got = sampling.forward(SamplingCall(call.logits.reshape(-1, vocab), None, request))
+    assert got.row_max is not None and got.log_sum is not None
     inverse = 1 / t.double() if isinstance(t, Tensor) else 1 / t
     lse = (got.row_max.double() * inverse + got.log_sum.double()).to(got.row_max.dtype)
     # a target outside the vocabulary makes the whole gradient row NaN through log_sum

@@ -241,9 +241,8 @@ def _statistics(
     share = torch.where(greedy, (-log_sum).exp(), torch.where(filtered, share, 1.0))
     count = torch.where(filtered | greedy, kept.sum(-1), (z > -torch.inf).sum(-1))
 
-    raw = entropy = rank = support = None
-    if sampling.raw:
-        raw = at(x.log_softmax(-1))
+    raw = at(x.log_softmax(-1)) if sampling.raw else None
+    entropy = rank = support = None
     if sampling.entropy:
         entropy = torch.where(valid, log_sum - softmax.weighted.sum(-1) / softmax.total, torch.nan)
     if sampling.rank:
@@ -265,8 +264,8 @@ def _statistics(
         rank=rank,
         support=support,
         valid=valid,
-        row_max=torch.where(valid, softmax.row_max, torch.nan),
-        log_sum=torch.where(valid, log_sum, torch.nan),
+        row_max=torch.where(valid, softmax.row_max, torch.nan) if sampling.softmax else None,
+        log_sum=torch.where(valid, log_sum, torch.nan) if sampling.softmax else None,
     )
 
 

@@ -22,7 +22,7 @@ def cases():
     everything = {
         "temperature": rows, "top_k": ids, "top_p": rows, "min_p": rows,
         "top_n_sigma": rows, "thresholds": torch.ones(2, 3), "skip": rows > 0, "entropy": True,
-        "rank": True, "support": 512,
+        "rank": True, "support": 512, "softmax": True,
     }  # fmt: skip
     return {
         "bf16": lambda: run(151936, bf16),

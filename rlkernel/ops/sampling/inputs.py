@@ -52,8 +52,8 @@ def asked(
 ) -> tuple[Sampling, Wanted, tuple[str, ...]]:
     """Of the options of ``sample``: what kernels are asked, what is wanted beside it, and what a library must
     be able to do; raises ValueError for what is off."""
-    asks = request(rows, options, token_ids)
     also = wanted(options["ranking"], options["top_logprobs"], options["logprob_token_ids"], rows)
+    asks = request(rows, options, token_ids)
     names = {
         "logprobs": options["return_logprobs"], "entropy": asks.entropy, "rank": asks.rank,
         "support": asks.support, "top_logprobs": also.top, "logprob_token_ids": also.token_ids is not None,
@@ -93,6 +93,7 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
         entropy=bool(options["return_entropy"]),
         rank=bool(options["return_rank"]),
         support=support,
+        softmax=bool(options["top_logprobs"]) or options["logprob_token_ids"] is not None,
         thresholds=_thresholds(options, rows),
         band=_band(options, seeds, positions, rows),
     )

@@ -36,8 +36,9 @@ def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tens
     vocab = logits.shape[1]
     top = min(wanted_top, vocab)
     plain = Sampling(
-        top_k=top, token_ids=stats.token_ids, token_bitmask=request.token_bitmask, rank=again, support=top
-    )
+        top_k=top, token_ids=stats.token_ids, token_bitmask=request.token_bitmask, rank=again, support=top,
+        softmax=raw,
+    )  # fmt: skip
     rank, row_max, log_sum, t = stats.rank, stats.row_max, stats.log_sum, _per_row(request.temperature)
     table = None
     if raw or 0 < top < vocab:
@@ -46,17 +47,16 @@ def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tens
         if raw:
             row_max, log_sum, t = found.row_max, found.log_sum, 1.0
             rank = found.rank if again else rank
+    assert row_max is not None and log_sum is not None
     z = logits.to(row_max.dtype) if adjusted is None else adjusted
     values = _Values(z, request.token_bitmask, row_max, log_sum, t)
 
     def logprobs(ids: Tensor, at: Tensor, before: Callable[[], Tensor]) -> Tensor:
         if ranking != "processed":
-            made = values.logprobs(at)
-        elif request.band is not None:
-            made = _scored(call, ids)
-        else:
-            made = _processed(values.logprobs(at), before(), request, stats)
-        return made
+            return values.logprobs(at)
+        if request.band is not None:
+            return _scored(call, ids)
+        return _processed(values.logprobs(at), before(), request, stats)
 
     top_ids = top_logprobs = id_logprobs = None
     valid = stats.valid[:, None]

@@ -221,20 +221,18 @@ def _rejected(
     # Where a draft is missing the drafter may have drawn one with the numbers of (seed, position) and
     # dropped it for its value: what they draw is no longer distributed as p.
     own = stream.seeds_of(Domain.BONUS, *there.request.key)
-    drawn = draw(
-        there._replace(request=there.request._replace(seeds=own, raw=False, support=call.logits.shape[1]))
-    )
+    asks = there.request._replace(seeds=own, raw=False, support=call.logits.shape[1], softmax=True)
+    drawn = draw(there._replace(request=asks))
     token = drawn.token_ids
     if count:
         q = draft_logprobs[torch.arange(rows, device=device), accepted.clamp(max=count - 1)]
         token = torch.where(accepted < lengths, _residual(there, q, drawn), token)
     final = draw(there.scoring(token.clamp(min=0)))
     final = final._replace(token_ids=torch.where(drawn.valid, token, -1), valid=drawn.valid)
-    merged: list[Any] = [
+    return accepted, SampleStats._make(
         None if x is None or y is None else x.index_copy(0, end, y)
         for x, y in zip(scored, final, strict=True)
-    ]
-    return accepted, SampleStats(*merged)
+    )
 
 
 def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
@@ -243,7 +241,7 @@ def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
     Integer masses, as in ``sample``: their sums are the same in any order, so a row's token depends on
     nothing but the row.
     """
-    assert drawn.support is not None
+    assert drawn.support is not None and drawn.row_max is not None
     z, vocab = call.logits if call.adjusted is None else call.adjusted, call.logits.shape[1]
     ids = torch.where(drawn.support < 0, vocab, drawn.support).long()
     kept = torch.zeros(z.shape[0], vocab + 1, dtype=torch.bool, device=z.device).scatter_(1, ids, True)

@@ -146,7 +146,7 @@ struct SamplingOutputs {
   int32_t* support;              // [rows, support_size], or null
   int64_t support_size;
   bool* valid;
-  float *row_max, *log_sum;
+  float *row_max, *log_sum;      // or null
 };
 
 RLKERNEL_KERNEL(sampling_statistics, const SamplingInputs&)

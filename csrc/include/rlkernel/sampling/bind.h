@@ -77,7 +77,8 @@ struct sampling_finish {
   Optional raw_logprobs;
   Tensor tempered_logprobs, processed_logprobs, kept_mass, kept_count;
   Optional entropies, rank, support;
-  Tensor valid, row_max, log_sum;
+  Tensor valid;
+  Optional row_max, log_sum;
 
   template <class Launch>
   int run(Launch launch, void* stream) const {

@@ -145,8 +145,8 @@ __device__ __forceinline__ void write_row(const SamplingInputs& in, const Sampli
   if (out.entropy != nullptr) out.entropy[r] = valid ? log_sum - static_cast<float>(row.weighted / row.sum) : nan();
   if (out.rank != nullptr) out.rank[r] = known ? rank : 0;
   out.valid[r] = valid;
-  out.row_max[r] = valid ? row.max : nan();
-  out.log_sum[r] = valid ? log_sum : nan();
+  if (out.row_max != nullptr) out.row_max[r] = valid ? row.max : nan();
+  if (out.log_sum != nullptr) out.log_sum[r] = valid ? log_sum : nan();
 }
 
 // The ids of a row that keeps one token, or none that is listed.
