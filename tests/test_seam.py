@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rlkernel
 from rlkernel import native
-from rlkernel.calls import policy_loss, preference_loss
+from rlkernel.calls import policy_loss, preference_loss, sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc"))
 import stub
@@ -229,6 +229,12 @@ def test_names_of_numbers_are_as_many_as_numbers():
     assert 2 + len(rlkernel.POLICY_METRICS) + 1 == CPU.POLICY_VALUES
     assert len(preference_loss.PAIR_METRICS) == CPU.PREFERENCE_METRICS
     assert len(preference_loss.SEQUENCE_SUMS) == CPU.SEQUENCE_SUMS
+    assert len(sampling.RECORD) == CPU.SAMPLING_RECORD
+
+
+def test_sizes_that_both_sides_count_in_are_the_same():
+    """A buffer of few tokens has the same bytes for other sizes: the kernels would not see it."""
+    assert (sampling.SPLIT, sampling.GROUP) == (CPU.SAMPLING_SPLIT, CPU.SAMPLING_GROUP)
 
 
 def test_the_stub_is_what_the_extension_says():
