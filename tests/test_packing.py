@@ -96,6 +96,19 @@ def test_padding_behind_the_last_sequence_counts_nowhere(op, backend, device, re
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_policy_loss"])
+def test_padding_of_fp16_under_autocast(op):
+    """torch concatenates no fp16 under autocast of a CPU."""
+    inputs = with_tail(packed(op, "cpu"))
+    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    inputs |= {k: v.half() for k, v in tensors.items() if v.is_floating_point()}
+    want = run(op, "native", inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(op, "native", inputs)
+    for x, y in zip(sum(got, []), sum(want, []), strict=True):
+        assert_equal(op, x, y)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_offsets_are_refused_in_the_same_words(op):
     inputs = packed(op, "cpu")

@@ -83,7 +83,7 @@ def with_padding(offsets: Tensor, mask: Tensor | None, like: Tensor) -> tuple[Te
 
 def one_more(x: Tensor) -> Tensor:
     """What each sequence has, and a 0 for the padding."""
-    return torch.cat([x, x.new_zeros(1)])
+    return torch.nn.functional.pad(x, (0, 1))  # autocast of a CPU refuses to concatenate fp16
 
 
 def per_sequence(
