@@ -185,7 +185,7 @@ class _OnePass:
         states: Tensor | None = scratch.states(a, b, at)
         live, rows = None, b - a
         if scratch.leaves_out:
-            nonzero = torch.stack([g != 0 for g in grads if g is not None]).any(0)
+            nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
             live = nonzero.nonzero()[:, 0]
             rows = live.numel()
             if rows == 0:

@@ -80,6 +80,6 @@ class PolicyPass:
 
 def _scaled(results: PolicyLossResults, scale: Tensor) -> RowGrads:
     def row(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else (grad * scale).view(-1)
+        return None if grad is None else grad.mul_(scale).view(-1)
 
     return RowGrads(row(results.grad_logprobs), row(results.grad_entropy))

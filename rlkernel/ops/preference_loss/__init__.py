@@ -167,7 +167,7 @@ def preference_loss(
     )  # fmt: skip
     total, metrics, rewards, logps, delta = op(call)
     outside = torch.count_nonzero(given ^ mask)
-    metrics = torch.cat([metrics, outside[None].to(metrics.dtype)])
+    metrics = torch.cat([metrics, outside[None]])
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
     else:

@@ -26,7 +26,7 @@ def supported(
     nll_mask = None if nll_mask is None else nll_mask & inside
     if ref_logprobs is not None:
         inside &= ref_logprobs != -torch.inf
-    return mask & inside, nll_mask
+    return inside.logical_and_(mask), nll_mask
 
 
 def aligned(x: Tensor | None, wanted: bool, logprobs: Tensor) -> Tensor | None:
