@@ -43,10 +43,8 @@ def worker_processes(model, **options):
 
 
 def shut_down(llm):
-    from vllm.v1.engine.core_client import InprocClient
-
-    if not isinstance(llm.llm_engine.engine_core, InprocClient):  # others here would lose what they share
-        llm.llm_engine.engine_core.shutdown()
+    """End an engine; in this process no other may live, for they share what is torn down."""
+    llm.llm_engine.engine_core.shutdown()
     gc.collect()
 
 
