@@ -1,4 +1,4 @@
-"""vLLM's V1 sampler: filters, draw, log-probabilities and ranks in one call of ``rlkernel.sample``."""
+"""vLLM's V1 sampler: filters, draw and log-probabilities by ``rlkernel.sample``, ranks by vLLM's count."""
 
 from __future__ import annotations
 
