@@ -198,7 +198,7 @@ def asked_for(logits, names):
     return request(
         logits, temperature=t, top_k=top_k, top_p=top_p, min_p=min_p, top_n_sigma=top_n_sigma, seeds=seeds,
         positions=positions, entropy=True, rank=True, support=64, thresholds=torch.stack(more, 1).float(),
-    )  # fmt: skip
+    )._replace(softmax=True)  # fmt: skip
 
 
 def in_tiles(impl, logits, tiles, asked, fill=torch.nan):
