@@ -166,6 +166,11 @@ class Patch:
 _in_place: list[Patch] = []  # in the order in which they were applied
 
 
+def in_place(name: str) -> Patch | None:
+    """The patch of this name that is on."""
+    return next((patch for patch in _in_place if patch.name == name), None)
+
+
 def undo_all() -> list[str]:
     """Undo every patch, the last one first; their names.
 

