@@ -6,8 +6,8 @@
 
 The engine is vLLM's, in one process on a CPU; the model is a random Qwen2, made on the spot; the prompts are
 random and the same in both runs, each of which has a process of its own. A rollout draws samples of each
-prompt with top-p, top-k and the log-probability of each token; scoring asks for ``prompt_logprobs`` of prompts
-of another length, which vLLM computes from the logits of a chunk of the prompt.
+prompt with top-p, top-k and the log-probability of each token; scoring asks for ``prompt_logprobs`` of longer
+prompts, which vLLM computes from the logits of a chunk of the prompt.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ def markdown(stored: dict[str, Any]) -> str:
     settings = stored["settings"]
     return page(
         stored,
-        f"A rollout of {settings['prompts']} prompts, {settings['samples']} samples of {settings['tokens']} tokens "
-        f"each, top-p 0.95 of top-k 1000 with log-probabilities; and `prompt_logprobs` of {settings['prompts']} "
-        f"prompts of {settings['scored']} tokens. fp32, {settings['layers']} layers of {settings['hidden']}, "
-        f"V={settings['vocabulary']}.",
+        f"A rollout of {settings['prompts']} prompts, {settings['samples']} samples of "
+        f"{settings['tokens']} tokens each, top-p 0.95 of top-k 1000 with log-probabilities; and "
+        f"`prompt_logprobs` of {settings['prompts']} prompts of {settings['scored']} tokens. fp32, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
         ["", *MODES.values(), "vLLM / patched"],
         measured(stored, MODES, MEASURED),
         f"largest difference of a prompt's log-probability: {stored['logprob_difference']:.1e}",
