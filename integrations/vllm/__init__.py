@@ -6,6 +6,7 @@ It does nothing unless ``VLLM_RLKERNEL`` is set, which :func:`patch` does; child
 """
 
 from rlkernel.integrations.vllm.install import patch, register
+from rlkernel.integrations.vllm.rollout import Support, support_of
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
-__all__ = ["VllmPatch", "patch", "register"]
+__all__ = ["Support", "VllmPatch", "patch", "register", "support_of"]

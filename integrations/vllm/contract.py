@@ -17,6 +17,8 @@ SAMPLE_PARAMETERS = ("self", "logits", "spec_decode_metadata")
 BOOKKEEPING_PARAMETERS = (
     "self", "scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens",
 )  # fmt: skip
+SAMPLE_TOKENS_PARAMETERS = ("self", "grammar_output")
+UPDATE_PARAMETERS = ("self", "scheduler_output", "model_runner_output")
 PROMPT_PARAMETERS = ("self", "hidden_states", "num_scheduled_tokens")
 
 # All that a batch may ask of a sampler: a field that is not among these would be passed over.

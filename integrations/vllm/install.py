@@ -16,36 +16,40 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 logger = logging.getLogger("rlkernel.patch_vllm")
 
 
-def patch(ops: Iterable[str] | None = None, *, strict: bool = False) -> VllmPatch:
+def patch(ops: Iterable[str] | None = None, *, strict: bool = False, return_support: int = 0) -> VllmPatch:
     """Put rlkernel under vLLM, in this process and in those that it starts, until ``undo()``.
 
     Call it before the engine is made.  A second call while the patch is on returns the same object.
 
     Args:
-        ops: what to replace, of ``"sampler"``, ``"prompt_logprobs"``, ``"rejection"``, ``"attention"`` and
-            ``"v2"``; None: the first three.
+        ops: what to replace, of ``"sampler"``, ``"support"``, ``"prompt_logprobs"``, ``"rejection"``,
+            ``"attention"`` and ``"v2"``; None: the first four.
         strict: what cannot be replaced, or a version of vLLM that has not been run, is an error, in the
             worker processes too.  Otherwise it is left to vLLM, with the reason in ``refused`` and in the
             log.
+        return_support: room for the tokens that the filters kept for each sampled one, which then come with
+            the outputs of every request that does not itself say how much it wants.
 
     Raises:
-        ValueError: ``ops`` names something else.
-        ImportError: vLLM is not installed. PatchError: the patch is on with other ops, or, if ``strict``,
-            vLLM is not what was run. Nothing is replaced then.
+        ValueError: ``ops`` names something else, or not what ``return_support`` needs.
+        ImportError: vLLM is not installed. PatchError: the patch is on with other options, or, if
+            ``strict``, vLLM is not what was run. Nothing is replaced then.
     """
     if isinstance(ops, str):
         raise ValueError(f"ops must be names, got {ops!r}")
     wanted = switch.DEFAULT if ops is None else switch.known(ops, "ops")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
+    request = switch.Asked(wanted, strict, switch.checked_room(return_support, wanted, "return_support"))
     if (active := VllmPatch.in_place()) is not None:
-        if active.ops != wanted:
-            raise PatchError(
-                f"ops must be what the patch in place has, {active.ops}, got {wanted}: undo it first"
-            )
+        for name in ("ops", "return_support"):
+            if (mine := getattr(active, name)) != (got := getattr(request, name)):
+                raise PatchError(
+                    f"{name} must be what the patch in place has, {mine}, got {got}: undo it first"
+                )
         return active.share()
-    result = _installed(wanted, strict)
-    result.environment = switch.ask(wanted, strict)
+    result = _installed(request)
+    result.environment = switch.ask(request)
     if reason := switch.left_out():
         if strict:
             result.undo()
@@ -65,7 +69,7 @@ def register() -> None:
     try:
         request = switch.asked()
         assert request is not None
-        _installed(*request)
+        _installed(request)
     except Exception as error:
         _failed = True
         if switch.is_strict():
@@ -76,12 +80,12 @@ def register() -> None:
 _failed = False
 
 
-def _installed(ops: tuple[str, ...], strict: bool) -> VllmPatch:
-    require_version(strict)
+def _installed(request: switch.Asked) -> VllmPatch:
+    require_version(request.strict)
     from vllm.v1.worker.worker_base import WorkerBase
 
-    result = VllmPatch(ops, strict)
-    for op in ops:  # each has a module of its name, with its plan
+    result = VllmPatch(*request)
+    for op in request.ops:  # each has a module of its name, with its plan
         with result.planning(op):
             importlib.import_module(f"rlkernel.integrations.vllm.{op}").plan(result)
 

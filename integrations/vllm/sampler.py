@@ -13,7 +13,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rlkernel
-from rlkernel.integrations.vllm import contract, positions
+from rlkernel.integrations.vllm import contract, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
@@ -78,8 +78,9 @@ def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOu
     z.options["seeds"] = positions.seeds(metadata.generators, n, device)
     if metadata.generators:
         z.options["positions"] = positions.positions(n, device)
+    support.add_options(z.options, z.logits)
     if not wants:
-        out = rlkernel.sample(z.logits, return_logprobs=(), **z.options)
+        out = _sample(z, return_logprobs=())
         return SamplerOutput(sampled_token_ids=_tokens(out)[:, None], logprobs_tensors=None)
     given = _given(metadata.logprob_token_ids, n, device)
     asked: dict[str, Any] = {}
@@ -101,14 +102,20 @@ def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOu
     )
 
 
+def _sample(z: Adjusted, **asked: Any) -> Any:
+    out = rlkernel.sample(z.logits, **asked, **z.options)
+    support.keep(out)
+    return out
+
+
 def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     """Of the model's own distribution, whatever the token is drawn from."""
     asked = asked | {"ranking": "raw"}
     if z.logits is logits:
-        out = rlkernel.sample(logits, return_logprobs=("raw",), **asked, **z.options)
+        out = _sample(z, return_logprobs=("raw",), **asked)
         tokens = _tokens(out)
     else:
-        tokens = _tokens(rlkernel.sample(z.logits, return_logprobs=(), **z.options))
+        tokens = _tokens(_sample(z, return_logprobs=()))
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None
     rank = ranks(logits, tokens)
@@ -120,7 +127,7 @@ def _processed(z: Adjusted, asked: dict[str, Any], all_random: bool) -> _Drawn:
     names = ("tempered", "processed")
     given = asked.get("logprob_token_ids")
     ranking = "tempered" if given is None else "processed"
-    out = rlkernel.sample(z.logits, return_logprobs=names, ranking=ranking, **asked, **z.options)
+    out = _sample(z, return_logprobs=names, ranking=ranking, **asked)
     assert out.tempered_logprobs is not None and out.processed_logprobs is not None
     assert out.kept_mass is not None and out.kept_count is not None
     greedy = torch.as_tensor(z.options["temperature"] == 0, device=z.logits.device)

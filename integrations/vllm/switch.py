@@ -8,20 +8,23 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SWITCH = "VLLM_RLKERNEL"  # names of ops, with commas between them
 STRICT = "VLLM_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
+SUPPORT = "VLLM_RLKERNEL_SUPPORT"  # room for the kept tokens of each sampled one; 0, unset: only on request
 PLUGINS = "VLLM_PLUGINS"  # vLLM's own: the entry points that it loads; all where it is not set
 ENTRY_POINT = "rlkernel"
 
-OPS = ("sampler", "prompt_logprobs", "rejection", "attention", "v2")
-DEFAULT = OPS[:3]  # attention reads less and takes longer on a CPU, and v2 has run in no engine: by name only
+OWN = (SWITCH, STRICT, SUPPORT)
+OPS = ("sampler", "support", "prompt_logprobs", "rejection", "attention", "v2")
+DEFAULT = OPS[:4]  # attention reads less and takes longer on a CPU, and v2 has run in no engine: by name only
 
 
 class Asked(NamedTuple):
     ops: tuple[str, ...]
     strict: bool
+    return_support: int = 0
 
 
 def is_on() -> bool:
@@ -36,13 +39,14 @@ def asked() -> Asked | None:
     """What the environment asks for; None where it asks for nothing.
 
     Raises:
-        ValueError: it names an op that there is not.
+        ValueError: it names an op that there is not, or its ``VLLM_RLKERNEL_SUPPORT`` is no room.
     """
     text = os.environ.get(SWITCH, "")
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         return None
-    return Asked(known(names, SWITCH), is_strict())
+    ops, room = known(names, SWITCH), os.environ.get(SUPPORT) or "0"
+    return Asked(ops, is_strict(), checked_room(int(room) if room.isdecimal() else room, ops, SUPPORT))
 
 
 def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
@@ -53,11 +57,21 @@ def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
     return tuple(op for op in OPS if op in names)
 
 
-def ask(ops: tuple[str, ...], strict: bool) -> dict[str, str | None]:
-    """Ask for them in this process and in those that it starts; what stood there before."""
-    before = {name: os.environ.get(name) for name in (SWITCH, STRICT)}
-    os.environ[SWITCH] = ",".join(ops)
-    os.environ[STRICT] = "1" if strict else "0"
+def checked_room(room: Any, ops: tuple[str, ...], argument: str) -> int:
+    """How many kept tokens travel with each sampled one, which ``"support"`` among ``ops`` sees to."""
+    if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room < 2**31:
+        raise ValueError(f"{argument} must be an integer in [0, 2**31), got {room!r}")
+    if room and not {"sampler", "support"} <= set(ops):
+        raise ValueError(f"ops must name 'sampler' and 'support' where {argument} is {room}, got {ops}")
+    return room
+
+
+def ask(request: Asked) -> dict[str, str | None]:
+    """Ask for it in this process and in those that it starts; what stood there before."""
+    before = {name: os.environ.get(name) for name in OWN}
+    os.environ[SWITCH] = ",".join(request.ops)
+    os.environ[STRICT] = "1" if request.strict else "0"
+    os.environ[SUPPORT] = str(request.return_support)
     return before
 
 
@@ -73,14 +87,14 @@ def make_known() -> None:
     """vLLM warns of variables with its prefix that it does not know, or refuses to start."""
     import vllm.envs
 
-    for name in (SWITCH, STRICT):
+    for name in OWN:
         vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 
 def forget() -> None:
     import vllm.envs
 
-    for name in (SWITCH, STRICT):
+    for name in OWN:
         vllm.envs.environment_variables.pop(name, None)
 
 

@@ -4,8 +4,10 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import rlkernel
 from rlkernel.integrations import vllm as integration
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(autouse=True)
 def nothing_asked(monkeypatch):
-    for name in (switch.SWITCH, switch.STRICT, switch.PLUGINS):
+    for name in (*switch.OWN, switch.PLUGINS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -61,6 +63,12 @@ def test_a_strict_entry_point_raises(monkeypatch):
         ({"ops": ("sampler", "x")}, r"ops must name some of \('sampler', .*got \('sampler', 'x'\)"),
         ({"ops": ()}, "ops must name some of"),
         ({"strict": 1}, "strict must be True or False, got 1"),
+        ({"return_support": -1}, r"return_support must be an integer in \[0, 2\*\*31\), got -1"),
+        ({"return_support": True}, "return_support must be an integer .*, got True"),
+        (
+            {"return_support": 5, "ops": ("sampler",)},
+            r"ops must name 'sampler' and 'support' where return_support is 5, got \('sampler',\)",
+        ),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -70,14 +78,19 @@ def test_bad_options_are_named(options, message):
 
 def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert switch.asked() is None and not switch.is_on()
-    before = switch.ask(("sampler",), strict=True)
-    assert switch.asked() == switch.Asked(("sampler",), True)
+    request = switch.Asked(("sampler", "support"), True, 64)
+    before = switch.ask(request)
+    assert switch.asked() == request
     switch.restore(before)
     assert switch.asked() is None
     monkeypatch.setenv(switch.SWITCH, "prompt_logprobs, sampler")
     assert switch.asked() == switch.Asked(("sampler", "prompt_logprobs"), False)
     monkeypatch.setenv(switch.SWITCH, "smapler")
     with pytest.raises(ValueError, match=r"VLLM_RLKERNEL must name some of .*, got \('smapler',\)"):
+        switch.asked()
+    monkeypatch.setenv(switch.SWITCH, "sampler,support")
+    monkeypatch.setenv(switch.SUPPORT, "all")
+    with pytest.raises(ValueError, match=r"VLLM_RLKERNEL_SUPPORT must be an integer .*, got 'all'"):
         switch.asked()
 
 
@@ -101,3 +114,49 @@ def test_the_entry_point_of_the_package_is_the_function():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     name, _, function = points["vllm.general_plugins"][switch.ENTRY_POINT].partition(":")
     assert getattr(sys.modules[name], function) is integration.register
+
+
+class Sample(NamedTuple):
+    """Of vLLM's CompletionOutput what is read."""
+
+    token_ids: list
+    sampling_mask: object
+
+
+class Mask(NamedTuple):
+    token_ids: list
+
+
+class Request(NamedTuple):
+    outputs: list
+
+
+KEPT = [[[3, 7], [], [-1]], [[5]], []]  # of three samples; an empty list: all were, [-1]: not known
+
+
+@pytest.mark.parametrize("kind", ["requests", "samples", "lists"])
+def test_kept_tokens_become_what_logprob_takes(kind):
+    samples = [Sample([0] * len(kept), Mask(kept) if kept else None) for kept in KEPT]
+    outputs = {"requests": [Request(samples[:2]), Request(samples[2:])], "samples": samples, "lists": KEPT}
+    ids, offsets, known = integration.support_of(iter(outputs[kind]))
+    assert ids.tolist() == [3, 7, 5] and ids.dtype == torch.int32
+    assert offsets.tolist() == [0, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert known.tolist() == [[True, True, False], [True, False, False], [False, False, False]]
+    wide = integration.support_of(outputs[kind], length=4)
+    assert wide.known.shape == (3, 4) and wide.offsets.tolist()[5:7] == [3, 3]
+    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[7, 1, 2, 0], [5, 0, 0, 0], [0, 0, 0, 0]])
+    out = rlkernel.logprob(logits, targets, support_ids=wide.ids, support_offsets=wide.offsets).logprobs
+    assert out[0, 0] == pytest.approx(logits[0, 0, [3, 7]].log_softmax(-1)[1].item(), abs=1e-6)
+    assert out[1, 0] == 0
+
+
+def test_outputs_without_their_support_are_refused():
+    for sample in (Sample([1, 2], None), Sample([1, 2], Mask([[1]]))):
+        with pytest.raises(
+            ValueError, match="outputs must have the support of each of their tokens, got [01] of 2"
+        ):
+            integration.support_of([sample])
+    with pytest.raises(ValueError, match="length must be at least 3, that of the longest sample, got 2"):
+        integration.support_of(KEPT, length=2)
+    assert integration.support_of([]).known.shape == (0, 0)

@@ -72,7 +72,7 @@ def test_an_op_that_finds_another_vllm_is_left_to_it(monkeypatch, caplog):
     monkeypatch.setattr(Sampler, "forward", forward)
     reason = "vllm.v1.sample.sampler.Sampler.forward must take"
     with rlkernel.patch_vllm() as patch:
-        assert Sampler.forward is forward and list(patch.refused) == ["sampler"]
+        assert Sampler.forward is forward and list(patch.refused) == ["sampler", "support"]
         assert "forward must take" in patch.refused["sampler"] and "more" in patch.refused["sampler"]
         assert "leaves sampler to vLLM" in caplog.text, reason
         assert any("_get_prompt_logprobs_dict" in path for path in patch.replaced)
