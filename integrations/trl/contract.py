@@ -19,6 +19,7 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the
 METHOD = "_get_per_token_logps_and_entropies"
 SHUFFLE = "shuffle_sequence_dict"
 STEP = "training_step"
+BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 PARAMETERS = {
     HEAD: (
         "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
@@ -37,6 +38,7 @@ PARAMETERS = {
     ),
     SHUFFLE: ("seq_dict",),
     STEP: ("self", "model", "inputs", "num_items_in_batch"),
+    BEGIN: ("self", "*args", "**kwargs"),
 }  # fmt: skip
 
 
@@ -53,6 +55,19 @@ def supported_utils(strict: bool) -> ModuleType:
     if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
         raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
     return utils
+
+
+def trainer_base() -> type:
+    """The class that all trainers inherit.  Importing it imports no vLLM, as the modules of trainers do.
+
+    Raises:
+        PatchError: this TRL has none.
+    """
+    try:
+        from trl.trainer.base_trainer import _BaseTrainer
+    except ImportError as error:
+        raise PatchError(f"trl.trainer.base_trainer._BaseTrainer must be a class, got {error}") from error
+    return _BaseTrainer
 
 
 def checked(owner: Any, name: str) -> Any:

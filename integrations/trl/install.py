@@ -11,6 +11,7 @@ from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
+from rlkernel.integrations.trl.rollouts import Rollouts
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
@@ -20,6 +21,7 @@ def patch(
     prefix_sharing: bool | str = False,
     prefix_min_ratio: float | None = None,
     dropout: str = "own",
+    vllm: bool | str = True,
     strict: bool = True,
 ) -> TrlPatch:
     """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
@@ -34,6 +36,9 @@ def patch(
         prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
         dropout: ``"own"`` leaves a model that draws dropout to TRL, where each sample has a draw of its own.
             ``"shared"`` packs it: one draw for each row, which the samples that share the row share.
+        vllm: a trainer with ``use_vllm`` brings ``patch_vllm()`` with it, until ``undo()``.  ``"require"`` makes
+            it an error where vLLM, or a part of what is replaced in it, is left as it is.  ``False`` does
+            nothing about vLLM.
         strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
             the names and parameters of what is replaced.
 
@@ -43,9 +48,10 @@ def patch(
         replaced is not what that version has, or the patch is on with other options.
             Nothing is replaced then.
     """
-    _check_options(prefix_sharing, prefix_min_ratio, dropout, strict)
+    _check_options(prefix_sharing, prefix_min_ratio, dropout, vllm, strict)
     if (active := TrlPatch.in_place()) is not None:
         _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
+        _check_same_vllm(active, vllm)
         return active.share()
     utils = contract.supported_utils(strict)
     result = TrlPatch()
@@ -59,14 +65,18 @@ def patch(
             result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
         )
         _replace_in_trainers(result.prefix)
+    if vllm:
+        result.rollouts = Rollouts(result, required=vllm == "require")
+        result.rollouts.plan()
     return result.apply()
 
 
 def _check_options(
-    prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str, strict: bool
+    prefix_sharing: bool | str, prefix_min_ratio: float | None, dropout: str, vllm: bool | str, strict: bool
 ) -> None:
-    if not isinstance(prefix_sharing, bool) and prefix_sharing != "require":
-        raise ValueError(f"prefix_sharing must be True, False or 'require', got {prefix_sharing!r}")
+    for name, value in (("prefix_sharing", prefix_sharing), ("vllm", vllm)):
+        if not isinstance(value, bool) and value != "require":
+            raise ValueError(f"{name} must be True, False or 'require', got {value!r}")
     if dropout not in ("own", "shared"):
         raise ValueError(f"dropout must be 'own' or 'shared', got {dropout!r}")
     if not isinstance(strict, bool):
@@ -103,6 +113,13 @@ def _check_same(
     else:
         return
     raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
+
+
+def _check_same_vllm(active: TrlPatch, vllm: bool | str) -> None:
+    found = active.rollouts is not None and ("require" if active.rollouts.required else True)
+    if not vllm or found == "require" or found == vllm:
+        return
+    raise PatchError(f"vllm must be what the patch in place has, {found}, got {vllm}: undo it first")
 
 
 def _replace_in_trainers(sharing: PrefixSharing) -> None:

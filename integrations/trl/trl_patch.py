@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
+from rlkernel.integrations.trl.rollouts import Rollouts
+from rlkernel.integrations.vllm import VllmPatch
 
 
 class TrlPatch(CountedPatch):
@@ -13,8 +15,25 @@ class TrlPatch(CountedPatch):
         super().__init__("rlkernel.patch_trl", "TRL")
         self.prefix: PrefixSharing | None = None
         """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
+        self.rollouts: Rollouts | None = None
+
+    @property
+    def vllm(self) -> VllmPatch | None:
+        """The patch of vLLM that a trainer with ``use_vllm`` brought with it, once there is one."""
+        return None if self.rollouts is None else self.rollouts.engines
+
+    @property
+    def notes(self) -> dict[str, str]:
+        return self.rollouts.notes() if self.rollouts else {}
+
+    def require_in_place(self) -> None:
+        super().require_in_place()
+        if self.rollouts is not None:
+            self.rollouts.require_in_place()
 
     def undo(self) -> None:
         super().undo()
+        if self.rollouts is not None:
+            self.rollouts.undo()
         if self.prefix is not None:
             self.prefix.models.undo()

@@ -5,4 +5,4 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # must stand before huggingface_hub's first import
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-collect_ignore = ["in_vllm"]  # `make test-vllm` runs it, in an environment of its own
+collect_ignore = ["in_vllm", "in_trl_vllm"]  # `make test-vllm` and `make test-trl-vllm` run them

