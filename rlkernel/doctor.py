@@ -24,8 +24,8 @@ FRAMEWORKS = {"hf": "transformers"}
 
 
 class Finding(NamedTuple):
-    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not, ``warned`` what
-    the patch itself warns of, and ``notes`` what else it does."""
+    """Of one adapter.  ``reason`` is None where it applies; ``why_not`` tells which parts do not, ``warned``
+    what the patch itself warns of, and ``notes`` what else it does."""
 
     adapter: str
     framework: str

@@ -9,13 +9,13 @@ import warnings
 import hypothesis
 import pytest
 from hypothesis import strategies
+from patch_orders import FRAMEWORKS, same, state, steps
 
 import rlkernel
 from rlkernel import doctor
+from rlkernel.integrations import _contract
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import ABSENT, Patch, PatchError
-
-FRAMEWORKS = ("trl", "deepspeed", "vllm")
 
 
 def _report(*names):
@@ -119,10 +119,10 @@ def test_a_framework_whose_distribution_has_another_name(tmp_path, monkeypatch):
     (tmp_path / "cobbler").mkdir()
     (tmp_path / "cobbler_cpu-2.5.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert doctor._version("cobbler") is None
+    assert _contract.version("cobbler") is None
     for name, text in (("METADATA", "Name: cobbler-cpu\nVersion: 2.5\n"), ("top_level.txt", "cobbler\n")):
         (tmp_path / "cobbler_cpu-2.5.dist-info" / name).write_text(text)
-    assert doctor._version("cobbler") == "2.5"
+    assert _contract.version("cobbler") == "2.5"
 
 
 def test_importing_it_imports_no_framework():
@@ -132,11 +132,6 @@ def test_importing_it_imports_no_framework():
 
 
 # unpatch_all
-
-
-def _steps(which):
-    """Patches to put on (True) and to take off, in any order."""
-    return strategies.lists(strategies.tuples(which, strategies.booleans()), max_size=10)
 
 
 def _patches(owners):
@@ -175,12 +170,12 @@ def test_unpatch_all_says_what_it_could_not_restore():
     assert rlkernel.unpatch_all() == ["second"]
 
 
-@hypothesis.given(_steps(strategies.integers(0, 3)))
-def test_any_order_leaves_everything_as_it_was(steps):
+@hypothesis.given(steps(strategies.integers(0, 3)))
+def test_any_order_leaves_everything_as_it_was(order):
     owners = [types.SimpleNamespace(a0=1, a1=2, a2=3) for _ in range(4)]
     before = [dict(vars(owner)) for owner in owners]
     patches = _patches(owners)
-    for which, on in steps:
+    for which, on in order:
         if on:
             patches[which].apply()
         else:
@@ -209,33 +204,20 @@ def frameworks():
     return found
 
 
-def _state():
-    """Every attribute of the frameworks' modules that are loaded, and of their classes."""
-    state = {}
-    for path, module in sorted(sys.modules.items()):
-        if path.partition(".")[0] in FRAMEWORKS and hasattr(module, "__dict__"):
-            for name, value in list(vars(module).items()):
-                state[path, name] = value
-                if isinstance(value, type) and value.__module__ == path:
-                    state |= {(path, name, x): y for x, y in vars(value).items()}
-    return state
-
-
 @pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
-@hypothesis.given(_steps(strategies.sampled_from(FRAMEWORKS)))
-def test_any_order_of_real_patches(frameworks, steps):
-    before = _state()
+@hypothesis.given(steps(strategies.sampled_from(FRAMEWORKS)))
+def test_any_order_of_real_patches(frameworks, order):
+    before = state()
     active = {}
-    for name, on in steps:
+    for name, on in order:
         if name not in frameworks:
             continue
         if on:
             active[name] = frameworks[name]()
         elif name in active:
             active.pop(name).undo()
-    changed = [k for k, v in _state().items() if k in before and before[k] is not v]
+    changed = [k for k, v in state().items() if k in before and before[k] is not v]
     assert bool(changed) == bool(active)
     assert {*rlkernel.unpatch_all()} == {f"rlkernel.patch_{name}" for name in active}
-    after = _state()
-    assert before.keys() == after.keys() and all(after[k] is v for k, v in before.items())
+    assert same(before, state())

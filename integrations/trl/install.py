@@ -36,9 +36,9 @@ def patch(
         prefix_min_ratio: leave a batch to TRL that has fewer padded tokens for each row of the packed batch.
         dropout: ``"own"`` leaves a model that draws dropout to TRL, where each sample has a draw of its own.
             ``"shared"`` packs it: one draw for each row, which the samples that share the row share.
-        vllm: a trainer with ``use_vllm`` brings ``patch_vllm()`` with it, until ``undo()``.  ``"require"`` makes
-            it an error where vLLM, or a part of what is replaced in it, is left as it is.  ``False`` does
-            nothing about vLLM.
+        vllm: a trainer with ``use_vllm`` brings ``patch_vllm()`` with it, until ``undo()``.  ``"require"``
+            makes it an error where vLLM, or a part of what is replaced in it, is left as it is.  ``False``
+            leaves vLLM alone.
         strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
             the names and parameters of what is replaced.
 

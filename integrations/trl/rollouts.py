@@ -90,11 +90,11 @@ def _made(original: Callable[..., None], rollouts: Rollouts) -> Callable[..., No
     return __init__
 
 
-def _trained(base: type, rollouts: Rollouts) -> Callable[..., Any]:
-    @functools.wraps(base.train)  # type: ignore[attr-defined]
+def _trained(base: Any, rollouts: Rollouts) -> Callable[..., Any]:
+    @functools.wraps(base.train)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         rollouts.prepare(self)  # a trainer that was made before the patch
-        return super(base, self).train(*args, **kwargs)  # type: ignore[misc]
+        return super(base, self).train(*args, **kwargs)
 
     return train
 

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[1:1] = [str(HERE.parent / "in_vllm"), str(HERE.parent)]  # engines, tiny
+sys.path.insert(1, str(Path(__file__).parents[2]))  # patch_orders
+sys.path.insert(1, str(Path(__file__).parents[1]))  # tiny
+sys.path.insert(1, str(Path(__file__).parents[1] / "in_vllm"))  # engines
 
 import vllm_environment  # noqa: F401, I001  (before vLLM)
 import engines

@@ -1,4 +1,4 @@
-"""What vLLM wants of the environment to run on a CPU: imported before its first import, inherited by its workers."""
+"""What vLLM wants of the environment on a CPU: imported before it, and inherited by its workers."""
 
 import os
 
