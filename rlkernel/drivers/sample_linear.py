@@ -74,11 +74,11 @@ def forward(kernels: Any, call: SampleLinearCall) -> SampleLinearResults:
     n, vocab = hidden.shape[0], weight.shape[0]
     logits = hidden.new_empty(n, vocab, dtype=stored_dtype(call.head)) if store else None
     if not drawn:
-        for _ in _tiles(call, logits):
+        for _ in tiles(call, logits):
             pass
         return SampleLinearResults(logits)
     scratch = Scratch.of(n, vocab, request, hidden.device)
-    for a, b, v0, tile in _tiles(call, logits):
+    for a, b, v0, tile in tiles(call, logits):
         part = (request, scratch) if b - a == n else (request.of_rows(a, b), scratch.of_rows(a, b))
         kernels.tile_statistics(tile, None, v0, *part)
     return SampleLinearResults(logits, *kernels.finish(logits, None, request, scratch))
@@ -95,7 +95,7 @@ def _stage_dtype(head: Head, device: torch.device) -> torch.dtype | None:
     return None if by_gemm else operand_dtype(head.compute_dtype, device)
 
 
-def _tiles(call: SampleLinearCall, logits: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
+def tiles(call: SampleLinearCall, logits: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
     """(first row, row behind the last, first token, logits) of each tile, in memory that the next one takes,
     or in ``logits``.  The vocabulary is outside: a slice of the weight is read and converted once."""
     hidden, weight, head = call[:3]

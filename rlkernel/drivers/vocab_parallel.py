@@ -34,7 +34,7 @@ def facts(call: LogprobCall | LinearLogprobCall, vocab: int) -> list[list[int]]:
     assert call.group is not None
     ids = call.target_ids
     own = ids.new_tensor([call.vocab_start, vocab, ids.numel(), int(call.return_entropy)])
-    return _gathered(own, group_of(call.group)).tolist()
+    return gathered(own, group_of(call.group)).tolist()
 
 
 def forward(impl: Any, call: Call, vocab: int) -> Any:
@@ -49,7 +49,7 @@ def forward(impl: Any, call: Call, vocab: int) -> Any:
     columns = [own.row_max, own.log_sum, torch.where(mine, target, torch.nan).to(own.row_max.dtype)]
     if call.return_entropy:
         columns.append(own.entropy)
-    ranks = _gathered(torch.stack(columns), group_of(call.group)).double()
+    ranks = gathered(torch.stack(columns), group_of(call.group)).double()
     combined = _combined(ranks, call.temperature)
     for x, value in zip(
         (own.logprobs, own.lse, own.row_max, own.log_sum, own.entropy), combined, strict=False
@@ -93,7 +93,7 @@ def summed_in_rank_order(x: Tensor, group: Any) -> Tensor:
     total, *others = received.view(ranks, part, x.shape[1])
     for other in others:
         total += other
-    return _gathered(total, group).view(part * ranks, x.shape[1])[:rows]
+    return gathered(total, group).view(part * ranks, x.shape[1])[:rows]
 
 
 def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
@@ -139,7 +139,7 @@ def _outside(call: Call, vocab: int) -> Call:
     return _own(call, torch.where(_mine(call, vocab), call.target_ids - call.vocab_start, vocab))
 
 
-def _gathered(x: Tensor, group: Any) -> Tensor:
+def gathered(x: Tensor, group: Any) -> Tensor:
     """[R, ...] of what the ranks have."""
     ranks = dist.get_world_size(group)
     out = x.new_empty(ranks * x.numel())

@@ -1,5 +1,6 @@
 """A vocabulary that ranks share out, as ``logprob`` and ``linear_logprob`` take it: groups and DTensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,13 +49,19 @@ def check(call: LogprobCall | LinearLogprobCall, vocab: int) -> None:
         if len(set(values)) > 1:
             what = "the same number of rows" if name == "target_ids" else "the same"
             raise ValueError(f"{name} must be {what} on every rank of group, got {list(values)}")
-    end = 0
-    for start, size, *_ in sorted(facts):
-        if start != end:
-            shards = ", ".join(f"[{s}, {s + n})" for s, n, *_ in facts)
-            raise ValueError(f"vocab_start must follow the entries of another rank, got the shards {shards}")
-        end = start + size
+    end = size_of([(start, start + size) for start, size, *_ in facts])
     _validate.values(call.target_ids, end, call.temperature, call.ignore_index)
+
+
+def size_of(spans: Sequence[tuple[int, int]]) -> int:
+    """The entries of the whole vocabulary, of those that the ranks have from one to another."""
+    end = 0
+    for start, behind in sorted(spans):
+        if start != end:
+            shards = ", ".join(f"[{a}, {b})" for a, b in spans)
+            raise ValueError(f"vocab_start must follow the entries of another rank, got the shards {shards}")
+        end = behind
+    return end
 
 
 def is_dtensor(x: Any) -> bool:

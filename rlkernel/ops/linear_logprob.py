@@ -220,13 +220,16 @@ def checked_head(
     softcap: float | None,
     ignore_index: int,
     logits_dtype: torch.dtype,
+    sharded: bool = False,
 ) -> tuple[Tensor, Head]:
-    """``target_ids`` as dense int64, and what is between the product and the softmax; raises ValueError."""
+    """``target_ids`` as dense int64, and what is between the product and the softmax; raises ValueError.
+
+    The weight of a rank's shard may have no rows."""
     _validate.floating("hidden", hidden)
     _validate.floating("weight", weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not (len(weight) or sharded):
         raise ValueError(f"weight must be [V, {hidden.shape[-1]}] with V >= 1, got {tuple(weight.shape)}")
     _validate.same_device("weight", weight, "hidden", hidden.device)
     if bias is not None:

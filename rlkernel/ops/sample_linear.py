@@ -1,5 +1,7 @@
 """Tokens drawn from hidden states and the lm_head, without the logits in memory where nobody filters."""
 
+import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -8,10 +10,12 @@ from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
-from rlkernel.calls.sampling import SampleOutput, SampleStats, SamplingCall
+from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
+from rlkernel.drivers import sample_linear as driver
 from rlkernel.opaque import Op
+from rlkernel.ops import _vocab_parallel
 from rlkernel.ops.linear_logprob import checked_head
-from rlkernel.ops.sampling import inputs, options_of_sample, takes_options_of_sample
+from rlkernel.ops.sampling import inputs, options_of_sample, sharded, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import SampleOptions
 from rlkernel.ops.sampling.outputs import output
@@ -52,7 +56,8 @@ def sample_linear(
         logit_scale, softcap: as in ``linear_logprob``.
         logits_dtype: the dtype to which the product is rounded; None means fp32, which rounds nothing.
         store_logits: "auto", as said above; True: always; False: never, an error where they must be.
-        options: those of ``sample``, from ``temperature`` on.
+        options: those of ``sample``, from ``temperature`` on.  With ``group`` a rank has some rows of weight
+            and bias, and the same ``hidden`` as the others; DTensors are taken as in ``linear_logprob``.
 
     Returns:
         SampleOutput of [...] tensors, as ``sample``; constants without a gradient.
@@ -62,24 +67,28 @@ def sample_linear(
 
     Follows FlashSampling (arXiv 2603.15854), which has neither filters nor log-probabilities.
     """
+    chosen = options_of_sample("sample_linear", options)
+    weight, bias, group, start = _vocab_parallel.local_head(
+        weight, bias, chosen["group"], chosen["vocab_start"]
+    )
+    group, start = _vocab_parallel.named(group, start)
     no_ids = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64) if isinstance(hidden, Tensor) else hidden
     rounded = torch.float32 if logits_dtype is None else logits_dtype
     _, head = checked_head(
         hidden, weight, no_ids, bias=bias, temperature=1.0, logit_scale=logit_scale, softcap=softcap,
-        ignore_index=-100, logits_dtype=rounded,
+        ignore_index=-100, logits_dtype=rounded, sharded=group is not None,
     )  # fmt: skip
     vocab = weight.shape[0]
     rows = inputs.Rows(hidden.shape[:-1], vocab, head.compute_dtype, hidden.device)
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
-    chosen = options_of_sample("sample_linear", options)
-    request, wanted, _ = inputs.asked(rows, chosen)
-    given = ("logprob_token_ids", "logit_bias", "penalties")
-    reasons = {
-        "a filter": request.may_filter(vocab), "return_rank": request.rank,
-        "top_logprobs": wanted.top, **{name: chosen[name] is not None for name in given},
-    }  # fmt: skip
-    store = _store(store_logits, [name for name, needed in reasons.items() if needed])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
+    if group is not None:
+        asked = SampleLinearCall(flat, weight, head, Sampling(), drawn=False, store=True)
+        more = {"logit_scale": logit_scale, "softcap": softcap, "logits_dtype": logits_dtype}
+        may_store = functools.partial(_store, store_logits)
+        return sharded.sampled(_source(asked, start), group, start, rows, chosen | more, may_store=may_store)
+    request, wanted, _ = inputs.asked(rows, chosen)
+    store = _store(store_logits, inputs.looks_again(request, wanted, chosen, vocab))
     logit_bias, penalties = chosen["logit_bias"], chosen["penalties"]
     drawn = logit_bias is None and penalties is None
     with torch.no_grad():
@@ -92,6 +101,30 @@ def sample_linear(
     z = None if drawn else inputs.adjusted(logits, rows, logit_bias, penalties)
     call = SamplingCall(logits, z, request, ("every statistic",))
     return output(rows.shape, call, draw(call) if stats is None else stats, wanted, chosen)
+
+
+def _source(call: SampleLinearCall, vocab_start: int) -> sharded.Source:
+    """The logits of this rank's rows of the weight, by tiles or at once."""
+
+    def of(a: int, b: int) -> SampleLinearCall:
+        a, b, bias = a - vocab_start, b - vocab_start, call.head.bias
+        head = call.head._replace(bias=None if bias is None else bias[a:b])
+        return call._replace(weight=call.weight[a:b], head=head)
+
+    def tiles(a: int, b: int) -> Iterator[tuple[int, int, int, Tensor]]:
+        with without_autocast(call.hidden.device):
+            for r0, r1, v0, tile in driver.tiles(of(a, b), None):
+                yield r0, r1, a + v0, tile
+
+    def whole() -> Tensor:
+        if not len(call.weight):
+            return like
+        logits = SampleLinearResults(*op(call)).logits
+        assert logits is not None
+        return logits
+
+    like = call.hidden.new_empty(len(call.hidden), 0, dtype=stored_dtype(call.head))
+    return sharded.Source("hidden", like, tiles, whole)
 
 
 def _store(store_logits: bool | str, reasons: list[str]) -> bool:

@@ -11,7 +11,7 @@ from rlkernel.reference import sampling_stream as stream
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+    return ["it keeps no records of tiles"] if "tiles" in options.get("needs", ()) else []
 
 
 def forward(call: SamplingCall) -> SampleStats:

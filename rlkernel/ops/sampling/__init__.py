@@ -8,7 +8,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from rlkernel.calls.sampling import LOGPROBS, XTC_THRESHOLD, SampleOutput, SamplingCall
-from rlkernel.ops.sampling import inputs
+from rlkernel.ops import _vocab_parallel
+from rlkernel.ops.sampling import inputs, sharded
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import ScoreOptions
 from rlkernel.ops.sampling.outputs import output
@@ -47,6 +48,8 @@ def sample(
     ranking: str = "tempered",
     return_support: int = 0,
     out: SampleOutput | None = None,
+    group: Any = None,
+    vocab_start: int | None = None,
 ) -> SampleOutput:
     """Draw a token of each row, with its log-probability under three distributions, in one pass.
 
@@ -105,6 +108,15 @@ def sample(
             those of ``logprob_token_ids`` are: "tempered", "raw" (vLLM's default) or "processed".
         return_support: room for the kept tokens of a row; 0 does not return them.
         out: a SampleOutput of an earlier call, whose tensors receive the results.
+        group: a ``torch.distributed`` process group whose ranks have the same rows and each some entries of
+            the vocabulary, as many as it likes.  All else that is given is the same on every rank, and ids,
+            masks and biases are of the whole vocabulary; ``seeds=None`` are the first rank's.
+        vocab_start: with ``group``, the first entry of this rank.  A DTensor of logits that is split over its
+            last dimension needs neither.
+
+    With a group every rank gets the outputs of the whole rows, with the bits that they have on one rank.
+    Rows that nobody filters exchange what each 4096 tokens are summed up to; others are dealt out to the
+    ranks, each of which takes some of them whole.  No rank ever holds all logits.
 
     Returns:
         SampleOutput of [...] tensors in nats, fp32 (fp64 for fp64 logits); constants without a gradient.  A
@@ -121,13 +133,17 @@ def sample(
     2202.00666); XTC is text-generation-webui's and llama.cpp's.
     """
     options = dict(locals())  # all that was given, by name
-    rows, flat = inputs.rows_of(options.pop("logits"))
-    return _sampled(flat, rows, options)
+    return _sampled(options.pop("logits"), options)
 
 
-def _sampled(
-    logits: Tensor, rows: inputs.Rows, options: dict[str, Any], token_ids: Tensor | None = None
-) -> SampleOutput:
+def _sampled(logits: Tensor, options: dict[str, Any], token_ids: Tensor | None = None) -> SampleOutput:
+    logits, group, start = _vocab_parallel.local_logits(logits, options["group"], options["vocab_start"])
+    group, start = _vocab_parallel.named(group, start)
+    rows, logits = inputs.rows_of(logits, group is not None)
+    if group is not None:
+        return sharded.sampled(sharded.Source.of(logits, start), group, start, rows, options, token_ids)
+    if token_ids is not None:
+        token_ids = inputs.forced(token_ids, rows)
     request, wanted, wants = inputs.asked(rows, options, token_ids)
     z = inputs.adjusted(logits, rows, options["logit_bias"], options["penalties"])
     call = SamplingCall(logits, z, request, wants)
@@ -172,6 +188,4 @@ def score_tokens(logits: Tensor, token_ids: Tensor, **options: Unpack[ScoreOptio
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
     """
-    chosen = options_of_sample("score_tokens", options)
-    rows, flat = inputs.rows_of(logits)
-    return _sampled(flat, rows, chosen, inputs.forced(token_ids, rows))
+    return _sampled(logits, options_of_sample("score_tokens", options), token_ids)

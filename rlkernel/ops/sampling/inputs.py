@@ -35,10 +35,10 @@ _NORMAL = {
 }
 
 
-def rows_of(logits: Tensor) -> tuple[Rows, Tensor]:
-    """``logits`` [..., V] as [B, V] with dense rows."""
+def rows_of(logits: Tensor, sharded: bool = False) -> tuple[Rows, Tensor]:
+    """``logits`` [..., V] as [B, V] with dense rows; of a rank's shard V may be 0."""
     _validate.floating("logits", logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
+    if logits.dim() == 0 or (logits.shape[-1] == 0 and not sharded):
         raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
     shape, flat = logits.shape[:-1], logits.detach() if logits.requires_grad else logits
     rows = Rows(shape, logits.shape[-1], logits.dtype, logits.device)
@@ -60,6 +60,14 @@ def asked(
         "token_ids": token_ids is not None, "seeds": options["seeds"] is not None and token_ids is None,
     }  # fmt: skip
     return asks, also, tuple([name for name, want in names.items() if want])
+
+
+def looks_again(asks: Sampling, also: Wanted, options: dict[str, Any], vocab: int) -> list[str]:
+    """What of the arguments needs the logits behind the first pass over them."""
+    reasons = {"a filter": asks.may_filter(vocab), "return_rank": asks.rank, "top_logprobs": also.top}
+    given = ("logprob_token_ids", "logit_bias", "penalties")
+    reasons |= {name: options[name] is not None for name in given}
+    return [name for name, needed in reasons.items() if needed]
 
 
 def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None) -> Sampling:
@@ -242,6 +250,16 @@ def adjusted(logits: Tensor, rows: Rows, logit_bias: Any, penalties: Any) -> Ten
         if logit_bias is not None:
             z = z + _bias(logit_bias, rows, z)
     return z if penalties is None else checked(penalties).apply(z)
+
+
+def bias_of_rows(bias: Any, rows: Rows, a: int, b: int, z: Tensor) -> Any:
+    """What ``adjusted`` takes for the rows from ``a`` to ``b`` of ``z``."""
+    if bias is None or isinstance(bias, Mapping):
+        return bias
+    if isinstance(bias, Sequence):  # dicts, or a TokenBias
+        return token_bias(bias, rows).of_rows(a, b, z)
+    made = _bias(bias, rows, z)
+    return made[0] if bias.dim() == 1 else made[a:b]
 
 
 def checked(penalties: Any) -> Penalties:

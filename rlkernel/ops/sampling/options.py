@@ -3,7 +3,7 @@
 Their defaults, and what they mean, are in the signature of ``sample``; a test holds the two together.
 """
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -49,6 +49,8 @@ class ScoreOptions(_Distribution, total=False):
     ranking: str
     return_support: int
     out: SampleOutput | None
+    group: Any
+    vocab_start: int | None
 
 
 class SampleOptions(ChainOptions, ScoreOptions, total=False):

@@ -1,11 +1,12 @@
 """What the caller of ``sample`` and its kin sees of the statistics."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.sampling import SampleOutput, SampleStats, SamplingCall
+from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
 from rlkernel.ops.sampling.numbers import described
 from rlkernel.ops.sampling.ranks import Wanted, ranked
 
@@ -14,11 +15,20 @@ def output(
     shape: torch.Size, call: SamplingCall, stats: SampleStats, wanted: Wanted, options: dict[str, Any]
 ) -> SampleOutput:
     """Values of the logits are looked up only where ``ranked`` must."""
+    found = ranked(call, stats, wanted)
+    return assembled(shape, call.logits.shape[1], call.request, stats, found, options)
+
+
+def assembled(
+    shape: torch.Size, vocab: int, request: Sampling, stats: SampleStats, found: Sequence[Tensor | None],
+    options: dict[str, Any],
+) -> SampleOutput:  # fmt: skip
+    """Of what ``ranked`` found."""
     logprobs, out = options["return_logprobs"], options["out"]
-    rank, top_ids, top_logprobs, id_logprobs = ranked(call, stats, wanted)
+    rank, top_ids, top_logprobs, id_logprobs = found
     ids = offsets = overflow = None
     if stats.support is not None:
-        ids, offsets, overflow = _compact(stats, call)
+        ids, offsets, overflow = _compact(stats, request, vocab)
 
     def rows(x: Tensor | None) -> Any:
         return x if x is None or len(shape) == 1 else x.reshape((*shape, *x.shape[1:]))
@@ -54,7 +64,7 @@ def _written(out: SampleOutput, made: SampleOutput) -> SampleOutput:
     return out
 
 
-def _compact(stats: SampleStats, call: SamplingCall) -> tuple[Tensor, Tensor, Tensor]:
+def _compact(stats: SampleStats, request: Sampling, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """``support_ids`` [B * K] with the rows' kept ids one after another and -1 behind the last,
     ``support_offsets`` [B + 1] and ``support_overflow`` [B]."""
     table = stats.support
@@ -66,12 +76,11 @@ def _compact(stats: SampleStats, call: SamplingCall) -> tuple[Tensor, Tensor, Te
     ids = torch.full((rows * room + 1,), -1, dtype=torch.int32, device=table.device)
     # what is padding goes to a last element that is cut off
     ids.scatter_(0, torch.where(table >= 0, place, rows * room).flatten(), table.flatten())
-    return ids[:-1], offsets, _is_filtered(stats, call) & (stats.kept_count > room)
+    return ids[:-1], offsets, _is_filtered(stats, request, vocab) & (stats.kept_count > room)
 
 
-def _is_filtered(stats: SampleStats, call: SamplingCall) -> Tensor:
+def _is_filtered(stats: SampleStats, request: Sampling, vocab: int) -> Tensor:
     """Rows whose distribution is not the whole one: a filter is on and does not keep the vocabulary."""
-    request, vocab = call.request, call.logits.shape[1]
     in_range = (request.top_k >= 1) & (request.top_k < vocab)
     on = in_range | (request.top_p < 1) | (request.min_p > 0) | (request.top_n_sigma < torch.inf)
     on = on | (request.token_bitmask is not None)

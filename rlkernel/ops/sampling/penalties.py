@@ -64,6 +64,29 @@ class Penalties(NamedTuple):
         rows = {name: each(value) for name, value in self._asdict().items()}
         return self._replace(**rows | {"dry": dry, "bad_words": words})
 
+    def of_rows(self, a: int, b: int, z: Tensor) -> "Penalties":
+        """For the requests from ``a`` to ``b`` of those of ``z``; raises ValueError for what is off."""
+
+        def part(name: str, x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.dim() == 0:
+                return x
+            if x.shape[0] != z.shape[0]:
+                want = f"hold one row for each of {z.shape[0]} rows"
+                raise ValueError(f"penalties.{name} must {want}, got {tuple(x.shape)}")
+            return x[a:b]
+
+        for name in ("repetition", "frequency", "presence"):
+            _column(name, getattr(self, name), z)
+        _count("no_repeat_ngram", self.no_repeat_ngram)
+        words = None if self.bad_words is None else _words(self.bad_words, z)
+        if words is not None and words.dim() == 3:
+            words = words[a:b]
+        dry = None if self.dry is None else _checked(_checked_type(self.dry), z)
+        if dry is not None:
+            dry = dry._replace(**{name: part(f"dry.{name}", getattr(dry, name)) for name in _PER_ROW})
+        rows = {name: part(name, x) for name, x in self._asdict().items() if name not in ("dry", "bad_words")}
+        return self._replace(**rows, dry=dry, bad_words=words)
+
     def _of_counts(self, z: Tensor) -> Tensor:
         said = _counts("output_token_ids", self.output_token_ids, z)
         seen = said > 0
@@ -87,16 +110,20 @@ class Penalties(NamedTuple):
         if n:
             found.append(TokenBias(repeats.ends_of_ngrams(ids, n), -torch.inf))
         if words is not None:
-            known = words_of(words).to(z.device)
-            if known.dim() == 3 and known.shape[0] != z.shape[0]:
-                want = f"one list of words for each of {z.shape[0]} rows"
-                raise ValueError(f"penalties.bad_words must be words or {want}, got {known.shape[0]} lists")
-            if debug.may_read(known) and (known >= z.shape[1]).any():
-                raise ValueError(
-                    f"penalties.bad_words must hold ids in [0, {z.shape[1]}), got {known.max().item()}"
-                )
+            known = _words(words, z)
             found.append(TokenBias(repeats.ends_of_words(ids, known), -torch.inf))
         return found
+
+
+def _words(words: Sequence[Any] | Tensor, z: Tensor) -> Tensor:
+    """Those of the rows of ``z``."""
+    known = words_of(words).to(z.device)
+    if known.dim() == 3 and known.shape[0] != z.shape[0]:
+        want = f"one list of words for each of {z.shape[0]} rows"
+        raise ValueError(f"penalties.bad_words must be words or {want}, got {known.shape[0]} lists")
+    if debug.may_read(known) and (known >= z.shape[1]).any():
+        raise ValueError(f"penalties.bad_words must hold ids in [0, {z.shape[1]}), got {known.max().item()}")
+    return known
 
 
 def words_of(words: Sequence[Any] | Tensor) -> Tensor:

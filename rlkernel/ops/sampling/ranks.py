@@ -21,6 +21,9 @@ class Wanted(NamedTuple):
     top: int
     token_ids: Tensor | None  # [B, K]; -1 is padding
 
+    def of_rows(self, a: int, b: int) -> "Wanted":
+        return self._replace(token_ids=None if self.token_ids is None else self.token_ids[a:b])
+
 
 def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tensor | None, ...]:
     """The rank [B], the likeliest ids [B, top], their logprobs, and those of the given ids [B, K]."""

@@ -70,17 +70,17 @@ class TokenBias(NamedTuple):
             values = values[:, None].expand(-1, places, -1)
         return TokenBias(ids[:, None].expand(-1, places, -1), values)
 
+    def of_rows(self, a: int, b: int, z: Tensor) -> "TokenBias":
+        """Those of the rows from ``a`` to ``b`` of ``z``; raises ValueError for what is off in any."""
+        self._looked_at(z)
+        ids, values = self
+        return TokenBias(ids[a:b], values[a:b] if isinstance(values, Tensor) and values.dim() else values)
+
     def add_to(self, z: Tensor) -> None:
         """Add to the rows of ``z`` [B, V], in place."""
         ids, values = self
         _validate.same_device("logit_bias.token_ids", ids, "logits", z.device)
-        bias = torch.as_tensor(values, device=z.device).detach().to(z.dtype).expand(ids.shape)
-        inside = (ids >= 0) & (ids < z.shape[1])
-        if debug.may_read(bias):
-            wrong = inside & ~(bias < torch.inf)
-            if wrong.any():
-                at = tuple(wrong.nonzero()[0].tolist())
-                raise ValueError(f"logit_bias must be finite or -inf, got {bias[at].item()} of row {at[0]}")
+        bias, inside = self._looked_at(z)
         if ids.shape[1] == 0:
             return
         # padding becomes a second entry like the row's first one; of a row without any, token 0 as it is
@@ -90,6 +90,18 @@ class TokenBias(NamedTuple):
         index = torch.where(some, ids.long().gather(1, place), 0)
         candidates = z.gather(1, index) + torch.where(some, bias.gather(1, place), 0)
         z.scatter_reduce_(1, index, candidates, "amin", include_self=False)
+
+    def _looked_at(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The values as ``z`` has them, and which of the ids are tokens."""
+        ids, values = self
+        bias = torch.as_tensor(values, device=z.device).detach().to(z.dtype).expand(ids.shape)
+        inside = (ids >= 0) & (ids < z.shape[1])
+        if debug.may_read(bias):
+            wrong = inside & ~(bias < torch.inf)
+            if wrong.any():
+                at = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(f"logit_bias must be finite or -inf, got {bias[at].item()} of row {at[0]}")
+        return bias, inside
 
 
 LogitBias = Tensor | TokenBias | Mapping[int, float] | Sequence[Mapping[int, float] | None]
