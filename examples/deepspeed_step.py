@@ -129,12 +129,12 @@ def main() -> None:
     pairs = zip(result["stock"]["loss"], result["score"]["loss"], strict=True)
     result["logprob_difference"] = max(abs(a - b) for a, b in pairs)
     result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float)}
-    from rlkernel.bench import engine_step, report
+    from rlkernel.bench import example_tables, report
 
     head = report.header([], "cpu") | {"threads": args.threads}
     head["command"] = shlex.join(["python", "examples/deepspeed_step.py", *sys.argv[1:]])
     result = {"header": head, **result}
-    print(engine_step.markdown(result))
+    print(example_tables.deepspeed_step(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

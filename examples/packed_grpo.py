@@ -1,22 +1,29 @@
 """One GRPO step of a Hugging Face model, every sample with its own copy of the prompt and then packed.
 
     python examples/packed_grpo.py [--prompt 512] [--length 64] [--group 8] [--groups 1]
+    python examples/packed_grpo.py --json result.json                  # every figure, step by step
 
 The same rollout, the same loss, once as a padded batch through the model's own attention, once through
-``rlkernel.packed_logprobs``, where a group's prompt runs once. Prints both losses, how far the gradients are
-apart, the time of both steps and how many times fewer rows the packed one has. Both score tokens with
-``linear_logprob``: what differs is the rows.
+``rlkernel.packed_logprobs``, where a group's prompt runs once. Prints both losses, time, memory and rows of
+both steps and how far the gradients are apart. Both score tokens with ``linear_logprob``: what differs is the
+rows.
 """
 
 import argparse
+import json
+import shlex
+import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rlkernel
+from rlkernel.bench import example_tables, memory, report
 
 
 def make_model(layers: int = 4, hidden: int = 256) -> Any:
@@ -83,28 +90,68 @@ def step(
     return float(loss.detach()), gradients, time.perf_counter() - began
 
 
+def measured(
+    model: Any,
+    rollout: dict[str, Tensor],
+    score: Callable[[Any, dict[str, Tensor]], Tensor],
+    group: int,
+    steps: int,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The gradients, and what some steps took, after one that makes tables and memory."""
+    device = rollout["rewards"].device.type
+    record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
+    for _ in range(steps + 1):
+        began = time.process_time()
+        loss, gradients, seconds = step(model, rollout, score, group)
+        record["seconds"].append(seconds)
+        record["cpu_seconds"].append(time.process_time() - began)
+    record["loss"] = loss
+    peak = memory.peak_extra(lambda: step(model, rollout, score, group), device)
+    names = "seconds", "cpu_seconds"
+    record["summary"] = {name: statistics.median(record[name][1:]) for name in names} | {
+        "peak_mib": peak / 2**20
+    }
+    return gradients, record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model().to(device)
+    model = make_model(options.layers, options.hidden).to(device)
     rollout = make_rollout(options.prompt, options.length, options.group, options.groups)
     rollout = {name: x.to(device) for name, x in rollout.items()}
-    results = {}
-    for name, score in (("dense", dense_logprobs), ("packed", packed_logprobs)):
-        step(model, rollout, score, options.group)  # the first one makes tables and memory
-        results[name] = step(model, rollout, score, options.group)
-        print(f"{name:8} loss {results[name][0]:+.7f}   {results[name][2]:.2f} s")
-    dense, packed = results["dense"], results["packed"]
-    apart = float((dense[1] - packed[1]).abs().max() / dense[1].abs().max())
+    dense_gradients, dense = measured(model, rollout, dense_logprobs, options.group, options.steps)
+    packed_gradients, packed = measured(model, rollout, packed_logprobs, options.group, options.steps)
     names = "prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
     batch = rlkernel.PrefixBatch.from_padded(*(rollout[name] for name in names))
-    print(f"gradients apart by {apart:.1e} of the largest; {batch}")
-    print(f"{batch.ratio:.2f} times fewer rows, {dense[2] / packed[2]:.2f} times less time")
+    dense["summary"]["rows"] = rollout["rewards"].numel() * (options.prompt + options.length)
+    packed["summary"]["rows"] = batch.model_kwargs()["input_ids"].shape[1]
+    settings = {k: v for k, v in vars(options).items() if isinstance(v, int)}
+    head = report.header([], device) | {"threads": options.threads}
+    head["command"] = shlex.join(["python", "examples/packed_grpo.py", *sys.argv[1:]])
+    apart = float((dense_gradients - packed_gradients).abs().max() / dense_gradients.abs().max())
+    result = {
+        "header": head,
+        "dense": dense,
+        "packed": packed,
+        "gradient_difference": apart,
+        "settings": settings | {"vocabulary": model.config.vocab_size},
+    }
+    print(example_tables.packed_grpo(result))
+    print(f"losses {dense['loss']:+.7f} and {packed['loss']:+.7f}; {batch}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -143,12 +143,12 @@ def main() -> None:
     pairs = zip(*(result[mode].pop("scores") for mode in MODES), strict=True)
     result["logprob_difference"] = max(abs(a - b) for a, b in pairs)
     result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float)}
-    from rlkernel.bench import report, rollout_run
+    from rlkernel.bench import example_tables, report
 
     head = report.header([], "cpu") | {"threads": args.threads}
     head["command"] = shlex.join(["python", "examples/vllm_rollout.py", *sys.argv[1:]])
     result = {"header": head, **result}
-    print(rollout_run.markdown(result))
+    print(example_tables.vllm_rollout(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -33,6 +33,7 @@ MORE_HEADERS = {
     ),
     "whiten": ("moments.cuh",),
 }  # fmt: skip
+PAGE_SECTIONS = ("What changes", "What does not", "Versions", "Limits", "Measured")
 INCLUDE = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
 
 
@@ -344,6 +345,21 @@ def orphan_pages(root: Path) -> list[str]:
     }
     pages = [p for p in (root / "docs").rglob("*.md") if p.name != "index.md"]
     return [f"no page links to {p.relative_to(root)}" for p in sorted(pages) if p.resolve() not in linked]
+
+
+def integration_pages(root: Path) -> list[str]:
+    """What a page about a framework must tell: code first, then these sections, and a table by the tool."""
+    problems = []
+    for page in sorted((root / "docs/integrations").glob("*.md")):
+        text = _text(page)
+        missing = [f"no section {name!r}" for name in PAGE_SECTIONS if f"\n## {name}\n" not in text]
+        measured = text.partition("\n## Measured\n")[2].partition("\n## ")[0]
+        if not missing and "<!-- bench:begin " not in measured:
+            missing.append("no table of the tool in 'Measured'")
+        if "\n```python\nimport rlkernel\n" not in text.partition("\n## ")[0]:
+            missing.append("no python in front of its first section")
+        problems += [f"{page.relative_to(root)} has {what}" for what in missing]
+    return problems
 
 
 def environment(root: Path) -> list[str]:

@@ -22,6 +22,20 @@ def _kernel(x, row, C: tl.constexpr, KIND: tl.constexpr):
         tl.store(x + row + 1, 2)
 """
 
+PAGE = """# TRL
+
+```python
+import rlkernel
+```
+
+## What changes
+## What does not
+## Versions
+## Limits
+## Measured
+<!-- bench:begin step -->
+"""
+
 # A house with one op that keeps every rule; each planted fault changes one file of it.
 GOOD = {
     "rlkernel/__init__.py": "from rlkernel.ops.scale import scale\n__all__ = ['scale']\n",
@@ -52,7 +66,7 @@ GOOD = {
     "tests/integrations/test_trl.py": "",
     "docs/index.md": "[scale](ops/scale.md) [trl](integrations/trl.md)\n",
     "docs/ops/scale.md": "RLKERNEL_THREADS\n",
-    "docs/integrations/trl.md": "",
+    "docs/integrations/trl.md": PAGE,
     "README.md": "Run `make test`.\n```bash\nmake test bench\npython -m rlkernel.ops.scale\n```\n",
     "Makefile": "test: build\nbench:\n",
 }
@@ -162,6 +176,12 @@ RULES = {
         (),
         plant("docs/integrations/trl.md", None),
         "trl has no docs/integrations/trl.md",
+    ),
+    "integration_pages": (
+        layout.integration_pages,
+        (),
+        plant("docs/integrations/trl.md", PAGE.replace("## Limits\n", "")),
+        "docs/integrations/trl.md has no section 'Limits'",
     ),
     "commands": (layout.commands, (), plant("README.md", "`make tests`"), "make has no target tests"),
     "orphan_pages": (layout.orphan_pages, (), plant("docs/lost.md", ""), "no page links to docs/lost.md"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlkernel.bench import engine_step, render, report, rollout_run, status, trainer_step
+from rlkernel.bench import example_tables, render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
 
 _MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
@@ -39,8 +39,9 @@ MADE = {
     "status": status.table,
     "status-line": status.line,
     "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
-    "deepspeed_step": _of_an_example("deepspeed_step", engine_step.markdown),
-    "vllm_rollout": _of_an_example("vllm_rollout", rollout_run.markdown),
+    "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
+    "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),
+    "vllm_rollout": _of_an_example("vllm_rollout", example_tables.vllm_rollout),
 }
 
 

@@ -1,0 +1,71 @@
+"""The reports of examples as tables for ``readme``: the same work, by a framework alone and with rlkernel."""
+
+from typing import Any
+
+from rlkernel.bench.trainer_step import measured, page
+
+Stored = dict[str, Any]
+
+
+def deepspeed_step(stored: Stored) -> str:
+    """Of ``examples/deepspeed_step.py``: a step of an engine."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A PPO step of an engine under ZeRO-{settings['stage']}: {settings['samples']} samples of "
+        f"{settings['length']} tokens, fp32, {settings['layers']} layers of {settings['hidden']}, "
+        f"V={settings['vocabulary']}.",
+        {"stock": "logits", "score": "`score()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
+def vllm_rollout(stored: Stored) -> str:
+    """Of ``examples/vllm_rollout.py``: samples of prompts, and log-probabilities of prompts."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A rollout of {settings['prompts']} prompts, {settings['samples']} samples of "
+        f"{settings['tokens']} tokens each, top-p 0.95 of top-k 1000 with log-probabilities; and "
+        f"`prompt_logprobs` of {settings['prompts']} prompts of {settings['scored']} tokens. fp32, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "vLLM", "patched": "`patch_vllm()`"},
+        {
+            "rollout, CPU time, s": ("rollout_cpu", "{:.2f}"),
+            "rollout, peak extra memory, MiB": ("rollout_mib", "{:.0f}"),
+            "scoring of prompts, CPU time, s": ("scoring_cpu", "{:.2f}"),
+            "scoring of prompts, peak extra memory, MiB": ("scoring_mib", "{:.0f}"),
+        },
+        f"largest difference of a prompt's log-probability: {stored['logprob_difference']:.1e}",
+    )
+
+
+def packed_grpo(stored: Stored) -> str:
+    """Of ``examples/packed_grpo.py``: logprobs before the update, the policy's, and their gradients."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A GRPO step, old logprobs, policy's and backward: {settings['groups']} group(s), "
+        f"P={settings['prompt']}, L={settings['length']}, G={settings['group']}, fp32, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}; both ways score "
+        "with `linear_logprob`.",
+        {"dense": "padded batch", "packed": "`packed_logprobs()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+            "rows of a pass": ("rows", "{:.0f}"),
+        },
+        f"largest difference of a gradient, of the largest gradient: {stored['gradient_difference']:.1e}",
+    )
+
+
+def _two_ways(
+    stored: Stored, about: str, modes: dict[str, str], wanted: dict[str, tuple[str, str]], note: str
+) -> str:
+    """A table of both modes, and the first one's figures over the second one's."""
+    columns = ["", *modes.values(), " / ".join(modes)]
+    return page(stored, about, columns, measured(stored, modes, wanted), note)
