@@ -59,7 +59,7 @@ class Op:
         traced: bool = False,
         overwrites: str | None = None,
         in_node: dict[str, Any] | None = None,
-        look: Callable[[Any], None] | None = None,
+        look: Callable[[Any], object] | None = None,
     ) -> None:
         fields, names, saves_if = call._fields, results._fields, saves_if or {}
         unknown = {*gradients, *saves, *differentiable, *saves_if} - {*fields, *names}

@@ -31,30 +31,26 @@ def offsets(name: str, x: Tensor, tokens: str, device: torch.device) -> Tensor:
 def sequences(name: str, x: Tensor, padded: str, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
     """The offsets of the sequences of ``x`` as int64, and how many they are; ``padded``: the shape that ``x``
     has without offsets.  Raises ValueError."""
-    dims, want = 1, "[N] with cu_seqlens"
-    if cu_seqlens is None:
-        dims, want = 2, f"{padded}, or {want}"
-    if x.dim() != dims:
-        raise ValueError(f"{name} must be {want}, got shape {tuple(x.shape)}")
+    form(name, x, cu_seqlens, f"{padded}, or [N] with cu_seqlens")
     if cu_seqlens is None:
         return None, x.shape[0]
     cu_seqlens = offsets("cu_seqlens", cu_seqlens, name, x.device)
     return cu_seqlens, cu_seqlens.shape[0] - 1
 
 
-def form(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+def form(name: str, x: Tensor, cu_seqlens: Tensor | None, padded: str = "[B, L]") -> None:
     """``x`` is [B, L], or [N] with ``cu_seqlens``.  Raises ValueError."""
-    dims, want = (2, "[B, L]") if cu_seqlens is None else (1, "[N] with cu_seqlens")
+    dims, want = (2, padded) if cu_seqlens is None else (1, "[N] with cu_seqlens")
     if x.dim() != dims:
         raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}")
 
 
-def check(offsets: Tensor, total: int) -> int | None:
+def check(offsets: Tensor | None, total: int) -> int | None:
     """Looks at the offsets themselves: on a CPU, and on a GPU in debug mode.  Raises ValueError.
 
-    Returns the last one, None where it may not look.
+    Returns the last one, None where there is none or it may not look.
     """
-    if not debug.may_read(offsets):
+    if offsets is None or not debug.may_read(offsets):
         return None
     last = int(offsets[-1])
     if int(offsets[0]) != 0 or last > total or bool((offsets.diff() < 0).any()):

@@ -22,8 +22,7 @@ def checked(
     for (name, given), other in zip(both.items(), reversed(both), strict=True):
         if given is None:
             raise ValueError(f"{name} must be given together with {other}, got None")
-        if not isinstance(given, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+        _validate.is_tensor(name, given)
         if given.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {_validate.name(given.dtype)}")
         _validate.same_device(name, given, "target_ids", device)

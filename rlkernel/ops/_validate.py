@@ -17,9 +17,18 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def floating(argument: str, tensor: Tensor, *, dim: str = "") -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
+def is_tensor(argument: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")
+
+
+def without_gradient(argument: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{argument} must not require a gradient (detach it), got requires_grad=True")
+
+
+def floating(argument: str, tensor: Tensor) -> None:
+    is_tensor(argument, tensor)
     if tensor.dtype not in FLOATS:
         want = "float16, bfloat16, float32 or float64"
         raise ValueError(f"{argument} must be {want}, got {name(tensor.dtype)}")
@@ -46,8 +55,7 @@ def same_device(argument: str, tensor: Tensor, other: str, device: torch.device)
 def target_ids(
     ids: Tensor, shape: torch.Size, source: str, device: torch.device, argument: str = "target_ids"
 ) -> Tensor:
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{argument} must be a tensor, got {type(ids).__name__}")
+    is_tensor(argument, ids)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{argument} must be integers, got {name(ids.dtype)}")
     if ids.shape != shape:
@@ -71,8 +79,7 @@ def temperature(
     if value.dim() and value.shape != shape:
         want = f"one value or have shape {tuple(shape)}"
         raise ValueError(f"temperature must be {want}, got {tuple(value.shape)}")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError("temperature must not require a gradient, got requires_grad=True")
+    without_gradient("temperature", value)
     if value.dim():
         same_device("temperature", value, "target_ids", device)
     return value.detach().to(device=device, dtype=wide).expand(shape).contiguous()
@@ -114,8 +121,7 @@ def values(ids: Tensor, vocab: int, temperature: float | Tensor, ignore_index: i
 def constant(argument: str, tensor: Tensor) -> None:
     """A float tensor that the result does not pass a gradient to."""
     floating(argument, tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{argument} must not require a gradient (detach it), got requires_grad=True")
+    without_gradient(argument, tensor)
 
 
 def like(argument: str, tensor: Tensor, other: str, reference: Tensor) -> None:
@@ -131,8 +137,7 @@ def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
     """Nonzero where an element counts, as a bool tensor whose rows are dense; None stays None."""
     if tensor is None:
         return None
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"mask must be a tensor, got {type(tensor).__name__}")
+    is_tensor("mask", tensor)
     if tensor.is_complex():
         raise ValueError(f"mask must be bool, integer or float, got {name(tensor.dtype)}")
     like("mask", tensor, other, reference)
@@ -142,8 +147,7 @@ def mask(tensor: Tensor | None, other: str, reference: Tensor) -> Tensor | None:
 
 def flags(argument: str, tensor: Tensor, other: str, reference: Tensor) -> Tensor:
     """True where ``tensor`` is not 0, side by side; it has the shape and the device of ``reference``."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")
+    is_tensor(argument, tensor)
     like(argument, tensor, other, reference)
     return (tensor if tensor.dtype == torch.bool else tensor != 0).contiguous()
 
@@ -181,30 +185,33 @@ def fraction(argument: str, value: float) -> float:
 
 
 def number(
-    argument: str, value: float, low: float = -math.inf, high: float = math.inf, *, above: bool = False
-) -> float:
-    """A finite number from ``low`` to ``high``; ``above``: larger than ``low``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    argument: str, value: float, low: float = -math.inf, high: float = math.inf, *, above: bool = False,
+    want: str = "",
+) -> float:  # fmt: skip
+    """A finite number from ``low`` to ``high``; ``above``: larger than ``low``.  An error says ``want``."""
+    if not _scalars.is_number(value):
         raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
     if not (low < value <= high if above else low <= value <= high) or value in (math.inf, -math.inf):
-        want = f"in {'(' if above else '['}{low:g}, {high:g}]"
+        text = f"in {'(' if above else '['}{low:g}, {high:g}]"
         if high == math.inf:
-            want = "finite" if low == -math.inf else f"{'>' if above else '>='} {low:g} and finite"
-        raise ValueError(f"{argument} must be {want}, got {value}")
+            text = "finite" if low == -math.inf else f"{'>' if above else '>='} {low:g} and finite"
+        raise ValueError(f"{argument} must be {want or text}, got {value}")
     return float(value)
 
 
 class Range(NamedTuple):
-    """The numbers that an option may be, declared beside it and looked at by ``numbers``.
-
-    ``low``, ``high`` and ``above`` are those of ``number``.  ``absent`` is what None stands for; without it
-    None is refused.
-    """
+    """The numbers that an option may be, declared beside it: ``low``, ``high``, ``above`` and ``want`` are
+    those of ``number``, ``absent`` is what None stands for; without it ``numbers`` refuses None."""
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False
+    want: str = ""
     absent: float | None = None
+
+    def holds(self, x: float) -> bool:
+        """Infinity too, where it is the bound."""
+        return (self.low < x if self.above else self.low <= x) and x <= self.high
 
 
 def numbers(ranges: Mapping[str, Range], options: Mapping[str, Any]) -> dict[str, float]:
@@ -216,9 +223,14 @@ def numbers(ranges: Mapping[str, Range], options: Mapping[str, Any]) -> dict[str
     return {
         name: absent
         if (value := options[name]) is None and absent is not None
-        else number(name, value, low, high, above=above)
-        for name, (low, high, above, absent) in ranges.items()
+        else number(name, value, low, high, above=above, want=want)
+        for name, (low, high, above, want, absent) in ranges.items()
     }
+
+
+def at_least_one(argument: str, value: Any, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{argument} must be an integer >= 1{otherwise}, got {value!r}")
 
 
 def choice(argument: str, value: str, known: Iterable[str]) -> str:
@@ -258,6 +270,18 @@ def finite(argument: str, tensor: Tensor, kept: Tensor | None = None) -> None:
             where = bad.nonzero()[0].tolist()
             value = tensor[tuple(where)].item()
             raise ValueError(f"{argument}{where} must be finite where the mask is set, got {value}")
+
+
+def finite_in_debug(*fields: str) -> Callable[[Any, Any], Any]:
+    """``forward`` of an op that looks, in debug mode, at these fields of a call where its mask is set."""
+
+    def forward(impl: Any, call: Any) -> Any:
+        if debug.enabled():
+            for field in fields:
+                finite(field, getattr(call, field), call.mask)
+        return impl.forward(call)
+
+    return forward
 
 
 def look(argument: str, values: Tensor, inside: Callable[[float], bool], want: str) -> None:

@@ -1,7 +1,5 @@
 """Generalised advantage estimation over token sequences."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,6 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import whiten as _whiten
-from rlkernel.runtime import debug
 
 
 @typed
@@ -114,27 +111,16 @@ def _lambda(name: str, lam: float | Tensor, rows: int, rewards: Tensor) -> float
     if lam.shape != (rows,):
         raise ValueError(f"{name} must be a number or have shape {(rows,)}, got {tuple(lam.shape)}")
     _validate.same_device(name, lam, "rewards", rewards.device)
-    if debug.may_read(lam) and bool(((lam >= 0) & (lam <= 1)).logical_not().any()):
-        bad = int(((lam >= 0) & (lam <= 1)).logical_not().nonzero()[0])
-        raise ValueError(f"{name}[{bad}] must be in [0, 1], got {lam[bad].item():g}")
+    _validate.look(name, lam, _validate.Range(0.0, 1.0).holds, "in [0, 1]")
     return lam.to(torch.float64).contiguous()
 
 
-def _forward(impl: ModuleType, call: GaeCall) -> GaeResults:
-    if debug.enabled():
-        _validate.finite("rewards", call.rewards, call.mask)
-        _validate.finite("values", call.values, call.mask)
-    return impl.forward(call)
-
-
-def _look(call: GaeCall) -> None:
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, len(call.rewards))
-
-
-def _like(call: GaeCall) -> GaeResults:
-    x = call.rewards
-    return GaeResults(x.new_empty(x.shape), x.new_empty(x.shape))
-
-
-op = Op("gae", GaeCall, GaeResults, pick=("rewards", "values"), forward=_forward, like=_like, look=_look)
+op = Op(
+    "gae",
+    GaeCall,
+    GaeResults,
+    pick=("rewards", "values"),
+    forward=_validate.finite_in_debug("rewards", "values"),
+    like=lambda call: GaeResults(*(call.rewards.new_empty(call.rewards.shape) for _ in range(2))),
+    look=lambda call: _packing.check(call.cu_seqlens, len(call.rewards)),
+)

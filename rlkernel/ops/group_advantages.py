@@ -142,8 +142,7 @@ def _shape(rewards: Tensor, reward_weights: Tensor | None) -> torch.Size:
 def _per_response(name: str, x: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
     if x is None:
         return None
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    _validate.is_tensor(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} must have one value per response {tuple(shape)}, got {tuple(x.shape)}")
     _validate.same_device(name, x, "rewards", device)
@@ -181,8 +180,9 @@ def _groups(
     if estimator in UNGROUPED and not rows and group_size is None:
         return None, ALONE, None
     size = shape[1] if rows else group_size
-    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and not rows):
-        raise ValueError(f"group_size must be an integer >= 1, got {group_size!r}")
+    if not rows:
+        _validate.at_least_one("group_size", size)
+    assert size is not None
     if count % max(size, 1):
         raise ValueError(f"group_size must divide the {count} rewards, got {size}")
     return None, ALONE if estimator in UNGROUPED else max(size, 1), None
@@ -196,15 +196,11 @@ def _forward(impl: ModuleType, call: GroupAdvantagesCall) -> GroupAdvantagesResu
     return impl.forward(call)
 
 
-def _like(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
-    return GroupAdvantagesResults(call.rewards.new_empty(len(call.rewards)))
-
-
 op = Op(
     "group_advantages",
     GroupAdvantagesCall,
     GroupAdvantagesResults,
     pick=("rewards",),
     forward=_forward,
-    like=_like,
+    like=lambda call: GroupAdvantagesResults(call.rewards.new_empty(len(call.rewards))),
 )

@@ -1,7 +1,6 @@
 """Rewards less a penalty for leaving the reference policy."""
 
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.policy_loss.rule import optional
-from rlkernel.runtime import debug
 
 
 @typed
@@ -85,28 +83,12 @@ def kl_shaped_rewards(
     return op(call)[0]
 
 
-def _forward(impl: ModuleType, call: KlShapedRewardsCall) -> KlShapedRewardsResults:
-    if debug.enabled():
-        _validate.finite("logprobs", call.logprobs, call.mask)
-        _validate.finite("ref_logprobs", call.ref_logprobs, call.mask)
-    return impl.forward(call)
-
-
-def _look(call: KlShapedRewardsCall) -> None:
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, len(call.logprobs))
-
-
-def _like(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
-    return KlShapedRewardsResults(call.logprobs.new_empty(call.logprobs.shape))
-
-
 op = Op(
     "kl_shaped_rewards",
     KlShapedRewardsCall,
     KlShapedRewardsResults,
     pick=("rewards", "logprobs", "ref_logprobs"),
-    forward=_forward,
-    like=_like,
-    look=_look,
+    forward=_validate.finite_in_debug("logprobs", "ref_logprobs"),
+    like=lambda call: KlShapedRewardsResults(call.logprobs.new_empty(call.logprobs.shape)),
+    look=lambda call: _packing.check(call.cu_seqlens, len(call.logprobs)),
 )

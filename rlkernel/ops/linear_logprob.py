@@ -108,9 +108,9 @@ def linear_logprob(
     frozen-head trick.
     """
     weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
-    target_ids, head = checked_head(
-        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
-        softcap=softcap, ignore_index=ignore_index, logits_dtype=logits_dtype,
+    head = checked_head(
+        hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ignore_index, logits_dtype=logits_dtype,
     )  # fmt: skip
     group, first = _vocab_parallel.named(group, vocab_start)
     _vocab_parallel.no_support(support_ids, group)
@@ -164,9 +164,9 @@ def linear_logprob_statistics(
     for name in statistics:
         if not isinstance(name, str) or name not in STATISTICS:
             raise ValueError(f"statistics must be among {', '.join(map(repr, STATISTICS))}, got {name!r}")
-    target_ids, head = checked_head(
-        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
-        softcap=softcap, ignore_index=ignore_index, logits_dtype=logits_dtype,
+    head = checked_head(
+        hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ignore_index, logits_dtype=logits_dtype,
     )  # fmt: skip
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm="tiled",
@@ -187,6 +187,7 @@ def _call(
     **options: Any,
 ) -> tuple[Any, ...]:
     _validate.choice("algorithm", algorithm, ALGORITHMS)
+    target_ids = checked_ids(target_ids, hidden)
     bias, rows = head.bias, hidden.shape[:-1]
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     # the direction of one rank's entries is not that of the whole vocabulary
@@ -212,7 +213,6 @@ def _call(
 def checked_head(
     hidden: Tensor,
     weight: Tensor,
-    target_ids: Tensor,
     *,
     bias: Tensor | None,
     temperature: float | Tensor,
@@ -221,8 +221,8 @@ def checked_head(
     ignore_index: int,
     logits_dtype: torch.dtype,
     sharded: bool = False,
-) -> tuple[Tensor, Head]:
-    """``target_ids`` as dense int64, and what is between the product and the softmax; raises ValueError.
+) -> Head:
+    """What is between the product and the softmax; raises ValueError, also for the product's operands.
 
     The weight of a rank's shard may have no rows."""
     _validate.floating("hidden", hidden)
@@ -238,7 +238,6 @@ def checked_head(
             raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
         _validate.same_device("bias", bias, "hidden", hidden.device)
     rows = hidden.shape[:-1]
-    target_ids = _validate.target_ids(target_ids, rows, "the rows of hidden", hidden.device)
     compute_dtype = _compute_dtype(hidden, weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
     logit_scale = _validate.number("logit_scale", logit_scale)
@@ -249,10 +248,14 @@ def checked_head(
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:
         want = f"float32 or the {_validate.name(compute_dtype)} of the inputs"
         raise ValueError(f"logits_dtype must be {want}, got {_validate.name(logits_dtype)}")
-    head = Head(bias, temperature, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
-    if isinstance(temperature, Tensor):
-        head = head._replace(temperature=temperature.reshape(-1))
-    return target_ids.contiguous(), head
+    temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature
+    return Head(bias, temperature, logit_scale, softcap, ignore_index, logits_dtype, compute_dtype)
+
+
+def checked_ids(target_ids: Tensor, hidden: Tensor) -> Tensor:
+    """As dense int64."""
+    rows = hidden.shape[:-1]
+    return _validate.target_ids(target_ids, rows, "the rows of hidden", hidden.device).contiguous()
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ from rlkernel.calls.policy_loss import LEVELS, POLICY_METRICS, PolicyRule
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.ops.linear_logprob import checked_head, linear_logprob
+from rlkernel.ops.linear_logprob import checked_head, checked_ids, linear_logprob
 from rlkernel.ops.policy_loss import DEFAULTS, policy_loss
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.ops.policy_loss.inputs import check_values, checked
@@ -98,10 +98,11 @@ def linear_policy_loss(
         if hidden.dim() != dims:
             want += "" if cu_seqlens is not None else ", or [N, H] with cu_seqlens"
             raise ValueError(f"hidden must be {want}, got {tuple(hidden.shape)}")
-    target_ids, head = checked_head(
-        hidden, weight, target_ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
-        softcap=softcap, ignore_index=_OUTSIDE, logits_dtype=logits_dtype,
+    head = checked_head(
+        hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
+        ignore_index=_OUTSIDE, logits_dtype=logits_dtype,
     )  # fmt: skip
+    target_ids = checked_ids(target_ids, hidden)
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     for name in options:
         if name not in DEFAULTS or name == "entropy":

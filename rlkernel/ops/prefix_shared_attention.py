@@ -129,8 +129,8 @@ def _check_options(
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be > 0 and finite, or None, got {value!r}")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be an integer >= 1, or None, got {window!r}")
+    if window is not None:
+        _validate.at_least_one("window", window, ", or None")
     _validate.choice("parity", parity, PARITIES)
     return AttentionRule(
         head_dim**-0.5 if scale is None else float(scale),

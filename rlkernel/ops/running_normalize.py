@@ -1,7 +1,6 @@
 """Rewards normalised by the mean and variance of all that were seen so far."""
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime import debug
 
 
 @typed
@@ -62,8 +60,7 @@ def running_normalize(
     """
     _validate.constant("x", x)
     mask = _validate.mask(mask, "x", x)
-    if not isinstance(state, Tensor):
-        raise ValueError(f"state must be a tensor, got {type(state).__name__}")
+    _validate.is_tensor("state", state)
     if state.dtype != torch.float64 or state.dim() not in (1, 2) or state.shape[-1] != 3:
         got = f"{_validate.name(state.dtype)} {tuple(state.shape)}"
         raise ValueError(f"state must be float64 of shape (3,) or (R, 3), got {got}")
@@ -80,12 +77,6 @@ def running_normalize(
     return RunningOutput(*op(call))
 
 
-def _forward(impl: ModuleType, call: RunningNormalizeCall) -> RunningNormalizeResults:
-    if debug.enabled():
-        _validate.finite("x", call.x, call.mask)
-    return impl.forward(call)
-
-
 def _like(call: RunningNormalizeCall) -> RunningNormalizeResults:
     normalized = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     return RunningNormalizeResults(normalized, call.states.new_empty(3))
@@ -96,7 +87,7 @@ op = Op(
     RunningNormalizeCall,
     RunningNormalizeResults,
     pick=("x",),
-    forward=_forward,
+    forward=_validate.finite_in_debug("x"),
     like=_like,
 )
 

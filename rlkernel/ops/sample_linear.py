@@ -72,10 +72,9 @@ def sample_linear(
         weight, bias, chosen["group"], chosen["vocab_start"]
     )
     group, start = _vocab_parallel.named(group, start)
-    no_ids = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64) if isinstance(hidden, Tensor) else hidden
     rounded = torch.float32 if logits_dtype is None else logits_dtype
-    _, head = checked_head(
-        hidden, weight, no_ids, bias=bias, temperature=1.0, logit_scale=logit_scale, softcap=softcap,
+    head = checked_head(
+        hidden, weight, bias=bias, temperature=1.0, logit_scale=logit_scale, softcap=softcap,
         ignore_index=-100, logits_dtype=rounded, sharded=group is not None,
     )  # fmt: skip
     vocab = weight.shape[0]

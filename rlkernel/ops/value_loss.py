@@ -93,8 +93,7 @@ def value_loss(
         raise ValueError("{} must be given with {}, got None".format(*pair))
     cliprange = 0.0 if cliprange_value is None else _validate.number("cliprange_value", cliprange_value, 0.0)
     huber_delta = _validate.number("huber_delta", huber_delta, 0.0, above=True)
-    if isinstance(dp_size, bool) or not isinstance(dp_size, int) or dp_size < 1:
-        raise ValueError(f"dp_size must be an integer >= 1, got {dp_size!r}")
+    _validate.at_least_one("dp_size", dp_size)
     dtype = torch.promote_types(values.dtype, torch.float32)
     items = _num_items(num_items_in_batch, loss_agg_mode, dp_size, dtype, values.device)
     factor = float(dp_size)
@@ -123,21 +122,15 @@ def _check_tensors(
     values: Tensor, returns: Tensor, mask: Tensor, old_values: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     _validate.floating("values", values)
-    dims, want = 1, "[N] with cu_seqlens"
-    if cu_seqlens is None:
-        dims, want = 2, f"[B, L], or {want}"
-    if values.dim() != dims:
-        raise ValueError(f"values must be {want}, got {tuple(values.shape)}")
+    _packing.form("values", values, cu_seqlens, "[B, L], or [N] with cu_seqlens")
     for name, x in (("returns", returns), ("old_values", old_values), ("mask", mask)):
         if x is None:
             continue
         if name != "mask":
             _validate.floating(name, x)
-        elif not isinstance(x, Tensor):
-            raise ValueError(f"mask must be a tensor, got {type(x).__name__}")
+        _validate.is_tensor(name, x)
         _validate.like(name, x, "values", values)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
+        _validate.without_gradient(name, x)
     if cu_seqlens is not None:
         _packing.typed("cu_seqlens", cu_seqlens, "values", values.device)
 
@@ -155,8 +148,7 @@ def _num_items(
 
 def _forward(impl: ModuleType, call: ValueLossCall) -> ValueLossResults:
     values, mask = call.values, call.mask
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, values.shape[0])
+    _packing.check(call.cu_seqlens, values.shape[0])
     results = impl.forward(call)
     if debug.enabled() and debug.may_read(values):
         bad = results.metrics[VALUE_METRICS.index("nonfinite")] > 0 or not results.loss.isfinite()

@@ -1,7 +1,5 @@
 """Masked whitening: zero mean and unit variance over what counts."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,6 @@ from rlkernel.calls.whiten import EPS_PLACES, WhitenCall, WhitenResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime import debug
 
 
 @typed
@@ -66,14 +63,8 @@ def whiten(
     return op(WhitenCall(x, mask, weights, shift_mean, unbiased, eps, eps_in))[0]
 
 
-def _forward(impl: ModuleType, call: WhitenCall) -> WhitenResults:
-    if debug.enabled():
-        _validate.finite("x", call.x, call.mask)
-    return impl.forward(call)
-
-
 def _like(call: WhitenCall) -> WhitenResults:
     return WhitenResults(torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device))
 
 
-op = Op("whiten", WhitenCall, WhitenResults, pick=("x",), forward=_forward, like=_like)
+op = Op("whiten", WhitenCall, WhitenResults, pick=("x",), forward=_validate.finite_in_debug("x"), like=_like)

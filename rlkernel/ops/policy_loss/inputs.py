@@ -43,12 +43,11 @@ def checked(
     entropy = _tokens("entropy", entropy, logprobs, dtype)
     _validate.floating("advantages", advantages)
     advantages, each = _tokens_or_sequences("advantages", advantages, logprobs, count)
-    _constant("advantages", advantages)
+    _validate.without_gradient("advantages", advantages)
     mask = _validate.flags("mask", mask, "logprobs", logprobs)
     stale_each = False
     if staleness is not None:
-        if not isinstance(staleness, Tensor):
-            raise ValueError(f"staleness must be a tensor, got {type(staleness).__name__}")
+        _validate.is_tensor("staleness", staleness)
         staleness, stale_each = _tokens_or_sequences("staleness", staleness, logprobs, count)
         staleness = _validate.dense(staleness, dtype)
     if token_counts is not None:
@@ -108,8 +107,7 @@ def check_values(call: PolicyLossCall) -> None:
     """Looks at the values themselves: offsets and counts on a CPU, and on a GPU in debug mode; NaN in debug
     mode."""
     advantages, mask = call.advantages, call.mask
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, mask.shape[0])
+    _packing.check(call.cu_seqlens, mask.shape[0])
     if call.token_counts is not None:
         _check_counts(call.token_counts, mask, call.cu_seqlens)
     if debug.enabled() and debug.may_read(advantages):
@@ -143,13 +141,8 @@ def _tokens(name: str, x: Tensor | None, logprobs: Tensor, dtype: torch.dtype) -
     _validate.floating(name, x)
     _validate.like(name, x, "logprobs", logprobs)
     if name != "entropy":
-        _constant(name, x)
+        _validate.without_gradient(name, x)
     return _validate.dense(x, dtype)
-
-
-def _constant(name: str, x: Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not require a gradient, got requires_grad=True")
 
 
 def _tokens_or_sequences(name: str, x: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, bool]:

@@ -12,7 +12,7 @@ from rlkernel.calls.policy_loss import (
     DIVERGENCES,
     PolicyLossCall,
 )
-from rlkernel.ops import _scalars
+from rlkernel.ops import _validate
 
 T = TypeVar("T")
 Bounds = tuple[float, float]
@@ -141,12 +141,8 @@ def choice(argument: str, value: Any, known: Mapping[Any, T]) -> T:
 
 
 def number(argument: str, value: float, low: float = -math.inf, *, above: bool = False) -> float:
-    if not _scalars.is_number(value):
-        raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
-    if not (value > low if above else value >= low) or value in (math.inf, -math.inf):
-        want = "finite" if low == -math.inf else f"finite and {'>' if above else '>='} {low:g}"
-        raise ValueError(f"{argument} must be {want}, got {value}")
-    return float(value)
+    want = "finite" if low == -math.inf else f"finite and {'>' if above else '>='} {low:g}"
+    return _validate.number(argument, value, low, above=above, want=want)
 
 
 def numbers(c: RolloutCorrection | str | None, has_rollout: bool, has_staleness: bool) -> dict[str, Any]:

@@ -190,8 +190,7 @@ def preference_loss_preset(name: str) -> dict[str, Any]:
 
 def _forward(impl: ModuleType, call: calls.PreferenceLossCall) -> calls.PreferenceLossResults:
     logprobs, ref_logprobs, mask = call.logprobs, call.ref_logprobs, call.mask
-    if call.cu_seqlens is not None:
-        _packing.check(call.cu_seqlens, logprobs.shape[0])
+    _packing.check(call.cu_seqlens, logprobs.shape[0])
     if debug.enabled():
         _validate.finite("logprobs", logprobs, mask)
         if ref_logprobs is not None and ref_logprobs.shape == logprobs.shape:

@@ -10,19 +10,21 @@ from torch import Tensor
 from rlkernel.calls import sampling as calls
 from rlkernel.calls.sampling import Sampling
 from rlkernel.ops import _validate
+from rlkernel.ops._validate import Range
 from rlkernel.ops.sampling import numbers
-from rlkernel.ops.sampling.numbers import Range, Rows
+from rlkernel.ops.sampling.numbers import Rows
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.ranks import Wanted
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.reference import sampling_stream as stream
 from rlkernel.runtime import debug
 
-_UNIT, _SHARE = Range(0, 1, False, "in [0, 1]"), Range(0, 1, True, "in (0, 1]", off=1.0)
+# a text for each of their errors takes longer to make than the checks of most calls
+_UNIT, _SHARE = Range(0, 1, False, "in [0, 1]", absent=0.0), Range(0, 1, True, "in (0, 1]", absent=1.0)
 RANGES = {
     "top_p": _SHARE,
     "min_p": _UNIT,
-    "top_n_sigma": Range(0, math.inf, True, "> 0", off=math.inf),
+    "top_n_sigma": Range(0, math.inf, True, "> 0", absent=math.inf),
     **dict.fromkeys(calls.THRESHOLDS, _UNIT),
     "typical_p": _SHARE,
     "xtc_probability": _UNIT,
@@ -110,7 +112,10 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
 def _float(name: str, options: dict[str, Any], rows: Rows) -> float | Tensor:
     """One number, or one per row."""
     value, range = options[name], RANGES[name]
-    return range.off if value is None else numbers.within(range, name, value, rows)
+    if value is None:
+        assert range.absent is not None
+        return range.absent
+    return numbers.within(range, name, value, rows)
 
 
 def _thresholds(options: dict[str, Any], rows: Rows) -> Tensor | None:

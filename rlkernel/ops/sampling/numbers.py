@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops import _scalars, _validate
+from rlkernel.ops._validate import Range
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -22,22 +23,6 @@ class Rows(NamedTuple):
     @property
     def total(self) -> int:
         return math.prod(self.shape)
-
-
-class Range(NamedTuple):
-    """Numbers from ``low`` (more than that where ``above``) to ``high``; ``want`` says so in an error.
-
-    Made once: most calls have the defaults, and a text for each of their errors took longer than the checks.
-    """
-
-    low: float
-    high: float
-    above: bool
-    want: str
-    off: float = 0.0  # what None means
-
-    def holds(self, x: float) -> bool:
-        return (self.low < x if self.above else self.low <= x) and x <= self.high
 
 
 def whole(argument: str, value: Any, low: float, high: float, want: str) -> int:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops import _scalars, _validate
+from rlkernel.ops._validate import Range
 from rlkernel.ops.sampling import repetition as repeats
-from rlkernel.ops.sampling.numbers import Range, Rows, described, integer_tensor, whole, within
+from rlkernel.ops.sampling.numbers import Rows, described, integer_tensor, whole, within
 from rlkernel.ops.sampling.repetition import Dry
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.runtime import debug

@@ -144,7 +144,7 @@ def _checked(
         want = f"integers of shape ({rows},)"
         raise ValueError(f"draft_lengths must be {want}, got {numbers.described(lengths)}")
     _validate.same_device("draft_lengths", lengths, "target_logits", logits.device)
-    allowed = numbers.Range(0, places - 1, False, f"in [0, {places - 1}]")
+    allowed = _validate.Range(0, places - 1, False, f"in [0, {places - 1}]")
     _validate.look("draft_lengths", lengths, allowed.holds, allowed.want)
     return drafts, lengths.to(torch.int64)
 
