@@ -146,7 +146,7 @@ def signatures(root: Path, backends: dict[str, str]) -> list[str]:
             if not path.is_file():
                 continue
             functions = _functions(path)
-            if "unsupported" not in functions:
+            if "unsupported" not in _bound(path):
                 problems.append(f"{backend}'s {op} has no unsupported()")
             for name, parameters in reference.items():
                 if name == "unsupported":
@@ -479,6 +479,17 @@ def _functions(path: Path) -> dict[str, str]:
                     argument.annotation = None
             functions[node.name] = ast.unparse(arguments)
     return functions
+
+
+def _bound(path: Path) -> set[str]:
+    """The names that a file binds at its top level: it defines, assigns or imports them."""
+    names = set(_functions(path))
+    for node in _parse(path).body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
 
 
 def _imports(path: Path, package: str, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:

@@ -232,6 +232,19 @@ def test_every_way_of_importing_is_seen(script, problem, house):
     assert problem in layout.backend_imports(house(**plant("rlkernel/native/scale.py", script)), BACKENDS)[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "problems"),
+    [
+        ("from rlkernel.native import taking_rows as unsupported", []),
+        ("unsupported = taking('x')", []),
+        ("supported = taking('x')", ["native's scale has no unsupported()"]),
+    ],
+)
+def test_what_is_not_supported_may_be_told_elsewhere(line, problems, house):
+    tree = house(**plant("rlkernel/native/scale.py", f"{line}\ndef forward(x, factor=1.0): ...\n"))
+    assert layout.signatures(tree, BACKENDS) == problems
+
+
 @pytest.mark.parametrize("folder", ["csrc/cpu/rotate", "csrc/include/rlkernel/rotate"])
 def test_a_folder_of_no_op_is_seen(folder, house):
     assert layout.orphans(house(**plant(f"{folder}/terms.h", "")), BACKENDS) == [f"{folder} belongs to no op"]

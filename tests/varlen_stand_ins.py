@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlkernel.native.prefix_shared_attention import varlen
+from rlkernel.native.prefix_shared_attention import flash, kernels, varlen
 
 CALLS: list[str] = []
 
@@ -197,9 +197,34 @@ MODULES = {
 KERNELS = {"fa2": varlen.FlashAttention2, "fa3": varlen.FlashAttention3, "aten": varlen.Aten}
 
 
+def merge_fp64(out, lse, part, part_lse, sinks=None):
+    """``attention_merge`` for the proofs in fp64: the kernels read at most fp32."""
+    none = torch.full_like(lse, -math.inf)
+    a, b = (none if x is None else torch.where(x == math.inf, none, x) for x in (lse, part_lse))
+    sink = none if sinks is None else sinks.to(lse.dtype)[:, None].expand_as(lse)
+    total = torch.stack([a, b, sink]).logsumexp(0)
+    weights = ((x - total).exp().masked_fill(x == -math.inf, 0).T[..., None] for x in (a, b))
+    values = out, out if part is None else part
+    x, y = (torch.where(w == 0, 0, w * value) for w, value in zip(weights, values, strict=True))
+    out.copy_(x + y)
+    lse.copy_(total)
+
+
+def reduce_fp64(k, v, index, offsets):
+    """``segment_reduce``, likewise."""
+    return tuple(torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (k, v))
+
+
+def by_dtype(kernel, of_fp64):
+    """``kernel``, or ``of_fp64`` where the first tensor is fp64."""
+    return lambda x, *rest: (of_fp64 if x.dtype == torch.float64 else kernel)(x, *rest)
+
+
 def install(name, monkeypatch, modules=MODULES):
     """The adapter ``name`` over its stand-in, on the CPU as if it were an H100, in any dtype."""
     monkeypatch.setattr(varlen, "library", lambda module: modules.get(module, f"{module} is not installed"))
+    monkeypatch.setattr(flash, "attention_merge", by_dtype(kernels.attention_merge, merge_fp64))
+    monkeypatch.setattr(flash, "segment_reduce", by_dtype(kernels.segment_reduce, reduce_fp64))
     monkeypatch.setattr(varlen, "capability", lambda device: (9, 0))
     monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
     adapter = KERNELS[name]()

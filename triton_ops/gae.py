@@ -4,21 +4,18 @@ A token is one thread's.  With more tokens than threads Triton would give each t
 alignment of the arguments allows, and the order of the scan would follow from that.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.gae import GaeCall, GaeResults
-from rlkernel.triton_ops._device import refusals
+from rlkernel.triton_ops._device import at_most_fp32
 
 TILE = 512  # with 1024 threads a block, a thread has 64 registers and spills
 
 
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards and values", *tensors[:2])
+unsupported = at_most_fp32("rewards and values", 2)
 
 
 @triton.jit

@@ -1,26 +1,22 @@
 """``group_advantages`` over Triton: one launch, two where the batch scales, two more where it is whitened."""
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
+from rlkernel.calls.group_advantages import (
+    KINDS,
+    SCALED,
+    WHITENED,
+    GroupAdvantagesCall,
+    GroupAdvantagesResults,
+)
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops._device import refusals
+from rlkernel.triton_ops._device import at_most_fp32
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
 from rlkernel.triton_ops.whiten_kernels import CHUNK, Moment
 
-KINDS = {
-    "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "deviation", "rloo": "rloo",
-    "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
-    "remax": "total", "grpo_loo": "loo",
-}  # fmt: skip
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards", tensors[0])
+unsupported = at_most_fp32("rewards")
 
 
 def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:

@@ -4,7 +4,7 @@ size, so that the order of its sums follows from nothing but the place in the gr
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops._names import fixed_order
+from rlkernel.triton_ops._names import fixed_order, store_all
 from rlkernel.triton_ops.value_loss_kernels import merge_moments
 from rlkernel.triton_ops.whiten_kernels import MOMENTS, Moment, moments_of, reciprocal, square_root
 
@@ -16,8 +16,9 @@ _jit = fixed_order(_SIZES, _TENSORS)
 
 
 @triton.jit
-def rewards_of(rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED: tl.constexpr):
+def rewards_of(source, column, response, inside, WEIGHTED: tl.constexpr):
     """The reward and whether it counts: of one column, or the weighted sum of all."""
+    rewards, mask, reward_weights, columns = source
     first, behind = column, column + 1
     if WEIGHTED:
         first, behind = column * 0, columns
@@ -44,11 +45,9 @@ def batch_kernel(
     slot = tl.program_id(0).to(tl.int64)
     chunks = (n + CHUNK - 1) // CHUNK
     i = slot % chunks * CHUNK + tl.arange(0, CHUNK)
-    reward, counts = rewards_of(rewards, mask, reward_weights, columns, slot // chunks, i, i < n, WEIGHTED)
-    count, mean, squares = moments_of(reward, counts.to(tl.float64))
-    tl.store(batch + slot * MOMENTS + Moment.count, count)
-    tl.store(batch + slot * MOMENTS + Moment.mean, mean)
-    tl.store(batch + slot * MOMENTS + Moment.squares, squares)
+    source = rewards, mask, reward_weights, columns
+    reward, counts = rewards_of(source, slot // chunks, i, i < n, WEIGHTED)
+    store_all(batch + slot * MOMENTS, moments_of(reward, counts.to(tl.float64)))
 
 
 @triton.jit
@@ -76,13 +75,11 @@ def responses_of(order, place, inside):
 
 
 @triton.jit
-def tile_of(
-    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+def tile_of(source, order, column, place, end, WEIGHTED: tl.constexpr):
     """Of places of a group: whether they are inside, their responses and rewards, and whether those count."""
     inside = place < end
     response = responses_of(order, place, inside)
-    reward, kept = rewards_of(rewards, mask, reward_weights, columns, column, response, inside, WEIGHTED)
+    reward, kept = rewards_of(source, column, response, inside, WEIGHTED)
     return inside, response, reward, kept
 
 
@@ -97,6 +94,7 @@ def group_kernel(
     lane = tl.arange(0, BLOCK)
     none = tl.zeros((BLOCK,), tl.float64)
     far = 1 << 62
+    source = rewards, mask, reward_weights, columns
     WEIGHTED: tl.constexpr = KIND != "gdpo"
     passes = columns
     if WEIGHTED:
@@ -105,26 +103,20 @@ def group_kernel(
         numbers, first_places = none, tl.full((BLOCK,), far, tl.int64)
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside, response, reward, kept = tile_of(
-                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-            )
+            inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
             numbers += kept.to(tl.float64)
             first_places = tl.minimum(first_places, tl.where(kept, place, far))
         number = tl.sum(numbers)
         first_place = tl.min(first_places)
         is_any = first_place < far
         leader = responses_of(order, tl.where(is_any, first_place, start), start < end)
-        first, first_counts = rewards_of(
-            rewards, mask, reward_weights, columns, column, leader, is_any, WEIGHTED
-        )
+        first, first_counts = rewards_of(source, column, leader, is_any, WEIGHTED)
         each = reciprocal(tl.where(is_any, number, 1.0))
 
         sums, length_sums, weighted_sums, best = none, none, none, none - float("inf")
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside, response, reward, kept = tile_of(
-                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-            )
+            inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
             d = tl.where(kept, reward - first, 0.0)
             sums += d
             if KIND == "opo":
@@ -143,9 +135,7 @@ def group_kernel(
             squares = none
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside, response, reward, kept = tile_of(
-                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-                )
+                inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
                 d = tl.where(kept, reward - first - above, 0.0)
                 squares += d * d
             total, sum_of_squares = number, tl.sum(squares)
@@ -173,25 +163,19 @@ def group_kernel(
             winners, second = tl.full((BLOCK,), far, tl.int64), none - float("inf")
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside, response, reward, kept = tile_of(
-                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-                )
+                inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
                 winners = tl.minimum(winners, tl.where(kept & (reward - first == top), place, far))
             winner = tl.min(winners)
             for begin in range(start, end, BLOCK):
                 place = begin + lane
-                inside, response, reward, kept = tile_of(
-                    rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-                )
+                inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
                 d = reward - first
                 second = tl.where(kept & (place != winner) & (d > second), d, second)
             lead = tl.where(number > 1, top - tl.max(second), 0.0)
 
         for begin in range(start, end, BLOCK):
             place = begin + lane
-            inside, response, reward, kept = tile_of(
-                rewards, mask, reward_weights, columns, column, order, place, end, WEIGHTED
-            )
+            inside, response, reward, kept = tile_of(source, order, column, place, end, WEIGHTED)
             d = reward - first
             result = d - above
             if KIND == "total":
@@ -200,21 +184,17 @@ def group_kernel(
                     result = reward - tl.load(baselines + response, mask=inside, other=0.0).to(tl.float64)
             elif KIND == "rloo":
                 result = result * number * reciprocal(tl.where(number > 2, number - 1.0, 1.0))
-            elif KIND == "loo":
+            elif KIND == "leave_one_out":
                 others, anchor, behind, apart = none, none, none, none
                 for q in range(start, end):
-                    _, _, other, counted = tile_of(
-                        rewards, mask, reward_weights, columns, column, order, q, end, WEIGHTED
-                    )
+                    _, _, other, counted = tile_of(source, order, column, q, end, WEIGHTED)
                     is_other = counted & (place != q)
                     anchor = tl.where(is_other & (others == 0), other, anchor)
                     others += is_other.to(tl.float64)
                     behind += tl.where(is_other, other - anchor, 0.0)
                 mean = behind * reciprocal(tl.where(others > 1, others, 1.0))
                 for q in range(start, end):
-                    _, _, other, counted = tile_of(
-                        rewards, mask, reward_weights, columns, column, order, q, end, WEIGHTED
-                    )
+                    _, _, other, counted = tile_of(source, order, column, q, end, WEIGHTED)
                     e = tl.where(counted & (place != q), other - anchor - mean, 0.0)
                     apart += e * e
                 freedom = others
@@ -249,8 +229,6 @@ def group_kernel(
                 # of the columns before: this thread wrote it
                 before = tl.load(wide + response, mask=inside & (column > 0), other=0.0)
                 tl.store(wide + response, before + result, mask=inside)
-                total_reward, any_counts = rewards_of(
-                    rewards, mask, reward_weights, columns, column, response, inside, True
-                )
+                total_reward, any_counts = rewards_of(source, column, response, inside, True)
                 tl.store(counts + response, any_counts.to(tl.uint8), mask=inside)
         tl.debug_barrier()  # whichever thread wrote it

@@ -1,20 +1,16 @@
 """``kl_shaped_rewards`` over Triton: a program per chunk of a sequence, in one launch."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
-from rlkernel.triton_ops._device import refusals
+from rlkernel.triton_ops._device import at_most_fp32
 from rlkernel.triton_ops.policy_loss_terms import clamp
+from rlkernel.triton_ops.value_loss import layout_of, stride_of
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards and logprobs", *tensors[:3])
+unsupported = at_most_fp32("rewards and logprobs", 3)
 
 
 @triton.jit
@@ -94,23 +90,14 @@ def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
     rewards, logprobs, ref_logprobs, mask = call.rewards, call.logprobs, call.ref_logprobs, call.mask
     cu_seqlens = call.cu_seqlens
     out = torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device)
-    if cu_seqlens is None:
-        rows, length = logprobs.shape
-        steps, slots = 0, rows * triton.cdiv(length, CHUNK)
-    else:
-        rows, length = len(cu_seqlens) - 1, len(logprobs)
-        steps, slots = rows.bit_length(), length // CHUNK + rows + 1
+    rows, length, steps, slots = layout_of(logprobs, cu_seqlens)
     if slots:
         with torch.cuda.device_of(logprobs):
             kl_kernel[(slots,)](
-                rewards, 0 if call.per_sequence else _stride(rewards), logprobs, _stride(logprobs),
-                ref_logprobs, _stride(ref_logprobs), None if mask is None else mask.view(torch.uint8),
-                _stride(mask), rows, length, cu_seqlens, steps, call.beta, call.kl_input, call.kl_output, out,
-                ESTIMATOR=call.kl_estimator, PER_SEQUENCE=call.per_sequence, CHUNK=CHUNK, num_warps=8,
+                rewards, 0 if call.per_sequence else stride_of(rewards), logprobs, stride_of(logprobs),
+                ref_logprobs, stride_of(ref_logprobs), None if mask is None else mask.view(torch.uint8),
+                stride_of(mask), rows, length, cu_seqlens, steps, call.beta, call.kl_input, call.kl_output,
+                out, ESTIMATOR=call.kl_estimator, PER_SEQUENCE=call.per_sequence, CHUNK=CHUNK, num_warps=8,
                 enable_fp_fusion=False,
             )  # fmt: skip
     return KlShapedRewardsResults(out)
-
-
-def _stride(x: Tensor | None) -> int:
-    return x.stride(0) if x is not None and x.dim() == 2 else 0

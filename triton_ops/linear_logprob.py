@@ -19,10 +19,9 @@ from rlkernel.calls.logprob import LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob as driver
 from rlkernel.runtime import workspace
 from rlkernel.triton_ops import logprob as kernels
-from rlkernel.triton_ops._device import DTYPES, device_reasons
+from rlkernel.triton_ops._device import DTYPES, device_reasons, vocabulary_reasons
 from rlkernel.triton_ops.logprob_kernels import (
     LOG2E,
-    MAX_VOCAB,
     State,
     finish,
     finite_or_zero,
@@ -30,6 +29,7 @@ from rlkernel.triton_ops.logprob_kernels import (
     load_temperature,
     merge,
     shift_from,
+    store_statistics,
     transform,
 )
 
@@ -45,12 +45,10 @@ def unsupported(
     algorithm: str = "auto",
     **options: object,
 ) -> list[str]:
-    reasons = device_reasons(hidden)
+    reasons = device_reasons(hidden) + vocabulary_reasons(weight.shape[0])
     compute_dtype = compute_dtype or torch.promote_types(hidden.dtype, weight.dtype)
     if compute_dtype not in DTYPES:
         reasons.append(f"the product must be in float32, float16 or bfloat16, got {compute_dtype}")
-    if weight.shape[0] > MAX_VOCAB:
-        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {weight.shape[0]}")
     if algorithm == "fused" and compute_dtype == torch.float32:
         reasons.append("algorithm 'fused' needs float16 or bfloat16: tensor cores round float32 to TF32")
     if algorithm == "fused" and weight.stride(-1) != 1 and weight.shape[1] > 1:
@@ -208,9 +206,8 @@ def merge_kernel(
     y_target = tl.load(at, mask=known, other=float("nan"))
     row_logprob, row_entropy, row_lse, row_log_sum = finish(m, s, w, y_target, t)
     kept = targets != ignore_index
-    tl.store(logprobs + rows, tl.where(kept, row_logprob, 0.0).to(tl.float32), mask=inside)
-    tl.store(lse + rows, tl.where(kept, row_lse, 0.0).to(tl.float32), mask=inside)
-    tl.store(row_max + rows, tl.where(kept, m, 0.0), mask=inside)
-    tl.store(log_sum + rows, tl.where(kept, row_log_sum, 0.0).to(tl.float32), mask=inside)
-    if entropy is not None:
-        tl.store(entropy + rows, tl.where(kept, row_entropy, 0.0).to(tl.float32), mask=inside)
+    values = (
+        tl.where(kept, row_logprob, 0.0), tl.where(kept, row_entropy, 0.0), tl.where(kept, row_lse, 0.0),
+        tl.where(kept, m, 0.0), tl.where(kept, row_log_sum, 0.0),
+    )  # fmt: skip
+    store_statistics(logprobs, entropy, lse, row_max, log_sum, rows, values, inside)

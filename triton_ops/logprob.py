@@ -14,22 +14,12 @@ from torch import Tensor
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
 from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
 from rlkernel.triton_ops import sampling
-from rlkernel.triton_ops._device import DTYPES, device_reasons
-from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB, backward_kernel, exp_kernel, forward_kernel
+from rlkernel.triton_ops._device import taking_logits
+from rlkernel.triton_ops.logprob_kernels import backward_kernel, exp_kernel, forward_kernel
 from rlkernel.triton_ops.logprob_support_kernels import support_backward_kernel, support_forward_kernel
 
+unsupported = taking_logits
 SUPPORT = {"BLOCK": 256, "num_warps": 2, "enable_fp_fusion": False}  # most rows keep fewer tokens
-
-
-def unsupported(logits: Tensor, *tensors: Tensor, **options: object) -> list[str]:
-    reasons = device_reasons(logits)
-    if logits.dtype not in DTYPES:
-        reasons.append(f"logits must be float32, float16 or bfloat16, got {logits.dtype}")
-    if logits.shape[-1] > MAX_VOCAB:
-        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {logits.shape[-1]}")
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        reasons.append(f"logits must be dense in the last dimension, got strides {logits.stride()}")
-    return reasons
 
 
 def forward(call: LogprobCall) -> LogprobResults:

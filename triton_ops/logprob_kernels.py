@@ -21,7 +21,6 @@ State = Names(tuple(STATE.__members__))  # rows of what is carried from tile to 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FIXED_POINT = tl.constexpr(MASS_ONE)  # lanes are summed as multiples of 1 / it
-MAX_VOCAB = 2**22  # s <= V: the sum of the lanes then fits int64
 
 
 @triton.jit
@@ -154,6 +153,18 @@ def finish(m, s, w, y_target, t):
     return logprob, log_sum - w * LN2 / s, lse, kept_log_sum
 
 
+@triton.jit
+def store_statistics(logprobs, entropy, lse, row_max, log_sum, rows, values, mask=None):
+    """What is known of a row, or of rows: five numbers in the order of the tensors."""
+    logprob, row_entropy, row_lse, m, row_log_sum = values
+    tl.store(logprobs + rows, logprob.to(tl.float32), mask=mask)
+    tl.store(lse + rows, row_lse.to(tl.float32), mask=mask)
+    tl.store(row_max + rows, m.to(tl.float32), mask=mask)
+    tl.store(log_sum + rows, row_log_sum.to(tl.float32), mask=mask)
+    if entropy is not None:
+        tl.store(entropy + rows, row_entropy.to(tl.float32), mask=mask)
+
+
 @triton.jit(do_not_specialize=["inner", "vocab_start", "ignore_index", "state_stride"])
 def forward_kernel(
     tile, inner: tl.int64, outer_stride: tl.int64, inner_stride: tl.int64, V, vocab_start: tl.int64,
@@ -165,12 +176,8 @@ def forward_kernel(
     target = tl.load(target_ids + row)
     if target == ignore_index:  # nothing of the row is read
         if LAST:
-            tl.store(logprobs + row, 0.0)
-            tl.store(lse + row, 0.0)
-            tl.store(row_max + row, 0.0)
-            tl.store(log_sum + row, 0.0)
-            if entropy is not None:
-                tl.store(entropy + row, 0.0)
+            zero = tl.zeros((), tl.float32)
+            store_statistics(logprobs, entropy, lse, row_max, log_sum, row, (zero, zero, zero, zero, zero))
         if state is not None:  # finite, for those who compute on with the state of all rows
             for k in tl.static_range(len(State)):
                 tl.store(state + k * state_stride + row, 0.0)
@@ -234,12 +241,8 @@ def forward_kernel(
         tl.store(state + State.at_target * state_stride + row, y_target)
     if LAST:
         row_logprob, row_entropy, row_lse, row_log_sum = finish(m, total, row_w, y_target, t)
-        tl.store(logprobs + row, row_logprob.to(tl.float32))
-        tl.store(lse + row, row_lse.to(tl.float32))
-        tl.store(row_max + row, m)
-        tl.store(log_sum + row, row_log_sum.to(tl.float32))
-        if entropy is not None:
-            tl.store(entropy + row, row_entropy.to(tl.float32))
+        values = row_logprob, row_entropy, row_lse, m, row_log_sum
+        store_statistics(logprobs, entropy, lse, row_max, log_sum, row, values)
 
 
 @triton.jit(do_not_specialize=["inner", "vocab_start", "ignore_index", "spans"])

@@ -8,19 +8,10 @@ Triton picks.
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops.logprob_kernels import FIXED_POINT, LN2, LOG2E
+from rlkernel.triton_ops.logprob_kernels import FIXED_POINT, LN2, LOG2E, store_statistics
+from rlkernel.triton_ops.sampling_kernels import load_scalar
 
 EXACT = tl.constexpr(2.0**23)  # from here on every float is an integer
-
-
-@triton.jit
-def fp32_temperature(temperatures, temperature, row):
-    """In fp64, by way of fp32, in which ``sampling`` takes it."""
-    if temperatures is not None:
-        t = tl.load(temperatures + row)
-    else:
-        t = tl.full((), temperature, tl.float32)
-    return t.to(tl.float64)
 
 
 @triton.jit
@@ -45,12 +36,8 @@ def support_forward_kernel(
     count = (tl.load(offsets + row + 1) - begin).to(tl.int32)
     target = tl.load(target_ids + row)
     if (count <= 0) | (target == ignore_index):  # whole rows are the sampling op's
-        tl.store(logprobs + row, 0.0)
-        tl.store(lse + row, 0.0)
-        tl.store(row_max + row, 0.0)
-        tl.store(log_sum + row, 0.0)
-        if entropy is not None:
-            tl.store(entropy + row, 0.0)
+        zero = tl.zeros((), tl.float32)
+        store_statistics(logprobs, entropy, lse, row_max, log_sum, row, (zero, zero, zero, zero, zero))
         return
     x_ptr = logits + (row // inner) * outer_stride + (row % inner) * inner_stride
     lanes = tl.arange(0, BLOCK)
@@ -80,7 +67,7 @@ def support_forward_kernel(
     is_kept = tl.max(found, axis=0) > 0
     sound = (tl.max(bad, axis=0) == 0) & (m > float("-inf"))
     safe = tl.where(sound, m, 0.0)
-    t = fp32_temperature(temperatures, temperature, row)
+    t = load_scalar(temperatures, temperature, row).to(tl.float64)  # by way of fp32, as sampling takes it
     c = (1.0 / t * LOG2E).to(tl.float32)
     masses = tl.zeros((BLOCK,), tl.int64)
     weighted = tl.zeros((BLOCK,), tl.int64)
@@ -99,13 +86,10 @@ def support_forward_kernel(
     logprob = (y_target.to(tl.float64) - m.to(tl.float64)) * inv_t - row_log_sum
     logprob = tl.where(is_kept | (sound == 0), logprob, float("-inf"))
     nan_or_max = tl.where(sound, m, float("nan"))
-    tl.store(logprobs + row, logprob.to(tl.float32))
-    tl.store(lse + row, (nan_or_max.to(tl.float64) * inv_t + row_log_sum).to(tl.float32))
-    tl.store(row_max + row, nan_or_max)
-    tl.store(log_sum + row, row_log_sum.to(tl.float32))
-    if entropy is not None:
-        mean = tl.sum(weighted, axis=0).to(tl.float64) / total
-        tl.store(entropy + row, (row_log_sum - mean * LN2).to(tl.float32))
+    row_lse = nan_or_max.to(tl.float64) * inv_t + row_log_sum
+    row_entropy = row_log_sum - tl.sum(weighted, axis=0).to(tl.float64) / total * LN2
+    values = logprob, row_entropy, row_lse, nan_or_max, row_log_sum
+    store_statistics(logprobs, entropy, lse, row_max, log_sum, row, values)
 
 
 @triton.jit(do_not_specialize=["inner", "V", "ignore_index"])
@@ -121,7 +105,7 @@ def support_backward_kernel(
     target = tl.load(target_ids + row)
     if (count <= 0) | (target == ignore_index):
         return
-    t = fp32_temperature(temperatures, temperature, row)
+    t = load_scalar(temperatures, temperature, row).to(tl.float64)  # by way of fp32, as sampling takes it
     m = tl.load(row_max + row)
     log_s = tl.load(log_sum + row).to(tl.float64)
     logprob = tl.load(logprobs + row).to(tl.float64)

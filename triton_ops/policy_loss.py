@@ -4,11 +4,10 @@ import math
 from collections import namedtuple
 
 import torch
-from torch import Tensor
 
 from rlkernel.calls import policy_loss as calls
 from rlkernel.triton_ops import policy_loss_kernels as kernels
-from rlkernel.triton_ops._device import tensor_reasons
+from rlkernel.triton_ops._device import taking
 from rlkernel.triton_ops.policy_loss_selection import selection
 from rlkernel.triton_ops.policy_loss_terms import Aggregate
 
@@ -19,8 +18,7 @@ _Numbers = namedtuple("_Numbers", _FIELDS[_FIRST:])  # type: ignore[misc]
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
 
-def unsupported(*tensors: Tensor, **options: object) -> list[str]:
-    return tensor_reasons("logprobs", tensors[0])
+unsupported = taking("logprobs")
 
 
 def forward(call: calls.PolicyLossCall) -> calls.PolicyLossResults:

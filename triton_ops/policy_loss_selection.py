@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.policy_loss import PolicySelectCall
-from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops._names import Names, store_all
 from rlkernel.triton_ops.policy_loss_kernels import TENSORS, advantage_of, column
 from rlkernel.triton_ops.policy_loss_terms import bounds, clamp, total
+from rlkernel.triton_ops.sampling_random import finalised
 
 Sum = Names(("tokens", "logprob", "advantage"))
 SUMS = tl.constexpr(len(Sum))
@@ -46,19 +47,15 @@ def selection_sums_kernel(
         tokens += tl.sum(present.to(tl.float64), axis=0)
         logprob += total(tl.load(logprobs + i, mask=present, other=0.0), present)
         advantage += total(advantage_of(advantages, row, i, present, PER_TOKEN), present)
-    tl.store(sums + row * SUMS + Sum.tokens, tokens)
-    tl.store(sums + row * SUMS + Sum.logprob, logprob)
-    tl.store(sums + row * SUMS + Sum.advantage, advantage)
+    store_all(sums + row * SUMS, (tokens, logprob, advantage))
 
 
 @triton.jit(**_ARGUMENTS)
 def selection_batch_kernel(sums, rows, cut, share, BLOCK: tl.constexpr):
     """The sums of the batch, behind those of its sequences; how many tokens are wanted."""
     tokens = column(sums, rows, Sum.tokens, SUMS, BLOCK)
-    out = sums + rows * SUMS
-    tl.store(out + Sum.tokens, tokens)
-    tl.store(out + Sum.logprob, column(sums, rows, Sum.logprob, SUMS, BLOCK))
-    tl.store(out + Sum.advantage, column(sums, rows, Sum.advantage, SUMS, BLOCK))
+    logprob = column(sums, rows, Sum.logprob, SUMS, BLOCK)
+    store_all(sums + rows * SUMS, (tokens, logprob, column(sums, rows, Sum.advantage, SUMS, BLOCK)))
     # the share comes as the bits of an fp64, which a kernel cannot be given
     exact = tl.full((), share, tl.int64).to(tl.float64, bitcast=True)
     tl.store(cut + Cut.rank, tl.zeros((), tl.int64))
@@ -69,10 +66,8 @@ def selection_batch_kernel(sums, rows, cut, share, BLOCK: tl.constexpr):
 def hash_of(logprob, position, seed):
     """murmur3's finaliser of the token's log-probability, its position in the sequence and the seed."""
     h = logprob.to(tl.float32).to(tl.uint32, bitcast=True)
-    h = h ^ (position.to(tl.uint32) * 0x9E3779B1 + tl.full((), seed, tl.int64).to(tl.uint32) * 0x85EBCA77)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    salt = position.to(tl.uint32) * 0x9E3779B1 + tl.full((), seed, tl.int64).to(tl.uint32) * 0x85EBCA77
+    return finalised(h ^ salt)
 
 
 @triton.jit

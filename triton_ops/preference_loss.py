@@ -8,15 +8,14 @@ from torch import Tensor
 
 from rlkernel.calls.preference_loss import PAIR_METRICS, PreferenceLossCall, PreferenceLossResults
 from rlkernel.drivers.preference_loss import order
-from rlkernel.triton_ops._device import tensor_reasons
+from rlkernel.triton_ops._device import taking
 from rlkernel.triton_ops.preference_loss_kernels import COLUMNS, gradient_kernel, loss_kernel, sums_kernel
 from rlkernel.triton_ops.preference_loss_terms import Term
 
 _BLOCK = 1024  # fixed: the order of a sequence's sums must not follow from the padding
 
 
-def unsupported(*tensors: Tensor, **options: object) -> list[str]:
-    return tensor_reasons("logprobs", tensors[0])
+unsupported = taking("logprobs")
 
 
 def forward(call: PreferenceLossCall) -> PreferenceLossResults:

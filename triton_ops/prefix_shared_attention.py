@@ -20,7 +20,7 @@ from rlkernel.calls.prefix_shared_attention import (
     OutGrads,
 )
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.triton_ops._device import DTYPES, device_reasons
+from rlkernel.triton_ops._device import dense_reasons, tensor_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,
     attention_sum_kernel,
@@ -87,14 +87,11 @@ NARROW_VALUES_QUERY_GRAD = {(True, 2, 256, 128): Blocks(64, 32, 8, 2)}
 
 
 def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
-    reasons = device_reasons(q)
-    if q.dtype not in DTYPES:
-        reasons.append(f"q must be float32, float16 or bfloat16, got {q.dtype}")
+    reasons = tensor_reasons("q", q)
     for name, x in zip("qkv", (q, *tensors), strict=False):
         if name != "k" and x.shape[-1] > MAX_HEAD_DIM:
             reasons.append(f"the head dim of {name} must be at most {MAX_HEAD_DIM}, got {x.shape[-1]}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            reasons.append(f"{name} must be dense in the last dimension, got strides {x.stride()}")
+        reasons += dense_reasons(name, x)
     return reasons
 
 

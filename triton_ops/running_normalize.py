@@ -1,17 +1,12 @@
 """``running_normalize`` over Triton: the kernels of ``whiten``."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
 from rlkernel.triton_ops import whiten
-from rlkernel.triton_ops._device import refusals
+from rlkernel.triton_ops._device import at_most_fp32
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("x", tensors[0])
+unsupported = at_most_fp32("x")
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:

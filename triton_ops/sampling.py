@@ -5,31 +5,18 @@ filtered row.  Block sizes follow from V and the dtype alone.
 """
 
 import ctypes
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from rlkernel.calls.sampling import FILTER_ORDERS, GROUP, SPLIT, SampleStats, Sampling, SamplingCall, Scratch
-from rlkernel.triton_ops._device import DTYPES, device_reasons
-from rlkernel.triton_ops.logprob_kernels import MAX_VOCAB
+from rlkernel.triton_ops._device import taking_logits
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import statistics_kernel
 
+unsupported = taking_logits
 ROOM = 2048  # tokens that fit the registers of a program of pass B
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    logits = tensors[0]
-    reasons = device_reasons(logits)
-    if logits.dtype not in DTYPES:
-        reasons.append(f"logits must be float32, float16 or bfloat16, got {logits.dtype}")
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        reasons.append(f"logits must be dense in the last dimension, got strides {logits.stride()}")
-    if logits.shape[-1] > MAX_VOCAB:
-        reasons.append(f"the vocabulary must be at most {MAX_VOCAB}, got {logits.shape[-1]}")
-    return reasons
 
 
 def forward(call: SamplingCall) -> SampleStats:

@@ -71,6 +71,14 @@ def absorb(h, scrambled):
 
 
 @triton.jit
+def finalised(h):
+    """murmur3's end: a bijection of uint32 in which every input bit changes every output bit."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
 def key_of(seeds, positions, row):
     """``(seed, position)`` of a row."""
     position = tl.full((), 0, tl.int64)
@@ -84,10 +92,7 @@ def murmur3(seed, position, tokens):
     """vLLM's 32 bits for each token; all but its own mix is done once, for scalars."""
     h = tl.full((), 0, tl.uint32)
     h = absorb(absorb(h, scramble(seed & 0xFFFFFFFF)), scramble((seed >> 32) & 0xFFFFFFFF))
-    h = absorb(absorb(h, scramble(position & 0xFFFFFFFF)), scramble(tokens)) ^ 16
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    return finalised(absorb(absorb(h, scramble(position & 0xFFFFFFFF)), scramble(tokens)) ^ 16)
 
 
 @triton.jit

@@ -8,19 +8,18 @@ from torch import Tensor
 
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossResults
 from rlkernel.triton_ops import value_loss_kernels as kernels
-from rlkernel.triton_ops._device import tensor_reasons
+from rlkernel.triton_ops._device import taking
 
 _PLAN: dict[str, Any] = {"CHUNK": kernels.CHUNK, "num_warps": 8, "enable_fp_fusion": False}
 
 
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return tensor_reasons("values", tensors[0])
+unsupported = taking("values")
 
 
 def forward(call: ValueLossCall) -> ValueLossResults:
     values, returns, old_values, mask = call.values, call.returns, call.old_values, call.mask
     cu_seqlens, items = call.cu_seqlens, call.num_items
-    rows, length, steps, slots = _layout(values, cu_seqlens)
+    rows, length, steps, slots = layout_of(values, cu_seqlens)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=values.device)
@@ -32,8 +31,8 @@ def forward(call: ValueLossCall) -> ValueLossResults:
     with torch.cuda.device_of(values):
         if slots:
             kernels.chunk_kernel[(slots,)](
-                values, _stride(values), returns, _stride(returns), old_values,
-                0 if old_values is None else _stride(old_values), mask.view(torch.uint8), _stride(mask),
+                values, stride_of(values), returns, stride_of(returns), old_values, stride_of(old_values),
+                mask.view(torch.uint8), stride_of(mask),
                 rows, length, cu_seqlens, steps, call.cliprange, call.huber_delta, slope, partials, **_PLAN,
             )  # fmt: skip
         kernels.total_kernel[(1,)](
@@ -46,7 +45,7 @@ def forward(call: ValueLossCall) -> ValueLossResults:
 def backward(call: ValueLossCall, results: ValueLossResults, grad_loss: Tensor) -> tuple[Tensor]:
     slope, cu_seqlens = results.slope, call.cu_seqlens
     assert slope is not None
-    rows, length, steps, slots = _layout(slope, cu_seqlens)
+    rows, length, steps, slots = layout_of(slope, cu_seqlens)
     out = torch.empty(slope.shape, dtype=call.dtype, device=slope.device)
     if slots:
         with torch.cuda.device_of(slope):
@@ -56,7 +55,7 @@ def backward(call: ValueLossCall, results: ValueLossResults, grad_loss: Tensor) 
     return (out,)
 
 
-def _layout(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
+def layout_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
     """``(rows, length, steps, slots)``: sequences, tokens of each padded one or of all packed ones, steps of
     the search among the sequences, and more than any slot."""
     if cu_seqlens is None:
@@ -66,5 +65,6 @@ def _layout(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
     return rows, length, rows.bit_length(), length // kernels.CHUNK + rows + 1
 
 
-def _stride(x: Tensor) -> int:
-    return x.stride(0) if x.dim() == 2 else 0
+def stride_of(x: Tensor | None) -> int:
+    """Of its rows; 0 of packed tokens, and where there is no tensor."""
+    return x.stride(0) if x is not None and x.dim() == 2 else 0

@@ -8,14 +8,13 @@ import triton
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
-from rlkernel.triton_ops._device import refusals
+from rlkernel.triton_ops._device import at_most_fp32
 from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("x", tensors[0])
+unsupported = at_most_fp32("x")
 
 
 def forward(call: WhitenCall) -> WhitenResults:

@@ -4,7 +4,7 @@ them in the same order and scales its chunk."""
 import triton
 import triton.language as tl
 
-from rlkernel.triton_ops._names import Names, fixed_order
+from rlkernel.triton_ops._names import Names, fixed_order, store_all
 from rlkernel.triton_ops.value_loss_kernels import inverse, merge_moments
 
 CHUNK = 2048  # elements whose moments are taken together
@@ -93,10 +93,7 @@ def moments_kernel(x, mask, weights, n: tl.int64, partials, CHUNK: tl.constexpr)
     weight = kept.to(tl.float64)
     if weights is not None:
         weight = tl.load(weights + i, mask=kept, other=0.0).to(tl.float64)
-    count, mean, squares = moments_of(value, weight)
-    tl.store(partials + chunk * MOMENTS + Moment.count, count)
-    tl.store(partials + chunk * MOMENTS + Moment.mean, mean)
-    tl.store(partials + chunk * MOMENTS + Moment.squares, squares)
+    store_all(partials + chunk * MOMENTS, moments_of(value, weight))
 
 
 @_jit
@@ -121,9 +118,7 @@ def scale_kernel(
         mean, squares = merge_moments(count, mean, squares, part_count, part_mean, part_squares)
         count += part_count
     if state is not None and chunk == 0:
-        tl.store(state + Moment.count, count)
-        tl.store(state + Moment.mean, mean)
-        tl.store(state + Moment.squares, squares)
+        store_all(state, (count, mean, squares))
     if out is not None:
         freedom = count
         if UNBIASED:

@@ -19,6 +19,12 @@ ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "remax",
 )
+# what a kernel makes of a group for each of them
+KINDS = {
+    "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "scaled", "rloo": "rloo",
+    "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
+    "remax": "total", "grpo_loo": "leave_one_out",
+}  # fmt: skip
 UNGROUPED = ("reinforce_plus_plus", "remax")
 SCALED = ("grpo", "grpo_passk", "gdpo")  # by one of SCALES
 WHITENED = ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

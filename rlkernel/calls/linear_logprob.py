@@ -102,11 +102,6 @@ class LinearLogprobResults(NamedTuple):
         values: Any = rows.logprobs, rows.entropy, rows.lse, *asked, rows.row_max, rows.log_sum
         return cls(*values, **others)
 
-    @property
-    def for_backward(self) -> LogprobResults:
-        """Of ``logprob``, what its backward pass reads; where no row has a support."""
-        return LogprobResults(self.row_max, self.entropy, self.row_max, self.row_max, self.log_sum)
-
 
 class LinearGrads(NamedTuple):
     """Of hidden, weight and bias."""

@@ -74,6 +74,11 @@ class LogprobResults(NamedTuple):
         lse, row_max, log_sum = (torch.empty_like(logprobs) for _ in range(3))
         return cls(logprobs, torch.empty_like(logprobs) if entropy else None, lse, row_max, log_sum)
 
+    @classmethod
+    def for_backward(cls, entropy: Tensor | None, row_max: Tensor, log_sum: Tensor) -> "LogprobResults":
+        """What backward reads of rows without a support."""
+        return cls(row_max, entropy, row_max, row_max, log_sum)
+
     @property
     def statistics(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """What each row has, in the order in which kernels take it."""

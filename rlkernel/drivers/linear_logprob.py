@@ -114,7 +114,7 @@ def backward(
                 dz = scratch.gradient(logits)
                 tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
                 row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
-                row_stats = backward_results(*(rows_of(x, a, b) for x in stats))
+                row_stats = LogprobResults.for_backward(*(rows_of(x, a, b) for x in stats))
                 kernels.tile_backward(tile, row_grads, row_stats, dz)
                 if dhidden is not None:
                     if rows is None:
@@ -155,11 +155,6 @@ def tile_of(logits: Tensor, head: Head, ids: Tensor, t: float | Tensor, v0: int,
     return Tile(
         logits, v0, ids, t, head.ignore_index, rows_of(head.bias, v0, v1), head.logit_scale, head.softcap
     )
-
-
-def backward_results(entropy: Tensor | None, row_max: Tensor, log_sum: Tensor) -> LogprobResults:
-    """What the backward kernels read of the results."""
-    return LogprobResults(row_max, entropy, row_max, row_max, log_sum)
 
 
 def _rescale(direction: Tensor, before: Tensor, after: Tensor, t: float | Tensor) -> None:

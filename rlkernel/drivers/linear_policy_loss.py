@@ -197,7 +197,7 @@ class _OnePass:
                 grads = RowGrads._make(select(g, live) for g in grads)
                 states = scratch.compact_states(states, at, live)
                 where = live + where.start if isinstance(where, slice) else where[live]
-        results = linear_logprob.backward_results(*stats)
+        results = LogprobResults.for_backward(*stats)
         return _Run(at, b - a, live, rows, where, states, ids, t, grads, results)
 
 

@@ -124,6 +124,11 @@ def gathers(layout: PrefixLayout, rule: AttentionRule, heads: int, kv_heads: int
     return bool(rule.window or rule.bitwise or not rows or keys * kv_heads <= rows * heads)
 
 
+def widened(x: Tensor, width: int) -> Tensor:
+    """With zeros behind each row's numbers."""
+    return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
+
+
 class _Shared(NamedTuple):
     keys: int  # in the paths of segments with something above
     rows: int  # once for each segment above them

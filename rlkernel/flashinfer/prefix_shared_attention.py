@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,8 @@ from rlkernel.calls.prefix_shared_attention import (
     AttentionRule,
     OutGrads,
 )
+from rlkernel.drivers.prefix_shared_attention import widened
+from rlkernel.drivers.sampling import imported
 from rlkernel.prefix.layout import PrefixLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -64,7 +65,7 @@ def forward(call: AttentionCall) -> AttentionResults:
         out = q.new_empty(*q.shape[:2], v_dim)
         return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=torch.float32))
     if (q.shape[2], v_dim) != LATENT:
-        q, k, v = (_widened(x, max(q.shape[2], v_dim)) for x in (q, k, v))
+        q, k, v = (widened(x, max(q.shape[2], v_dim)) for x in (q, k, v))
     gathered = layout.gathered(q.device)
     if len(gathered.keys) > len(k):
         k, v = k[gathered.keys], v[gathered.keys]
@@ -78,10 +79,6 @@ def forward(call: AttentionCall) -> AttentionResults:
         out = (out * torch.exp(lse - total).T[..., None]).to(q.dtype)
         lse = total
     return AttentionResults(out, lse.contiguous())
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
 
 
 def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
@@ -128,10 +125,4 @@ def _wrapper(device: torch.device, stream: int) -> _Wrapper:
     return _Wrapper(device)  # its workspace belongs to one stream
 
 
-@functools.cache
-def _library() -> tuple[ModuleType | None, str]:
-    try:
-        import flashinfer.prefill as library
-    except Exception as error:  # a CUDA that it does not know fails with an error of any kind
-        return None, f"flashinfer does not import here: {error}"
-    return library, ""
+_library = functools.partial(imported, "flashinfer.prefill")

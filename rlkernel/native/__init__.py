@@ -139,12 +139,38 @@ def kernels_for(device: torch.device | str) -> Kernels | str:
     return f"rlkernel._C has kernels for cpu and cuda tensors, got {kind}"
 
 
-def refusals(what: str, *tensors: Tensor) -> list[str]:
-    """Why no kernel runs on these tensors, which may have any dtype but fp64."""
-    found = kernels_for(tensors[0].device)
-    reasons = [found] if isinstance(found, str) else []
-    if any(x.dtype == torch.float64 for x in tensors):
-        return [f"{what} must be at most fp32, got float64", *reasons]
+def tensor_reasons(name: str, tensor: Tensor) -> list[str]:
+    """The reasons that dtype and device give."""
+    reasons = []
+    if tensor.dtype not in DTYPES:
+        reasons.append(f"{name} must be fp16, bf16 or fp32, got {str(tensor.dtype).removeprefix('torch.')}")
+    found = kernels_for(tensor.device)
+    return [*reasons, found] if isinstance(found, str) else reasons
+
+
+def taking(name: str) -> Callable[..., list[str]]:
+    """``unsupported`` of an op that is known by its first tensor."""
+    return lambda *tensors, **options: tensor_reasons(name, tensors[0])
+
+
+def at_most_fp32(what: str, count: int = 1) -> Callable[..., list[str]]:
+    """``unsupported`` of an op whose first ``count`` tensors may have any dtype but fp64."""
+
+    def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+        found = kernels_for(tensors[0].device)
+        wide = any(x.dtype == torch.float64 for x in tensors[:count])
+        reasons = [f"{what} must be at most fp32, got float64"] if wide else []
+        return [*reasons, found] if isinstance(found, str) else reasons
+
+    return unsupported
+
+
+def taking_logits(*tensors: Tensor, **options: Any) -> list[str]:
+    """``unsupported`` of an op over rows of logits."""
+    logits = tensors[0]
+    reasons = tensor_reasons("logits", logits)
+    if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
     return reasons
 
 

@@ -1,16 +1,11 @@
 """``gae`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rlkernel.calls.gae import GaeCall, GaeResults
-from rlkernel.native import kernels, refusals
+from rlkernel.native import at_most_fp32, kernels
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards and values", *tensors[:2])
+unsupported = at_most_fp32("rewards and values", 2)
 
 
 def forward(call: GaeCall) -> GaeResults:

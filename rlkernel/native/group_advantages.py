@@ -1,23 +1,19 @@
 """``group_advantages`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: one launch,
 two where the batch scales, and two more where it is whitened."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rlkernel.calls.group_advantages import SCALED, WHITENED, GroupAdvantagesCall, GroupAdvantagesResults
-from rlkernel.native import kernels, refusals, whiten
+from rlkernel.calls.group_advantages import (
+    KINDS,
+    SCALED,
+    WHITENED,
+    GroupAdvantagesCall,
+    GroupAdvantagesResults,
+)
+from rlkernel.native import at_most_fp32, kernels, whiten
 
-ESTIMATORS = {  # what the kernel calls them
-    "dr_grpo": "deviation", "reinforce_plus_plus_baseline": "deviation", "grpo": "scaled", "rloo": "rloo",
-    "opo": "opo", "maxrl": "maxrl", "grpo_passk": "passk", "gdpo": "gdpo", "reinforce_plus_plus": "total",
-    "remax": "total", "grpo_loo": "leave_one_out",
-}  # fmt: skip
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards", tensors[0])
+unsupported = at_most_fp32("rewards")
 
 
 def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
@@ -45,7 +41,7 @@ def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
     part.group_advantages(
         rewards=rewards, mask=call.mask, reward_weights=weights, baselines=start, lengths=sizes, ids=own_ids,
         order=order, ends=ends, offsets=call.group_offsets, size=call.group_size,
-        estimator=ESTIMATORS[estimator], scale=scale, unbiased=call.unbiased,
+        estimator=KINDS[estimator], scale=scale, unbiased=call.unbiased,
         reward_singletons=call.singletons == "reward", eps=call.eps, batch=batch,
         out=None if whitened else out, wide=out if whitened else None, counts=counts,
     )  # fmt: skip

@@ -1,16 +1,11 @@
 """``kl_shaped_rewards`` over the compiled extension, on CPU, CUDA or HIP by device, in one launch."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
-from rlkernel.native import kernels, refusals
+from rlkernel.native import at_most_fp32, kernels
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("rewards and logprobs", *tensors[:3])
+unsupported = at_most_fp32("rewards and logprobs", 3)
 
 
 def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:

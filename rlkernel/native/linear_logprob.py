@@ -7,14 +7,14 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import RowGrads
 from rlkernel.drivers import linear_logprob as driver
-from rlkernel.native import logprob
+from rlkernel.native import logprob, tensor_reasons
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     if options.get("algorithm") == "fused":
         return ["algorithm 'fused' is a Triton kernel"]
     hidden, weight = tensors[:2]
-    reasons = [*logprob.unsupported_tensor("hidden", hidden), *logprob.unsupported_tensor("weight", weight)]
+    reasons = [*tensor_reasons("hidden", hidden), *tensor_reasons("weight", weight)]
     return list(dict.fromkeys(reasons))
 
 

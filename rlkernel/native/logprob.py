@@ -9,26 +9,9 @@ from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
 from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
-from rlkernel.native import DTYPES, kernels, kernels_for, sampling
+from rlkernel.native import kernels, sampling, taking_logits
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    logits = tensors[0]
-    reasons = unsupported_tensor("logits", logits)
-    if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
-    return reasons
-
-
-def unsupported_tensor(name: str, tensor: Tensor) -> list[str]:
-    """The reasons that dtype and device give."""
-    reasons = []
-    if tensor.dtype not in DTYPES:
-        reasons.append(f"{name} must be fp16, bf16 or fp32, got {str(tensor.dtype).removeprefix('torch.')}")
-    found = kernels_for(tensor.device)
-    if isinstance(found, str):
-        reasons.append(found)
-    return reasons
+unsupported = taking_logits
 
 
 def forward(call: LogprobCall) -> LogprobResults:

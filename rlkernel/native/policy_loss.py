@@ -1,17 +1,11 @@
 """``policy_loss`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rlkernel.calls import policy_loss as calls
-from rlkernel.native import kernels
-from rlkernel.native.logprob import unsupported_tensor
+from rlkernel.native import kernels, taking
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return unsupported_tensor("logprobs", tensors[0])
+unsupported = taking("logprobs")
 
 
 def forward(call: calls.PolicyLossCall) -> calls.PolicyLossResults:

@@ -1,16 +1,11 @@
 """``running_normalize`` over the compiled extension: the kernels of ``whiten``, on CPU, CUDA or HIP."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
-from rlkernel.native import refusals, whiten
+from rlkernel.native import at_most_fp32, whiten
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("x", tensors[0])
+unsupported = at_most_fp32("x")
 
 
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:

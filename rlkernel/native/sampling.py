@@ -8,18 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.calls.sampling import SampleStats, Sampling, SamplingCall, Scratch
-from rlkernel.native import DTYPES, kernels, kernels_for
+from rlkernel.native import kernels, taking_logits
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    logits, reasons = tensors[0], []
-    if logits.dtype not in DTYPES:
-        dtype = str(logits.dtype).removeprefix("torch.")
-        reasons.append(f"logits must be fp16, bf16 or fp32, got {dtype}")
-    if logits.dim() and logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        reasons.append(f"the last stride of logits must be 1, got {logits.stride(-1)}")
-    found = kernels_for(logits.device)
-    return [*reasons, found] if isinstance(found, str) else reasons
+unsupported = taking_logits
 
 
 def forward(call: SamplingCall) -> SampleStats:

@@ -1,17 +1,12 @@
 """``value_loss`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: two launches."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlkernel.calls.value_loss import ValueLossCall, ValueLossResults
-from rlkernel.native import kernels
-from rlkernel.native.logprob import unsupported_tensor
+from rlkernel.native import kernels, taking
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return unsupported_tensor("values", tensors[0])
+unsupported = taking("values")
 
 
 def forward(call: ValueLossCall) -> ValueLossResults:

@@ -1,17 +1,14 @@
 """``whiten`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device: two launches."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
-from rlkernel.native import kernels, refusals
+from rlkernel.native import at_most_fp32, kernels
 
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return refusals("x", tensors[0])
+unsupported = at_most_fp32("x")
 
 
 def forward(call: WhitenCall) -> WhitenResults:

@@ -1,15 +1,10 @@
 """What ``gae`` means, in plain PyTorch; in fp64 it is the truth that backends are measured against."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlkernel.calls.gae import GaeCall, GaeResults
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: GaeCall) -> GaeResults:

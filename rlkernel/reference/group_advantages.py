@@ -5,17 +5,14 @@ follows from those places alone.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.group_advantages import GroupAdvantagesCall, GroupAdvantagesResults
+from rlkernel.reference import unsupported as unsupported
 from rlkernel.reference import whiten
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
 
 
 def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:

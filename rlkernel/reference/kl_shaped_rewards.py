@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:

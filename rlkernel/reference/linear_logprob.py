@@ -12,7 +12,7 @@ from rlkernel.calls.linear_logprob import (
     LinearLogprobCall,
     LinearLogprobResults,
 )
-from rlkernel.calls.logprob import LogprobCall, RowGrads
+from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.reference import logprob
 
 
@@ -51,7 +51,8 @@ def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowG
     hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
     logits, u = _logits(hidden, weight, head)
     row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
-    (grad,) = logprob.backward(row, results.for_backward, grads)
+    stats = LogprobResults.for_backward(results.entropy, results.row_max, results.log_sum)
+    (grad,) = logprob.backward(row, stats, grads)
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
     grad = grad * head.logit_scale

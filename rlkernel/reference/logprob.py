@@ -1,17 +1,12 @@
 """What ``logprob`` means, in plain PyTorch; in fp64 it is the truth that backends are measured against."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.calls.sampling import MASS_ONE, Sampling, SamplingCall
 from rlkernel.reference import sampling
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: LogprobCall) -> LogprobResults:

@@ -13,11 +13,8 @@ from rlkernel.calls.policy_loss import (
     PolicySelectCall,
     PolicySelectResults,
 )
+from rlkernel.reference import unsupported as unsupported
 from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
-
-
-def unsupported(*tensors: Tensor, **options: object) -> list[str]:
-    return []
 
 
 def forward(call: PolicyLossCall) -> PolicyLossResults:

@@ -18,10 +18,7 @@ from rlkernel.calls.preference_loss import (
     PreferenceLossResults,
     PreferenceRule,
 )
-
-
-def unsupported(*tensors: Tensor, **options: object) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: PreferenceLossCall) -> PreferenceLossResults:

@@ -15,14 +15,11 @@ from rlkernel.calls.prefix_shared_attention import (
     Forest,
     OutGrads,
 )
+from rlkernel.reference import unsupported as unsupported
 
 # Rows of a tile. Tiles are cut at positions in the sequence, and are always full: so a row takes part in the
 # same products whether its prompt is shared or not, and has the same bits.
 TILE = 64
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
 
 
 def forward(call: AttentionCall) -> AttentionResults:

@@ -1,36 +1,22 @@
 """What ``running_normalize`` means, in plain PyTorch."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlkernel.calls.running_normalize import RunningNormalizeCall, RunningNormalizeResults
+from rlkernel.reference import unsupported as unsupported
 from rlkernel.reference import whiten
 
 
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
-
-
 def forward(call: RunningNormalizeCall) -> RunningNormalizeResults:
-    x, mask, states, update, shift_mean, unbiased, eps, eps_in, clip = call
-    state = states.new_zeros(3)
-    for each in states:
+    state = call.states.new_zeros(3)
+    for each in call.states:
         state = _merged(state, each)
-    if update:
-        state = _merged(state, _moments(x, mask))
+    if call.update:
+        state = _merged(state, _moments(call.x, call.mask))
     count, mean, squares = state
-    variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
-    variance = torch.where(count < 2, 1.0, variance)
-    scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
-    centred = x.double() - mean
-    result = torch.where(centred == 0, 0, centred / scale)
-    if not shift_mean:
-        result = result + mean
-    result = result.clamp(-clip, clip)
-    normalized = (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
-    return RunningNormalizeResults(normalized, state)
+    variance = torch.where(count < 2, 1.0, whiten._variance(count, squares, call.unbiased))
+    return RunningNormalizeResults(whiten._scaled(call.whitening, mean, variance, call.clip), state)
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> Tensor:

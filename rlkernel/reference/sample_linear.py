@@ -3,16 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
 from rlkernel.calls.sampling import SamplingCall
 from rlkernel.reference import linear_logprob
 from rlkernel.reference import sampling as op
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: SampleLinearCall) -> SampleLinearResults:

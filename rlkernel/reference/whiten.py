@@ -1,19 +1,16 @@
 """What ``whiten`` means, in plain PyTorch."""
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
-
-
-def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return []
+from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: WhitenCall) -> WhitenResults:
-    x, mask, weights, shift_mean, unbiased, eps, eps_in = call
+    x, mask, weights, _, unbiased, *_ = call
     # fp64 sums: a mean that is off by one fp32 ulp of 1000 is off by 1e-4 of the spread of 1000.0 to 1000.3
     wide = x.double()
     share = torch.ones_like(wide) if weights is None else weights.double()
@@ -22,15 +19,24 @@ def forward(call: WhitenCall) -> WhitenResults:
     counts = share != 0
     count = share.sum()
     mean = torch.where(counts, share * wide, 0).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
-    centred = wide - mean
-    squares = torch.where(counts, share * centred.square(), 0).sum()
+    squares = torch.where(counts, share * (wide - mean).square(), 0).sum()
+    return WhitenResults(_scaled(call, mean, _variance(count, squares, unbiased)))
+
+
+def _variance(count: Tensor, squares: Tensor, unbiased: bool) -> Tensor:
     # not less than one element: a single one has variance 0, not 0 / 0
-    variance = squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
+    return squares / (count - int(unbiased)).clamp(min=torch.finfo(torch.float32).eps)
+
+
+def _scaled(call: WhitenCall, mean: Tensor, variance: Tensor, clip: float = math.inf) -> Tensor:
+    x, mask, _, shift_mean, _, eps, eps_in = call
+    centred = x.double() - mean
     scale = (variance + eps).sqrt() if eps_in == "variance" else variance.sqrt() + eps
     result = torch.where(centred == 0, 0, centred / scale)
     if not shift_mean:
         result = result + mean
-    return WhitenResults((result if mask is None else torch.where(mask, result, 0)).to(x.dtype))
+    result = result.clamp(-clip, clip)
+    return (result if mask is None else torch.where(mask, result, 0)).to(x.dtype)
 
 
 def make_inputs(

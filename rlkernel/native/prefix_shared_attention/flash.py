@@ -23,7 +23,7 @@ from rlkernel.calls.prefix_shared_attention import (
     AttentionRule,
     OutGrads,
 )
-from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers
+from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers, widened
 from rlkernel.native import kernels_for
 from rlkernel.native.prefix_shared_attention import varlen
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
@@ -51,8 +51,9 @@ def forward(call: AttentionCall) -> AttentionResults:
     v_dim, width = v.shape[2], max(q.shape[2], v.shape[2])
     if not layout.total:
         out = q.new_empty(*q.shape[:2], v_dim)
-        return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype)))
-    q, k, v = (_widened(x, width) for x in (q, k, v))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=wide))
+    q, k, v = (widened(x, width) for x in (q, k, v))
     way = _gather if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade
     out, lse = way(_kernel(q, rule), q, k, v, layout, rule)
     out = out[..., :v_dim].contiguous()
@@ -67,15 +68,11 @@ def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) ->
     if not layout.total:
         return AttentionGrads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     dims, width = (q.shape[2], k.shape[2], v.shape[2]), max(q.shape[2], v.shape[2])
-    q, k, v, out, grad_out = (_widened(x, width) for x in (q, k, v, out, grad_out))
+    q, k, v, out, grad_out = (widened(x, width) for x in (q, k, v, out, grad_out))
     way = _gather_backward if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade_backward
     # the calls of a cascade read it again and again, some of them by 16 bytes: no copy each time
     found = way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
     return AttentionGrads(*(x[..., :d].contiguous() for x, d in zip(found, dims, strict=True)))
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[2] == width else torch.nn.functional.pad(x, (0, width - x.shape[2]))
 
 
 def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:
@@ -86,10 +83,6 @@ def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:
                 return kernel
     reasons = [reason for kernel in varlen.KERNELS for reason in kernel.reasons(q, rule.softcap, False)]
     raise NotImplementedError("; ".join(reasons))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 # gather
@@ -184,7 +177,7 @@ def _cascade_backward(
     tables = cascade(layout, q.device)
     dq, dk, dv = kernel.backward(grad_out, saved, _own(tables, rule))
     if len(tables.calls) > 1:  # more than two terms; two are added in fp32 and rounded once as they are
-        dq, dk, dv = (x.to(_wide(x.dtype)) for x in (dq, dk, dv))
+        dq, dk, dv = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (dq, dk, dv))
     for call in tables.calls:
         rows, keys = slice(*call.rows), slice(*call.keys)
         piece = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])

@@ -1,11 +1,9 @@
 """The small kernels around vendors' attention over shared prefixes, on any device that has them."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from rlkernel.native import DTYPES, kernels
+from rlkernel.native import kernels
 
 
 def attention_merge(
@@ -21,8 +19,6 @@ def attention_merge(
     weighs 0; a row where nothing has a weight gets out 0 and lse -inf.  Without ``part``, sinks alone count.
     The last dimension of each tensor must be contiguous, other strides are free.
     """
-    if out.dtype not in DTYPES:
-        return _merge_fp64(out, lse, part, part_lse, sinks)
     kernels(out.device).attention_merge(
         out=out, lse=lse, part=part, part_lse=part_lse,
         sinks=None if sinks is None else sinks.float().contiguous(),
@@ -45,9 +41,6 @@ def segment_reduce(
     Sources are [K, H, D] and contiguous, the tables int64.  The results [len(offsets) - 1, H, D] are rounded
     once, to ``dtype``: fp32 or the sources' own, which is the default.
     """
-    if source_k.dtype not in DTYPES:
-        k, v = (torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (source_k, source_v))
-        return k, v
     shape = (len(offsets) - 1, *source_k.shape[1:])
     out_k, out_v = (
         torch.empty(shape, dtype=dtype or source_k.dtype, device=source_k.device) for _ in range(2)
@@ -56,18 +49,3 @@ def segment_reduce(
         source_k=source_k, source_v=source_v, index=index, offsets=offsets, out_k=out_k, out_v=out_v
     )
     return out_k, out_v
-
-
-def _merge_fp64(
-    out: Tensor, lse: Tensor, part: Tensor | None, part_lse: Tensor | None, sinks: Tensor | None
-) -> None:
-    """For the proofs in fp64: the kernels read at most fp32."""
-    none = torch.full_like(lse, -math.inf)
-    a, b = (none if x is None else torch.where(x == math.inf, none, x) for x in (lse, part_lse))
-    sink = none if sinks is None else sinks.to(lse.dtype)[:, None].expand_as(lse)
-    total = torch.stack([a, b, sink]).logsumexp(0)
-    weights = ((x - total).exp().masked_fill(x == -math.inf, 0).T[..., None] for x in (a, b))
-    values = out, out if part is None else part
-    x, y = (torch.where(w == 0, 0, w * value) for w, value in zip(weights, values, strict=True))
-    out.copy_(x + y)
-    lse.copy_(total)
