@@ -370,6 +370,8 @@ def _logits_dtensor(rank):
         out = rlkernel.logprob(leaf, ids)
         out.logprobs.sum().backward()
         report.append(float((leaf.grad.full_tensor() - plain.grad).abs().max()))
+    one = distribute_tensor(logits[..., :1], mesh, [Shard(2)])  # of which a rank has no entry
+    report.append(float(rlkernel.logprob(one, ids * 0).logprobs.abs().max()))
     said = []
     for placement, options in ((Shard(2), {"vocab_start": 1}), (Partial(), {})):
         from torch.distributed.tensor import DTensor
@@ -388,7 +390,104 @@ def test_logits_that_are_a_dtensor(on_two):
         assert said == [start, "logits must be split over the vocabulary once"]
 
 
-SMALL = {"special": _special, "errors": _errors, "logits": _logits_dtensor}
+# A call of some rows: the op, its options, what of the inputs differs, and which outputs have a gradient.
+WAYS = {
+    "3 dimensions": ("logprob", {"rows": (2, 5), "entropy": True}),
+    "no rows": ("logprob", {"rows": (0,), "entropy": True}),
+    "all ignored": ("logprob", {"rows": (5,), "entropy": True, "ids": -100}),
+    "entropy alone": ("logprob", {"rows": (5,), "entropy": True, "of": (1,)}),
+    "lse alone": ("logprob", {"rows": (5,), "of": (2,)}),
+    "fp16": ("logprob", {"rows": (5,), "dtype": torch.float16, "entropy": True}),
+    "fp64": ("logprob", {"rows": (5,), "dtype": torch.float64, "entropy": True}),
+    "in place": ("logprob", {"rows": (5,), "entropy": True, "inplace_backward": True}),
+    "head": ("linear_logprob", {"rows": (2, 5), "entropy": True, "temperature": 0.7}),
+    "head, no rows": ("linear_logprob", {"rows": (0,), "entropy": True}),
+    "head, all ignored": ("linear_logprob", {"rows": (5,), "ids": -100}),
+    "head, entropy alone": ("linear_logprob", {"rows": (5,), "entropy": True, "of": (1,)}),
+    "head, frozen": ("linear_logprob", {"rows": (5,), "frozen": ("weight", "bias")}),
+    "head, frozen hidden": ("linear_logprob", {"rows": (5,), "frozen": ("hidden",)}),
+    "head, mixed": ("linear_logprob", {"rows": (5,), "hidden_dtype": torch.bfloat16, "entropy": True}),
+    "head, fp64": ("linear_logprob", {"rows": (5,), "dtype": torch.float64, "entropy": True}),
+    "head, autocast": ("linear_logprob", {"rows": (5,), "autocast": True}),
+}
+ODD = {"none and all": ((0, 0), (0, 11)), "all and none": ((0, 11), (11, 11)), "one": ((1, 11), (0, 1))}
+
+
+def _way(
+    op, span, shard, rows=(5,), dtype=torch.float32, hidden_dtype=None, ids=None, frozen=(), of=(0, 2), **way
+):
+    """Outputs and gradients, those of ``span`` of a vocabulary of 11; backward runs twice."""
+    g = torch.Generator().manual_seed(6)
+    draw = lambda *shape, dtype=dtype: torch.randn(*shape, generator=g).to(dtype)  # noqa: E731
+    target_ids = torch.randint(0, 11, rows, generator=g, dtype=torch.int32)
+    if ids is not None:
+        target_ids.fill_(ids)
+    here = slice(*span)
+    if op == "logprob":  # a view, as trainers have it
+        leaves = {"logits": draw(*rows[:-1], rows[-1] + 1, 11)[..., here].clone()}
+        given = lambda x: {"logits": x["logits"][..., :-1, :] * 1}  # noqa: E731
+    else:
+        hidden = draw(*rows, 8, dtype=hidden_dtype or dtype)
+        leaves = {"hidden": hidden, "weight": draw(11, 8)[here].clone(), "bias": draw(11)[here].clone()}
+        given = dict
+    leaves = {k: v.requires_grad_(k not in frozen) for k, v in leaves.items()}
+    context = torch.autocast("cpu", torch.bfloat16, enabled=way.pop("autocast", False))
+    options = {"return_entropy": way.pop("entropy", False), **way, **shard}
+    with context:
+        out = getattr(rlkernel, op)(**given(leaves), target_ids=target_ids, **options)
+    loss = sum((out[i] * torch.linspace(-1, 1, out[i].numel()).view(rows)).sum() for i in of)
+    again = not options.get("inplace_backward", False)
+    for keep in (True, False)[1 - again :]:
+        loss.backward(retain_graph=keep)
+    with torch.inference_mode():
+        silent = getattr(rlkernel, op)(**given(leaves), target_ids=target_ids, **options)
+    return [*out, *silent], {k: v.grad for k, v in leaves.items()}
+
+
+def _ways(rank):
+    """The largest relative difference of each way of calling, of each backend and cut."""
+    found = {}
+    for cut, spans in ODD.items():
+        begin, end = spans[rank]
+        shard = {"group": torch.distributed.group.WORLD, "vocab_start": begin}
+        for name in ("native", "reference"):
+            for case, (op, way) in WAYS.items():
+                if name == "native" and torch.float64 in way.values():
+                    continue
+                with running(name):
+                    got, grads = _way(op, (begin, end), shard, **way)
+                    want, whole = _way(op, (0, 11), {}, **way)
+                whole = {
+                    k: v if v is None or k == "hidden" else _part(k, v, begin, end) for k, v in whole.items()
+                }
+                pairs = zip([*got, *grads.values()], [*want, *whole.values()], strict=True)
+                found[cut, name, case] = max(_far(a, b) for a, b in pairs)
+    return found
+
+
+def _part(name, x, begin, end):
+    return x[..., begin:end] if name == "logits" else x[begin:end]
+
+
+def _far(a, b):
+    assert (a is None) == (b is None)
+    if a is None:
+        return 0.0
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape)
+    apart = (a.double() - b.double()).abs() / b.double().abs().clamp(min=1)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def test_ways_of_calling(on_two):
+    """Shards of all entries, of one and of none: as on one rank, but for the order of sums."""
+    for found in on_two["ways"]:
+        assert len(found) == len(ODD) * (2 * len(WAYS) - 2)
+        for where, apart in found.items():
+            narrow = {"fp16": 1e-3, "head, mixed": 1e-2, "head, autocast": 2e-2}
+            assert apart <= narrow.get(where[-1], 2e-6), (where, apart)
+
+
+SMALL = {"special": _special, "errors": _errors, "logits": _logits_dtensor, "ways": _ways}
 
 
 def _small(rank, kind):

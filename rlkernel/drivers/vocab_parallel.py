@@ -42,7 +42,7 @@ def forward(impl: Any, call: Call, vocab: int) -> Any:
     assert call.group is not None
     ids, mine = call.target_ids, _mine(call, vocab)
     # where another rank has the target any entry will do: what is said of it is not looked at
-    own = impl.forward(_own(call, torch.where(mine, ids - call.vocab_start, 0)))
+    own = impl.forward(_own(call, torch.where(mine, ids - call.vocab_start, 0))) if vocab else _nothing(call)
     kept = ids != call.ignore_index
     target = own.logprobs.double() + own.log_sum
     target = torch.where(own.row_max == -torch.inf, -torch.inf, target)
@@ -61,6 +61,8 @@ def forward(impl: Any, call: Call, vocab: int) -> Any:
 
 def backward_logits(impl: Any, call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tuple[Tensor]:
     """The gradient of this rank's logits, for which no rank asks another."""
+    if call.logits.numel() == 0:
+        return (torch.empty_like(call.logits),)
     return impl.backward(_outside(call, call.logits.shape[-1]), results, grads)
 
 
@@ -72,7 +74,7 @@ def backward_head(
     wide = torch.promote_types(call.hidden.dtype, torch.float32)
     # as fp32 states the backend leaves their gradient unrounded; the product's operands stay what they are
     own = _outside(call, call.weight.shape[0])._replace(hidden=call.hidden.to(wide))
-    found = impl.backward(own, results, grads)
+    found = impl.backward(own, results, grads) if len(call.weight) else _no_gradient(own)
     if found.hidden is None:
         return found
     whole = summed_in_rank_order(found.hidden, group_of(call.group))
@@ -120,6 +122,26 @@ def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
             entropy += torch.where(p == 0, 0, p * (inside - log_p))
         out.append(entropy)
     return out
+
+
+def _nothing(call: Call) -> LogprobResults | LinearLogprobResults:
+    """What a rank says that has no entry."""
+    narrow = call.logits.dtype if isinstance(call, LogprobCall) else call.compute_dtype
+    dtype = torch.promote_types(narrow, torch.float32)
+    none, *others = (torch.zeros_like(call.target_ids, dtype=dtype) for _ in range(4))
+    entropy = torch.zeros_like(none) if call.return_entropy else None
+    row_max, lse, log_sum = others
+    results = LogprobResults(none, entropy, lse, row_max.fill_(-torch.inf), log_sum)
+    return results if isinstance(call, LogprobCall) else LinearLogprobResults.of(results)
+
+
+def _no_gradient(call: LinearLogprobCall) -> LinearGrads:
+    hidden, weight, bias = call.needs
+    return LinearGrads(
+        torch.zeros_like(call.hidden) if hidden else None,
+        torch.empty_like(call.weight) if weight else None,
+        torch.empty_like(call.bias) if bias and call.bias is not None else None,
+    )
 
 
 def _mine(call: LogprobCall | LinearLogprobCall, vocab: int) -> Tensor:

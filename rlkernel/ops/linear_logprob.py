@@ -83,7 +83,7 @@ def linear_logprob(
         support_offsets: [N + 1] int32 or int64: row r keeps
             ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
         group: a ``torch.distributed`` process group whose ranks have the same ``hidden`` and each some rows
-            of weight and bias, as many as it likes.  ``target_ids`` count in the whole vocabulary.
+            of weight and bias, as many as it likes or none.  ``target_ids`` count in the whole vocabulary.
         vocab_start: with ``group``, the first vocabulary entry of this rank.
 
     With a group, every rank gets the outputs of the whole head, to the bit the same ones; the bits depend on
@@ -108,11 +108,11 @@ def linear_logprob(
     frozen-head trick.
     """
     weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
+    group, first = _vocab_parallel.named(group, vocab_start)
     head = checked_head(
         hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        ignore_index=ignore_index, logits_dtype=logits_dtype,
+        ignore_index=ignore_index, logits_dtype=logits_dtype, sharded=group is not None,
     )  # fmt: skip
-    group, first = _vocab_parallel.named(group, vocab_start)
     _vocab_parallel.no_support(support_ids, group)
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm=algorithm,

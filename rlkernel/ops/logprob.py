@@ -54,7 +54,7 @@ def logprob(
         support_offsets: [N + 1] int32 or int64 over the N rows: row r keeps
             ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
         group: a ``torch.distributed`` process group whose ranks have the same rows and each some entries of
-            the vocabulary, as many as it likes.  ``target_ids`` count in the whole of it.
+            the vocabulary, as many as it likes or none.  ``target_ids`` count in the whole of it.
         vocab_start: with ``group``, the first entry of this rank.  A DTensor of logits that is split over its
             last dimension needs neither.
 
@@ -82,7 +82,7 @@ def logprob(
     _validate.floating("logits", logits)
     logits, group, vocab_start = _vocab_parallel.local_logits(logits, group, vocab_start)
     group, first = _vocab_parallel.named(group, vocab_start)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
+    if logits.dim() == 0 or (logits.shape[-1] == 0 and group is None):
         raise ValueError(f"logits must be [..., V] with V >= 1, got {tuple(logits.shape)}")
     rows = logits.shape[:-1]
     target_ids = _validate.target_ids(target_ids, rows, "the rows of logits", logits.device)
