@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.sample import rejection_sampler
 
 import rlkernel
-from rlkernel.integrations.vllm import contract, positions
+from rlkernel.integrations.vllm import contract, positions, support
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "rejection_sample"
@@ -96,6 +96,7 @@ def verified(
     behind = target_logits.new_zeros(rows, 1, target_logits.shape[1])
     greedy = metadata.all_greedy or metadata.temperature == rejection_sampler.GREEDY_TEMPERATURE
     seeds, start = _numbers(metadata.generators, lengths)
+    support.keep_drafted(target_logits, num_draft_tokens, greedy)
     out = rlkernel.verify_chain(
         draft_token_ids[index],
         torch.cat([target_logits[index], behind], 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,16 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+import rlkernel
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import contract
-from rlkernel.integrations.vllm.rollout import ASK, UNKNOWN
+from rlkernel.integrations.vllm.masks import Kept, Masks
+from rlkernel.integrations.vllm.rollout import ASK
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "GPUModelRunner.sample_tokens"
 LISTS = ("token_ids", "offsets", "cu_num_generated_tokens")  # what the output of a request is made of
+ENOUGH = 2**31 - 1  # for any vocabulary
 
 
 def plan(patch: VllmPatch) -> None:
@@ -47,26 +50,17 @@ def plan(patch: VllmPatch) -> None:
     patch.replace(Scheduler, "update_from_output", _update_from_output(update), expected=update)
 
 
-# in the process of the model
-
-
 class _Step:
-    """The tokens that are sampled now: how many kept ones each row has room for, and what became of it."""
+    """The tokens that are sampled now: what the requests ask for, and what is known of it."""
 
-    def __init__(self, rooms: list[int]) -> None:
-        self.rooms = rooms
-        self.kept: _Kept | None = None
+    def __init__(self, rooms: list[int], drafts: list[int] | None) -> None:
+        self.rooms = rooms  # for the kept tokens of a place, by row
+        self.drafts = drafts  # how many, by row
+        self.kept: Kept | None = None  # for the token of each row, or that behind its drafts
+        self.drafted: Kept | None = None  # for the drafts, row after row
 
-
-class _Kept(NamedTuple):
-    """Of ``rlkernel.SampleOutput``."""
-
-    ids: Tensor  # [n K]
-    offsets: Tensor  # [n + 1]
-    unknown: Tensor  # [n]
-
-    def to_cpu(self) -> _Kept:
-        return _Kept(*(x.to("cpu", non_blocking=True) for x in self))
+    def masks(self) -> Masks:
+        return Masks.of(self.rooms, self.kept, self.drafts, self.drafted)
 
 
 _step: _Step | None = None
@@ -86,30 +80,61 @@ def add_options(options: dict[str, Any], logits: Tensor) -> None:
 def keep(out: Any) -> None:
     """The support of what was sampled, where a request asks for it."""
     if _step is not None:
-        _step.kept = _Kept(out.support_ids, out.support_offsets, out.support_overflow | ~out.valid)
+        _step.kept = _kept(out)
+
+
+def keep_drafted(target_logits: Tensor, num_draft_tokens: list[int], greedy: Tensor | bool) -> None:
+    """The support of drafted places, of whose logits vLLM's filters have left those of the kept tokens."""
+    if _step is None:
+        return
+    one = torch.tensor(num_draft_tokens, device=target_logits.device)
+    cold = torch.as_tensor(greedy, device=one.device).expand_as(one).repeat_interleave(one)
+    options: dict[str, Any] = {}
+    add_options(options, target_logits)
+    # a seed of its own: nothing is drawn of the generator that others draw from
+    out = rlkernel.sample(
+        target_logits, temperature=torch.where(cold, 0.0, 1.0), seeds=0, return_logprobs=(), **options
+    )
+    _step.drafted = _kept(out)
+
+
+def _kept(out: Any) -> Kept:
+    return Kept(out.support_ids, out.support_offsets, out.support_overflow | ~out.valid)
 
 
 def _sample_tokens(original: Callable[..., Any], patch: VllmPatch) -> Callable[..., Any]:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         global _step
-        rooms = [] if self.execute_model_state is None else _asked(self, patch)
+        state = self.execute_model_state
+        rooms = [] if state is None else _asked(self, patch)
         if not any(rooms):
             return original(self, grammar_output)
-        if self.speculative_config is not None:
-            patch.left(NAME, "the support of tokens that were drafted")
+        if self.speculative_config is not None and not _takes_several_places():
+            patch.left(NAME, "the support of several tokens a step")
             return original(self, grammar_output)
         patch.count(patch.calls, NAME)
-        before, _step = _step, (step := _Step(rooms))
+        drafting = state.spec_decode_metadata
+        before, step = _step, _Step(rooms, None if drafting is None else drafting.num_draft_tokens)
+        _step = step
         try:
             output = original(self, grammar_output)
         finally:
             _step = before
         if isinstance(output, AsyncModelRunnerOutput):
             return _Later(output, step, self)
-        output.sampling_masks = Masks.of(step.kept, rooms)
+        output.sampling_masks = step.masks()
         return output
 
     return sample_tokens
+
+
+def _takes_several_places() -> bool:
+    """vLLM 0.31 makes one place of those of a step."""
+    try:
+        SamplingMaskLists(np.arange(2), np.arange(3)).slice_request(0, 2)
+    except AssertionError:
+        return False
+    return True
 
 
 def _asked(runner: Any, patch: VllmPatch) -> list[int]:
@@ -125,20 +150,21 @@ def _room(params: Any, patch: VllmPatch) -> int:
     if not isinstance(room, int) or isinstance(room, bool) or room < 0:  # one request must not end the engine
         patch.left(NAME, f"extra_args[{ASK!r}] must be an integer >= 0, got {room!r}")
         return 0
-    return room
+    return min(room, ENOUGH)
 
 
 class _Later(AsyncModelRunnerOutput):
     """An output whose tokens are still on their way from the device, with its kept sets on the same way."""
 
     def __init__(self, output: AsyncModelRunnerOutput, step: _Step, runner: Any) -> None:
-        self._output, self._rooms, self._kept = output, step.rooms, step.kept
-        self._on_device, self._ready = step.kept, None
-        if step.kept is not None and step.kept.ids.is_cuda:
-            stream = runner.async_output_copy_stream
+        self._output, self._step = output, step
+        self._on_device = step.kept, step.drafted  # held until they are copied
+        self._ready: Any = None
+        stream = runner.async_output_copy_stream
+        if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._kept = step.kept.to_cpu()
+                step.kept, step.drafted = (x and x.to_cpu() for x in self._on_device)
                 self._ready = torch.cuda.Event(blocking=True)
                 self._ready.record()
 
@@ -146,52 +172,14 @@ class _Later(AsyncModelRunnerOutput):
         output = self._output.get_output()
         if self._ready is not None:
             self._ready.synchronize()
-        self._on_device = None  # held until the copies were made
-        output.sampling_masks = Masks.of(self._kept, self._rooms)
+        del self._on_device
+        output.sampling_masks = self._step.masks()
         return output
 
 
-# between the processes
-
-
-class Masks(NamedTuple):
-    """In the place of vLLM's ``SamplingMaskLists`` of a batch: it may be that one request asks and another
-    does not."""
-
-    token_ids: np.ndarray
-    offsets: np.ndarray
-    asked: list[bool]
-
-    @classmethod
-    def of(cls, kept: _Kept | None, rooms: list[int]) -> Masks:
-        """Of a batch that vLLM's own sampler served, nothing is known."""
-        room = np.array(rooms, dtype=np.int64)
-        if kept is None:
-            ids, counts = np.empty(0, dtype=np.int32), np.zeros_like(room)
-            unknown = np.ones(len(room), dtype=bool)
-        else:
-            ids, offsets, unknown = (x.cpu().numpy() for x in kept)
-            counts = np.diff(offsets)
-            unknown = unknown | (counts > room)
-        said = (room > 0) & ~unknown
-        unsaid = (room > 0) & unknown
-        ids = ids[: counts.sum()][np.repeat(said, counts)]
-        counts = np.where(said, counts, 0)
-        ids = np.insert(ids, np.cumsum(counts)[unsaid], UNKNOWN)
-        offsets = np.concatenate(([0], np.cumsum(counts + unsaid)))
-        return cls(ids, offsets, (room > 0).tolist())
-
-    def slice_request(self, row: int, num_positions: int) -> SamplingMaskLists | None:
-        """What vLLM's scheduler takes for the request of a row, which has ``num_positions`` new tokens."""
-        if not self.asked[row] or num_positions != 1:
-            return None
-        return SamplingMaskLists(self.token_ids[self.offsets[row] : self.offsets[row + 1]])
-
-
-# in the process of the scheduler
-
-
 def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In the scheduler's process, which may have been told nothing of masks."""
+
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         if not isinstance(model_runner_output.sampling_masks, Masks):
             return original(self, scheduler_output, model_runner_output)

@@ -266,3 +266,63 @@ def test_from_a_worker_process(narrow, prompts, model):
     assert masks(there) == masks(here)
     mine, others = support_of(here), support_of(there)
     assert torch.equal(mine.ids, others.ids) and torch.equal(mine.offsets, others.offsets)
+
+
+@pytest.fixture
+def expanded(monkeypatch):
+    """What each row asks for at each of its drafts: vLLM 0.32's own leaves it unwritten on a CPU."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
+
+
+def test_tokens_that_were_drafted(model, expanded, monkeypatch):
+    """Beside vLLM's own log-probabilities of the whole vocabulary, which are those of the kept tokens."""
+    from vllm import SamplingParams
+
+    from rlkernel.integrations.vllm.masks import Masks
+
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
+    several = []
+    original = Masks.slice_request
+
+    def slice_request(self, row, num_positions):
+        several.append(num_positions > 1)
+        return original(self, row, num_positions)
+
+    monkeypatch.setattr(Masks, "slice_request", slice_request)
+    llm = engines.in_process(model, logprobs_mode="processed_logprobs", speculative_config=drafting)
+    cycles = [{"prompt_token_ids": [7 + i, 8, 9 + i, 10] * 6} for i in range(8)]
+    options = {"max_tokens": 80, "ignore_eos": True, "logprobs": engines.VOCAB}
+    filters = [{"top_p": 0.4}, {"top_k": 4}, {"temperature": 0.0}, {"top_p": 0.3, "temperature": 0.3}] * 2
+    params = [SamplingParams(seed=i, **(options | each)) for i, each in enumerate(filters)]
+    with rlkernel.patch_vllm(strict=True, return_support=200) as patch:
+        outputs = ask(llm, cycles, params)
+    assert sum(several) > 5 and patch.calls["rejection_sample"] > 5
+    known = 0
+    for kind, output in zip(params, outputs, strict=True):
+        (sample,) = output.outputs
+        steps = zip(sample.token_ids, sample.sampling_mask.token_ids, sample.logprobs, strict=True)
+        for token, kept, scores in steps:
+            if kept == [-1]:
+                continue
+            if kind.temperature == 0:
+                assert kept == [token]
+            else:
+                left = sorted(id for id, entry in scores.items() if entry.logprob > -1e30)
+                assert (kept or list(range(engines.VOCAB))) == left
+            known += 1
+    total = sum(len(output.outputs[0].token_ids) for output in outputs)
+    if any("bonus" in reason for reason in patch.fallbacks):  # vLLM's own: behind drafts that all stood
+        assert known > total / 8
+    else:
+        assert known == total
