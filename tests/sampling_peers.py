@@ -24,14 +24,16 @@ def hf(name):
 def vllm_sampler(
     mode, logits, temperature=1.0, num_logprobs=-1, allowed=None, processors=(), given=None, **filters
 ):
-    """The output of vLLM's ``Sampler`` for requests that all have these options."""
+    """The output of vLLM's ``Sampler`` for requests that all have these options; greedy with T = None."""
     sampler, metadata = vllm("v1.sample.sampler"), vllm("v1.sample.metadata")
     rows = len(logits)
     dtypes = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
     made = {name: torch.full((rows,), value, dtype=dtypes[name]) for name, value in filters.items()}
     invariant = [_min_p(made.pop("min_p"))] if "min_p" in made else []
+    greedy = temperature is None
     asked = metadata.SamplingMetadata(
-        temperature=torch.full((rows,), temperature), all_greedy=False, all_random=True,
+        temperature=None if greedy else torch.full((rows,), temperature), all_greedy=greedy,
+        all_random=not greedy,
         top_p=made.get("top_p"), top_k=made.get("top_k"), generators={}, max_num_logprobs=num_logprobs,
         no_penalties=True, prompt_token_ids=None, frequency_penalties=None, presence_penalties=None,
         repetition_penalties=None, output_token_ids=[[]] * rows,
@@ -39,7 +41,9 @@ def vllm_sampler(
         logprob_token_ids=given,
         logitsprocs=SimpleNamespace(argmax_invariant=invariant, non_argmax_invariant=list(processors)),
     )  # fmt: skip
-    return sampler.Sampler(mode)(logits.clone(), asked)
+    theirs = sampler.Sampler(mode)
+    theirs.greedy_sample = lambda logits: logits.argmax(-1)  # its own is a kernel of vLLM's extension
+    return theirs(logits.clone(), asked)
 
 
 def vllm_processed(logits, temperature=1.0, **options):

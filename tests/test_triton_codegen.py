@@ -217,6 +217,8 @@ REGISTERS = {
     ("sampling: fp32 band gumbel", "finish_kernel"): (128, 123, 116, 71),
     ("sampling: bf16 everything", "statistics_kernel"): (191, 155, 193, 72),
     ("sampling: bf16 everything", "finish_kernel"): (126, 128, 126, 75),
+    ("sampling: bf16 ranks of ties", "statistics_kernel"): (72, 64, 72, 54),
+    ("sampling: bf16 ranks of ties", "finish_kernel"): (128, 128, 128, 69),
     ("sampling: bf16 everything odd V", "statistics_kernel"): (192, 156, 198, 72),
     ("sampling: bf16 everything odd V", "finish_kernel"): (112, 112, 108, 67),
     ("sampling: fp32 everything gumbel joint", "statistics_kernel"): (234, 201, 222, 80),
@@ -246,6 +248,7 @@ SHARED = {
     "sampling: bf16 band odd V": (4096,) * 4,
     # so do the addresses of the candidates that are gathered
     "sampling: bf16 top-k top-p": (16384, 16384, 16384, 8192),
+    "sampling: bf16 ranks of ties": (16384, 16384, 16384, 8192),
     "sampling: bf16 band": (16384, 16384, 16384, 8192),
     "sampling: fp32 band gumbel": (16384, 16384, 16384, 8192),
     "sampling: bf16 everything": (16384, 16384, 16384, 8192),

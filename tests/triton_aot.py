@@ -147,8 +147,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
             preference_loss.backward(call, preference_loss.forward(call), rows[0, 0])
             keys, k = torch.arange(n), int(16 * t)
             numbers = (t, k, t / 9, t / 9, t)  # temperature to top_n_sigma
-            asked = "sequential", False, True, True, True, n
-            request = Sampling(*numbers, keys, keys, None, None, None, *asked)
+            request = Sampling(*numbers, keys, keys, raw=True, entropy=True, rank=True, support=n)
             sampling.forward(SamplingCall(logits.reshape(n, 256), None, request))
             gae.forward(
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")

@@ -10,7 +10,16 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.calls.sampling import FILTER_ORDERS, GROUP, SPLIT, SampleStats, Sampling, SamplingCall, Scratch
+from rlkernel.calls.sampling import (
+    FILTER_ORDERS,
+    GROUP,
+    RANK_TIES,
+    SPLIT,
+    SampleStats,
+    Sampling,
+    SamplingCall,
+    Scratch,
+)
 from rlkernel.triton_ops._device import taking_logits
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import statistics_kernel
@@ -79,7 +88,9 @@ def finish(
             request.thresholds, request.band, request.seeds, request.positions, request.token_ids,
             request.skip, records, group_max,
             *stats[:9], request.support, *stats[9:], listed, candidates,
-            FILTER=filters, ORDER=FILTER_ORDERS.index(request.order), GUMBEL=request.gumbel,
+            FILTER=filters, ORDER=FILTER_ORDERS.index(request.order),
+            TIES=RANK_TIES.index(request.rank_ties), GUMBEL=request.gumbel,
+            GREEDY_SOFTMAX=request.greedy_softmax,
             SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
             GROUPS=max(64, min(1024, triton.next_power_of_2(groups))), ROOM=ROOM,
             num_warps=warps, enable_fp_fusion=False,

@@ -24,7 +24,7 @@ from rlkernel.triton_ops.sampling_kernels import (
 )
 from rlkernel.triton_ops.sampling_random import REDRAW, draw_below, gumbel_noise, key_of
 
-Order = Names(calls.FILTER_ORDERS)
+Order, Ties = Names(calls.FILTER_ORDERS), Names(calls.RANK_TIES)
 Threshold, Band = Names(calls.THRESHOLDS), Names(calls.BAND)
 THRESHOLDS, BANDS = tl.constexpr(len(Threshold)), tl.constexpr(len(Band))
 
@@ -146,14 +146,14 @@ def write_support(support, size, listed, n, x_ptr, adjusted, bitmask, V, pivot, 
 
 
 @triton.jit
-def rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
-    """1 + the number of tokens with a larger z, or the same and a lower id."""
+def rank_of(z_token, upto, listed, group_max, groups, x_ptr, adjusted, bitmask, V, N: tl.constexpr):
+    """The number of tokens with a larger z, or the same and an id of at most ``upto``."""
     n = sets.list_groups(listed, group_max, groups, None, z_token, N)
-    rank = tl.full((), 1, tl.int64)
+    rank = tl.full((), 0, tl.int64)
     for start in range(0, n, sets.BATCH):
         z, tokens = sets.load_survivors(listed, n, start, x_ptr, adjusted, bitmask, V)
-        before = (z > z_token) | ((z == z_token) & (tokens < token))
-        rank += tl.sum(before.to(tl.int32)).to(tl.int64)
+        counted = (z > z_token) | ((z == z_token) & (tokens <= upto))
+        rank += tl.sum(counted.to(tl.int32)).to(tl.int64)
     return rank
 
 
@@ -166,14 +166,15 @@ def finish_kernel(
     token_out, raw_out, tempered_out, processed_out, kept_mass_out, kept_count_out, entropy_out, rank_out,
     support_out, support_size: tl.int64, valid_out, row_max_out, log_sum_out,
     listed, candidates,
-    FILTER: tl.constexpr, ORDER: tl.constexpr, GUMBEL: tl.constexpr, SPLITS: tl.constexpr,
-    GROUPS: tl.constexpr, ROOM: tl.constexpr,
+    FILTER: tl.constexpr, ORDER: tl.constexpr, TIES: tl.constexpr, GUMBEL: tl.constexpr,
+    GREEDY_SOFTMAX: tl.constexpr, SPLITS: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if skip is not None and tl.load(skip + row):
         return
     asked = load_scalar(temperatures, temperature, row)
     greedy = asked == 0.0
+    single = greedy & (not GREEDY_SOFTMAX)  # its likeliest token is its distribution
     t = softmax_temperature(asked)
     per_t = 1.0 / t
     c = (per_t * LOG2E).to(tl.float32)
@@ -280,7 +281,7 @@ def finish_kernel(
         z_token = tl.where(outside, float("nan"), z_token)
         x_token = tl.where(outside, float("nan"), x_token)
 
-    excluded = greedy & (token != argmax)  # from the kept set
+    excluded = single & (token != argmax)  # from the kept set
     if FILTER and restricted:
         excluded = not sets.is_kept(z_token, token, pivot, last, high)
         if token_ids is None and excluded:  # one draw over what is kept
@@ -300,7 +301,7 @@ def finish_kernel(
     above = (z_token.to(tl.float64) - top.to(tl.float64)) * per_t
     tempered = above - log_s
     processed = tl.where(restricted, above - log_kept, tempered)
-    processed = tl.where(excluded, float("-inf"), tl.where(greedy, 0.0, processed))
+    processed = tl.where(excluded, float("-inf"), tl.where(single, 0.0, processed))
     if token_ids is None:
         tl.store(token_out + row, tl.where(valid, token, -1).to(tl.int64))
     else:
@@ -343,5 +344,13 @@ def finish_kernel(
     if rank_out is not None:
         rank = tl.full((), 0, tl.int64)
         if valid & (not outside):
-            rank = rank_of(z_token, token, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS)
+            upto = token
+            if TIES != Ties.first:
+                upto = tl.full((), V - 1, tl.int32)
+            if TIES == Ties.kept:
+                if single & (not excluded):
+                    upto = token
+                if restricted & (not excluded) & (z_token == pivot):
+                    upto = tl.minimum(last, upto)
+            rank = rank_of(z_token, upto, listed, group_max, groups, x_ptr, adjusted, bitmask, V, GROUPS)
         tl.store(rank_out + row, rank)

@@ -192,24 +192,24 @@ int64_t draw_kept(const SamplingInputs& in, int64_t row, const Filter& filter, c
   return token;
 }
 
-// 1 + the number of tokens before this one in the order (z descending, id ascending).
-int64_t rank_of(const Reader& read, const float* group_max, int64_t vocab, float z, int64_t token) {
-  int64_t before = 0;
+// The number of tokens with a larger z, and of those with this one whose id is at most `last`.
+int64_t rank_of(const Reader& read, const float* group_max, int64_t vocab, float z, int64_t last) {
+  int64_t count = 0;
   alignas(64) float buffer[kGroup];
   const Floats value = broadcast(z);
   for (int64_t g = 0; g * kGroup < vocab; ++g) {
     if (group_max[g] < z) continue;
     const float* group = read(g, buffer);
-    const bool ahead = (g + 1) * kGroup <= token;
+    const bool ahead = (g + 1) * kGroup <= last + 1;
     for (int i = 0; i < kVectors; ++i) {
       const Floats v = load(group + i * kWidth);
-      const int64_t behind = token - (g * kGroup + i * kWidth);  // tokens of the vector that are before this one
+      const int64_t upto = last + 1 - (g * kGroup + i * kWidth);  // how many ids of the vector are not behind the last
       unsigned ties = bits_of(equal(v, value));
-      if (!ahead && ties != 0 && behind < kWidth) ties &= behind > 0 ? (1u << behind) - 1u : 0u;
-      before += __builtin_popcount(bits_of(above(v, value)) | ties);
+      if (!ahead && ties != 0 && upto < kWidth) ties &= upto > 0 ? (1u << upto) - 1u : 0u;
+      count += __builtin_popcount(bits_of(above(v, value)) | ties);
     }
   }
-  return 1 + before;
+  return count;
 }
 
 void invalid_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
@@ -255,7 +255,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   const int64_t vocab = in.whole_vocab, splits = (vocab + kSamplingSplit - 1) / kSamplingSplit;
   const int64_t groups = (vocab + kGroup - 1) / kGroup;
   const float given = of_row(in.temperature, row), temperature = is_temperature(given) ? given : 1;
-  const bool greedy = given == 0;
+  const bool greedy = given == 0, single = greedy && !in.greedy_softmax;
   const Softmax softmax(in.records + row * splits * kRecord, splits, temperature);
   if (out.support != nullptr) std::fill_n(out.support + row * out.support_size, out.support_size, -1);
   if (!(softmax.sum > 0) || softmax.finite == 0 || !parameters_hold(in, row)) return invalid_row(in, out, row);
@@ -272,7 +272,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   bool filtered = !greedy && (cut || (in.bitmask != nullptr && softmax.finite < static_cast<double>(vocab)));
   bool kept = true;
   double log_kept = 0, kept_mass = 1;
-  int64_t kept_count = static_cast<int64_t>(softmax.finite);
+  int64_t kept_count = static_cast<int64_t>(softmax.finite), last_tie = vocab - 1;
   const Reader read(in, row);
   if (filtered) {
     thread_local Candidates candidates;
@@ -288,6 +288,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
         x = read.x(token);
         kept = true;
       }
+      if (kept && z == filter.kept.pivot) last_tie = std::min(last_tie, filter.kept.last);
       const double mass = static_cast<double>(filter.kept.mass) * 0x1p-40;
       log_kept = std::log(mass);
       kept_mass = mass / softmax.sum;
@@ -295,9 +296,10 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
     }
   }
   if (greedy) {
-    kept = token == softmax.argmax;
+    kept = !single || token == softmax.argmax;
     kept_mass = std::exp(-log_sum);
     kept_count = 1;
+    if (single && kept) last_tie = token;
     if (out.support != nullptr) out.support[row * out.support_size] = static_cast<int32_t>(softmax.argmax);
   }
 
@@ -306,7 +308,7 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   float processed = tempered;
   if (inside && !kept)
     processed = -kInf;
-  else if (inside && greedy)
+  else if (inside && single)
     processed = 0;
   else if (inside && filtered)
     processed = static_cast<float>(scaled(z) - log_kept);
@@ -321,7 +323,9 @@ void finish(const SamplingInputs& in, const SamplingOutputs& out, int64_t row) {
   if (out.entropy != nullptr) out.entropy[row] = static_cast<float>(log_sum - softmax.weighted / softmax.sum);
   if (out.rank != nullptr) {
     const float* group_max = in.group_max + row * groups;
-    out.rank[row] = !inside ? 0 : token == softmax.argmax ? 1 : rank_of(read, group_max, vocab, z, token);
+    const int64_t last = in.rank_ties == RankTies::first ? token : in.rank_ties == RankTies::max ? vocab - 1 : last_tie;
+    const bool is_first = token == softmax.argmax && last == token;
+    out.rank[row] = !inside ? 0 : is_first ? 1 : rank_of(read, group_max, vocab, z, last);
   }
   out.valid[row] = true;
   if (out.row_max != nullptr) out.row_max[row] = softmax.max;

@@ -1,4 +1,4 @@
-"""vLLM's V1 sampler: filters, draw and log-probabilities by ``rlkernel.sample``, ranks by vLLM's count."""
+"""vLLM's V1 sampler: filters, draw, log-probabilities and ranks in one call of ``rlkernel.sample``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "Sampler.forward"
 RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
+RANKS: dict[str, Any] = {"return_rank": True, "rank_ties": "max"}  # as vLLM counts
 
 
 def plan(patch: VllmPatch) -> None:
@@ -88,7 +89,8 @@ def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOu
         asked["logprob_token_ids"] = given
     elif metadata.max_num_logprobs:
         asked["top_logprobs"] = metadata.max_num_logprobs
-    drawn = _raw(logits, z, asked) if mode in RAW else _processed(z, asked, metadata.all_random)
+    asked |= RANKS
+    drawn = _raw(logits, z, asked) if mode in RAW else _processed(z, asked)
     if mode in LOGITS:
         drawn = _as_logits(drawn, logits if mode in RAW else _tempered(z), given)
     others, values = (given, drawn.id_logprobs) if given is not None else (drawn.top_ids, drawn.top_logprobs)
@@ -117,43 +119,17 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     else:
         tokens = _tokens(_sample(z, return_logprobs=()))
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
-    assert out.raw_logprobs is not None
-    rank = ranks(logits, tokens)
-    return _Drawn(tokens, out.raw_logprobs, rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    assert out.raw_logprobs is not None and out.rank is not None
+    return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
 
 
-def _processed(z: Adjusted, asked: dict[str, Any], all_random: bool) -> _Drawn:
+def _processed(z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     """Of the distribution that the token is drawn from; of a greedy row, that before its largest is taken."""
-    names = ("tempered", "processed")
-    given = asked.get("logprob_token_ids")
-    ranking = "tempered" if given is None else "processed"
-    out = _sample(z, return_logprobs=names, ranking=ranking, **asked)
-    assert out.tempered_logprobs is not None and out.processed_logprobs is not None
-    assert out.kept_mass is not None and out.kept_count is not None
-    greedy = torch.as_tensor(z.options["temperature"] == 0, device=z.logits.device)
-    own = torch.where(greedy, out.tempered_logprobs, out.processed_logprobs)
-    # The kept tokens are the first of the order.
-    kept = torch.where(greedy, z.logits.shape[1], out.kept_count)
-    shift = torch.where(greedy, 0.0, out.kept_mass.log())[:, None]
-    top = out.top_logprobs
-    if top is not None:
-        top = torch.where(
-            torch.arange(top.shape[1], device=top.device) < kept[:, None], top - shift, -torch.inf
-        )
-    tokens, mine = _tokens(out), out.id_logprobs
-    if given is not None and mine is not None and not all_random:
-        plain = rlkernel.score_tokens(
-            z.logits, tokens.long(), return_logprobs=(), ranking="tempered", logprob_token_ids=given
-        )
-        assert plain.id_logprobs is not None
-        mine = torch.where(greedy[..., None], plain.id_logprobs, mine)
-    rank = torch.minimum(ranks(z.logits, tokens), kept)
-    return _Drawn(tokens, own, rank, out.top_ids, top, mine)
-
-
-def ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """vLLM's rank of a token: how many are at least as likely, itself and what ties with it among them."""
-    return (logits >= logits.gather(1, token_ids.long()[:, None])).sum(-1)
+    asked = asked | {"ranking": "processed", "greedy_logprobs": "softmax"}
+    out = _sample(z, return_logprobs=("processed",), **asked)
+    assert out.processed_logprobs is not None and out.rank is not None
+    tokens = _tokens(out)
+    return _Drawn(tokens, out.processed_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
 
 
 def _as_logits(drawn: _Drawn, values: Tensor, given: Tensor | None) -> _Drawn:

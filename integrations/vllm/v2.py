@@ -137,14 +137,13 @@ def topk_scores(logits: Tensor, count: int, token_ids: Tensor) -> tuple[Tensor, 
     """The tokens and the likeliest ones beside them, [n, 1 + count], their logprobs, the tokens' ranks."""
     ids = token_ids.long()[:, None]
     out = rlkernel.score_tokens(
-        logits, ids[:, 0], return_logprobs=("raw",), ranking="raw", top_logprobs=count
-    )
-    assert out.raw_logprobs is not None
+        logits, ids[:, 0], return_logprobs=("raw",), ranking="raw", top_logprobs=count, return_rank=True,
+        rank_ties="max",
+    )  # fmt: skip
+    assert out.raw_logprobs is not None and out.rank is not None
     scores = out.raw_logprobs.float()[:, None]
-    # vLLM's: how many are at least as likely, the token itself and those that tie with it included
-    ranks = (logits >= logits.gather(1, ids)).sum(1)
     if count:
         assert out.top_ids is not None and out.top_logprobs is not None
         ids = torch.cat([ids, out.top_ids.long().clamp(min=0)], 1)
         scores = torch.cat([scores, out.top_logprobs.float()], 1)
-    return ids, scores, ranks
+    return ids, scores, out.rank

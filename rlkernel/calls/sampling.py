@@ -11,6 +11,8 @@ FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
 METHODS = ("grouped", "gumbel")
 LOGPROBS = ("raw", "tempered", "processed")
 RANKINGS = ("tempered", "raw", "processed")
+RANK_TIES = ("first", "max", "kept")  # rlkernel::RankTies; the last is "max" of processed ones
+GREEDY_LOGPROBS = ("argmax", "softmax")
 THRESHOLDS = ("epsilon_cutoff", "eta_cutoff", "top_a")  # columns of what is given for each row
 BAND = ("typical_p", "xtc_threshold")
 XTC_THRESHOLD = 0.1  # that of llama.cpp and text-generation-webui
@@ -103,9 +105,11 @@ class Sampling(NamedTuple):
     skip: Tensor | None = None  # bool: rows that are neither read nor written
     order: str = FILTER_ORDERS[0]
     gumbel: bool = False  # method
+    greedy_softmax: bool = False  # processed log-probabilities of a row with T = 0 are the tempered ones
     raw: bool = False
     entropy: bool = False
     rank: bool = False
+    rank_ties: str = RANK_TIES[0]
     support: int = 0  # room for the kept tokens of a row, 0: not wanted
     softmax: bool = False  # row_max and log_sum
     thresholds: Tensor | None = None  # fp32 [B, THRESHOLDS], each off at 0

@@ -66,7 +66,8 @@ def _fields(
         "min_p": request.min_p, "top_n_sigma": request.top_n_sigma, "thresholds": request.thresholds,
         "band": request.band, "seeds": request.seeds, "positions": request.positions,
         "token_ids": request.token_ids, "skip": request.skip, "order": request.order,
-        "gumbel": request.gumbel, "raw": request.raw,
+        "rank_ties": request.rank_ties, "gumbel": request.gumbel,
+        "greedy_softmax": request.greedy_softmax, "raw": request.raw,
         "entropy": request.entropy or request.thresholds is not None, "sigma": request.may_use_sigma,
         "partials": scratch.records, "group_max": scratch.group_max,
     }  # fmt: skip

@@ -235,7 +235,8 @@ def _statistics(
     log_kept = (kept_mass.double() / MASS_ONE).log()
     restricted = ((softmax.d / softmax.t).gather(-1, index)[:, 0].double() - log_kept).to(z.dtype)
     processed = torch.where(filtered, torch.where(is_kept, restricted, -torch.inf), tempered)
-    processed = torch.where(greedy, torch.where(is_kept, 0.0, -torch.inf), processed)
+    single = greedy & (not sampling.greedy_softmax)
+    processed = torch.where(single, torch.where(is_kept, 0.0, -torch.inf), processed)
     processed = torch.where(usable, processed, torch.nan)
     share = (kept_mass.double() / MASS_ONE / softmax.total.double()).to(z.dtype)
     share = torch.where(greedy, (-log_sum).exp(), torch.where(filtered, share, 1.0))
@@ -247,8 +248,12 @@ def _statistics(
         entropy = torch.where(valid, log_sum - softmax.weighted.sum(-1) / softmax.total, torch.nan)
     if sampling.rank:
         ids, at_token = torch.arange(vocab, device=z.device), z.gather(-1, index)
-        before = (z > at_token) | ((z == at_token) & (ids < index))
-        rank = torch.where(usable, 1 + before.sum(-1), 0)
+        ties = z == at_token
+        if sampling.rank_ties == "first":
+            ties = ties & (ids <= index)
+        elif sampling.rank_ties == "kept":
+            ties = ties & (kept | (~is_kept | (greedy & ~single))[:, None])
+        rank = torch.where(usable, ((z > at_token) | ties).sum(-1), 0)
     if sampling.support:
         support = _support(kept & (valid & (filtered | greedy))[:, None], sampling.support)
     if sampling.token_ids is None:

@@ -34,6 +34,9 @@ def cases():
         "bf16 band odd V": lambda: run(50257, bf16, True, True, **everything, band=torch.ones(2, 2)),
         "fp32 band gumbel": lambda: run(151936, fp32, band=torch.ones(2, 2), gumbel=True),
         "bf16 everything": lambda: run(151936, bf16, True, True, **everything),
+        "bf16 ranks of ties": lambda: run(
+            151936, bf16, temperature=rows, top_p=0.9, rank=True, rank_ties="kept", greedy_softmax=True
+        ),
         "bf16 everything odd V": lambda: run(50257, bf16, True, True, **everything),
         "fp32 everything gumbel joint": lambda: run(
             151936, fp32, masked=True, **everything, gumbel=True, order="joint"

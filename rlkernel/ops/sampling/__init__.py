@@ -41,11 +41,13 @@ def sample(
     filter_order: str = "sequential",
     method: str = "grouped",
     return_logprobs: tuple[str, ...] = LOGPROBS,
+    greedy_logprobs: str = "argmax",
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
     logprob_token_ids: Tensor | None = None,
     ranking: str = "tempered",
+    rank_ties: str = "first",
     return_support: int = 0,
     out: SampleOutput | None = None,
     group: Any = None,
@@ -100,12 +102,17 @@ def sample(
         method: "grouped": one Gumbel variable for each 64 tokens and an exact draw inside the best group;
             "gumbel": one for each token, the stream of vLLM's model runner.
         return_logprobs: which of the three to return.
+        greedy_logprobs: of what a row with T = 0 has its processed log-probabilities.  "argmax": of the token
+            that it takes, which has 0; "softmax": of the distribution before one is taken (vLLM's).  In both
+            the token alone is kept.
         return_entropy: also the entropy of ``softmax(z / T)``.
         return_rank: also the token's place in the order, from 1.
         top_logprobs: how many of the likeliest tokens to return, with their log-probabilities.
         logprob_token_ids: integers [K] or [..., K], tokens whose log-probabilities to return; -1 is padding.
         ranking: whose order the rank and the likeliest tokens are of, and whose log-probabilities theirs and
             those of ``logprob_token_ids`` are: "tempered", "raw" (vLLM's default) or "processed".
+        rank_ties: which rank tokens have that are as likely.  "first": each its own, lower ids first; "max":
+            all that of the last one (vLLM's), where ``ranking="processed"`` of the last one that is kept.
         return_support: room for the kept tokens of a row; 0 does not return them.
         out: a SampleOutput of an earlier call, whose tensors receive the results.
         group: a ``torch.distributed`` process group whose ranks have the same rows and each some entries of

@@ -81,6 +81,7 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
         raise ValueError(f"return_logprobs must be a tuple of names, got {logprobs!r}")
     for each in logprobs:
         _validate.choice("return_logprobs", each, calls.LOGPROBS)
+    _validate.choice("greedy_logprobs", options["greedy_logprobs"], calls.GREEDY_LOGPROBS)
     support = numbers.whole("return_support", options["return_support"], 0, 2**31 - 1, _ROOM)
     seeds, positions, drawn = options["seeds"], options["positions"], token_ids is None
     if drawn or seeds is not None:
@@ -99,14 +100,21 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
         token_bitmask=_bitmask(options["token_bitmask"], rows),
         order=order,
         gumbel=method == "gumbel",
+        greedy_softmax=options["greedy_logprobs"] == "softmax",
         raw="raw" in logprobs,
         entropy=bool(options["return_entropy"]),
         rank=bool(options["return_rank"]),
+        rank_ties=_rank_ties(options["rank_ties"], options["ranking"]),
         support=support,
         softmax=bool(options["top_logprobs"]) or options["logprob_token_ids"] is not None,
         thresholds=_thresholds(options, rows),
         band=_band(options, seeds, positions, rows),
     )
+
+
+def _rank_ties(ties: str, ranking: str) -> str:
+    _validate.choice("rank_ties", ties, calls.RANK_TIES[:2])
+    return "kept" if ties == "max" and ranking == "processed" else ties
 
 
 def _float(name: str, options: dict[str, Any], rows: Rows) -> float | Tensor:

@@ -42,11 +42,13 @@ class ChainOptions(_Distribution, total=False):
 class ScoreOptions(_Distribution, total=False):
     """Those of ``score_tokens``, which draws nothing."""
 
+    greedy_logprobs: str
     return_entropy: bool
     return_rank: bool
     top_logprobs: int
     logprob_token_ids: Tensor | None
     ranking: str
+    rank_ties: str
     return_support: int
     out: SampleOutput | None
     group: Any

@@ -39,8 +39,8 @@ def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tens
     vocab = logits.shape[1]
     top = min(wanted_top, vocab)
     plain = Sampling(
-        top_k=top, token_ids=stats.token_ids, token_bitmask=request.token_bitmask, rank=again, support=top,
-        softmax=raw,
+        top_k=top, token_ids=stats.token_ids, token_bitmask=request.token_bitmask, rank=again,
+        rank_ties=request.rank_ties, support=top, softmax=raw,
     )  # fmt: skip
     rank, row_max, log_sum, t = stats.rank, stats.row_max, stats.log_sum, _per_row(request.temperature)
     table = None
@@ -112,11 +112,12 @@ class _Values(NamedTuple):
 
 def _processed(tempered: Tensor, before: Tensor, request: Sampling, stats: SampleStats) -> Tensor:
     """Of tokens with ``before`` others in front of them: the kept ones are the first ``kept_count``."""
-    made = tempered - stats.kept_mass.log()[:, None]
+    made, kept = tempered - stats.kept_mass.log()[:, None], stats.kept_count[:, None]
     if isinstance(request.temperature, Tensor) or request.temperature == 0:
         greedy = torch.as_tensor(request.temperature == 0, device=made.device).reshape(-1, 1)
-        made = torch.where(greedy, 0.0, made)
-    return torch.where(before < stats.kept_count[:, None], made, -torch.inf)
+        made = torch.where(greedy, tempered if request.greedy_softmax else 0.0, made)
+        kept = torch.where(greedy, torch.iinfo(kept.dtype).max, kept) if request.greedy_softmax else kept
+    return torch.where(before < kept, made, -torch.inf)
 
 
 def _scored(call: SamplingCall, ids: Tensor) -> Tensor:

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 import engines
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.sampler import Sampler
 
 from rlkernel.integrations.vllm import sampler as ours
+from rlkernel.native import sampling as native
 
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 WHOLE = -1e30  # in the place of -inf, which no difference is taken of
@@ -119,6 +122,37 @@ def test_a_token_that_ties_has_vllms_rank(batches, mode):
         assert torch.equal(mine.logprobs_tensors.selected_token_ranks, (want >= own).sum(-1))
         ties += int((want == own).sum()) - len(logits)
     assert ties > 10
+
+
+class Masks(TorchDispatchMode):
+    """Notes what makes a bool of each logit, as a comparison of a row with its token's does."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.seen = shape, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool and out.shape == self.shape:
+            self.seen.append(str(function))
+        return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_and_logprobs_come_with_the_draw(batches, mode, monkeypatch):
+    passes, forward = [], native.forward
+    monkeypatch.setattr(native, "forward", lambda call: passes.append(call) or forward(call))
+    for sampler, logits, metadata in batches[::6]:
+        plain = dataclasses.replace(
+            metadata, max_num_logprobs=0, no_penalties=True, allowed_token_ids_mask=None,
+            bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+        )  # fmt: skip
+        passes.clear()
+        with Masks(logits.shape) as masks:
+            out = ours.sampled(sampler, logits, plain, mode)
+            assert not masks.seen and len(passes) == 1
+            assert (out.logprobs_tensors.selected_token_ranks >= 1).all()
+            assert (logits >= 0).any() and masks.seen  # it can see one
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -38,6 +38,10 @@ enum SamplingRecord : int {
 // left is cut by the thresholds.
 RLKERNEL_ENUM(FilterOrder, sequential, joint, top_k_first)
 
+// The rank of tokens that are as likely: one for each, by id; that of the last of them; that of the last one that is kept, of a
+// token that is.
+RLKERNEL_ENUM(RankTies, first, max, kept)
+
 // Thresholds of the tempered probability of a row, whose likeliest token is kept whatever they say: at least epsilon; at least
 // min(eta, sqrt(eta) * exp(-entropy)); at least top_a times the largest one squared.
 enum SamplingThreshold : int { kEpsilon = 0, kEta = 1, kTopA = 2, kThresholds = 3 };
@@ -75,7 +79,9 @@ struct SamplingInputs {
   const int64_t* token_ids;      // forced tokens; null: draw
   const uint8_t* skip;           // rows that are neither read nor written; null: none
   FilterOrder order;
+  RankTies rank_ties;
   bool gumbel;
+  bool greedy_softmax;           // processed log-probabilities of a row with T = 0 are the tempered ones, not those of its token
   bool raw, entropy, sigma;      // what pass A computes beyond the sums of z
   double* records;               // [rows, splits of whole_vocab, kRecord]
   float* group_max;              // [rows, groups of whole_vocab]; null: there is no second read

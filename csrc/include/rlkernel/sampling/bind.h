@@ -19,7 +19,8 @@ struct SamplingFields {
   Each<float> top_p, min_p, top_n_sigma;
   Optional thresholds, band, seeds, positions, token_ids, skip;
   FilterOrder order;
-  bool gumbel, raw, entropy, sigma;
+  RankTies rank_ties;
+  bool gumbel, greedy_softmax, raw, entropy, sigma;
   Tensor partials;
   Optional group_max;
 
@@ -47,8 +48,8 @@ struct SamplingFields {
             static_cast<const int32_t*>(token_bitmask.data()), token_bitmask.row_stride(), each(temperature), each(top_k),
             each(top_p), each(min_p), each(top_n_sigma), thresholds.dense<const float>(count * kThresholds),
             band.dense<const float>(count * kBand), seeds.dense<const int64_t>(count), positions.dense<const int64_t>(count),
-            token_ids.dense<const int64_t>(count), skip.dense<const uint8_t>(count), order, gumbel, raw, entropy, sigma,
-            partials.dense<double>(count * pieces(kSamplingSplit) * kRecord), group_max.dense<float>(count * pieces(kSamplingGroup))};
+            token_ids.dense<const int64_t>(count), skip.dense<const uint8_t>(count), order, rank_ties, gumbel, greedy_softmax, raw,
+            entropy, sigma, partials.dense<double>(count * pieces(kSamplingSplit) * kRecord), group_max.dense<float>(count * pieces(kSamplingGroup))};
   }
 
  private:
@@ -56,8 +57,8 @@ struct SamplingFields {
 };
 
 RLKERNEL_FIELDS(SamplingFields, logits, vocab_start, vocab, adjusted, token_bitmask, temperature, top_k, top_p, min_p,
-                top_n_sigma, thresholds, band, seeds, positions, token_ids, skip, order, gumbel, raw, entropy, sigma, partials,
-                group_max)
+                top_n_sigma, thresholds, band, seeds, positions, token_ids, skip, order, rank_ties, gumbel, greedy_softmax, raw, entropy,
+                sigma, partials, group_max)
 
 struct sampling_statistics {
   SamplingFields sampling;

@@ -114,6 +114,9 @@ struct KeptSet {
   }
 };
 
+// A row whose distribution is its likeliest token, because its temperature is 0.
+__device__ __forceinline__ bool is_single(const SamplingInputs& in, float asked) { return asked == 0.0f && !in.greedy_softmax; }
+
 // Thread 0 writes what one value a row says.
 __device__ __forceinline__ void write_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r,
                                           const RowSummary& row, const KeptSet& kept, const Drawn& token, int64_t rank,
@@ -124,7 +127,7 @@ __device__ __forceinline__ void write_row(const SamplingInputs& in, const Sampli
   float processed = tempered, share = 1.0f;
   int64_t count = static_cast<int64_t>(row.finite);
   if (greedy) {
-    processed = token.id == row.argmax ? 0.0f : -infinity();
+    if (is_single(in, asked)) processed = token.id == row.argmax ? 0.0f : -infinity();
     share = exp_exact(-log_sum);
     count = 1;
   } else if (kept.filtered) {

@@ -88,14 +88,19 @@ __device__ __forceinline__ Drawn draw_again(const Filter<T>& filter, const KeptS
 }
 
 template <class T>
-__device__ __forceinline__ int64_t rank_of(const Filter<T>& filter, const Drawn& token) {
+__device__ __forceinline__ int64_t rank_of(const Filter<T>& filter, const Drawn& token, const KeptSet& kept, bool single) {
   constexpr int kSize = Filter<T>::kSize;
-  int64_t before = 0;
+  const RankTies ties = filter.in.rank_ties;
+  int upto = filter.logits.vocab - 1;  // ids of tokens that tie with this one and count; behind the vocabulary z is -inf too
+  if (ties == RankTies::first) upto = token.id;
+  else if (ties == RankTies::kept && single && token.id == filter.row.argmax) upto = token.id;
+  else if (ties == RankTies::kept && kept.filtered && kept.z == token.z && kept.has(token.z, token.id)) upto = kept.last;
+  int64_t count = 0;
   filter.walk(token.z, [&](const float(&z)[kSize], int id) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) before += z[i] > token.z || (z[i] == token.z && id + i < token.id);
+    for (int i = 0; i < kSize; ++i) count += z[i] > token.z || (z[i] == token.z && id + i <= upto);
   });
-  return 1 + filter.scan_warps(reduce_lanes(before, Add())).total;
+  return filter.scan_warps(reduce_lanes(count, Add())).total;
 }
 
 // The kept ids in ascending order, behind them -1; only -1 where there are more than fit.
@@ -129,7 +134,7 @@ template <class T>
 __device__ __forceinline__ void filter_row(const SamplingInputs& in, const SamplingOutputs& out, int64_t r) {
   RLKERNEL_SHARED(FilterShared, shared);
   const float temperature = of_row(in.temperature, r);
-  const bool greedy = temperature == 0.0f;
+  const bool greedy = temperature == 0.0f, single = is_single(in, temperature);
   __syncthreads();  // nobody reads the row before any more
   if (threadIdx.x < kLanes) {
     const RowSummary summary = combine(in, r, softmax_temperature(temperature));
@@ -147,7 +152,8 @@ __device__ __forceinline__ void filter_row(const SamplingInputs& in, const Sampl
       kept = filter.keep(r);
       if (kept.filtered && in.token_ids == nullptr && !kept.has(token.z, token.id)) token = draw_again(filter, kept, r);
     }
-    if (out.rank != nullptr && token.id >= 0 && (!greedy || in.token_ids != nullptr)) rank = rank_of(filter, token);
+    const bool is_first = greedy && in.token_ids == nullptr && in.rank_ties == RankTies::first;
+    if (out.rank != nullptr && token.id >= 0 && !is_first) rank = rank_of(filter, token, kept, single);
     if (kept.filtered && out.support != nullptr)
       write_support(filter, kept, out.support + r * out.support_size, out.support_size);
   }
