@@ -48,8 +48,6 @@ class Source(NamedTuple):
         return cls("logits", logits[:, :0], tiles, lambda: logits)
 
 
-# The ranks speak to each other, which no graph of a compiler holds.
-@torch.compiler.disable(reason="sample(group=) and its kin must be called outside of a compiled graph")
 def sampled(
     source: Source,
     group: str,
@@ -60,6 +58,24 @@ def sampled(
     may_store: Callable[[list[str]], Any] = bool,
 ) -> SampleOutput:
     """``rows`` are those of this rank's entries; ``may_store`` refuses reasons to hold logits."""
+    given = (source, group, vocab_start, rows, options, token_ids, may_store)
+    if torch.compiler.is_compiling():  # the ranks speak to each other
+        from rlkernel.runtime import graph_break
+
+        made: SampleOutput = graph_break.outside(_sampled, *given)
+        return made
+    return _sampled(*given)
+
+
+def _sampled(
+    source: Source,
+    group: str,
+    vocab_start: int,
+    rows: Rows,
+    options: dict[str, Any],
+    token_ids: Tensor | None,
+    may_store: Callable[[list[str]], Any],
+) -> SampleOutput:
     shards = _shards(source.argument, group, vocab_start, rows, options | {"token_ids": token_ids})
     rows = rows._replace(vocab=shards.vocab)
     if token_ids is not None:
