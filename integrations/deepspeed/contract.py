@@ -25,6 +25,8 @@ LOGPROBS = "_VocabParallelLogProbs"
 LOGPROBS_PARAMETERS = ("vocab_parallel_logits", "index", "tp_group", "vocab_start_index", "ignore_index")
 ENTROPY = "_VocabParallelEntropy"
 ENTROPY_PARAMETERS = ("vocab_parallel_logits", "tp_group")
+KL = "_VocabParallelKLDiv"
+KL_PARAMETERS = ("student_logits", "teacher_logits", "reverse", "tp_group")
 JSD = "generalized_jsd_loss"
 JSD_PARAMETERS = (
     "student_logits", "teacher_logits", "response_mask", "beta=0.5", "temperature=1.0", "teacher_top_k=None",

@@ -8,6 +8,7 @@ from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.deepspeed import chat, contract
 from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
 from rlkernel.integrations.deepspeed.distillation import chunked_jsd
+from rlkernel.integrations.deepspeed.kl_div import KLDiv
 from rlkernel.integrations.deepspeed.vocab_parallel import CrossEntropy, Entropy, LinearCrossEntropy, LogProbs
 
 
@@ -52,6 +53,7 @@ def patch(*, trainer_module: ModuleType | None = None, strict: bool = True) -> D
         (cross_entropy, CrossEntropy, contract.CROSS_ENTROPY_PARAMETERS),
         (vocab_parallel_ops, LogProbs, contract.LOGPROBS_PARAMETERS),
         (vocab_parallel_ops, Entropy, contract.ENTROPY_PARAMETERS),
+        (vocab_parallel_ops, KLDiv, contract.KL_PARAMETERS),
     ):
         original = contract.checked(module, kind.name, parameters)
         result.replace(module, kind.name, kind(original, result), expected=original)

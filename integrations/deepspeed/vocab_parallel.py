@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.deepspeed.contract import (
     CROSS_ENTROPY,
     ENTROPY,
@@ -20,27 +19,9 @@ from rlkernel.integrations.deepspeed.contract import (
     LOGPROBS,
     unsupported_dtype,
 )
+from rlkernel.integrations.deepspeed.shards import Replacement, shard, shard_of, sizes
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import logprob
-
-
-class Replacement:
-    """In the place of one of DeepSpeed's autograd functions."""
-
-    name = ""
-    op = ""
-
-    def __init__(self, original: Any, patch: CountedPatch) -> None:
-        self.original, self.patch = original, patch
-        self.__module__, self.__qualname__ = "rlkernel", self.op  # as a patch shows itself
-
-    def left(self, reason: str | None) -> bool:
-        """Whether the call is DeepSpeed's after all; counts it either way."""
-        if reason is None:
-            self.patch.count(self.patch.calls, self.name)
-        else:
-            self.patch.left(self.name, reason)
-        return reason is not None
 
 
 class LinearCrossEntropy(Replacement):
@@ -60,7 +41,7 @@ class LinearCrossEntropy(Replacement):
         with contextlib.nullcontext() if own else torch.autocast(hidden.device.type, dtype=compute_dtype):
             logprobs = linear_logprob(
                 hidden, weight, target, bias=bias, ignore_index=ignore_index,
-                **_shard(tp_group, vocab_start_index),
+                **shard(tp_group, vocab_start_index),
             ).logprobs  # fmt: skip
         return -logprobs
 
@@ -76,8 +57,8 @@ class CrossEntropy(Replacement):
             return self.original.apply(
                 vocab_parallel_logits, target, tp_group, vocab_start_index, vocab_end_index, ignore_index
             )
-        shard = _shard(tp_group, vocab_start_index)
-        return -logprob(vocab_parallel_logits, target, ignore_index=ignore_index, **shard).logprobs
+        here = shard(tp_group, vocab_start_index)
+        return -logprob(vocab_parallel_logits, target, ignore_index=ignore_index, **here).logprobs
 
 
 class LogProbs(Replacement):
@@ -92,42 +73,20 @@ class LogProbs(Replacement):
             return self.original.apply(
                 vocab_parallel_logits, index, tp_group, vocab_start_index, ignore_index
             )
-        shard = _shard(tp_group, vocab_start_index)
-        return logprob(vocab_parallel_logits, index[..., 0], ignore_index=ignore_index, **shard).logprobs
+        here = shard(tp_group, vocab_start_index)
+        return logprob(vocab_parallel_logits, index[..., 0], ignore_index=ignore_index, **here).logprobs
 
 
 class Entropy(Replacement):
     name, op = ENTROPY, "logprob"
 
     def apply(self, vocab_parallel_logits: Tensor, tp_group: Any) -> Tensor:
-        sizes = _sizes(vocab_parallel_logits, tp_group)
-        empty = None if all(sizes) else "a rank has no entry"  # as every rank knows
-        if self.left(empty or unsupported_dtype(logits=vocab_parallel_logits)):
+        if self.left(unsupported_dtype(logits=vocab_parallel_logits)):
             return self.original.apply(vocab_parallel_logits, tp_group)
-        before = sum(sizes[: tp_group.rank()]) if len(sizes) > 1 else 0
         no_target = torch.zeros(
             vocab_parallel_logits.shape[:-1], dtype=torch.int64, device=vocab_parallel_logits.device
         )
-        shard = _shard(tp_group, before)
-        entropy = logprob(vocab_parallel_logits, no_target, return_entropy=True, **shard).entropy
+        here = shard_of(tp_group, sizes(vocab_parallel_logits, tp_group))
+        entropy = logprob(vocab_parallel_logits, no_target, return_entropy=True, **here).entropy
         assert entropy is not None
         return entropy
-
-
-REPLACEMENTS = (LinearCrossEntropy, CrossEntropy, LogProbs, Entropy)
-
-
-def _shard(tp_group: Any, vocab_start: int) -> dict[str, Any]:
-    if tp_group is None or tp_group.size() == 1:
-        return {}
-    return {"group": tp_group, "vocab_start": vocab_start}
-
-
-def _sizes(logits: Tensor, tp_group: Any) -> list[int]:
-    """The entries of each rank: those of an entropy are named by nobody."""
-    if tp_group is None or tp_group.size() == 1:
-        return [logits.shape[-1]]
-    own = torch.tensor([logits.shape[-1]], device=logits.device)
-    sizes = [torch.empty_like(own) for _ in range(tp_group.size())]
-    torch.distributed.all_gather(sizes, own, group=tp_group)
-    return [int(x) for x in sizes]

@@ -7,6 +7,8 @@ import chat_trainer
 import pytest
 import tiny
 import torch
+from accuracy import check
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel.integrations._patch import PatchError
@@ -23,6 +25,7 @@ PLACES = (
     (cross_entropy, "_VocabParallelCrossEntropy"),
     (vocab_parallel_ops, "_VocabParallelLogProbs"),
     (vocab_parallel_ops, "_VocabParallelEntropy"),
+    (vocab_parallel_ops, "_VocabParallelKLDiv"),
     (opsd, "generalized_jsd_loss"),
     (rollout, "generalized_jsd_loss"),
     (chat_trainer, "gather_log_probs"),
@@ -182,3 +185,51 @@ def test_scores_are_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match=r"its lm_head must be a torch.nn.Linear, got torch.nn.*Sequential"):
         adapter.score(model, ids)
+
+
+class Large(TorchDispatchMode):
+    """How many tensors of so many bytes are made."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.seen = size, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() >= self.size:
+            self.seen.add(out.untyped_storage().data_ptr())
+        return out
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_kl_div_holds_a_few_rows(reverse):
+    """Nothing of the logits' size but the two gradients; values and gradients by fp64."""
+    g = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(3, 6, 2**15, generator=g).requires_grad_() for _ in range(2)]
+
+    def run(leaves):
+        with Large(leaves[0].nbytes) as large:
+            out = vocab_parallel_ops.vocab_parallel_kl_div(*leaves, reverse=reverse)
+            found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        again = torch.autograd.grad(out.sum(), leaves)
+        assert all(map(torch.equal, found, again))
+        seen = len(large.seen - {x.data_ptr() for x in leaves})
+        return [out.detach(), *found], seen
+
+    stock, theirs = run(leaves)
+    with rlkernel.patch_deepspeed() as patch:
+        ours, mine = run(leaves)
+        assert patch.calls == {"_VocabParallelKLDiv": 1}
+        assert not patch.fallbacks
+    assert mine == 2 < theirs
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    a, b = (x.log_softmax(-1) for x in (wide if reverse else wide[::-1]))
+    kl = (a.exp() * (a - b)).sum(-1)
+    for name, x, y, truth in zip(
+        ("kl", "student", "teacher"),
+        ours,
+        stock,
+        [kl.detach(), *torch.autograd.grad(kl.sum(), wide)],
+        strict=True,
+    ):
+        check(name, x, y, truth)
