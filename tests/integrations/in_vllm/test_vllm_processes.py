@@ -29,18 +29,20 @@ def answers(server, bodies):
 
 @pytest.fixture(scope="module")
 def served(model, bodies, tmp_path_factory):
-    """What a patched server answers, alone and together, and what its worker counted."""
-    with Server(
-        model, tmp_path_factory.mktemp("log") / "patched", VLLM_RLKERNEL="sampler,prompt_logprobs"
-    ) as server:
+    """What a patched server answers, alone, together and with the support, and what its worker counted."""
+    log, ops = tmp_path_factory.mktemp("log") / "patched", "sampler,support,prompt_logprobs"
+    with Server(model, log, "--enable-scale-out", VLLM_RLKERNEL=ops) as server:
         alone = answers(server, bodies[8:12])
         together = answers(server, bodies)
         scored = server.complete(prompt=bodies[0]["prompt"], max_tokens=1, prompt_logprobs=2)["choices"][0]
-        return alone, together, scored, server.post("/collective_rpc", {"method": "rlkernel_stats"})
+        params = {"n": 3, "seed": 8, "top_p": 0.8, "max_tokens": 8, "extra_args": {"rlkernel_support": 99}}
+        body = {"token_ids": bodies[0]["prompt"], "sampling_params": params}
+        kept = server.post("/inference/v1/generate", body)["choices"]
+        return alone, together, scored, kept, server.post("/collective_rpc", {"method": "rlkernel_stats"})
 
 
 def test_ours_runs_in_the_worker_of_the_server(served):
-    alone, together, scored, counted = served
+    alone, together, scored, _, counted = served
     (worker,) = counted["results"]
     worker = worker if isinstance(worker, dict) else json.loads(worker)
     assert worker["calls"]["Sampler.forward"] > 8
@@ -57,7 +59,7 @@ def test_the_server_answers_what_an_engine_without_us_answers(served, llm, bodie
     """Greedy requests; over HTTP there and in this process without a patch here."""
     from vllm import SamplingParams
 
-    _, together, _, _ = served
+    _, together, *_ = served
     for body, mine in zip(bodies[:8], together[:8], strict=True):
         options = {name: value for name, value in body.items() if name != "prompt"}
         (want,) = llm.generate(
@@ -75,10 +77,24 @@ def test_the_server_answers_what_an_engine_without_us_answers(served, llm, bodie
                 assert top[f"token_id:{id}"] == pytest.approx(entry.logprob, abs=5e-4)
 
 
+def test_the_support_comes_over_http(served):
+    from rlkernel.integrations.vllm import support_of
+
+    *_, kept, _ = served
+    assert len(kept) == 3
+    support = support_of([choice["sampling_mask"] for choice in kept])
+    begin = support.offsets.tolist()
+    for row, choice in enumerate(kept):
+        for place, token in enumerate(choice["token_ids"]):
+            assert support.known[row, place]
+            at = row * support.known.shape[1] + place
+            assert token in support.ids[begin[at] : begin[at + 1]]
+
+
 def test_ours_runs_in_a_worker_process_that_was_spawned(model):
     from vllm import SamplingParams
 
-    with rlkernel.patch_vllm(strict=True) as patch:
+    with rlkernel.patch_vllm(strict=True, return_support=100) as patch:
         llm = engines.worker_processes(model)
         try:
             prompts, kinds = engines.prompts(20), engines.mixed(20, seeded=True)
@@ -90,9 +106,14 @@ def test_ours_runs_in_a_worker_process_that_was_spawned(model):
         (here,) = patch.stats()
     assert worker["pid"] != here["pid"] == os.getpid()
     assert here["calls"] == {} and worker["fallbacks"] == {} and worker["refused"] == {}
-    assert worker["calls"].keys() == {"Sampler.forward", "GPUModelRunner._get_prompt_logprobs_dict"}
+    replaced = {"Sampler.forward", "GPUModelRunner.sample_tokens", "GPUModelRunner._get_prompt_logprobs_dict"}
+    assert worker["calls"].keys() == replaced
     assert "VLLM_RLKERNEL" not in os.environ
     # the same in this process: by its seed, not by where it runs
-    with rlkernel.patch_vllm():
-        same = engines.in_process(model)
-        assert engines.tokens(same.generate(prompts, kinds, use_tqdm=False)) == engines.tokens(out)
+    with rlkernel.patch_vllm(return_support=100):
+        same = engines.in_process(model).generate(prompts, kinds, use_tqdm=False)
+    assert engines.tokens(same) == engines.tokens(out)
+    kept = [one.outputs[0].sampling_mask.token_ids for one in out]
+    assert kept == [one.outputs[0].sampling_mask.token_ids for one in same]
+    assert {min(len(ids), 2) for sample in kept for ids in sample} == {0, 1, 2}  # all, one, some
+    assert any(ids == [-1] for sample in kept for ids in sample)

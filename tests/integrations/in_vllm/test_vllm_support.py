@@ -1,4 +1,7 @@
-"""The kept tokens of each sampled one in the outputs of the real engine, and what a trainer makes of them."""
+"""The kept tokens of each sampled one in the outputs of the real engine, and what a trainer makes of them.
+
+From worker processes and over HTTP: test_vllm_processes.py.
+"""
 
 import engines
 import pytest
@@ -249,25 +252,6 @@ def test_tokens_that_are_on_their_way_from_the_device(narrow, prompts, monkeypat
     assert masks(later) == masks(at_once) and all(map(all, masks(later)))
 
 
-def test_from_a_worker_process(narrow, prompts, model):
-    params = kinds(len(prompts))
-    with rlkernel.patch_vllm(strict=True, return_support=100):
-        here = ask(narrow, prompts, params)
-    engines.shut_down(narrow)
-    with rlkernel.patch_vllm(strict=True, return_support=100) as patch:
-        llm = engines.worker_processes(model, logprobs_mode="processed_logprobs")
-        try:
-            there = ask(llm, prompts, params)
-            (worker,) = patch.stats(llm)
-        finally:
-            engines.shut_down(llm)
-    assert worker["calls"]["GPUModelRunner.sample_tokens"] > 20 and not worker["fallbacks"]
-    assert engines.tokens(there) == engines.tokens(here)
-    assert masks(there) == masks(here)
-    mine, others = support_of(here), support_of(there)
-    assert torch.equal(mine.ids, others.ids) and torch.equal(mine.offsets, others.offsets)
-
-
 @pytest.fixture
 def expanded(monkeypatch):
     """What each row asks for at each of its drafts: vLLM 0.32's own leaves it unwritten on a CPU."""
@@ -280,7 +264,7 @@ def expanded(monkeypatch):
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
 
 
-def test_tokens_that_were_drafted(model, expanded, monkeypatch):
+def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
     """Beside vLLM's own log-probabilities of the whole vocabulary, which are those of the kept tokens."""
     from vllm import SamplingParams
 
@@ -300,6 +284,7 @@ def test_tokens_that_were_drafted(model, expanded, monkeypatch):
         return original(self, row, num_positions)
 
     monkeypatch.setattr(Masks, "slice_request", slice_request)
+    engines.shut_down(narrow)
     llm = engines.in_process(model, logprobs_mode="processed_logprobs", speculative_config=drafting)
     cycles = [{"prompt_token_ids": [7 + i, 8, 9 + i, 10] * 6} for i in range(8)]
     options = {"max_tokens": 80, "ignore_eos": True, "logprobs": engines.VOCAB}
