@@ -48,10 +48,12 @@ RECORDS = {
     "plain": {"temperature": 0.7, "return_entropy": True, "return_support": 3},
     "gumbel": {"method": "gumbel", "temperature": _per_row(0.0, 1.0, 0.3, 2.0, 1.0)},
     "greedy": {"temperature": 0.0, "return_support": 2, "return_logprobs": ("raw",)},
+    "greedy, softmax": {"temperature": 0.0, "greedy_logprobs": "softmax", "return_entropy": True},
     "a filter that is off": {"top_k": 0, "top_p": 1.0},
 }
 ROWS_DEALT = {
     "rank": {"return_rank": True},
+    "rank of ties": {"return_rank": True, "rank_ties": "max", "ranking": "raw", "logit_bias": {SPLIT: 9.0}},
     "every filter": EACH | {"top_k": 50, "top_p": 0.9, "min_p": 1e-3, "top_n_sigma": 3.0, "typical_p": 0.9},
     "thresholds, joint": EACH
     | {"epsilon_cutoff": 1e-4, "eta_cutoff": 1e-3, "top_a": 1e-3, "top_p": 0.8, "filter_order": "joint"},
@@ -274,6 +276,26 @@ def test_seeds_that_nobody_gave_are_the_first_ranks(on_two):
         assert torch.equal(torch.stack(tokens), torch.stack(want))
 
 
+def _part_of_the_ranks(rank):
+    """Two groups of two, in one of which the ranks stand the other way round; each has rows of its own."""
+    mine = (0, 2) if rank % 2 == 0 else (1, 3)
+    groups = {both: torch.distributed.new_group(both) for both in ((0, 2), (1, 3))}
+    logits, key = _inputs(VOCAB)
+    logits = logits.roll(rank % 2, 0)
+    here = slice(*TWO["inside a split"][mine.index(rank) ^ rank % 2])
+    report = []
+    for case in ("plain", "every filter"):
+        options = key | CASES[case]
+        out = rlkernel.sample(logits[:, here], group=groups[mine], vocab_start=here.start, **options)
+        report.append(_differences(out, rlkernel.sample(logits, **options)))
+    return report
+
+
+def test_groups_of_some_of_the_ranks(tmp_path):
+    for report in ranks.run(_small, ["groups"], tmp_path, count=4)["groups"]:
+        assert report == [[], []]
+
+
 def _dtensors(rank):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -339,6 +361,9 @@ def _errors(rank):
         "top_p": lambda: rlkernel.sample(x, **good, top_p=torch.tensor([0.5, 0.5, 0.5 + rank / 4])),
         "outside": lambda: rlkernel.score_tokens(x, ids + 1, **good),
         "bias": lambda: rlkernel.sample(x, **good, logit_bias={10: 1.0}),
+        "a dict in another order": lambda: rlkernel.sample(
+            x, **good, logit_bias={1: 2.0, 3: 4.0} if rank else {3: 4.0, 1: 2.0}
+        ),
         "width": lambda: rlkernel.sample(x, **good, logit_bias=torch.zeros(5)),
         "row of a bias": lambda: rlkernel.sample(x, **good, logit_bias=[{1: 1.0}] * 2),
         "inf": lambda: rlkernel.sample(
@@ -379,6 +404,7 @@ def test_errors_name_the_argument(on_two):
             "top_p": f"top_p {same} {share!r}",
             "outside": "token_ids[1] = 10 is outside [0, 10)",
             "bias": "logit_bias must have token ids in [0, 10) as keys, got 10",
+            "a dict in another order": "nothing",
             "width": "logit_bias must have shape (10,) or (3, 10), got (5,)",
             "row of a bias": "logit_bias must be one dict or None for each of 3 rows, got 2",
             "inf": "logit_bias must be finite or -inf, got inf of row 1",
@@ -393,7 +419,7 @@ def test_errors_name_the_argument(on_two):
 
 SMALL = {
     "sent": _sent, "planted": _planted, "seeds": _seeds, "dtensors": _dtensors, "compiled": _compiled,
-    "errors": _errors,
+    "errors": _errors, "groups": _part_of_the_ranks,
 }  # fmt: skip
 
 
@@ -403,7 +429,7 @@ def _small(rank, kind):
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
-    return ranks.run(_small, list(SMALL), tmp_path_factory.mktemp("ranks"))
+    return ranks.run(_small, [x for x in SMALL if x != "groups"], tmp_path_factory.mktemp("ranks"))
 
 
 def test_who_has_which_split():

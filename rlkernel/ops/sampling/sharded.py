@@ -152,7 +152,7 @@ def _digest(value: Any) -> int:
         x = value.detach().cpu().contiguous().reshape(-1)
         return zlib.crc32(x.view(torch.uint8).numpy().tobytes(), zlib.crc32(_kind(value)))
     if isinstance(value, Mapping):
-        value = [part for pair in value.items() for part in pair]
+        value = sorted(value.items(), key=repr)
     if isinstance(value, (tuple, list)):
         return zlib.crc32(repr([_digest(part) for part in value]).encode())
     return zlib.crc32(repr(value).encode())
