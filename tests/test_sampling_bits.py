@@ -295,3 +295,19 @@ def test_a_nucleus_of_float_sums_fails():
     assert_batch_invariant(kept_by_integers, logits, p)
     with pytest.raises(AssertionError, match="differ"):
         assert_batch_invariant(kept_by_floats, logits, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@ON_EVERY_BACKEND
+def test_a_mask_that_allows_every_token_changes_no_bit(backend, device, dtype):
+    """Of logits as models have them and far from zero, whose exponentials kernels compute in another way."""
+    rows, vocab = 16, 700 if is_slow(backend, device) else 4200
+    logits = (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5))).to(dtype).to(device)
+    logits[-4:] -= 4e5
+    options = everything(vocab) | {"temperature": torch.tensor([1.0, 0.7] * (rows // 2), device=device)}
+    every = torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
+    for ranking in ("tempered", "raw"):
+        want = sample(backend, logits, **options, ranking=ranking)
+        got = sample(backend, logits, **options, ranking=ranking, token_bitmask=every)
+        for name, one, other in zip(got._fields, got, want, strict=True):
+            assert_equal(name, one, other)

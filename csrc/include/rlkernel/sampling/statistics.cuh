@@ -27,7 +27,7 @@ struct SplitWinner {
 
 // What a block's threads tell each other. Each member is written before a barrier and read after it.
 struct SplitShared {
-  float max[kStatisticsWarps];
+  float max[kStatisticsWarps], max_x[kStatisticsWarps];
   int argmax;
   double sums[kStatisticsWarps][kSplitSums], moments[kStatisticsWarps][kSplitMoments];
   SplitWinner winner[kStatisticsWarps];
@@ -90,6 +90,31 @@ __device__ __forceinline__ Factors sums_of(Tokens& tokens, float center, float s
     sums[kSumOfX] = add_up(tokens, powers_of_x, unused);
   }
   return {powers.of_center(), powers_of_x.of_center()};
+}
+
+// The sum over x where z is another: x is read again, from the nearest cache, when nothing of z is left in registers. With the
+// bits that the sum has where z is x.
+template <class T>
+__device__ __forceinline__ float add_up_given(const SamplingInputs& in, const SplitPlace& at, float max, float scale,
+                                              double& sum) {
+  GivenTokens<T> x;
+  x.read(in, at);
+  const float center = max == -infinity() ? 0.0f : max;
+  float unused[GivenTokens<T>::kVectors];
+  if (sizeof(T) == 4 || is_far(center, scale)) {
+    sum = add_up(x, Powers<true>{center, kLog2E}, unused);
+    return 1.0f;
+  }
+  const Powers<false> powers{center, kLog2E};
+  sum = add_up(x, powers, unused);
+  return powers.of_center();
+}
+
+__device__ __forceinline__ float largest_of(const float (&of_warps)[kStatisticsWarps]) {
+  float largest = of_warps[0];
+#pragma unroll
+  for (int w = 1; w < kStatisticsWarps; ++w) largest = fmaxf(largest, of_warps[w]);
+  return largest;
 }
 
 template <class Tokens>
@@ -252,10 +277,10 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   const uint32_t lane = at.thread % kLanes, warp = at.thread / kLanes;
 
   Tokens tokens;
-  Softmax given = nothing_seen();
+  float own_x = -infinity();
   bool bad = false;
-  if constexpr (kAdjusted) given = tokens.read(in, at, bad);
-  else tokens.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
+  if constexpr (kAdjusted) own_x = tokens.read(in, at, bad);
+  else tokens.read(in, at);
   const float asked = of_row(in.temperature, at.row), temperature = softmax_temperature(asked);
   const float scale = power_scale(temperature);
   const bool draws = in.token_ids == nullptr && asked != 0.0f;
@@ -266,12 +291,14 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   tokens.extremes_of(own, least);
   if (in.group_max != nullptr) write_group_max(in, at, tokens);
   const float warp_max = max_of_lanes(own);
-  if (lane == 0) shared.max[warp] = warp_max;
+  const float warp_max_x = kAdjusted && in.raw ? max_of_lanes(own_x) : -infinity();
+  if (lane == 0) {
+    shared.max[warp] = warp_max;
+    shared.max_x[warp] = warp_max_x;
+  }
   if (at.thread == 0) shared.argmax = kSplit;
   __syncthreads();  // the warps' maxima are written
-  float max = shared.max[0];
-#pragma unroll
-  for (int w = 1; w < kStatisticsWarps; ++w) max = fmaxf(max, shared.max[w]);
+  const float max = largest_of(shared.max), max_x = kAdjusted && in.raw ? largest_of(shared.max_x) : max;
   const uint32_t zero = static_cast<uint32_t>(in.rows >> 62);
   if (asked == 0.0f && own == max) {
     tokens.forget(zero);
@@ -282,8 +309,8 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
   const bool other_x = in.raw && !kAdjusted && temperature != 1.0f;
   float masses[kVectors];
   double sums[kSplitSums] = {}, moments[kSplitMoments] = {};
-  constexpr bool kWide = kAdjusted || sizeof(T) == 4;  // with twice the time for a token, and few registers
-  const Factors factors = kWide || is_far(center, scale)
+  constexpr bool kWide = sizeof(T) == 4;  // with twice the time for a token, and few registers
+  Factors factors = kWide || is_far(center, scale)
                               ? sums_of<true>(tokens, center, scale, other_x, zero, masses, sums)
                               : sums_of<false>(tokens, center, scale, other_x, zero, masses, sums);
   int finite = kLanes * kVectors * kSize;
@@ -300,7 +327,9 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
     add_moments(tokens, center, moments);
   }
   if (bad) sums[kSumOfZ] = static_cast<double>(nan());
-  if (kAdjusted && in.raw) given = reduce_block(given, kLog2E);
+  if constexpr (kAdjusted) {
+    if (in.raw) factors.of_x = add_up_given<T>(in, at, max_x, scale, sums[kSumOfX]);
+  }
 
   SplitWinner winner = {-infinity(), -1};
   if (draws) {
@@ -309,7 +338,7 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
     winner = reduce_lanes(winner);
   }
   sums[kSumOfZ] = reduce_lanes(sums[kSumOfZ], Add());
-  if (other_x) sums[kSumOfX] = reduce_lanes(sums[kSumOfX], Add());
+  if (other_x || kAdjusted) sums[kSumOfX] = reduce_lanes(sums[kSumOfX], Add());
   if (in.entropy) sums[kSumWeighted] = reduce_lanes(sums[kSumWeighted], Add());
   sums[kCountFinite] = static_cast<double>(finite);
   if (in.sigma) {
@@ -333,13 +362,12 @@ __device__ __forceinline__ void split_statistics(const SamplingInputs& in, const
     for (int w = 1; w < kStatisticsWarps; ++w)
 #pragma unroll
       for (int i = 0; i < kSplitSums; ++i) sums[i] += shared.sums[w][i];
-    const bool is_x = !kAdjusted || !in.raw;
     record[kMaxZ] = static_cast<double>(max);
     record[kArgmax] = static_cast<double>(at.split * kSplit + shared.argmax);  // of a greedy row
     sums[kSumOfZ] /= static_cast<double>(factors.of_z);
     record[kSumZ] = sums[kSumOfZ];
-    record[kMaxX] = static_cast<double>(is_x ? max : given.max);
-    record[kSumX] = other_x ? sums[kSumOfX] / static_cast<double>(factors.of_x) : is_x ? sums[kSumOfZ] : given.sum;
+    record[kMaxX] = static_cast<double>(max_x);
+    record[kSumX] = other_x || (kAdjusted && in.raw) ? sums[kSumOfX] / static_cast<double>(factors.of_x) : sums[kSumOfZ];
     record[kWeighted] = sums[kSumWeighted] * static_cast<double>(kLn2);
     record[kFinite] = sums[kCountFinite];
     if (in.sigma) write_moments(shared.moments, center, sums[kCountFinite], record);

@@ -1,7 +1,6 @@
 // The tokens of a split that a thread of pass A holds in registers.
 #pragma once
 
-#include "rlkernel/reduce.cuh"
 #include "rlkernel/sampling/row.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
@@ -82,6 +81,10 @@ struct GivenTokens : SplitLayout<T> {
     else read<kAlign, false>(first, count, thread);
   }
 
+  __device__ __forceinline__ void read(const SamplingInputs& in, const SplitPlace& at) {
+    read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
+  }
+
   __device__ __forceinline__ void read(const T* first, int count, uint32_t thread) {
     const int align = alignment_of(first);
     if (align == 16) read<16>(first, count, thread);
@@ -121,30 +124,22 @@ struct AdjustedTokens : SplitLayout<T> {
     }
   }
 
-  // Sums x on the way, whose maximum is another.
-  __device__ __forceinline__ Softmax read(const SamplingInputs& in, const SplitPlace& at, bool& bad) {
+  // Returns the largest x of the thread, where it is asked for.
+  __device__ __forceinline__ float read(const SamplingInputs& in, const SplitPlace& at, bool& bad) {
     GivenTokens<T> x;
-    x.read(static_cast<const T*>(in.logits) + at.row * in.row_stride + at.first, at.count, at.thread);
+    x.read(in, at);
     const Logits<float> adjusted(in, in.adjusted, in.adjusted_stride, at.row);
     const float* own = adjusted.z + at.first + start(at.thread);
     const bool vectors = at.count == kSplit && alignment_of(own) == 16;
-    Softmax given = nothing_seen();
+    float largest = -infinity(), least = 0.0f;
+    if (in.raw) x.extremes_of(largest, least);
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int rest = at.count - start(at.thread) - step(k);
-      float peak = -infinity(), sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         values[k][i] = x.z(k, i);
         bad = bad || !(values[k][i] < infinity());
-        peak = fmaxf(peak, values[k][i]);
-      }
-      if (in.raw) {
-        if (peak > given.max) given = raised(given, peak, kLog2E);
-        const float center = given.max == -infinity() ? 0.0f : given.max;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) sum += exp2_fast((values[k][i] - center) * kLog2E);
-        given.sum += static_cast<double>(sum);
       }
       if (in.adjusted != nullptr) {
         if (vectors) {
@@ -163,7 +158,7 @@ struct AdjustedTokens : SplitLayout<T> {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[k][i] = (allowed >> i & 1u) != 0 ? values[k][i] : -infinity();
     }
-    return given;
+    return largest;
   }
 };
 
