@@ -6,9 +6,9 @@ from types import ModuleType
 
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.deepspeed import chat, contract
+from rlkernel.integrations.deepspeed.by_rows import KLDiv
 from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
 from rlkernel.integrations.deepspeed.distillation import chunked_jsd
-from rlkernel.integrations.deepspeed.kl_div import KLDiv
 from rlkernel.integrations.deepspeed.vocab_parallel import CrossEntropy, Entropy, LinearCrossEntropy, LogProbs
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.integrations.deepspeed import by_rows
 from rlkernel.integrations.deepspeed.contract import (
     CROSS_ENTROPY,
     ENTROPY,
@@ -68,13 +69,15 @@ class LogProbs(Replacement):
         self, vocab_parallel_logits: Tensor, index: Tensor, tp_group: Any, vocab_start_index: int,
         ignore_index: int,
     ) -> Tensor:  # fmt: skip
-        several = None if index.shape[-1] == 1 else "several tokens a row"
-        if self.left(several or unsupported_dtype(logits=vocab_parallel_logits)):
+        if self.left(unsupported_dtype(logits=vocab_parallel_logits)):
             return self.original.apply(
                 vocab_parallel_logits, index, tp_group, vocab_start_index, ignore_index
             )
         here = shard(tp_group, vocab_start_index)
-        return logprob(vocab_parallel_logits, index[..., 0], ignore_index=ignore_index, **here).logprobs
+        if index.shape[-1] != 1:
+            return by_rows.logprobs_of(vocab_parallel_logits, index, ignore_index, here)
+        out = logprob(vocab_parallel_logits, index[..., 0], ignore_index=ignore_index, **here)
+        return _where_defined(out.logprobs, out.lse)
 
 
 class Entropy(Replacement):
@@ -87,6 +90,11 @@ class Entropy(Replacement):
             vocab_parallel_logits.shape[:-1], dtype=torch.int64, device=vocab_parallel_logits.device
         )
         here = shard_of(tp_group, sizes(vocab_parallel_logits, tp_group))
-        entropy = logprob(vocab_parallel_logits, no_target, return_entropy=True, **here).entropy
-        assert entropy is not None
-        return entropy
+        out = logprob(vocab_parallel_logits, no_target, return_entropy=True, **here)
+        assert out.entropy is not None
+        return _where_defined(out.entropy, out.lse)
+
+
+def _where_defined(values: Tensor, lse: Tensor) -> Tensor:
+    """A row that is -inf everywhere is NaN, and here has no gradient."""
+    return torch.where(lse.detach() == -torch.inf, values.detach(), values)

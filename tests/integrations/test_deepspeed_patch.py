@@ -201,6 +201,17 @@ class Large(TorchDispatchMode):
         return out
 
 
+def test_several_tokens_hold_a_few_rows():
+    """Nothing of the logits' size but their gradient."""
+    leaf = torch.randn(20, 2**15, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ids = torch.arange(60).view(20, 3)
+    with rlkernel.patch_deepspeed() as patch, Large(leaf.nbytes) as large:
+        vocab_parallel_ops.vocab_parallel_logprobs(leaf, ids).sum().backward()
+        assert patch.calls == {"_VocabParallelLogProbs": 1}
+    assert len(large.seen - {leaf.data_ptr()}) == 1
+    assert torch.allclose(leaf.grad.sum(-1), torch.zeros(20), atol=1e-4)
+
+
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_kl_div_holds_a_few_rows(reverse):
     """Nothing of the logits' size but the two gradients; values and gradients by fp64."""

@@ -1,8 +1,9 @@
-"""DeepSpeed's KL divergence over a vocabulary that ranks share out, in the memory of a few rows.
+"""What DeepSpeed has over a vocabulary that ranks share out and ``logprob`` has not, in the memory of a few
+rows: the KL divergence, and log-probabilities of several tokens a row.
 
-``logprob`` reads each of the two once for its maximum and the logarithm of its sum, which its gather brings
-to all ranks; a second reading sums the terms, a third one in backward writes the gradients.  DeepSpeed reads
-them three times forward, and its temporaries have 64 MiB each.
+``logprob`` reads logits once for their maximum and the logarithm of their sum, which its gather brings to all
+ranks.  The terms of a divergence take a second reading, and the gradients one in backward.  DeepSpeed reads
+them once more forward, and its temporaries have 64 MiB each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class KLDiv(Replacement):
         pair = (student_logits, teacher_logits) if reverse else (teacher_logits, student_logits)
         rows, vocab = student_logits.shape[:-1].numel(), student_logits.shape[-1]
         shard = shard_of(tp_group, sizes(student_logits, tp_group))
-        return _ByRows.apply(*(x.reshape(rows, vocab) for x in pair), shard)
+        return _Divergence.apply(*(x.reshape(rows, vocab) for x in pair), shard)
 
 
 class _Softmax(NamedTuple):
@@ -57,7 +58,7 @@ class _Softmax(NamedTuple):
         return logits[rows].float().sub(self.row_max[rows, None]).sub_(self.log_sum[rows, None])
 
 
-class _ByRows(torch.autograd.Function):
+class _Divergence(torch.autograd.Function):
     """KL(a || b) [N] of a and b [N, V], some rows at a time in both directions."""
 
     @staticmethod
@@ -69,11 +70,7 @@ class _ByRows(torch.autograd.Function):
             nothing, missing = log_p == -torch.inf, log_q == -torch.inf
             terms = log_p.exp().mul_(log_p.sub_(log_q)).masked_fill_(missing, torch.inf)
             kl[rows] = terms.masked_fill_(nothing, 0).sum(-1, dtype=torch.float64)
-        if "group" in shard:
-            of_rank = vocab_parallel.gathered(kl, shard["group"])
-            kl = of_rank[0]
-            for other in of_rank[1:]:  # in the order of the ranks
-                kl = kl + other
+        kl = _summed(kl, shard)
         ctx.save_for_backward(a, b, *of_a, *of_b, kl.float())
         return kl.float()  # callers may write to it
 
@@ -97,6 +94,56 @@ class _ByRows(torch.autograd.Function):
                 ratio = log_p.sub_(log_q).sub_(kl[rows, None])
                 grad_a[rows] = ratio.mul_(p).mul_(grad[rows]).masked_fill_(none, 0)
         return grad_a, grad_b, None
+
+
+def logprobs_of(logits: Tensor, ids: Tensor, ignore_index: int, shard: dict[str, Any]) -> Tensor:
+    """Of several tokens ``ids`` [..., K] a row; 0 where they are ignored."""
+    rows, (vocab, count) = logits.shape[:-1].numel(), (logits.shape[-1], ids.shape[-1])
+    found = _Several.apply(logits.reshape(rows, vocab), ids.reshape(rows, count), ignore_index, shard)
+    return found.view(ids.shape)
+
+
+class _Several(torch.autograd.Function):
+    """[N, K] of the logits [N, V] and as many ids."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, ignore_index: int, shard: dict[str, Any]) -> Tensor:
+        softmax, kept = _Softmax.of(logits, shard), ids != ignore_index
+        local = ids - shard.get("vocab_start", 0)
+        mine = kept & (local >= 0) & (local < logits.shape[1])
+        local = torch.where(mine, local, 0)
+        above = torch.zeros_like(ids, dtype=torch.float32)
+        if logits.shape[1]:
+            above = logits.gather(-1, local).float().sub_(softmax.row_max[:, None]).masked_fill_(~mine, 0)
+        logprobs = _summed(above, shard) - softmax.log_sum[:, None]
+        ctx.save_for_backward(logits, local, mine, kept, *softmax)
+        return logprobs.masked_fill_(~kept, 0)
+
+    @staticmethod
+    @once_differentiable("vocab_parallel_logprobs")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Any:
+        logits, local, mine, kept, *statistics = saved
+        softmax, grad = _Softmax(*statistics), grad.float().masked_fill(~kept, 0)
+        total, found = grad.sum(-1, keepdim=True), torch.empty_like(logits)
+        # what is ignored, and what is -inf everywhere, has none
+        none = ~kept.any(-1, keepdim=True) | (softmax.row_max == -torch.inf)[:, None]
+        at_ids = grad.masked_fill(~mine | none, 0)
+        for rows in _steps(logits):
+            of_row = softmax.log_softmax(logits, rows).exp_().mul_(-total[rows]).masked_fill_(none[rows], 0)
+            if logits.shape[1]:
+                of_row.scatter_add_(-1, local[rows], at_ids[rows])
+            found[rows] = of_row
+        return found, None, None, None
+
+
+def _summed(x: Tensor, shard: dict[str, Any]) -> Tensor:
+    """Over the ranks, in their order."""
+    if "group" not in shard:
+        return x
+    total, *others = vocab_parallel.gathered(x, shard["group"])
+    for other in others:
+        total = total + other
+    return total
 
 
 def _steps(logits: Tensor) -> Iterator[slice]:
