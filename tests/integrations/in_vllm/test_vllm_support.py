@@ -3,6 +3,8 @@
 From worker processes and over HTTP: test_vllm_processes.py.
 """
 
+from itertools import zip_longest
+
 import engines
 import pytest
 import torch
@@ -190,6 +192,16 @@ def test_nothing_is_kept_or_sent_where_nobody_asks(narrow, patch, prompts, monke
         support_of(outputs)
 
 
+def test_who_asks_gets_the_tokens_that_he_would_have_had(narrow, prompts):
+    params = kinds(len(prompts), seed=None)
+    drawn = []
+    for room in (0, engines.VOCAB):
+        torch.manual_seed(0)
+        with rlkernel.patch_vllm(strict=True, return_support=room):
+            drawn.append(engines.tokens(ask(narrow, prompts, params)))
+    assert drawn[0] == drawn[1]
+
+
 def test_an_ask_that_makes_no_sense_ends_nobody_elses_request(narrow, asking, prompts):
     params = kinds(2, n=1)
     params[0].extra_args = {"rlkernel_support": "many"}
@@ -285,13 +297,23 @@ def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
 
     monkeypatch.setattr(Masks, "slice_request", slice_request)
     engines.shut_down(narrow)
-    llm = engines.in_process(model, logprobs_mode="processed_logprobs", speculative_config=drafting)
+    llm = engines.in_process(
+        model,
+        logprobs_mode="processed_logprobs",
+        speculative_config=drafting,
+        enable_prefix_caching=False,
+    )
     cycles = [{"prompt_token_ids": [7 + i, 8, 9 + i, 10] * 6} for i in range(8)]
-    options = {"max_tokens": 80, "ignore_eos": True, "logprobs": engines.VOCAB}
-    filters = [{"top_p": 0.4}, {"top_k": 4}, {"temperature": 0.0}, {"top_p": 0.3, "temperature": 0.3}] * 2
-    params = [SamplingParams(seed=i, **(options | each)) for i, each in enumerate(filters)]
+    options = {"max_tokens": 40, "ignore_eos": True, "logprobs": engines.VOCAB}
+    filters = [{"top_p": 0.4}, {"top_p": 0.2}, {"temperature": 0.0}, {"top_p": 0.3, "temperature": 0.3}] * 2
+    seeds = range(100, 105)  # and three without
+    params = [SamplingParams(seed=seed, **(options | each)) for each, seed in zip_longest(filters, seeds)]
     with rlkernel.patch_vllm(strict=True, return_support=200) as patch:
+        torch.manual_seed(0)
         outputs = ask(llm, cycles, params)
+    with rlkernel.patch_vllm(strict=True):
+        torch.manual_seed(0)
+        assert engines.tokens(ask(llm, cycles, params)) == engines.tokens(outputs)
     assert sum(several) > 5 and patch.calls["rejection_sample"] > 5
     known = 0
     for kind, output in zip(params, outputs, strict=True):
