@@ -46,8 +46,11 @@ def score(
         ValueError: the model has no plain linear lm_head, or calls it otherwise than once with all positions,
             or ``labels`` are among ``model_kwargs``.
     """
-    if input_ids.dim() != 2 or input_ids.shape[1] < 2:
-        raise ValueError(f"input_ids must be [B, L] with L >= 2, got {tuple(input_ids.shape)}")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] < 2:
+        got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids must be [B, L] with L >= 2, got {got}")
+    if not isinstance(fp32_head, bool):
+        raise ValueError(f"fp32_head must be True or False, got {fp32_head!r}")
     if model_kwargs.get("labels") is not None:
         raise ValueError("labels must be None, whose loss would need the logits, got a tensor")
     head = LmHead(causal_lm(engine), temperature, return_entropy, fp32_head)

@@ -35,6 +35,7 @@ class LmHead:
         self.dtype = torch.promote_types(self.module.weight.dtype, torch.float32)
         self.sharded = is_sharded(model)
         self._scores: Any = None
+        self._entries = 1
 
     @contextlib.contextmanager
     def scoring(
@@ -55,7 +56,9 @@ class LmHead:
             probe = hidden.new_tensor(PROBE)
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
             link = zero_with_graph(self._scores.logprobs).to(probe.dtype)
-            return (probe + link)[None, :, None]
+            # a model may leave out some of its vocabulary, or change it, which its first call is to show
+            self._entries = 1 if self._is_checked() else module.weight.shape[0]
+            return (probe + link)[None, :, None].repeat(1, 1, self._entries)
 
         module.forward = forward
         try:
@@ -85,7 +88,7 @@ class LmHead:
         scores, self._scores = self._scores, None
         if scores is None:
             raise ValueError(f"{self.name}: it must call its lm_head once, got no call")
-        if _checked.get(self.module) != (self.scale, self.softcap):
+        if not self._is_checked():
             self._check_probe(output)
             _checked[self.module] = self.scale, self.softcap
         if not self.sharded:
@@ -94,15 +97,25 @@ class LmHead:
         link = zero_with_graph(output.logits).to(self.dtype)
         return scores.logprobs + link, None if scores.entropy is None else scores.entropy + link
 
+    def _is_checked(self) -> bool:
+        return _checked.get(self.module) == (self.scale, self.softcap)
+
     def _check_probe(self, output: Any) -> None:
         logits = getattr(output, "logits", None)
-        found = None if logits is None else logits.detach().flatten().double().cpu()
+        shape = 1, len(PROBE), self._entries
+        if logits is None or tuple(logits.shape) != shape:
+            got = None if logits is None else tuple(logits.shape)
+            raise ValueError(
+                f"{self.name}: its logits must be all that its lm_head makes, {shape}, got {got}"
+            )
+        found = logits.detach()[0].double().cpu()
         want = torch.tensor(PROBE, dtype=torch.float64) * self.scale
         if self.softcap:
             want = self.softcap * torch.tanh(want / self.softcap)
         rounding = 8 * torch.finfo(torch.bfloat16).eps
-        if found is None or found.shape != want.shape or not torch.allclose(found, want, rounding, 1e-6):
-            got = None if found is None else [round(x, 4) for x in found.tolist()]
+        if not torch.allclose(found, want[:, None], rounding, 1e-6):
+            worst = (found - want[:, None]).abs().amax(0).argmax()
+            got = [round(x, 4) for x in found[:, worst].tolist()]
             raise ValueError(
                 f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
                 f"its config says, got {got} for {list(PROBE)}"

@@ -178,6 +178,10 @@ def test_scores_are_refused():
     ids = torch.ones(2, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"input_ids must be \[B, L\] with L >= 2, got \(2, 1\)"):
         adapter.score(model, ids[:, :1])
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, L\] with L >= 2, got list"):
+        adapter.score(model, ids.tolist())
+    with pytest.raises(ValueError, match="fp32_head must be True or False, got 1"):
+        adapter.score(model, ids, fp32_head=1)
     with pytest.raises(ValueError, match="labels must be None"):
         adapter.score(model, ids, labels=ids)
     with pytest.raises(ValueError, match="hidden states must be"):

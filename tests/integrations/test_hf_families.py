@@ -5,6 +5,7 @@ import torch
 
 import rlkernel
 from rlkernel.integrations import hf
+from rlkernel.integrations.deepspeed import score
 from rlkernel.integrations.hf import ordinary
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
@@ -118,6 +119,16 @@ def test_compiled_ordinary_calls_are_one_graph(kind, monkeypatch):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ("inkling_text", "inkling2_text"))
+def test_a_vocabulary_with_padding_that_the_model_cuts_off(kind):
+    """The lm_head's softmax would be over the padding too, which the logits do not have."""
+    model = families.make(kind, unpadded_vocab_size=families.VOCAB - 11)
+    assert model(IDS).logits.shape[-1] < model.lm_head.weight.shape[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"all that its lm_head makes, \(1, 8, 61\), got \(1, 8, 50\)"):
+            score(model, IDS)
 
 
 # What check_model lets pass and running shows: BERT's self-attention is not causal, Bart's decoders count
