@@ -314,6 +314,10 @@ def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
     with rlkernel.patch_vllm(strict=True):
         torch.manual_seed(0)
         assert engines.tokens(ask(llm, cycles, params)) == engines.tokens(outputs)
+    if not support._takes_several_places():  # vLLM 0.31
+        assert not any(map(any, masks(outputs)))
+        assert patch.fallbacks["GPUModelRunner.sample_tokens: the support of several tokens a step"] > 5
+        return
     assert sum(several) > 5 and patch.calls["rejection_sample"] > 5
     known = 0
     for kind, output in zip(params, outputs, strict=True):
