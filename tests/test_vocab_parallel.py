@@ -171,12 +171,14 @@ def _has_the_same_bits(where, every):
 
 def _special(rank):
     """Rows that are hard: a rank of -inf alone, all of them, NaN, +inf, a large offset, a certain target."""
-    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(4))
+    logits = torch.randn(10, VOCAB, generator=torch.Generator().manual_seed(4))
     logits[0, :37] = logits[1, 37:] = logits[2] = -torch.inf
     logits[3, 40], logits[4, 3] = torch.nan, torch.inf
     logits[5] += 1e4
     logits[6, 50] = 40.0
-    ids = torch.tensor([50, 3, 7, 7, 7, 90, 50, 50])
+    logits[8], logits[9, :37] = -torch.inf, -torch.inf
+    logits[8:, 5] = torch.nan  # where the rank has no maximum
+    ids = torch.tensor([50, 3, 7, 7, 7, 90, 50, 50, 7, 50])
     cuts, report = CUTS[2], {}
     for name in _backends():
         with running(name):
@@ -214,6 +216,8 @@ def test_special_rows(on_two):
                 )
             for field, a, c in zip(OUTPUTS[:2], ours, truth, strict=False):
                 assert a[2:5].isnan().all() and c[2:5].isnan().all(), f"{name}: {field}"
+            for field, a, c in zip(OUTPUTS, ours, truth, strict=False):
+                assert torch.equal(a.isnan(), c.isnan()), f"{name}: {field}"
 
 
 def _errors(rank):

@@ -46,7 +46,9 @@ def forward(impl: Any, call: Call, vocab: int) -> Any:
     kept = ids != call.ignore_index
     target = own.logprobs.double() + own.log_sum
     target = torch.where(own.row_max == -torch.inf, -torch.inf, target)
-    columns = [own.row_max, own.log_sum, torch.where(mine, target, torch.nan).to(own.row_max.dtype)]
+    # entries of NaN and -inf alone have no maximum either
+    row_max = torch.where(own.lse.isnan(), torch.nan, own.row_max)
+    columns = [row_max, own.log_sum, torch.where(mine, target, torch.nan).to(own.row_max.dtype)]
     if call.return_entropy:
         columns.append(own.entropy)
     ranks = gathered(torch.stack(columns), group_of(call.group)).double()
