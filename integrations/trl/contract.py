@@ -19,6 +19,8 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the
 METHOD = "_get_per_token_logps_and_entropies"
 SHUFFLE = "shuffle_sequence_dict"
 STEP = "training_step"
+EXTRACT = "extract_logprobs"  # of vLLM's outputs
+GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
 PARAMETERS = {
     HEAD: (
@@ -38,6 +40,8 @@ PARAMETERS = {
     ),
     SHUFFLE: ("seq_dict",),
     STEP: ("self", "model", "inputs", "num_items_in_batch"),
+    EXTRACT: ("all_outputs",),
+    GENERATE: ("self", "inputs"),
     BEGIN: ("self", "*args", "**kwargs"),
 }  # fmt: skip
 

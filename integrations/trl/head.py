@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel.integrations.trl.contract import FLOATS, HEAD, OUTPUTS
 from rlkernel.integrations.trl.trl_patch import TrlPatch
-from rlkernel.ops.linear_logprob import linear_logprob_statistics
+from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 
 
 class Head:
@@ -45,6 +45,17 @@ class Head:
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
         skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
+        support = None
+        if self.patch.support is not None and not set(outputs) & set(OUTPUTS[1:]):
+            support = self.patch.support.rows(len(hidden), hidden.device)
+        if support is not None:
+            with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
+                kept = linear_logprob(
+                    hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
+                    softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
+                    support_ids=support.ids, support_offsets=support.offsets,
+                )  # fmt: skip
+            return kept.logprobs, kept.entropy, None, None, None
         with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
             scores = linear_logprob_statistics(
                 hidden[skipped:], weight, targets[skipped:], bias=bias, temperature=temperature,

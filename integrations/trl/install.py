@@ -12,6 +12,7 @@ from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.rollouts import Rollouts
+from rlkernel.integrations.trl.support import Support
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
@@ -22,6 +23,7 @@ def patch(
     prefix_min_ratio: float | None = None,
     dropout: str = "own",
     vllm: bool | str = True,
+    support: int = 0,
     strict: bool = True,
 ) -> TrlPatch:
     """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
@@ -39,6 +41,9 @@ def patch(
         vllm: a trainer with ``use_vllm`` brings ``patch_vllm()`` with it, until ``undo()``.  ``"require"``
             makes it an error where vLLM, or a part of what is replaced in it, is left as it is.  ``False``
             leaves vLLM alone.
+        support: room for so many tokens that a rollout's filters kept for each that it drew.  They come with
+            the samples of a colocated vLLM, and GRPOTrainer and RLOOTrainer score a token among those alone,
+            as it was drawn.  Imports vLLM.
         strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
             the names and parameters of what is replaced.
 
@@ -49,9 +54,10 @@ def patch(
             Nothing is replaced then.
     """
     _check_options(prefix_sharing, prefix_min_ratio, dropout, vllm, strict)
+    _check_support(support, vllm, prefix_sharing)
     if (active := TrlPatch.in_place()) is not None:
         _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
-        _check_same_vllm(active, vllm)
+        _check_same_vllm(active, vllm, support)
         return active.share()
     utils = contract.supported_utils(strict)
     result = TrlPatch()
@@ -66,8 +72,11 @@ def patch(
         )
         _replace_in_trainers(result.prefix)
     if vllm:
-        result.rollouts = Rollouts(result, required=vllm == "require")
+        result.rollouts = Rollouts(result, required=vllm == "require", room=support)
         result.rollouts.plan()
+    if support:
+        result.support = Support(result, support)
+        result.support.plan()
     return result.apply()
 
 
@@ -115,11 +124,22 @@ def _check_same(
     raise PatchError(f"{name} must be what the patch in place has, {found}, got {wanted}: undo it first")
 
 
-def _check_same_vllm(active: TrlPatch, vllm: bool | str) -> None:
+def _check_support(support: int, vllm: bool | str, prefix_sharing: bool | str) -> None:
+    if not isinstance(support, int) or isinstance(support, bool) or not 0 <= support < 2**31:
+        raise ValueError(f"support must be an integer in [0, 2**31), got {support!r}")
+    if support and not vllm:
+        raise ValueError(f"support must be 0 with vllm=False, got {support}")
+    if support and prefix_sharing:
+        raise ValueError(f"support must be 0 with prefix_sharing, got {support}")
+
+
+def _check_same_vllm(active: TrlPatch, vllm: bool | str, support: int) -> None:
     found = active.rollouts is not None and ("require" if active.rollouts.required else True)
-    if not vllm or found == "require" or found == vllm:
-        return
-    raise PatchError(f"vllm must be what the patch in place has, {found}, got {vllm}: undo it first")
+    if vllm and found not in ("require", vllm):
+        raise PatchError(f"vllm must be what the patch in place has, {found}, got {vllm}: undo it first")
+    room = active.support.room if active.support else 0
+    if support not in (0, room):
+        raise PatchError(f"support must be what the patch in place has, {room}, got {support}: undo it first")
 
 
 def _replace_in_trainers(sharing: PrefixSharing) -> None:

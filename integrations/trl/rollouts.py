@@ -26,9 +26,10 @@ ADVICE = f"start it with {switch.SWITCH}={','.join(switch.DEFAULT)} where rlkern
 class Rollouts:
     """The part of a ``TrlPatch`` that puts rlkernel under the vLLM of TRL's trainers."""
 
-    def __init__(self, patch: CountedPatch, required: bool) -> None:
+    def __init__(self, patch: CountedPatch, required: bool, room: int = 0) -> None:
         self.patch = patch
         self.required = required
+        self.room = room
         self.engines: vllm.VllmPatch | None = None
         """The patch that came with a trainer; None before, and where one was on already."""
 
@@ -52,7 +53,7 @@ class Rollouts:
         if vllm.VllmPatch.in_place() is not None:
             return
         try:
-            engines = vllm.patch(strict=self.required)
+            engines = vllm.patch(strict=self.required, return_support=self.room)
         except ImportError:
             return  # TRL says so itself
         self.engines = engines.__enter__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.rollouts import Rollouts
+from rlkernel.integrations.trl.support import Support
 from rlkernel.integrations.vllm import VllmPatch
 
 
@@ -16,6 +17,7 @@ class TrlPatch(CountedPatch):
         self.prefix: PrefixSharing | None = None
         """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
         self.rollouts: Rollouts | None = None
+        self.support: Support | None = None
 
     @property
     def vllm(self) -> VllmPatch | None:
