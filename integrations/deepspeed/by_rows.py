@@ -40,10 +40,14 @@ class KLDiv(Replacement):
 
 
 class _Softmax(NamedTuple):
-    """Of all ranks: ``log_softmax = logits - row_max - log_sum``, [N] each."""
+    """Of all ranks: ``log_softmax = logits - row_max - log_sum``, [N] each.
+
+    ``undefined``: rows that are -inf everywhere, which have no distribution and no gradient.
+    """
 
     row_max: Tensor
     log_sum: Tensor
+    undefined: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, shard: dict[str, Any]) -> _Softmax:
@@ -52,7 +56,7 @@ class _Softmax(NamedTuple):
         dense = logits if logits.stride(-1) == 1 else logits.contiguous()
         call = LogprobCall(dense, ids, 1.0, -1, False, group=group, vocab_start=start)
         results = op.forward(op.pick(call), call)
-        return cls(results.row_max, results.log_sum)
+        return cls(results.row_max, results.log_sum, results.lse == -torch.inf)
 
     def log_softmax(self, logits: Tensor, rows: slice) -> Tensor:
         return logits[rows].float().sub(self.row_max[rows, None]).sub_(self.log_sum[rows, None])
@@ -78,9 +82,8 @@ class _Divergence(torch.autograd.Function):
     @once_differentiable("vocab_parallel_kl_div")
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Any:
         a, b, *statistics, kl = saved
-        of_a, of_b = _Softmax(*statistics[:2]), _Softmax(*statistics[2:])
-        # a row that is -inf everywhere has no distribution, and no gradient
-        undefined = ((of_a.row_max == -torch.inf) | (of_b.row_max == -torch.inf))[:, None]
+        of_a, of_b = _Softmax(*statistics[:3]), _Softmax(*statistics[3:])
+        undefined = (of_a.undefined | of_b.undefined)[:, None]
         grad = grad.float()[:, None]
         wants_a, wants_b, _ = ctx.needs_input_grad
         grad_a, grad_b = (torch.empty_like(x) if w else None for x, w in ((a, wants_a), (b, wants_b)))
@@ -125,8 +128,7 @@ class _Several(torch.autograd.Function):
         logits, local, mine, kept, *statistics = saved
         softmax, grad = _Softmax(*statistics), grad.float().masked_fill(~kept, 0)
         total, found = grad.sum(-1, keepdim=True), torch.empty_like(logits)
-        # what is ignored, and what is -inf everywhere, has none
-        none = ~kept.any(-1, keepdim=True) | (softmax.row_max == -torch.inf)[:, None]
+        none = ~kept.any(-1, keepdim=True) | softmax.undefined[:, None]
         at_ids = grad.masked_fill(~mine | none, 0)
         for rows in _steps(logits):
             of_row = softmax.log_softmax(logits, rows).exp_().mul_(-total[rows]).masked_fill_(none[rows], 0)

@@ -241,7 +241,9 @@ def _losses(rank, kind):
     divergence = vocab_parallel_ops.vocab_parallel_kl_div
     student = logits / 4  # log-probabilities of -50 have no sixth digit behind the point, in fp32
     teacher, holes = student.roll(1, 1) * 1.5, student.clone()
-    # of one of the two, of both, of a whole row
+    # of one of the two, of both, of a whole row; NaN where a rank has nothing else
+    holes[1, 5, :37] = -torch.inf
+    holes[1, 5, 3] = torch.nan
     holes[0, 0, 3:9], holes[0, 6, 5:40], holes[1, 2], holes[2, :, 50] = (-torch.inf,) * 4
     a, b = cuts[rank], cuts[rank + 1]
     shard = {"tp_group": world, "vocab_start_index": a, "vocab_end_index": b}
