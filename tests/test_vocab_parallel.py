@@ -237,6 +237,11 @@ def _errors(rank):
         "outside": lambda: rlkernel.logprob(x, ids + 1, **good),
         "rows": lambda: rlkernel.logprob(x[: 2 + rank], ids[: 2 + rank], **good),
         "entropy": lambda: rlkernel.logprob(x, ids, **good, return_entropy=rank == 0),
+        "targets": lambda: rlkernel.logprob(x, ids.clamp(0, 8 + rank), **good),
+        "temperature": lambda: rlkernel.logprob(x, ids, **good, temperature=torch.ones(3) + rank),
+        "softcap": lambda: rlkernel.linear_logprob(
+            x, torch.zeros(5, 5), ids, **good, softcap=2.0 if rank else None
+        ),
         "support": lambda: rlkernel.logprob(x, ids, **good, **support),
         "head": lambda: rlkernel.linear_logprob(x, torch.zeros(4, 5), ids, group=world, vocab_start=5 * rank),
         "head, support": lambda: rlkernel.linear_logprob(x, torch.zeros(5, 5), ids, **good, **support),
@@ -253,7 +258,8 @@ def _errors(rank):
 
 def test_errors_name_the_argument(on_two):
     follow = "vocab_start must follow the entries of another rank, got the shards "
-    for said in on_two["errors"]:
+    same = "must be the same on every rank of group, got here"
+    for rank, said in enumerate(on_two["errors"]):
         assert said == {
             "overlap": follow + "[0, 5), [4, 9)",
             "gap": follow + "[0, 5), [6, 11)",
@@ -264,7 +270,10 @@ def test_errors_name_the_argument(on_two):
             "type": "group must be a torch.distributed process group, got str",
             "outside": "target_ids[1] = 10 is outside [0, 10)",
             "rows": "target_ids must be the same number of rows on every rank of group, got [2, 3]",
-            "entropy": "return_entropy must be the same on every rank of group, got [1, 0]",
+            "entropy": f"return_entropy {same} {rank == 0}",
+            "targets": f"target_ids {same} {torch.tensor([0, 8 + rank, 0])!r}",
+            "temperature": f"temperature {same} {torch.ones(3) + rank!r}",
+            "softcap": f"softcap {same} {2.0 if rank else None}",
             "support": "support_ids must be None with group, got a tensor",
             "head": follow + "[0, 4), [5, 9)",
             "head, support": "support_ids must be None with group, got a tensor",

@@ -29,11 +29,11 @@ def group_of(name: Any) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def facts(call: LogprobCall | LinearLogprobCall, vocab: int) -> list[list[int]]:
-    """(vocab_start, entries, rows, whether the entropy is asked for) of each rank, in their order."""
+def facts(call: LogprobCall | LinearLogprobCall, vocab: int, *more: int) -> list[list[int]]:
+    """(vocab_start, entries, rows) and ``more`` of each rank, in their order."""
     assert call.group is not None
     ids = call.target_ids
-    own = ids.new_tensor([call.vocab_start, vocab, ids.numel(), int(call.return_entropy)])
+    own = ids.new_tensor([call.vocab_start, vocab, ids.numel(), *more])
     return gathered(own, group_of(call.group)).tolist()
 
 

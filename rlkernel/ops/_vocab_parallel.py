@@ -1,6 +1,7 @@
 """A vocabulary that ranks share out, as ``logprob`` and ``linear_logprob`` take it: groups and DTensors."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from rlkernel.runtime import debug
 
 # A mesh dimension of such a name splits the vocabulary; over any other weights are split as FSDP does.
 VOCAB_DIMENSIONS = ("tp", "vocab")
+
+# What all ranks are asked alike.
+SHARED = (
+    "target_ids", "temperature", "ignore_index", "return_entropy", "logit_scale", "softcap", "logits_dtype",
+)  # fmt: skip
 
 
 def named(group: Any, vocab_start: int | None) -> tuple[str | None, int]:
@@ -42,15 +48,35 @@ def check(call: LogprobCall | LinearLogprobCall, vocab: int) -> None:
     """Looks at what the ranks hold, and at the targets: on a CPU, and on a GPU in debug mode."""
     if not debug.may_read(call.target_ids):
         return
-    facts = vocab_parallel.facts(call, vocab)
-    for name, values in zip(
-        ("target_ids", "return_entropy"), list(zip(*facts, strict=True))[2:], strict=True
-    ):
-        if len(set(values)) > 1:
-            what = "the same number of rows" if name == "target_ids" else "the same"
-            raise ValueError(f"{name} must be {what} on every rank of group, got {list(values)}")
+    shared = {name: value for name, value in call._asdict().items() if name in SHARED}
+    facts = vocab_parallel.facts(call, vocab, *map(digest, shared.values()))
+    _, _, rows, *others = zip(*facts, strict=True)
+    if len(set(rows)) > 1:
+        want = "the same number of rows on every rank of group"
+        raise ValueError(f"target_ids must be {want}, got {list(rows)}")
+    same(shared, others)
     end = size_of([(start, start + size) for start, size, *_ in facts])
     _validate.values(call.target_ids, end, call.temperature, call.ignore_index)
+
+
+def same(shared: Mapping[str, Any], digests: Sequence[Sequence[int]]) -> None:
+    """Of each argument, its digest on each rank."""
+    for (name, value), of_ranks in zip(shared.items(), digests, strict=True):
+        if len(set(of_ranks)) > 1:
+            raise ValueError(f"{name} must be the same on every rank of group, got here {value!r}")
+
+
+def digest(value: Any) -> int:
+    """The same for the same values."""
+    if isinstance(value, Tensor):
+        x = value.detach().cpu().contiguous().reshape(-1)
+        kind = f"{x.dtype} {tuple(value.shape)}".encode()
+        return zlib.crc32(x.view(torch.uint8).numpy().tobytes(), zlib.crc32(kind))
+    if isinstance(value, Mapping):
+        value = sorted(value.items(), key=repr)
+    if isinstance(value, (tuple, list)):
+        return zlib.crc32(repr([digest(part) for part in value]).encode())
+    return zlib.crc32(repr(value).encode())
 
 
 def size_of(spans: Sequence[tuple[int, int]]) -> int:

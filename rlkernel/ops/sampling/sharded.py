@@ -4,8 +4,7 @@ Rows that nobody filters need no more of a rank than its records.  For all that 
 filter, a rank, other tokens than the drawn one, a bias or a penalty) the rows are dealt out.
 """
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +127,7 @@ def _shards(argument: str, group: str, vocab_start: int, rows: Rows, options: di
     fit."""
     look = debug.may_read(torch.empty(0, device=rows.device))
     shared = {name: value for name, value in options.items() if name not in _OWN}
-    said = [_digest(value) if look else 0 for value in shared.values()]
+    said = [_vocab_parallel.digest(value) if look else 0 for value in shared.values()]
     own = [vocab_start, vocab_start + rows.vocab, rows.total, _DTYPES.index(rows.dtype), *said]
     everyone = vocab_parallel.group_of(group)
     facts = vocab_parallel.gathered(torch.tensor(own, device=rows.device), everyone).tolist()
@@ -140,23 +139,5 @@ def _shards(argument: str, group: str, vocab_start: int, rows: Rows, options: di
     if len(set(dtypes)) > 1:
         got = [str(_DTYPES[i]).removeprefix("torch.") for i in dtypes]
         raise ValueError(f"{argument} must have the same dtype on every rank of group, got {got}")
-    for (name, value), digests in zip(shared.items(), others, strict=True):
-        if len(set(digests)) > 1:
-            raise ValueError(f"{name} must be the same on every rank of group, got here {value!r}")
+    _vocab_parallel.same(shared, others)
     return Shards(group, dist.get_rank(everyone), spans)
-
-
-def _digest(value: Any) -> int:
-    """The same for the same values."""
-    if isinstance(value, Tensor):
-        x = value.detach().cpu().contiguous().reshape(-1)
-        return zlib.crc32(x.view(torch.uint8).numpy().tobytes(), zlib.crc32(_kind(value)))
-    if isinstance(value, Mapping):
-        value = sorted(value.items(), key=repr)
-    if isinstance(value, (tuple, list)):
-        return zlib.crc32(repr([_digest(part) for part in value]).encode())
-    return zlib.crc32(repr(value).encode())
-
-
-def _kind(x: Tensor) -> bytes:
-    return f"{x.dtype} {tuple(x.shape)}".encode()
