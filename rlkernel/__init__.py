@@ -8,6 +8,7 @@ from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.paged_prefix_attention import PagedPlan
 from rlkernel.calls.policy_loss import (
     POLICY_METRICS,
     PolicyLossOutput,
@@ -23,6 +24,7 @@ from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
+from rlkernel.ops.paged_prefix_attention import paged_prefix_attention, paged_prefix_plan
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
@@ -49,6 +51,7 @@ __all__ = [
     "LogprobOutput",
     "POLICY_METRICS",
     "PREFERENCE_METRICS",
+    "PagedPlan",
     "Penalties",
     "PolicyLossOutput",
     "PreferenceLossOutput",
@@ -76,6 +79,8 @@ __all__ = [
     "logprob",
     "logprobs_from_logits",
     "packed_logprobs",
+    "paged_prefix_attention",
+    "paged_prefix_plan",
     "patch_deepspeed",
     "patch_trl",
     "patch_vllm",

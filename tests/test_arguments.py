@@ -12,11 +12,14 @@ import rlkernel
 from rlkernel import PrefixBatch, RolloutCorrection
 from rlkernel.ops import _validate
 from rlkernel.ops._validate import Range
+from rlkernel.reference import paged_prefix_attention as paged
 
 ROWS, MASK = torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
 IDS = torch.tensor([[1, 4, 0, 2], [2, 2, 3, 3]])
 BATCH = PrefixBatch.pack([[1, 2, 3]], [[[4, 5], [6, 7]]])
 HEAD = {"hidden": torch.randn(8, 3), "weight": torch.randn(5, 3), "target_ids": IDS.flatten()}
+PAGED = paged.make_inputs(8, 1, 2, 4, head_dim=8, block_size=4)
+PAGED_TABLES = ("block_table", "seq_lens", "cu_seqlens_q")
 POLICY = {"old_logprobs": ROWS, "advantages": torch.ones(2), "mask": MASK}
 
 # a call of each function that is good, and says what an argument needs beside it
@@ -44,6 +47,8 @@ CALLS = {
         **{name: torch.randn(6, 2, 8) for name in "qkv"},
         "batch": BATCH,
     },
+    rlkernel.paged_prefix_attention: PAGED,
+    rlkernel.paged_prefix_plan: {**{name: PAGED[name] for name in PAGED_TABLES}, "block_size": 4},
     rlkernel.running_normalize: {"x": ROWS, "state": torch.zeros(3, dtype=torch.float64)},
     rlkernel.value_loss: {"values": ROWS, "returns": ROWS, "mask": MASK},
     rlkernel.whiten: {"x": ROWS},
@@ -227,7 +232,12 @@ def test_tensors_of_any_strides(op):
     want, got = op(**call), op(**call | spread)
     for x, y in zip(*((out,) if isinstance(out, torch.Tensor) else out for out in (want, got)), strict=True):
         assert x is y or torch.equal(x, y)
-    if op is not rlkernel.prefix_shared_attention:  # whose rows the batch counts
+    # whose rows the batch counts, or a table of starts that has one more
+    if op not in (
+        rlkernel.prefix_shared_attention,
+        rlkernel.paged_prefix_attention,
+        rlkernel.paged_prefix_plan,
+    ):
         op(**call | {k: x if k in ("weight", "state") else x[:0] for k, x in spread.items()})
 
 

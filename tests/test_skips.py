@@ -26,7 +26,8 @@ def test_no_backend_refuses_the_plain_call(op):
     """Small dense inputs of make_inputs, in fp32: a backend that has the op runs them, on every device."""
     function = getattr(rlkernel, getattr(cases.modules([op])[op], "FUNCTION", op))
     pairs = [param.values for param in backends.of(op) if not any(m.args[0] for m in param.marks)]
-    assert ("native", "cpu") in pairs and ("reference", "cpu") in pairs
+    assert ("native", "cpu") in pairs or not dispatch.has("native", op)
+    assert ("reference", "cpu") in pairs
     for backend, device in pairs:
         with backends.running(backend):
             function(**info._inputs(op, device))

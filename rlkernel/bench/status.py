@@ -20,6 +20,7 @@ SHOWN = {  # a column: the backends that fill it, and what they do where there i
     "Triton": (("triton",), "interpreted, compiled"),
     "FlashInfer, AITER": (LIBRARIES, "not run"),
 }
+CPU_ONLY = ("paged_prefix_attention",)  # ops whose compiled kernels are a CPU's alone
 COLUMNS = ("op", *SHOWN)
 LEGEND = (
     "run: its tests run on this backend, on a CPU",
@@ -84,6 +85,8 @@ def table(results: Path) -> str:
 
 def _cell(op: str, column: str, ran: Runs) -> str:
     backends, word = SHOWN[column]
+    if op in CPU_ONLY and column in ("CUDA", "HIP"):
+        return ""
     without_gpu = word if any(_has_file(backend, op) for backend in backends) else ""
     if gpus := ran.get((op, column)):
         return f"run on {', '.join(gpus)}" + ("" if without_gpu == "not run" else f"; {without_gpu}")
