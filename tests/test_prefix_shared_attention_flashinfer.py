@@ -75,12 +75,12 @@ def backend(monkeypatch):
         package = types.ModuleType("flashinfer")
         package.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
         monkeypatch.setitem(sys.modules, "flashinfer", package)
-    modules = ("rlkernel.flashinfer", "rlkernel.flashinfer.prefix_shared_attention")
+    modules = tuple(f"rlkernel.flashinfer{name}" for name in ("", "._attention", ".prefix_shared_attention"))
     for loaded in modules:
         monkeypatch.delitem(sys.modules, loaded, raising=False)
-    backend = importlib.import_module("rlkernel.flashinfer.prefix_shared_attention")
+    backend = importlib.import_module(modules[-1])
     library = types.SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
-    monkeypatch.setattr(backend, "_library", lambda: (library, ""))
+    monkeypatch.setattr(backend, "library", lambda: (library, ""))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
     Wrapper.plans = 0
     yield backend
@@ -136,7 +136,9 @@ def test_dtypes_and_strides(dtype, backend):
 
 
 def test_base_two_read_as_natural_is_found(monkeypatch, backend):
-    monkeypatch.setattr(backend, "math", types.SimpleNamespace(log=lambda x: 1.0))
+    monkeypatch.setattr(
+        sys.modules["rlkernel.flashinfer._attention"], "math", types.SimpleNamespace(log=lambda x: 1.0)
+    )
     call = case(TREE)
     assert (backend.forward(call)[1] - reference.forward(call)[1]).abs().max() > 0.1
 
@@ -182,7 +184,7 @@ def test_it_says_why_not(monkeypatch, backend):
         wide, v = (on_gpu(monkeypatch, head_dim=d) for d in dims)
         assert (backend.unsupported(wide, wide, v) == []) == is_able, dims
     assert backend.unsupported(torch.zeros(3, 2, 64).bfloat16()) == ["q must be on an NVIDIA GPU, got cpu"]
-    monkeypatch.setattr(backend, "_library", lambda: (None, "flashinfer does not import here: no such tool"))
+    monkeypatch.setattr(backend, "library", lambda: (None, "flashinfer does not import here: no such tool"))
     assert backend.unsupported(q) == ["flashinfer does not import here: no such tool"]
 
 

@@ -95,18 +95,21 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+    from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
     from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
     from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
     from rlkernel.calls.sampling import Sampling, SamplingCall
     from rlkernel.calls.value_loss import ValueLossCall
     from rlkernel.calls.whiten import WhitenCall
     from rlkernel.prefix.layout import PrefixLayout
+    from rlkernel.prefix.paged import plan_of
     from rlkernel.triton_ops import (
         gae,
         group_advantages,
         kl_shaped_rewards,
         linear_logprob,
         logprob,
+        paged_prefix_attention,
         preference_loss,
         prefix_shared_attention,
         sampling,
@@ -168,6 +171,11 @@ def binaries_of_varied_calls() -> dict[str, int]:
             attention = AttentionCall(q, kv, kv, layout, rule, torch.ones(8))
             found = prefix_shared_attention.forward(attention)
             prefix_shared_attention.backward(attention, found, OutGrads(q))
+            pages, starts = torch.arange(9).expand(n, -1).int(), torch.arange(n + 1).int()
+            lens = torch.full((n,), 70 + n, dtype=torch.int32)
+            step = pages, lens, starts, plan_of(pages, lens.tolist(), starts.tolist(), 16, 0)
+            cache = torch.empty(9, 16, 2, 64, dtype=torch.bfloat16)
+            paged_prefix_attention.forward(PagedCall(q[:n], cache, cache, *step, PagedRule(t, 0.0, 0)))
     names = {name for name, _ in compiled}
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 

@@ -108,12 +108,17 @@ def attend(
     shrink = tl.exp2(top - safe)
     value = load_rows(v, rows, v_stride, DV, V_WIDTH)
     total = total * shrink + tl.sum(p, axis=1)
+    return new_top, total, add_values(p, value, ok, shrink, sums, MASKED)
+
+
+@triton.jit
+def add_values(p, value, ok, shrink, sums, MASKED: tl.constexpr):
+    """``sums``, shrunk, and a block's values with their weights p."""
     if MASKED:  # rows that see a value which is not finite get NaN from its weight, others nothing
         not_finite = tl.sum((value - value).to(tl.float32), axis=1)
         p = tl.where(ok, p + not_finite[None, :], 0.0)
         value = finite(value)
-    sums = tl.dot(p.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
-    return new_top, total, sums
+    return tl.dot(p.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["T", "window"])

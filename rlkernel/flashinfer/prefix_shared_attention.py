@@ -10,7 +10,6 @@ narrower ones get zeros behind, which add nothing to a product.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -25,13 +24,10 @@ from rlkernel.calls.prefix_shared_attention import (
     OutGrads,
 )
 from rlkernel.drivers.prefix_shared_attention import widened
-from rlkernel.drivers.sampling import imported
+from rlkernel.flashinfer._attention import HEAD_DIMS, WORKSPACE, library, natural, tensor_reasons
 from rlkernel.prefix.layout import PrefixLayout
 
-DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)  # what its kernels are compiled for, with values as wide as keys
-LATENT = (192, 128)  # and the one pair with others
-WORKSPACE = 128 * 2**20  # bytes; what its documentation recommends
+LATENT = (192, 128)  # the one pair of head dims with narrower values that its kernels are compiled for
 
 
 def unsupported(
@@ -42,10 +38,7 @@ def unsupported(
     **options: Any,
 ) -> list[str]:
     reasons = ["flashinfer has no backward, a gradient is asked for"] if needs_grad else []
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        reasons.append(f"q must be on an NVIDIA GPU, got {q.device}")
-    if q.dtype not in DTYPES:
-        reasons.append(f"q must be float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+    reasons += tensor_reasons("q", q)
     dims = q.shape[2], tensors[1].shape[2] if len(tensors) > 1 else q.shape[2]
     if dims != LATENT and max(dims) not in HEAD_DIMS:
         want = f"{', '.join(map(str, HEAD_DIMS))}, or {LATENT[0]} with values of {LATENT[1]}"
@@ -53,7 +46,7 @@ def unsupported(
     if rule is not None and rule.bitwise:
         reasons.append("parity must be 'fast': flashinfer splits keys by the size of the batch")
     if not reasons:  # an import takes seconds and sets up CUDA
-        _, missing = _library()
+        _, missing = library()
         reasons += [missing] if missing else []
     return reasons
 
@@ -72,13 +65,7 @@ def forward(call: AttentionCall) -> AttentionResults:
     wrapper = _planned(layout, _Plan(rule, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype), q.device)
     # the default of every version: base 2, [T, Hq]
     out, lse2 = wrapper.run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
-    out = out[..., :v_dim].contiguous()
-    lse = lse2.T * math.log(2)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.float()[:, None])
-        out = (out * torch.exp(lse - total).T[..., None]).to(q.dtype)
-        lse = total
-    return AttentionResults(out, lse.contiguous())
+    return AttentionResults(*natural(out[..., :v_dim].contiguous(), lse2, sinks))
 
 
 def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
@@ -98,10 +85,10 @@ class _Wrapper:
     """FlashInfer's wrapper, and what it was planned for last."""
 
     def __init__(self, device: torch.device) -> None:
-        library, _ = _library()
-        assert library is not None
+        found, _ = library()
+        assert found is not None
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        self.wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self.wrapper = found.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self.layout: weakref.ref[PrefixLayout] | None = None
         self.plan: _Plan | None = None
 
@@ -123,6 +110,3 @@ def _planned(layout: PrefixLayout, plan: _Plan, device: torch.device) -> Any:
 @functools.cache
 def _wrapper(device: torch.device, stream: int) -> _Wrapper:
     return _Wrapper(device)  # its workspace belongs to one stream
-
-
-_library = functools.partial(imported, "flashinfer.prefill")
