@@ -1,4 +1,4 @@
-"""Put attention with shared prefixes in the place of vLLM's CPU attention."""
+"""Put attention with shared prefixes in the place of vLLM's."""
 
 from __future__ import annotations
 
@@ -19,21 +19,34 @@ FORWARD_PARAMETERS = (
     "output_block_scale=None",
 )  # fmt: skip
 
+NAME = "attention"
+ALONE = "no requests share a block"
+READ, APART = "read", "read by requests by themselves"
+
 
 def plan(patch: VllmPatch) -> None:
-    """Raises PatchError where vLLM is not what it must be, or does not run on a CPU."""
+    """Raises PatchError where vLLM is not what it must be, or runs neither on a CPU nor on a GPU."""
+    if current_platform.is_cuda_alike():
+        from rlkernel.integrations.vllm import attention_gpu
+
+        return attention_gpu.plan(patch)
     if not current_platform.is_cpu():
-        raise PatchError(f"vLLM must run on a CPU, got {current_platform.device_name}")
+        raise PatchError(f"vLLM must run on a CPU or a GPU, got {current_platform.device_name}")
     from vllm.v1.attention.backends import cpu_attn
 
     contract.checked(cpu_attn.CPUAttentionMetadataBuilder, "build", BUILD_PARAMETERS)
     contract.checked(cpu_attn.CPUAttentionBackendImpl, "forward", FORWARD_PARAMETERS)
-    member = registry.AttentionBackendEnum.CPU_ATTN
-    if member.is_overridden():
-        raise PatchError(f"vLLM's own CPU attention must be in its registry, got {member.get_path()}")
-    # what register_backend(member, BACKEND) writes, in a table of its own: undo takes all of it away
+    register(patch, {"CPU_ATTN": BACKEND})
+
+
+def register(patch: VllmPatch, paths: dict[str, str]) -> None:
+    """What ``register_backend`` writes of each, in a table of its own: undo takes all of it away."""
     table = vars(registry)["_ATTN_OVERRIDES"]
-    patch.replace(registry, "_ATTN_OVERRIDES", table | {member: BACKEND}, expected=table)
+    members = {registry.AttentionBackendEnum[name]: path for name, path in paths.items()}
+    for member in members:
+        if member.is_overridden():
+            raise PatchError(f"vLLM's own {member.name} must be in its registry, got {member.get_path()}")
+    patch.replace(registry, "_ATTN_OVERRIDES", table | members, expected=table)
     # vLLM keeps the backends that it chose before
     chosen = vars(selector)["_cached_get_attn_backend"]
     patch.replace(selector, "_cached_get_attn_backend", functools.cache(chosen.__wrapped__), expected=chosen)

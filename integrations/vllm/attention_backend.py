@@ -22,16 +22,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from rlkernel.calls.prefix_shared_attention import AttentionRule
+from rlkernel.integrations.vllm.attention import ALONE, APART, NAME, READ
 from rlkernel.integrations.vllm.attention_pages import Pages, attend
 from rlkernel.integrations.vllm.attention_plan import SharedPlan
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 LAYOUTS = ("vec", "vec16")
 """The instruction sets whose kernels keep keys as [head dim, tokens] and values as [tokens, head dim]."""
-
-NAME = "attention"
-ALONE = "no requests share a block"
-READ, APART = "read", "read by requests by themselves"
 
 
 @dataclasses.dataclass
