@@ -104,9 +104,9 @@ class LmHead:
         logits = getattr(output, "logits", None)
         shape = 1, len(PROBE), self._entries
         if logits is None or tuple(logits.shape) != shape:
-            got = None if logits is None else tuple(logits.shape)
+            made = None if logits is None else tuple(logits.shape)
             raise ValueError(
-                f"{self.name}: its logits must be all that its lm_head makes, {shape}, got {got}"
+                f"{self.name}: its logits must be all that its lm_head makes, {shape}, got {made}"
             )
         found = logits.detach()[0].double().cpu()
         want = torch.tensor(PROBE, dtype=torch.float64) * self.scale
