@@ -8,7 +8,7 @@ from typing import Any
 from rlkernel.integrations import _contract
 from rlkernel.integrations._patch import PatchError
 
-SUPPORTED = ">=0.31,<0.34"  # 0.32.0 runs in `make test-vllm`; 0.31 and 0.33 have the same contracts
+SUPPORTED = ">=0.31,<0.34"  # 0.32.0 and 0.31.0 run in CI; 0.33 has the same contracts
 
 FORWARD_PARAMETERS = (
     "self", "logits", "sampling_metadata", "predict_bonus_token=False", "logprobs_mode_override=None",
