@@ -41,6 +41,7 @@ def adjusted(sampler: Any, logits: Tensor, metadata: Any, whole: bool) -> Adjust
     if whole or not _sayable(metadata):
         z = logits.to(torch.float32, copy=True)
         z = sampler.apply_logits_processors(z, metadata, False)
+        z.clamp_(max=torch.finfo(z.dtype).max)  # a token that inf forces is drawn; NaN stays
         if any(type(processor) is not MinPLogitsProcessor for processor in invariant):
             # written for logits that the temperature has divided
             if metadata.temperature is not None:
@@ -70,7 +71,17 @@ def _sayable(metadata: Any) -> bool:
     holder = metadata.thinking_budget_state_holder
     if holder is not None and holder.has_tracked_requests():
         return False
-    return all(type(each) in BUILT_IN and not _restores(each) for each in metadata.logitsprocs.all)
+    return all(
+        type(each) in BUILT_IN and not _restores(each) and not _is_endless(each)
+        for each in metadata.logitsprocs.all
+    )
+
+
+def _is_endless(processor: Any) -> bool:
+    """Of a bias of inf or NaN, which an option would refuse, and with it end the engine for all requests."""
+    return type(processor) is LogitBiasLogitsProcessor and not all(
+        value < torch.inf for values in processor.biases.values() for value in values.values()
+    )
 
 
 def _restores(processor: Any) -> bool:

@@ -118,6 +118,22 @@ BANNED = range(4, 30)
 GAP = 3.0
 
 
+def test_biases_without_end(llm, patch):
+    """inf forces its token, as in vLLM, and NaN gives token 0; neither ends the engine for the others."""
+    from vllm import SamplingParams
+
+    biases = [{33: float("inf")}, {33: float("nan")}, {33: -float("inf")}, {33: 1.0}]
+    kinds = [SamplingParams(temperature=0, max_tokens=3, logit_bias=x, ignore_eos=True) for x in biases]
+    mine = engines.tokens(ask(llm, engines.prompts(4), kinds))
+    assert mine[0] == [[33] * 3] and mine[1] == [[0] * 3] and not patch.fallbacks
+    patch.undo()
+    try:
+        theirs = engines.tokens(ask(llm, engines.prompts(4), kinds))
+    finally:
+        patch.apply()
+    assert [mine[0], *mine[2:]] == [theirs[0], *theirs[2:]]
+
+
 def processors():
     """What a user writes: one of the kind that may change the likeliest token, and one of the other."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
