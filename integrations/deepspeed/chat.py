@@ -35,10 +35,27 @@ from rlkernel.ops.value_loss import value_loss
 
 SCORED = ("generate_experience", "train_rlhf")  # the methods in which the engines are called for logits
 ENGINES = ("actor_model", "ref_model")
+# what may become of logits on their way; __get__ is of attributes, as shape, dtype and device
+PASSING = ("__getitem__", "__get__", "to", "float", "detach", "contiguous", "as_subclass", "size", "dim")
 
 
 class Scored(torch.Tensor):
-    """Logprobs [B, L, 1] where logits would be; slices and casts of it are of this type too."""
+    """Logprobs [B, L, 1] where logits would be; slices and casts of it are of this type too.
+
+    What else a trainer does with logits, an entropy or a softmax of its own, has no answer here.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in PASSING:
+            raise ValueError(
+                f"{TRAINER} must hand its logits to {GATHER} alone while rlkernel.patch_deepspeed() has its "
+                f"module, got {name}() of them"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def plan(patch: DeepSpeedPatch, module: ModuleType) -> None:
@@ -114,7 +131,12 @@ def _scoring(original: Callable[..., Any], patch: DeepSpeedPatch) -> Callable[..
 def _gather(original: Callable[..., Tensor], patch: DeepSpeedPatch) -> Callable[..., Tensor]:
     def gather_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
         if isinstance(logits, Scored):
-            return logits.as_subclass(torch.Tensor)[..., 0]
+            found = logits.as_subclass(torch.Tensor)[..., 0]
+            if found.shape != labels.shape:
+                raise ValueError(
+                    f"labels must be the next tokens, {tuple(found.shape)}, got {tuple(labels.shape)}"
+                )
+            return found
         if reason := unsupported_dtype(logits=logits):
             patch.left(GATHER, reason)
             return original(logits, labels)

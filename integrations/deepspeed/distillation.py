@@ -63,6 +63,12 @@ class _ByRows(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, formula: Any) -> Tensor:
         ctx.save_for_backward(student, teacher, weights)
         ctx.formula = formula
+        device = student.device.type
+        ctx.autocast = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
         total = torch.zeros(
             (), dtype=torch.promote_types(weights.dtype, torch.float32), device=weights.device
         )
@@ -78,7 +84,10 @@ class _ByRows(torch.autograd.Function):
         grads = [torch.zeros_like(x) if need else None for x, need in zip(sources, needs, strict=True)]
         for rows in _chunks(sources[0], weights):
             parts = [x[rows].detach().requires_grad_(n) for x, n in zip(sources, needs, strict=True)]
-            with torch.enable_grad():
+            with (
+                torch.enable_grad(),
+                torch.autocast(**ctx.autocast),
+            ):  # GPUs' decides what softmax computes in
                 loss = ctx.formula(*parts, weights[rows])
             found = iter(torch.autograd.grad(loss, [x for x in parts if x.requires_grad], grad))
             for whole in grads:

@@ -44,8 +44,13 @@ def patch(*, trainer_module: ModuleType | None = None, strict: bool = True) -> D
             )
         return active.share()
     contract.require_version(strict)
-    from deepspeed.runtime.rollout import opsd
-    from deepspeed.sequence import cross_entropy, linear_cross_entropy, vocab_parallel_ops
+    try:
+        from deepspeed.runtime.rollout import opsd
+        from deepspeed.sequence import cross_entropy, linear_cross_entropy, vocab_parallel_ops
+    except ImportError as error:
+        raise PatchError(
+            f"DeepSpeed must have what is replaced, as {contract.SUPPORTED} has: {error}"
+        ) from error
 
     result = DeepSpeedPatch(trainer_module)
     for module, kind, parameters in (

@@ -115,10 +115,10 @@ class LmHead:
         rounding = 8 * torch.finfo(torch.bfloat16).eps
         if not torch.allclose(found, want[:, None], rounding, 1e-6):
             worst = (found - want[:, None]).abs().amax(0).argmax()
-            got = [round(x, 4) for x in found[:, worst].tolist()]
+            values = [round(x, 4) for x in found[:, worst].tolist()]
             raise ValueError(
                 f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
-                f"its config says, got {got} for {list(PROBE)}"
+                f"its config says, got {values} for {list(PROBE)}"
             )
 
 

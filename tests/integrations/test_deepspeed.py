@@ -52,7 +52,11 @@ def _engine(kind, trained=True, seed=0):
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.02)
     widths = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[-1]))
+
+    def watch(module, inputs, output):  # eight rows of a first call are for the look at what becomes of them
+        widths.append(output.shape[-1] if output.shape[:2] != (1, 8) else 1)
+
+    model.lm_head.register_forward_hook(watch)
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} if trained else {}
     engine = deepspeed.initialize(model=model, config=_settings(kind, trained), **options)[0]
     engine.widths = widths

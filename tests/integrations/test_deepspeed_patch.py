@@ -20,6 +20,7 @@ from deepspeed.runtime import rollout  # noqa: E402
 from deepspeed.sequence import cross_entropy, vocab_parallel_ops  # noqa: E402
 
 from rlkernel.integrations import deepspeed as adapter  # noqa: E402
+from rlkernel.integrations.deepspeed import chat  # noqa: E402
 
 PLACES = (
     (cross_entropy, "_VocabParallelCrossEntropy"),
@@ -85,6 +86,46 @@ def test_refusals(monkeypatch):
             rlkernel.patch_deepspeed()
 
 
+def test_a_deepspeed_without_what_is_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed.sequence.vocab_parallel_ops", None)
+    monkeypatch.delattr("deepspeed.sequence.vocab_parallel_ops")
+    with pytest.raises(PatchError, match="DeepSpeed must have what is replaced.*vocab_parallel_ops"):
+        rlkernel.patch_deepspeed(strict=False)
+
+
+def test_an_entropy_is_masked_in_place():
+    """As callers do and DeepSpeed's own tests; also of a row without a distribution."""
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    logits[1] = -torch.inf
+    mask = torch.tensor([False, True, False])
+
+    def run():
+        leaf = logits.clone().requires_grad_()
+        entropy = vocab_parallel_ops.vocab_parallel_entropy(leaf)
+        entropy.masked_fill_(mask, 0.0).sum().backward()
+        return leaf.grad
+
+    stock = run()
+    with rlkernel.patch_deepspeed():
+        found = run()
+    assert (found - stock).abs().max() < 1e-6 and not found[1].any()
+
+
+def test_logits_that_are_logprobs_are_nothing_else():
+    """A trainer that took an entropy of them would get zeros."""
+    ids = torch.randint(0, 9, (2, 5), generator=torch.Generator().manual_seed(0))
+    with rlkernel.patch_deepspeed(trainer_module=chat_trainer):
+        scored = torch.randn(2, 5, 1).as_subclass(chat.Scored)
+        given = scored.to(torch.float)[:, :-1, :]
+        assert given.shape == (2, 4, 1) and given.dtype == torch.float32
+        assert chat_trainer.gather_log_probs(given, ids[:, 1:]).shape == (2, 4)
+        for use in (lambda x: x.softmax(-1), lambda x: torch.log_softmax(x, -1), lambda x: x / 2):
+            with pytest.raises(ValueError, match="must hand its logits to gather_log_probs alone"):
+                use(given)
+        with pytest.raises(ValueError, match=r"labels must be the next tokens, \(2, 4\), got \(2, 5\)"):
+            chat_trainer.gather_log_probs(given, ids)
+
+
 # distillation
 
 JSD = {
@@ -118,6 +159,21 @@ def test_distillation(case, dtype, monkeypatch):
     for a, b in zip(found, stock, strict=True):
         assert a.dtype == b.dtype and torch.allclose(a.double(), b.double(), tolerance, tolerance)
     assert all(map(torch.equal, run(), stock))
+
+
+def test_distillation_under_autocast(monkeypatch):
+    """Both directions, which on a GPU decides what its softmax computes in."""
+    seen, real = [], torch.nn.functional.log_softmax
+    monkeypatch.setattr(
+        opsd.F, "log_softmax", lambda *a, **k: seen.append(torch.is_autocast_enabled("cpu")) or real(*a, **k)
+    )
+    student, teacher = torch.randn(2, 3, 11).requires_grad_(), torch.randn(2, 3, 11)
+    with rlkernel.patch_deepspeed():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = opsd.generalized_jsd_loss(student, teacher, torch.ones(2, 3)).loss
+        forward = len(seen)
+        loss.backward()
+    assert all(seen) and len(seen) > forward
 
 
 def test_distillation_is_checked_by_deepspeed():
