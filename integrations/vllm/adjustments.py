@@ -32,13 +32,13 @@ def adjusted(sampler: Any, logits: Tensor, metadata: Any, whole: bool) -> Adjust
 
     ``whole`` asks for the latter.
     """
-    n, device = logits.shape[0], logits.device
+    n = logits.shape[0]
     options: dict[str, Any] = {"temperature": temperature(metadata)}
     for name in ("top_k", "top_p"):
         if (value := getattr(metadata, name)) is not None:
             options[name] = value[:n]
     invariant = metadata.logitsprocs.argmax_invariant
-    if whole or not _sayable(metadata):
+    if whole or not sayable(metadata):
         z = logits.to(torch.float32, copy=True)
         z = sampler.apply_logits_processors(z, metadata, False)
         z.clamp_(max=torch.finfo(z.dtype).max)  # a token that inf forces is drawn; NaN stays
@@ -53,7 +53,8 @@ def adjusted(sampler: Any, logits: Tensor, metadata: Any, whole: bool) -> Adjust
             return Adjusted(z, options)
         logits = z
     else:
-        options |= _options(metadata, n, device)
+        said = metadata.output_token_ids[:n] or [[] for _ in range(n)]
+        options |= _options(metadata, list(range(n)), said, [0] * n, slice(n))
     for processor in invariant:
         if processor.min_p_count:
             options["min_p"] = processor.min_p_device[:n]
@@ -67,7 +68,8 @@ def temperature(metadata: Any) -> float | Tensor:
     return t if metadata.all_random else torch.where(t < EPSILON, 0.0, t)
 
 
-def _sayable(metadata: Any) -> bool:
+def sayable(metadata: Any) -> bool:
+    """Whether options can say all that changes the logits."""
     holder = metadata.thinking_budget_state_holder
     if holder is not None and holder.has_tracked_requests():
         return False
@@ -89,41 +91,82 @@ def _restores(processor: Any) -> bool:
     return type(processor) is MinTokensLogitsProcessor and any(x[3] for x in processor.min_toks.values())
 
 
-def _options(metadata: Any, n: int, device: torch.device) -> dict[str, Any]:
+class Places(NamedTuple):
+    """The rows of logits where requests have drafts: one for each draft, and one behind the last."""
+
+    lengths: Tensor  # [B], how many drafts
+    first: Tensor  # [B], the request's first row
+    request: Tensor  # [n], whose row it is
+    place: Tensor  # [n], how many drafts stand before
+    drafts: Tensor  # [B, K], -1 behind the last
+
+    @classmethod
+    def of(cls, lengths: list[int], draft_token_ids: Tensor, device: torch.device) -> Places:
+        many = torch.tensor(lengths)
+        first = (many + 1).cumsum(0) - (many + 1)
+        request = torch.arange(len(lengths)).repeat_interleave(many + 1)
+        place = torch.arange(len(request)) - first[request]
+        is_draft = place < many[request]
+        table = torch.full((len(lengths), max(lengths)), -1, dtype=draft_token_ids.dtype, device=device)
+        table[request[is_draft].to(device), place[is_draft].to(device)] = draft_token_ids
+        return cls(many.to(device), first.to(device), request.to(device), place.to(device), table)
+
+
+def drafted(metadata: Any, places: Places) -> dict[str, Any]:
+    """The options of all rows; the drafts before a place count as output, as they do when they stand."""
+    request = places.request
+    options: dict[str, Any] = {"temperature": temperature(metadata)}
+    for name in ("temperature", "top_k", "top_p"):
+        value = options.get(name, getattr(metadata, name))
+        if value is not None:
+            options[name] = value[request] if isinstance(value, Tensor) else value
+    owners, before = request.tolist(), places.place.tolist()
+    said = [list(x) for x in metadata.output_token_ids] or [[] for _ in places.lengths]
+    drafts = metadata.spec_token_ids or places.drafts.tolist()
+    histories = [said[i] + list(drafts[i][:j]) for i, j in zip(owners, before, strict=True)]
+    return options | _options(metadata, owners, histories, before, request)
+
+
+def _options(
+    metadata: Any, owners: list[int], said: list[list[int]], ahead: list[int], index: Tensor | slice
+) -> dict[str, Any]:
+    """Of rows of the requests ``owners``, which have ``said`` so much, ``ahead`` of it drafts."""
     options: dict[str, Any] = {}
-    rows: list[dict[int, float]] = [{} for _ in range(n)]
-    for row, token, value in _biases(metadata):
-        if row < n:
-            rows[row][token] = rows[row].get(token, 0.0) + value
+    rows = [_biases(metadata, *row) for row in zip(owners, said, ahead, strict=True)]
     if any(rows):
         options["logit_bias"] = rows
     if metadata.allowed_token_ids_mask is not None:
-        options["token_bitmask"] = packed(~metadata.allowed_token_ids_mask[:n])
+        options["token_bitmask"] = packed(~metadata.allowed_token_ids_mask[index])
     if not metadata.no_penalties:
         options["penalties"] = rlkernel.Penalties(
-            padded(metadata.output_token_ids[:n], device),
-            metadata.prompt_token_ids[:n],
-            repetition=metadata.repetition_penalties[:n],
-            frequency=metadata.frequency_penalties[:n],
-            presence=metadata.presence_penalties[:n],
+            padded(said, metadata.prompt_token_ids.device),
+            metadata.prompt_token_ids[index],
+            repetition=metadata.repetition_penalties[index],
+            frequency=metadata.frequency_penalties[index],
+            presence=metadata.presence_penalties[index],
         )
     return options
 
 
-def _biases(metadata: Any) -> Iterator[tuple[int, int, float]]:
+def _biases(metadata: Any, row: int, said: list[int], ahead: int) -> dict[int, float]:
+    made: dict[int, float] = {}
+    for token, value in _biases_of(metadata, row, said, ahead):
+        made[token] = made.get(token, 0.0) + value
+    return made
+
+
+def _biases_of(metadata: Any, row: int, said: list[int], ahead: int) -> Iterator[tuple[int, float]]:
     for processor in metadata.logitsprocs.non_argmax_invariant:
         if type(processor) is LogitBiasLogitsProcessor:
-            for row, values in processor.biases.items():
-                yield from ((row, token, value) for token, value in values.items())
-        else:
-            for row, (_, _, stops, _) in processor.min_toks.items():
-                yield from ((row, token, -torch.inf) for token in stops)
-    for row, words in metadata.bad_words_token_ids.items():
-        said = metadata.output_token_ids[row]
-        for word in words:
-            begin = word[:-1]
-            if len(begin) <= len(said) and said[len(said) - len(begin) :] == begin:
-                yield row, word[-1], -torch.inf
+            yield from processor.biases.get(row, {}).items()
+        elif row in processor.min_toks:
+            least, own, stops, _ = processor.min_toks[row]
+            if not ahead or len(own) + ahead < least:
+                yield from ((token, -torch.inf) for token in stops)
+    for word in metadata.bad_words_token_ids.get(row, ()):
+        begin = word[:-1]
+        if len(begin) <= len(said) and said[len(said) - len(begin) :] == begin:
+            yield word[-1], -torch.inf
 
 
 def padded(rows: list[list[int]], device: torch.device) -> Tensor:

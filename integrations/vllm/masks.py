@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplingMaskLists
 
@@ -17,6 +18,18 @@ class Kept(NamedTuple):
     ids: Tensor  # [n K]
     offsets: Tensor  # [n + 1]
     unknown: Tensor  # [n]
+
+    def of_rows(self, rows: Tensor) -> Kept:
+        """Ids behind the last row's are any."""
+        if rows.numel() == 0:
+            return Kept(self.ids[:0], self.offsets[:1], self.unknown[:0])
+        rows = rows.long()
+        ends = self.offsets.diff()[rows].cumsum(0)
+        offsets = torch.nn.functional.pad(ends, (1, 0))
+        place = torch.arange(len(self.ids), device=rows.device)
+        row = torch.searchsorted(ends, place, right=True).clamp(max=len(rows) - 1)
+        source = self.offsets[rows[row]] + place - offsets[row]
+        return Kept(self.ids[source.clamp(max=len(self.ids) - 1)], offsets, self.unknown[rows])
 
     def to_cpu(self) -> Kept:
         return Kept(*(x.to("cpu", non_blocking=True) for x in self))

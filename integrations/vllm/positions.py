@@ -36,6 +36,11 @@ def known() -> bool:
     return _runner is not None
 
 
+def late() -> bool:
+    """Whether the host takes all drafts of the step before for accepted, as vLLM's asynchronous one does."""
+    return bool(_runner.use_async_spec_decode)
+
+
 def positions(rows: int, device: torch.device) -> Tensor:
     """How many tokens stand before the next one of each row, prompt included."""
     return _runner.optimistic_seq_lens_cpu[:rows].to(device, torch.int64)

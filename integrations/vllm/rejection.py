@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.sample import rejection_sampler
 
 import rlkernel
-from rlkernel.integrations.vllm import contract, positions, support
+from rlkernel.integrations.vllm import contract, drafts, positions, support
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "rejection_sample"
@@ -31,6 +31,7 @@ def plan(patch: VllmPatch) -> None:
     """Raises PatchError where vLLM is not what it must be."""
     has_fly = hasattr(rejection_sampler, "compute_fly_entropy")
     original = contract.checked(rejection_sampler, NAME, PARAMETERS + (FLY if has_fly else ()))
+    drafts.plan(patch)
     patch.replace_everywhere("vllm", NAME, _rejection_sample(original, patch), expected=original)
 
 

@@ -80,16 +80,23 @@ def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOu
     if metadata.generators:
         z.options["positions"] = positions.positions(n, device)
     support.add_options(z.options, z.logits)
+    given = _given(metadata.logprob_token_ids, n, device)
+    return sampled_from(mode, logits, z, wants, metadata.max_num_logprobs or 0, given)
+
+
+def sampled_from(
+    mode: str, logits: Tensor, z: Adjusted, wants: bool, top: int, given: Tensor | None
+) -> SamplerOutput:
+    """A token of each row of ``z``; where ``wants``, with log-probabilities of it and ``top`` or ``given``
+    others, in the ``mode``."""
     if not wants:
         out = _sample(z, return_logprobs=())
         return SamplerOutput(sampled_token_ids=_tokens(out)[:, None], logprobs_tensors=None)
-    given = _given(metadata.logprob_token_ids, n, device)
-    asked: dict[str, Any] = {}
+    asked: dict[str, Any] = dict(RANKS)
     if given is not None:
         asked["logprob_token_ids"] = given
-    elif metadata.max_num_logprobs:
-        asked["top_logprobs"] = metadata.max_num_logprobs
-    asked |= RANKS
+    elif top:
+        asked["top_logprobs"] = top
     drawn = _raw(logits, z, asked) if mode in RAW else _processed(z, asked)
     if mode in LOGITS:
         drawn = _as_logits(drawn, logits if mode in RAW else _tempered(z), given)

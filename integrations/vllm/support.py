@@ -83,6 +83,12 @@ def keep(out: Any) -> None:
         _step.kept = _kept(out)
 
 
+def part(drafts: Tensor, last: Tensor) -> None:
+    """Of what was sampled, these rows are of drafts, and those behind the last drafts."""
+    if _step is not None and _step.kept is not None:
+        _step.kept, _step.drafted = _step.kept.of_rows(last), _step.kept.of_rows(drafts)
+
+
 def keep_drafted(target_logits: Tensor, num_draft_tokens: list[int], greedy: Tensor | bool) -> None:
     """The support of drafted places, of whose logits vLLM's filters have left those of the kept tokens."""
     if _step is None:

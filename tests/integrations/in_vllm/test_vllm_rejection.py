@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 import rlkernel
-from rlkernel.integrations.vllm import rejection
+from rlkernel.integrations.vllm import drafts, rejection
 
 VOCAB = 12
 BONUS = VOCAB + 1  # no token of the target: it says where all drafts stood
@@ -218,4 +218,4 @@ def test_greedy_text_with_ngram_drafts_is_that_without(model, llm):
         engines.shut_down(drafted)
     assert found == wanted
     assert worker["pid"] != os.getpid()
-    assert worker["calls"][rejection.NAME] and not worker["fallbacks"]
+    assert worker["calls"][drafts.NAME] and not worker["fallbacks"]

@@ -318,7 +318,7 @@ def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
         assert not any(map(any, masks(outputs)))
         assert patch.fallbacks["GPUModelRunner.sample_tokens: the support of several tokens a step"] > 5
         return
-    assert sum(several) > 5 and patch.calls["rejection_sample"] > 5
+    assert sum(several) > 5 and patch.calls["RejectionSampler.forward"] > 5
     known = 0
     for kind, output in zip(params, outputs, strict=True):
         (sample,) = output.outputs
@@ -333,7 +333,4 @@ def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
                 assert (kept or list(range(engines.VOCAB))) == left
             known += 1
     total = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if any("bonus" in reason for reason in patch.fallbacks):  # vLLM's own: behind drafts that all stood
-        assert known > total / 8
-    else:
-        assert known == total
+    assert known == total
