@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rlkernel
 from rlkernel.integrations.vllm import contract
+from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.sampler import RANKS
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
@@ -86,6 +87,6 @@ def scored(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> tuple[Tensor
     assert out.raw_logprobs is not None and out.rank is not None
     ids, logprobs = token_ids[:, None], out.raw_logprobs[:, None]
     if out.top_ids is not None and out.top_logprobs is not None:
-        ids = torch.cat((ids, out.top_ids.clamp(min=0)), 1)
+        ids = torch.cat((ids, all_named(out.top_ids, logits.shape[1])), 1)
         logprobs = torch.cat((logprobs, out.top_logprobs), 1)
     return ids.to(torch.int32), logprobs, out.rank

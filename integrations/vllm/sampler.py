@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import rlkernel
 from rlkernel.integrations.vllm import contract, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
+from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "Sampler.forward"
@@ -103,7 +104,8 @@ def sampled_from(
     others, values = (given, drawn.id_logprobs) if given is not None else (drawn.top_ids, drawn.top_logprobs)
     ids, logprobs = drawn.token_ids.long()[:, None], drawn.logprobs[:, None]
     if others is not None and values is not None:
-        ids = torch.cat((ids, others.clamp(min=0)), 1)
+        named = others.clamp(min=0) if given is not None else all_named(others, logits.shape[1])
+        ids = torch.cat((ids, named), 1)
         logprobs = torch.cat((logprobs, values), 1)
     return SamplerOutput(
         sampled_token_ids=drawn.token_ids[:, None],

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample import gumbel, logprob
 
 import rlkernel
 from rlkernel.integrations.vllm import contract
+from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 SAMPLE_PARAMETERS = (
@@ -144,6 +145,6 @@ def topk_scores(logits: Tensor, count: int, token_ids: Tensor) -> tuple[Tensor, 
     scores = out.raw_logprobs.float()[:, None]
     if count:
         assert out.top_ids is not None and out.top_logprobs is not None
-        ids = torch.cat([ids, out.top_ids.long().clamp(min=0)], 1)
+        ids = torch.cat([ids, all_named(out.top_ids.long(), logits.shape[1])], 1)
         scores = torch.cat([scores, out.top_logprobs.float()], 1)
     return ids, scores, out.rank

@@ -101,6 +101,32 @@ def test_whole_distributions_ranks_and_greedy_tokens_are_those_of_vllm(batches, 
     assert rows > greedy > 20 and (filtered > 20 or mode.startswith("raw"))
 
 
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_fewer_kept_tokens_than_are_asked_for(batches, mode):
+    """Of three allowed tokens, token 0 among them, all have their values; what fills up is named once."""
+    allowed = [0, 17, engines.VOCAB - 1]
+    sampler, logits, metadata = max(batches, key=lambda batch: len(batch[1]))
+    mask = torch.ones(len(logits), engines.VOCAB, dtype=torch.bool)
+    mask[:, allowed] = False
+    for asked in (1, 3, 5, engines.VOCAB):
+        few = dataclasses.replace(
+            frozen(metadata), max_num_logprobs=asked, allowed_token_ids_mask=mask, bad_words_token_ids={},
+            top_p=None, top_k=None,
+        )  # fmt: skip
+        theirs, mine = stock(sampler, logits, few, mode), ours.sampled(sampler, logits, few, mode)
+        ids = mine.logprobs_tensors.logprob_token_ids
+        assert ids.shape == theirs.logprobs_tensors.logprob_token_ids.shape
+        assert all(len(set(row)) == len(row) for row in ids[:, 1:].tolist()) and (ids >= 0).all()
+        if asked == 1:  # our token is drawn, and may be another one
+            continue
+        # min_p leaves some of them out, and which others vLLM names then is torch.topk's choice
+        want, got = (
+            dense(out, engines.VOCAB)[:, allowed].nan_to_num(nan=-torch.inf) for out in (theirs, mine)
+        )
+        assert (want[:, 0] > -torch.inf).any()
+        torch.testing.assert_close(got.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_a_token_that_ties_has_vllms_rank(batches, mode):
     ties = 0
