@@ -54,12 +54,12 @@ def test_sampling_and_training_agree_as_in_stock(stock, patched):
         print(f"{name}: sampling_logp_difference mean {mean:.1e}, max {largest:.1e}")
 
 
-def test_it_learns_as_stock_does(stock, patched):
+def test_both_learn(stock, patched):
+    """From other draws, so at another speed; the next test compares step by step."""
     for run in (stock, patched):
         rewards = run.column("reward")
         print([round(x, 3) for x in rewards])
-        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
-    assert patched.column("reward")[-1] > stock.column("reward")[-1] - 0.1
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
 
 def test_the_same_rollouts_make_the_same_steps_of_stock(patched, model, tmp_path):

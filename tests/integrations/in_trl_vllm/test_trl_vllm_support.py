@@ -38,9 +38,8 @@ def test_the_difference_of_sampling_and_training_is_that_of_two_attentions(stock
     assert difference < 5e-5 and ratio < 5e-5
 
 
-def test_it_learns_as_stock_does(stock, supported):
+def test_both_learn(stock, supported):
     for run in (stock, supported):
         rewards = run.column("reward")
         print([round(x, 3) for x in rewards])
-        assert sum(rewards[-3:]) > sum(rewards[:3])
-    assert supported.column("reward")[-1] > stock.column("reward")[-1] - 0.2
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
