@@ -262,7 +262,7 @@ def results() -> list[torch.Tensor]:
     """What no instruction set may change."""
     kept = []
     for place, options in enumerate(FILTERS.values()):
-        for dtype in kernel.DTYPES:
+        for dtype in native.DTYPES:
             got = kernel.forward(
                 SamplingCall(logits(3, 20_011, dtype=dtype), None, request(3, seed=place, **options))
             )
