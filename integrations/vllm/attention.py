@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.vllm import contract
+from rlkernel.integrations.vllm import attention_paged
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
-
-BACKEND = "rlkernel.integrations.vllm.attention_backend.Backend"
-BUILD_PARAMETERS = ("self", "common_prefix_len", "common_attn_metadata", "fast_build=False")
-FORWARD_PARAMETERS = (
-    "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale=None",
-    "output_block_scale=None",
-)  # fmt: skip
-
-NAME = "attention"
-ALONE = "no requests share a block"
-READ, APART = "read", "read by requests by themselves"
 
 
 def plan(patch: VllmPatch) -> None:
@@ -29,23 +19,28 @@ def plan(patch: VllmPatch) -> None:
     if current_platform.is_cuda_alike():
         from rlkernel.integrations.vllm import attention_gpu
 
-        return attention_gpu.plan(patch)
-    if not current_platform.is_cpu():
+        replace(patch, attention_gpu)
+    elif current_platform.is_cpu():
+        from rlkernel.integrations.vllm import attention_cpu
+
+        replace(patch, attention_cpu)
+    else:
         raise PatchError(f"vLLM must run on a CPU or a GPU, got {current_platform.device_name}")
-    from vllm.v1.attention.backends import cpu_attn
-
-    contract.checked(cpu_attn.CPUAttentionMetadataBuilder, "build", BUILD_PARAMETERS)
-    contract.checked(cpu_attn.CPUAttentionBackendImpl, "forward", FORWARD_PARAMETERS)
-    register(patch, {"CPU_ATTN": BACKEND})
 
 
-def register(patch: VllmPatch, paths: dict[str, str]) -> None:
-    """What ``register_backend`` writes of each, in a table of its own: undo takes all of it away."""
+def replace(patch: VllmPatch, ours: ModuleType) -> None:
+    """What ``register_backend`` writes of each backend, in a table of its own: undo takes all of it away.
+
+    ``ours.THEIRS`` has vLLM's backends by their names in the registry, and the module ours by the same names.
+    """
     table = vars(registry)["_ATTN_OVERRIDES"]
-    members = {registry.AttentionBackendEnum[name]: path for name, path in paths.items()}
-    for member in members:
+    members = {}
+    for name, theirs in ours.THEIRS.items():
+        attention_paged.check(theirs)
+        member = registry.AttentionBackendEnum[name]
         if member.is_overridden():
-            raise PatchError(f"vLLM's own {member.name} must be in its registry, got {member.get_path()}")
+            raise PatchError(f"vLLM's own {name} must be in its registry, got {member.get_path()}")
+        members[member] = f"{ours.__name__}.{name}"
     patch.replace(registry, "_ATTN_OVERRIDES", table | members, expected=table)
     # vLLM keeps the backends that it chose before
     chosen = vars(selector)["_cached_get_attn_backend"]

@@ -10,7 +10,7 @@ import transformers
 from vllm import SamplingParams
 
 import rlkernel
-from rlkernel.integrations.vllm import attention_backend
+from rlkernel.integrations.vllm import attention_paged
 
 LENGTH = 150  # tokens of a prompt: four blocks of 32, and some behind them
 
@@ -63,7 +63,7 @@ def test_tokens_and_logprobs_are_those_of_vllm(groups):
 
 def test_a_prompt_is_read_once_for_its_samples(groups):
     _, (_, counts) = groups
-    read, apart = (counts["bytes"][key] for key in (attention_backend.READ, attention_backend.APART))
+    read, apart = (counts["bytes"][key] for key in (attention_paged.READ, attention_paged.APART))
     print(f"{read} bytes of keys and values read, {apart} by requests by themselves")
     assert counts["calls"]["attention"] >= 2 * 11  # layers times steps behind the first
     # four samples of 128 shared tokens, and two blocks of their own
@@ -83,7 +83,7 @@ def test_requests_that_share_nothing_go_to_vllm(model):
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
     ours, counts = generated(model, prompts[1:], True, params)
     assert not counts["calls"] and sum(counts["fallbacks"].values()) == 2 * 8
-    assert list(counts["fallbacks"]) == [f"attention: {attention_backend.ALONE}"]
+    assert list(counts["fallbacks"]) == [f"attention: {attention_paged.ALONE}"]
 
 
 def test_a_prompt_that_was_cached_before_is_shared_by_the_rows_of_a_prefill(model):
