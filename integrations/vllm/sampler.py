@@ -20,6 +20,7 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "Sampler.forward"
 RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
+BANS = {"token_bitmask", "logit_bias"}  # the options that may leave a row no token
 RANKS: dict[str, Any] = {"return_rank": True, "rank_ties": "max"}  # as vLLM counts
 
 
@@ -125,8 +126,10 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     if z.logits is logits:
         out = _sample(z, return_logprobs=("raw",), **asked)
         tokens = _tokens(out)
+        again = BANS & z.options.keys() and not bool(out.valid.all())  # of a row without a token left
     else:
-        tokens = _tokens(_sample(z, return_logprobs=()))
+        tokens, again = _tokens(_sample(z, return_logprobs=())), True
+    if again:
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None and out.rank is not None
     return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)

@@ -127,6 +127,33 @@ def test_fewer_kept_tokens_than_are_asked_for(batches, mode):
         torch.testing.assert_close(got.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("by", ["allowed tokens", "bad words"])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_raw_values_of_a_row_whose_tokens_are_all_banned(batches, mode, by):
+    """They are of the model's own logits, which no ban touches; the token is 0, as vLLM's greedy one."""
+    sampler, logits, metadata = max(batches, key=lambda batch: len(batch[1]))
+    banned, mask, words = [0, 2], None, {}
+    if by == "allowed tokens":
+        mask = torch.zeros(len(logits), engines.VOCAB, dtype=torch.bool)
+        mask[banned] = True
+    else:
+        words = {row: [[token] for token in range(engines.VOCAB)] for row in banned}
+    for asked in ({"max_num_logprobs": 5}, {"max_num_logprobs": None, "logprob_token_ids": {0: [3], 2: [7]}}):
+        none = dataclasses.replace(
+            frozen(metadata), allowed_token_ids_mask=mask, bad_words_token_ids=words, temperature=None,
+            all_greedy=True, all_random=False, logitsprocs=LogitsProcessors(), no_penalties=True, **asked,
+        )  # fmt: skip
+        theirs, mine = stock(sampler, logits, none, mode), ours.sampled(sampler, logits, none, mode)
+        assert torch.equal(mine.sampled_token_ids, theirs.sampled_token_ids)
+        assert not mine.sampled_token_ids[banned].any()
+        for name in ("logprob_token_ids", "selected_token_ranks"):
+            got, want = (getattr(out.logprobs_tensors, name)[banned] for out in (mine, theirs))
+            assert torch.equal(got, want)
+        got, want = mine.logprobs_tensors.logprobs, theirs.logprobs_tensors.logprobs
+        assert got[banned, :2].isfinite().all()
+        torch.testing.assert_close(got.clamp(min=WHOLE), want.clamp(min=WHOLE), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_a_token_that_ties_has_vllms_rank(batches, mode):
     ties = 0
