@@ -9,6 +9,7 @@ import pytest
 import ranks
 import tiny
 import torch
+import zero_engines
 from bitwise import assert_equal
 
 import rlkernel
@@ -16,59 +17,12 @@ import rlkernel
 pytest.importorskip("transformers", reason="needs transformers, which is not installed")
 pytestmark = [ranks.pytestmark, pytest.mark.slow]
 
-VOCAB = 96
+VOCAB = zero_engines.VOCAB
 STEPS = 5
 
 
 def zero_kinds(*names):
     return ranks.kinds(*names, apart=True)[0]
-
-
-def _settings(kind, trained):
-    stage = int(kind[4])
-    if not trained and stage < 3:  # there is no optimizer to share out
-        stage = 0
-    settings = {"stage": stage, "stage3_param_persistence_threshold": 0}  # no parameter is too small to split
-    if "offload" in kind:
-        settings["offload_param" if stage == 3 else "offload_optimizer"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": settings,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-
-
-def _engine(kind, trained=True, seed=0):
-    import deepspeed
-
-    model = tiny.make_model(vocab=VOCAB, hidden=32)
-    if "tied" in kind:
-        model.config.tie_word_embeddings = True
-        model.lm_head.weight = model.model.embed_tokens.weight
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.02)
-    widths = []
-
-    def watch(module, inputs, output):  # eight rows of a first call are for the look at what becomes of them
-        widths.append(output.shape[-1] if output.shape[:2] != (1, 8) else 1)
-
-    model.lm_head.register_forward_hook(watch)
-    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} if trained else {}
-    engine = deepspeed.initialize(model=model, config=_settings(kind, trained), **options)[0]
-    engine.widths = widths
-    return engine
-
-
-def _weights(engine):
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters):
-        return [p.detach().clone() for p in parameters]
 
 
 class _Values(torch.nn.Module):
@@ -105,8 +59,8 @@ def _trainer_module(source):
 
 def _train(rank, kind, module):
     engines = SimpleNamespace(
-        actor=_engine(kind, seed=1), ref=_engine(kind, trained=False, seed=2), critic=_Values(),
-        reward=_Values(), tokenizer=tiny.make_tokenizer(),
+        actor=zero_engines.engine(kind, seed=1), ref=zero_engines.engine(kind, trained=False, seed=2),
+        critic=_Values(), reward=_Values(), tokenizer=tiny.make_tokenizer(),
     )  # fmt: skip
     args = SimpleNamespace(
         max_answer_seq_len=12, end_of_conversation_token="a", actor_zero_stage=int(kind[4]),
@@ -122,16 +76,22 @@ def _train(rank, kind, module):
         return sequences
 
     trainer._generate_sequence = rollout
-    losses = []
+    losses, skipped = [], []
     for step in range(STEPS):
         prompts = torch.randint(3, VOCAB, (2, 8), generator=g)
         experience = trainer.generate_experience(prompts, torch.ones_like(prompts), step)
         trainer.train()
         losses += [x.detach() for x in trainer.train_rlhf(experience)]
+        skipped.append(engines.actor.skipped_steps)
     assert trainer.actor_model is engines.actor and trainer.ref_model is engines.ref
     assert not any(k == "forward" for k in vars(engines.actor.module.lm_head))
     widths = {*engines.actor.widths, *engines.ref.widths}
-    return torch.stack(losses), [*_weights(engines.actor), engines.critic.table.weight.detach()], widths
+    return (
+        torch.stack(losses),
+        [*zero_engines.weights(engines.actor), engines.critic.table.weight.detach()],
+        widths,
+        skipped,
+    )
 
 
 def _chat(rank, kind, source):
@@ -154,17 +114,22 @@ def _source(name):
 
 
 @pytest.mark.parametrize("source", ["own", "dschat"])
-@pytest.mark.parametrize("kinds", [zero_kinds("zero2", "zero3", "zero3-tied")])
+@pytest.mark.parametrize(
+    "kinds", [zero_kinds("zero2", "zero3", "zero3-tied", "zero2-fp16dynamic", "zero3-bf16")]
+)
 def test_ppo(kinds, source, tmp_path):
-    """Losses and weights to 1e-6, no logits, and after the undo the bits of before."""
+    """Losses and weights to 1e-6 or the dtype's error, the same steps skipped, no logits; after the undo the
+    bits of before."""
     for kind, reports in ranks.run(_chat, kinds, tmp_path, _source(source)).items():
         for rank, (stock, patched, after, (calls, left)) in enumerate(reports):
             where = f"{kind}, rank {rank}"
             assert stock[2] == {VOCAB} and VOCAB not in patched[2], f"{where}: {patched[2]}"
             apart = (patched[0] - stock[0]).abs().max().item()
-            assert 0 < apart <= 1e-6, f"{where}: losses differ by {apart}"
+            most = max(1e-6, 4 * torch.finfo(zero_engines.dtype(kind)).eps)
+            assert 0 < apart <= most, f"{where}: losses differ by {apart}"
+            assert patched[3] == stock[3] == after[3] and bool(stock[3][-1]) == ("fp16" in kind), where
             for a, b, c in zip(patched[1], stock[1], after[1], strict=True):
-                assert (a - b).abs().max() <= 1e-6, where
+                assert (a - b).abs().max() <= max(1e-6, most / 4), where
                 assert_equal(where, c, b)
             assert_equal(where, after[0], stock[0])
             assert not left and calls == {
@@ -186,7 +151,7 @@ def _plain(rank, kind):
 
     found = []
     for scored in (False, True):
-        engine = _engine(kind)
+        engine = zero_engines.engine(kind)
         g, losses, grads = torch.Generator().manual_seed(3 + rank), [], []
         for _ in range(STEPS):
             ids = torch.randint(3, VOCAB, (2, 17), generator=g)
@@ -203,7 +168,12 @@ def _plain(rank, kind):
             engine.step()
             losses.append(loss.detach())
         found.append(
-            (torch.stack(losses), [x for step in grads for x in step], _weights(engine), engine.widths)
+            (
+                torch.stack(losses),
+                [x for step in grads for x in step],
+                zero_engines.weights(engine),
+                engine.widths,
+            )
         )
     (a, grads, weights, wide), (b, own_grads, own_weights, narrow) = found
     assert set(wide) == {VOCAB} and VOCAB not in narrow
