@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlkernel import routing_replay
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
 from rlkernel.calls.gae import GaeOutput
@@ -90,6 +91,7 @@ __all__ = [
     "preference_loss_preset",
     "prefix_shared_attention",
     "register_hf",
+    "routing_replay",
     "running_normalize",
     "sample",
     "sample_linear",

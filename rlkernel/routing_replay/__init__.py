@@ -1,0 +1,91 @@
+"""Routing replay: a mixture of experts sends every token to the experts that a record names.
+
+with routing_replay.record(model) as routes:      # or routes of the rollout's engine, from_vllm(...)
+    model(**batch)
+with routing_replay.replay(model, routes):
+    loss(model(**batch)).backward()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlkernel.routing_replay.choice import combine, top_k
+from rlkernel.routing_replay.engines import from_sglang, from_vllm
+from rlkernel.routing_replay.routes import Routes, cat, pack, pad, pad_like
+from rlkernel.routing_replay.storage import load, save
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "Routes",
+    "cat",
+    "combine",
+    "from_sglang",
+    "from_vllm",
+    "load",
+    "moe_layers",
+    "pack",
+    "pad",
+    "pad_like",
+    "record",
+    "replay",
+    "save",
+    "top_k",
+]
+
+
+def record(model: nn.Module, *, ties: str = "model") -> Any:
+    """Record the experts that the routers of a model of transformers choose inside of a ``with``.
+
+    What the ``with`` gives has ``passes``, the :class:`Routes` of each forward pass, and ``routes``, of all
+    of them; ``replay`` takes it as it is. Nothing else changes: no bit of the outputs and of the gradients.
+
+    Args:
+        model: of transformers, whatever wraps it (PEFT, DDP, FSDP2).
+        ties: "model": the model's own ``torch.topk``, which says nothing of equal scores; "lowest":
+            :func:`top_k`, of equal scores the lowest expert.
+
+    Raises:
+        ValueError: the model is no mixture of experts, or one whose router is not known.
+        PatchError: its router is not the one of the supported transformers.
+    """
+    from rlkernel.integrations.hf import routing  # which loads more than a record needs
+
+    return routing.Recording(model, ties)
+
+
+def replay(model: nn.Module, routes: Any, *, min_overlap: float | None = None, ties: str = "model") -> Any:
+    """Inside of a ``with``, the routers of a model choose the experts of a record, with their own weights.
+
+    The weights are the model's own function of its own logits, taken at the recorded experts, so the router
+    has its gradient. Tokens without a record route freely. Every forward pass inside replays the same routes
+    (old, reference and policy logprobs of one micro-batch); ``.use(others)`` changes them for the passes
+    after. Gradient checkpointing sees the same routes again, also when the ``with`` is over.
+
+    The first pass over new routes is compared with what the model would choose itself; ``.overlap [layers]``
+    is the fraction in common.
+
+    Args:
+        model: as for :func:`record`.
+        routes: :class:`Routes` of the tokens of a pass, as the model gets them, padding included (``pad``,
+            ``pack``), or what ``record`` gave.
+        min_overlap: the least fraction of its experts, in any layer, that the model would choose itself; less
+            is an error, with 0 it is not looked at. By default half way between chance and all.
+        ties: as for :func:`record`, of tokens without a record.
+
+    Raises:
+        ValueError: another shape than the model's or the pass's; too small an overlap; a model that
+            ``record`` refuses. PatchError: as for ``record``.
+    """
+    from rlkernel.integrations.hf import routing
+
+    return routing.Replay(model, routes, min_overlap, ties)
+
+
+def moe_layers(model: nn.Module) -> list[int]:
+    """The numbers of the hidden layers that have a router: where an engine, which counts all, has them."""
+    from rlkernel.integrations.hf import routers
+
+    return routers.moe_layers(model)

@@ -1,0 +1,331 @@
+"""Routing replay on mixtures of experts of transformers: a model's own record changes no bit of it."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from rlkernel import routing_replay
+from rlkernel.integrations._patch import PatchError
+from rlkernel.routing_replay import Routes
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
+moe = pytest.importorskip("moe_models")
+hf_routers = importlib.import_module("rlkernel.integrations.hf.routers")
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+
+IDS = moe.tokens()
+REENTRANT = (False, True)
+
+
+def checkpointed(model, reentrant=False):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
+def record(model, ids=IDS):
+    with routing_replay.record(model) as recording, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return recording.routes
+
+
+def chosen(model, run):
+    """The experts that the blocks of experts are handed while ``run()``: ``[layers, tokens, top_k]``."""
+    found, hooks = [], []
+    for router in hf_routers.routers(model):
+        experts = router.block.experts
+        hooks.append(experts.register_forward_pre_hook(lambda module, args: found.append(args[1].clone())))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
+
+
+def other_routes(model, ids=IDS, seed=7):
+    """Routes that the model would not choose: as many tokens, each with experts at random."""
+    layers = len(hf_routers.routers(model))
+    scores = torch.rand(layers, ids.numel(), moe.EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return Routes.of(scores.topk(moe.TOP_K).indices, moe.EXPERTS)
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys() and found[1]
+    assert [name for name in wanted[1] if not torch.equal(found[1][name], wanted[1][name])] == []
+
+
+def test_every_router_that_is_known_is_tried():
+    routers = (hf_routers.routers(moe.make(family))[0] for family in moe.FAMILIES)
+    kinds = {type(router.module).__name__ for router in routers}
+    assert kinds == set(hf_routers.ROUTERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_a_models_own_record_changes_no_bit(family, dtype):
+    model = moe.make(family, dtype)
+    wanted = moe.step(model, IDS)
+    with routing_replay.record(model) as recording:
+        assert_same(moe.step(model, IDS), wanted)
+    assert torch.equal(recording.routes.ids, chosen(model, lambda: moe.step(model, IDS, False)))
+    with routing_replay.replay(model, recording) as replay:
+        assert_same(moe.step(model, IDS), wanted)
+    assert replay.overlap.tolist() == [1.0] * recording.routes.layers
+
+
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_the_routes_of_another_are_taken(family):
+    model = moe.make(family)
+    routes = other_routes(model)
+    with routing_replay.replay(model, routes, min_overlap=0):
+        found = chosen(model, lambda: moe.step(model, IDS))
+    assert torch.equal(found, routes.ids)
+    assert not torch.equal(found, chosen(model, lambda: moe.step(model, IDS)))
+
+
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_every_attribute_is_left_as_it_was(family):
+    model = checkpointed(moe.make(family))
+    before = moe.state(model)
+    routes = record(model)
+    assert moe.state(model) == before
+    with routing_replay.replay(model, routes):
+        moe.step(model, IDS)
+        assert moe.state(model) != before
+    assert moe.state(model) == before
+    with pytest.raises(ZeroDivisionError), routing_replay.replay(model, routes), routing_replay.record(model):
+        raise ZeroDivisionError
+    assert moe.state(model) == before
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT, ids=("not reentrant", "reentrant"))
+@pytest.mark.parametrize("family", moe.FAMILIES)
+def test_checkpointing_computes_the_same_routes_again(family, reentrant):
+    """Micro-batches of several routes, whose backwards run in another order, and after the ``with``."""
+    model = moe.make(family)
+    batches = [moe.tokens(2, 6, seed) for seed in (1, 2)]
+    routes = [other_routes(model, ids, seed) for seed, ids in enumerate(batches)]
+
+    def grads(order):
+        model.zero_grad(set_to_none=True)
+        with routing_replay.replay(model, routes[0], min_overlap=0) as replay:
+            losses = []
+            for ids, own in zip(batches, routes, strict=True):
+                replay.use(own)
+                losses.append(model(input_ids=ids, use_cache=False).logits.square().sum())
+            losses[order[0]].backward()
+        with routing_replay.replay(model, other_routes(model, batches[0], 9), min_overlap=0):
+            losses[order[1]].backward()
+        return moe.gradients(model)
+
+    wanted = {order: copy.deepcopy(grads(order)) for order in ((0, 1), (1, 0))}
+    checkpointed(model, reentrant)
+    model.enable_input_require_grads()  # reentrant checkpoints need it
+    for order, want in wanted.items():
+        found = grads(order)
+        assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+def test_a_checkpoint_that_replay_does_not_know_of_is_an_error():
+    model = moe.make("qwen3_moe")
+    routes = record(model)
+    with routing_replay.replay(model, routes):
+        loss = checkpointed(model)(input_ids=IDS, use_cache=False).logits.sum()
+        with pytest.raises(RuntimeError, match="layers.2.mlp.gate must be computed again by a checkpoint"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_routers_gradient_is_that_of_its_formula(family):
+    """Of the softmax at the recorded experts, normalised: by autograd from the formula alone, in fp64."""
+    model = moe.make(family)
+    routes = other_routes(model)
+    router = hf_routers.routers(model)[-1].module.double()
+    hidden = torch.randn(IDS.numel(), 32, dtype=torch.float64, requires_grad=True)
+    weight = router.weight.detach().clone().requires_grad_()
+    seen = hidden.detach().clone().requires_grad_()
+    ids = routes.ids[-1]
+    scores = (seen @ weight.T).softmax(-1).gather(-1, ids)
+    scores = scores / scores.sum(-1, keepdim=True)
+    upstream = torch.randn(scores.shape, dtype=torch.float64)
+    scores.backward(upstream)
+    with routing_replay.replay(model, routes, min_overlap=0) as replay:
+        for index in range(routes.layers - 1):
+            replay._choose(index)(torch.zeros(IDS.numel(), moe.EXPERTS), None)
+        _, found, experts = router(hidden)
+        found.backward(upstream)
+    assert torch.equal(experts, ids)
+    # the routers themselves compute their softmax in fp32
+    for got, want in ((found, scores), (router.weight.grad, weight.grad), (hidden.grad, seen.grad)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_without_a_record_route_freely():
+    model = moe.make("qwen3_moe")
+    free = chosen(model, lambda: moe.step(model, IDS))
+    routes = other_routes(model)
+    mask = torch.arange(IDS.numel()) % 3 != 0
+    with routing_replay.replay(model, routes.only(torch.zeros(IDS.numel()))):
+        assert torch.equal(chosen(model, lambda: moe.step(model, IDS)), free)
+    with routing_replay.replay(model, routes.only(mask), min_overlap=0):
+        mixed = chosen(model, lambda: moe.step(model, IDS))
+    assert torch.equal(mixed[:, mask], routes.ids[:, mask])
+    assert torch.equal(mixed[0, ~mask], free[0, ~mask])  # later layers see other hidden states
+
+
+def test_generation_is_recorded_as_its_sequences():
+    """A prompt and its tokens one by one over a KV cache: the trainer replays them over whole sequences."""
+    model = moe.make("mixtral").eval()
+    with routing_replay.record(model) as recording:
+        ids = model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert len(recording.passes) == 4 and ids.shape[1] == IDS.shape[1] + 4
+    length = ids.shape[1] - 1  # the last token never ran
+    assert recording.routes.tokens == len(ids) * length
+    rows = recording.routes.split([length] * len(ids))
+    with routing_replay.replay(model, routing_replay.pad_like(rows, torch.ones_like(ids))) as replay:
+        moe.step(model, ids)
+    assert replay.overlap.min() > 0.99
+    again = record(model, ids[:, :-1])
+    assert float(again.overlap(recording.routes).min()) > 0.99
+
+
+def test_a_padded_and_a_packed_batch_replay_the_same_sequences():
+    model = moe.make("qwen3_moe").double()
+    rows = [moe.tokens(1, length, length)[0] for length in (5, 8, 3)]
+    alone = [record(model, row[None]) for row in rows]
+    routes = [other_routes(model, row[None], seed) for seed, row in enumerate(rows)]
+    assert all(not a.equal(b) for a, b in zip(alone, routes, strict=True))
+    single = []
+    for row, own in zip(rows, routes, strict=True):
+        with routing_replay.replay(model, own, min_overlap=0):
+            single.append(moe.step(model, row[None], False)[0][0])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (ids != 0).long()
+    with routing_replay.replay(model, routing_replay.pad_like(routes, mask), min_overlap=0):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert routing_replay.pad(routes).equal(routing_replay.pad_like(routes, mask))
+    torch.testing.assert_close(logits[mask.bool()], torch.cat(single))
+    packed, ends = routing_replay.pack(routes)
+    assert ends.tolist() == [0, 5, 13, 16]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    with routing_replay.replay(model, packed, min_overlap=0):
+        logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits[0], torch.cat(single))
+
+
+@pytest.mark.parametrize("fault", ["layers", "shifted", "other tokens", "other model"])
+def test_routes_that_are_not_this_passs_are_an_error(fault):
+    model = moe.make("qwen3_moe", num_hidden_layers=6)
+    ids = moe.tokens(4, 16)
+    routes = record(model, ids)
+    wrong = {
+        "layers": lambda: routes.take_layers([1, 0, *range(2, routes.layers)]),
+        "shifted": lambda: routes[1:].padded(right=1),
+        "other tokens": lambda: record(model, moe.tokens(4, 16, 5)),
+        "other model": lambda: record(moe.make("qwen3_moe", seed=1, num_hidden_layers=6), ids),
+    }[fault]()
+    message = r"at least min_overlap = 0.62 of their experts.*layers.0.mlp.gate 0\.\d\d, .*order of layers"
+    with pytest.raises(ValueError, match=message), routing_replay.replay(model, wrong):
+        moe.step(model, ids, False)
+    with routing_replay.replay(model, wrong, min_overlap=0) as replay:
+        moe.step(model, ids, False)
+    assert replay.overlap is None
+    with routing_replay.replay(model, wrong, min_overlap=1e-9) as replay:
+        moe.step(model, ids, False)
+    assert float(replay.overlap.min()) < 0.62
+
+
+def test_later_passes_over_the_same_routes_are_not_compared_again():
+    model = moe.make("qwen3_moe")
+    routes = record(model)
+    with routing_replay.replay(model, routes) as replay:
+        moe.step(model, IDS, False)
+        with torch.no_grad():
+            for router in hf_routers.routers(model):
+                router.module.weight.neg_()
+        moe.step(model, IDS, False)
+        replay.use(routes)
+        with pytest.raises(ValueError, match="min_overlap"):
+            moe.step(model, IDS, False)
+        assert float(replay.overlap.max()) < 0.5
+
+
+def test_shapes_that_do_not_fit_are_named():
+    model = moe.make("qwen3_moe")
+    routes = record(model)
+    with pytest.raises(ValueError, match=r"top_k, num_experts = \(2, 2, 8\), the model's, got \(1, 2, 8\)"):
+        routing_replay.replay(model, routes.take_layers([0]))
+    other = Routes.of(routes.ids, 16)
+    with pytest.raises(ValueError, match=r"= \(2, 2, 8\), the model's, got \(2, 2, 16\)"):
+        routing_replay.replay(model, other)
+    message = r"shape \[layers, tokens, top_k\] = \(2, 24, 2\) in this pass, got \(2, 23, 2\)"
+    with pytest.raises(ValueError, match=message), routing_replay.replay(model, routes[:-1]):
+        moe.step(model, IDS, False)
+    with pytest.raises(ValueError, match=r"min_overlap must be in \[0, 1\], got 2"):
+        routing_replay.replay(model, routes, min_overlap=2)
+    with pytest.raises(ValueError, match="ties must be one of model, lowest, got 'first'"):
+        routing_replay.record(model, ties="first")
+    with pytest.raises(ValueError, match="the model must have run inside of routing_replay.record"):
+        routing_replay.replay(model, routing_replay.record(model))
+
+
+def test_models_that_are_not_covered_are_refused_by_name():
+    dense = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**moe.COMMON))
+    with pytest.raises(ValueError, match="mixture of experts, got LlamaForCausalLM, which has no router"):
+        routing_replay.record(dense)
+    config = transformers.PhimoeConfig(**moe.COMMON | {"num_local_experts": 4})
+    unknown = transformers.AutoModelForCausalLM.from_config(config)
+    message = "got PhimoeSparseMoeBlock at model.layers.0.mlp, whose router is not known"
+    with pytest.raises(ValueError, match=message):
+        routing_replay.record(unknown)
+
+
+def test_a_router_of_another_transformers_is_refused(monkeypatch):
+    model = moe.make("mixtral")
+    kind = type(hf_routers.routers(model)[0].module)
+    stock = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, bias=None: stock(self, hidden_states))
+    with pytest.raises(PatchError, match=r"MixtralTopKRouter.forward must take \(self, hidden_states\), got"):
+        routing_replay.record(model)
+
+
+def test_a_router_that_chooses_otherwise_is_refused(monkeypatch):
+    model = moe.make("mixtral")
+    kind = type(hf_routers.routers(model)[0].module)
+    stock = kind.forward
+    ways = {
+        "must choose its experts by torch.topk": lambda self, hidden_states: hidden_states.sort(),
+        "must return the experts that torch.topk chose": lambda self, hidden_states: (
+            *stock(self, hidden_states)[:2],
+            None,
+        ),
+        "must choose its experts once": lambda self, hidden_states: (
+            stock(self, hidden_states) and stock(self, hidden_states)
+        ),
+    }
+    for message, forward in ways.items():
+        monkeypatch.setattr(kind, "forward", forward)
+        with pytest.raises(PatchError, match=message), routing_replay.record(model):
+            model(input_ids=IDS)
+
+
+def test_ties_go_to_the_lowest_expert():
+    model = moe.make("qwen3_moe")
+    with torch.no_grad():
+        for router in hf_routers.routers(model):
+            router.module.weight.zero_()
+    with routing_replay.record(model, ties="lowest") as recording:
+        moe.step(model, IDS)
+    lowest = torch.arange(moe.TOP_K).expand_as(recording.routes.ids)
+    assert torch.equal(recording.routes.ids, lowest)
+    free = recording.routes.only(torch.zeros(IDS.numel()))
+    with routing_replay.replay(model, free, ties="lowest"):
+        assert torch.equal(chosen(model, lambda: moe.step(model, IDS)), lowest)
+
+
+def test_the_numbers_of_layers_are_those_of_all_layers():
+    assert routing_replay.moe_layers(moe.make("qwen3_moe")) == [0, 2]
+    assert routing_replay.moe_layers(moe.make("mixtral")) == [0, 1, 2]
