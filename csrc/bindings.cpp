@@ -34,6 +34,7 @@ PYBIND11_MODULE(_C, m) {
   {
     py::module_ part = bind::add_part(m, "cpu");
     RLKERNEL_KERNELS(DEFINE_CPU)
+    RLKERNEL_CPU_KERNELS(DEFINE_CPU)
   }
 #ifdef RLKERNEL_BUILT_CUDA
   {

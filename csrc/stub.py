@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlkernel.calls.paged_prefix_attention import PagedRule
 from rlkernel.calls.policy_loss import CovariancePick, PolicyRule
 from rlkernel.calls.preference_loss import PreferenceRule
 

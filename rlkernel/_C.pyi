@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlkernel.calls.paged_prefix_attention import PagedRule
 from rlkernel.calls.policy_loss import CovariancePick, PolicyRule
 from rlkernel.calls.preference_loss import PreferenceRule
 
@@ -21,6 +22,8 @@ class Kernels(Protocol):
     def __hash__(self) -> int: ...
     CHUNK: int
     MOMENTS: int
+    PAGED_STATE: int
+    PAGED_TILE: int
     POLICY_PARTIALS: int
     POLICY_VALUES: int
     PREFERENCE_METRICS: int
@@ -210,6 +213,27 @@ class Kernels(Protocol):
         lse: Tensor,
         row_max: Tensor,
         log_sum: Tensor,
+    ) -> None: ...
+    def paged_prefix_attention(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        pages: Tensor,
+        items: Tensor,
+        starts: Tensor,
+        slots: Tensor,
+        launches: Tensor,
+        states: Tensor,
+        sinks: Tensor | None,
+        rule: PagedRule,
+        out: Tensor,
+        lse: Tensor,
     ) -> None: ...
     def policy_loss(
         self,

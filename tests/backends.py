@@ -9,6 +9,7 @@ from skips import NO_INTERPRETER as NO_INTERPRETER
 
 import rlkernel
 from rlkernel import dispatch, native
+from rlkernel.bench import status
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 # Libraries that need a GPU and return token ids alone: test_sampling_flashinfer.py is theirs.
@@ -37,7 +38,8 @@ def of(op: str) -> list:
     """Pairs (backend, device) to parametrize a test of ``op`` with."""
     names = [name for name in dispatch.BACKENDS if name not in LIBRARIES and dispatch.has(name, op)]
     pairs = [(name, device) for name in names for device in DEVICES]
-    pairs += [(name, "cpu") for name in EMULATED if dispatch.has("native", op)]
+    if dispatch.has("native", op) and op not in status.CPU_ONLY:
+        pairs += [(name, "cpu") for name in EMULATED]
     return [pytest.param(*pair, id="-".join(pair), marks=_marks(*pair)) for pair in pairs]
 
 

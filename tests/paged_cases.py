@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import rlkernel
+
 OP = "paged_prefix_attention"
 TABLES = ("block_table", "seq_lens", "cu_seqlens_q")
 
@@ -199,3 +201,49 @@ def heads_first(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 LAYOUTS = {"vllm": like_vllm, "flash": like_flash, "heads first": heads_first}
+
+
+def run(backend: str, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    with rlkernel.use_backend(backend):
+        out, lse = rlkernel.paged_prefix_attention(**inputs, **options, return_lse=True)
+    return out, lse
+
+
+def alone(inputs: dict[str, Any], n: int) -> tuple[dict[str, Any], slice]:
+    """The n-th request of a step by itself, and its rows."""
+    first, end = inputs["cu_seqlens_q"][n : n + 2].tolist()
+    starts = torch.tensor([0, end - first], dtype=torch.int32, device=inputs["query"].device)
+    own = {name: inputs[name][n : n + 1] for name in TABLES[:2]}
+    return {**inputs, **own, "query": inputs["query"][first:end], "cu_seqlens_q": starts}, slice(first, end)
+
+
+def differing(backend: str, inputs: dict[str, Any], **options: Any) -> list[int]:
+    """Requests whose bits are others alone than in their step."""
+    out, lse = run(backend, inputs, **options)
+    found = []
+    for n in range(len(inputs["seq_lens"])):
+        one, rows = alone(inputs, n)
+        if rows.start == rows.stop:
+            continue
+        mine, its = run(backend, one, **options)
+        if not (torch.equal(mine, out[rows]) and torch.equal(its, lse[:, rows])):
+            found.append(n)
+    return found
+
+
+def in_blocks_of(size: int, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same step on caches of other blocks, in which no request shares one."""
+    lens, old = inputs["seq_lens"].tolist(), inputs["key_cache"].shape[1]
+    counts = [-(-length // size) for length in lens]
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    caches = {
+        name: inputs[name].new_full((sum(counts), size, *inputs[name].shape[2:]), math.nan)
+        for name in ("key_cache", "value_cache")
+    }
+    for n, (length, count) in enumerate(zip(lens, counts, strict=True)):
+        first, keys = sum(counts[:n]), torch.arange(length)
+        table[n, :count] = torch.arange(first, first + count)
+        blocks = inputs["block_table"][n, keys // old].long()
+        for name, cache in caches.items():
+            cache[first + keys // size, keys % size] = inputs[name][blocks, keys % old]
+    return {**inputs, **caches, "block_table": table.to(inputs["block_table"].device)}

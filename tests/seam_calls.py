@@ -9,6 +9,7 @@ import rlkernel
 from rlkernel import native
 from rlkernel.bench import cases, parity
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
+from rlkernel.reference import paged_prefix_attention as paged
 
 
 class Recording:
@@ -148,11 +149,17 @@ def _prefixes():
     segment_reduce(out, part, index, offsets)
 
 
+def _pages():
+    rlkernel.paged_prefix_attention(**paged.make_inputs(70, 1, 2, 3, head_dim=8), sinks=torch.zeros(4))
+
+
 ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes)
-CALLS = (_benchmarks, *ONE_OF_EACH)
+CALLS = (_benchmarks, *ONE_OF_EACH, _pages)  # pages: of a kernel that is a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {
+    ("paged_prefix_attention", "key_cache", "not dense"),  # any strides
+    ("paged_prefix_attention", "value_cache", "not dense"),
     ("sampling_statistics", "logits", "one element short"),
     ("sampling_finish", "support", "one element short"),  # room for a token less
     ("logprob_forward", "logits", "one element short"),

@@ -22,12 +22,13 @@ def run(backend, inputs, **options):
     return found
 
 
-def agrees(backend, inputs, **options):
+def agrees(backend, inputs, largest_score=0.0, **options):
     out, lse = run(backend, inputs, **options)
     dtype = inputs["query"].dtype
     torchs, truth = dense(inputs, dtype, **options), dense(inputs, torch.float64, **options)
     assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
-    check("out", out, torchs[0], truth[0])
+    # a weight is off by what the score before it is off by
+    check("out", out, torchs[0], truth[0], largest_score)
     check("lse", lse, torchs[1], truth[1])
 
 
@@ -92,7 +93,7 @@ def test_large_scores_do_not_overflow(backend, device):
     inputs = make(STEPS["decode of several"], device=device)
     for name in ("query", "key_cache"):
         inputs[name] = inputs[name] * 30
-    agrees(backend, inputs)
+    agrees(backend, inputs, largest_score=dense(inputs, torch.float64)[1].abs().max().item())
 
 
 @every_backend

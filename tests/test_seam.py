@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rlkernel
 from rlkernel import native
-from rlkernel.calls import policy_loss, preference_loss, sampling
+from rlkernel.calls import paged_prefix_attention, policy_loss, preference_loss, sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "csrc"))
 import stub
@@ -235,6 +235,7 @@ def test_names_of_numbers_are_as_many_as_numbers():
 def test_sizes_that_both_sides_count_in_are_the_same():
     """A buffer of few tokens has the same bytes for other sizes: the kernels would not see it."""
     assert (sampling.SPLIT, sampling.GROUP) == (CPU.SAMPLING_SPLIT, CPU.SAMPLING_GROUP)
+    assert paged_prefix_attention.TILE == CPU.PAGED_TILE
 
 
 def test_the_stub_is_what_the_extension_says():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.paged_prefix_attention import ITEM, LAUNCH
 from rlkernel.calls.policy_loss import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
@@ -78,6 +79,8 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "PreferenceTerm": PREFERENCE_TERMS,
         "PreferenceDivergence": PREFERENCE_DIVERGENCES,
         "FilterOrder": FILTER_ORDERS,
+        "PagedItem": ITEM,
+        "PagedLaunch": LAUNCH,
     }
     return [
         f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"

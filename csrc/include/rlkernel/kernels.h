@@ -1,9 +1,11 @@
-// Table of contents of the compiled part: one line per kernel, grouped by op. Each part has all of them, in its namespace.
+// Table of contents of the compiled part: one line per kernel, grouped by op. Each part has all of them, in its namespace, but
+// for those of a CPU alone.
 #pragma once
 #include "rlkernel/gae/bind.h"
 #include "rlkernel/group_advantages/bind.h"
 #include "rlkernel/kl_shaped_rewards/bind.h"
 #include "rlkernel/logprob/bind.h"
+#include "rlkernel/paged_prefix_attention/bind.h"
 #include "rlkernel/policy_loss/bind.h"
 #include "rlkernel/preference_loss/bind.h"
 #include "rlkernel/prefix_shared_attention/bind.h"
@@ -34,6 +36,10 @@
   KERNEL(sampling_statistics) \
   KERNEL(sampling_finish)
 
+// Those of a CPU alone.
+#define RLKERNEL_CPU_KERNELS(KERNEL) \
+  KERNEL(paged_prefix_attention)
+
 namespace rlkernel::bind {
 
 // What Python needs to know to make the buffers that kernels ask for.
@@ -49,6 +55,8 @@ inline void describe_part(py::module_& part, const char* name) {
   part.attr("SELECTION_COUNTS") = kLevels * kBins;
   part.attr("SEQUENCE_SUMS") = static_cast<int>(kSequenceSums);
   part.attr("PREFERENCE_METRICS") = kPreferenceMetrics;
+  part.attr("PAGED_TILE") = kPagedTile;
+  part.attr("PAGED_STATE") = kPagedState;
   part.attr("SAMPLING_SPLIT") = kSamplingSplit;
   part.attr("SAMPLING_GROUP") = kSamplingGroup;
   part.attr("SAMPLING_RECORD") = static_cast<int>(kRecord);
@@ -72,7 +80,8 @@ py::dict enums(const std::pair<const char*, Enums>&... each) {
 inline py::dict enums() {
   return enums(RLKERNEL_NAMED(Term), RLKERNEL_NAMED(Level), RLKERNEL_NAMED(Aggregation), RLKERNEL_NAMED(Kl),
                RLKERNEL_NAMED(KlWeight), RLKERNEL_NAMED(Divergence), RLKERNEL_NAMED(Correction), RLKERNEL_NAMED(Verdict),
-               RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence), RLKERNEL_NAMED(FilterOrder));
+               RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence), RLKERNEL_NAMED(FilterOrder),
+               RLKERNEL_NAMED(PagedItem), RLKERNEL_NAMED(PagedLaunch));
 }
 
 inline py::module_ add_part(py::module_& m, const char* name) {

@@ -1,0 +1,28 @@
+"""``paged_prefix_attention`` over the compiled extension, on a CPU: a step's launches in one call."""
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.paged_prefix_attention import PagedCall, PagedResults
+from rlkernel.native import kernels, tensor_reasons
+
+
+def unsupported(query: Tensor, *tensors: Tensor, **options: object) -> list[str]:
+    if query.device.type != "cpu":
+        return [f"its compiled kernel is one for CPUs, got {query.device.type}"]
+    return tensor_reasons("query", query)
+
+
+def forward(call: PagedCall) -> PagedResults:
+    query, key_cache, value_cache, _, _, _, plan, rule, sinks = call
+    (total, heads, _), value_dim = query.shape, value_cache.shape[3]
+    part = kernels(query.device)
+    out = query.new_empty(total, heads, value_dim)
+    lse = torch.empty(heads, total, dtype=torch.float32)
+    part.paged_prefix_attention(
+        query=query, key_cache=key_cache, value_cache=value_cache, rows=plan.rows, positions=plan.positions,
+        pages=plan.pages, items=plan.items, starts=plan.starts, slots=plan.slots, launches=plan.launches,
+        states=torch.empty(plan.slot_count, heads, value_dim + part.PAGED_STATE),
+        sinks=None if sinks is None else sinks.float().contiguous(), rule=rule, out=out, lse=lse,
+    )  # fmt: skip
+    return PagedResults(out, lse)
