@@ -1,5 +1,6 @@
 """GPU kernels for the operators of LLM reinforcement learning."""
 
+import importlib
 from typing import Any
 
 from rlkernel import routing_replay
@@ -105,6 +106,13 @@ __all__ = [
     "whiten",
     "workspace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``rlkernel.consistency``, which is loaded when it is asked for."""
+    if name == "consistency":
+        return importlib.import_module("rlkernel.consistency")
+    raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
 
 
 def patch_deepspeed(**options: Any) -> Any:

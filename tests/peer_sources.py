@@ -78,6 +78,11 @@ def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespa
         repository, commit, digests = CHECKOUTS[peer]
         if not hashlib.sha256(file.read_bytes()).hexdigest().startswith(digests[path]):
             pytest.skip(f"{peer}: {path} is not that of commit {commit[:7]} of {repository}")
+    return taken(file, *names, **given)
+
+
+def taken(file: Path, *names: str, **given: Any) -> types.SimpleNamespace:
+    """The functions and classes ``names`` of a file that is here."""
     namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "nn": torch.nn} | given
     exec(_code(file, names), namespace)
     return types.SimpleNamespace(**{name: namespace[name] for name in names})

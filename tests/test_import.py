@@ -126,7 +126,7 @@ assert sorted(rlkernel.__all__) == list(rlkernel.__all__), 'keep __all__ sorted'
     names |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     import rlkernel
 
-    private = {name for name in names if name.startswith("_") and not name.startswith("__")}
+    private = {name for name in names if name.startswith("_") and name != "__version__"}
     assert names - private - {"Any"} == set(rlkernel.__all__)
 
 

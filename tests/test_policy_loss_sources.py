@@ -51,12 +51,16 @@ def skyrl(path, *names, **given):
 
 def skyrl_functions(*names):
     tools = vars(skyrl("torch_utils", "masked_mean", "safe_exp_delta"))
-    correction = skyrl(
+    return skyrl("ppo_utils", *names, "reduce_loss", **tools, **vars(skyrl_correction()))
+
+
+def skyrl_correction():
+    return skyrl(
         "off_policy_correction_utils", "off_policy_correction_enabled", "compute_tis_ratio",
         "compute_outlier_token_mask", "compute_token_mask", "compute_sequence_mask",
-        "compute_off_policy_correction", "apply_off_policy_correction", **tools,
+        "compute_off_policy_correction", "apply_off_policy_correction",
+        **vars(skyrl("torch_utils", "masked_mean", "safe_exp_delta")),
     )  # fmt: skip
-    return skyrl("ppo_utils", *names, "reduce_loss", **tools, **vars(correction))
 
 
 SKYRL = {
@@ -197,6 +201,11 @@ def test_is_skyrls_importance_sampling():
 
 
 def nemo_loss(inputs, **changes):
+    return nemo_results(inputs, **changes)[0]
+
+
+def nemo_results(inputs, **changes):
+    """Its loss and its metrics."""
     folder = "nemo_rl/algorithms"
     tools = load("nemo-rl", f"{folder}/utils.py", "calculate_kl", "masked_mean")
     kinds = load(
@@ -220,7 +229,7 @@ def nemo_loss(inputs, **changes):
         "generation_logprobs": shifted(inputs["rollout_logprobs"]),
         "reference_policy_logprobs": shifted(inputs["ref_logprobs"]),
     }  # fmt: skip
-    return their.ClippedPGLossFn(config)(inputs["logprobs"], data, rows.sum(), mask.sum())[0]
+    return their.ClippedPGLossFn(config)(inputs["logprobs"], data, rows.sum(), mask.sum())
 
 
 NEMO_RL = {  # as its own recipes have them
@@ -308,7 +317,11 @@ def test_is_nemo_rls_kl(estimator, clamps, on_policy):
 
 
 def slime_loss(inputs, **changes):
-    """Its policy_loss_function of packed samples, over the log-probabilities that its model would give."""
+    return slime_results(inputs, **changes)[0]
+
+
+def slime_results(inputs, **changes):
+    """Loss and report of its policy_loss_function of packed samples, over what its model would give."""
     lengths, mask = [inputs["mask"].shape[1]] * len(inputs["mask"]), inputs["mask"].double()
     given = {k: list(inputs[k]) for k in inputs if k.endswith("logprobs")}
     args = SimpleNamespace(**({
@@ -344,7 +357,7 @@ def slime_loss(inputs, **changes):
     reducer = reduce.get_sum_of_sample_mean(
         lengths, lengths, batch["loss_masks"], batch["rollout_mask_sums"], args.calculate_per_token_loss
     )
-    return their.policy_loss_function(args, batch, torch.zeros(1, dtype=torch.float64), reducer)[0]
+    return their.policy_loss_function(args, batch, torch.zeros(1, dtype=torch.float64), reducer)
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -388,6 +401,12 @@ def test_is_slimes_loss_of_rollouts(algorithm, unbiased, estimator):
 
 def prime_rl_loss(inputs, function="default_loss_fn", kind="DefaultLossConfig"):
     """Its loss of every sequence, divided by the tokens of the batch as compute_loss does."""
+    results = prime_rl_results(inputs, function, kind)
+    return sum(x.loss for x in results) / inputs["mask"].sum()
+
+
+def prime_rl_results(inputs, function="default_loss_fn", kind="DefaultLossConfig"):
+    """Loss and metrics of every sequence."""
     kinds = load(
         "prime-rl", "packages/prime-rl-configs/src/prime_rl/configs/trainer.py", kind,
         BaseLossConfig=Base, BaseConfig=Base, Field=lambda default, **_: default, Literal=Literal,
@@ -396,14 +415,14 @@ def prime_rl_loss(inputs, function="default_loss_fn", kind="DefaultLossConfig"):
         "prime-rl", "src/prime_rl/trainer/rl/loss.py", function, "_safe_mean",
         "compute_importance_ratio_and_mismatch_kl", LossOutputs=SimpleNamespace,
     )  # fmt: skip
-    total = 0
+    results = []
     for i, mask in enumerate(inputs["mask"]):
         sample = SimpleNamespace(
             trainer_logprobs=inputs["logprobs"][i], inference_logprobs=inputs["rollout_logprobs"][i],
             advantages=inputs["advantages"][i], loss_mask=mask, loss_weights=None,
         )  # fmt: skip
-        total = total + getattr(their, function)(sample, getattr(kinds, kind)()).loss
-    return total / inputs["mask"].sum()
+        results.append(getattr(their, function)(sample, getattr(kinds, kind)()))
+    return results
 
 
 @pytest.mark.parametrize("name", ["dppo", "ipo"])
