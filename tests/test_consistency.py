@@ -312,7 +312,7 @@ class Sizes(TorchDispatchMode):
 
 def test_nothing_larger_than_the_tokens_is_made(monkeypatch):
     monkeypatch.setattr(statistics, "CHUNK", 64)
-    train, rollout, mask = draw(32, 512)
+    train, rollout, mask = draw(8, 512)
     with Sizes() as sizes:
         compare(train, rollout, mask)
     assert sizes.most <= train.numel()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.consistency import bits, statistics
-from rlkernel.consistency.report import PERCENTILES, Points, Report, WorstToken
+from rlkernel.consistency.report import PERCENTILES, TAIL_SHARES, Points, Report, WorstToken
 from rlkernel.ops import _packing, _validate
 
 POINTS = 4096  # that a picture shows
@@ -98,10 +98,10 @@ def compare(
         values = statistics.rows(a.double(), b.double(), given_here, options)
         delta = values[statistics.ROWS.index("delta")]
         deltas[totals.n : totals.n + len(here)] = delta
+        points = points.with_some(a, b, -totals.n % every, every)
         totals.add(values, first, _counted(seen.compared, lengths))
         far[here] = delta.abs()
         found.append([x._replace(place=x.place + start) for x in statistics.worst(far, worst)])
-        points = points.with_some(a, b, (-(start // -every) * every - start) % every, every)
 
     tokens, sequences = totals.done()
     deltas = deltas[: tokens.n]
@@ -267,5 +267,5 @@ def _described(found: statistics.Worst, flat: _Flat, dtype: torch.dtype, place: 
 
 def _tails(deltas: Tensor) -> tuple[float, ...]:
     """``deltas`` at shares that thin out towards both ends, for a picture."""
-    shares = [50 * 10 ** (-k / 8) for k in range(57)]
-    return tuple(statistics.percentiles(deltas, (*reversed(shares), *(100 - x for x in shares[1:]))))
+    above = (100 - share for share in TAIL_SHARES[1:])
+    return tuple(statistics.percentiles(deltas, (*reversed(TAIL_SHARES), *above)))

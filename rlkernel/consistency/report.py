@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from rlkernel.consistency import styles
 from rlkernel.consistency.statistics import Sequences, Tokens
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+TAIL_SHARES = tuple(50 * 10 ** (-k / 8) for k in range(57))  # percent, thinning out to 5e-6
 
 
 class WorstToken(NamedTuple):
@@ -79,7 +81,7 @@ class Report:
     token_statistics: Tokens = field(repr=False)
     sequence_statistics: Sequences = field(repr=False)
     points: Points = field(repr=False)
-    tails: tuple[float, ...] = field(repr=False)
+    tails: tuple[float, ...] = field(repr=False)  # delta, TAIL_SHARES from below to the middle and on
 
     @property
     def identical(self) -> bool:
@@ -168,6 +170,19 @@ class Report:
         from rlkernel.consistency import table  # which reads a report
 
         return table.text(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw log-probabilities, ULPs and the tails of the ratio into a file.
+
+        ``path`` ending in .html needs no package; .png, .svg and .pdf need matplotlib.
+
+        Raises:
+            ValueError: no token was compared.
+            ImportError: matplotlib is needed and missing.
+        """
+        from rlkernel.consistency import picture  # which reads a report
+
+        picture.save(self, path)
 
     def to_metrics(self, style: str, **options: Any) -> dict[str, float]:
         """The figures under the names, and by the formulas, of another framework.
