@@ -20,6 +20,7 @@ from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
 from rlkernel.dispatch import use_backend
+from rlkernel.ops.attention import attention
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
@@ -68,6 +69,7 @@ __all__ = [
     "ValueLossOutput",
     "VerifyOutput",
     "__version__",
+    "attention",
     "debug",
     "entropy_from_logits",
     "explain",

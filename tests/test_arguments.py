@@ -24,6 +24,7 @@ POLICY = {"old_logprobs": ROWS, "advantages": torch.ones(2), "mask": MASK}
 
 # a call of each function that is good, and says what an argument needs beside it
 CALLS = {
+    rlkernel.attention: {name: torch.randn(1, 4, 2, 8) for name in "qkv"},
     rlkernel.gae: {"rewards": ROWS, "values": ROWS},
     rlkernel.group_advantages: {"rewards": torch.randn(8), "group_size": 4},
     rlkernel.kl_shaped_rewards: {"rewards": ROWS, "logprobs": ROWS, "ref_logprobs": ROWS, "beta": 0.1},

@@ -72,6 +72,8 @@ def forward(call: PagedCall) -> PagedResults:
     out = torch.empty(total, heads, dv, dtype=query.dtype, device=device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=device)
     blocks = _blocks(query, value_cache)
+    # the page of every single key takes registers that a second stage would need
+    stages = 1 if page == 1 else blocks.stages
     shape = plan.slot_count, heads
     tops, totals = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     parts = torch.empty(*shape, dv, dtype=torch.float32, device=device)
@@ -88,7 +90,7 @@ def forward(call: PagedCall) -> PagedResults:
                 rule.window or NO_WINDOW,
                 KV_HEADS=kv_heads, GROUP=group, PAGE=page, D=d, WIDTH=_width(d), DV=dv, V_WIDTH=v_width,
                 BQ=blocks.q, BK=blocks.k, WINDOWED=rule.window > 0,
-                num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=False,
+                num_warps=blocks.warps, num_stages=stages, enable_fp_fusion=False,
             )  # fmt: skip
             if first_row < end_row:
                 paged_merge_kernel[((end_row - first_row) * triton.cdiv(heads, merged),)](

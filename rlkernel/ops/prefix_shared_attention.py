@@ -21,7 +21,7 @@ from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime.modes import without_autocast
 
-_NO_NEEDS: tuple[bool, ...] = (False,) * 4
+NO_NEEDS: tuple[bool, ...] = (False,) * 4
 
 
 @typed
@@ -77,12 +77,12 @@ def prefix_shared_attention(
     (arXiv 2402.05099) in splitting a row's keys, and ring attention in giving backward the whole row's lse;
     the tree of TRL's asynchronous GRPO trainer and PrefixGrouper (arXiv 2506.05433) do the same work.
     """
-    layout = _check_tensors(q, k, v, batch, sinks)
-    rule = _check_options(scale, softcap, window, parity, q.shape[2])
+    layout = check_tensors(q, k, v, batch, sinks)
+    rule = check_options(scale, softcap, window, parity, q.shape[2])
     if rule.window > layout.max_position:
         rule = rule._replace(window=0)  # nothing is outside, and kernels without a window can run
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    needs = _NO_NEEDS
+    needs = NO_NEEDS
     if torch.is_grad_enabled():
         sinks_need = sinks is not None and sinks.requires_grad
         needs = (q.requires_grad, k.requires_grad, v.requires_grad, sinks_need)
@@ -90,7 +90,7 @@ def prefix_shared_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_tensors(
+def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, batch: PrefixBatch | PrefixLayout, sinks: Tensor | None
 ) -> PrefixLayout:
     if not isinstance(batch, (PrefixBatch, PrefixLayout)):
@@ -121,7 +121,7 @@ def _check_tensors(
     return layout
 
 
-def _check_options(
+def check_options(
     scale: float | None, softcap: float | None, window: int | None, parity: str, head_dim: int
 ) -> AttentionRule:
     for name, value in (("scale", scale), ("softcap", softcap)):
@@ -147,12 +147,12 @@ def _pick(call: AttentionCall) -> ModuleType:
     )
 
 
-def _forward(impl: ModuleType, call: AttentionCall) -> AttentionResults:
+def forward(impl: ModuleType, call: AttentionCall) -> AttentionResults:
     with without_autocast(call.q.device):  # the dtype is that of the tensors
         return impl.forward(call)
 
 
-def _backward(impl: ModuleType, call: AttentionCall, results: AttentionResults, grads: Grads) -> Grads:
+def backward(impl: ModuleType, call: AttentionCall, results: AttentionResults, grads: Grads) -> Grads:
     grad_out = grads[0]
     assert grad_out is not None
     found: Grads = (None,) * 3
@@ -172,7 +172,7 @@ def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
     return -(weight * delta).sum(1).to(sinks.dtype)
 
 
-def _like(call: AttentionCall) -> AttentionResults:
+def like(call: AttentionCall) -> AttentionResults:
     rows, heads, _ = call.q.shape
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     out = call.q.new_empty(rows, heads, call.v.shape[2])
@@ -184,9 +184,9 @@ op = Op(
     AttentionCall,
     AttentionResults,
     pick=_pick,
-    forward=_forward,
-    backward=_backward,
-    like=_like,
+    forward=forward,
+    backward=backward,
+    like=like,
     gradients=("q", "k", "v", "sinks"),
     differentiable=("out",),
     saves=("q", "k", "v", "sinks", "out", "lse"),
