@@ -1,4 +1,4 @@
-"""``attention`` over the compiled kernels: forward as a step on a paged cache, backward as that of a packed batch."""
+"""``attention`` over the compiled kernels: forward as a paged step, backward as that of a packed batch."""
 
 from typing import Any
 
