@@ -25,8 +25,8 @@ from rlkernel.integrations.deepspeed.contract import (
     unsupported_dtype,
 )
 from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
+from rlkernel.integrations.deepspeed.engine_head import EngineHead
 from rlkernel.integrations.deepspeed.scores import score
-from rlkernel.integrations.hf.lm_head import LmHead
 from rlkernel.integrations.hf.models import causal_lm
 from rlkernel.ops.gae import gae
 from rlkernel.ops.logprob import logprobs_from_logits
@@ -102,7 +102,7 @@ def _unable(engine: Any, input_ids: Tensor | None, arguments: dict[str, Any]) ->
     if type(engine).__name__ == "DeepSpeedHybridEngine":
         return "the hybrid engine exchanges the layers of its model"
     try:
-        head = LmHead(causal_lm(engine), 1.0, False, False)
+        head = EngineHead(causal_lm(engine), 1.0, False, False)
     except ValueError as error:
         return str(error)
     return unsupported_dtype(lm_head=head.module.weight)

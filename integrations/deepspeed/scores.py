@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.integrations.hf.lm_head import LmHead
+from rlkernel.integrations.deepspeed.engine_head import EngineHead
 from rlkernel.integrations.hf.models import causal_lm
 
 
@@ -53,7 +53,7 @@ def score(
         raise ValueError(f"fp32_head must be True or False, got {fp32_head!r}")
     if model_kwargs.get("labels") is not None:
         raise ValueError("labels must be None, whose loss would need the logits, got a tensor")
-    head = LmHead(causal_lm(engine), temperature, return_entropy, fp32_head)
+    head = EngineHead(causal_lm(engine), temperature, return_entropy, fp32_head)
     targets = input_ids[:, 1:].reshape(-1).to(torch.int64)
     samples, length = input_ids.shape
     with head.scoring((samples, length), lambda hidden: hidden[:, :-1].reshape(targets.numel(), -1), targets):

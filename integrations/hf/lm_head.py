@@ -26,9 +26,7 @@ class LmHead:
         self.name = family(model).__name__
         self.config = model.config.get_text_config()
         self.module = _that_runs(model.get_output_embeddings())
-        if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
-            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
-            raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
+        self.shard = self._shard()
         self.temperature, self.return_entropy, self.fp32 = temperature, return_entropy, fp32
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.scale = _logit_scale(self.config)
@@ -36,6 +34,13 @@ class LmHead:
         self.sharded = is_sharded(model)
         self._scores: Any = None
         self._entries = 1
+
+    def _shard(self) -> dict[str, Any]:
+        """Which part of the vocabulary the module has, as ``linear_logprob`` is told of it."""
+        if not isinstance(self.module, nn.Linear) or type(self.module).forward is not nn.Linear.forward:
+            kind = f"{type(self.module).__module__}.{type(self.module).__name__}"
+            raise ValueError(f"{self.name}: its lm_head must be a torch.nn.Linear, got {kind}")
+        return {}
 
     @contextlib.contextmanager
     def scoring(
@@ -50,7 +55,7 @@ class LmHead:
             if self._scores is not None:
                 raise ValueError(f"{self.name}: it must call its lm_head once, got a second call")
             if hidden.dim() != 3 or hidden.shape[:2] != shape:
-                want = (*shape, module.in_features)
+                want = (*shape, module.weight.shape[1])
                 raise ValueError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
             self._scores = self._score(rows(hidden), labels)
             probe = hidden.new_tensor(PROBE)
@@ -82,6 +87,7 @@ class LmHead:
                 logit_scale=self.scale,
                 softcap=self.softcap,
                 return_entropy=self.return_entropy,
+                **self.shard,
             )
 
     def results(self, output: Any) -> tuple[Tensor, Tensor | None]:
