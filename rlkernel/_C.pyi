@@ -214,6 +214,16 @@ class Kernels(Protocol):
         row_max: Tensor,
         log_sum: Tensor,
     ) -> None: ...
+    def matmul(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None: ...
     def paged_prefix_attention(
         self,
         stream: int = 0,

@@ -27,6 +27,7 @@ from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
+from rlkernel.ops.matmul import matmul
 from rlkernel.ops.paged_prefix_attention import paged_prefix_attention, paged_prefix_plan
 from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
@@ -82,6 +83,7 @@ __all__ = [
     "linear_policy_loss",
     "logprob",
     "logprobs_from_logits",
+    "matmul",
     "packed_logprobs",
     "paged_prefix_attention",
     "paged_prefix_plan",

@@ -284,7 +284,8 @@ def _backward_node(op: Op, place: list[int]) -> Any:
         found = _gradients(op, op.pick(op.made(flat)), grads, needs, stats, flat)
         like = flat[place[0]]
         return [
-            like.new_empty(0) if g is None or not need else g for g, need in zip(found, needs, strict=True)
+            like.new_empty(0) if g is None or not need else g.contiguous()
+            for g, need in zip(found, needs, strict=True)
         ]
 
     def fake(*every: Any) -> Any:

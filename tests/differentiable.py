@@ -55,6 +55,10 @@ OPS = {
         lambda hidden, weight: rlkernel.linear_logprob_statistics(hidden, weight, FLAT).logprobs.sum(),
         {"hidden": (6, 4), "weight": (5, 4)},
     ),
+    "matmul": (
+        lambda a, b, bias: rlkernel.matmul(a, b, bias).square().sum(),
+        {"a": (6, 4), "b": (4, 5), "bias": (5,)},
+    ),
     "policy_loss": (_policy, {"logprobs": (2, 3), "entropy": (2, 3)}),
     "linear_policy_loss": (_linear_policy, HEAD | {"hidden": (2, 3, 4)}),
     "value_loss": (

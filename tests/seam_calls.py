@@ -140,6 +140,11 @@ def _samples():
     )  # fmt: skip
 
 
+def _products():
+    noise, _ = _tokens(3, 10)
+    rlkernel.matmul(noise(), noise().t(), noise()[:, 0])
+
+
 def _prefixes():
     out, part = torch.randn(2, 5, 3, 8)
     lse, part_lse = torch.randn(2, 3, 5)
@@ -154,7 +159,7 @@ def _pages():
 
 
 ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes)
-CALLS = (_benchmarks, *ONE_OF_EACH, _pages)  # pages: of a kernel that is a CPU's alone
+CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {
@@ -167,6 +172,8 @@ ALLOWED = {
     ("logprob_support_backward", "out", "one element short"),
     ("kl_shaped_rewards", "cu_seqlens", "one element short"),
     ("group_advantages", "offsets", "one element short"),
+    ("matmul", "a", "not dense"),
+    ("matmul", "b", "not dense"),
 }
 
 

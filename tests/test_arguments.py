@@ -40,6 +40,7 @@ CALLS = {
     rlkernel.selective_log_softmax: {"logits": torch.randn(2, 4, 5), "index": IDS},
     rlkernel.logprobs_from_logits: {"logits": torch.randn(2, 4, 5), "labels": IDS},
     rlkernel.entropy_from_logits: {"logits": torch.randn(2, 4, 5)},
+    rlkernel.matmul: {"a": ROWS, "b": torch.randn(4, 3)},
     rlkernel.policy_loss: {"logprobs": ROWS, **POLICY},
     rlkernel.policy_loss_preset: {"name": "grpo"},
     rlkernel.preference_loss: {"logprobs": ROWS, "ref_logprobs": ROWS, "mask": MASK},
@@ -239,7 +240,7 @@ def test_tensors_of_any_strides(op):
         rlkernel.paged_prefix_attention,
         rlkernel.paged_prefix_plan,
     ):
-        op(**call | {k: x if k in ("weight", "state") else x[:0] for k, x in spread.items()})
+        op(**call | {k: x if k in ("weight", "state", "b") else x[:0] for k, x in spread.items()})
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -15,6 +15,7 @@ from rlkernel.reference import (
     group_advantages,
     kl_shaped_rewards,
     logprob,
+    matmul,
     policy_loss,
     preference_loss,
     sample_linear,
@@ -89,7 +90,14 @@ def _linear_samples():
         rlkernel.sample_linear(**inputs, **filters, logits_dtype=torch.bfloat16)
 
 
+def _products():
+    inputs = matmul.make_inputs(5, 70, 9)
+    inputs["a"].requires_grad_()
+    rlkernel.matmul(**inputs, bias=torch.zeros(9, requires_grad=True)).sum().backward()
+
+
 CALLS = {
+    "matmul": _products,
     "sampling": _samples,
     "sample_linear": _linear_samples,
     "preference_loss": lambda: _differentiated(

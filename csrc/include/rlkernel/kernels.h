@@ -5,6 +5,7 @@
 #include "rlkernel/group_advantages/bind.h"
 #include "rlkernel/kl_shaped_rewards/bind.h"
 #include "rlkernel/logprob/bind.h"
+#include "rlkernel/matmul/bind.h"
 #include "rlkernel/paged_prefix_attention/bind.h"
 #include "rlkernel/policy_loss/bind.h"
 #include "rlkernel/preference_loss/bind.h"
@@ -38,6 +39,7 @@
 
 // Those of a CPU alone.
 #define RLKERNEL_CPU_KERNELS(KERNEL) \
+  KERNEL(matmul) \
   KERNEL(paged_prefix_attention)
 
 namespace rlkernel::bind {

@@ -1,0 +1,111 @@
+"""A matrix product whose rows have the same bits in any batch."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.matmul import MatmulCall, MatmulResults
+from rlkernel.opaque import Op
+from rlkernel.ops import _validate
+from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import autocasts
+
+
+@typed
+def matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The product of matrices, of which every element has bits that the reduced dimension alone decides.
+
+    Equal to ``torch.matmul(a, b) + bias`` in fp32 (fp64 for fp64), rounded once to ``out_dtype``.
+
+    A row of the product has the same bits alone and in any batch, at any place in it, beside any other rows
+    (batch-invariant); so has every gradient of ``a``.  The gradients of ``b`` and ``bias`` are sums over the
+    rows, in a fixed order: the same rows give the same bits.  That holds on every backend but the reference,
+    and backends differ: on a CPU the order of the sum is declared, the same on every processor.
+
+    Args:
+        a: [..., M, K] fp16, bf16, fp32 or fp64.
+        b: [K, N] or [..., K, N] of the same dtype, read where it is: for a linear layer ``weight.t()``, a
+            view.  Batch dimensions are broadcast as torch.matmul does it.  Under autocast both are used in
+            autocast's dtype.
+        bias: [N] or None; added before the rounding.
+        out_dtype: the dtype of ``a``, which None stands for, or torch.float32.
+
+    Returns:
+        [..., M, N]; an empty sum (K = 0) is 0.
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.
+
+    Follows thinking-machines' ``batch_invariant_ops``, whose product has no gradient.
+    """
+    _validate.floating("a", a)
+    _validate.floating("b", b)
+    for name, x in (("a", a), ("b", b)):
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have two dimensions or more, got {tuple(x.shape)}")
+    _validate.same_device("b", b, "a", a.device)
+    if autocasts(a.device) and torch.float64 not in (a.dtype, b.dtype):
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, b = a.to(dtype), b.to(dtype)
+    if a.dtype != b.dtype:
+        raise ValueError(f"b must be {_validate.name(a.dtype)} as a is, got {_validate.name(b.dtype)}")
+    inner, columns = b.shape[-2:]
+    if a.shape[-1] != inner:
+        raise ValueError(f"b must be [..., {a.shape[-1]}, N] as a is [..., M, K], got {tuple(b.shape)}")
+    if bias is not None:
+        _validate.floating("bias", bias)
+        if bias.shape != (columns,):
+            raise ValueError(f"bias must be [{columns}], got {tuple(bias.shape)}")
+        _validate.same_device("bias", bias, "a", a.device)
+    out_dtype = _out_dtype(out_dtype, a.dtype)
+    if math.prod(b.shape[:-2]) == 1 and b.dim() <= a.dim():  # one matrix for all rows
+        shape: tuple[int, ...] = a.shape[:-1]
+        a, b = a.reshape(1, math.prod(shape), inner), b.reshape(1, inner, columns)
+    else:
+        a, b, shape = _batched(a, b)
+    return op(MatmulCall(a, b, bias, out_dtype))[0].view(*shape, columns)
+
+
+def _out_dtype(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    if wanted is None:
+        return dtype
+    allowed = [dtype] if dtype.itemsize >= 4 else [torch.float32, dtype]
+    if not isinstance(wanted, torch.dtype) or wanted not in allowed:
+        got = _validate.name(wanted) if isinstance(wanted, torch.dtype) else repr(wanted)
+        raise ValueError(f"out_dtype must be {' or '.join(map(_validate.name, allowed))}, got {got}")
+    return wanted
+
+
+def _batched(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Both with one batch dimension, and the shape of the product but for its columns."""
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        want = f"batch dimensions that go with a's {tuple(a.shape[:-2])}"
+        raise ValueError(f"b must have {want}, got {tuple(b.shape[:-2])}") from None
+    count = math.prod(batch)
+    rows = a.shape[-2]
+    a = a.expand(*batch, *a.shape[-2:]).reshape(count, *a.shape[-2:])
+    b = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
+    return a, b, (*batch, rows)
+
+
+def _like(call: MatmulCall) -> MatmulResults:
+    a, b = call.a, call.b
+    return MatmulResults(torch.empty(*a.shape[:2], b.shape[2], dtype=call.out_dtype, device=a.device))
+
+
+op = Op(
+    "matmul",
+    MatmulCall,
+    MatmulResults,
+    pick=("a", "b"),
+    like=_like,
+    backward=lambda impl, call, results, grads: impl.backward(call, results, grads[0]),
+    gradients=("a", "b", "bias"),
+    differentiable=("out",),
+    saves=("a", "b", "bias"),
+)

@@ -1,0 +1,49 @@
+"""Products for processes that compare their bits; torch and rlkernel are all that it imports.
+
+`python tests/matmul_cases.py 1 2` prints a digest for each number of threads.
+"""
+
+import hashlib
+import sys
+
+import torch
+
+import rlkernel
+
+HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def probe(rows, columns, seed, dtype=torch.float32):
+    """Numbers of 2^-14 beside ones of 4096: the order in which their products are added shows."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor([2.0**-14, 1.0, 4096.0])[torch.randint(3, (rows, columns), generator=g)]
+    return (torch.randn(rows, columns, generator=g) * sizes).to(dtype)
+
+
+def digest(threads):
+    """Of products and gradients of every dtype and layout of the compiled kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _digest()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _digest():
+    found = hashlib.sha256()
+    for dtype in HALVES_AND_FLOAT:
+        for m, k, n in ((1, 1100, 37), (29, 1100, 37), (130, 67, 100)):
+            a, weight, upstream = (probe(*s, sum(s), dtype) for s in ((m, k), (n, k), (m, n)))
+            bias = torch.arange(float(n))
+            for b in (weight.t(), weight.t().contiguous()):
+                leaves = [x.detach().requires_grad_() for x in (a, b, bias)]
+                with rlkernel.use_backend("native"):
+                    out = rlkernel.matmul(*leaves, out_dtype=torch.float32)
+                for x in (out, *torch.autograd.grad(out, leaves, upstream.float())):
+                    found.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    print(*(digest(int(threads)) for threads in sys.argv[1:]))
