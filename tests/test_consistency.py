@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 import rlkernel
 from rlkernel.consistency import Report, bits, compare, statistics
@@ -297,12 +297,12 @@ def test_strides_and_gradients_of_users():
     assert torch.equal(got.token_statistics.means, want.token_statistics.means)
 
 
-class Sizes(TorchDispatchMode):
+class Sizes(TorchFunctionMode):
     """The largest result of any operation."""
 
     most = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor):
@@ -356,6 +356,8 @@ def test_errors_name_the_argument(text):
 
 def test_what_the_page_shows_runs(capsys):
     page = Path(__file__).parent.parent / "docs/consistency.md"
-    (snippet,) = re.findall(r"```python\n(import torch\n.*?)```", page.read_text(), re.DOTALL)
-    exec(snippet, {})
-    assert "furthest apart" in capsys.readouterr().out
+    names = {}
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        if not snippet.startswith("rlkernel."):  # a signature
+            exec(snippet, names)
+    assert "furthest apart" in capsys.readouterr().out and "projected" in names

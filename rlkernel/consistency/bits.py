@@ -35,3 +35,10 @@ def bit_lengths(x: Tensor) -> Tensor:
     high, low = x >> 31, x & 0x7FFFFFFF  # in two halves, each of which a float holds exactly
     upper = torch.frexp(high.double()).exponent + 31
     return torch.where(high > 0, upper, torch.frexp(low.double()).exponent).to(torch.int64)
+
+
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one dtype and shape have other bits.  All NaNs are alike; -0 is not 0."""
+    if not a.is_floating_point():
+        return a != b
+    return (as_integers(a) != as_integers(b)) & ~(a.isnan() & b.isnan())
