@@ -11,11 +11,43 @@ from torch import nn
 from rlkernel.integrations._contract import checked
 
 # class of a router -> how its forward is called. Each chooses by one torch.topk over its scores of all
-# experts, and returns what that chose; integrations/hf/routing.py holds every call to it.
+# experts, and returns what that chose; integrations/hf/routing_patch.py holds every call to it.
 HIDDEN = ("self", "hidden_states")
+CORRECTED = (*HIDDEN, "e_score_correction_bias")
 ROUTERS: dict[str, tuple[str, ...]] = {
+    "AXK1TopkRouter": HIDDEN,
+    "AfmoeTokenChoiceRouter": (*HIDDEN, "expert_bias"),
+    "Cohere2MoeTopKRouter": HIDDEN,
+    "DeepseekV2TopkRouter": HIDDEN,
+    "DeepseekV32TopkRouter": HIDDEN,
+    "DeepseekV3TopkRouter": HIDDEN,
+    "Dots1TopkRouter": HIDDEN,
+    "Ernie4_5_MoeTopKRouter": HIDDEN,
+    "ExaoneMoeTopkRouter": HIDDEN,
+    "FlexOlmoTopKRouter": HIDDEN,
+    "Glm4MoeLiteTopkRouter": HIDDEN,
+    "Glm4MoeTopkRouter": HIDDEN,
+    "GlmMoeDsaTopkRouter": HIDDEN,
+    "GptOssTopKRouter": HIDDEN,
+    "GraniteMoeSWATopKRouter": HIDDEN,
+    "GraniteMoeSharedTopKRouter": HIDDEN,
+    "GraniteMoeTopKRouter": HIDDEN,
+    "HYV3TopKRouter": CORRECTED,
+    "HunYuanMoEV1Gate": HIDDEN,
+    "JambaTopKRouter": HIDDEN,
+    "LagunaTopKRouter": HIDDEN,
+    "Lfm2MoeTopKRouter": (*HIDDEN, "expert_bias=None"),
+    "MellumTopKRouter": HIDDEN,
+    "MiMoV2FlashTopkRouter": HIDDEN,
+    "MiniMaxM2TopKRouter": CORRECTED,
+    "MiniMaxTopKRouter": HIDDEN,
     "MixtralTopKRouter": HIDDEN,
+    "OlmoeTopKRouter": HIDDEN,
+    "Qwen2MoeTopKRouter": HIDDEN,
     "Qwen3MoeTopKRouter": HIDDEN,
+    "Qwen3NextTopKRouter": HIDDEN,
+    "Qwen3_5MoeTopKRouter": HIDDEN,
+    "SolarOpenTopkRouter": HIDDEN,
 }
 SUPPORTED = ">=5.16,<5.24"  # of transformers, as of packed attention
 
@@ -64,8 +96,8 @@ def routers(model: nn.Module) -> list[Router]:
     if blocks:
         path = min(blocks)
         raise ValueError(
-            f"model must route by {', '.join(ROUTERS)}, got {type(model.get_submodule(path)).__name__} at "
-            f"{path or 'its root'}, whose router is not known"
+            f"model must have routers that rlkernel knows (docs/routing_replay.md lists them), got "
+            f"{type(model.get_submodule(path)).__name__} at {path or 'its root'}, whose router is not known"
         )
     if not found:
         raise ValueError(

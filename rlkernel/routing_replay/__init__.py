@@ -22,6 +22,7 @@ __all__ = [
     "Routes",
     "cat",
     "combine",
+    "deterministic",
     "from_sglang",
     "from_vllm",
     "load",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-def record(model: nn.Module, *, ties: str = "model") -> Any:
+def record(model: nn.Module, *, deterministic: bool = False) -> Any:
     """Record the experts that the routers of a model of transformers choose inside of a ``with``.
 
     What the ``with`` gives has ``passes``, the :class:`Routes` of each forward pass, and ``routes``, of all
@@ -44,19 +45,20 @@ def record(model: nn.Module, *, ties: str = "model") -> Any:
 
     Args:
         model: of transformers, whatever wraps it (PEFT, DDP, FSDP2).
-        ties: "model": the model's own ``torch.topk``, which says nothing of equal scores; "lowest":
-            :func:`top_k`, of equal scores the lowest expert.
+        deterministic: as :func:`deterministic`, and recorded.
 
     Raises:
         ValueError: the model is no mixture of experts, or one whose router is not known.
         PatchError: its router is not the one of the supported transformers.
     """
-    from rlkernel.integrations.hf import routing  # which loads more than a record needs
+    from rlkernel.integrations.hf import routing_record  # here: it loads all of integrations.hf
 
-    return routing.Recording(model, ties)
+    return routing_record.Recording(model, deterministic)
 
 
-def replay(model: nn.Module, routes: Any, *, min_overlap: float | None = None, ties: str = "model") -> Any:
+def replay(
+    model: nn.Module, routes: Any, *, min_overlap: float | None = None, deterministic: bool = False
+) -> Any:
     """Inside of a ``with``, the routers of a model choose the experts of a record, with their own weights.
 
     The weights are the model's own function of its own logits, taken at the recorded experts, so the router
@@ -73,15 +75,30 @@ def replay(model: nn.Module, routes: Any, *, min_overlap: float | None = None, t
             ``pack``), or what ``record`` gave.
         min_overlap: the least fraction of its experts, in any layer, that the model would choose itself; less
             is an error, with 0 it is not looked at. By default half way between chance and all.
-        ties: as for :func:`record`, of tokens without a record.
+        deterministic: as :func:`deterministic`, and replayed.
 
     Raises:
         ValueError: another shape than the model's or the pass's; too small an overlap; a model that
             ``record`` refuses. PatchError: as for ``record``.
     """
-    from rlkernel.integrations.hf import routing
+    from rlkernel.integrations.hf import routing_replayed
 
-    return routing.Replay(model, routes, min_overlap, ties)
+    return routing_replayed.Replay(model, routes, min_overlap, deterministic)
+
+
+def deterministic(model: nn.Module) -> Any:
+    """Inside of a ``with``, routers choose by :func:`top_k`, and :func:`combine` sums what the experts gave.
+
+    So a tie goes to the lowest expert, and a token's experts are summed from its first slot to its last, in
+    fp32, rounded once: none of both depends on the other tokens. The experts run slot by slot for it. Their
+    products are the model's own; whether those depend on the batch is theirs to say.
+
+    Raises:
+        ValueError, PatchError: as for :func:`record`.
+    """
+    from rlkernel.integrations.hf import routing_patch
+
+    return routing_patch.RoutingPatch("deterministic", model, True)
 
 
 def moe_layers(model: nn.Module) -> list[int]:

@@ -11,20 +11,76 @@ COMMON = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 
-# family -> its config, and its own names of what it has
-FAMILIES = {
-    "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True}),
-}
 EXPERTS, TOP_K = 8, 2
+NUM = {"num_experts": EXPERTS}
+LOCAL = {"num_local_experts": EXPERTS}
+GROUPS = {
+    "n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+INDEXED = GROUPS | LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+SHARED = NUM | {"shared_expert_intermediate_size": 16}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # gpt-oss' own one is meant for longer contexts
+
+# family -> its config, and what that calls things
+FAMILIES = {
+    "mixtral": ("MixtralConfig", LOCAL),
+    "qwen2_moe": ("Qwen2MoeConfig", SHARED),
+    "qwen3_moe": ("Qwen3MoeConfig", NUM | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", NUM),
+    "deepseek_v3": ("DeepseekV3Config", GROUPS | LATENT),
+    "gpt_oss": ("GptOssConfig", LOCAL | {"rope_parameters": ROPE}),
+    "deepseek_v2": ("DeepseekV2Config", GROUPS | LATENT | {"topk_method": "group_limited_greedy"}),
+    "afmoe": ("AfmoeConfig", NUM),
+    "axk1": ("AXK1Config", GROUPS | LATENT),
+    "cohere2_moe": ("Cohere2MoeConfig", NUM),
+    "deepseek_v32": ("DeepseekV32Config", INDEXED),
+    "dots1": ("Dots1Config", GROUPS),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": EXPERTS, "moe_k": TOP_K}),
+    "exaone_moe": ("ExaoneMoeConfig", GROUPS | NUM),
+    "flex_olmo": ("FlexOlmoConfig", NUM),
+    "glm4_moe": ("Glm4MoeConfig", GROUPS),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", GROUPS | LATENT),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", INDEXED),
+    "granitemoe": ("GraniteMoeConfig", LOCAL),
+    "granitemoe_swa": ("GraniteMoeSWAConfig", LOCAL),
+    "granitemoeshared": ("GraniteMoeSharedConfig", LOCAL | {"shared_intermediate_size": 16}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", NUM | {"moe_topk": TOP_K}),
+    "hy_v3": ("HYV3Config", NUM),
+    "jamba": (
+        "JambaConfig",
+        NUM | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
+    ),
+    "laguna": ("LagunaConfig", NUM | {"num_attention_heads_per_layer": [4, 4, 4]}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        NUM | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "mellum": ("MellumConfig", NUM),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", GROUPS),
+    "minimax": ("MiniMaxConfig", LOCAL),
+    "minimax_m2": ("MiniMaxM2Config", LOCAL),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", SHARED | LINEAR),
+    "qwen3_next": ("Qwen3NextConfig", SHARED | LINEAR),
+    "solar_open": ("SolarOpenConfig", GROUPS),
+}
+SIX = tuple(FAMILIES)[:6]
 
 
-def make(family, dtype=torch.float32, seed=0, **options):
+def make(family, dtype=torch.float32, seed=0, implementation="eager", **options):
     """A model in training mode whose routers decide clearly, and not all alike."""
     kind, own = FAMILIES[family]
     config = getattr(transformers, kind)(**COMMON | own | options)
-    # the other implementations have no fp64
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    # of the experts; the others have no fp64
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
     torch.manual_seed(seed)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,16 +58,11 @@ def assert_same(found, wanted):
     assert [name for name in wanted[1] if not torch.equal(found[1][name], wanted[1][name])] == []
 
 
-def test_every_router_that_is_known_is_tried():
-    routers = (hf_routers.routers(moe.make(family))[0] for family in moe.FAMILIES)
-    kinds = {type(router.module).__name__ for router in routers}
-    assert kinds == set(hf_routers.ROUTERS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
 @pytest.mark.parametrize("family", moe.FAMILIES)
-def test_a_models_own_record_changes_no_bit(family, dtype):
-    model = moe.make(family, dtype)
+def test_a_family(family):
+    """Its own record changes no bit, another's is taken, checkpointed too, and all is left as it was."""
+    model = moe.make(family)
+    before = moe.state(model)
     wanted = moe.step(model, IDS)
     with routing_replay.record(model) as recording:
         assert_same(moe.step(model, IDS), wanted)
@@ -74,35 +70,56 @@ def test_a_models_own_record_changes_no_bit(family, dtype):
     with routing_replay.replay(model, recording) as replay:
         assert_same(moe.step(model, IDS), wanted)
     assert replay.overlap.tolist() == [1.0] * recording.routes.layers
-
-
-@pytest.mark.parametrize("family", moe.FAMILIES)
-def test_the_routes_of_another_are_taken(family):
-    model = moe.make(family)
     routes = other_routes(model)
     with routing_replay.replay(model, routes, min_overlap=0):
-        found = chosen(model, lambda: moe.step(model, IDS))
-    assert torch.equal(found, routes.ids)
-    assert not torch.equal(found, chosen(model, lambda: moe.step(model, IDS)))
+        other = copy.deepcopy(moe.step(model, IDS))
+        assert torch.equal(chosen(model, lambda: moe.step(model, IDS)), routes.ids)
+    assert not torch.equal(other[0], wanted[0])
+    assert moe.state(model) == before
+    with routing_replay.replay(checkpointed(model), routes, min_overlap=0):
+        assert_same(moe.step(model, IDS), other)
+    for router in hf_routers.routers(model):
+        assert any(bool(grad.any()) for name, grad in other[1].items() if name.startswith(router.path))
 
 
-@pytest.mark.parametrize("family", moe.FAMILIES)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_the_experts_may_be_summed_in_another_way(implementation):
+    model = moe.make("qwen3_moe", torch.bfloat16, implementation=implementation)
+    wanted = moe.step(model, IDS)
+    with routing_replay.replay(model, record(model)):
+        assert_same(moe.step(model, IDS), wanted)
+
+
+def test_every_router_that_is_known_is_tried_and_told():
+    found = {type(hf_routers.routers(moe.make(family))[0].module).__name__ for family in moe.FAMILIES}
+    assert found == set(hf_routers.ROUTERS)
+    page = (Path(__file__).parents[2] / "docs/routing_replay.md").read_text()
+    told = page.partition("<!-- routers -->")[2].partition("<!-- /routers -->")[0]
+    assert [name for name in sorted(found) if f"`{name}`" not in told] == []
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_every_attribute_is_left_as_it_was(family):
     model = checkpointed(moe.make(family))
     before = moe.state(model)
     routes = record(model)
-    assert moe.state(model) == before
-    with routing_replay.replay(model, routes):
-        moe.step(model, IDS)
-        assert moe.state(model) != before
-    assert moe.state(model) == before
-    with pytest.raises(ZeroDivisionError), routing_replay.replay(model, routes), routing_replay.record(model):
-        raise ZeroDivisionError
-    assert moe.state(model) == before
+    for patch in (
+        routing_replay.record(model),
+        routing_replay.replay(model, routes, deterministic=True),
+        routing_replay.deterministic(model),
+    ):
+        assert moe.state(model) == before
+        with patch:
+            moe.step(model, IDS)
+            assert moe.state(model) != before
+        assert moe.state(model) == before
+        with pytest.raises(ZeroDivisionError), patch:
+            raise ZeroDivisionError
+        assert moe.state(model) == before
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT, ids=("not reentrant", "reentrant"))
-@pytest.mark.parametrize("family", moe.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_checkpointing_computes_the_same_routes_again(family, reentrant):
     """Micro-batches of several routes, whose backwards run in another order, and after the ``with``."""
     model = moe.make(family)
@@ -129,6 +146,43 @@ def test_checkpointing_computes_the_same_routes_again(family, reentrant):
         assert [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
+def test_torchs_own_wrapper_of_checkpoints_computes_the_same_routes_again():
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    model = moe.make("qwen3_moe")
+    routes = other_routes(model)
+    with routing_replay.replay(model, routes, min_overlap=0):
+        wanted = copy.deepcopy(moe.step(model, IDS))
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper.checkpoint_wrapper(layer)
+    with routing_replay.replay(model, routes, min_overlap=0):
+        found = moe.step(model, IDS)
+    assert torch.equal(found[0], wanted[0])
+    plain = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found[1].items()}
+    assert [name for name, grad in wanted[1].items() if not torch.equal(plain[name], grad)] == []
+
+
+def test_several_passes_of_one_micro_batch_replay_the_same_routes():
+    """The policy's pass, and those of old and reference logprobs without a gradient, in any order."""
+    model = checkpointed(moe.make("qwen3_moe"))
+    reference = moe.make("qwen3_moe")
+    routes = other_routes(model)
+    with routing_replay.replay(model, routes, min_overlap=0):
+        wanted = copy.deepcopy(moe.step(model, IDS))
+    with (
+        routing_replay.replay(model, routes, min_overlap=0),
+        routing_replay.replay(reference, routes, min_overlap=0),
+    ):
+        logits = model(input_ids=IDS, use_cache=False).logits
+        with torch.no_grad():
+            old = model(input_ids=IDS, use_cache=False).logits
+            assert torch.equal(reference(input_ids=IDS, use_cache=False).logits, old)
+        model.zero_grad(set_to_none=True)
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    assert torch.equal(logits, old)
+    assert_same((logits, moe.gradients(model)), wanted)
+
+
 def test_a_checkpoint_that_replay_does_not_know_of_is_an_error():
     model = moe.make("qwen3_moe")
     routes = record(model)
@@ -138,29 +192,44 @@ def test_a_checkpoint_that_replay_does_not_know_of_is_an_error():
             loss.backward()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def normalised(scores):
+    return scores / scores.sum(-1, keepdim=True)
+
+
+WEIGHTS = {  # of the experts' logits and of the recorded ones
+    "mixtral": lambda logits, ids: normalised(logits.softmax(-1).gather(-1, ids)),
+    "qwen3_moe": lambda logits, ids: normalised(logits.softmax(-1).gather(-1, ids)),
+    "qwen2_moe": lambda logits, ids: logits.softmax(-1).gather(-1, ids),
+    "olmoe": lambda logits, ids: logits.softmax(-1).gather(-1, ids),
+    "deepseek_v3": lambda logits, ids: 2.5 * normalised(logits.sigmoid().gather(-1, ids)),
+    "gpt_oss": lambda logits, ids: logits.gather(-1, ids).softmax(-1),
+    # also of experts in groups that its own choice would leave out
+    "deepseek_v2": lambda logits, ids: 3.0 * logits.softmax(-1).gather(-1, ids),
+}
+
+
+@pytest.mark.parametrize("family", WEIGHTS)
 def test_a_routers_gradient_is_that_of_its_formula(family):
-    """Of the softmax at the recorded experts, normalised: by autograd from the formula alone, in fp64."""
-    model = moe.make(family)
+    """By autograd from the formula alone, in fp64."""
+    options = {"routed_scaling_factor": {"deepseek_v3": 2.5, "deepseek_v2": 3.0}.get(family, 1.0)}
+    model = moe.make(family, num_hidden_layers=2, mlp_only_layers=[0], **options)
     routes = other_routes(model)
-    router = hf_routers.routers(model)[-1].module.double()
+    router = hf_routers.routers(model)[0].module.double()
     hidden = torch.randn(IDS.numel(), 32, dtype=torch.float64, requires_grad=True)
     weight = router.weight.detach().clone().requires_grad_()
     seen = hidden.detach().clone().requires_grad_()
-    ids = routes.ids[-1]
-    scores = (seen @ weight.T).softmax(-1).gather(-1, ids)
-    scores = scores / scores.sum(-1, keepdim=True)
-    upstream = torch.randn(scores.shape, dtype=torch.float64)
-    scores.backward(upstream)
-    with routing_replay.replay(model, routes, min_overlap=0) as replay:
-        for index in range(routes.layers - 1):
-            replay._choose(index)(torch.zeros(IDS.numel(), moe.EXPERTS), None)
+    ids = routes.ids[0]
+    bias = getattr(router, "bias", torch.zeros(1))
+    wanted = WEIGHTS[family](seen @ weight.T + bias.detach(), ids)
+    upstream = torch.randn(wanted.shape, dtype=torch.float64)
+    wanted.backward(upstream)
+    with routing_replay.replay(model, routes, min_overlap=0):
         _, found, experts = router(hidden)
         found.backward(upstream)
     assert torch.equal(experts, ids)
-    # the routers themselves compute their softmax in fp32
-    for got, want in ((found, scores), (router.weight.grad, weight.grad), (hidden.grad, seen.grad)):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    # most routers compute their softmax or sigmoid in fp32
+    for got, want in ((found, wanted), (router.weight.grad, weight.grad), (hidden.grad, seen.grad)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_without_a_record_route_freely():
@@ -266,8 +335,6 @@ def test_shapes_that_do_not_fit_are_named():
         moe.step(model, IDS, False)
     with pytest.raises(ValueError, match=r"min_overlap must be in \[0, 1\], got 2"):
         routing_replay.replay(model, routes, min_overlap=2)
-    with pytest.raises(ValueError, match="ties must be one of model, lowest, got 'first'"):
-        routing_replay.record(model, ties="first")
     with pytest.raises(ValueError, match="the model must have run inside of routing_replay.record"):
         routing_replay.replay(model, routing_replay.record(model))
 
@@ -317,13 +384,50 @@ def test_ties_go_to_the_lowest_expert():
     with torch.no_grad():
         for router in hf_routers.routers(model):
             router.module.weight.zero_()
-    with routing_replay.record(model, ties="lowest") as recording:
+    with routing_replay.record(model, deterministic=True) as recording:
         moe.step(model, IDS)
     lowest = torch.arange(moe.TOP_K).expand_as(recording.routes.ids)
     assert torch.equal(recording.routes.ids, lowest)
+    with routing_replay.deterministic(model):
+        assert torch.equal(chosen(model, lambda: moe.step(model, IDS))[0], lowest[0])
     free = recording.routes.only(torch.zeros(IDS.numel()))
-    with routing_replay.replay(model, free, ties="lowest"):
-        assert torch.equal(chosen(model, lambda: moe.step(model, IDS)), lowest)
+    with routing_replay.replay(model, free, deterministic=True):
+        assert torch.equal(chosen(model, lambda: moe.step(model, IDS))[0], lowest[0])
+
+
+@pytest.mark.parametrize("family", moe.SIX)
+def test_experts_are_summed_from_the_first_slot_to_the_last(family):
+    """In bf16, where every product of the model's own sum is rounded, and its order is bits."""
+    model = moe.make(family, torch.bfloat16)
+    stock = moe.step(model, IDS)
+    with routing_replay.deterministic(model):
+        found = copy.deepcopy(moe.step(model, IDS))
+    assert not torch.equal(found[0], stock[0])
+    experts = hf_routers.routers(model)[-1].block.experts
+    hidden = torch.randn(5, 32).bfloat16()
+    ids, weights = torch.tensor([[3, 0], [5, 7], [1, 2], [7, 6], [0, 4]]), torch.rand(5, 2).bfloat16()
+    slots = [experts(hidden, ids[:, k : k + 1], torch.ones_like(weights[:, :1])) for k in range(2)]
+    wanted = sum(slot.float() * weights[:, k, None].float() for k, slot in enumerate(slots))
+    with routing_replay.deterministic(model):
+        assert torch.equal(experts(hidden, ids, weights), wanted.bfloat16())
+    model = moe.make(family, torch.float64)
+    wanted = moe.step(model, IDS)
+    wanted = wanted[0], copy.deepcopy(wanted[1])
+    with routing_replay.deterministic(model):
+        found = moe.step(model, IDS)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_contexts_on_one_model_do_not_nest():
+    model = moe.make("mixtral")
+    routes = record(model)
+    before = moe.state(model)
+    message = "one with of record, replay and deterministic at a time, got routing_replay.record inside of"
+    with routing_replay.replay(model, routes), pytest.raises(ValueError, match=message):
+        routing_replay.record(model)
+    with routing_replay.deterministic(model), pytest.raises(ValueError, match="at a time"):
+        routing_replay.replay(model, routes)
+    assert moe.state(model) == before
 
 
 def test_the_numbers_of_layers_are_those_of_all_layers():
