@@ -22,6 +22,7 @@ class Kernels(Protocol):
     def __hash__(self) -> int: ...
     CHUNK: int
     MOMENTS: int
+    NORM_ROWS: int
     PAGED_STATE: int
     PAGED_TILE: int
     POLICY_PARTIALS: int
@@ -331,6 +332,36 @@ class Kernels(Protocol):
         paired: bool,
         ld_alpha: float,
         stats: Tensor,
+    ) -> None: ...
+    def rms_norm_backward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        h: Tensor,
+        grad_normed: Tensor,
+        grad_summed: Tensor | None,
+        rstd: Tensor,
+        weight: Tensor | None,
+        weight_offset: float,
+        grad_x: Tensor,
+        partials: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> None: ...
+    def rms_norm_forward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        x: Tensor,
+        residual: Tensor | None,
+        summed: Tensor | None,
+        weight: Tensor | None,
+        weight_offset: float,
+        eps: float,
+        round_first: bool,
+        normed: Tensor,
+        rstd: Tensor,
     ) -> None: ...
     def sampling_finish(
         self,

@@ -16,6 +16,7 @@ from rlkernel.calls.policy_loss import (
     PolicyLossOutput,
 )
 from rlkernel.calls.preference_loss import PREFERENCE_METRICS, PreferenceLossOutput
+from rlkernel.calls.rms_norm import RmsNormOutput
 from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
@@ -33,6 +34,7 @@ from rlkernel.ops.policy_loss import policy_loss, policy_loss_preset
 from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
+from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
@@ -61,6 +63,7 @@ __all__ = [
     "PreferenceLossOutput",
     "PrefixBatch",
     "PrefixLayout",
+    "RmsNormOutput",
     "RolloutCorrection",
     "RunningMoments",
     "RunningOutput",
@@ -96,6 +99,7 @@ __all__ = [
     "preference_loss_preset",
     "prefix_shared_attention",
     "register_hf",
+    "rms_norm",
     "routing_replay",
     "running_normalize",
     "sample",

@@ -283,10 +283,13 @@ def _backward_node(op: Op, place: list[int]) -> Any:
         grads, needs, stats, flat = parts(every)
         found = _gradients(op, op.pick(op.made(flat)), grads, needs, stats, flat)
         like = flat[place[0]]
-        return [
-            like.new_empty(0) if g is None or not need else g.contiguous()
-            for g, need in zip(found, needs, strict=True)
-        ]
+        out: list[Tensor] = []
+        for g, need in zip(found, needs, strict=True):
+            if g is None or not need:
+                out.append(like.new_empty(0))
+            else:  # a node's results share no memory: one gradient of two sources is two
+                out.append(g.clone() if any(g is x for x in (*out, *grads)) else g.contiguous())
+        return out
 
     def fake(*every: Any) -> Any:
         _, needs, _, flat = parts(every)

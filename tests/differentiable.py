@@ -70,6 +70,11 @@ OPS = {
         {"logprobs": (2, 3)},
     ),
     "prefix_shared_attention": (_attention, QKV),
+    "rms_norm": (lambda *row: rlkernel.rms_norm(*row).square().sum(), {"x": (2, 3, 5), "weight": (5,)}),
+    "rms_norm_of_sum": (
+        lambda x, residual: rlkernel.rms_norm(x, residual=residual).normed.square().sum(),
+        {"x": (2, 5), "residual": (2, 5)},
+    ),
 }
 
 

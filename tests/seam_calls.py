@@ -158,7 +158,18 @@ def _pages():
     rlkernel.paged_prefix_attention(**paged.make_inputs(70, 1, 2, 3, head_dim=8), sinks=torch.zeros(4))
 
 
-ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes)
+def _norms():
+    """Rows of a part of a vector, of several threads and of all, strided and with each kind of weight."""
+    for length in (5, 70, 1030):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x, residual = torch.randn(2, 3, 2, length, dtype=dtype)[:, :, :1].clone().requires_grad_()
+            for weight in (torch.ones(length, dtype=dtype), torch.ones(length)):
+                rlkernel.rms_norm(x, weight.requires_grad_()).sum().backward()
+                out = rlkernel.rms_norm(x[:, 0], weight, residual=residual[:, 0])
+                (out.normed + out.summed).sum().backward()
+
+
+ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms)
 CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less

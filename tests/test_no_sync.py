@@ -18,6 +18,7 @@ from rlkernel.reference import (
     matmul,
     policy_loss,
     preference_loss,
+    rms_norm,
     sample_linear,
     sampling,
     value_loss,
@@ -96,6 +97,12 @@ def _products():
     rlkernel.matmul(**inputs, bias=torch.zeros(9, requires_grad=True)).sum().backward()
 
 
+def _norm(function, inputs):
+    out = function(**{name: x.requires_grad_() for name, x in inputs.items()})
+    outputs = (out,) if isinstance(out, torch.Tensor) else out
+    torch.autograd.grad(sum(x.sum() for x in outputs), list(inputs.values()))
+
+
 CALLS = {
     "matmul": _products,
     "sampling": _samples,
@@ -111,6 +118,7 @@ CALLS = {
         rlkernel.value_loss, value_loss.make_inputs(5, 70, clipped=True), "values", cliprange_value=0.2
     ),
     "policy_loss": _policy_losses,
+    "rms_norm": lambda: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True)),
 }
 
 

@@ -10,6 +10,7 @@
 #include "rlkernel/policy_loss/bind.h"
 #include "rlkernel/preference_loss/bind.h"
 #include "rlkernel/prefix_shared_attention/bind.h"
+#include "rlkernel/rms_norm/bind.h"
 #include "rlkernel/sampling/bind.h"
 #include "rlkernel/value_loss/bind.h"
 #include "rlkernel/whiten/bind.h"
@@ -34,6 +35,8 @@
   KERNEL(attention_merge) \
   KERNEL(segment_reduce) \
   KERNEL(gather_kv) \
+  KERNEL(rms_norm_forward) \
+  KERNEL(rms_norm_backward) \
   KERNEL(sampling_statistics) \
   KERNEL(sampling_finish)
 
@@ -51,6 +54,7 @@ inline void describe_part(py::module_& part, const char* name) {
   part.attr("MOMENTS") = sizeof(Moments) / sizeof(double);
   part.attr("VALUE_SUMS") = sizeof(ValueSums) / sizeof(double);
   part.attr("VALUE_METRICS") = kValueMetrics;
+  part.attr("NORM_ROWS") = kNormRows;
   part.attr("POLICY_PARTIALS") = kPartials;
   part.attr("POLICY_VALUES") = kValues + 1;
   part.attr("SELECTION_SUMS") = kSelectionSums;

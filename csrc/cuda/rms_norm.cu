@@ -1,0 +1,1 @@
+#include "rlkernel/rms_norm/kernel.cuh"

@@ -1,0 +1,1 @@
+#include "../cuda/rms_norm.cu"

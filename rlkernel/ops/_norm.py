@@ -1,0 +1,34 @@
+"""Checks that the norms share."""
+
+import torch
+from torch import Tensor
+
+from rlkernel.ops import _validate
+
+
+def check_rows(x: Tensor) -> None:
+    _validate.floating("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be [..., H] with H >= 1, got {tuple(x.shape)}")
+
+
+def same_dtype(argument: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.dtype != x.dtype:
+        want, got = _validate.name(x.dtype), _validate.name(tensor.dtype)
+        raise ValueError(f"{argument} must have x's dtype {want}, got {got}")
+
+
+def parameter(argument: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    """A weight or a bias [H], dense, no wider than what ``x`` is computed in; None stays None."""
+    if tensor is None:
+        return None
+    _validate.floating(argument, tensor)
+    if tensor.shape != x.shape[-1:]:
+        want = tuple(x.shape[-1:])
+        raise ValueError(
+            f"{argument} must have the shape {want} of x's last dimension, got {tuple(tensor.shape)}"
+        )
+    _validate.same_device(argument, tensor, "x", x.device)
+    if tensor.dtype == torch.float64 != x.dtype:
+        tensor = tensor.float()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
