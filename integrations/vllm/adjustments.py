@@ -14,6 +14,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 
 import rlkernel
+from rlkernel.ops.sampling import inputs
 
 EPSILON = 1e-5  # below which a temperature means the likeliest token
 
@@ -25,6 +26,7 @@ class Adjusted(NamedTuple):
 
     logits: Tensor
     options: dict[str, Any]
+    tokens: Tensor | None = None  # [n], where they are drawn already
 
 
 def adjusted(sampler: Any, logits: Tensor, metadata: Any, whole: bool) -> Adjusted:
@@ -127,6 +129,18 @@ def drafted(metadata: Any, places: Places) -> dict[str, Any]:
     return options | _options(metadata, owners, histories, before, request)
 
 
+def written(logits: Tensor, options: dict[str, Any]) -> Adjusted:
+    """With biases, penalties and bans in the logits; temperature and filters stay options."""
+    left = dict(options)
+    bias, penalties, mask = (left.pop(name, None) for name in ("logit_bias", "penalties", "token_bitmask"))
+    rows, flat = inputs.rows_of(logits)
+    made = inputs.adjusted(flat, rows, bias, penalties)
+    if mask is not None:
+        allowed = unpacked(mask, logits.shape[1])
+        made = (logits if made is None else made).to(torch.float32).masked_fill(~allowed, -torch.inf)
+    return Adjusted(logits if made is None else made, left)
+
+
 def _options(
     metadata: Any, owners: list[int], said: list[list[int]], ahead: list[int], index: Tensor | slice
 ) -> dict[str, Any]:
@@ -184,3 +198,9 @@ def packed(allowed: Tensor) -> Tensor:
     wide = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(n, -1, 32)
     bits = torch.ones(32, dtype=torch.int64, device=allowed.device) << torch.arange(32, device=allowed.device)
     return (wide * bits).sum(-1).to(torch.int32)  # the low 32 bits of the sum
+
+
+def unpacked(mask: Tensor, vocab: int) -> Tensor:
+    """The bools [n, vocab] of 32 bits a word."""
+    bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab]

@@ -24,7 +24,6 @@ PARAMETERS = (
     "synthetic_conditional_rates=None", "use_fp64_gumbel=False",
 )  # fmt: skip
 FLY = ("fly_window_size=None", "fly_entropy_threshold=None", "fly_entropy_top_k=3")  # behind them since 0.33
-SLACK = 1e-3  # of a sum of probabilities
 
 
 def plan(patch: VllmPatch) -> None:
@@ -51,7 +50,7 @@ def _rejection_sample(original: Callable[..., Any], patch: VllmPatch) -> Callabl
         **fly: Any,
     ) -> Tensor:
         rule = "FLy" if fly.get("fly_window_size") is not None else "synthetic" if synthetic_mode else ""
-        if reason := unserved(draft_token_ids, draft_probs, rule):
+        if reason := unserved(draft_token_ids, draft_probs, target_logits.shape[1], rule):
             patch.left(NAME, reason)
             return original(
                 draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
@@ -66,17 +65,11 @@ def _rejection_sample(original: Callable[..., Any], patch: VllmPatch) -> Callabl
     return rejection_sample
 
 
-def unserved(draft_token_ids: Tensor, draft_probs: Tensor | None, rule: str) -> str:
+def unserved(draft_token_ids: Tensor, draft_probs: Tensor | None, vocab: int, rule: str) -> str:
     """Why vLLM's own function takes this call; empty where it does not."""
     if rule:
         return f"drafts are accepted by another rule: {rule}"
-    if draft_probs is None:
-        return ""
-    total = draft_probs.sum(1)
-    given = (total - 1).abs() <= SLACK
-    if not bool((given | ((draft_token_ids < 0) & (total == 0))).all()):
-        return "draft_probs must be distributions: of others vLLM has a rule of its own"
-    return ""
+    return drafts.undistributed(draft_token_ids, draft_probs, vocab)
 
 
 def verified(

@@ -92,8 +92,7 @@ def sampled_from(
     """A token of each row of ``z``; where ``wants``, with log-probabilities of it and ``top`` or ``given``
     others, in the ``mode``."""
     if not wants:
-        out = _sample(z, return_logprobs=())
-        return SamplerOutput(sampled_token_ids=_tokens(out)[:, None], logprobs_tensors=None)
+        return SamplerOutput(sampled_token_ids=_drawn(z)[:, None], logprobs_tensors=None)
     asked: dict[str, Any] = dict(RANKS)
     if given is not None:
         asked["logprob_token_ids"] = given
@@ -115,9 +114,19 @@ def sampled_from(
 
 
 def _sample(z: Adjusted, **asked: Any) -> Any:
-    out = rlkernel.sample(z.logits, **asked, **z.options)
+    if z.tokens is None:
+        out = rlkernel.sample(z.logits, **asked, **z.options)
+    else:
+        out = rlkernel.score_tokens(z.logits, z.tokens, **asked, **z.options)
     support.keep(out)
     return out
+
+
+def _drawn(z: Adjusted) -> Tensor:
+    """The tokens alone."""
+    if z.tokens is not None and not support.asked():
+        return z.tokens.to(torch.int32)
+    return _tokens(_sample(z, return_logprobs=()))
 
 
 def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
@@ -128,7 +137,7 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
         tokens = _tokens(out)
         again = BANS & z.options.keys() and not bool(out.valid.all())  # of a row without a token left
     else:
-        tokens, again = _tokens(_sample(z, return_logprobs=())), True
+        tokens, again = _drawn(z), True
     if again:
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None and out.rank is not None

@@ -66,6 +66,11 @@ class _Step:
 _step: _Step | None = None
 
 
+def asked() -> bool:
+    """Whether a request of this step asks for its support."""
+    return _step is not None
+
+
 def add_options(options: dict[str, Any], logits: Tensor) -> None:
     """What ``rlkernel.sample`` must be asked for, where a request asks for its support."""
     if _step is None:

@@ -27,3 +27,16 @@ def patch():
 
     with rlkernel.patch_vllm(strict=True) as patch:
         yield patch
+
+
+@pytest.fixture
+def expanded(monkeypatch):
+    """What each row asks for at each of its drafts: vLLM 0.32's own leaves it unwritten on a CPU."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)

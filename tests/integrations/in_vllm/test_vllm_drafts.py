@@ -88,8 +88,8 @@ def chains(monkeypatch):
     """How many drafts of each request stood, in every step with drafts."""
     stood, original = [], drafts.chained
 
-    def chained(sampler, metadata, logits, asked):
-        out = original(sampler, metadata, logits, asked)
+    def chained(sampler, metadata, *arguments):
+        out = original(sampler, metadata, *arguments)
         taken = (out.sampled_token_ids >= 0).sum(1) - 1
         stood.extend(zip(taken.tolist(), metadata.num_draft_tokens, strict=True))
         return out
@@ -122,15 +122,15 @@ def test_tokens_and_logprobs_are_those_without_drafts(drafting, without, patch, 
             assert got[token].rank == expected[token].rank
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs"])
-def test_definitions_are_those_of_vllm(drafting, patch, monkeypatch, mode):
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_definitions_are_those_of_vllm(drafting, patch, monkeypatch, expanded, mode):
     """vLLM's own function on the batches of an engine, given our tokens for its own."""
     from vllm.v1.sample import rejection_sampler
 
     chained, compared = drafts.chained, []
 
-    def both(sampler, metadata, logits, asked):
-        mine = chained(sampler, metadata, logits.clone(), asked)
+    def both(sampler, metadata, draft_probs, logits, asked):
+        mine = chained(sampler, metadata, draft_probs, logits.clone(), asked)
         if not any(metadata.num_draft_tokens):  # of no tokens vLLM has no largest top_k
             return mine
         monkeypatch.setattr(rejection_sampler, "rejection_sample", lambda *a, **k: mine.sampled_token_ids)
@@ -141,12 +141,6 @@ def test_definitions_are_those_of_vllm(drafting, patch, monkeypatch, mode):
             compared.append((name, got[there], want[there]))
         return mine
 
-    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
-
-    # vLLM 0.32's own leaves it unwritten on a CPU
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
     monkeypatch.setattr(drafts, "chained", both)
     speak_in(drafting, mode)
     prompts, params = requests()

@@ -6,6 +6,7 @@ import types
 import engines
 import pytest
 import torch
+from chi_square import chi_square
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -58,16 +59,6 @@ def target_of(seed=0):
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
     logits[0, 3], logits[1, [0, 5]] = -torch.inf, -torch.inf
     return logits
-
-
-def chi_square(tokens, p):
-    """Of a sample from p, in units of its standard deviation above its mean."""
-    expected = p * len(tokens)
-    seen = torch.bincount(tokens.long(), minlength=len(p)).double()
-    assert not bool(seen[p == 0].any())
-    kept = p > 0
-    value, freedom = ((seen - expected) ** 2 / expected)[kept].sum().item(), int(kept.sum()) - 1
-    return (value - freedom) / (2 * freedom) ** 0.5
 
 
 ROWS = 20_000

@@ -264,18 +264,6 @@ def test_tokens_that_are_on_their_way_from_the_device(narrow, prompts, monkeypat
     assert masks(later) == masks(at_once) and all(map(all, masks(later)))
 
 
-@pytest.fixture
-def expanded(monkeypatch):
-    """What each row asks for at each of its drafts: vLLM 0.32's own leaves it unwritten on a CPU."""
-    from vllm.v1.sample import rejection_sampler
-
-    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
-
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
-
-
 def test_tokens_that_were_drafted(model, expanded, narrow, monkeypatch):
     """Beside vLLM's own log-probabilities of the whole vocabulary, which are those of the kept tokens."""
     from vllm import SamplingParams
