@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm.envs
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -14,14 +13,8 @@ LAYOUTS = ("vec", "vec16")
 """The instruction sets whose kernels keep keys as [head dim, tokens] and values as [tokens, head dim]."""
 
 
-class Builder(attention_paged.Builder):
-    @property
-    def every(self) -> bool:
-        return vllm.envs.VLLM_BATCH_INVARIANT  # which vLLM's kernel does not promise on a CPU
-
-
 class Impl(attention_paged.Impl):
-    paged_backend = "reference"
+    paged_backend = "native"
 
     def paged_window(self) -> int | None:
         mine: Any = self
@@ -43,4 +36,4 @@ class Impl(attention_paged.Impl):
 
 THEIRS = {"CPU_ATTN": CPUAttentionBackend}
 """By its name in vLLM's registry."""
-CPU_ATTN = attention_paged.in_front_of(CPUAttentionBackend, Builder, Impl)
+CPU_ATTN = attention_paged.in_front_of(CPUAttentionBackend, attention_paged.Builder, Impl)

@@ -106,17 +106,13 @@ class Builder:
 
     supports_update_block_table = False  # a plan is of one table
 
-    @property
-    def every(self) -> bool:
-        """Whether steps are served in which nothing is shared."""
-        return False
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         # a draft's few layers are not worth a plan
-        metadata.rlkernel = None if fast_build else Step(common_attn_metadata, self.every)
+        patch = None if fast_build else VllmPatch.in_place()
+        metadata.rlkernel = patch and Step(common_attn_metadata, patch.batch_invariant)
         return metadata
 
 

@@ -16,7 +16,13 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 logger = logging.getLogger("rlkernel.patch_vllm")
 
 
-def patch(ops: Iterable[str] | None = None, *, strict: bool = False, return_support: int = 0) -> VllmPatch:
+def patch(
+    ops: Iterable[str] | None = None,
+    *,
+    strict: bool = False,
+    return_support: int = 0,
+    batch_invariant: bool = False,
+) -> VllmPatch:
     """Put rlkernel under vLLM, in this process and in those that it starts, until ``undo()``.
 
     Call it before the engine is made.  A second call while the patch is on returns the same object.
@@ -29,9 +35,11 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False, return_supp
             log.
         return_support: room for the tokens that the filters kept for each sampled one, which then come with
             the outputs of every request that does not itself say how much it wants.
+        batch_invariant: ``"attention"`` serves steps too in which requests share nothing, so that each of
+            them has the same bits alone and in any batch.
 
     Raises:
-        ValueError: ``ops`` names something else, or not what ``return_support`` needs.
+        ValueError: ``ops`` names something else, or not what the other options need.
         ImportError: vLLM is not installed. PatchError: the patch is on with other options, or, if
             ``strict``, vLLM is not what was run. Nothing is replaced then.
     """
@@ -40,9 +48,14 @@ def patch(ops: Iterable[str] | None = None, *, strict: bool = False, return_supp
     wanted = switch.DEFAULT if ops is None else switch.known(ops, "ops")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
-    request = switch.Asked(wanted, strict, switch.checked_room(return_support, wanted, "return_support"))
+    request = switch.Asked(
+        wanted,
+        strict,
+        switch.checked_room(return_support, wanted, "return_support"),
+        switch.checked_invariance(batch_invariant, wanted, "batch_invariant"),
+    )
     if (active := VllmPatch.in_place()) is not None:
-        for name in ("ops", "return_support"):
+        for name in ("ops", "return_support", "batch_invariant"):
             if (mine := getattr(active, name)) != (got := getattr(request, name)):
                 raise PatchError(
                     f"{name} must be what the patch in place has, {mine}, got {got}: undo it first"

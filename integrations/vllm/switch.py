@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 SWITCH = "VLLM_RLKERNEL"  # names of ops, with commas between them
 STRICT = "VLLM_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
 SUPPORT = "VLLM_RLKERNEL_SUPPORT"  # room for the kept tokens of each sampled one; 0, unset: only on request
+INVARIANT = "VLLM_RLKERNEL_BATCH_INVARIANT"  # "1": attention serves every step
 PLUGINS = "VLLM_PLUGINS"  # vLLM's own: the entry points that it loads; all where it is not set
 ENTRY_POINT = "rlkernel"
 
-OWN = (SWITCH, STRICT, SUPPORT)
+OWN = (SWITCH, STRICT, SUPPORT, INVARIANT)
 OPS = ("sampler", "support", "prompt_logprobs", "rejection", "attention", "v2")
 DEFAULT = OPS[:4]  # attention reads less and takes longer on a CPU, and v2 has run in no engine: by name only
 
@@ -25,6 +26,7 @@ class Asked(NamedTuple):
     ops: tuple[str, ...]
     strict: bool
     return_support: int = 0
+    batch_invariant: bool = False
 
 
 def is_on() -> bool:
@@ -39,14 +41,20 @@ def asked() -> Asked | None:
     """What the environment asks for; None where it asks for nothing.
 
     Raises:
-        ValueError: it names an op that there is not, or its ``VLLM_RLKERNEL_SUPPORT`` is no room.
+        ValueError: it names an op that there is not, or not one that its other variables need, or its
+            ``VLLM_RLKERNEL_SUPPORT`` is no room.
     """
     text = os.environ.get(SWITCH, "")
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         return None
     ops, room = known(names, SWITCH), os.environ.get(SUPPORT) or "0"
-    return Asked(ops, is_strict(), checked_room(int(room) if room.isdecimal() else room, ops, SUPPORT))
+    return Asked(
+        ops,
+        is_strict(),
+        checked_room(int(room) if room.isdecimal() else room, ops, SUPPORT),
+        checked_invariance(os.environ.get(INVARIANT) == "1", ops, INVARIANT),
+    )
 
 
 def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
@@ -66,12 +74,22 @@ def checked_room(room: Any, ops: tuple[str, ...], argument: str) -> int:
     return room
 
 
+def checked_invariance(asked: Any, ops: tuple[str, ...], argument: str) -> bool:
+    """Whether ``"attention"`` among ``ops`` serves every step, as the bits of a request want it."""
+    if not isinstance(asked, bool):
+        raise ValueError(f"{argument} must be True or False, got {asked!r}")
+    if asked and "attention" not in ops:
+        raise ValueError(f"ops must name 'attention' where {argument} is set, got {ops}")
+    return asked
+
+
 def ask(request: Asked) -> dict[str, str | None]:
     """Ask for it in this process and in those that it starts; what stood there before."""
     before = {name: os.environ.get(name) for name in OWN}
     os.environ[SWITCH] = ",".join(request.ops)
     os.environ[STRICT] = "1" if request.strict else "0"
     os.environ[SUPPORT] = str(request.return_support)
+    os.environ[INVARIANT] = "1" if request.batch_invariant else "0"
     return before
 
 

@@ -21,12 +21,16 @@ class VllmPatch(CountedPatch):
     Its counts are those of this process.  ``stats(llm)`` asks the worker processes of an engine for theirs.
     """
 
-    def __init__(self, ops: tuple[str, ...], strict: bool, return_support: int = 0) -> None:
+    def __init__(
+        self, ops: tuple[str, ...], strict: bool, return_support: int = 0, batch_invariant: bool = False
+    ) -> None:
         super().__init__("rlkernel.patch_vllm", "vLLM")
         self.ops = ops
         self.strict = strict
         self.return_support = return_support
         """Room for the kept tokens of requests that do not say how much they want."""
+        self.batch_invariant = batch_invariant
+        """Whether attention serves steps in which nothing is shared too."""
         self.bytes: Counter[str] = Counter()
         """What the attention of served steps has read of the cache, and what it would have read."""
         self.refused: dict[str, str] = {}

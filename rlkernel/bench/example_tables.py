@@ -44,6 +44,32 @@ def vllm_rollout(stored: Stored) -> str:
     )
 
 
+def vllm_attention(stored: Stored) -> str:
+    """Of ``examples/vllm_attention.py``: decode steps, and attention in them, by what requests share."""
+    settings = stored["settings"]
+    rows = []
+    for case in stored["cases"]:
+        found, tokens = case["summary"], f"{case['prompt']} tokens"
+        rows.append(
+            [str(case["requests"]), f"a prompt of {tokens}" if case["shared"] else f"nothing of {tokens}"]
+        )
+        for what in ("attention", "step"):
+            rows[-1] += [f"{found[f'{what}_ms_{mode}']:.1f}" for mode in ("stock", "patched")]
+            rows[-1].append(f"{found[f'{what}_ratio']:.2f}x")
+        rows[-1].append(f"{found['fewer_bytes']:.1f}x")
+    figures = [
+        f"{what}, {of}" for what in ("attention", "step") for of in ("vLLM, ms", "ours, ms", "vLLM / ours")
+    ]
+    return page(
+        stored,
+        f"CPU time of a decode step of {settings['layers']} layers, Hq={settings['heads']}, "
+        f"Hkv={settings['kv_heads']}, D=64, {settings['dtype']}: medians of {settings['pairs']} pairs.",
+        ["requests", "they share", *figures, "fewer KV bytes"],
+        rows,
+        "attention is all layers', with vLLM's metadata and our plan",
+    )
+
+
 def packed_grpo(stored: Stored) -> str:
     """Of ``examples/packed_grpo.py``: logprobs before the update, the policy's, and their gradients."""
     settings = stored["settings"]

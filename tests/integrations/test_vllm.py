@@ -69,6 +69,11 @@ def test_a_strict_entry_point_raises(monkeypatch):
             {"return_support": 5, "ops": ("sampler",)},
             r"ops must name 'sampler' and 'support' where return_support is 5, got \('sampler',\)",
         ),
+        ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
+        (
+            {"batch_invariant": True, "ops": ("sampler",)},
+            r"ops must name 'attention' where batch_invariant is set, got \('sampler',\)",
+        ),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -78,7 +83,7 @@ def test_bad_options_are_named(options, message):
 
 def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert switch.asked() is None and not switch.is_on()
-    request = switch.Asked(("sampler", "support"), True, 64)
+    request = switch.Asked(("sampler", "support", "attention"), True, 64, True)
     before = switch.ask(request)
     assert switch.asked() == request
     switch.restore(before)

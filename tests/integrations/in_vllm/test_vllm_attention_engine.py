@@ -15,11 +15,11 @@ from rlkernel.integrations.vllm import attention_paged
 LENGTH = 150  # tokens of a prompt: four blocks of 32, and some behind them
 
 
-def patched_attention():
-    return rlkernel.patch_vllm(ops=("attention",), strict=True)
+def patched_attention(**options):
+    return rlkernel.patch_vllm(ops=("attention",), strict=True, **options)
 
 
-def generated(model, prompts, patched, params=None, **options):
+def generated(model, prompts, patched, params=None, batch_invariant=False, **options):
     """What an engine says to the prompts, four samples each, and the counts of the patch."""
     params = params or SamplingParams(
         n=4, temperature=1.0, max_tokens=12, logprobs=0, seed=5, ignore_eos=True
@@ -33,7 +33,7 @@ def generated(model, prompts, patched, params=None, **options):
 
     if not patched:
         return run(), None
-    with patched_attention() as patch:
+    with patched_attention(batch_invariant=batch_invariant) as patch:
         said = run()
         return said, patch.counts()
 
@@ -84,6 +84,9 @@ def test_requests_that_share_nothing_go_to_vllm(model):
     ours, counts = generated(model, prompts[1:], True, params)
     assert not counts["calls"] and sum(counts["fallbacks"].values()) == 2 * 8
     assert list(counts["fallbacks"]) == [f"attention: {attention_paged.ALONE}"]
+    again, counts = generated(model, prompts[1:], True, params, batch_invariant=True)
+    assert counts["calls"]["attention"] == 2 * 8 and not counts["fallbacks"]
+    agree(again, ours)
 
 
 def test_a_prompt_that_was_cached_before_is_shared_by_the_rows_of_a_prefill(model):

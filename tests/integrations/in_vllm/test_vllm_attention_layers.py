@@ -29,8 +29,8 @@ LAYERS = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def planned(module):
-    patch = VllmPatch(("attention",), True)
+def planned(module, **options):
+    patch = VllmPatch(("attention",), True, **options)
     with patch.planning("attention"):
         attention.replace(patch, module)
     return patch
@@ -111,6 +111,26 @@ def test_the_outputs_are_those_of_vllm(model, patch, block, dtype):
     assert patch.calls == {"attention": 2 * len(LAYERS)} and not patch.fallbacks
     read, apart = (patch.bytes[key] for key in (attention_paged.READ, attention_paged.APART))
     assert 0 < 1.5 * read < apart
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_request_has_the_same_bits_alone_and_in_any_batch(model, vector_kernels, dtype):
+    with planned(attention_cpu, batch_invariant=True).apply() as patch:
+        same_bits(attention_layers.Layers(model, 16, dtype))
+    assert patch.calls and not patch.fallbacks
+
+
+def same_bits(layers):
+    for rows in (DECODE, PREFILL):
+        common, cache, query = inputs(layers, rows)
+        for name, layer in LAYERS.items():
+            whole = layers.attended(OURS, common, cache, query, **layer).split(rows)
+            for i, (n, want) in enumerate(zip(rows, whole, strict=True)):
+                mine = query.split(rows)[i]
+                for last in {1, n}:  # decoded, and in a chunk of a prefill
+                    alone = attention_layers.request(common, i, last)
+                    got = layers.attended(OURS, alone, cache, mine[-last:], **layer)
+                    assert torch.equal(got, want[-last:]), f"{name}, {last} rows of request {i}"
 
 
 def test_what_is_left_to_vllm_has_vllms_bits(model, patch):
