@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlkernel.integrations._patch import PatchError
 
 
 def installed(framework: str, supported: str, strict: bool, advice: str = "") -> ModuleType:
-    """The framework's module, of a version that has been run if ``strict``.
+    """The framework's module, of a version that has been run if ``strict``; any other is warned of.
 
     Raises:
         ImportError: it is not installed. PatchError: its version is another one.
@@ -23,11 +24,25 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
     except ImportError as error:
         message = f"rlkernel.patch_{name}() needs {framework}: pip install '{name}{supported}'"
         raise ImportError(message) from error
-    from packaging.specifiers import SpecifierSet  # the frameworks depend on it
-
-    if strict and not SpecifierSet(supported).contains(module.__version__, prereleases=True):
-        raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
+    if not _has_been_run(module.__version__, supported):
+        if strict:
+            raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
+        warnings.warn(
+            f"rlkernel.patch_{name}() has been run with {framework} {supported}, and this is "
+            f"{module.__version__}: of what is replaced it compares names and parameters, not what they mean",
+            stacklevel=5,  # of its patch, which is called by that of rlkernel
+        )
     return module
+
+
+def _has_been_run(version: str, supported: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # the frameworks depend on it
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(supported).contains(version, prereleases=True)
+    except InvalidVersion:  # of a build that has none
+        return False
 
 
 def version(framework: str) -> str | None:

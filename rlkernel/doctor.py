@@ -1,5 +1,8 @@
 """Which frameworks are here, and whether rlkernel goes under them: ``python -m rlkernel.doctor [NAME ...]``.
 
+The status is 0 where all of them apply; of those that are not named, the ones that are not installed do not
+count.
+
 Each adapter's patch is put on and taken off again, which checks all that it stands on: the version, and every
 function that it replaces.  A patch that is on already stays on, and its counts are shown: which calls ran on
 rlkernel, and which were left to the framework and why.
@@ -113,7 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, and Python would write once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return int(any(x.installed is not None and (x.reason or x.why_not or x.warned) for x in findings))
+    looked_at = [x for x in findings if asked.names or x.installed is not None]
+    return int(any(x.reason or x.why_not or x.warned for x in looked_at))
 
 
 def _lines(found: Finding) -> list[str]:

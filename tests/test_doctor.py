@@ -82,8 +82,12 @@ def test_what_it_says(monkeypatch, capsys):
     put_on("numpy", warning="rlkernel.patch_numpy() reaches this process alone")
     assert doctor.main(["numpy"]) == 1
     assert "  but: rlkernel.patch_numpy() reaches this process alone\n" in capsys.readouterr().out
-    assert doctor.main(["nowhere"]) == 0
-    assert "nowhere: does not apply; nowhere not installed, supported >=1\n" in capsys.readouterr().out
+    assert doctor.main(["nowhere"]) == 1
+    said = capsys.readouterr().out
+    assert "nowhere: does not apply; nowhere not installed, supported >=1\n" in said
+    assert "  why: nowhere is not installed: pip install 'nowhere>=1'\n" in said
+    monkeypatch.setattr(doctor, "adapters", lambda: ["torch", "nowhere"])
+    assert doctor.main([]) == 0 and "nowhere is not installed" in capsys.readouterr().out
     assert rlkernel.unpatch_all() == []
     with pytest.raises(SystemExit):
         doctor.main(["elsewhere"])
@@ -129,6 +133,26 @@ def test_importing_it_imports_no_framework():
     named = "{'trl', 'vllm', 'deepspeed', 'transformers'}"
     code = f"import sys, rlkernel.doctor; print(sorted({named} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("version", ["0.99.0", "dev"])
+def test_a_version_that_has_not_been_run(version, monkeypatch):
+    """Refused, or where it may be any, warned of in one sentence."""
+    cobbler = types.ModuleType("cobbler")
+    cobbler.__version__ = version
+    monkeypatch.setitem(sys.modules, "cobbler", cobbler)
+    with pytest.raises(PatchError, match=f"version of cobbler must be >=1,<2, got {version}; or else"):
+        _contract.installed("Cobbler", ">=1,<2", True, "; or else")
+    with pytest.warns(UserWarning) as told:
+        _contract.installed("Cobbler", ">=1,<2", False)
+    assert [str(x.message) for x in told] == [
+        f"rlkernel.patch_cobbler() has been run with Cobbler >=1,<2, and this is {version}: of what is "
+        "replaced it compares names and parameters, not what they mean"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cobbler.__version__ = "1.3.dev2"
+        assert _contract.installed("Cobbler", ">=1,<2", False) is cobbler
 
 
 # unpatch_all

@@ -64,8 +64,12 @@ def test_refusals(monkeypatch):
         upstream.setattr(deepspeed, "__version__", "0.20.0")
         with pytest.raises(PatchError, match=r"version of deepspeed must be >=0\.19,<0\.20, got 0\.20\.0"):
             rlkernel.patch_deepspeed()
-        with rlkernel.patch_deepspeed(strict=False) as patch:
-            assert patch.replaced
+        with pytest.warns(
+            UserWarning, match=r"run with DeepSpeed >=0\.19,<0\.20, and this is 0\.20\.0"
+        ) as told:
+            patch = rlkernel.patch_deepspeed(strict=False)
+        with patch:
+            assert patch.replaced and len(told) == 1 and told[0].filename == __file__
     with monkeypatch.context() as upstream:
         upstream.setattr(vocab_parallel_ops, "_VocabParallelEntropy", lambda logits: logits)
         with pytest.raises(

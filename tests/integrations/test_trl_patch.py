@@ -79,7 +79,9 @@ def test_not_strict_compares_what_is_replaced(monkeypatch, version):
     monkeypatch.setattr(trl, "__version__", version)
     with pytest.raises(PatchError, match=r"patch_trl\(strict=False\) compares what is replaced"):
         rlkernel.patch_trl()
-    with rlkernel.patch_trl(strict=False, prefix_sharing=True) as patch:
+    with pytest.warns(UserWarning, match=f"run with TRL .*, and this is {version}"):
+        patch = rlkernel.patch_trl(strict=False, prefix_sharing=True)
+    with patch:
         assert patch.replaced[f"trl.trainer.utils.{HEAD}"] == "rlkernel.linear_logprob"
 
     def other_default(logits, chunk_size=64):
@@ -88,7 +90,7 @@ def test_not_strict_compares_what_is_replaced(monkeypatch, version):
     with monkeypatch.context() as upstream:
         upstream.setattr(utils, "entropy_from_logits", other_default)
         want = r"entropy_from_logits must take \(logits, chunk_size=128\), got \(logits, chunk_size=64\)"
-        with pytest.raises(PatchError, match=want):
+        with pytest.raises(PatchError, match=want), pytest.warns(UserWarning, match="run with TRL"):
             rlkernel.patch_trl(strict=False)
         assert getattr(utils, HEAD) is UPSTREAM[HEAD]
 
