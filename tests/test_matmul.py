@@ -9,7 +9,7 @@ import pytest
 import seam_calls
 import torch
 from accuracy import check
-from backends import of, running
+from backends import is_slow, of, running
 from bitwise import assert_equal
 from matmul_cases import HALVES_AND_FLOAT, digest, probe
 
@@ -144,9 +144,10 @@ def surroundings(product, a, rows):
 @DTYPES
 @ON_INVARIANT_BACKENDS
 def test_a_row_has_its_bits_in_any_batch(backend, device, dtype):
-    weight = probe(37, 299, 1, dtype).to(device)
-    a = probe(257, 299, 2, dtype).to(device)
-    for b in (weight.t(), weight.t().contiguous()):
+    inner, columns = (70, 18) if is_slow(backend, device) else (299, 37)  # two steps of Triton's
+    weight = probe(columns, inner, 1, dtype).to(device)
+    a = probe(257, inner, 2, dtype).to(device)
+    for b in (weight.t(), weight.t().contiguous())[: 1 if is_slow(backend, device) else 2]:
         for name, got, want in surroundings(
             lambda x, b=b: run(backend, x, b, out_dtype=torch.float32), a, ROWS
         ):
@@ -155,10 +156,13 @@ def test_a_row_has_its_bits_in_any_batch(backend, device, dtype):
 
 @ON_INVARIANT_BACKENDS
 def test_a_gradient_of_a_row_has_its_bits_in_any_batch(backend, device):
-    weight, upstream = probe(299, 37, 1).to(device), probe(257, 299, 2).to(device)
+    inner = 70 if is_slow(backend, device) else 299
+    weight, upstream = probe(inner, 37, 1).to(device), probe(140, inner, 2).to(device)
 
     def gradient(g):
-        return run(backend, g.new_zeros(len(g), 37), weight.t(), upstream=g)[1]
+        x = g.new_zeros(len(g), 37, requires_grad=True)
+        with running(backend):
+            return torch.autograd.grad(rlkernel.matmul(x, weight.t()), x, g)[0]
 
     for name, got, want in surroundings(gradient, upstream, (1, 2, 7, 16, 33, 128)):
         assert_equal(name, got, want)
