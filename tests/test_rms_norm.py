@@ -22,12 +22,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_matches_fp64(backend, device, dtype, residual):
     """Rows that fill no vector, one, several threads of a GPU, and more than a block of them holds."""
-    few = is_slow(backend, device)
-    for shape in ((3, 1), (2, 7), (33 if few else 70, 40), (2, 1000), (2, 3, 2, 64), (1, 2, 8193)):
+    whole = ((3, 1), (2, 7), (70, 40), (2, 1000), (2, 3, 2, 64), (1, 2, 8193))
+    few = ((1, 1), (1 if residual else 34, 7), (1, 1000), (1, 2, 1, 64), (1, 1, 4097))
+    for shape in few if is_slow(backend, device) else whole:
         inputs = make_inputs(*shape, dtype=dtype, device=device, residual=residual)
         for rounding in ROUNDINGS[:1] if shape[-1] > 999 else ROUNDINGS:
             check_against_fp64("rms_norm", backend, inputs, rounding=rounding)
-    inputs = make_inputs(5, 70, dtype=dtype, device=device, residual=residual)
+    inputs = make_inputs(3, 70, dtype=dtype, device=device, residual=residual)
     check_against_fp64("rms_norm", backend, inputs, weight_offset=1.0, eps=1e-2, rounding="after_weight")
     check_against_fp64("rms_norm", backend, inputs | {"weight": inputs["weight"].float()})
     del inputs["weight"]
@@ -49,8 +50,8 @@ def test_transformers_say_the_same(backend, device, name):
     path, kind = name.split(".")
     models = pytest.importorskip("transformers.models", reason="transformers is not installed")
     module = getattr(models, path)
-    norm = getattr(getattr(module, f"modeling_{path}"), f"{kind}RMSNorm")(512, eps=1e-6).to(device)
-    inputs = make_inputs(40, 512, dtype=torch.bfloat16, device=device)
+    norm = getattr(getattr(module, f"modeling_{path}"), f"{kind}RMSNorm")(256, eps=1e-6).to(device)
+    inputs = make_inputs(12, 256, dtype=torch.bfloat16, device=device)
     gemma = kind.startswith("Gemma")
     with torch.no_grad():
         norm.to(torch.bfloat16).weight.copy_(inputs["weight"] - (1 if gemma else 0))
@@ -70,8 +71,8 @@ def test_transformers_say_the_same(backend, device, name):
 
 @ON_EVERY_BACKEND
 def test_torch_says_the_same(backend, device):
-    inputs = make_inputs(40, 512, dtype=torch.bfloat16, device=device)
-    expected = F.rms_norm(inputs["x"], (512,), inputs["weight"], 1e-6)
+    inputs = make_inputs(12, 256, dtype=torch.bfloat16, device=device)
+    expected = F.rms_norm(inputs["x"], (256,), inputs["weight"], 1e-6)
     agree = [same(run("rms_norm", backend, inputs, rounding=r)["normed"], expected) for r in ROUNDINGS]
     assert agree[0] < 0.95 and agree[1] > 0.999
     inputs = make_inputs(7, 300, device=device)
@@ -95,19 +96,19 @@ def test_the_sum_is_rounded_before_it_is_normed(backend, device):
 @ON_EVERY_BACKEND
 def test_any_strides(backend, device):
     """Queries and keys of a fused projection, heads in front of tokens, columns, one row for all."""
-    inputs = make_inputs(2, 5, 7, 32, device=device)
+    inputs = make_inputs(2, 3, 6, 10, device=device)
     x, weight = inputs["x"], inputs["weight"]
     views = {
-        "slice of heads": x[:, :, 2:6],
+        "slice of heads": x[:, :, 2:4],
         "heads first": x.transpose(1, 2),
         "columns": x[..., ::2],
         "every other token": x[:, ::2],
-        "one row for all": x[:1, :1, :1].expand(3, 4, 2, 32),
+        "one row for all": x[:1, :1, :1].expand(2, 2, 2, 10),
     }
     for name, view in views.items():
         plain = {"x": view.contiguous(), "weight": weight[: view.shape[-1]]}
         want = run("rms_norm", backend, plain)
-        for residual in (False, True):
+        for residual in (False,) if is_slow(backend, device) else (False, True):
             strided = plain | {"x": view} | ({"residual": torch.zeros_like(view)} if residual else {})
             got = run("rms_norm", backend, strided, lambda g: upstream(g.transpose(0, 1)).transpose(0, 1))
             again = run(
@@ -155,7 +156,7 @@ def test_extremes_are_those_of_torch(backend, device):
 
 @ON_EVERY_BACKEND
 def test_gradients_that_are_not_wanted(backend, device):
-    inputs = make_inputs(40, 24, device=device, residual=True)
+    inputs = make_inputs(34, 8, device=device, residual=True)
     whole = run("rms_norm", backend, inputs)
     for wanted in (("x",), ("residual",), ("weight",), ("x", "weight")):
         leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in inputs.items()}
@@ -169,7 +170,7 @@ def test_gradients_that_are_not_wanted(backend, device):
         summed = rlkernel.rms_norm(**leaves).summed
         found = torch.autograd.grad(summed, list(leaves.values()), upstream(summed))
     for grad, want in zip(
-        found, (upstream(summed), torch.zeros(24, device=device), upstream(summed)), strict=True
+        found, (upstream(summed), torch.zeros(8, device=device), upstream(summed)), strict=True
     ):
         assert_equal("of the sum alone", grad, want)
 

@@ -98,6 +98,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
     from rlkernel.calls.preference_loss import PreferenceLossCall, PreferenceRule
     from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
+    from rlkernel.calls.rms_norm import RmsNormCall, RmsNormGrads
     from rlkernel.calls.sampling import Sampling, SamplingCall
     from rlkernel.calls.value_loss import ValueLossCall
     from rlkernel.calls.whiten import WhitenCall
@@ -112,6 +113,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         paged_prefix_attention,
         preference_loss,
         prefix_shared_attention,
+        rms_norm,
         sampling,
         value_loss,
         whiten,
@@ -155,6 +157,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
             gae.forward(
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
             )
+            heads, scale = logits[..., t > 1 :][..., :255], torch.ones(256)[t > 1 :][:255]
+            norm = RmsNormCall(heads, None, scale, t, t, "after_weight", (True, False, True))
+            rms_norm.backward(norm, rms_norm.forward(norm), RmsNormGrads(heads, None))
             whiten.forward(WhitenCall(values, values > 0, None, True, True, t, "std"))
             kl_shaped_rewards.forward(
                 KlShapedRewardsCall(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)
