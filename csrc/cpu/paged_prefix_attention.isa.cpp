@@ -15,7 +15,7 @@ namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
 constexpr int64_t kParallel = 1 << 15;  // products of a step from which waking the other threads pays
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kVectors = kLanes / kWidth;
 constexpr float kInf = __builtin_inff();
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -55,22 +55,32 @@ struct Scores {
   Floats weight(Floats below_top) const { return exp_of(exp_of.cut(below_top)); }
 };
 
-// A thread's, for any item.
+// A row and a query head: what it has of the softmax, and where in its sequence it stands.
+struct Pair {
+  float* state;
+  int64_t position;
+};
+
+// A thread's, for any item and any row.
 class Scratch {
  public:
-  float *keys, *values, *query;
+  float *keys, *values, *query, *weights;
+  Pair* pairs;
 
-  explicit Scratch(const PagedAttention& a, int64_t pairs) {
-    const int64_t k = a.head_dim * kTile, v = padded(a.value_dim) * kTile, q = padded(pairs * a.head_dim);
-    memory_.reset(new float[k + v + q + kLine]);
+  Scratch(const PagedAttention& a, int64_t most_pairs, int64_t most_slots) : pairs_(new Pair[most_pairs]) {
+    const int64_t k = a.head_dim * kTile, v = padded(a.value_dim) * kTile, q = padded(most_pairs * a.head_dim);
+    memory_.reset(new float[k + v + q + padded(most_slots) + kLine]);
     const auto address = reinterpret_cast<uintptr_t>(memory_.get());
     keys = memory_.get() + (-address & (kLine * sizeof(float) - 1)) / sizeof(float);  // vectors that cross no line
     values = keys + k;
     query = values + v;
+    weights = query + q;
+    pairs = pairs_.get();
   }
 
  private:
   std::unique_ptr<float[]> memory_;
+  std::unique_ptr<Pair[]> pairs_;
 };
 
 // Up to kRows pairs of a row and a query head, with the keys [low, high) of a tile that each sees.
@@ -79,17 +89,14 @@ struct Block {
   float* state[kRows];
 };
 
-// The sum of a tile's weights, in the order that any width of vectors gives.
+// The sum of a tile's weights in the order that any width of vectors gives: in kLanes lanes, then halves of these.
 inline float total_of(const float* weights) {
-  alignas(64) float sum[kLanes];
-  for (int i = 0; i < kLanes; i += kWidth) {
-    Floats lanes = {};
-    for (int j = i; j < kTile; j += kLanes) lanes += load(weights + j);
-    store(sum + i, lanes);
-  }
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) sum[i] += sum[i + half];
-  return sum[0];
+  Floats lanes[kVectors] = {};
+  for (int j = 0; j < kTile; j += kLanes)
+    for (int v = 0; v < kVectors; ++v) lanes[v] += load(weights + j + v * kWidth);
+  for (int half = kVectors / 2; half > 0; half /= 2)
+    for (int v = 0; v < half; ++v) lanes[v] += lanes[v + half];
+  return folded(lanes[0], [](Floats x, Floats y) { return x + y; });
 }
 
 // Turns the scores of a tile into weights, for which the row's top and total go on; the sums are to shrink by `shrink`.
@@ -102,11 +109,11 @@ void weigh(const Scores& scores, int64_t value_dim, const Block& block, float (*
       for (int j = 0; j < kTile; j += kWidth) store(s[r] + j, scores.softcap * Tanh(load(s[r] + j) * scores.inside).value);
     for (int j = 0; j < block.low[r]; ++j) s[r][j] = -kInf;
     for (int j = block.high[r]; j < kTile; ++j) s[r][j] = -kInf;
-    Floats high = broadcast(-kInf);
-    for (int j = 0; j < kTile; j += kWidth) high = max(load(s[r] + j), high);  // a NaN is none: its weight is NaN
     float& top = block.state[r][value_dim];
-    const float before = top, of_tile = largest(high);
-    top = of_tile > before ? of_tile : before;
+    const float before = top;
+    Floats high = broadcast(before);
+    for (int j = 0; j < kTile; j += kWidth) high = max(load(s[r] + j), high);  // a NaN is none: its weight is NaN
+    top = largest_lane(high);
     const float safe = finite_or_zero(top);
     step[r] = before == top ? 0 : before - safe;  // what keeps its top, be it that of no keys, keeps its bits
     for (int j = 0; j < kTile; j += kWidth) store(s[r] + j, scores.weight(load(s[r] + j) - broadcast(safe)));
@@ -152,42 +159,46 @@ class Attend {
         pairs_((item.end - item.first) * group_), blocks_((pairs_ + kRows - 1) / kRows) {}
 
   void run() {
-    load_queries();
-    if (!item_.carry)
-      for (int64_t pair = 0; pair < pairs_; ++pair) {
-        float* const state = state_of(pair);
-        std::memset(state, 0, (a_.value_dim + kPagedState) * sizeof(float));
-        state[a_.value_dim] = -kInf;
-      }
-    for (int64_t tile = item_.position / kTile * kTile; tile < item_.stop; tile += kTile) attend(tile);
+    load_rows();
+    Places places[2];
+    int64_t tile = item_.position / kTile * kTile;
+    if (tile < item_.stop) find(tile, places[0]);
+    for (int i = 0; tile < item_.stop; tile += kTile, i = 1 - i) {
+      const bool more = tile + kTile < item_.stop;
+      if (more) find(tile + kTile, places[1 - i]);
+      attend(tile, places[i], more ? &places[1 - i] : nullptr);
+    }
   }
 
  private:
   int64_t begin_of(int64_t block) const { return block * pairs_ / blocks_; }
-  int64_t row_of(int64_t pair) const { return item_.first + pair / group_; }
-  int64_t head_of(int64_t pair) const { return head_ * group_ + pair % group_; }
-  float* state_of(int64_t pair) const {
-    return a_.states + ((item_.slot + pair / group_) * a_.heads + head_of(pair)) * (a_.value_dim + kPagedState);
-  }
 
-  // [dim][row of the block], block by block
-  void load_queries() {
-    for (int64_t b = 0; b < blocks_; ++b) {
-      const int64_t begin = begin_of(b), rows = begin_of(b + 1) - begin;
+  // States, of no keys yet where none is continued, and the query as [dim][pair of the block], block by block.
+  void load_rows() {
+    for (int64_t pair = 0, row = item_.first; row < item_.end; ++row)
+      for (int64_t member = 0; member < group_; ++member, ++pair) {
+        float* const state =
+            a_.states + ((item_.slot + row - item_.first) * a_.heads + head_ * group_ + member) * (a_.value_dim + kPagedState);
+        scratch_.pairs[pair] = {state, a_.positions[row]};
+        if (item_.carry) continue;
+        std::memset(state, 0, (a_.value_dim + kPagedState) * sizeof(float));
+        state[a_.value_dim] = -kInf;
+      }
+    for (int64_t block = 0, pair = 0; block < blocks_; ++block) {
+      const int64_t begin = pair, end = begin_of(block + 1);
       float* const to = scratch_.query + begin * a_.head_dim;
-      for (int64_t r = 0; r < rows; ++r) {
-        const T* const from = static_cast<const T*>(a_.query) + a_.rows[row_of(begin + r)] * a_.query_stride +
-                              head_of(begin + r) * a_.query_head_stride;
+      for (; pair < end; ++pair) {
+        const T* const from = static_cast<const T*>(a_.query) + a_.rows[item_.first + pair / group_] * a_.query_stride +
+                              (head_ * group_ + pair % group_) * a_.query_head_stride;
         for (int64_t d = 0; d < a_.head_dim; d += kWidth) {
           const Floats x = load_up_to(from + d, a_.head_dim - d);
-          for (int i = 0; i < kWidth && d + i < a_.head_dim; ++i) to[(d + i) * rows + r] = x[i];
+          for (int i = 0; i < kWidth && d + i < a_.head_dim; ++i) to[(d + i) * (end - begin) + pair - begin] = x[i];
         }
       }
     }
   }
 
-  void attend(int64_t tile) {
-    Places at;
+  void find(int64_t tile, Places& at) const {
     at.from = static_cast<int>(larger(tile, item_.position) - tile);
     at.to = static_cast<int>(smaller(tile + kTile, item_.stop) - tile);
     const int64_t before = item_.position / a_.block_size, first = (tile + at.from) / a_.block_size;
@@ -197,34 +208,42 @@ class Attend {
       at.token[j] = token;
       if (++token == a_.block_size) ++page, token = 0;
     }
+  }
+
+  void attend(int64_t tile, const Places& at, const Places* next) {
     bool loaded = false;
     const float* values[kTile];
-    for (int64_t b = 0; b < blocks_; ++b) {
-      const int64_t begin = begin_of(b);
-      const int rows = static_cast<int>(begin_of(b + 1) - begin);
+    for (int64_t b = 0, begin = 0, end; b < blocks_; ++b, begin = end) {
+      end = begin_of(b + 1);
+      const int rows = static_cast<int>(end - begin);
       Block block;
       bool sees = false;
       for (int r = 0; r < rows; ++r) {
-        const int64_t position = a_.positions[row_of(begin + r)];
-        const int64_t low = a_.window != 0 ? position + 1 - a_.window - tile : 0;
+        const Pair& pair = scratch_.pairs[begin + r];
+        const int64_t low = a_.window != 0 ? pair.position + 1 - a_.window - tile : 0;
         block.low[r] = static_cast<int>(smaller(larger(low, at.from), kTile));
-        block.high[r] = static_cast<int>(larger(smaller(position + 1 - tile, at.to), block.low[r]));
-        block.state[r] = state_of(begin + r);
+        block.high[r] = static_cast<int>(larger(smaller(pair.position + 1 - tile, at.to), block.low[r]));
+        block.state[r] = pair.state;
         sees = sees || block.low[r] < block.high[r];
       }
       if (!sees) continue;
       if (!loaded) load(at, values);
+      if (!loaded && next != nullptr) {
+        prefetch_rows(keys(), a_.key_strides, a_.head_dim, *next);
+        prefetch_rows(this->values(), a_.value_strides, a_.value_dim, *next);
+      }
       loaded = true;
       attend_block(rows, std::make_integer_sequence<int, kRows>(), scores_, a_, block, scratch_.query + begin * a_.head_dim,
                    scratch_.keys, values);
     }
   }
 
-  void load(const Places& at, const float** values) const {
-    const T* const keys = static_cast<const T*>(a_.keys) + head_ * a_.key_strides[2];
-    for (int j = 0; j < kTile; j += kWidth) load_keys(keys, a_.key_strides, a_.head_dim, at, j, scratch_.keys);
-    load_values(static_cast<const T*>(a_.values) + head_ * a_.value_strides[2], a_.value_strides, a_.value_dim, at, scratch_.values,
-                values);
+  const T* keys() const { return static_cast<const T*>(a_.keys) + head_ * a_.key_strides[2]; }
+  const T* values() const { return static_cast<const T*>(a_.values) + head_ * a_.value_strides[2]; }
+
+  void load(const Places& at, const float** rows) const {
+    for (int j = 0; j < kTile; j += kWidth) load_keys(keys(), a_.key_strides, a_.head_dim, at, j, scratch_.keys);
+    load_values(values(), a_.value_strides, a_.value_dim, at, scratch_.values, rows);
   }
 
   const PagedAttention& a_;
@@ -236,39 +255,37 @@ class Attend {
 
 // The row's results from the states of its chunks, in the order of its keys; the sink comes last.
 template <class T>
-void merge(const PagedAttention& a, const Scores& scores, int64_t row, int64_t head) {
-  const int64_t width = a.value_dim + kPagedState, dim = a.value_dim;
-  const int32_t *begin = a.slots + a.starts[row], *end = a.slots + a.starts[row + 1];
-  const auto state_of = [&](const int32_t* slot) { return a.states + (*slot * a.heads + head) * width; };
+void merge(const PagedAttention& a, const Scores& scores, float* weights, int64_t row, int64_t head) {
+  const int64_t width = a.value_dim + kPagedState, dim = a.value_dim, count = a.starts[row + 1] - a.starts[row];
+  const int32_t* const slots = a.slots + a.starts[row];
+  const auto state_of = [&](int64_t i) { return a.states + (slots[i] * a.heads + head) * width; };
   float top = -kInf, total = 0;
-  for (const int32_t* slot = begin; slot < end; ++slot) {
-    const float found = state_of(slot)[dim];
-    top = found > top ? found : top;
+  for (int64_t i = 0; i < count; ++i) {
+    weights[i] = state_of(i)[dim];
+    top = weights[i] > top ? weights[i] : top;
   }
-  const float safe = finite_or_zero(top);
-  const auto weight_of = [&](const float* state) {
-    return state[dim] == top && top != -kInf ? 1.0f : scores.weight(broadcast(state[dim] - safe))[0];
-  };
-  for (const int32_t* slot = begin; slot < end; ++slot) total += weight_of(state_of(slot)) * state_of(slot)[dim + 1];
+  const Floats safe = broadcast(finite_or_zero(top));
+  for (int64_t i = 0; i < count; i += kWidth)
+    store_part(weights + i, scores.weight(load_up_to(weights + i, count - i) - safe), static_cast<int>(smaller(kWidth, count - i)));
+  for (int64_t i = 0; i < count; ++i) total += weights[i] * state_of(i)[dim + 1];
   double unit = top * scores.unit;
   float share = 1;
   if (a.sinks != nullptr) {  // a key whose value is 0
     const ScaledExp exp_of(1.0);
+    const auto exp_one = [&](double x) { return exp_of(exp_of.cut(broadcast(static_cast<float>(x))))[0]; };
     const double sink = a.sinks[head], all = unit > sink ? unit : sink, near = all == -__builtin_inf() ? 0 : all;
-    share = exp_of(exp_of.cut(broadcast(static_cast<float>(unit - near))))[0];
-    total = total * share + exp_of(exp_of.cut(broadcast(static_cast<float>(sink - near))))[0];
+    share = exp_one(unit - near);
+    total = total * share + exp_one(sink - near);
     unit = all;
   }
   const int64_t place = a.rows[row];
   T* const out = static_cast<T*>(a.out) + (place * a.heads + head) * dim;
   for (int64_t d = 0; d < dim; d += kWidth) {
-    const int count = static_cast<int>(smaller(kWidth, dim - d));
     Floats sum = {};
-    for (const int32_t* slot = begin; slot < end; ++slot) {
-      const float* const state = state_of(slot);
-      sum = fma(broadcast(weight_of(state)), load_up_to(state + d, count), sum);
-    }
-    store_part(out + d, sum * broadcast(share) / broadcast(total), count);
+    for (int64_t i = 0; i < count; ++i) sum = fma(broadcast(weights[i]), load_up_to(state_of(i) + d, dim - d), sum);
+    sum = sum * broadcast(share) / broadcast(total);
+    if (dim - d >= kWidth) store(out + d, sum);
+    else store_part(out + d, sum, static_cast<int>(dim - d));
   }
   a.lse[head * a.total + place] = static_cast<float>(unit + log(broadcast(total))[0]);
 }
@@ -276,19 +293,20 @@ void merge(const PagedAttention& a, const Scores& scores, int64_t row, int64_t h
 template <class T>
 void attention(const PagedAttention& a) {
   const Scores scores(a);
-  int64_t most = 0, work = 0;
+  int64_t most_rows = 0, most_slots = 0, work = 0;
   const int32_t* const last = a.launches + a.launch_count * kPagedLaunch;
   const auto column = [](const int32_t* launch, PagedLaunch which) { return launch[static_cast<int>(which)]; };
   const int64_t items = a.launch_count != 0 ? column(last - kPagedLaunch, PagedLaunch::end_item) : 0;
   for (int64_t i = 0; i < items; ++i) {
     const Item item(a.items + i * kPagedItem);
-    most = larger(most, item.end - item.first);
+    most_rows = larger(most_rows, item.end - item.first);
     work += (item.end - item.first) * (item.stop - item.position);
   }
+  for (int64_t i = 0; i < a.total; ++i) most_slots = larger(most_slots, a.starts[i + 1] - a.starts[i]);
 #pragma omp parallel if (work * a.heads * a.head_dim >= kParallel)
   {
     const FlushDenormals flush;
-    const Scratch scratch(a, most * a.heads / a.kv_heads);
+    const Scratch scratch(a, most_rows * a.heads / a.kv_heads, most_slots);
     for (const int32_t* launch = a.launches; launch < last; launch += kPagedLaunch) {
       const int64_t first = column(launch, PagedLaunch::first_item) * a.kv_heads;
       const int64_t end = column(launch, PagedLaunch::end_item) * a.kv_heads;
@@ -299,7 +317,7 @@ void attention(const PagedAttention& a) {
       }
       const int64_t row = column(launch, PagedLaunch::first_row) * a.heads, rows = column(launch, PagedLaunch::end_row) * a.heads;
 #pragma omp for schedule(static)
-      for (int64_t i = row; i < rows; ++i) merge<T>(a, scores, i / a.heads, i % a.heads);
+      for (int64_t i = row; i < rows; ++i) merge<T>(a, scores, scratch.weights, i / a.heads, i % a.heads);
     }
   }
 }

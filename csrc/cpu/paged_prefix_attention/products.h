@@ -6,6 +6,7 @@
 #include "tiles.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
 
 constexpr int kRows = 6;
 constexpr int kChain = 8;
@@ -76,4 +77,5 @@ void add_values(const float (*p)[kTile], const float* shrink, const float* const
   for (int r = 0; r < R; ++r) std::memcpy(sums[r] + column, rest[r], count * sizeof(float));
 }
 
+}  // namespace
 }  // namespace rlkernel::cpu::RLKERNEL_ISA

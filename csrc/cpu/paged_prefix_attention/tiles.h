@@ -2,10 +2,11 @@
 // never read and stands as 0.
 #pragma once
 
-#include "../simd.h"
+#include "../shuffles.h"
 #include "rlkernel/paged_prefix_attention/arguments.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
 
 constexpr int kTile = kPagedTile;
 constexpr int64_t kLine = 16;  // floats that rows of values are padded to
@@ -22,33 +23,6 @@ struct Places {
   bool is_run(int first, int count) const { return token[first] + count - 1 == token[first + count - 1]; }
 };
 
-template <int... I>
-struct Swap {
-  template <int kStep>
-  static Floats low(Floats a, Floats b) {  // lanes whose bit kStep is set from b, where it is not
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + (I ^ kStep) : I)...);
-#else
-    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + (I ^ kStep) : I)...});
-#endif
-  }
-  template <int kStep>
-  static Floats high(Floats a, Floats b) {  // lanes whose bit kStep is not set from a, where it is
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + I : (I ^ kStep))...);
-#else
-    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + I : (I ^ kStep))...});
-#endif
-  }
-};
-#if defined(__AVX512F__)
-using Swaps = Swap<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
-#elif defined(__AVX2__)
-using Swaps = Swap<0, 1, 2, 3, 4, 5, 6, 7>;
-#else
-using Swaps = Swap<0, 1, 2, 3>;
-#endif
-
 // Lane l of v[i] and lane i of v[l] change places.
 template <int kStep = 1>
 inline void transpose(Floats (&v)[kWidth]) {
@@ -56,8 +30,8 @@ inline void transpose(Floats (&v)[kWidth]) {
     for (int i = 0; i < kWidth; ++i)
       if ((i & kStep) == 0) {
         const Floats a = v[i], b = v[i | kStep];
-        v[i] = Swaps::low<kStep>(a, b);
-        v[i | kStep] = Swaps::high<kStep>(a, b);
+        v[i] = AllLanes::low<kStep>(a, b);
+        v[i | kStep] = AllLanes::high<kStep>(a, b);
       }
     transpose<2 * kStep>(v);
   }
@@ -101,6 +75,24 @@ void load_keys(const T* head, const int64_t* strides, int64_t dim, const Places&
   }
 }
 
+// Asks for what the keys of a tile have in the cache: heads stand apart there, which no prefetcher of a processor follows.
+template <class T>
+void prefetch_rows(const T* head, const int64_t* strides, int64_t dim, const Places& at) {
+  constexpr int64_t kStep = 64 / sizeof(T);
+  if (strides[3] == 1) {
+    for (int j = at.from; j < at.to; ++j) {
+      const T* const row = head + at.block[j] * strides[0] + at.token[j] * strides[1];
+      for (int64_t d = 0; d < dim; d += kStep) prefetch(row + d);
+    }
+  } else if (strides[1] == 1) {
+    for (int j = at.from; j < at.to; ++j)
+      if (j == at.from || at.token[j] == 0 || (j - at.from) % kStep == 0) {
+        const T* const first = head + at.block[j] * strides[0] + at.token[j];
+        for (int64_t d = 0; d < dim; ++d) prefetch(first + d * strides[3]);
+      }
+  }
+}
+
 // rows[key] of each key that there is: in the cache where it can be read as it is, else copied to `tile`.
 template <class T>
 void load_values(const T* head, const int64_t* strides, int64_t dim, const Places& at, float* tile, const float** rows) {
@@ -123,4 +115,5 @@ void load_values(const T* head, const int64_t* strides, int64_t dim, const Place
   }
 }
 
+}  // namespace
 }  // namespace rlkernel::cpu::RLKERNEL_ISA

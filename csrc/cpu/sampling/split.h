@@ -7,6 +7,7 @@
 
 #include "rlkernel/sampling/arguments.h"
 #include "rlkernel/sampling/stream.h"
+#include "../shuffles.h"
 #include "../philox.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
@@ -44,33 +45,6 @@ struct Groups {
   const T* operator[](int g) const { return g < whole ? begin + g * kGroup : last; }
 };
 
-template <int... I>
-struct Lanes {
-  template <int kStep>
-  static Floats own(Floats a, Floats b) {  // lanes whose bit kStep is set from b
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + I : I)...);
-#else
-    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + I : I)...});
-#endif
-  }
-  template <int kStep>
-  static Floats other(Floats a, Floats b) {  // the same, each from the lane across
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, ((I & kStep) != 0 ? kWidth + (I ^ kStep) : (I ^ kStep))...);
-#else
-    return __builtin_shuffle(a, b, Ints{((I & kStep) != 0 ? kWidth + (I ^ kStep) : (I ^ kStep))...});
-#endif
-  }
-};
-#if defined(__AVX512F__)
-using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>;
-#elif defined(__AVX2__)
-using AllLanes = Lanes<0, 1, 2, 3, 4, 5, 6, 7>;
-#else
-using AllLanes = Lanes<0, 1, 2, 3>;
-#endif
-
 // Lane i of the result combines the lanes of v[i]: kWidth groups at a time become one number each.
 template <int kStep = 1, class Combine>
 inline Floats across(const Floats* v, Combine combine) {
@@ -81,16 +55,6 @@ inline Floats across(const Floats* v, Combine combine) {
     for (int j = 0; j < kWidth / kStep / 2; ++j)
       half[j] = combine(AllLanes::own<kStep>(v[2 * j], v[2 * j + 1]), AllLanes::other<kStep>(v[2 * j], v[2 * j + 1]));
     return across<kStep * 2>(half, combine);
-  }
-}
-
-// largest() of simd.h in as many steps as the width has bits.
-template <int kStep = kWidth / 2>
-inline float largest_lane(Floats x) {
-  if constexpr (kStep == 0) {
-    return x[0];
-  } else {
-    return largest_lane<kStep / 2>(max(AllLanes::other<kStep>(x, x), x));
   }
 }
 
