@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rlkernel.integrations._contract import checked
+from rlkernel.integrations.hf.registration import SUPPORTED
 
 # class of a router -> how its forward is called. Each chooses by one torch.topk over its scores of all
 # experts, and returns what that chose; integrations/hf/routing_patch.py holds every call to it.
@@ -49,16 +50,19 @@ ROUTERS: dict[str, tuple[str, ...]] = {
     "Qwen3_5MoeTopKRouter": HIDDEN,
     "SolarOpenTopkRouter": HIDDEN,
 }
-SUPPORTED = ">=5.16,<5.24"  # of transformers, as of packed attention
 
 
 @dataclass(frozen=True)
 class Router:
-    """A router, where the model has it, and the block of which it is a part."""
+    """The router of a layer, where the model has it, and the block in which it stands beside the experts."""
 
     path: str
-    module: Any
+    modules: tuple[Any, ...]  # one; or PEFT's copy beside the original, of which one runs
     block: nn.Module
+
+    @property
+    def module(self) -> Any:
+        return self.modules[0]
 
     @property
     def hidden_layer(self) -> int:
@@ -78,35 +82,41 @@ def routers(model: nn.Module) -> list[Router]:
     """The routers of a model in the order of its layers.
 
     Raises:
-        ValueError: the model has none, or some that are not known; both names stand in the message.
+        ValueError: the model has none, or some that are not known, whose block is named.
         PatchError: a router is called otherwise than those of the supported transformers.
     """
-    blocks = {
-        path.rpartition(".")[0]
-        for path, module in model.named_modules()
-        if path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
-    }
-    found = []
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    blocks: dict[str, list[str]] = {}
+    for path, module in modules.items():
         if kind := _known(module):
             checked(kind, "forward", ROUTERS[kind.__name__], "transformers", SUPPORTED)
-            block = path.rpartition(".")[0]
-            found.append(Router(path, module, model.get_submodule(block)))
-            blocks.discard(block)
-    if blocks:
-        path = min(blocks)
-        raise ValueError(
-            f"model must have routers that rlkernel knows (docs/routing_replay.md lists them), got "
-            f"{type(model.get_submodule(path)).__name__} at {path or 'its root'}, whose router is not known"
-        )
-    if not found:
+            blocks.setdefault(_block(path, modules), []).append(path)
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        is_experts = name == "experts" or type(module).__name__.endswith("Experts")
+        if is_experts and not any(path.startswith(f"{block}.") for block in blocks):
+            raise ValueError(
+                f"model must have routers that rlkernel knows (docs/routing_replay.md lists them), got "
+                f"{type(modules[parent]).__name__} at {parent or 'its root'}, whose router is not known"
+            )
+    if not blocks:
         raise ValueError(
             f"model must be a mixture of experts, got {type(model).__name__}, which has no router"
         )
+    found = [
+        Router(paths[0], tuple(modules[path] for path in paths), modules[block])
+        for block, paths in blocks.items()
+    ]
     shapes = {router.shape for router in found}
     if len(shapes) > 1:
         raise ValueError(f"model must have the same number of experts in every layer, got {sorted(shapes)}")
     return found
+
+
+def _block(router: str, modules: dict[str, nn.Module]) -> str:
+    """The path of the module around a router that has the experts; PEFT's wrappers may stand between."""
+    parents = [router := router.rpartition(".")[0] for _ in router.split(".")]
+    return next((path for path in parents if f"{path}.experts" in modules), parents[0])
 
 
 def moe_layers(model: nn.Module) -> list[int]:

@@ -31,10 +31,11 @@ class RoutingPatch(Patch):
         self.deterministic = deterministic
         self.routers = routers(model)
         for index, router in enumerate(self.routers):
-            self._around(router.module, self._routed(index, router))
+            for module in router.modules:
+                self._around(module, self._routed(index, router, module.forward))
             if deterministic:
                 self._around(_experts(router), _summed(router))
-        modules = {id(router.module) for router in self.routers}
+        modules = {id(module) for router in self.routers for module in router.modules}
         for layer, attribute, function in checkpointing.checkpoints(model):
             if any(id(module) in modules for module in layer.modules()):
                 self.replace(layer, attribute, checkpointing.bound(function, layer), expected=function)
@@ -49,17 +50,20 @@ class RoutingPatch(Patch):
         forward.routing = self  # type: ignore[attr-defined]
         self.replace(module, "forward", forward, expected=expected)
 
-    def _routed(self, index: int, router: Router) -> Callable[..., Any]:
-        forward = router.module.forward
-
-        @functools.wraps(forward)
-        def routed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(f"{self.name}: the model must run uncompiled, got it in torch.compile")
+    def _routed(self, index: int, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def route(*args: Any, **kwargs: Any) -> Any:
             with _Choice(router, self._choose(index), self.deterministic) as choice:
                 results = forward(*args, **kwargs)
             choice.require_used(results)
             return results
+
+        @functools.wraps(forward)
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                from rlkernel.runtime.graph_break import outside  # a pass's routes are no part of a graph
+
+                return outside(functools.partial(route, *args, **kwargs))
+            return route(*args, **kwargs)
 
         return routed
 

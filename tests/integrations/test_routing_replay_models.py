@@ -418,6 +418,70 @@ def test_experts_are_summed_from_the_first_slot_to_the_last(family):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_a_compiled_block_routes_outside_of_its_graphs():
+    model = moe.make("qwen3_moe")
+    routes = other_routes(model)
+    block = hf_routers.routers(model)[0].block
+    hidden = torch.randn(3, 8, 32)
+    with torch.no_grad():
+        free = block(hidden)
+        compiled = torch.compile(block, backend="eager")
+        assert torch.equal(compiled(hidden), free)
+        for own in (routes, routes[torch.arange(IDS.numel()).flip(0)]):
+            with routing_replay.replay(model, own, min_overlap=0):
+                assert torch.equal(compiled(hidden), block(hidden))
+                assert not torch.equal(compiled(hidden), free)
+            assert torch.equal(compiled(hidden), free)
+
+
+@pytest.fixture
+def one_rank():
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "lora", "lora, routers and experts trained"])
+def test_what_wraps_a_model_changes_nothing(wrapper, request):
+    model = checkpointed(moe.make("qwen3_moe"))
+    routes = other_routes(model)
+    with routing_replay.replay(model, routes, min_overlap=0):
+        wanted = copy.deepcopy(moe.step(model, IDS))
+    if wrapper.startswith("lora"):
+        peft = pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not need")
+        more = {"modules_to_save": ["gate"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+        options = more if "trained" in wrapper else {}
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options))
+    else:
+        request.getfixturevalue("one_rank")
+        if wrapper == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (1,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+    assert routing_replay.moe_layers(model) == [0, 2]
+    with routing_replay.replay(model, routes, min_overlap=0):
+        logits, grads = moe.step(model, IDS)
+        if wrapper.startswith("lora"):
+            with model.disable_adapter(), torch.no_grad():  # the reference, by the original routers
+                assert torch.equal(model(input_ids=IDS, use_cache=False).logits, logits)
+    assert torch.equal(logits, wanted[0])
+    found = 0
+    for name, grad in grads.items():
+        for part in ("module.", "base_model.model.", "modules_to_save.default."):
+            name = name.replace(part, "")
+        if name in wanted[1]:
+            found += 1
+            assert torch.equal(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, wanted[1][name])
+    assert found == {"lora": 0, "lora, routers and experts trained": 2}.get(wrapper, len(wanted[1]))
+
+
 def test_contexts_on_one_model_do_not_nest():
     model = moe.make("mixtral")
     routes = record(model)
