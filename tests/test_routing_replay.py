@@ -4,6 +4,7 @@ import base64
 import io
 import json
 
+import numpy
 import pytest
 import torch
 from bitwise import assert_equal
@@ -207,7 +208,6 @@ def engine_ids(tokens=6, layers=4, experts=8):
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (300, "uint16")])
 def test_vllms_routed_experts(experts, dtype):
-    numpy = pytest.importorskip("numpy", reason="needs NumPy")
     array = engine_ids(experts=experts).numpy().astype(dtype)
     want = Routes.of(engine_ids(experts=experts).transpose(0, 1)[[0, 2, 3]], experts)
     found = from_vllm(array, experts, layers=[0, 2, 3])
