@@ -117,9 +117,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``rlkernel.consistency``, which is loaded when it is asked for."""
+    """``rlkernel.consistency`` and what is in it, which are loaded when they are asked for."""
     if name == "consistency":
         return importlib.import_module("rlkernel.consistency")
+    if name == "batch_invariant":
+        return importlib.import_module("rlkernel.consistency.mode").batch_invariant
     raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
 
 

@@ -127,6 +127,15 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
     raise NotImplementedError(f"no backend can run {op} on {shapes}\n{tried}")
 
 
+def able(op: str, names: tuple[str, ...], *tensors: Tensor, **options: Any) -> tuple[str, ModuleType] | None:
+    """The first of these backends that can run ``op``, and its module, whichever backend is forced."""
+    for name in names:
+        module, why_not = _load(name, op, tensors, options)
+        if module is not None and not why_not:
+            return name, module
+    return None
+
+
 def order(op: str) -> tuple[str, ...]:
     """The order in which auto mode tries the backends for ``op``."""
     return vars(_public(op)).get("ORDER", _ORDER)

@@ -1,0 +1,45 @@
+"""What the replacements of torch's operations have in common."""
+
+import threading
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rlkernel import dispatch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+BACKENDS = ("native", "triton")  # whose bits are their own code's
+
+used = threading.local()  # the backend of the call that is under way
+
+
+class Refused(Exception):
+    """Why the bits of a call may depend on the batch."""
+
+
+def module_of(op: str, *tensors: Tensor) -> ModuleType:
+    """The backend's module of ours that computes ``op``, whichever backend is forced."""
+    found = dispatch.able(op, BACKENDS, *tensors)
+    if found is None:
+        raise Refused(f"no backend of rlkernel.{op} takes {tensors[0].dtype} on {tensors[0].device.type}")
+    used.backend, module = found
+    return module
+
+
+def is_exact(*tensors: Tensor) -> bool:
+    """Integers: any order of their sum gives the same."""
+    return not any(x.is_floating_point() or x.is_complex() for x in tensors)
+
+
+def need_floats(*tensors: Tensor) -> None:
+    for x in tensors:
+        if x.dtype not in FLOATS:
+            raise Refused(f"its operands must be float16, bfloat16 or float32, got {x.dtype}")
+
+
+def put(out: Tensor, value: Tensor) -> Tensor:
+    """``value`` in ``out``, as torch's ``out=`` takes it: of any size that it had."""
+    if out.shape != value.shape:
+        out.resize_(value.shape)
+    return out.copy_(value)

@@ -1,0 +1,126 @@
+"""torch's own kernels that were seen to be invariant, and are looked at again on this machine before use.
+
+For each operation, dtype, length of a row and number of threads, rows that are drawn once run alone, few and
+many together; one bit that differs and the call is refused.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.consistency.aten_call import Refused, is_exact, need_floats
+
+ROWS, PARTS = 17, (1, 2, 3, 8)
+LONGEST = 4096  # elementwise operations are alike behind it
+
+
+def _probe(dtype: torch.dtype, length: int, device: str) -> Tensor:
+    g = torch.Generator().manual_seed(length)
+    scales = torch.tensor([2.0**i for i in range(-6, 3)], device="cpu")
+    shape = ROWS, length
+    x = (
+        torch.rand(shape, generator=g, device="cpu")
+        * scales[torch.randint(9, shape, generator=g, device="cpu")]
+    )
+    return x.to(dtype).to(device)
+
+
+def _differs(run: Callable[[Tensor], Tensor], dtype: torch.dtype, length: int, device: str) -> bool:
+    x = _probe(dtype, length, device)
+    whole = run(x)
+    return any(
+        not torch.equal(run(x[i : i + n].clone()), whole[i : i + n])
+        for n in PARTS
+        for i in range(0, ROWS - n + 1, n)
+    )
+
+
+_seen: dict[tuple[Any, ...], bool] = {}
+
+
+def checked(name: str, run: Callable[[Tensor], Tensor], x: Tensor, length: int) -> None:
+    """Raises Refused where ``run`` gives rows other bits in other batches."""
+    key = name, x.dtype, length, x.device.type, torch.get_num_threads()
+    if key not in _seen:
+        _seen[key] = _differs(run, x.dtype, length, x.device.type)
+    if _seen[key]:
+        raise Refused(f"torch's {name} gives rows of {length} other bits in other batches on this machine")
+
+
+def _elementwise(name: str) -> Callable[..., Tensor]:
+    def run(original: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+        if is_exact(x):
+            return original(x, **kwargs)
+        need_floats(x)
+        checked(name, original_of(original, kwargs), x, min(x.shape[-1] if x.dim() else 1, LONGEST))
+        return original(x, **kwargs)
+
+    return run
+
+
+def original_of(original: Callable[..., Tensor], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The kernel, without the place of a call's result."""
+    if "out" in kwargs:
+        return lambda x: original(x, out=torch.empty_like(x))
+    return original
+
+
+def _softmax(name: str) -> Callable[..., Tensor]:
+    def run(
+        original: Callable[..., Tensor], x: Tensor, dim: int, half_to_float: bool, **kwargs: Any
+    ) -> Tensor:
+        need_floats(x)
+        if x.dim() and dim % x.dim() != x.dim() - 1:
+            raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
+        dense = functools.partial(_dense_softmax, original, half_to_float)
+        checked(name, dense, x, x.shape[-1] if x.dim() else 1)
+        return original(x, dim, half_to_float, **kwargs)
+
+    return run
+
+
+def _dense_softmax(original: Callable[..., Tensor], half_to_float: bool, x: Tensor) -> Tensor:
+    return original(x, 1, half_to_float)
+
+
+def _layer_norm(
+    original: Callable[..., Any], x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float
+) -> Any:
+    need_floats(x)
+    length = math.prod(shape)
+    checked("native_layer_norm", lambda rows: original(rows, [length], None, None, eps)[0], x, length)
+    return original(x, shape, weight, bias, eps)
+
+
+def _along(name: str) -> Callable[..., Tensor]:
+    """A reduction or a scan ``(x, dim, ...)``."""
+
+    def run(original: Callable[..., Tensor], x: Tensor, dim: Any = None, *rest: Any, **kwargs: Any) -> Tensor:
+        if is_exact(x):
+            return original(x, dim, *rest, **kwargs)
+        need_floats(x)
+        dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        last = bool(dims) and all(d is not None and d % max(x.dim(), 1) >= x.dim() - len(dims) for d in dims)
+        if dim is None or not last:
+            raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
+        length = math.prod(x.shape[x.dim() - len(dims) :])
+        of_rows = [1] if isinstance(dim, (list, tuple)) else 1
+        checked(name, lambda rows: original(rows, of_rows, *rest, **kwargs), x, length)
+        return original(x, dim, *rest, **kwargs)
+
+    return run
+
+
+UNARY = ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "erf")
+ALONG = ("cumsum", "cumprod", "prod.dim_int", "var.correction", "std.correction")
+SERVED: dict[str, Callable[..., Any]] = {
+    **{name: _elementwise(name) for name in UNARY},
+    **{name: _along(name) for name in ALONG},
+    "_softmax": _softmax("_softmax"),
+    "_log_softmax": _softmax("_log_softmax"),
+    "native_layer_norm": _layer_norm,
+}

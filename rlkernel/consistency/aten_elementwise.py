@@ -1,0 +1,102 @@
+"""Activations whose last elements torch rounds otherwise than the others, as formulas of such that are alike.
+
+torch's CPU kernels take whole vectors, and what is left at the end of a thread's part one by one: where the
+two ways differ in the last place, an element's bits depend on where it stands.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.consistency.aten_call import need_floats, put
+
+_SQRT_2_OVER_PI, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    s = sigmoid(x)
+    return grad * (s * (1 + x * (1 - s)))
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)))
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        inner = torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x))
+        slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
+        return grad * (0.5 * (1 + inner) + 0.5 * x * (1 - inner * inner) * slope)
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return grad * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * density)
+
+
+def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    scaled = x * beta
+    return torch.where(scaled > threshold, x, torch.log1p(torch.exp(scaled)) / beta)
+
+
+def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    return torch.where(x * beta > threshold, grad, grad * sigmoid(x * beta))
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    return 1 / torch.sqrt(x)
+
+
+def _served(formula: Callable[..., Tensor], operands: int = 1) -> Callable[..., Tensor]:
+    """In fp32, rounded once."""
+
+    def run(
+        original: Callable[..., Tensor],
+        *args: Any,
+        out: Tensor | None = None,
+        grad_input: Any = None,
+        **kw: Any,
+    ) -> Tensor:
+        tensors, rest = args[:operands], args[operands:]
+        if not tensors[0].is_floating_point():  # torch's promotion
+            tensors = tuple(x.to(torch.get_default_dtype()) for x in tensors)
+        need_floats(*tensors)
+        found = formula(*(x.float() for x in tensors), *rest, **kw).to(tensors[0].dtype)
+        into = out if out is not None else grad_input
+        return found if into is None else put(into, found)
+
+    return run
+
+
+def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(original: Callable[..., Tensor], x: Tensor, *rest: Any, **kw: Any) -> Tensor:
+        need_floats(x)
+        return x.copy_(formula(x.float(), *rest, **kw))
+
+    return run
+
+
+SERVED = {
+    **{name: _served(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
+    **{f"{name}.out": _served(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
+    **{f"{name}_": _in_place(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
+    **{name: _served(softplus) for name in ("softplus", "softplus.out")},
+    **{name: _served(rsqrt) for name in ("rsqrt", "rsqrt.out")},
+    "rsqrt_": _in_place(rsqrt),
+    "silu_backward": _served(silu_backward, 2),
+    "silu_backward.grad_input": _served(silu_backward, 2),
+    "gelu_backward": _served(gelu_backward, 2),
+    "gelu_backward.grad_input": _served(gelu_backward, 2),
+    "softplus_backward": _served(softplus_backward, 2),
+    "softplus_backward.grad_input": _served(softplus_backward, 2),
+}

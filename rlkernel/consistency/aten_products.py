@@ -1,0 +1,139 @@
+"""Matrix products over ``rlkernel.matmul``, whose chains depend on the reduced dimension alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.matmul import MatmulCall
+from rlkernel.consistency.aten_call import is_exact, module_of, need_floats, put
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """[..., M, K] with [..., K, N] of one dtype: rounded once, with ``bias`` [N] before."""
+    need_floats(a, b)
+    batched = a.dim() == 3
+    if not batched:
+        a, b = a[None], b[None]
+    out = module_of("matmul", a, b).forward(MatmulCall(a, b, bias, dtype or a.dtype)).out
+    return out if batched else out[0]
+
+
+def added(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``beta * base + alpha * (a @ b)``, rounded once."""
+    columns = b.shape[-1]
+    if beta == 1 and alpha == 1 and base.dim() == 1 and base.shape[0] == columns:
+        return product(a, b, base, dtype)
+    found = product(a, b, dtype=torch.float32)
+    if alpha != 1:
+        found.mul_(alpha)
+    if beta != 0:  # what stands in base is else not read
+        base = base.float()
+        found = found + (base if beta == 1 else base * beta)
+    return found.to(dtype or a.dtype)
+
+
+def mm(original: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+    return original(a, b) if is_exact(a) else product(a, b)
+
+
+def mm_out(original: Callable[..., Tensor], a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return original(a, b, out=out) if is_exact(a) else put(out, product(a, b))
+
+
+def addmm(original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
+    return original(base, a, b, **factors) if is_exact(a) else added(base, a, b, **factors)
+
+
+def addmm_out(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, *, out: Tensor, **factors: Any
+) -> Tensor:
+    if is_exact(a):
+        return original(base, a, b, out=out, **factors)
+    return put(out, added(base, a, b, **factors))
+
+
+def addmm_in_place(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, **factors: Any
+) -> Tensor:
+    return original(base, a, b, **factors) if is_exact(a) else base.copy_(added(base, a, b, **factors))
+
+
+def addmv(original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, **factors: Any) -> Tensor:
+    if is_exact(a):
+        return original(base, a, x, **factors)
+    return added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0]
+
+
+def addmv_out(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, *, out: Tensor, **factors: Any
+) -> Tensor:
+    if is_exact(a):
+        return original(base, a, x, out=out, **factors)
+    return put(out, added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0])
+
+
+def addmv_in_place(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, **factors: Any
+) -> Tensor:
+    if is_exact(a):
+        return original(base, a, x, **factors)
+    return base.copy_(added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0])
+
+
+def dot(original: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return original(x, y) if is_exact(x) else product(x[None], y[:, None])[0, 0]
+
+
+def mm_to(original: Callable[..., Tensor], a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return product(a, b, dtype=dtype)
+
+
+def mm_to_out(
+    original: Callable[..., Tensor], a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor
+) -> Tensor:
+    return put(out, product(a, b, dtype=dtype))
+
+
+def addmm_to(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **rest: Any
+) -> Tensor:
+    out = rest.pop("out", None)
+    found = added(base, a, b, dtype=dtype, **rest)
+    return found if out is None else put(out, found)
+
+
+SERVED = {
+    "mm.dtype": mm_to,
+    "mm.dtype_out": mm_to_out,
+    "bmm.dtype": mm_to,
+    "bmm.dtype_out": mm_to_out,
+    "addmm.dtype": addmm_to,
+    "addmm.dtype_out": addmm_to,
+    "baddbmm.dtype": addmm_to,
+    "baddbmm.dtype_out": addmm_to,
+    "mm": mm,
+    "mm.out": mm_out,
+    "bmm": mm,
+    "bmm.out": mm_out,
+    "addmm": addmm,
+    "addmm.out": addmm_out,
+    "addmm_": addmm_in_place,
+    "baddbmm": addmm,
+    "baddbmm.out": addmm_out,
+    "baddbmm_": addmm_in_place,
+    "addmv": addmv,
+    "addmv.out": addmv_out,
+    "addmv_": addmv_in_place,
+    "dot": dot,
+    "vdot": dot,
+}

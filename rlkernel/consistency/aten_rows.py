@@ -1,0 +1,79 @@
+"""Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.consistency.aten_call import Refused, is_exact, need_floats, put
+from rlkernel.consistency.aten_products import product
+
+
+def summed(x: Tensor, dim: Sequence[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> Tensor:
+    """In fp32, rounded once."""
+    dims = sorted(d % max(x.dim(), 1) for d in dim) if dim else list(range(x.dim()))
+    kept = [d for d in range(x.dim()) if d not in dims]
+    count, length = math.prod(x.shape[d] for d in kept), math.prod(x.shape[d] for d in dims)
+    rows = (x.permute(*kept, *dims) if kept and dims[0] < kept[-1] else x).reshape(count, length)
+    total = product(rows, rows.new_ones(length, 1), dtype=torch.float32)
+    if mean:
+        total = total / length
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
+    return total.to(dtype).reshape(shape)
+
+
+def vector_norm(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    **out: Any,
+) -> Tensor:
+    if ord in (math.inf, -math.inf, 0):  # a maximum, or a count
+        return original(x, ord, dim, keepdim, dtype=dtype, **out)
+    if ord not in (1, 2):
+        raise Refused(f"its order must be 1, 2 or infinite, got {ord}")
+    need_floats(x)
+    wide = x.float()
+    total = summed(wide.abs() if ord == 1 else wide * wide, dim, keepdim, False, torch.float32)
+    found = (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
+    return put(out["out"], found) if out else found
+
+
+def _reduction(mean: bool, into: bool) -> Callable[..., Tensor]:
+    def run(
+        original: Callable[..., Tensor],
+        x: Tensor,
+        dim: Sequence[int] | None = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        if is_exact(x) and (dtype is None or not dtype.is_floating_point):
+            return original(x, dim, keepdim, dtype=dtype, **rest)
+        wanted = dtype or x.dtype
+        if is_exact(x):
+            x = x.to(wanted)
+        need_floats(x)
+        if wanted == torch.float32:
+            x = x if x.dtype == wanted else x.float()
+        found = summed(x, dim, keepdim, mean, wanted)
+        return put(rest["out"], found) if into else found
+
+    return run
+
+
+SERVED = {
+    "sum.dim_IntList": _reduction(mean=False, into=False),
+    "sum.IntList_out": _reduction(mean=False, into=True),
+    "mean.dim": _reduction(mean=True, into=False),
+    "mean.out": _reduction(mean=True, into=True),
+    "linalg_vector_norm": vector_norm,
+    "linalg_vector_norm.out": vector_norm,
+}

@@ -1,0 +1,137 @@
+"""``rlkernel.batch_invariant``: while it is on, torch's own operations have bits that no batch changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rlkernel.consistency import aten
+from rlkernel.runtime import invariance
+from rlkernel.runtime.invariance import Setting
+
+LEVELS = ("batch",)
+
+
+class ServedCall(NamedTuple):
+    """How often an operation of torch ran while the mode was on, and on what."""
+
+    op: str
+    backend: str  # "torch": its own kernel, which is exact here, or was checked
+    calls: int
+
+
+class batch_invariant(contextlib.ContextDecorator):
+    """Give torch's operations bits that do not depend on the batch, in the whole process.
+
+    Inside the block a row of a matrix product, a reduction over the last dimension, a softmax, a norm, an
+    activation or an attention has the same bits alone and in any batch, at any place, in any number of
+    threads, forward and in autograd's backward.  Operations are replaced in torch's dispatcher, below
+    autograd and for every thread; what ``torch.compile`` made runs eagerly.  Blocks nest, and each leaves
+    what it found, also after an exception.
+
+        with rlkernel.batch_invariant() as mode:
+            logits = model(input_ids).logits
+        mode.report()
+
+    Args:
+        level: "batch".
+        strict: raise where an operation cannot be made invariant, instead of letting torch's run.
+
+    Raises:
+        ValueError: ``level`` is not known; ``strict`` is not a flag.
+        RuntimeError: inside, and strict: the operation, and why its bits may depend on the batch.
+
+    The fixed order of each sum follows Thinking Machines' ``batch_invariant_ops`` (2025), whose names are in
+    ``rlkernel.batch_invariant_ops``.
+    """
+
+    def __init__(self, level: str = "batch", strict: bool = True) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {', '.join(map(repr, LEVELS))}, got {level!r}")
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict must be True or False, got {strict!r}")
+        self.level, self.strict = level, strict
+        self._entered: list[Setting] = []
+        self._last = Setting(level, strict)
+
+    def __enter__(self) -> batch_invariant:
+        self._last = _enter(self.level, self.strict)
+        self._entered.append(self._last)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _leave(self._entered.pop())
+
+    def report(self) -> list[ServedCall]:
+        """What ran inside the last block, the most frequent first."""
+        return [ServedCall(op, backend, n) for (op, backend), n in self._last.calls.most_common()]
+
+    @staticmethod
+    def enable(level: str = "batch", strict: bool = True) -> None:
+        """As entering a block that ``disable`` leaves; again: with these settings instead."""
+        batch_invariant(level, strict)  # what is off is named before anything changes
+        with invariance.lock:
+            batch_invariant.disable()
+            _enabled.append(_enter(level, strict))
+
+    @staticmethod
+    def disable() -> None:
+        """Undo ``enable``; nothing where there was none."""
+        with invariance.lock:
+            if _enabled:
+                _leave(_enabled.pop())
+
+    @staticmethod
+    def is_enabled() -> bool:
+        """Also inside a block."""
+        return invariance.is_on()
+
+
+_enabled: list[Setting] = []
+_installed: list[contextlib.ExitStack] = []
+
+
+def _enter(level: str, strict: bool) -> Setting:
+    with invariance.lock:
+        if not invariance.settings:
+            _installed.append(_install())
+        setting = Setting(level, strict)
+        invariance.settings.append(setting)
+        return setting
+
+
+def _leave(setting: Setting) -> None:
+    with invariance.lock:
+        # blocks of several threads may end in any order
+        index = next(i for i, x in enumerate(invariance.settings) if x is setting)
+        del invariance.settings[index]
+        if not invariance.settings:
+            _installed.pop().close()
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, torch's operations are its own, whatever block this stands in."""
+    with invariance.lock:
+        outer = invariance.settings[:]
+        invariance.settings.clear()
+        if outer:
+            _installed.pop().close()
+    try:
+        yield
+    finally:
+        with invariance.lock:
+            if outer and not invariance.settings:
+                _installed.append(_install())
+            invariance.settings[:0] = outer
+
+
+def _install() -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(aten.replaced())
+        # what a compiler fuses is not torch's operations any more
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return stack.pop_all()

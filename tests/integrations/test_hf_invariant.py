@@ -1,0 +1,100 @@
+"""transformers as it is, under ``rlkernel.batch_invariant``: KL of rollout and trainer is 0."""
+
+import contextlib
+
+import pytest
+import torch
+
+import rlkernel
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+}
+LENGTHS = (3, 9, 21, 40)
+
+
+def made(family, dtype):
+    torch.manual_seed(0)
+    return FAMILIES[family]().to(dtype).eval()
+
+
+def rollout(model, prompts, new):
+    """Prompts in two chunks, then token by token behind a cache: (tokens, log-probabilities) of each."""
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for prompt in prompts:
+        cache, tokens, logprobs = transformers.DynamicCache(), prompt.tolist(), []
+        cut = max(1, len(prompt) * 2 // 3)
+        chunks = [prompt[:cut], prompt[cut:]] if cut < len(prompt) else [prompt]
+        for chunk in chunks:
+            logits = model(input_ids=chunk[None], past_key_values=cache).logits[0, -1]
+        for _ in range(new):
+            logp = logits.float().log_softmax(-1)
+            token = int(torch.multinomial(logp.exp(), 1, generator=g))
+            tokens.append(token)
+            logprobs.append(logp[token])
+            step = torch.tensor([[token]])
+            logits = model(input_ids=step, past_key_values=cache).logits[0, -1]
+        found.append((torch.tensor(tokens), torch.stack(logprobs)))
+    return found
+
+
+def scored(model, samples, new, left):
+    """What a trainer computes of the whole sequences, padded on the left or on the right."""
+    longest = max(len(tokens) for tokens, _ in samples)
+    ids, mask = (torch.zeros(len(samples), longest, dtype=torch.int64) for _ in range(2))
+    for i, (tokens, _) in enumerate(samples):
+        where = slice(longest - len(tokens), longest) if left else slice(0, len(tokens))
+        ids[i, where], mask[i, where] = tokens, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logp = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.float().log_softmax(-1)
+    logp = logp[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    ends = [longest if left else len(tokens) for tokens, _ in samples]
+    return torch.stack([row[end - 1 - new : end - 1] for row, end in zip(logp, ends, strict=True)])
+
+
+def differences(family, dtype, mode, steps, new=6):
+    """The largest |train - rollout| of each optimiser step."""
+    model = made(family, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    g = torch.Generator().manual_seed(2)
+    found = []
+    with mode:
+        for step in range(steps):
+            prompts = [torch.randint(160, (n,), generator=g) for n in LENGTHS]
+            with torch.no_grad():
+                samples = rollout(model, prompts, new)
+            logp = scored(model, samples, new, left=bool(step % 2))
+            old = torch.stack([x for _, x in samples])
+            found.append((logp.detach() - old).abs().max().item())
+            loss = -(torch.exp(logp - old) * torch.linspace(-1, 1, len(old))[:, None]).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_difference_is_zero_in_every_step(family, dtype):
+    steps = 20 if family == "qwen3" else 3
+    assert differences(family, dtype, rlkernel.batch_invariant(), steps) == [0.0] * steps
+
+
+def test_without_the_mode_it_is_not():
+    """bf16: torch's attention sums a cached step and a whole sequence in another order on every processor."""
+    assert max(differences("qwen3", torch.bfloat16, contextlib.nullcontext(), 3)) > 0

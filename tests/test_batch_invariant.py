@@ -1,0 +1,339 @@
+"""``batch_invariant``: torch's operations, models of transformers, and what it leaves behind."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import check
+from bitwise import assert_equal
+
+import rlkernel
+from rlkernel import batch_invariant_ops
+from rlkernel.consistency import assert_invariant, aten
+from rlkernel.runtime import invariance
+
+SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 33)
+g = torch.Generator().manual_seed(0)
+WEIGHT, BIAS = torch.randn(77, 300, generator=g), torch.randn(77, generator=g)
+ROWS = torch.randn(70, 300, generator=g) * torch.randint(1, 40, (70, 300), generator=g)
+
+# each of rows [M, 300] alone: what a model does with them
+FUNCTIONS = {
+    "linear": lambda x: F.linear(x, WEIGHT.to(x.dtype)),
+    "linear with bias": lambda x: F.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+    "addmm with factors": lambda x: torch.addmm(
+        BIAS.to(x.dtype), x, WEIGHT.t().to(x.dtype), beta=2, alpha=0.5
+    ),
+    "bmm": lambda x: torch.bmm(x.view(len(x), 3, 100), x.view(len(x), 3, 100).mT).flatten(1),
+    "baddbmm": lambda x: torch.baddbmm(x[:, :9].view(-1, 3, 3), *(x.view(-1, 3, 100), x.view(-1, 100, 3))),
+    "mean": lambda x: x.mean(-1),
+    "sum": lambda x: x.view(len(x), 30, 10).sum((1, 2)),
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "var": lambda x: x.var(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (300,)),
+    "rms_norm": lambda x: F.rms_norm(x, (300,)),
+    **{f.__name__: f for f in (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.tanh, torch.erf)},
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "exp": lambda x: (x / 100).exp(),
+    "rsqrt": lambda x: x.abs().rsqrt(),
+    "angles": lambda x: torch.cat([x.cos(), x.sin()], -1),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *(x.view(len(x), 3, 10, 10) * s for s in (1, 0.1, 2)), is_causal=True
+    ).flatten(1),
+}
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_have_the_same_bits_in_every_batch(name, dtype, threads):
+    with rlkernel.batch_invariant():
+        assert_invariant(FUNCTIONS[name], ROWS.to(dtype), sizes=SIZES, rows=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "attention"])
+def test_gradients_of_rows_have_the_same_bits_in_every_batch(name, dtype, threads):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        out = FUNCTIONS[name](x)
+        (found,) = torch.autograd.grad(out, x, out.detach().clone())
+        return found
+
+    if name in ("var", "angles", "cumsum", "norm") and dtype != torch.float32:
+        return
+    with rlkernel.batch_invariant():
+        assert_invariant(gradient, ROWS.to(dtype), sizes=(1, 3, 8, 33), rows=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_are_torchs(name, dtype):
+    run, x = FUNCTIONS[name], ROWS.to(dtype)
+    want, truth = run(x), run(x.double())
+    with rlkernel.batch_invariant():
+        got = run(x)
+    assert got.dtype == want.dtype
+    check(name, got, want, truth)
+
+
+@pytest.mark.parametrize("op", ["mm", "sum.dim_IntList", "silu"])
+def test_an_order_that_follows_the_batch_is_seen(op, monkeypatch):
+    """Mutants: each operation as a library might do it."""
+
+    def halves(original, a, b):
+        half = a.shape[1] // (2 if len(a) > 4 else 3)
+        return (a[:, :half, None] * b[None, :half]).sum(1) + (a[:, half:, None] * b[None, half:]).sum(1)
+
+    def by_rows(original, x, dim, keepdim=False, *, dtype=None):
+        if not x.is_floating_point():
+            return original(x, dim, keepdim, dtype=dtype)
+        return sum(x.unbind(-1)) if len(x) % 2 else sum(x.flip(-1).unbind(-1))
+
+    def tail(original, x):
+        found = (x / (1 + torch.exp(-x))).flatten()
+        found[-3:] *= 1 + 2**-22
+        return found.view(x.shape)
+
+    name = {"mm": "linear", "sum.dim_IntList": "sum", "silu": "silu"}[op]
+    run = FUNCTIONS[name] if name != "sum" else lambda x: x.sum(-1)
+    monkeypatch.setitem(aten.SERVED, op, {"mm": halves, "sum.dim_IntList": by_rows, "silu": tail}[op])
+    with rlkernel.batch_invariant(), pytest.raises(AssertionError):
+        assert_invariant(run, ROWS, sizes=SIZES, rows=9)
+
+
+def test_a_kernel_of_torch_that_fails_its_check_is_refused(monkeypatch):
+    from rlkernel.consistency import aten_checked
+
+    monkeypatch.setattr(aten_checked, "_seen", {})
+    kernel = torch.library.get_kernel
+
+    class Worse:
+        def __init__(self, name, key):
+            self.kernel, self.name = kernel(name, key), name
+
+        def call_boxed(self, keyset, x, *args, **kwargs):
+            found = self.kernel.call_boxed(keyset, x, *args, **kwargs)
+            return found * (1 + 2**-20) if self.name == "aten::exp" and len(x) == 2 else found
+
+    monkeypatch.setattr(torch.library, "get_kernel", Worse)
+    with (
+        rlkernel.batch_invariant(),
+        pytest.raises(RuntimeError, match="torch's exp gives rows of 300 other bits"),
+    ):
+        ROWS.exp()
+
+
+def test_left_padding_right_padding_and_packing_change_nothing():
+    """torch's attention under each of the masks that trainers make."""
+    q, k, v = (torch.randn(1, 4, 90, 16, generator=g) for _ in range(3))
+
+    def attend(left, right):
+        x = [F.pad(t, (0, 0, left, right), value=torch.nan) for t in (q, k, v)]
+        seen = torch.zeros(90 + left + right, dtype=torch.bool)
+        seen[left : left + 90] = True
+        mask = seen[None] & torch.ones(len(seen), len(seen), dtype=torch.bool).tril()
+        x = [t.where(seen[:, None], torch.zeros(())) for t in x]
+        asked = mask if left % 2 else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        return F.scaled_dot_product_attention(*x, attn_mask=asked[None, None])[:, :, left : left + 90]
+
+    with rlkernel.batch_invariant():
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        for left, right in ((0, 0), (5, 0), (0, 7), (64, 3), (2, 2)):
+            assert_equal(f"{left} in front, {right} behind", attend(left, right), whole)
+        for at in (1, 63, 64, 89):  # a step behind a cache
+            step = F.scaled_dot_product_attention(q[:, :, at : at + 1], *(x[:, :, : at + 1] for x in (k, v)))
+            assert_equal(f"step {at}", step, whole[:, :, at : at + 1])
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.randn(6, 6), "its mask must hide keys, and not weigh them"),
+        (torch.eye(6, dtype=torch.bool).logical_not(), "must show keys that follow each other"),
+        (
+            torch.ones(1, 2, 6, 6, dtype=torch.bool).tril_() & torch.tensor([1, 0]).bool()[:, None, None],
+            "all heads",
+        ),
+    ],
+    ids=["weights", "holes", "heads"],
+)
+def test_masks_that_are_no_intervals_are_refused(mask, message):
+    x = torch.randn(1, 2, 6, 8)
+    with rlkernel.batch_invariant(), pytest.raises(RuntimeError, match=message):
+        F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+REFUSED = {
+    "convolution": lambda: F.conv1d(torch.randn(1, 2, 5), torch.randn(3, 2, 2)),
+    "native_batch_norm": lambda: F.batch_norm(torch.randn(4, 3), None, None, training=True),
+    "pow.Tensor_Scalar": lambda: ROWS.abs() ** 1.7,
+    "mm": lambda: torch.mm(ROWS.double(), WEIGHT.t().double()),
+    "_softmax": lambda: ROWS.softmax(0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_made_invariant_is_an_error_or_counted(name):
+    with rlkernel.batch_invariant() as strict:
+        with pytest.raises(RuntimeError, match=f"torch's {name} must be invariant inside"):
+            REFUSED[name]()
+        with rlkernel.batch_invariant(strict=False) as loose:
+            REFUSED[name]()
+    refused = [row for row in loose.report() if row.backend == "torch, not invariant"]
+    assert refused and refused[0].op == name and refused[0].calls == 1
+    assert refused[0] in strict.report()
+
+
+def test_integers_are_exact_as_they_are():
+    x = torch.arange(12).view(3, 4)
+    with rlkernel.batch_invariant():
+        found = x @ x.T, x.sum(1), x.cumsum(1), x.float().mean(1), (x > 3).sum()
+    for got, want in zip(
+        found, (x @ x.T, x.sum(1), x.cumsum(1), x.float().mean(1), (x > 3).sum()), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_out_and_in_place():
+    x, w = ROWS[:5], WEIGHT.t()
+    with rlkernel.batch_invariant():
+        want = x @ w
+        out = torch.empty(0)
+        assert torch.mm(x, w, out=out) is out and torch.equal(out, want)
+        strided = torch.zeros(5, 154)[:, ::2]
+        torch.mm(x, w, out=strided)
+        assert torch.equal(strided, want)
+        base = torch.full((5, 77), torch.nan)
+        assert torch.equal(torch.addmm(base, x, w, beta=0), want)
+        assert torch.equal(torch.zeros(5, 77).addmm_(x, w), want)
+        assert torch.equal(torch.mv(w.t(), x[0]), want[0])
+        assert torch.equal(torch.dot(x[0], w[:, 0]), want[0, 0])
+        assert torch.equal(F.silu(x, inplace=False), F.silu(x.clone(), inplace=True))
+
+
+# What it leaves behind
+
+
+def bits_of_torch():
+    return [f(ROWS[:9]) for f in FUNCTIONS.values()] + [torch.mm(ROWS, ROWS.t()), F.silu(ROWS[:1, :7])]
+
+
+def test_everything_is_as_before_behind_the_block():
+    environment = dict(os.environ)
+    want = bits_of_torch()
+    with contextlib.suppress(ZeroDivisionError), rlkernel.batch_invariant():
+        with rlkernel.batch_invariant(strict=False):
+            assert rlkernel.batch_invariant.is_enabled()
+        assert rlkernel.batch_invariant.is_enabled()
+        raise ZeroDivisionError
+    assert not rlkernel.batch_invariant.is_enabled() and not invariance.settings
+    for got, before in zip(bits_of_torch(), want, strict=True):
+        assert torch.equal(got, before)
+    assert dict(os.environ) == environment
+
+
+def test_one_object_is_entered_again_and_decorates():
+    mode = rlkernel.batch_invariant()
+    with mode:
+        ROWS.mean(-1)
+        with mode:
+            ROWS.mean(-1)
+        assert [row.calls for row in mode.report() if row.op == "mean.dim"] == [1]
+    assert [row.calls for row in mode.report() if row.op == "mean.dim"] == [1]
+
+    @rlkernel.batch_invariant()
+    def run():
+        return rlkernel.batch_invariant.is_enabled()
+
+    assert run() and run() and not rlkernel.batch_invariant.is_enabled()
+
+
+def test_enable_and_disable():
+    mode = rlkernel.batch_invariant
+    mode.disable()
+    mode.enable()
+    mode.enable(strict=False)
+    assert mode.is_enabled() and not invariance.settings[-1].strict
+    with mode():
+        mode.disable()
+        assert mode.is_enabled()
+    assert not mode.is_enabled()
+    for wrong in ({"level": "tp"}, {"strict": 1}):
+        with pytest.raises(ValueError, match="must be"):
+            mode.enable(**wrong)
+    assert not mode.is_enabled()
+
+
+def test_blocks_of_threads_end_in_any_order():
+    first, second = threading.Event(), threading.Event()
+
+    def run():
+        with rlkernel.batch_invariant():
+            first.set()
+            second.wait(20)
+
+    thread = threading.Thread(target=run)
+    with rlkernel.batch_invariant():
+        thread.start()
+        assert first.wait(20)
+    assert rlkernel.batch_invariant.is_enabled()
+    second.set()
+    thread.join()
+    assert not rlkernel.batch_invariant.is_enabled()
+
+
+def test_the_names_of_batch_invariant_ops():
+    ops = batch_invariant_ops
+    assert not ops.is_batch_invariant_mode_enabled()
+    with ops.set_batch_invariant_mode():
+        assert ops.is_batch_invariant_mode_enabled()
+        want = torch.mm(ROWS, WEIGHT.t()), torch.log_softmax(ROWS, -1), ROWS.mean(-1)
+        with ops.set_batch_invariant_mode(False):
+            assert not ops.is_batch_invariant_mode_enabled()
+            stock = ROWS.mean(-1)
+        assert ops.is_batch_invariant_mode_enabled()
+    assert torch.equal(stock, ROWS.mean(-1))
+    got = ops.matmul_persistent(ROWS, WEIGHT.t()), ops.log_softmax(ROWS, dim=-1), ops.mean_dim(ROWS, 1)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    ops.enable_batch_invariant_mode()
+    assert ops.is_batch_invariant_mode_enabled() and ops.get_batch_invariant_attention_block_size().block_n
+    ops.disable_batch_invariant_mode()
+    assert not ops.is_batch_invariant_mode_enabled()
+
+
+def test_what_was_compiled_runs_invariant():
+    linear = torch.nn.Linear(300, 77)
+    compiled = torch.compile(lambda x: F.silu(linear(x)).mean(-1), backend="aot_eager")
+    with torch.no_grad():
+        compiled(ROWS)
+        with rlkernel.batch_invariant() as mode:
+            assert_invariant(compiled, ROWS, sizes=SIZES, rows=5)
+        assert {"addmm", "mean.dim"} <= {row.op for row in mode.report()}
+
+
+def test_linear_logprob_is_logprob_of_the_product():
+    hidden, weight, ids = ROWS / 40, WEIGHT, torch.arange(70) % 77
+    with rlkernel.batch_invariant():
+        want = rlkernel.logprob(F.linear(hidden, weight), ids, temperature=0.7).logprobs
+
+        def run(hidden, ids):
+            return rlkernel.linear_logprob(hidden, weight, ids, temperature=0.7).logprobs
+
+        assert_equal("linear_logprob", run(hidden, ids), want)
+        assert_invariant(run, (hidden, ids), sizes=SIZES, rows=9)
