@@ -47,11 +47,11 @@ def flash_attention_for_cpu(
     lo, hi = _intervals(query, keys, is_causal, attn_mask)
     requests = _requests(_bytes(lo), _bytes(hi), rows, keys)
     flat = query.transpose(1, 2).flatten(0, 1)
-    caches = [x.transpose(1, 2).flatten(0, 1)[:, None] for x in (key, value)]
-    module = module_of("paged_prefix_attention", flat, *caches)
+    k, v = (x.transpose(1, 2).flatten(0, 1)[:, None] for x in (key, value))
+    module = module_of("paged_prefix_attention", flat, k, v)
     rule = PagedRule(query.shape[3] ** -0.5 if scale is None else scale, 0.0, 0)
     flat = flat if flat.stride(2) == 1 else flat.contiguous()
-    out, lse = module.forward(PagedCall(flat, *caches, *requests, rule, None))
+    out, lse = module.forward(PagedCall(flat, k, v, *requests, rule, None))
     blind = (lo > hi).flatten()
     if blind.any():  # rows of padding: torch gives 0
         out = out.masked_fill(blind[:, None, None], 0)
@@ -116,7 +116,8 @@ def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
     for s, x in enumerate(tables):
         table[s, : len(x)] = x
     plan = paged.plan_of(table, lens, rows_of, 1, 0)
-    return Requests(table, *(torch.tensor(x, dtype=torch.int32) for x in (lens, rows_of)), plan)
+    seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32) for x in (lens, rows_of))
+    return Requests(table, seq_lens, cu_seqlens_q, plan)
 
 
 def _refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ def addmm_to(
     return found if out is None else put(out, found)
 
 
-SERVED = {
+SERVED: dict[str, Callable[..., Any]] = {
     "mm.dtype": mm_to,
     "mm.dtype_out": mm_to_out,
     "bmm.dtype": mm_to,
