@@ -75,11 +75,20 @@ def plan(patch: DeepSpeedPatch, module: ModuleType) -> None:
 class Engine:
     """An engine as its trainer sees it, whose call gives logprobs in the place of logits."""
 
+    __slots__ = ("_engine", "_patch")
+
     def __init__(self, engine: Any, patch: DeepSpeedPatch) -> None:
-        self._engine, self._patch = engine, patch
+        object.__setattr__(self, "_engine", engine)
+        object.__setattr__(self, "_patch", patch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._engine, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._engine, name)
 
     def __call__(self, input_ids: Tensor | None = None, **arguments: Any) -> Any:
         if reason := _unable(self._engine, input_ids, arguments):
@@ -110,14 +119,18 @@ def _unable(engine: Any, input_ids: Tensor | None, arguments: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def _engines(trainer: Any, patch: DeepSpeedPatch) -> Iterator[None]:
-    before = {name: getattr(trainer, name) for name in ENGINES}
-    for name, engine in before.items():
-        setattr(trainer, name, Engine(engine, patch))
+    engines = {name: getattr(trainer, name) for name in ENGINES}
+    # one of the methods may call another one
+    before = {name: engine for name, engine in engines.items() if not isinstance(engine, Engine)}
+    instead = {name: Engine(engine, patch) for name, engine in before.items()}
+    for name, engine in instead.items():
+        setattr(trainer, name, engine)
     try:
         yield
     finally:
         for name, engine in before.items():
-            setattr(trainer, name, engine)
+            if getattr(trainer, name, None) is instead[name]:  # or else the trainer has another one now
+                setattr(trainer, name, engine)
 
 
 def _scoring(original: Callable[..., Any], patch: DeepSpeedPatch) -> Callable[..., Any]:

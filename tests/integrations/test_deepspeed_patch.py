@@ -115,6 +115,37 @@ def test_an_entropy_is_masked_in_place():
     assert (found - stock).abs().max() < 1e-6 and not found[1].any()
 
 
+def test_what_a_trainer_does_to_its_engines_stays():
+    """An attribute that it sets or deletes, an engine that it exchanges; one of its methods calls another."""
+    ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+
+    class DeepSpeedPPOTrainer(chat_trainer.DeepSpeedPPOTrainer):
+        def generate_experience(self, prompts, mask, step):
+            self.actor_model.generated, self.ref_model = step, "another"
+            del self.actor_model.old
+            return self.train_rlhf(prompts)
+
+        def train_rlhf(self, inputs):
+            self.actor_model.module_of = self
+            return module.gather_log_probs(self.actor_model(inputs).logits[:, :-1], inputs[:, 1:])
+
+        actor_loss_fn = chat_trainer.DeepSpeedPPOTrainer.actor_loss_fn
+        critic_loss_fn = chat_trainer.DeepSpeedPPOTrainer.critic_loss_fn
+        get_advantages_and_returns = chat_trainer.DeepSpeedPPOTrainer.get_advantages_and_returns
+
+    module = types.ModuleType("trainer")
+    module.DeepSpeedPPOTrainer, module.gather_log_probs = DeepSpeedPPOTrainer, chat_trainer.gather_log_probs
+    trainer, model = object.__new__(DeepSpeedPPOTrainer), tiny.make_model(vocab=64, hidden=32)
+    trainer.actor_model, trainer.ref_model, model.old = model, tiny.make_model(vocab=64, hidden=32), 1
+    want = chat_trainer.gather_log_probs(model(ids).logits[:, :-1], ids[:, 1:])
+    with rlkernel.patch_deepspeed(trainer_module=module) as patch:
+        found = trainer.generate_experience(ids, None, 7)
+        assert patch.calls == {"DeepSpeedPPOTrainer's logits": 1} and not patch.fallbacks
+    assert (found - want).abs().max() < 1e-5
+    assert trainer.actor_model is model and trainer.ref_model == "another"
+    assert model.generated == 7 and model.module_of is trainer and not hasattr(model, "old")
+
+
 def test_logits_that_are_logprobs_are_nothing_else():
     """A trainer that took an entropy of them would get zeros."""
     ids = torch.randint(0, 9, (2, 5), generator=torch.Generator().manual_seed(0))
