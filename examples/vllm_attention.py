@@ -1,13 +1,14 @@
 """Decode steps of vLLM on a CPU whose requests share a prompt: vLLM's attention, and rlkernel's.
 
-    python examples/vllm_attention.py                                  # five minutes
-    python examples/vllm_attention.py --requests 8 --prompts 512       # one kind of step
+    python examples/vllm_attention.py                                  # six minutes
+    python examples/vllm_attention.py --requests 8 --prompts 512 --heads 16/4
     python examples/vllm_attention.py --json result.json               # every figure, step by step
 
-One engine in one process, of a random Qwen2 with the heads of Qwen2.5-0.5B, made on the spot. While requests
-are decoded the patch is undone and applied again from step to step, so that steps of both kinds, which differ
-by a token, stand in pairs. Measured is the CPU time of a step, and of the attention of all layers in it, what
-it does for them once a step included.
+The engines, one after the other in one process, are of random Qwen2s, made on the spot, with heads of 64:
+those of Qwen2.5-0.5B, and as many of keys and values as of queries. While requests are decoded the patch is
+undone and applied again from step to step, so that steps of both kinds, which differ by a token, stand in
+pairs. Measured is the CPU time of a step, and of the attention of all layers in it, with what is made once a
+step for them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ BLOCK = 32
 PLACES = 4224  # of the longest prompt and what is said behind it
 
 
-def save_model(path: Path, args: argparse.Namespace) -> None:
+def save_model(path: Path, heads: int, kv_heads: int, args: argparse.Namespace) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=args.vocabulary, hidden_size=64 * args.heads, intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
+        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=2 * args.hidden, head_dim=64,
+        num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         max_position_embeddings=PLACES,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(path)
@@ -81,6 +82,9 @@ class Engine:
             distributed_executor_backend="uni", async_scheduling=False,
         )  # fmt: skip
         self.args = args
+
+    def shut_down(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     def steps(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Pairs of decode steps of a request for each prompt."""
@@ -135,15 +139,16 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096], help="tokens that are shared")
-    parser.add_argument("--apart", type=int, default=1024, help="tokens of prompts that are not; 0: none")
+    parser.add_argument("--apart", type=int, default=512, help="tokens of prompts that are not; 0: none")
     parser.add_argument("--pairs", type=int, default=12, help="of steps")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=14, help="of 64")
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--intermediate", type=int, default=2688)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--heads", nargs="+", default=["14/2", "14/14"], help="of queries / of keys and values"
+    )
+    parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--cache", type=int, default=1024, help="MiB of keys and values")
+    parser.add_argument("--cache", type=int, default=1280, help="MiB of keys and values")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     args = parser.parse_args()
@@ -168,16 +173,17 @@ def main() -> None:
     cases = [(count, length, True) for length in args.prompts for count in args.requests]
     cases += [(count, args.apart, False) for count in args.requests if args.apart]
     result: dict[str, Any] = {"cases": []}
-    with tempfile.TemporaryDirectory(prefix="vllm-attention-") as name:
-        save_model(Path(name), args)
-        engine = Engine(Path(name), args)
+    for shape in args.heads:
+        with tempfile.TemporaryDirectory(prefix="vllm-attention-") as name:
+            save_model(Path(name), *map(int, shape.split("/")), args)
+            engine = Engine(Path(name), args)
         for count, length, shared in cases:
             given = prompts(1, length) * count if shared else prompts(count, length)
             record = engine.steps(given)
-            case = {"requests": count, "prompt": length, "shared": shared}
+            case = {"heads": shape, "requests": count, "prompt": length, "shared": shared}
             result["cases"].append({**case, "summary": summary(record), **record})
             print(case, summary(record), file=sys.stderr)
-        engine.llm.llm_engine.engine_core.shutdown()
+        engine.shut_down()
     result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
     from rlkernel.bench import example_tables, report
 

@@ -51,7 +51,11 @@ def vllm_attention(stored: Stored) -> str:
     for case in stored["cases"]:
         found, tokens = case["summary"], f"{case['prompt']} tokens"
         rows.append(
-            [str(case["requests"]), f"a prompt of {tokens}" if case["shared"] else f"nothing of {tokens}"]
+            [
+                case["heads"],
+                str(case["requests"]),
+                f"a prompt of {tokens}" if case["shared"] else f"nothing of {tokens}",
+            ]
         )
         for what in ("attention", "step"):
             rows[-1] += [f"{found[f'{what}_ms_{mode}']:.1f}" for mode in ("stock", "patched")]
@@ -62,9 +66,9 @@ def vllm_attention(stored: Stored) -> str:
     ]
     return page(
         stored,
-        f"CPU time of a decode step of {settings['layers']} layers, Hq={settings['heads']}, "
-        f"Hkv={settings['kv_heads']}, D=64, {settings['dtype']}: medians of {settings['pairs']} pairs.",
-        ["requests", "they share", *figures, "fewer KV bytes"],
+        f"CPU time of a decode step of {settings['layers']} layers of {settings['hidden']}, D=64, "
+        f"{settings['dtype']}: medians of {settings['pairs']} pairs.",
+        ["Hq / Hkv", "requests", "they share", *figures, "fewer KV bytes"],
         rows,
         "attention is all layers', with vLLM's metadata and our plan",
     )

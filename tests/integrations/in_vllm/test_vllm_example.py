@@ -27,7 +27,7 @@ def test_a_rollout_with_and_without_the_patch(tmp_path):
 
 
 def test_decode_steps_of_both_kinds_of_attention(tmp_path):
-    options = {"requests": 3, "prompts": 256, "apart": 64, "pairs": 2, "heads": 2, "intermediate": 64}
+    options = {"requests": 3, "prompts": 256, "apart": 64, "pairs": 2, "heads": "2/1", "hidden": 128}
     printed, result = example("vllm_attention.py", tmp_path, **options)
     assert [(case["prompt"], case["shared"]) for case in result["cases"]] == [(256, True), (64, False)]
     together, apart = (case["summary"] for case in result["cases"])
@@ -36,4 +36,6 @@ def test_decode_steps_of_both_kinds_of_attention(tmp_path):
         for mode in ("stock", "patched"):
             assert len(case[mode]["step"]) == 2
             assert all(0 < a < b for a, b in zip(case[mode]["attention"], case[mode]["step"], strict=True))
-    assert "| 3 | a prompt of 256 tokens |" in printed and "| 3 | nothing of 64 tokens |" in printed
+    assert (
+        "| 2/1 | 3 | a prompt of 256 tokens |" in printed and "| 2/1 | 3 | nothing of 64 tokens |" in printed
+    )
