@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t kParallel = 1 << 15;  // products of a step from which waking the other threads pays
 constexpr int kLanes = 16, kVectors = kLanes / kWidth;
+constexpr int64_t kOnce = 2;  // blocks of rows for which copying values costs more than reading rows that stand apart
 constexpr float kInf = __builtin_inff();
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -129,26 +130,30 @@ void weigh(const Scores& scores, int64_t value_dim, const Block& block, float (*
 
 template <int R>
 void attend_block(const Scores& scores, const PagedAttention& a, const Block& block, const float* query, const float* keys,
-                  const float* const* values) {
+                  const Values& values, bool ahead) {
   alignas(64) float s[R][kTile];
   float shrink[R];
   multiply_keys<R>(query, keys, a.head_dim, s);
   weigh<R>(scores, a.value_dim, block, s, shrink);
   bool same = true;
   for (int r = 1; r < R; ++r) same = same && block.low[r] == block.low[0] && block.high[r] == block.high[0];
+  if (same && ahead) {
+    add_values<R, true>(s, shrink, values, block.low[0], block.high[0], block.state, a.value_dim);
+    return;
+  }
   if (same) {
-    add_values<R>(s, shrink, values, block.low[0], block.high[0], block.state, a.value_dim);
+    add_values<R, false>(s, shrink, values, block.low[0], block.high[0], block.state, a.value_dim);
     return;
   }
   for (int r = 0; r < R; ++r)
     if (block.low[r] < block.high[r])
-      add_values<1>(s + r, shrink + r, values, block.low[r], block.high[r], block.state + r, a.value_dim);
+      add_values<1, false>(s + r, shrink + r, values, block.low[r], block.high[r], block.state + r, a.value_dim);
 }
 
 template <int... R>
 void attend_block(int rows, std::integer_sequence<int, R...>, const Scores& scores, const PagedAttention& a, const Block& block,
-                  const float* query, const float* keys, const float* const* values) {
-  (void)((rows == R + 1 && (attend_block<R + 1>(scores, a, block, query, keys, values), true)) || ...);
+                  const float* query, const float* keys, const Values& values, bool ahead) {
+  (void)((rows == R + 1 && (attend_block<R + 1>(scores, a, block, query, keys, values, ahead), true)) || ...);
 }
 
 template <class T>
@@ -164,9 +169,10 @@ class Attend {
     int64_t tile = item_.position / kTile * kTile;
     if (tile < item_.stop) find(tile, places[0]);
     for (int i = 0; tile < item_.stop; tile += kTile, i = 1 - i) {
-      const bool more = tile + kTile < item_.stop;
-      if (more) find(tile + kTile, places[1 - i]);
-      attend(tile, places[i], more ? &places[1 - i] : nullptr);
+      Places& next = places[1 - i];
+      next.from = next.to = 0;
+      if (tile + kTile < item_.stop) find(tile + kTile, next);
+      attend(tile, places[i], next);
     }
   }
 
@@ -191,7 +197,7 @@ class Attend {
         const T* const from = static_cast<const T*>(a_.query) + a_.rows[item_.first + pair / group_] * a_.query_stride +
                               (head_ * group_ + pair % group_) * a_.query_head_stride;
         for (int64_t d = 0; d < a_.head_dim; d += kWidth) {
-          const Floats x = load_up_to(from + d, a_.head_dim - d);
+          const Floats x = load_up_to(from + d, 1, a_.head_dim - d);
           for (int i = 0; i < kWidth && d + i < a_.head_dim; ++i) to[(d + i) * (end - begin) + pair - begin] = x[i];
         }
       }
@@ -210,9 +216,9 @@ class Attend {
     }
   }
 
-  void attend(int64_t tile, const Places& at, const Places* next) {
+  void attend(int64_t tile, const Places& at, const Places& next) {
     bool loaded = false;
-    const float* values[kTile];
+    Values values;
     for (int64_t b = 0, begin = 0, end; b < blocks_; ++b, begin = end) {
       end = begin_of(b + 1);
       const int rows = static_cast<int>(end - begin);
@@ -227,23 +233,19 @@ class Attend {
         sees = sees || block.low[r] < block.high[r];
       }
       if (!sees) continue;
-      if (!loaded) load(at, values);
-      if (!loaded && next != nullptr) {
-        prefetch_rows(keys(), a_.key_strides, a_.head_dim, *next);
-        prefetch_rows(this->values(), a_.value_strides, a_.value_dim, *next);
-      }
+      const bool first = !loaded;
+      if (first) load(at, next, values);
       loaded = true;
       attend_block(rows, std::make_integer_sequence<int, kRows>(), scores_, a_, block, scratch_.query + begin * a_.head_dim,
-                   scratch_.keys, values);
+                   scratch_.keys, values, first);
     }
   }
 
-  const T* keys() const { return static_cast<const T*>(a_.keys) + head_ * a_.key_strides[2]; }
-  const T* values() const { return static_cast<const T*>(a_.values) + head_ * a_.value_strides[2]; }
-
-  void load(const Places& at, const float** rows) const {
-    for (int j = 0; j < kTile; j += kWidth) load_keys(keys(), a_.key_strides, a_.head_dim, at, j, scratch_.keys);
-    load_values(values(), a_.value_strides, a_.value_dim, at, scratch_.values, rows);
+  void load(const Places& at, const Places& next, Values& values) const {
+    const T* const keys = static_cast<const T*>(a_.keys) + head_ * a_.key_strides[2];
+    for (int j = 0; j < kTile; j += kWidth) load_keys(keys, a_.key_strides, a_.head_dim, at, next, j, scratch_.keys);
+    load_values(static_cast<const T*>(a_.values) + head_ * a_.value_strides[2], a_.value_strides, a_.value_dim, at, next,
+                blocks_ <= kOnce, scratch_.values, values);
   }
 
   const PagedAttention& a_;
@@ -266,7 +268,7 @@ void merge(const PagedAttention& a, const Scores& scores, float* weights, int64_
   }
   const Floats safe = broadcast(finite_or_zero(top));
   for (int64_t i = 0; i < count; i += kWidth)
-    store_part(weights + i, scores.weight(load_up_to(weights + i, count - i) - safe), static_cast<int>(smaller(kWidth, count - i)));
+    store_part(weights + i, scores.weight(load_up_to(weights + i, 1, count - i) - safe), static_cast<int>(smaller(kWidth, count - i)));
   for (int64_t i = 0; i < count; ++i) total += weights[i] * state_of(i)[dim + 1];
   double unit = top * scores.unit;
   float share = 1;
@@ -282,7 +284,7 @@ void merge(const PagedAttention& a, const Scores& scores, float* weights, int64_
   T* const out = static_cast<T*>(a.out) + (place * a.heads + head) * dim;
   for (int64_t d = 0; d < dim; d += kWidth) {
     Floats sum = {};
-    for (int64_t i = 0; i < count; ++i) sum = fma(broadcast(weights[i]), load_up_to(state_of(i) + d, dim - d), sum);
+    for (int64_t i = 0; i < count; ++i) sum = fma(broadcast(weights[i]), load_up_to(state_of(i) + d, 1, dim - d), sum);
     sum = sum * broadcast(share) / broadcast(total);
     if (dim - d >= kWidth) store(out + d, sum);
     else store_part(out + d, sum, static_cast<int>(dim - d));

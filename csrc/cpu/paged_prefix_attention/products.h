@@ -39,15 +39,18 @@ void multiply_keys(const float* query, const float* tile, int64_t dim, float (*s
   }
 }
 
-// Columns [column, column + V * kWidth) of sums[r] = shrink[r] * sums[r] + sum over keys [low, high) of p[r][key] * rows[key]
-template <int R, int V>
-void add_columns(const float (*p)[kTile], const float* shrink, const float* const* rows, int low, int high, float* const* sums,
+// Columns [column, column + V * kWidth) of sums[r] = shrink[r] * sums[r] + sum over keys [low, high) of p[r][key] * values[key]
+// `kAhead`: the values of the next tile are asked for meanwhile.
+template <int R, int V, bool kAhead>
+void add_columns(const float (*p)[kTile], const float* shrink, const Values& values, int low, int high, float* const* sums,
                  int64_t column) {
   Floats sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = load(sums[r] + column + v * kWidth) * broadcast(shrink[r]);
   for (int key = low; key < high; ++key) {
-    const float* const row = rows[key] + column;
+    const float* const row = values.row[key] + column;
+    if constexpr (kAhead)
+      for (int v = 0; v < V; ++v) prefetch(values.ahead[key] + column + v * kWidth);
     Floats value[V];
     for (int v = 0; v < V; ++v) value[v] = load(row + v * kWidth);
     for (int r = 0; r < R; ++r)
@@ -57,13 +60,13 @@ void add_columns(const float (*p)[kTile], const float* shrink, const float* cons
     for (int v = 0; v < V; ++v) store(sums[r] + column + v * kWidth, sum[r][v]);
 }
 
-template <int R>
-void add_values(const float (*p)[kTile], const float* shrink, const float* const* rows, int low, int high, float* const* sums,
+template <int R, bool kAhead>
+void add_values(const float (*p)[kTile], const float* shrink, const Values& values, int low, int high, float* const* sums,
                 int64_t dim) {
   constexpr int V = vectors_of(R);
   int64_t column = 0;
-  for (; column + V * kWidth <= dim; column += V * kWidth) add_columns<R, V>(p, shrink, rows, low, high, sums, column);
-  for (; column + kWidth <= dim; column += kWidth) add_columns<R, 1>(p, shrink, rows, low, high, sums, column);
+  for (; column + V * kWidth <= dim; column += V * kWidth) add_columns<R, V, kAhead>(p, shrink, values, low, high, sums, column);
+  for (; column + kWidth <= dim; column += kWidth) add_columns<R, 1, kAhead>(p, shrink, values, low, high, sums, column);
   if (column == dim) return;
   // the rows of values are padded, a row's sums are not
   float rest[R][kWidth];
@@ -73,7 +76,7 @@ void add_values(const float (*p)[kTile], const float* shrink, const float* const
     store(rest[r], load_part(sums[r] + column, count));
     at[r] = rest[r] - column;
   }
-  add_columns<R, 1>(p, shrink, rows, low, high, at, column);
+  add_columns<R, 1, kAhead>(p, shrink, values, low, high, at, column);
   for (int r = 0; r < R; ++r) std::memcpy(sums[r] + column, rest[r], count * sizeof(float));
 }
 

@@ -19,6 +19,11 @@ struct Places {
   int64_t block[kTile], token[kTile];
 
   bool has(int first, int end) const { return from <= first && end <= to; }
+  // Null where there is none.
+  template <class T>
+  const T* row(const T* head, const int64_t* strides, int key) const {
+    return has(key, key + 1) ? head + block[key] * strides[0] + token[key] * strides[1] : nullptr;
+  }
   // Whether keys first to first + count, which there are, lie one behind the other in a block.
   bool is_run(int first, int count) const { return token[first] + count - 1 == token[first + count - 1]; }
 };
@@ -37,80 +42,70 @@ inline void transpose(Floats (&v)[kWidth]) {
   }
 }
 
+// `count` elements that stand `step` apart, or a vector of them; 0 behind the last.
 template <class T>
-inline Floats load_up_to(const T* p, int64_t count) {
-  return count >= kWidth ? load(p) : load_part(p, static_cast<int>(count));
+inline Floats load_up_to(const T* p, int64_t step, int64_t count) {
+  if (step == 1) return count >= kWidth ? load(p) : load_part(p, static_cast<int>(count));
+  T each[kWidth] = {};
+  for (int i = 0; i < kWidth && i < count; ++i) each[i] = p[i * step];
+  return load(each);
 }
 
+// tile[d][key] of the keys first to first + kWidth. What the next tile has there is asked for meanwhile: heads stand apart in
+// the cache, which no processor foresees.
 template <class T>
-inline float one(const T* p) { return load_part(p, 1)[0]; }
-
-// tile[d][key] of the keys first to first + kWidth.
-template <class T>
-void load_keys(const T* head, const int64_t* strides, int64_t dim, const Places& at, int first, float* tile) {
+void load_keys(const T* head, const int64_t* strides, int64_t dim, const Places& at, const Places& next, int first, float* tile) {
   const int64_t step = strides[3];
   if (strides[1] == 1 && at.has(first, first + kWidth) && at.is_run(first, kWidth)) {
-    const T* from = head + at.block[first] * strides[0] + at.token[first];
-    for (int64_t d = 0; d < dim; ++d) store(tile + d * kTile + first, load(from + d * step));
-    return;
-  }
-  const T* key[kWidth] = {};
-  for (int i = 0; i < kWidth; ++i)
-    if (at.has(first + i, first + i + 1)) key[i] = head + at.block[first + i] * strides[0] + at.token[first + i] * strides[1];
-  const Floats zero = {};
-  if (step != 1) {
+    const T* const from = head + at.block[first] * strides[0] + at.token[first];
+    const T* const ahead = next.has(first, first + 1) ? head + next.block[first] * strides[0] + next.token[first] : from;
     for (int64_t d = 0; d < dim; ++d) {
-      Floats x = zero;
-      for (int i = 0; i < kWidth; ++i)
-        if (key[i] != nullptr) x[i] = one(key[i] + d * step);
-      store(tile + d * kTile + first, x);
+      prefetch(ahead + d * step);
+      store(tile + d * kTile + first, load(from + d * step));
     }
     return;
   }
+  const T *key[kWidth], *ahead[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    key[i] = at.row(head, strides, first + i);
+    ahead[i] = next.row(head, strides, first + i);
+  }
+  const Floats zero = {};
   for (int64_t d = 0; d < dim; d += kWidth) {
     Floats x[kWidth];
-    for (int i = 0; i < kWidth; ++i) x[i] = key[i] != nullptr ? load_up_to(key[i] + d, dim - d) : zero;
+    for (int i = 0; i < kWidth; ++i) {
+      if (ahead[i] != nullptr) prefetch(ahead[i] + d * step);
+      x[i] = key[i] == nullptr ? zero : load_up_to(key[i] + d * step, step, dim - d);
+    }
     transpose(x);
     for (int i = 0; i < kWidth && d + i < dim; ++i) store(tile + (d + i) * kTile + first, x[i]);
   }
 }
 
-// Asks for what the keys of a tile have in the cache: heads stand apart there, which no prefetcher of a processor follows.
-template <class T>
-void prefetch_rows(const T* head, const int64_t* strides, int64_t dim, const Places& at) {
-  constexpr int64_t kStep = 64 / sizeof(T);
-  if (strides[3] == 1) {
-    for (int j = at.from; j < at.to; ++j) {
-      const T* const row = head + at.block[j] * strides[0] + at.token[j] * strides[1];
-      for (int64_t d = 0; d < dim; d += kStep) prefetch(row + d);
-    }
-  } else if (strides[1] == 1) {
-    for (int j = at.from; j < at.to; ++j)
-      if (j == at.from || at.token[j] == 0 || (j - at.from) % kStep == 0) {
-        const T* const first = head + at.block[j] * strides[0] + at.token[j];
-        for (int64_t d = 0; d < dim; ++d) prefetch(first + d * strides[3]);
-      }
-  }
-}
+// Rows of values in fp32, each of the keys that a tile has, and where those of the next tile can be asked for.
+struct Values {
+  const float* row[kTile];
+  const float* ahead[kTile];
+};
 
-// rows[key] of each key that there is: in the cache where it can be read as it is, else copied to `tile`.
+// Copied to `tile`, or, where they are wanted `once` and can be read as they are, left in the cache.
 template <class T>
-void load_values(const T* head, const int64_t* strides, int64_t dim, const Places& at, float* tile, const float** rows) {
+void load_values(const T* head, const int64_t* strides, int64_t dim, const Places& at, const Places& next, bool once, float* tile,
+                 Values& out) {
   const int64_t step = strides[3], width = padded(dim);
   for (int j = at.from; j < at.to; ++j) {
-    const T* from = head + at.block[j] * strides[0] + at.token[j] * strides[1];
+    const T *const from = at.row(head, strides, j), *const there = next.row(head, strides, j), *const ahead = there ? there : from;
     if constexpr (sizeof(T) == sizeof(float))
-      if (step == 1 && dim == width) {
-        rows[j] = from;
+      if (once && step == 1 && dim == width) {
+        out.row[j] = from;
+        out.ahead[j] = ahead;
         continue;
       }
     float* const to = tile + j * width;
-    rows[j] = to;
-    if (step == 1) {
-      for (int64_t d = 0; d < dim; d += kWidth) store(to + d, load_up_to(from + d, dim - d));
-    } else {
-      for (int64_t d = 0; d < dim; ++d) to[d] = one(from + d * step);
-      for (int64_t d = dim; d < width; ++d) to[d] = 0;
+    out.row[j] = out.ahead[j] = to;
+    for (int64_t d = 0; d < dim; d += kWidth) {
+      prefetch(ahead + d * step);
+      store(to + d, load_up_to(from + d * step, step, dim - d));
     }
   }
 }
