@@ -133,9 +133,11 @@ class Patch:
             for module in _holders(package, name, new)
             if not any(entry.owner is module and entry.name == name for entry in self._done)
         ]
-        _restore(self._done + late)
+        self._done += late
+        while self._done:  # what an interrupt leaves can be undone by another call
+            _restore(self._done[-1:])
+            self._done.pop()
         _in_place.remove(self)
-        self._done = []
         self._unclaimed = False
 
     def require_in_place(self) -> None:

@@ -69,6 +69,10 @@ def plan(patch: DeepSpeedPatch, module: ModuleType) -> None:
         original = checked(trainer, name, parameters)
         make = _scoring if name in SCORED else LOSSES[name]
         new = functools.wraps(original)(make(original, patch))
+        new.__module__, new.__qualname__ = (
+            "rlkernel",
+            BY.get(name, "linear_logprob"),
+        )  # as a patch shows itself
         patch.replace(trainer, name, new, expected=original)
 
 
@@ -156,7 +160,7 @@ def _gather(original: Callable[..., Tensor], patch: DeepSpeedPatch) -> Callable[
         patch.count(patch.calls, GATHER)
         return logprobs_from_logits(logits, labels)
 
-    gather_log_probs.__module__ = "rlkernel"
+    gather_log_probs.__module__, gather_log_probs.__qualname__ = "rlkernel", GATHER
     return gather_log_probs
 
 
@@ -201,3 +205,4 @@ LOSSES = {
     "critic_loss_fn": _critic_loss,
     "get_advantages_and_returns": _advantages,
 }
+BY = {"actor_loss_fn": "policy_loss", "critic_loss_fn": "value_loss", "get_advantages_and_returns": "gae"}

@@ -45,7 +45,7 @@ def chunked_jsd(original: Callable[..., Any], patch: CountedPatch) -> Callable[.
         count = response_mask.to(none.loss_sum.dtype).sum().to(torch.long)
         return type(none)(loss=loss_sum / count.clamp_min(1), loss_sum=loss_sum, valid_token_count=count)
 
-    generalized_jsd_loss.__module__ = "rlkernel"
+    generalized_jsd_loss.__module__, generalized_jsd_loss.__qualname__ = "rlkernel", JSD
     return generalized_jsd_loss
 
 

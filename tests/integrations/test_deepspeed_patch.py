@@ -47,6 +47,8 @@ def test_what_is_replaced():
         assert all(vars(owner)[name] is not old for (owner, name), old in zip(PLACES, UPSTREAM, strict=True))
         replaced = patch.replaced["deepspeed.sequence.cross_entropy._VocabParallelCrossEntropy"]
         assert replaced == "rlkernel.logprob"
+        assert "train_rlhf -> rlkernel.linear_logprob" in str(patch)
+        assert "actor_loss_fn -> rlkernel.policy_loss" in str(patch) and "<locals>" not in str(patch)
         with rlkernel.patch_deepspeed() as inner:
             assert inner is patch
         assert patch.active

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from rlkernel.integrations import _patch
 from rlkernel.integrations._patch import Patch, PatchError
 
 
@@ -49,6 +50,22 @@ def test_both_are_idempotent(patch):
     patch.undo()
     patch.undo()
     assert state() == ORIGINAL
+
+
+def test_an_undo_that_was_interrupted_can_be_finished(patch, monkeypatch):
+    def interrupted(owner, name, value):
+        if name == "f":
+            raise KeyboardInterrupt
+        setattr(owner, name, value)
+
+    patch.apply()
+    with monkeypatch.context() as context:
+        context.setattr(_patch, "setattr", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            patch.undo()
+    assert state() == ("new", "original") and patch.active
+    patch.undo()
+    assert state() == ORIGINAL and not patch.active
 
 
 def test_with_restores_after_an_exception(patch):
