@@ -1,12 +1,15 @@
 """Routing replay on mixtures of experts of transformers: a model's own record changes no bit of it."""
 
+import contextlib
 import copy
 import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
+import rlkernel
 from rlkernel import routing_replay
 from rlkernel.integrations._patch import PatchError
 from rlkernel.routing_replay import Routes
@@ -480,6 +483,42 @@ def test_what_wraps_a_model_changes_nothing(wrapper, request):
             found += 1
             assert torch.equal(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, wanted[1][name])
     assert found == {"lora": 0, "lora, routers and experts trained": 2}.get(wrapper, len(wanted[1]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_mixture_of_experts_has_the_same_bits_in_generation_and_training(family):
+    """With operators that no batch changes, choices and sums that none changes, and the rollout's routes."""
+    model = moe.make(family).eval()
+
+    def logits_of_both(mode):
+        with torch.no_grad(), mode(), routing_replay.record(model, deterministic=True) as recording:
+            out = model.generate(
+                IDS, max_new_tokens=4, do_sample=False, eos_token_id=None, return_dict_in_generate=True,
+                output_logits=True,
+            )  # fmt: skip
+        ids = torch.nn.functional.pad(out.sequences, (2, 0))
+        mask = torch.nn.functional.pad(torch.ones_like(out.sequences), (2, 0))
+        rows = recording.routes.split([out.sequences.shape[1] - 1] * len(ids))
+        routes = routing_replay.pad_like(rows, mask)
+        with mode(), routing_replay.replay(model, routes, deterministic=True):
+            places = (mask.cumsum(1) - 1).clamp_min(0)
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits
+        return torch.stack(out.logits, 1), logits[:, -5:-1].detach()
+
+    rollout, trainer = logits_of_both(rlkernel.batch_invariant)
+    assert torch.equal(rollout, trainer)
+    rollout, trainer = logits_of_both(contextlib.nullcontext)
+    assert not torch.equal(rollout, trainer)
+
+
+def test_the_example_tells_what_a_replay_leaves():
+    path = Path(__file__).parents[2] / "examples/routing_replay.py"
+    spec = importlib.util.spec_from_file_location("routing_replay_example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    overlap, free, replayed = example.compare(layers=4, batch=8, length=12)
+    assert 0.9 < float(overlap.min()) < 1
+    assert replayed.kl.k3 < 0.5 * free.kl.k3
 
 
 def test_contexts_on_one_model_do_not_nest():
