@@ -124,6 +124,7 @@ PATCHES = {
     "trl": rlkernel.patch_trl,
     "packed": lambda: rlkernel.patch_trl(prefix_sharing=True),  # transformers' attention, and its models
     "vllm": rlkernel.patch_vllm,
+    "sampler": lambda: rlkernel.patch_vllm(ops=("sampler",)),
     "deepspeed": rlkernel.patch_deepspeed,
 }
 ROOTS = ("trl", "vllm", "deepspeed", "transformers", "accelerate")
@@ -140,7 +141,7 @@ def loaded():
 
 
 @hypothesis.settings(max_examples=12, deadline=None, suppress_health_check=[*hypothesis.HealthCheck])
-@hypothesis.given(order=steps(strategies.sampled_from((*PATCHES, "trainer"))))
+@hypothesis.given(order=steps(strategies.sampled_from((*PATCHES, "trainer", "all"))))
 def test_any_order_leaves_everything_as_it_was(loaded, order):
     before, environment = state(ROOTS), switches()
     active = {}
@@ -148,9 +149,13 @@ def test_any_order_leaves_everything_as_it_was(loaded, order):
         if name == "trainer":
             if trl_patch := active.get("trl") or active.get("packed"):
                 bring(trl_patch)
+        elif name == "all":
+            rlkernel.unpatch_all()  # the handles stay, and undo nothing
         elif not on:
             if name in active:
-                active.pop(name).undo()
+                handle = active.pop(name)
+                handle.undo()
+                handle.undo()
         else:
             try:
                 active[name] = PATCHES[name]()
