@@ -26,7 +26,8 @@ def test_what_is_invariant_passes():
     assert_invariant(total, x)
     assert_invariant(lambda x: (total(x), None, {"twice": total(x) * 2}), [x])
     assert_invariant(lambda x, ids: x.gather(1, ids), (x, torch.arange(130)[:, None] % 48))
-    assert_invariant(lambda x: x / 0, x)  # NaN and infinities
+    assert_invariant(lambda x: x / 0, x)  # infinities
+    assert_invariant(lambda x: x * (math.nan if len(x) > 1 else -math.nan), x)  # all NaNs are alike
     logits, ids = rows(20, 300), torch.arange(20)
     assert_invariant(lambda x, i: rlkernel.logprob(x, i).logprobs, (logits, ids))
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree
 import pytest
 import torch
 
-from rlkernel.consistency import compare
+from rlkernel.consistency import compare, statistics
 
 
 def report(spread=1e-2, shape=(16, 64)):
@@ -45,9 +45,14 @@ def test_a_tall_bar_is_the_share_of_its_tokens(tmp_path):
     assert heights[0] == pytest.approx(3 * heights[1], abs=0.2)
 
 
-def test_many_tokens_are_shown_by_some(tmp_path):
+def test_many_tokens_are_shown_by_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics, "CHUNK", 1003)
+    rollout = -torch.arange(8 * 4096.0).view(8, 4096)
+    mask = torch.rand(8, 4096, generator=torch.Generator().manual_seed(1)) < 0.9
+    found = compare(rollout / 2, rollout, mask)
+    assert found.points.rollout.equal(rollout[mask][::8].double())
+    monkeypatch.undo()
     found = report(shape=(8, 4096))
-    assert len(found.points.train) == 4096
     found.plot(tmp_path / "x.html")
     page = (tmp_path / "x.html").read_text()
     assert page.count("h0") == 4096 and "4,096 tokens" in page

@@ -7,10 +7,15 @@ import pytest
 import test_policy_loss_sources as sources
 import torch
 
-from rlkernel.consistency import compare
+from rlkernel.consistency import compare, statistics
 from rlkernel.consistency.styles import STYLES
 
 BOUNDS = {"truncated": (None, 1.5), "both sides": (0.7, 1.5)}
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(statistics, "CHUNK", 100)
 
 
 def draw(drift=0.3, rows=12, length=30):

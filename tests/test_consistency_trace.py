@@ -227,6 +227,7 @@ def test_without_room_hashes_tell_which_and_some_rows_how_much():
     full = trace(model, other, {"ids": ids, "seen": seen})
     none = trace(model, other, {"ids": ids, "seen": seen}, memory=0)
     some = trace(model, other, {"ids": ids, "seen": seen}, memory=66 * 8 * 4)
+    assert full.first.distance.difference == pytest.approx(1e-3, rel=1e-3)  # before the block adds to it
     assert names(full) == names(none) == names(some)
     assert [x.distance[:3] for x in full.differences] == [x.distance[:3] for x in none.differences]
     assert [x.distance.exact for x in some.differences[:2]] == [True, False]

@@ -84,7 +84,7 @@ def compare(
     kept = None if mask is None else mask.reshape(-1)
     given = None if advantages is None else advantages.reshape(-1)
 
-    for start, end, first, lengths in _chunks(offsets.to(device)):
+    for start, end, first, lengths in _chunks(offsets):
         a, b = flat.train[start:end].to(dtype), flat.rollout[start:end].to(dtype)
         counted = torch.ones_like(a, dtype=torch.bool) if kept is None else kept[start:end]
         seen = count.add(a, b, counted)
@@ -99,7 +99,7 @@ def compare(
         delta = values[statistics.ROWS.index("delta")]
         deltas[totals.n : totals.n + len(here)] = delta
         points = points.with_some(a, b, -totals.n % every, every)
-        totals.add(values, first, _counted(seen.compared, lengths))
+        totals.add(values, first, _counted(seen.compared, lengths.to(device)))
         far[here] = delta.abs()
         found.append([x._replace(place=x.place + start) for x in statistics.worst(far, worst)])
 
