@@ -28,6 +28,7 @@ ROUTERS: dict[str, tuple[str, ...]] = {
     "FlexOlmoTopKRouter": HIDDEN,
     "Glm4MoeLiteTopkRouter": HIDDEN,
     "Glm4MoeTopkRouter": HIDDEN,
+    "Glm4vMoeTextTopkRouter": HIDDEN,
     "GlmMoeDsaTopkRouter": HIDDEN,
     "GptOssTopKRouter": HIDDEN,
     "GraniteMoeSWATopKRouter": HIDDEN,
@@ -47,6 +48,7 @@ ROUTERS: dict[str, tuple[str, ...]] = {
     "Qwen2MoeTopKRouter": HIDDEN,
     "Qwen3MoeTopKRouter": HIDDEN,
     "Qwen3NextTopKRouter": HIDDEN,
+    "Qwen3VLMoeTextTopKRouter": HIDDEN,
     "Qwen3_5MoeTopKRouter": HIDDEN,
     "SolarOpenTopkRouter": HIDDEN,
 }

@@ -73,14 +73,32 @@ FAMILIES = {
     "solar_open": ("SolarOpenConfig", GROUPS),
 }
 SIX = tuple(FAMILIES)[:6]
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+}  # fmt: skip
+SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
+FAMILIES |= {  # with images, which the tests give them none of
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": COMMON | NUM | SECTIONS,
+            "vision_config": VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        {"text_config": COMMON | GROUPS | SECTIONS, "vision_config": VISION},
+    ),
+}
 
 
 def make(family, dtype=torch.float32, seed=0, implementation="eager", **options):
     """A model in training mode whose routers decide clearly, and not all alike."""
     kind, own = FAMILIES[family]
-    config = getattr(transformers, kind)(**COMMON | own | options)
-    # of the experts; the others have no fp64
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    images = "vision_config" in own
+    config = getattr(transformers, kind)(**({} if images else COMMON) | own | options)
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, experts_implementation=implementation)  # "eager" alone has fp64
     torch.manual_seed(seed)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
