@@ -129,11 +129,11 @@ void weigh(const Scores& scores, int64_t value_dim, const Block& block, float (*
 }
 
 template <int R>
-void attend_block(const Scores& scores, const PagedAttention& a, const Block& block, const float* query, const float* keys,
-                  const Values& values, bool ahead) {
+void attend_block(const Scores& scores, const PagedAttention& a, const Places& at, const Block& block, const float* query,
+                  const float* keys, const Values& values, bool ahead) {
   alignas(64) float s[R][kTile];
   float shrink[R];
-  multiply_keys<R>(query, keys, a.head_dim, s);
+  multiply_keys<R>(query, keys, a.head_dim, at.from, at.to, s);
   weigh<R>(scores, a.value_dim, block, s, shrink);
   bool same = true;
   for (int r = 1; r < R; ++r) same = same && block.low[r] == block.low[0] && block.high[r] == block.high[0];
@@ -151,9 +151,9 @@ void attend_block(const Scores& scores, const PagedAttention& a, const Block& bl
 }
 
 template <int... R>
-void attend_block(int rows, std::integer_sequence<int, R...>, const Scores& scores, const PagedAttention& a, const Block& block,
-                  const float* query, const float* keys, const Values& values, bool ahead) {
-  (void)((rows == R + 1 && (attend_block<R + 1>(scores, a, block, query, keys, values, ahead), true)) || ...);
+void attend_block(int rows, std::integer_sequence<int, R...>, const Scores& scores, const PagedAttention& a, const Places& at,
+                  const Block& block, const float* query, const float* keys, const Values& values, bool ahead) {
+  (void)((rows == R + 1 && (attend_block<R + 1>(scores, a, at, block, query, keys, values, ahead), true)) || ...);
 }
 
 template <class T>
@@ -236,14 +236,15 @@ class Attend {
       const bool first = !loaded;
       if (first) load(at, next, values);
       loaded = true;
-      attend_block(rows, std::make_integer_sequence<int, kRows>(), scores_, a_, block, scratch_.query + begin * a_.head_dim,
-                   scratch_.keys, values, first);
+      attend_block(rows, std::make_integer_sequence<int, kRows>(), scores_, a_, at, block,
+                   scratch_.query + begin * a_.head_dim, scratch_.keys, values, first);
     }
   }
 
   void load(const Places& at, const Places& next, Values& values) const {
     const T* const keys = static_cast<const T*>(a_.keys) + head_ * a_.key_strides[2];
-    for (int j = 0; j < kTile; j += kWidth) load_keys(keys, a_.key_strides, a_.head_dim, at, next, j, scratch_.keys);
+    for (int j = at.from / kWidth * kWidth; j < at.to; j += kWidth)
+      load_keys(keys, a_.key_strides, a_.head_dim, at, next, j, scratch_.keys);
     load_values(static_cast<const T*>(a_.values) + head_ * a_.value_strides[2], a_.value_strides, a_.value_dim, at, next,
                 blocks_ <= kOnce, scratch_.values, values);
   }

@@ -14,13 +14,15 @@ constexpr int kChain = 8;
 // Vectors of a row in registers, of which AVX-512 has twice as many.
 constexpr int vectors_of(int rows) { return kWidth == 16 || rows <= 2 ? 4 : 2; }
 
-// s[r][key] = sum over d of query[d][r] * tile[d][key]: chains of kChain products each, added one after the other, which loses
-// less than one long chain would.
+// s[r][key] = sum over d of query[d][r] * tile[d][key] of the keys [low, high), and of what lies beside them: chains of kChain
+// products each, added one after the other, which loses less than one long chain would.
 template <int R>
-void multiply_keys(const float* query, const float* tile, int64_t dim, float (*s)[kTile]) {
-  constexpr int V = vectors_of(R);
-  for (int first = 0; first < kTile; first += V * kWidth) {
+void multiply_keys(const float* query, const float* tile, int64_t dim, int low, int high, float (*s)[kTile]) {
+  constexpr int V = kWidth == 16 ? 2 : vectors_of(R);  // as many registers again hold what the chains have given
+  constexpr int kKeys = V * kWidth;
+  for (int first = low / kKeys * kKeys; first < high; first += kKeys) {
     const float *q = query, *k = tile + first;
+    Floats total[R][V];
     for (int64_t begin = 0; begin < dim; begin += kChain) {
       Floats sum[R][V] = {};
       const float* const end = query + (begin + kChain < dim ? begin + kChain : dim) * R;
@@ -31,11 +33,10 @@ void multiply_keys(const float* query, const float* tile, int64_t dim, float (*s
           for (int v = 0; v < V; ++v) sum[r][v] = fma(broadcast(q[r]), key[v], sum[r][v]);
       }
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) {
-          float* const to = s[r] + first + v * kWidth;
-          store(to, begin == 0 ? sum[r][v] : load(to) + sum[r][v]);
-        }
+        for (int v = 0; v < V; ++v) total[r][v] = begin == 0 ? sum[r][v] : total[r][v] + sum[r][v];
     }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) store(s[r] + first + v * kWidth, total[r][v]);
   }
 }
 

@@ -51,17 +51,18 @@ inline Floats load_up_to(const T* p, int64_t step, int64_t count) {
   return load(each);
 }
 
-// tile[d][key] of the keys first to first + kWidth. What the next tile has there is asked for meanwhile: heads stand apart in
+// tile[d][key] of those of the keys first to first + kWidth that there are, one at least. What the next tile has there is asked for meanwhile: heads stand apart in
 // the cache, which no processor foresees.
 template <class T>
 void load_keys(const T* head, const int64_t* strides, int64_t dim, const Places& at, const Places& next, int first, float* tile) {
   const int64_t step = strides[3];
-  if (strides[1] == 1 && at.has(first, first + kWidth) && at.is_run(first, kWidth)) {
+  const int count = at.to - first < kWidth ? at.to - first : kWidth;
+  if (strides[1] == 1 && at.from <= first && at.is_run(first, count)) {
     const T* const from = head + at.block[first] * strides[0] + at.token[first];
     const T* const ahead = next.has(first, first + 1) ? head + next.block[first] * strides[0] + next.token[first] : from;
     for (int64_t d = 0; d < dim; ++d) {
       prefetch(ahead + d * step);
-      store(tile + d * kTile + first, load(from + d * step));
+      store(tile + d * kTile + first, load_up_to(from + d * step, 1, count));
     }
     return;
   }
