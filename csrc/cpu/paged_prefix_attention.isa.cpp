@@ -3,7 +3,8 @@
 // What a row computes follows from the keys that it sees and their positions alone: of a tile that it sees in part the rest
 // has the weight 0, which is what adds nothing, and values are added key by key. Scores and values are chains of
 // multiply-adds, weights of a tile are added in kLanes lanes, whatever a vector holds: the bits are those of any shape of
-// items, any block size and number of threads, and of AVX2 as of AVX-512.
+// items, any block size and number of threads, and of any instruction set.
+#define RLKERNEL_FUSED
 #include "rlkernel/paged_prefix_attention/arguments.h"
 
 #include <memory>

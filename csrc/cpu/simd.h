@@ -12,6 +12,9 @@
 #include "rlkernel/dtype.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
+#if defined(RLKERNEL_FUSED)  // by a file whose bits are those of every instruction set, so these are functions of its own
+inline namespace fused {
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -47,6 +50,9 @@ inline Floats fma(Floats a, Floats b, Floats c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(RLKERNEL_FUSED)
+  for (int i = 0; i < kWidth; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);  // a call where there is no such instruction
+  return c;
 #else
   return a * b + c;
 #endif
@@ -361,4 +367,7 @@ class FlushDenormals {
 #endif
 };
 
+#if defined(RLKERNEL_FUSED)
+}  // namespace fused
+#endif
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
