@@ -117,6 +117,35 @@ class Kernels(Protocol):
         estimator: str,
         out: Tensor,
     ) -> None: ...
+    def layer_norm_backward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        x: Tensor,
+        grad_normed: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        grad_x: Tensor,
+        weight_partials: Tensor | None,
+        grad_weight: Tensor | None,
+        bias_partials: Tensor | None,
+        grad_bias: Tensor | None,
+    ) -> None: ...
+    def layer_norm_forward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        normed: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+    ) -> None: ...
     def logprob_backward(
         self,
         stream: int = 0,

@@ -25,6 +25,7 @@ from rlkernel.ops.attention import attention
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kl_shaped_rewards import kl_shaped_rewards
+from rlkernel.ops.layer_norm import layer_norm
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 from rlkernel.ops.linear_policy_loss import linear_policy_loss
 from rlkernel.ops.logprob import entropy_from_logits, logprob, logprobs_from_logits, selective_log_softmax
@@ -81,6 +82,7 @@ __all__ = [
     "group_advantages",
     "kl_shaped_rewards",
     "last_backend",
+    "layer_norm",
     "linear_logprob",
     "linear_logprob_statistics",
     "linear_policy_loss",

@@ -70,6 +70,10 @@ OPS = {
         {"logprobs": (2, 3)},
     ),
     "prefix_shared_attention": (_attention, QKV),
+    "layer_norm": (
+        lambda *row: rlkernel.layer_norm(*row).square().sum(),
+        {"x": (2, 3, 5), "weight": (5,), "bias": (5,)},
+    ),
     "rms_norm": (lambda *row: rlkernel.rms_norm(*row).square().sum(), {"x": (2, 3, 5), "weight": (5,)}),
     "rms_norm_of_sum": (
         lambda x, residual: rlkernel.rms_norm(x, residual=residual).normed.square().sum(),

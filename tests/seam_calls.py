@@ -165,6 +165,7 @@ def _norms():
             x, residual = torch.randn(2, 3, 2, length, dtype=dtype)[:, :, :1].clone().requires_grad_()
             for weight in (torch.ones(length, dtype=dtype), torch.ones(length)):
                 rlkernel.rms_norm(x, weight.requires_grad_()).sum().backward()
+                rlkernel.layer_norm(x, weight, weight).sum().backward()
                 out = rlkernel.rms_norm(x[:, 0], weight, residual=residual[:, 0])
                 (out.normed + out.summed).sum().backward()
 

@@ -52,6 +52,7 @@ CALLS = {
     rlkernel.paged_prefix_attention: PAGED,
     rlkernel.paged_prefix_plan: {**{name: PAGED[name] for name in PAGED_TABLES}, "block_size": 4},
     rlkernel.running_normalize: {"x": ROWS, "state": torch.zeros(3, dtype=torch.float64)},
+    rlkernel.layer_norm: {"x": ROWS},
     rlkernel.rms_norm: {"x": ROWS},
     rlkernel.value_loss: {"values": ROWS, "returns": ROWS, "mask": MASK},
     rlkernel.whiten: {"x": ROWS},

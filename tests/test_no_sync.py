@@ -14,6 +14,7 @@ from rlkernel.reference import (
     gae,
     group_advantages,
     kl_shaped_rewards,
+    layer_norm,
     logprob,
     matmul,
     policy_loss,
@@ -118,6 +119,7 @@ CALLS = {
         rlkernel.value_loss, value_loss.make_inputs(5, 70, clipped=True), "values", cliprange_value=0.2
     ),
     "policy_loss": _policy_losses,
+    "layer_norm": lambda: _norm(rlkernel.layer_norm, layer_norm.make_inputs(5, 70)),
     "rms_norm": lambda: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True)),
 }
 

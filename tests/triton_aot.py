@@ -93,6 +93,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
     from rlkernel.calls.gae import GaeCall
     from rlkernel.calls.group_advantages import GroupAdvantagesCall
     from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall
+    from rlkernel.calls.layer_norm import LayerNormCall
     from rlkernel.calls.linear_logprob import Head, LinearLogprobCall
     from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
     from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
@@ -108,6 +109,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         gae,
         group_advantages,
         kl_shaped_rewards,
+        layer_norm,
         linear_logprob,
         logprob,
         paged_prefix_attention,
@@ -160,6 +162,8 @@ def binaries_of_varied_calls() -> dict[str, int]:
             heads, scale = logits[..., t > 1 :][..., :255], torch.ones(256)[t > 1 :][:255]
             norm = RmsNormCall(heads, None, scale, t, t, "after_weight", (True, False, True))
             rms_norm.backward(norm, rms_norm.forward(norm), RmsNormGrads(heads, None))
+            norm = LayerNormCall(heads, scale, None, t, (True, True, False))
+            layer_norm.backward(norm, layer_norm.forward(norm), heads)
             whiten.forward(WhitenCall(values, values > 0, None, True, True, t, "std"))
             kl_shaped_rewards.forward(
                 KlShapedRewardsCall(rows, rows, rows, rows != 0, t, "k3", 20 * t, 10 * t, False, None)

@@ -4,6 +4,7 @@
 #include "rlkernel/gae/bind.h"
 #include "rlkernel/group_advantages/bind.h"
 #include "rlkernel/kl_shaped_rewards/bind.h"
+#include "rlkernel/layer_norm/bind.h"
 #include "rlkernel/logprob/bind.h"
 #include "rlkernel/matmul/bind.h"
 #include "rlkernel/paged_prefix_attention/bind.h"
@@ -35,6 +36,8 @@
   KERNEL(attention_merge) \
   KERNEL(segment_reduce) \
   KERNEL(gather_kv) \
+  KERNEL(layer_norm_forward) \
+  KERNEL(layer_norm_backward) \
   KERNEL(rms_norm_forward) \
   KERNEL(rms_norm_backward) \
   KERNEL(sampling_statistics) \

@@ -53,10 +53,10 @@ struct NormRows {
     return grad.dense_floats(length);
   }
 
-  // Of one or several sums over the rows.
-  float* partials(const Tensor& partials, const Tensor& grad, int sums = 1) const {
-    if (partials.given != grad.given) partials.refuse("be given where grad_weight is", partials.given ? "a tensor" : "None");
-    return partials.dense<float>(sums * norm_chunks(count) * length);
+  // Of a sum over the rows.
+  float* partials(const Tensor& partials, const Tensor& grad) const {
+    if (partials.given != grad.given) partials.refuse("be given where its gradient is", partials.given ? "a tensor" : "None");
+    return partials.dense<float>(norm_chunks(count) * length);
   }
 };
 

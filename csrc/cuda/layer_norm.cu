@@ -1,0 +1,1 @@
+#include "rlkernel/layer_norm/kernel.cuh"

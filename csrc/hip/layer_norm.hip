@@ -1,0 +1,1 @@
+#include "../cuda/layer_norm.cu"

@@ -1,0 +1,42 @@
+"""``layer_norm`` over the compiled extension, on CPU, CUDA or HIP by the tensor's device."""
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.layer_norm import LayerNormCall, LayerNormGrads, LayerNormResults
+from rlkernel.native import kernels, taking
+from rlkernel.native._rows import rows_of
+
+unsupported = taking("x")
+
+
+def forward(call: LayerNormCall) -> LayerNormResults:
+    x = call.x
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    kernels(x.device).layer_norm_forward(
+        x=rows_of(x), weight=call.weight, bias=call.bias, eps=call.eps, normed=normed, mean=mean, rstd=rstd
+    )
+    return LayerNormResults(normed, mean, rstd)
+
+
+def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor) -> LayerNormGrads:
+    x, part = call.x, kernels(call.x.device)
+    chunks = -(-results.rstd.numel() // part.NORM_ROWS)
+
+    def sums(parameter: Tensor | None, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+        if parameter is None or not wanted:
+            return None, None
+        partials = torch.empty(chunks * x.shape[-1], dtype=torch.float32, device=x.device)
+        return partials, torch.empty(parameter.shape, dtype=parameter.dtype, device=x.device)
+
+    weight_partials, grad_weight = sums(call.weight, call.needs[1])
+    bias_partials, grad_bias = sums(call.bias, call.needs[2])
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    part.layer_norm_backward(
+        x=rows_of(x), grad_normed=rows_of(grad_normed), mean=results.mean, rstd=results.rstd,
+        weight=call.weight, grad_x=grad_x, weight_partials=weight_partials, grad_weight=grad_weight,
+        bias_partials=bias_partials, grad_bias=grad_bias,
+    )  # fmt: skip
+    return LayerNormGrads(grad_x, grad_weight, grad_bias)
