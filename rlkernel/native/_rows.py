@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -15,3 +16,8 @@ def rows_of(x: T) -> T:
         return x.contiguous()
     # a view where its first dimensions are one behind the other, else a copy
     return x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """An empty tensor of its shape, dtype and device: named one by one they take twice the time."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from rlkernel.calls.layer_norm import LayerNormCall, LayerNormGrads, LayerNormResults
 from rlkernel.native import kernels, taking
-from rlkernel.native._rows import rows_of
+from rlkernel.native._rows import dense_like, rows_of
 
 unsupported = taking("x")
 
 
 def forward(call: LayerNormCall) -> LayerNormResults:
     x = call.x
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = dense_like(x)
     mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     kernels(x.device).layer_norm_forward(
@@ -29,11 +29,11 @@ def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor
         if parameter is None or not wanted:
             return None, None
         partials = torch.empty(chunks * x.shape[-1], dtype=torch.float32, device=x.device)
-        return partials, torch.empty(parameter.shape, dtype=parameter.dtype, device=x.device)
+        return partials, dense_like(parameter)
 
     weight_partials, grad_weight = sums(call.weight, call.needs[1])
     bias_partials, grad_bias = sums(call.bias, call.needs[2])
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_x = dense_like(x)
     part.layer_norm_backward(
         x=rows_of(x), grad_normed=rows_of(grad_normed), mean=results.mean, rstd=results.rstd,
         weight=call.weight, grad_x=grad_x, weight_partials=weight_partials, grad_weight=grad_weight,

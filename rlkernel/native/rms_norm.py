@@ -5,15 +5,15 @@ from torch import Tensor
 
 from rlkernel.calls.rms_norm import RmsNormCall, RmsNormGrads, RmsNormResults
 from rlkernel.native import kernels, taking
-from rlkernel.native._rows import rows_of
+from rlkernel.native._rows import dense_like, rows_of
 
 unsupported = taking("x")
 
 
 def forward(call: RmsNormCall) -> RmsNormResults:
     x, residual = call.x, call.residual
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = dense_like(x)
+    summed = None if residual is None else dense_like(x)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     kernels(x.device).rms_norm_forward(
         x=rows_of(x), residual=rows_of(residual), summed=summed, weight=call.weight,
@@ -26,11 +26,11 @@ def forward(call: RmsNormCall) -> RmsNormResults:
 def backward(call: RmsNormCall, results: RmsNormResults, grads: RmsNormGrads) -> tuple[Tensor, Tensor | None]:
     h = call.x if results.summed is None else results.summed
     part, rstd, weight = kernels(h.device), results.rstd, call.weight
-    grad_x = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    grad_x = dense_like(h)
     grad_weight = partials = None
     if weight is not None and call.needs[2]:
         chunks = -(-rstd.numel() // part.NORM_ROWS)
-        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=h.device)
+        grad_weight = dense_like(weight)
         partials = torch.empty(chunks * h.shape[-1], dtype=torch.float32, device=h.device)
     part.rms_norm_backward(
         h=rows_of(h), grad_normed=rows_of(grads.normed), grad_summed=rows_of(grads.summed), rstd=rstd,
