@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accuracy import error
 from bitwise import assert_equal
-from paged_cases import OP, STEPS, TABLES, group, make, run
+from paged_cases import OP, STEPS, TABLES, dense, differing, group, make, run
 
 import rlkernel
 from rlkernel import native
@@ -50,6 +51,15 @@ def test_items_of_any_rows_change_no_bit(rows, monkeypatch):
     want = run("native", inputs, window=70)
     monkeypatch.setattr(paged, "ITEM_ROWS", rows)
     assert_same(run("native", inputs, window=70), want)
+
+
+def test_sharing_less_than_a_tile_is_found(monkeypatch):
+    """The bits hold because items end where tiles do."""
+    inputs = make(STEPS["decode of several"])
+    assert not differing("native", inputs)
+    monkeypatch.setattr(paged, "TILE", 16)
+    assert differing("native", inputs)
+    assert error(run("native", inputs)[0], dense(inputs, torch.float64)[0]) < 1e-5
 
 
 def results():
