@@ -1,5 +1,5 @@
-// The matrix product whose bits depend on K alone: see arguments.h. Blocks of columns are dealt out to threads; each is read in
-// place where K is its inner dimension, or packed where that pays, and is multiplied by strips of rows, one after the other.
+// The matrix product whose bits depend on K alone: see arguments.h. Columns are dealt out to threads, and read in blocks: where
+// they are if K is their inner dimension, else packed. Each block is multiplied by strips of rows, one after the other.
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
@@ -8,14 +8,21 @@
 
 #include <omp.h>
 
+#include "matmul/few_rows.h"
 #include "matmul/strip.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
-constexpr int64_t kParallel = 1 << 17;      // multiplications from which threads pay
-constexpr int64_t kPackedBytes = 1 << 20;   // of a block of columns: in L2
-constexpr int64_t kLeastColumns = 96, kMostColumns = 384;  // of such a block: each strip of `a` is packed for every block
+constexpr int64_t kParallel = 1 << 17;       // multiplications from which threads pay
+constexpr int64_t kTasks = 4;                // of a thread, where there are columns enough
+constexpr int64_t kKeptBytes = 1 << 18;      // of packed rows that stay for all columns of a task
+constexpr int64_t kBlockBytes = 1 << 20;     // of a block of columns, to which the rows are packed anew: in L2
+constexpr int64_t kSmallBlockBytes = 1 << 18;  // of one where the rows are kept
+// Strips of rows up to which columns that are dense along K are read where they are: with 32 registers there are as many rows
+// to a column as hide what it costs to read.
+constexpr int64_t kStripsInPlace = kChains > 1 ? INT64_MAX : 32;
+constexpr int64_t kLeastColumns = 96, kMostColumns = 384;  // of a block where the rows are packed for each
 
 int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
@@ -53,29 +60,37 @@ class Scratch {
 
 // How the product is cut, which decides no bit.
 struct Plan {
-  bool pack;           // the columns, to panels of fp32
-  int64_t rows;        // of a strip
-  int64_t columns;     // of a block
-  int64_t row_blocks, rows_of_block;
+  bool few;       // rows by columns that are neither packed nor dense along K
+  bool pack;      // the columns, to panels of fp32
+  bool keep;      // the rows of a task are packed once, not for each block of columns
+  int64_t rows;   // of a strip
+  int64_t block;  // columns that are packed at a time, or read at a time by strip after strip
+  int64_t task_columns, task_rows;
 
   Plan(const Matmul& x, int64_t threads) {
-    const int64_t strips = std::max<int64_t>((x.M + kMostRows - 1) / kMostRows, 1);
+    const int64_t strips = std::max<int64_t>((x.M + kMostRows - 1) / kMostRows, 1), bytes = std::max<int64_t>(x.K, 1) * 4;
     rows = round_up((x.M + strips - 1) / strips, kChains);
-    pack = x.b.step != 1 || strips >= (x.b.dtype == Dtype::f32 ? 4 : 2);
-    const int64_t fitting = kPackedBytes / 4 / std::max<int64_t>(x.K, 1);
-    columns = std::min(std::max(fitting, kLeastColumns), kMostColumns);
-    int64_t blocks = (x.N + columns - 1) / columns;
-    if (x.batch == 1) blocks = std::min(round_up(blocks, threads), std::max<int64_t>(x.N / 16, 1));
-    columns = round_up((x.N + blocks - 1) / blocks, kColumns);
-    // too few columns for all threads: the rows are shared out too
-    const int64_t tasks = x.batch * blocks;
-    row_blocks = tasks >= threads ? 1 : std::min(strips, (threads + tasks - 1) / tasks);
-    rows_of_block = round_up((x.M + row_blocks - 1) / row_blocks, rows);
+    few = x.b.step != 1 && x.b.row == 1 && x.M <= std::min<int64_t>(kFewRows, kMostRows);
+    pack = !few && (x.b.step != 1 || strips > kStripsInPlace);
+    keep = strips * rows * bytes <= kKeptBytes;
+    block = keep ? std::clamp<int64_t>(kSmallBlockBytes / bytes, 16, kMostColumns)
+                 : std::clamp(kBlockBytes / bytes, kLeastColumns, kMostColumns);
+    block = few ? kFewColumns : block / kColumns * kColumns;
+    const int64_t blocks = (x.N + block - 1) / block;
+    // as many tasks as keep all threads busy to the end, of columns first: each packs its own
+    int64_t tasks = keep ? std::min(x.batch == 1 ? threads * kTasks : 1, std::max<int64_t>(x.N / 16, 1)) : blocks;
+    if (x.batch == 1 && !keep) tasks = std::min(round_up(tasks, threads), std::max<int64_t>(x.N / 16, 1));
+    if (threads == 1 && keep) tasks = 1;
+    task_columns = round_up((x.N + tasks - 1) / tasks, kColumns);
+    block = std::min(block, task_columns);
+    const int64_t wanted = x.batch * tasks >= threads ? 1 : std::min(strips, (threads + tasks - 1) / tasks);
+    task_rows = round_up((x.M + wanted - 1) / wanted, rows);
   }
 };
 
 template <class T>
-void store_rows(const Matmul& x, int64_t z, int64_t m, int64_t rows, int64_t n, int64_t columns, const float* results, int64_t stride) {
+void store_rows(const Matmul& x, int64_t z, int64_t m, int64_t rows, int64_t n, int64_t columns, const float* results,
+                int64_t stride) {
   for (int64_t r = 0; r < rows; ++r) {
     T* out = static_cast<T*>(x.out) + (z * x.M + m + r) * x.N + n;
     const auto value = [&](int64_t i, int count) {
@@ -88,41 +103,66 @@ void store_rows(const Matmul& x, int64_t z, int64_t m, int64_t rows, int64_t n, 
   }
 }
 
-// Rows m0 to m1 of a block of columns.
+struct Task {
+  int64_t z, m0, m1, n0, n1;
+};
+
+// The rows of a task by a block of its columns.
 template <class T>
-void run_block(const Matmul& x, const Plan& plan, int64_t z, int64_t m0, int64_t m1, int64_t n, const Columns<T>& b, Panels a,
-               Strip strip) {
-  for (int64_t m = m0; m < m1; m += plan.rows) {
-    const int64_t rows = std::min(plan.rows, m1 - m);
-    a.wide = round_up(rows, kChains);
-    pack(x.a, z, m, m + rows, x.K, a);
-    run_strip(static_cast<int>(a.wide / kChains), strip, b);
-    with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, z, m, rows, n, b.count, strip.results, strip.stride); });
+void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, const Columns<T>& b, float* a, Strip strip) {
+  const int64_t panel = plan.rows * strip.groups * kLanes;
+  for (int64_t m = task.m0; m < task.m1; m += plan.rows) {
+    const int64_t rows = std::min(plan.rows, task.m1 - m), wide = round_up(rows, kChains);
+    strip.a = plan.keep ? a + (m - task.m0) / plan.rows * panel : a;
+    if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, {const_cast<float*>(strip.a), wide, strip.groups});
+    run_strip(static_cast<int>(wide / kChains), strip, b);
+    with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
   }
 }
 
-void run_task(const Matmul& x, const Plan& plan, int64_t z, int64_t m0, int64_t m1, int64_t n) {
+void run_task(const Matmul& x, const Plan& plan, const Task& task) {
   static thread_local Scratch scratch;
-  const int64_t count = std::min(plan.columns, x.N - n), wide = round_up(count, kColumns), groups = groups_of(x.K);
+  const int64_t wide = round_up(plan.block, std::max<int64_t>(kColumns, kWidth)), groups = groups_of(x.K);
+  const int64_t strips = plan.keep ? (task.m1 - task.m0 + plan.rows - 1) / plan.rows : 1;
   const int64_t held = plan.pack ? groups : 1;  // packed groups of the columns: all, or the last where K breaks it
-  scratch.reserve(Scratch::bytes_of<float>(kMostRows * groups * kLanes) + Scratch::bytes_of<float>(kMostRows * wide * kLanes) +
-                  Scratch::bytes_of<float>(kMostRows * wide) + Scratch::bytes_of<float>(wide * held * kLanes));
-  const Panels a{scratch.take<float>(kMostRows * groups * kLanes), 0, groups};
-  Register* state = reinterpret_cast<Register*>(scratch.take<float>(kMostRows * wide * kLanes));
-  const Strip strip{a.first, groups, state, scratch.take<float>(kMostRows * wide), wide};
-  const Panels panels{scratch.take<float>(wide * held * kLanes), kColumns, held};
-  if (plan.pack) {
-    pack(x.b, z, n, n + count, x.K, panels);
-    const Columns<float> b{panels.first, kLanes, kColumns * kLanes, groups * kColumns * kLanes, count, nullptr};
-    return run_block(x, plan, z, m0, m1, n, b, a, strip);
+  const int64_t lanes = plan.rows * wide * kLanes;
+  const int64_t sizes[] = {strips * plan.rows * groups * kLanes, lanes, plan.rows * wide, wide * held * kLanes};
+  int64_t bytes = 0;
+  for (const int64_t size : sizes) bytes += Scratch::bytes_of<float>(size);
+  scratch.reserve(bytes);
+  float* a = scratch.take<float>(sizes[0]);
+  Register* state = reinterpret_cast<Register*>(scratch.take<float>(sizes[1]));
+  const Strip strip{a, groups, state, scratch.take<float>(sizes[2]), wide};
+  const Panels panels{scratch.take<float>(sizes[3]), kColumns, held};
+  const Panels rows{a, plan.rows, groups};
+  if (plan.few) pack(x.a, task.z, task.m0, task.m1, x.K, rows);
+  for (int64_t n = task.n0; n < task.n1; n += plan.block) {
+    const int64_t count = std::min(plan.block, task.n1 - n);
+    if (plan.few) {
+      const int64_t m = task.m1 - task.m0;
+      with_type(x.b.dtype, [&](auto t) {
+        const auto columns = rows_of<decltype(t)>(x.b, task.z, n, n + count, x.K);
+        run_few_rows(rows, columns, m, reinterpret_cast<float*>(state), strip.results, wide);
+      });
+      with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, task.z, task.m0, m, n, count, strip.results, wide); });
+      continue;
+    }
+    if (plan.pack) {
+      pack(x.b, task.z, n, n + count, x.K, panels);
+      const Columns<float> b{panels.first, kLanes, kColumns * kLanes, groups * kColumns * kLanes, count, nullptr};
+      run_block(x, plan, task, n, b, a, strip);
+      continue;
+    }
+    with_type(x.b.dtype, [&](auto t) {
+      using T = decltype(t);
+      const Rows<T> columns = rows_of<T>(x.b, task.z, n, n + count, x.K);
+      const int64_t whole = x.K / kLanes * kLanes;
+      if (whole < x.K) pack(Rows<T>{columns.first + whole, columns.row, 1, count, x.K - whole}, panels);
+      const float* rest = whole < x.K ? panels.first : nullptr;
+      const Columns<T> b{columns.first, columns.row, kLanes, kColumns * columns.row, count, rest};
+      run_block(x, plan, task, n, b, a, strip);
+    });
   }
-  with_type(x.b.dtype, [&](auto t) {
-    const auto rows = rows_of<decltype(t)>(x.b, z, n, n + count, x.K);
-    const int64_t whole = x.K / kLanes * kLanes;
-    if (whole < x.K) pack(Rows<decltype(t)>{rows.first + whole, rows.row, 1, count, x.K - whole}, panels);
-    const Columns<decltype(t)> b{rows.first, rows.row, kLanes, kColumns * rows.row, count, whole < x.K ? panels.first : nullptr};
-    run_block(x, plan, z, m0, m1, n, b, a, strip);
-  });
 }
 
 }  // namespace
@@ -131,14 +171,14 @@ int matmul(const Matmul& x) {
   if (x.batch == 0 || x.M == 0 || x.N == 0) return 0;
   const bool parallel = x.M * x.N * x.K >= kParallel / x.batch;
   const Plan plan(x, parallel ? omp_get_max_threads() : 1);
-  const int64_t blocks = (x.N + plan.columns - 1) / plan.columns, tasks = x.batch * blocks * plan.row_blocks;
+  const int64_t across = (x.N + plan.task_columns - 1) / plan.task_columns, down = (x.M + plan.task_rows - 1) / plan.task_rows;
+  const int64_t tasks = x.batch * across * down;
   std::exception_ptr failure;  // out of memory, which must not leave the threads
 #pragma omp parallel for schedule(dynamic, 1) if (parallel && tasks > 1)
-  for (int64_t task = 0; task < tasks; ++task) {
-    const int64_t block = task % blocks, row_block = task / blocks % plan.row_blocks, z = task / blocks / plan.row_blocks;
-    const int64_t m0 = row_block * plan.rows_of_block, m1 = std::min(m0 + plan.rows_of_block, x.M);
+  for (int64_t i = 0; i < tasks; ++i) {
+    const int64_t m = i / across % down * plan.task_rows, n = i % across * plan.task_columns;
     try {
-      if (m0 < m1) run_task(x, plan, z, m0, m1, block * plan.columns);
+      run_task(x, plan, {i / across / down, m, std::min(m + plan.task_rows, x.M), n, std::min(n + plan.task_columns, x.N)});
     } catch (...) {
 #pragma omp critical
       failure = std::current_exception();

@@ -57,11 +57,12 @@ inline Register spread(const T* p) { return eight(p); }
 #endif
 
 // One rounding, on every machine: the baseline of x86 has no such instruction and asks the C library.
-inline Register fused(Register a, Register b, Register c) {
+template <class Vector>
+inline Vector fused(Vector a, Vector b, Vector c) {
 #if defined(__AVX2__)
   return fma(a, b, c);
 #else
-  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  for (size_t i = 0; i < sizeof(Vector) / 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 #endif
 }

@@ -23,45 +23,66 @@ struct Panels {
   float* first;
   int64_t wide, groups;
 
-  float* place(int64_t row, int64_t group) const {
-    return first + ((row / wide * groups + group) * wide + row % wide) * kLanes;
-  }
+  // The first group of a row; the next is a `step` behind it.
+  float* row(int64_t r) const { return first + (r / wide * groups * wide + r % wide) * kLanes; }
+  int64_t step() const { return wide * kLanes; }
 };
 
+// Groups of a row from `group` on, an element at a time.
 template <class T>
-inline void pack_part(const Rows<T>& x, int64_t row, int64_t group, const Panels& to) {
-  T part[kLanes] = {};
-  const int64_t k = group * kLanes, count = std::min<int64_t>(kLanes, x.K - k);
-  for (int64_t i = 0; i < count; ++i) part[i] = x.first[row * x.row + (k + i) * x.step];
-  put(to.place(row, group), eight(part));
+inline void pack_row(const Rows<T>& x, int64_t row, int64_t group, const Panels& to) {
+  float* out = to.row(row);
+  for (; group < to.groups; ++group) {
+    T part[kLanes] = {};
+    const int64_t k = group * kLanes, count = std::min<int64_t>(kLanes, x.K - k);
+    for (int64_t i = 0; i < count; ++i) part[i] = x.first[row * x.row + (k + i) * x.step];
+    put(out + group * to.step(), eight(part));
+  }
+}
+
+// The whole groups of rows whose K is dense.
+template <class T>
+inline void pack_along(const Rows<T>& x, int64_t groups, const Panels& to) {
+  for (int64_t first = 0; first < x.count; first += to.wide) {
+    const int64_t rows = std::min(to.wide, x.count - first);
+    const T* in = x.first + first * x.row;
+    float* out = to.row(first);
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t r = 0; r < rows; ++r) put(out + g * to.step() + r * kLanes, eight(in + r * x.row + g * kLanes));
+  }
+}
+
+// Those of eight rows or more that are next to each other for every k. Each line of memory is read once.
+template <class T>
+inline void pack_across(const Rows<T>& x, int64_t groups, const Panels& to) {
+  constexpr int64_t kMost = 256;
+  for (int64_t first = 0; first < x.count; first += kMost) {
+    if (first > 0 && x.count - first < kLanes) first = x.count - kLanes;
+    const int64_t count = std::min(kMost, x.count - first);
+    float* place[kMost];
+    for (int64_t r = 0; r < count; ++r) place[r] = to.row(first + r);
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t begin = 0; begin < count; begin += kLanes) {
+        const int64_t r = std::min(begin, count - kLanes);  // of a broken eight some rows are packed again
+        Eight block[kLanes];
+        for (int i = 0; i < kLanes; ++i) block[i] = eight(x.first + first + r + (g * kLanes + i) * x.step);
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) put(place[r + i] + g * to.step(), block[i]);
+      }
+  }
 }
 
 template <class T>
 inline void pack(const Rows<T>& x, const Panels& to) {
   const int64_t whole = x.K / kLanes;
-  int64_t packed_rows = 0;  // in their whole groups
-  if (x.step == 1) {
-    for (int64_t first = 0; first < x.count; first += to.wide) {
-      const int64_t end = std::min(first + to.wide, x.count);
-      for (int64_t g = 0; g < whole; ++g)
-        for (int64_t r = first; r < end; ++r) put(to.place(r, g), eight(x.first + r * x.row + g * kLanes));
-    }
-    packed_rows = x.count;
-  } else if (x.row == 1) {
-    packed_rows = x.count / kLanes * kLanes;
-    for (int64_t g = 0; g < whole; ++g)
-      for (int64_t r = 0; r < packed_rows; r += kLanes) {
-        Eight block[kLanes];
-        for (int i = 0; i < kLanes; ++i) block[i] = eight(x.first + r + (g * kLanes + i) * x.step);
-        transpose(block);
-        for (int i = 0; i < kLanes; ++i) put(to.place(r + i, g), block[i]);
-      }
-  }
-  for (int64_t r = 0; r < x.count; ++r)
-    for (int64_t g = r < packed_rows ? whole : 0; g < to.groups; ++g) pack_part(x, r, g, to);
+  const bool along = x.step == 1, across = !along && x.row == 1 && x.count >= kLanes;
+  if (along) pack_along(x, whole, to);
+  if (across) pack_across(x, whole, to);
+  if (const int64_t packed = along || across ? whole : 0; packed < to.groups)
+    for (int64_t r = 0; r < x.count; ++r) pack_row(x, r, packed, to);
   const int64_t all = (x.count + to.wide - 1) / to.wide * to.wide;
   for (int64_t r = x.count; r < all; ++r)
-    for (int64_t g = 0; g < to.groups; ++g) put(to.place(r, g), Eight{});
+    for (int64_t g = 0; g < to.groups; ++g) put(to.row(r) + g * to.step(), Eight{});
 }
 
 // Rows `begin` to `end` of matrix z of an operand.

@@ -23,7 +23,8 @@ struct matmul {
     const int64_t one = K == 1;
     const Operand rows{a.data(), a.dtype(), a.stride(0), a.stride(1), one ? 1 : a.stride(2)};
     const Operand columns{b.data(), b.dtype(), b.stride(0), b.stride(2), one ? 1 : b.stride(1)};
-    return launch({rows, columns, bias.dense<const float>(N), out.dense_floats(batch * M * N), out.dtype(), batch, M, N, K}, stream);
+    void* written = out.dense_floats(batch * M * N);
+    return launch({rows, columns, bias.dense<const float>(N), written, out.dtype(), batch, M, N, K}, stream);
   }
 };
 
