@@ -103,7 +103,7 @@ def verified(
     )
     end = out.accepted[:, None]
     last = out.token_ids.gather(1, end).clamp(min=0)  # vLLM has no token that is none
-    last = torch.where(end == lengths[:, None], bonus_token_ids.to(last.dtype), last)
+    last = torch.where(end == lengths[:, None], bonus_token_ids.to(last.dtype).view(-1, 1), last)
     return out.token_ids.scatter(1, end, last).to(torch.int32)
 
 

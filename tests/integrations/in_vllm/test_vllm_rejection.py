@@ -43,11 +43,13 @@ def patched():
         yield patch
 
 
-def call(function, drafts, target, draft_probs=None, temperature=1.0, generators=None, **named):
+def call(
+    function, drafts, target, draft_probs=None, temperature=1.0, generators=None, bonus=None, **named
+):  # fmt: skip
     """``drafts``: a list for each request; target and draft_probs [num_tokens, V]."""
     lengths = [len(x) for x in drafts]
     flat = torch.tensor([token for x in drafts for token in x], dtype=torch.int32)
-    bonus = torch.full((len(drafts), 1), BONUS, dtype=torch.int32)
+    bonus = torch.full((len(drafts), 1), BONUS, dtype=torch.int32) if bonus is None else bonus
     return function(
         flat, lengths, max(lengths), torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
         draft_probs, target.clone(), bonus, metadata(temperature, len(drafts), generators), **named,
@@ -138,6 +140,19 @@ def test_greedy_rows_stand_beside_others(patched):
 def test_a_request_without_drafts_gets_the_token_behind_them(patched):
     out = call(rejection_sampler.rejection_sample, [[], [1, 2]], target_of())
     assert out[0].tolist() == [BONUS, -1, -1]
+
+
+def test_tokens_behind_drafts_may_come_as_a_row(patched):
+    """vLLM's kernels look at their memory alone, and its tests hand on either shape."""
+    best = target_of().argmax(1).tolist()
+    bonus = torch.tensor([VOCAB + 2, VOCAB + 3], dtype=torch.int32)
+    target = target_of()[[0, 1, 0]]
+    for shape in ((2,), (2, 1)):
+        out = call(
+            rejection_sampler.rejection_sample, [best, best[:1]], target, temperature=0.0,
+            bonus=bonus.view(shape),
+        )  # fmt: skip
+        assert out.tolist() == [[*best, VOCAB + 2], [best[0], VOCAB + 3, -1]]
 
 
 def test_a_seeds_tokens_depend_on_no_other_request(patched):
