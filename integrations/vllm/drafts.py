@@ -60,8 +60,6 @@ def unserved(rejection: Any, spec: Any, draft_probs: Tensor | None, metadata: An
         return "processors of the user, thinking budgets or ends of structured outputs change logits"
     if metadata.generators and not positions.known():
         return "requests have seeds, and no model runner says where their tokens stand"
-    if metadata.generators and positions.late():
-        return "requests have seeds, and which drafts stood before is known on the device alone"
     return undistributed(spec.draft_token_ids, draft_probs, vocab)
 
 

@@ -36,14 +36,12 @@ def known() -> bool:
     return _runner is not None
 
 
-def late() -> bool:
-    """Whether the host takes all drafts of the step before for accepted, as vLLM's asynchronous one does."""
-    return bool(_runner.use_async_spec_decode)
-
-
 def positions(rows: int, device: torch.device) -> Tensor:
-    """How many tokens stand before the next one of each row, prompt included."""
-    return _runner.optimistic_seq_lens_cpu[:rows].to(device, torch.int64)
+    """How many tokens stand before the next one of each row, prompt included, its drafts taken to stand.
+
+    Of the device: under asynchronous scheduling the host does not know which drafts of the step before stood.
+    """
+    return _runner.seq_lens[:rows].to(device, torch.int64)
 
 
 def seeds(generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> Tensor | None:

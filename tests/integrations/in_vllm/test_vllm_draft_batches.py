@@ -17,6 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+import rlkernel
 from rlkernel.integrations.vllm import drafts, positions, support
 
 VOCAB = 32
@@ -162,6 +163,31 @@ def test_every_token_is_distributed_as_the_targets():
     assert chi_square(tokens[:, 0], q[0].where(p[0] > 0, 0) / q[0][p[0] > 0].sum()) > 5
 
 
+def runner_at(places):
+    """vLLM's under asynchronous scheduling, whose host takes all drafts of the step before for accepted."""
+    return types.SimpleNamespace(
+        seq_lens=places, optimistic_seq_lens_cpu=torch.full_like(places, 99), use_async_spec_decode=True
+    )
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["q", "no q"])
+def test_a_seeds_place_is_that_of_the_device(given, expanded, monkeypatch):
+    """Through the sampler of the patch, which leaves nothing to vLLM."""
+    metadata, q, logits, wanted = batch(2, "temperatures")
+    rows = len(LENGTHS)
+    wanted = dataclasses.replace(
+        wanted, generators={row: torch.Generator().manual_seed(row) for row in range(rows)}
+    )
+    places, said = torch.arange(40, 40 + rows), []
+    with rlkernel.patch_vllm(ops=("sampler", "rejection"), strict=True) as patch:
+        for moved in (0, 0, 1):
+            monkeypatch.setattr(positions, "_runner", runner_at(places + moved))
+            sampler = RejectionSampler(Sampler())
+            said.append(sampler(metadata, q if given else None, logits, wanted).sampled_token_ids)
+    assert patch.calls[drafts.NAME] == 3 and not patch.fallbacks
+    assert torch.equal(said[0], said[1]) and not torch.equal(said[0], said[2])
+
+
 def test_a_seeds_tokens_depend_on_no_other_request(monkeypatch):
     """On the seed, on the place and on what was drafted, the token behind the last draft too."""
     metadata, q, logits, _ = batch(0, "temperatures")
@@ -171,10 +197,7 @@ def test_a_seeds_tokens_depend_on_no_other_request(monkeypatch):
 
     def draw(metadata, q, logits, row, seed, place):
         count = len(metadata.num_draft_tokens)
-        runner = types.SimpleNamespace(
-            optimistic_seq_lens_cpu=torch.full((count,), place), use_async_spec_decode=False
-        )
-        monkeypatch.setattr(positions, "_runner", runner)
+        monkeypatch.setattr(positions, "_runner", runner_at(torch.full((count,), place)))
         wanted = asked(count, generators={row: torch.Generator().manual_seed(seed)})
         out = drafts.chained(Sampler(), metadata, q, logits, wanted).sampled_token_ids
         return [x for x in out[row].tolist() if x >= 0]
