@@ -19,7 +19,7 @@ ENTRY_POINT = "rlkernel"
 
 OWN = (SWITCH, STRICT, SUPPORT, INVARIANT)
 OPS = ("sampler", "support", "prompt_logprobs", "rejection", "attention", "v2")
-DEFAULT = OPS[:4]  # attention reads less and takes longer on a CPU, and v2 has run in no engine: by name only
+DEFAULT = OPS[:4]  # attention pays for long shared prompts alone, and v2 has run in no engine: by name only
 
 
 class Asked(NamedTuple):

@@ -70,7 +70,8 @@ def vllm_attention(stored: Stored) -> str:
         f"{settings['dtype']}: medians of {settings['pairs']} pairs.",
         ["Hq / Hkv", "requests", "they share", *figures, "fewer KV bytes"],
         rows,
-        "attention is all layers', with vLLM's metadata and our plan",
+        "attention is all layers', with vLLM's metadata and our plan; "
+        "where nothing is shared both are vLLM's kernel",
     )
 
 
