@@ -4,9 +4,11 @@ import importlib
 import sys
 from types import SimpleNamespace
 
+import autotp_heads
 import peer_sources
 import pytest
 import ranks
+import rounded_engines
 import tiny
 import torch
 import zero_engines
@@ -114,9 +116,7 @@ def _source(name):
 
 
 @pytest.mark.parametrize("source", ["own", "dschat"])
-@pytest.mark.parametrize(
-    "kinds", [zero_kinds("zero2", "zero3", "zero3-tied", "zero2-fp16dynamic", "zero3-bf16")]
-)
+@pytest.mark.parametrize("kinds", [zero_kinds("zero2", "zero3", "zero2-fp16dynamic", "zero3-tied-bf16")])
 def test_ppo(kinds, source, tmp_path):
     """Losses and weights to 1e-6 or the dtype's error, the same steps skipped, no logits; after the undo the
     bits of before."""
@@ -183,13 +183,29 @@ def _plain(rank, kind):
     ]
 
 
-@pytest.mark.parametrize(
-    "kinds", [zero_kinds("zero1", "zero2", "zero3", "zero3-tied", "zero3-offload", "zero2-tied")]
+def _check_plain(kind, reports):
+    for apart in reports:
+        assert max(apart) <= 1e-6, f"{kind}: losses, gradients, weights differ by {apart}"
+
+
+PLAIN = ("zero1", "zero2", "zero3", "zero3-tied", "zero3-offload", "zero2-tied")
+JOBS = (
+    dict.fromkeys(PLAIN, (_plain, _check_plain))
+    | dict.fromkeys(rounded_engines.KINDS, (rounded_engines.job, rounded_engines.check))
+    # last, because DeepSpeed keeps what it is told of tensor parallelism
+    | dict.fromkeys(autotp_heads.KINDS, (autotp_heads.job, autotp_heads.check))
 )
+
+
+def _scores(rank, kind):
+    return JOBS[kind][0](rank, kind)
+
+
+@pytest.mark.parametrize("kinds", [zero_kinds(*JOBS)])
 def test_scores_of_an_engine(kinds, tmp_path):
-    for kind, reports in ranks.run(_plain, kinds, tmp_path).items():
-        for apart in reports:
-            assert max(apart) <= 1e-6, f"{kind}: losses, gradients, weights differ by {apart}"
+    """In one start of the processes, which takes longer than all kinds."""
+    for kind, reports in ranks.run(_scores, kinds, tmp_path).items():
+        JOBS[kind][1](kind, reports)
 
 
 # losses over a split vocabulary, and distillation
