@@ -35,8 +35,10 @@ def patch(
             log.
         return_support: room for the tokens that the filters kept for each sampled one, which then come with
             the outputs of every request that does not itself say how much it wants.
-        batch_invariant: ``"attention"`` serves steps too in which requests share nothing, so that each of
-            them has the same bits alone and in any batch.
+        batch_invariant: a request has the same bits alone and in any batch, and those of transformers under
+            ``rlkernel.batch_invariant``: ``"attention"`` serves every step, layers compute as transformers
+            does, and that mode is on in each process while the patch is. On a CPU, with enforce_eager; a
+            model with other layers than were compared is an error when it is loaded.
 
     Raises:
         ValueError: ``ops`` names something else, or not what the other options need.
@@ -101,6 +103,10 @@ def _installed(request: switch.Asked) -> VllmPatch:
     for op in request.ops:  # each has a module of its name, with its plan
         with result.planning(op):
             importlib.import_module(f"rlkernel.integrations.vllm.{op}").plan(result)
+
+    if request.batch_invariant:
+        with result.planning("batch_invariant"):
+            importlib.import_module("rlkernel.integrations.vllm.invariant_layers").plan(result)
 
     def rlkernel_stats(self: Any) -> dict[str, Any]:
         return result.counts()

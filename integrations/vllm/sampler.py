@@ -17,6 +17,7 @@ from rlkernel.integrations.vllm import contract, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
 from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
+from rlkernel.runtime import invariance
 
 NAME = "Sampler.forward"
 RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
@@ -141,7 +142,17 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     if again:
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None and out.rank is not None
-    return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    drawn = _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    return _in_the_bits_of_logprob(logits, drawn) if invariance.is_on() else drawn
+
+
+def _in_the_bits_of_logprob(logits: Tensor, drawn: _Drawn) -> _Drawn:
+    """The token's own log-probability is the number that a trainer gets of the same logits."""
+    mine = rlkernel.logprob(logits, drawn.token_ids.long()).logprobs
+    top = drawn.top_logprobs
+    if top is not None and drawn.top_ids is not None:  # the token is named a second time
+        top = torch.where(drawn.top_ids == drawn.token_ids[:, None], mine[:, None], top)
+    return drawn._replace(logprobs=mine, top_logprobs=top)
 
 
 def _processed(z: Adjusted, asked: dict[str, Any]) -> _Drawn:

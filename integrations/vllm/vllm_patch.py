@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+import rlkernel
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import switch
@@ -30,7 +32,8 @@ class VllmPatch(CountedPatch):
         self.return_support = return_support
         """Room for the kept tokens of requests that do not say how much they want."""
         self.batch_invariant = batch_invariant
-        """Whether attention serves steps in which nothing is shared too."""
+        """Whether a request has the bits that transformers has under ``rlkernel.batch_invariant``."""
+        self._mode = contextlib.ExitStack()
         self.bytes: Counter[str] = Counter()
         """What the attention of served steps has read of the cache, and what it would have read."""
         self.refused: dict[str, str] = {}
@@ -68,6 +71,8 @@ class VllmPatch(CountedPatch):
     def apply(self) -> Self:
         super().apply()
         switch.make_known()
+        if self.batch_invariant and "batch_invariant" not in self.refused:
+            self._mode.enter_context(rlkernel.batch_invariant(strict=False))
         return self
 
     def undo(self) -> None:
@@ -75,6 +80,7 @@ class VllmPatch(CountedPatch):
         was_active = self.active
         super().undo()
         if was_active:
+            self._mode.close()
             switch.forget()
             switch.restore(self.environment)
             self.environment = {}

@@ -1,0 +1,104 @@
+"""vLLM's layers on a CPU in the arithmetic of transformers, for a ``batch_invariant`` patch.
+
+Most of them are torch's operations, which ``rlkernel.batch_invariant`` serves while the patch is on.  Here is
+the rest: products of packed weights become torch's; the residual is rounded before it is normalised, and
+rotary embeddings after each product, as transformers does.  A model with layers of another kind is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations.vllm import contract
+from rlkernel.integrations.vllm.vllm_patch import VllmPatch
+
+# layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
+LAYERS = (
+    "ApplyRotaryEmb", "Attention", "LogitsProcessor", "MergedColumnParallelLinear", "ParallelLMHead",
+    "QKVParallelLinear", "RMSNorm", "RotaryEmbedding", "RowParallelLinear", "SiluAndMul",
+    "VocabParallelEmbedding",
+)  # fmt: skip
+METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def plan(patch: VllmPatch) -> None:
+    """Raises PatchError where vLLM is not what it must be."""
+    if not current_platform.is_cpu():
+        raise PatchError("batch_invariant must be served on a CPU, got another platform of vLLM")
+    norm = contract.checked(RMSNorm, "forward_native", ("self", "x", "residual=None"))
+    rotary = contract.checked(RotaryEmbedding, "forward_cpu", ("self", "positions", "query", "key=None"))
+    load = contract.checked(CPUModelRunner, "load_model", ("self", "load_dummy_weights=False"))
+    patch.replace(RMSNorm, "forward_native", _normed, expected=norm)
+    patch.replace(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native, expected=rotary)
+    patch.replace(CPUModelRunner, "load_model", _checked(load), expected=load)
+    for method in METHODS:
+        name = "process_weights_after_loading"
+        process = contract.checked(method, name, ("self", "layer"))
+        patch.replace(method, name, _multiplied_by_torch, expected=process)
+
+
+def _multiplied_by_torch(self: Any, layer: Any) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _normed(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    if residual is None:
+        return _rms_norm(self, x)
+    residual = x + residual
+    return _rms_norm(self, residual), residual
+
+
+def _rms_norm(layer: Any, x: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)
+    return layer.weight.data * wide.to(x.dtype) if layer.has_weight else wide.to(x.dtype)
+
+
+def _checked(load: Callable[..., None]) -> Callable[..., None]:
+    def load_model(self: Any, load_dummy_weights: bool = False) -> None:
+        if reason := _config_reason(self.vllm_config):
+            raise ValueError(f"batch_invariant must have {reason}")
+        load(self, load_dummy_weights)
+        if strange := _strange(self.model):
+            raise ValueError(
+                "batch_invariant must have layers that were compared with transformers, "
+                f"got a model with {', '.join(strange)}"
+            )
+
+    return load_model
+
+
+def _config_reason(config: Any) -> str:
+    if not config.model_config.enforce_eager:
+        return "enforce_eager=True, got a model that vLLM compiles"
+    if config.parallel_config.world_size > 1:
+        return f"one process for a model, got {config.parallel_config.world_size}"
+    if config.lora_config is not None:
+        return "no LoRA: merge it into the weights"
+    return ""
+
+
+def _strange(model: Any) -> list[str]:
+    """The layers that are not known, and the ways of multiplying."""
+    found = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.startswith("vllm.model_executor.layers") and kind.__name__ not in LAYERS:
+            found.add(kind.__name__)
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in METHODS and kind.__name__ != "Attention":
+            found.add(type(method).__name__)
+        if kind is RMSNorm and module.variance_size_override is not None:
+            found.add("RMSNorm over a part of its row")
+    return sorted(found)
