@@ -143,8 +143,8 @@ class Kernels(Protocol):
         bias: Tensor | None,
         eps: float,
         normed: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor | None,
     ) -> None: ...
     def logprob_backward(
         self,
@@ -390,7 +390,7 @@ class Kernels(Protocol):
         eps: float,
         round_first: bool,
         normed: Tensor,
-        rstd: Tensor,
+        rstd: Tensor | None,
     ) -> None: ...
     def sampling_finish(
         self,

@@ -228,6 +228,8 @@ def test_compiles_as_one_graph(backend, residual):
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_opcheck(residual):
     inputs = {k: v.requires_grad_() for k, v in make_inputs(3, 20, residual=residual).items()}
-    call = RmsNormCall(inputs["x"], inputs.get("residual"), inputs["weight"], 1e-6, 0.0, "before_weight")
+    call = RmsNormCall(
+        inputs["x"], inputs.get("residual"), inputs["weight"], 1e-6, 0.0, "before_weight", True
+    )
     chosen = op_of_sum if residual else op
     torch.library.opcheck(chosen.node, chosen.flat(call))

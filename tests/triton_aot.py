@@ -160,9 +160,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
                 GaeCall(logits[..., 0].clone(), rows, rows != 0, t / (1 + t), 0.9, None, None, "skip")
             )
             heads, scale = logits[..., t > 1 :][..., :255], torch.ones(256)[t > 1 :][:255]
-            norm = RmsNormCall(heads, None, scale, t, t, "after_weight", (True, False, True))
+            norm = RmsNormCall(heads, None, scale, t, t, "after_weight", True, (True, False, True))
             rms_norm.backward(norm, rms_norm.forward(norm), RmsNormGrads(heads, None))
-            norm = LayerNormCall(heads, scale, None, t, (True, True, False))
+            norm = LayerNormCall(heads, scale, None, t, True, (True, True, False))
             layer_norm.backward(norm, layer_norm.forward(norm), heads)
             whiten.forward(WhitenCall(values, values > 0, None, True, True, t, "std"))
             kl_shaped_rewards.forward(

@@ -14,11 +14,13 @@ unsupported = taking("x")
 def forward(call: LayerNormCall) -> LayerNormResults:
     x, length = call.x, call.x.shape[-1]
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if rstd.numel():
+    mean = rstd = None
+    if call.statistics:
+        mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if x.numel():
         with torch.cuda.device_of(x):
-            kernels.layer_forward_kernel[(rstd.numel(),)](
+            kernels.layer_forward_kernel[(x.numel() // length,)](
                 *rows_of(x), call.weight, call.bias, call.eps, normed, mean, rstd, length, **plan_of(length)
             )
     return LayerNormResults(normed, mean, rstd)
@@ -26,6 +28,7 @@ def forward(call: LayerNormCall) -> LayerNormResults:
 
 def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor) -> LayerNormGrads:
     x, mean, rstd, weight, bias = call.x, results.mean, results.rstd, call.weight, call.bias
+    assert mean is not None and rstd is not None
     length, rows = x.shape[-1], rstd.numel()
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     of_x, of_grad = rows_of(x), rows_of(grad_normed)

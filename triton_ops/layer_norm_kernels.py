@@ -31,8 +31,9 @@ def layer_forward_kernel(
     lost = more * shift  # the smaller one, unless both overflow
     variance = (square - tl.where(lost < square, lost, 0.0)) / size
     scale = 1.0 / tl.sqrt_rn(variance + eps)
-    tl.store(mean + row, middle + shift)
-    tl.store(rstd + row, scale)
+    if rstd is not None:
+        tl.store(mean + row, middle + shift)
+        tl.store(rstd + row, scale)
     for begin in range(0, length, BLOCK):
         there = begin + i < length
         y = (tl.load(x + begin + i, mask=there, other=0.0).to(tl.float32) - middle - shift) * scale

@@ -17,10 +17,10 @@ def forward(call: RmsNormCall) -> RmsNormResults:
     x, residual = call.x, call.residual
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if rstd.numel():
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if call.statistics else None
+    if x.numel():
         with torch.cuda.device_of(x):
-            kernels.rms_forward_kernel[(rstd.numel(),)](
+            kernels.rms_forward_kernel[(x.numel() // x.shape[-1],)](
                 *rows_of(x), *rows_of(residual), summed, call.weight, call.weight_offset, call.eps, normed,
                 rstd, x.shape[-1], ROUND_FIRST=call.rounding == "before_weight", **plan_of(x.shape[-1]),
             )  # fmt: skip
@@ -29,7 +29,9 @@ def forward(call: RmsNormCall) -> RmsNormResults:
 
 def backward(call: RmsNormCall, results: RmsNormResults, grads: RmsNormGrads) -> tuple[Tensor, Tensor | None]:
     h = call.x if results.summed is None else results.summed
-    rstd, weight, length, rows = results.rstd, call.weight, h.shape[-1], results.rstd.numel()
+    rstd, weight, length = results.rstd, call.weight, h.shape[-1]
+    assert rstd is not None
+    rows = rstd.numel()
     grad_x = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     of_h, of_grad, of_more = rows_of(h), rows_of(grads.normed), rows_of(grads.summed)
     with torch.cuda.device_of(h):

@@ -19,8 +19,10 @@ void forward_row(const LayerNormForward& f, const float* weight, const float* bi
     sums[1] = fused(d, d, sums[1]);
   });
   const float shift = more / length, rstd = 1 / std::sqrt(layer_norm_variance(squares, more, length) + f.eps);
-  f.mean[r] = mean + shift;
-  f.rstd[r] = rstd;
+  if (f.rstd != nullptr) {
+    f.mean[r] = mean + shift;
+    f.rstd[r] = rstd;
+  }
   T* out = static_cast<T*>(f.normed) + r * f.length;
   const Floats middle = broadcast(mean), rest = broadcast(shift), scale = broadcast(rstd);
   each_vector(f.length, [&](int64_t i, int count) {

@@ -24,7 +24,7 @@ void forward_row(const RmsNormForward& f, const float* weight, int64_t r) {
     sum = fused(x, x, sum);
   });
   const float rstd = 1 / std::sqrt(squares / static_cast<float>(f.length) + f.eps);
-  f.rstd[r] = rstd;
+  if (f.rstd != nullptr) f.rstd[r] = rstd;
   T* out = static_cast<T*>(f.normed) + r * f.length;
   const Floats scale = broadcast(rstd);
   each_vector(f.length, [&](int64_t i, int count) {

@@ -12,15 +12,16 @@ class LayerNormCall(NamedTuple):
     weight: Tensor | None  # [H]; fp64 only beside an x of fp64
     bias: Tensor | None  # [H], likewise
     eps: float
+    statistics: bool = True  # whether backward may follow
     needs: tuple[bool, ...] = (False,) * 3  # whether the gradients of x, weight and bias are wanted
 
 
 class LayerNormResults(NamedTuple):
-    """All dense; the statistics are fp32 (fp64 for fp64)."""
+    """All dense; the statistics, where they are asked for, are fp32 (fp64 for fp64)."""
 
     normed: Tensor  # [..., H]
-    mean: Tensor  # [...]
-    rstd: Tensor  # [...]: 1 / sqrt(variance + eps)
+    mean: Tensor | None  # [...]
+    rstd: Tensor | None  # [...]: 1 / sqrt(variance + eps)
 
 
 class LayerNormGrads(NamedTuple):

@@ -23,15 +23,17 @@ class RmsNormCall(NamedTuple):
     eps: float
     weight_offset: float
     rounding: str  # one of ROUNDINGS
+    statistics: bool = True  # whether backward may follow
     needs: tuple[bool, ...] = (False,) * 3  # whether the gradients of x, residual and weight are wanted
 
 
 class RmsNormResults(NamedTuple):
-    """All dense; ``summed`` where there is a residual, whose rows are then those that backward reads."""
+    """All dense; ``summed`` where there is a residual, whose rows are then those that backward reads;
+    ``rstd`` where statistics are asked for."""
 
     normed: Tensor
     summed: Tensor | None
-    rstd: Tensor  # [...]: 1 / sqrt(mean of squares + eps), fp32 (fp64 for fp64)
+    rstd: Tensor | None  # [...]: 1 / sqrt(mean of squares + eps), fp32 (fp64 for fp64)
 
 
 class RmsNormGrads(NamedTuple):

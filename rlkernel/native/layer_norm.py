@@ -13,8 +13,10 @@ unsupported = taking("x")
 def forward(call: LayerNormCall) -> LayerNormResults:
     x = call.x
     normed = dense_like(x)
-    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    mean = rstd = None
+    if call.statistics:
+        mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     kernels(x.device).layer_norm_forward(
         x=rows_of(x), weight=call.weight, bias=call.bias, eps=call.eps, normed=normed, mean=mean, rstd=rstd
     )
@@ -22,8 +24,9 @@ def forward(call: LayerNormCall) -> LayerNormResults:
 
 
 def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor) -> LayerNormGrads:
-    x, part = call.x, kernels(call.x.device)
-    chunks = -(-results.rstd.numel() // part.NORM_ROWS)
+    x, part, mean, rstd = call.x, kernels(call.x.device), results.mean, results.rstd
+    assert mean is not None and rstd is not None
+    chunks = -(-rstd.numel() // part.NORM_ROWS)
 
     def sums(parameter: Tensor | None, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
         if parameter is None or not wanted:
@@ -35,7 +38,7 @@ def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor
     bias_partials, grad_bias = sums(call.bias, call.needs[2])
     grad_x = dense_like(x)
     part.layer_norm_backward(
-        x=rows_of(x), grad_normed=rows_of(grad_normed), mean=results.mean, rstd=results.rstd,
+        x=rows_of(x), grad_normed=rows_of(grad_normed), mean=mean, rstd=rstd,
         weight=call.weight, grad_x=grad_x, weight_partials=weight_partials, grad_weight=grad_weight,
         bias_partials=bias_partials, grad_bias=grad_bias,
     )  # fmt: skip

@@ -14,7 +14,7 @@ def forward(call: RmsNormCall) -> RmsNormResults:
     x, residual = call.x, call.residual
     normed = dense_like(x)
     summed = None if residual is None else dense_like(x)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if call.statistics else None
     kernels(x.device).rms_norm_forward(
         x=rows_of(x), residual=rows_of(residual), summed=summed, weight=call.weight,
         weight_offset=call.weight_offset, eps=call.eps, round_first=call.rounding == "before_weight",
@@ -26,6 +26,7 @@ def forward(call: RmsNormCall) -> RmsNormResults:
 def backward(call: RmsNormCall, results: RmsNormResults, grads: RmsNormGrads) -> tuple[Tensor, Tensor | None]:
     h = call.x if results.summed is None else results.summed
     part, rstd, weight = kernels(h.device), results.rstd, call.weight
+    assert rstd is not None
     grad_x = dense_like(h)
     grad_weight = partials = None
     if weight is not None and call.needs[2]:

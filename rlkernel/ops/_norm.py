@@ -32,3 +32,13 @@ def parameter(argument: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
     if tensor.dtype == torch.float64 != x.dtype:
         tensor = tensor.float()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether backward may follow: what only backward reads is else neither made nor written."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def like_statistics(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty(x.shape[:-1], dtype=dtype, device=x.device)

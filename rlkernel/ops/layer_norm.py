@@ -44,14 +44,16 @@ def layer_norm(
     _norm.check_rows(x)
     weight, bias = _norm.parameter("weight", weight, x), _norm.parameter("bias", bias, x)
     eps = _validate.number("eps", eps, 0.0)
-    return op(LayerNormCall(_validate.rows(x, x.dtype), weight, bias, eps))[0]
+    statistics = _norm.differentiated(x, weight, bias)
+    return op(LayerNormCall(_validate.rows(x, x.dtype), weight, bias, eps, statistics))[0]
 
 
 def _like(call: LayerNormCall) -> LayerNormResults:
     x = call.x
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = normed.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return LayerNormResults(normed, torch.empty_like(rstd), rstd)
+    if not call.statistics:
+        return LayerNormResults(normed, None, None)
+    return LayerNormResults(normed, _norm.like_statistics(x), _norm.like_statistics(x))
 
 
 op = Op(

@@ -90,17 +90,18 @@ def rms_norm(
     weight_offset = _validate.number("weight_offset", weight_offset)
     _validate.choice("rounding", rounding, ROUNDINGS)
     x = _validate.rows(x, x.dtype)
-    if residual is None:
-        return op(RmsNormCall(x, None, weight, eps, weight_offset, rounding))[0]
-    residual = _validate.rows(residual, x.dtype)
-    return RmsNormOutput(*op_of_sum(RmsNormCall(x, residual, weight, eps, weight_offset, rounding)))
+    statistics = _norm.differentiated(x, residual, weight)
+    if residual is not None:
+        residual = _validate.rows(residual, x.dtype)
+    call = RmsNormCall(x, residual, weight, eps, weight_offset, rounding, statistics)
+    return op(call)[0] if residual is None else RmsNormOutput(*op_of_sum(call))
 
 
 def _like(call: RmsNormCall) -> RmsNormResults:
     x = call.x
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = normed.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return RmsNormResults(normed, None if call.residual is None else torch.empty_like(normed), rstd)
+    summed = None if call.residual is None else torch.empty_like(normed)
+    return RmsNormResults(normed, summed, _norm.like_statistics(x) if call.statistics else None)
 
 
 def _backward(impl: ModuleType, call: RmsNormCall, results: RmsNormResults, grads: Grads) -> Grads:

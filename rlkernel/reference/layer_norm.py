@@ -19,12 +19,14 @@ def forward(call: LayerNormCall) -> LayerNormResults:
         normed = normed * call.weight.to(wide)
     if call.bias is not None:
         normed = normed + call.bias.to(wide)
-    return LayerNormResults(normed.to(x.dtype), mean.squeeze(-1), rstd.squeeze(-1))
+    statistics = (mean.squeeze(-1), rstd.squeeze(-1)) if call.statistics else (None, None)
+    return LayerNormResults(normed.to(x.dtype), *statistics)
 
 
 def backward(call: LayerNormCall, results: LayerNormResults, grad_normed: Tensor) -> LayerNormGrads:
     x, weight, bias = call.x, call.weight, call.bias
     wide = torch.promote_types(x.dtype, torch.float32)
+    assert results.mean is not None and results.rstd is not None
     rstd = results.rstd.unsqueeze(-1)
     normed, g = (x.to(wide) - results.mean.unsqueeze(-1)) * rstd, grad_normed.to(wide)
     scaled = g if weight is None else g * weight.to(wide)

@@ -17,13 +17,14 @@ def forward(call: RmsNormCall) -> RmsNormResults:
         if call.rounding == "before_weight":
             normed = normed.to(x.dtype).to(wide)
         normed = normed * (call.weight.to(wide) + call.weight_offset)
-    return RmsNormResults(normed.to(x.dtype), summed, rstd.squeeze(-1))
+    return RmsNormResults(normed.to(x.dtype), summed, rstd.squeeze(-1) if call.statistics else None)
 
 
 def backward(call: RmsNormCall, results: RmsNormResults, grads: RmsNormGrads) -> tuple[Tensor, Tensor | None]:
     """The gradients of what was normed and of the weight, each in its dtype; roundings have none."""
     h = call.x if results.summed is None else results.summed
     wide = torch.promote_types(h.dtype, torch.float32)
+    assert results.rstd is not None
     rstd = results.rstd.unsqueeze(-1)
     normed, g = h.to(wide) * rstd, grads.normed.to(wide)
     scaled = g if call.weight is None else g * (call.weight.to(wide) + call.weight_offset)

@@ -10,7 +10,7 @@ def cases():
     def run(length, dtype, weighted, biased):
         x = torch.ones(2, 3, 4, length, dtype=dtype)[:, :, :2]
         weight, bias = (torch.ones(length, dtype=dtype) if given else None for given in (weighted, biased))
-        call = LayerNormCall(x, weight, bias, 1e-5, (True, weighted, biased))
+        call = LayerNormCall(x, weight, bias, 1e-5, True, (True, weighted, biased))
         layer_norm.backward(call, layer_norm.forward(call), x)
 
     return {

@@ -11,7 +11,7 @@ def cases():
         x = torch.ones(2, 3, 4, length, dtype=dtype)[:, :, :2]
         weight = torch.ones(length, dtype=dtype)
         more = x if residual else None
-        call = RmsNormCall(x, more, weight, 1e-6, 0.0, rounding, (True, residual, True))
+        call = RmsNormCall(x, more, weight, 1e-6, 0.0, rounding, True, (True, residual, True))
         rms_norm.backward(call, rms_norm.forward(call), RmsNormGrads(x, more))
 
     return {

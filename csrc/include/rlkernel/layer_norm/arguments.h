@@ -25,7 +25,7 @@ struct LayerNormForward {
   Dtype bias_dtype;
   float eps;
   void* normed;        // [rows, length]
-  float *mean, *rstd;  // [rows]
+  float *mean, *rstd;  // [rows], or both null
 };
 
 struct LayerNormBackward {

@@ -9,11 +9,13 @@ struct layer_norm_forward {
   Tensor x;
   Optional weight, bias;
   double eps;
-  Tensor normed, mean, rstd;
+  Tensor normed;
+  Optional mean, rstd;
 
   template <class Launch>
   int run(Launch launch, void* stream) const {
     const NormRows rows(x);
+    if (mean.given != rstd.given) mean.refuse("be given where rstd is", mean.given ? "a tensor" : "None");
     return launch({rows.count, rows.length, x.dtype(), rows.of(x), rows.weights(weight), rows.weight_dtype(weight),
                    rows.weights(bias), rows.weight_dtype(bias), static_cast<float>(eps), rows.dense(normed),
                    mean.dense<float>(rows.count), rstd.dense<float>(rows.count)},

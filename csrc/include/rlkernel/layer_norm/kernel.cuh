@@ -39,7 +39,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kNormThreads, 2) layer_norm_forward_kerne
     more = sum_of_row<kThreads>(more);
     squares = sum_of_row<kThreads>(squares);
     const float shift = more / size, rstd = 1.0f / sqrtf(layer_norm_variance(squares, more, size) + f.eps);
-    if (length > 0 && thread == 0) {
+    if (f.rstd != nullptr && length > 0 && thread == 0) {
       f.mean[row] = mean + shift;
       f.rstd[row] = rstd;
     }

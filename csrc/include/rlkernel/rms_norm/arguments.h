@@ -22,7 +22,7 @@ struct RmsNormForward {
   float weight_offset, eps;
   bool round_first;
   void* normed;          // [rows, length]
-  float* rstd;           // [rows]
+  float* rstd;           // [rows], or null
 };
 
 struct RmsNormBackward {

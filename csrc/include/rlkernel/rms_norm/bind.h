@@ -10,7 +10,8 @@ struct rms_norm_forward {
   Optional residual, summed, weight;
   double weight_offset, eps;
   bool round_first;
-  Tensor normed, rstd;
+  Tensor normed;
+  Optional rstd;
 
   template <class Launch>
   int run(Launch launch, void* stream) const {

@@ -34,7 +34,7 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kNormThreads, 2) rms_norm_forward_kernel(
       for (int k = 0; k < kSize; ++k) squares = fmaf(x[k], x[k], squares);
     });
     const float rstd = 1.0f / sqrtf(sum_of_row<kThreads>(squares) / static_cast<float>(f.length) + f.eps);
-    if (length > 0 && thread == 0) f.rstd[row] = rstd;
+    if (f.rstd != nullptr && length > 0 && thread == 0) f.rstd[row] = rstd;
     if (residual != nullptr) h = summed;  // each thread reads what it wrote
     T* out = static_cast<T*>(f.normed) + row * f.length;
     each_vector<T, kThreads>(length, thread, [&](int64_t i, int count) {
