@@ -21,6 +21,7 @@ from sampling_cases import (
 import rlkernel
 from rlkernel import dispatch
 from rlkernel.calls.sampling import SamplingCall, Scratch
+from rlkernel.consistency import assert_invariant
 from rlkernel.reference import sampling_stream as stream
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), PAIRS)
@@ -292,9 +293,10 @@ def test_a_nucleus_of_float_sums_fails():
     def kept_by_integers(x, p):
         return (sample("reference", x, top_p=p).kept_count,)
 
-    assert_batch_invariant(kept_by_integers, logits, p)
+    every_row = {"sizes": (1,), "rows": 12, "neighbours": ()}
+    assert_invariant(kept_by_integers, (logits, p), **every_row)
     with pytest.raises(AssertionError, match="differ"):
-        assert_batch_invariant(kept_by_floats, logits, p)
+        assert_invariant(kept_by_floats, (logits, p), **every_row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -1,7 +1,7 @@
 // What the norms share: weights in fp32, and the sum over rows that is the gradient of a weight.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "rlkernel/norm_rows.h"
 #include "row_sum.h"
@@ -47,21 +47,21 @@ class Weights {
       start_ = static_cast<const float*>(weight);
       return;
     }
-    wide_.resize(length);
+    wide_.reset(new float[length]);
     with_type(dtype, [&](auto type) {
       const auto* narrow = static_cast<const decltype(type)*>(weight);
       each_vector(length, [&](int64_t i, int count) {
-        store(wide_.data() + i, load(narrow + i, count) + broadcast(offset), count);
+        store(wide_.get() + i, load(narrow + i, count) + broadcast(offset), count);
       });
     });
-    start_ = wide_.data();
+    start_ = wide_.get();
   }
 
   const float* data() const { return start_; }
 
  private:
   const float* start_ = nullptr;
-  std::vector<float> wide_;
+  std::unique_ptr<float[]> wide_;
 };
 
 // out[i] = sum of partials[chunk][i] in the order of the chunks, in fp64.
