@@ -30,6 +30,7 @@ def agrees(backend, inputs, largest_score=0.0, **options):
     # a weight is off by what the score before it is off by
     check("out", out, torchs[0], truth[0], largest_score)
     check("lse", lse, torchs[1], truth[1])
+    return out
 
 
 @every_backend
@@ -38,13 +39,15 @@ def agrees(backend, inputs, largest_score=0.0, **options):
 def test_rows_see_what_they_see_alone(backend, device, step, option):
     options = options_of(option, device=device)
     inputs = make(STEPS[step], window=options.get("window"), device=device)
-    agrees(backend, inputs, **options)
+    # what no row sees is NaN
+    assert agrees(backend, inputs, **options).isfinite().all()
 
 
 @every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(backend, device, dtype):
-    agrees(backend, make(STEPS["both at once"], dtype=dtype, head_dim=64, device=device))
+    out = agrees(backend, make(STEPS["both at once"], dtype=dtype, head_dim=64, device=device))
+    assert out.dtype == dtype
 
 
 def test_fp64_is_fp64_throughout():
@@ -60,21 +63,24 @@ def test_fp64_is_fp64_throughout():
     [(4, 4, 16, None), (7, 1, 16, None), (6, 2, 40, 24), (2, 1, 1, 3), (14, 2, 64, None), (3, 1, 128, 67)],
 )
 def test_heads_of_any_number_and_dim(backend, device, heads, kv_heads, head_dim, v_dim):
-    agrees(backend, make(STEPS["both at once"], heads, kv_heads, head_dim, v_dim, device=device))
+    inputs = make(STEPS["both at once"], heads, kv_heads, head_dim, v_dim, device=device)
+    assert agrees(backend, inputs).shape == (len(inputs["query"]), heads, v_dim or head_dim)
 
 
 @every_backend
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 100, 128])
 def test_blocks_of_any_size(backend, device, block_size):
-    agrees(backend, make(STEPS["decode of several"], block_size=block_size, device=device))
+    out = agrees(backend, make(STEPS["decode of several"], block_size=block_size, device=device))
+    assert out.isfinite().all()  # the places of a block behind the last key hold NaN
 
 
 @every_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_caches_of_any_strides(backend, device, layout, dtype):
-    inputs = make(STEPS["both at once"], dtype=dtype, device=device)
-    agrees(backend, LAYOUTS[layout](inputs))
+    inputs = LAYOUTS[layout](make(STEPS["both at once"], dtype=dtype, device=device))
+    assert not inputs["key_cache"].is_contiguous()
+    assert agrees(backend, inputs).is_contiguous()
 
 
 @every_backend
@@ -93,7 +99,9 @@ def test_large_scores_do_not_overflow(backend, device):
     inputs = make(STEPS["decode of several"], device=device)
     for name in ("query", "key_cache"):
         inputs[name] = inputs[name] * 30
-    agrees(backend, inputs, largest_score=dense(inputs, torch.float64)[1].abs().max().item())
+    largest = dense(inputs, torch.float64)[1].abs().max().item()
+    assert largest > 88  # whose exp is more than fp32 holds
+    agrees(backend, inputs, largest_score=largest)
 
 
 @every_backend

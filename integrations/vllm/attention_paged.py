@@ -6,6 +6,7 @@ kind that is not served, run vLLM's kernel.  vLLM writes keys and values in any 
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple
 
 import vllm.envs
@@ -116,23 +117,23 @@ class Builder:
         return metadata
 
 
-class Impl:
+class Impl(abc.ABC):
     """In front of an implementation of vLLM, whose cache is [blocks, Hkv, tokens of a block, D + D]."""
 
     paged_backend: str
     """Whose op runs: the reference would be slower than vLLM's kernel."""
 
+    @abc.abstractmethod
     def paged_window(self) -> int | None:
         """How many positions a row sees, itself included."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def paged_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [blocks, tokens of a block, Hkv, D] both."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def paged_refused(self, layer: Any) -> str:
         """Why the layer is not served, beside what is said for all implementations."""
-        raise NotImplementedError
 
     def forward(
         self,

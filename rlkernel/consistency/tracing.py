@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ class _Key(NamedTuple):
     slot: str
 
 
-class _Watcher:
+class _Watcher(abc.ABC):
     """Gets every tensor in the order of the run."""
 
     def __init__(self, rows: Rows | None) -> None:
@@ -126,8 +127,9 @@ class _Watcher:
                 places = x.shape[: max(x.dim() - 1, 1)] if self.rows is None else rows.shape[:1]
                 self.take(_Key(name, call, side, slot), rows, places or torch.Size([1]))
 
+    @abc.abstractmethod
     def take(self, key: _Key, rows: Tensor, places: torch.Size) -> None:
-        raise NotImplementedError
+        """``rows`` stand at ``places`` of the tensor."""
 
 
 class _Recorder(_Watcher):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
+from rlkernel.drivers.matmul import gradients
 from rlkernel.native import kernels, tensor_reasons
 
 
@@ -21,19 +22,7 @@ def forward(call: MatmulCall) -> MatmulResults:
 
 
 def backward(call: MatmulCall, results: MatmulResults, grad: Tensor) -> MatmulGrads:
-    a, b, bias, _, (need_a, need_b, need_bias) = call
-    grad_b = None
-    if (
-        need_b and b.stride(1) == 1
-    ):  # a transposed weight: so is its gradient, which is as dense as the weight
-        grad_b = _product(grad.mT, a, b.dtype).mT
-    elif need_b:
-        grad_b = _product(a.mT, grad, b.dtype)
-    return MatmulGrads(
-        _product(grad, b.mT, a.dtype) if need_a else None,
-        grad_b,
-        _sum_of_rows(grad).to(bias.dtype) if need_bias and bias is not None else None,
-    )
+    return gradients(call, grad, _product)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -42,9 +31,3 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = Non
     bias = None if bias is None else bias.float().contiguous()
     kernels(a.device).matmul(a=a, b=b, bias=bias, out=out)
     return out
-
-
-def _sum_of_rows(x: Tensor) -> Tensor:
-    """[N] fp32 of [B, M, N]: a product with ones, and so in its order."""
-    rows = x.reshape(1, x.shape[0] * x.shape[1], x.shape[2])
-    return _product(torch.ones(1, 1, rows.shape[1], device=x.device), rows, torch.float32)[0, 0]

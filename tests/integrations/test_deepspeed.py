@@ -204,7 +204,9 @@ def _scores(rank, kind):
 @pytest.mark.parametrize("kinds", [zero_kinds(*JOBS)])
 def test_scores_of_an_engine(kinds, tmp_path):
     """In one start of the processes, which takes longer than all kinds."""
-    for kind, reports in ranks.run(_scores, kinds, tmp_path).items():
+    found = ranks.run(_scores, kinds, tmp_path)
+    assert all(len(reports) == ranks.RANKS for reports in found.values())
+    for kind, reports in found.items():
         JOBS[kind][1](kind, reports)
 
 

@@ -58,6 +58,7 @@ def groups(model):
 
 def test_tokens_and_logprobs_are_those_of_vllm(groups):
     (theirs, _), (ours, _) = groups
+    assert [len(tokens) for samples in theirs for tokens, _ in samples] == [12] * 8
     agree(ours, theirs)
 
 
