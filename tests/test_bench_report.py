@@ -238,8 +238,9 @@ def test_infinity_becomes_null(tmp_path, head):
 def test_triton_runs_in_the_interpreter_of_another_process():
     if not interpreter.works():
         pytest.skip("the interpreter needs Triton 3.7.1")
-    rows = interpreter.rows(["logprob"])
-    assert {row["backend"] for row in rows} == {"triton (interpreter)"}
+    rows = interpreter.rows(["logprob", "matmul"])  # matmul is also benched in bf16
+    assert {row["op"] for row in rows} == {"logprob", "matmul"}
+    assert {(row["backend"], row["dtype"]) for row in rows} == {("triton (interpreter)", "float32")}
     assert all(row["error"] is not None and not row["failures"] for row in rows)
 
 

@@ -1,4 +1,5 @@
-"""Parity of the Triton kernels where there is no GPU: in Triton's interpreter, on the smallest case, in fp32.
+"""Parity of the Triton kernels where there is no GPU: in Triton's interpreter, on the smallest case, in fp32:
+the interpreter multiplies the bits of bf16 as if they were integers.
 
 An environment variable chooses it before Triton is imported, so it takes a process of its own.
 """
@@ -45,8 +46,8 @@ def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
 
 def rows(ops: list[str]) -> list[Row]:
     """The parity rows of every op that has a Triton kernel; says in the row why there are none."""
-    command = [sys.executable, "-m", "rlkernel.bench", "parity", "--preset", PRESET, "--peers", "none"]
-    command += ["--op", ",".join(_ops(ops)), "--backend", BACKEND, "--json", "-"]
+    command = [sys.executable, "-m", "rlkernel.bench", "parity", "--preset", PRESET, "--dtype", "float32"]
+    command += ["--peers", "none", "--op", ",".join(_ops(ops)), "--backend", BACKEND, "--json", "-"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
     if done.returncode == 2 or not done.stdout.strip():
