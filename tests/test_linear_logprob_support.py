@@ -291,3 +291,21 @@ def test_opcheck():
         torch.float32, torch.float32, True, **support,
     )  # fmt: skip
     torch.library.opcheck(op.node, op.flat(call))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_in_batch_invariant_it_has_the_bits_of_logprob_over_the_whole_head(dtype):
+    """So a trainer that keeps no logits agrees with an engine that has them; without the mode it does not."""
+    hidden, weight, target_ids = make_inputs(40, 203, 300, dtype=dtype, scale=3.0, ignored=0).values()
+    support = supports(target_ids, 300, (17, 1, 120, 299))
+
+    def differences():
+        logits = torch.nn.functional.linear(hidden, weight)
+        want = rlkernel.logprob(logits, target_ids, temperature=0.7, **support).logprobs
+        options = {"temperature": 0.7, "logits_dtype": dtype}
+        return rlkernel.linear_logprob(hidden, weight, target_ids, **options, **support).logprobs != want
+
+    with rlkernel.batch_invariant():
+        assert not differences().any()
+    if dtype == torch.float32:
+        assert differences().any()

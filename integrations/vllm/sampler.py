@@ -143,12 +143,13 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None and out.rank is not None
     drawn = _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
-    return _in_the_bits_of_logprob(logits, drawn) if invariance.is_on() else drawn
+    if not invariance.is_on():
+        return drawn
+    return _with_own(drawn, rlkernel.logprob(logits, tokens.long()).logprobs)
 
 
-def _in_the_bits_of_logprob(logits: Tensor, drawn: _Drawn) -> _Drawn:
-    """The token's own log-probability is the number that a trainer gets of the same logits."""
-    mine = rlkernel.logprob(logits, drawn.token_ids.long()).logprobs
+def _with_own(drawn: _Drawn, mine: Tensor) -> _Drawn:
+    """The token's own log-probability is ``mine``, the number that a trainer gets of the same logits."""
     top = drawn.top_logprobs
     if top is not None and drawn.top_ids is not None:  # the token is named a second time
         top = torch.where(drawn.top_ids == drawn.token_ids[:, None], mine[:, None], top)
@@ -161,7 +162,18 @@ def _processed(z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     out = _sample(z, return_logprobs=("processed",), **asked)
     assert out.processed_logprobs is not None and out.rank is not None
     tokens = _tokens(out)
-    return _Drawn(tokens, out.processed_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    drawn = _Drawn(tokens, out.processed_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
+    if not invariance.is_on():
+        return drawn
+    # over a support rlkernel.logprob has the sampler's bits; over a whole row it has its own
+    whole = out.kept_count == z.logits.shape[1]
+    return _with_own(drawn, torch.where(whole, _tempered_logprob(z, tokens), drawn.logprobs))
+
+
+def _tempered_logprob(z: Adjusted, tokens: Tensor) -> Tensor:
+    t = z.options["temperature"]
+    t = torch.where(t < EPSILON, 1.0, t) if isinstance(t, Tensor) else t or 1.0
+    return rlkernel.logprob(z.logits, tokens.long(), temperature=t).logprobs
 
 
 def _as_logits(drawn: _Drawn, values: Tensor, given: Tensor | None) -> _Drawn:
