@@ -36,6 +36,8 @@ COMMON = "-O3 -std=c++17 -fPIC -fvisibility=hidden"
 CPU_MATH = "-ffp-contract=off -fno-math-errno -fno-trapping-math"
 CPU_FLAGS = f"{COMMON} -fopenmp {CPU_MATH} -Wall -Wextra -Wno-psabi {INCLUDE}"
 X86_ISAS = {"baseline": "", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
+# What only the matrix product has, and is compiled for it alone: RLKERNEL_CPU_DISPATCH_BF16.
+BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("matmul.isa.cpp",)
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
 PARTS = ("cpu", "cuda", "hip")
 
@@ -98,10 +100,11 @@ def check_host() -> None:
 
 
 def cpu_part(build_dir: Path) -> Part:
-    part = Part({"cxx": f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"}, archs=list(ISAS))
+    bf16 = BF16_ISA if ISAS is X86_ISAS else {}
+    part = Part({"cxx": f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"}, archs=[*ISAS, *bf16])
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
         if source.name.endswith(".isa.cpp"):
-            for isa, flags in ISAS.items():
+            for isa, flags in (ISAS | bf16 if source.name in BF16_SOURCES else ISAS).items():
                 part.sources.append(("cxx", source, f".{isa}", f"-DRLKERNEL_ISA={isa} {flags}"))
         else:
             part.sources.append(("cxx", source, "", ""))

@@ -20,6 +20,11 @@ def probe(rows, columns, seed, dtype=torch.float32):
     return (torch.randn(rows, columns, generator=g) * sizes).to(dtype)
 
 
+def near_the_least(rows, columns, seed, dtype=torch.float32):
+    """Numbers whose products, and sums of such, lie on both sides of the least normal one."""
+    return probe(rows, columns, seed).mul(2.0**-63).to(dtype)
+
+
 def digest(threads):
     """Of products and gradients of every dtype and layout of the compiled kernels."""
     before = torch.get_num_threads()
@@ -33,8 +38,16 @@ def digest(threads):
 def _digest():
     found = hashlib.sha256()
     for dtype in HALVES_AND_FLOAT:
-        for m, k, n in ((3, 211, 300), (29, 1100, 37), (130, 67, 300)):
-            a, weight, upstream = (probe(*s, sum(s), dtype) for s in ((m, k), (n, k), (m, n)))
+        for draw, m, k, n in (
+            (probe, 3, 211, 300),
+            (probe, 29, 1100, 37),
+            (probe, 130, 67, 300),
+            (near_the_least, 3, 211, 300),
+            (near_the_least, 29, 100, 37),
+        ):
+            if draw is near_the_least and dtype == torch.float16:
+                continue  # which has none
+            a, weight, upstream = (draw(*s, sum(s), dtype) for s in ((m, k), (n, k), (m, n)))
             bias = torch.arange(float(n))
             for b in (weight.t(), weight.t().contiguous()):
                 leaves = [x.detach().requires_grad_() for x in (a, b, bias)]

@@ -71,7 +71,7 @@ def without_device_compilers(folder):
 def test_the_cpu_part_is_built_for_every_instruction_set():
     built = native.extension().built()
     x86 = sysconfig.get_platform().endswith("x86_64")
-    assert built["cpu"] == (["baseline", "avx2", "avx512"] if x86 else ["baseline"])
+    assert built["cpu"] == (["baseline", "avx2", "avx512", "avx512_bf16"] if x86 else ["baseline"])
     kernels = native.kernels_for("cpu")
     assert not isinstance(kernels, str) and kernels.part == "cpu"
 

@@ -58,4 +58,4 @@ def test_unknown_instruction_set_is_named():
         capture_output=True,
         text=True,
     )
-    assert "RLKERNEL_CPU_ISA must be baseline, avx2 or avx512, got sse9" in result.stderr
+    assert "RLKERNEL_CPU_ISA must be baseline, avx2, avx512 or avx512_bf16, got sse9" in result.stderr

@@ -203,13 +203,23 @@ def test_a_split_that_depends_on_the_batch_would_be_seen():
 
 def declared(a, b, bias=None):
     """The sum as the documentation has it, of numbers whose products and partial sums fp64 holds exactly."""
-    a, b = a.double(), b.double()
+    pairs = a.dtype == b.dtype == torch.bfloat16
+    least = torch.finfo(torch.float32).tiny if pairs else 0
+
+    def flushed(x):
+        return torch.where(x.abs() < least, x * 0, x)  # of its sign
+
+    missing = -a.shape[1] % (16 if pairs else 8)
+    a = torch.nn.functional.pad(flushed(a.double()), (0, missing))
+    b = torch.nn.functional.pad(flushed(b.double()), (0, 0, 0, missing))
     lanes = torch.zeros(8, len(a), b.shape[1])
-    for k in range(a.shape[1]):
-        lanes[k % 8] = (a[:, k, None] * b[k] + lanes[k % 8].double()).float()
-    l0, l1, l2, l3, l4, l5, l6, l7 = lanes
-    total = ((l0 + l4) + (l2 + l6)) + ((l1 + l5) + (l3 + l7))
-    return total if bias is None else total + bias
+    for j in range(a.shape[1]):
+        k, lane = (j ^ 1, j // 2 % 8) if pairs else (j, j % 8)
+        lanes[lane] = flushed((a[:, k, None] * b[k] + lanes[lane].double()).float())
+    while len(lanes) > 1:  # l and l + 4, then l and l + 2, then the last two
+        half = len(lanes) // 2
+        lanes = flushed(lanes[:half] + lanes[half:])
+    return lanes[0] if bias is None else flushed(lanes[0] + flushed(bias))
 
 
 def exact_operands():
@@ -232,8 +242,44 @@ def test_the_declared_bits():
     assert_equal("a", grad_a, declared(upstream, weight))
     assert_equal("b", grad_b, declared(a.t(), upstream))
     assert_equal("bias", grad_bias, declared(torch.ones(1, 21), upstream)[0])
+    assert not torch.equal(declared(a, weight.t()), declared(a.bfloat16(), weight.t().bfloat16()))
     two_roundings = (a[:, :8, None] * weight.t()[:8]).sum(1)
     assert not torch.equal(two_roundings, declared(a[:, :8], weight.t()[:8]))
+
+
+@pytest.mark.parametrize("inner", [16, 35, 64, 211])
+def test_the_declared_bits_of_bf16(inner):
+    g = torch.Generator().manual_seed(inner)
+    bias = torch.randn(18, generator=g)
+    # of one size; and products on both sides of the least normal number, which count as 0 below it
+    for scale in (1.0, 2.0**-63):
+        a, weight = ((torch.randn(m, inner, generator=g) * scale).bfloat16() for m in (21, 18))
+        for rows in (a, a[:2]):
+            for b in (weight.t(), weight.t().contiguous()):
+                assert_equal(
+                    f"scale {scale}", run("native", rows, b, out_dtype=torch.float32), declared(rows, b)
+                )
+        upstream, row = a[:, :1] * weight[:, 0], bias * scale**2
+        out, grad_a, grad_b, grad_bias = run("native", a, weight.t(), row, upstream)
+        assert_equal("out", out, declared(a, weight.t(), row).bfloat16())
+        assert_equal("a", grad_a, declared(upstream, weight).bfloat16())
+        assert_equal("b", grad_b, declared(a.t(), upstream).bfloat16())
+        assert_equal("bias", grad_bias, declared(torch.ones(1, 21).bfloat16(), upstream)[0])
+    kept = (a.double() @ weight.t().double()).abs() >= torch.finfo(torch.float32).tiny
+    assert 0.1 < kept.double().mean() < 1  # or the scale shows nothing
+
+
+def test_processes_that_flush_or_round_otherwise_have_the_declared_bits_of_bf16():
+    a, weight = (matmul_cases.near_the_least(m, 67, m, torch.bfloat16) for m in (21, 18))
+    want = run("native", a, weight.t(), out_dtype=torch.float32)
+    assert torch.set_flush_denormal(True)
+    try:
+        got = run("native", a, weight.t(), out_dtype=torch.float32)
+        left = torch.tensor([1e-39]) * 1
+    finally:
+        torch.set_flush_denormal(False)
+    assert_equal("flushing", got, want)
+    assert left.item() == 0 and (torch.tensor([1e-39]) * 1).item() != 0  # each setting is as it was
 
 
 @pytest.mark.parametrize("isa", native.extension().built()["cpu"][:-1])

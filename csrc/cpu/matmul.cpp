@@ -4,6 +4,6 @@
 
 namespace rlkernel::cpu {
 
-RLKERNEL_CPU_DISPATCH(matmul, Matmul)
+RLKERNEL_CPU_DISPATCH_BF16(matmul, Matmul)
 
 }  // namespace rlkernel::cpu

@@ -108,39 +108,43 @@ struct Task {
 };
 
 // The rows of a task by a block of its columns.
-template <class T>
+template <class Order, class T>
 void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, const Columns<T>& b, float* a, Strip strip) {
-  const int64_t panel = plan.rows * strip.groups * kLanes;
+  const int64_t panel = plan.rows * strip.groups * Order::kParts * kLanes;
   for (int64_t m = task.m0; m < task.m1; m += plan.rows) {
     const int64_t rows = std::min(plan.rows, task.m1 - m), wide = round_up(rows, kChains);
     strip.a = plan.keep ? a + (m - task.m0) / plan.rows * panel : a;
-    if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, {const_cast<float*>(strip.a), wide, strip.groups});
-    run_strip(static_cast<int>(wide / kChains), strip, b);
+    const Panels<Order> packed{const_cast<float*>(strip.a), wide, strip.groups};
+    if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, packed);
+    run_strip<Order>(static_cast<int>(wide / kChains), strip, b);
     with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
   }
 }
 
+template <class Order>
 void run_task(const Matmul& x, const Plan& plan, const Task& task) {
+  [[maybe_unused]] const typename Order::Numbers numbers{};
   static thread_local Scratch scratch;
-  const int64_t wide = round_up(plan.block, std::max<int64_t>(kColumns, kWidth)), groups = groups_of(x.K);
+  const int64_t wide = round_up(plan.block, std::max<int64_t>(kColumns, kWidth)), groups = groups_of<Order>(x.K);
   const int64_t strips = plan.keep ? (task.m1 - task.m0 + plan.rows - 1) / plan.rows : 1;
   const int64_t held = plan.pack ? groups : 1;  // packed groups of the columns: all, or the last where K breaks it
   const int64_t lanes = plan.rows * wide * kLanes;
-  const int64_t sizes[] = {strips * plan.rows * groups * kLanes, lanes, plan.rows * wide, wide * held * kLanes};
+  const int64_t sizes[] = {strips * plan.rows * groups * Order::kParts * kLanes, lanes, plan.rows * wide,
+                           wide * held * Order::kParts * kLanes};
   int64_t bytes = 0;
   for (const int64_t size : sizes) bytes += Scratch::bytes_of<float>(size);
   scratch.reserve(bytes);
   float* a = scratch.take<float>(sizes[0]);
   Register* state = reinterpret_cast<Register*>(scratch.take<float>(sizes[1]));
   const Strip strip{a, groups, state, scratch.take<float>(sizes[2]), wide};
-  const Panels panels{scratch.take<float>(sizes[3]), kColumns, held};
-  const Panels rows{a, plan.rows, groups};
+  const Panels<Order> panels{scratch.take<float>(sizes[3]), kColumns, held};
+  const Panels<Order> rows{a, plan.rows, groups};
   if (plan.few) pack(x.a, task.z, task.m0, task.m1, x.K, rows);
   for (int64_t n = task.n0; n < task.n1; n += plan.block) {
     const int64_t count = std::min(plan.block, task.n1 - n);
     if (plan.few) {
       const int64_t m = task.m1 - task.m0;
-      with_type(x.b.dtype, [&](auto t) {
+      with_operand<Order>(x.b.dtype, [&](auto t) {
         const auto columns = rows_of<decltype(t)>(x.b, task.z, n, n + count, x.K);
         run_few_rows(rows, columns, m, reinterpret_cast<float*>(state), strip.results, wide);
       });
@@ -149,18 +153,18 @@ void run_task(const Matmul& x, const Plan& plan, const Task& task) {
     }
     if (plan.pack) {
       pack(x.b, task.z, n, n + count, x.K, panels);
-      const Columns<float> b{panels.first, kLanes, kColumns * kLanes, groups * kColumns * kLanes, count, nullptr};
-      run_block(x, plan, task, n, b, a, strip);
+      const Columns<float> b{panels.first, kLanes, panels.group(), groups * panels.group(), count, nullptr};
+      run_block<Order>(x, plan, task, n, b, a, strip);
       continue;
     }
-    with_type(x.b.dtype, [&](auto t) {
+    with_operand<Order>(x.b.dtype, [&](auto t) {
       using T = decltype(t);
       const Rows<T> columns = rows_of<T>(x.b, task.z, n, n + count, x.K);
-      const int64_t whole = x.K / kLanes * kLanes;
+      const int64_t whole = x.K / Order::kDepth * Order::kDepth;
       if (whole < x.K) pack(Rows<T>{columns.first + whole, columns.row, 1, count, x.K - whole}, panels);
       const float* rest = whole < x.K ? panels.first : nullptr;
-      const Columns<T> b{columns.first, columns.row, kLanes, kColumns * columns.row, count, rest};
-      run_block(x, plan, task, n, b, a, strip);
+      const Columns<T> b{columns.first, columns.row, Order::kDepth, kColumns * columns.row, count, rest};
+      run_block<Order>(x, plan, task, n, b, a, strip);
     });
   }
 }
@@ -178,7 +182,8 @@ int matmul(const Matmul& x) {
   for (int64_t i = 0; i < tasks; ++i) {
     const int64_t m = i / across % down * plan.task_rows, n = i % across * plan.task_columns;
     try {
-      run_task(x, plan, {i / across / down, m, std::min(m + plan.task_rows, x.M), n, std::min(n + plan.task_columns, x.N)});
+      const Task task{i / across / down, m, std::min(m + plan.task_rows, x.M), n, std::min(n + plan.task_columns, x.N)};
+      with_order(x, [&](auto order) { run_task<decltype(order)>(x, plan, task); });
     } catch (...) {
 #pragma omp critical
       failure = std::current_exception();

@@ -35,6 +35,20 @@ inline Eight eight(const T* p) {
 }
 #endif
 
+// Dword i is p[i] and q[i].
+inline Eight interleaved(const bf16* p, const bf16* q) {
+#if defined(__AVX2__)
+  const __m128i x = halves_of(p), y = halves_of(q);
+  return (Eight)_mm256_setr_m128i(_mm_unpacklo_epi16(x, y), _mm_unpackhi_epi16(x, y));
+#else
+  uint32_t pairs[kLanes];
+  for (int i = 0; i < kLanes; ++i) pairs[i] = p[i].bits | static_cast<uint32_t>(q[i].bits) << 16;
+  Eight result;
+  std::memcpy(&result, pairs, sizeof pairs);
+  return result;
+#endif
+}
+
 inline void put(float* p, Eight x) { std::memcpy(p, &x, sizeof x); }
 
 inline Register packed(const float* p) {

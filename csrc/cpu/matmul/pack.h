@@ -1,14 +1,15 @@
-// Operands of the matrix product as the kernels read them: panels [groups of K][rows of the panel][8] of fp32, with zeros for
-// what lies behind the last row and behind K.
+// Operands of the matrix product as the kernels read them: panels [groups of K][parts of a group][rows of the panel][8], with
+// zeros for what lies behind the last row and behind K.
 #pragma once
 
 #include <algorithm>
 
-#include "lanes.h"
+#include "order.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 
-inline int64_t groups_of(int64_t K) { return (K + kLanes - 1) / kLanes; }
+template <class Order>
+int64_t groups_of(int64_t K) { return (K + Order::kDepth - 1) / Order::kDepth; }
 
 // Some rows of an operand.
 template <class T>
@@ -19,42 +20,45 @@ struct Rows {
 };
 
 // Panels of `wide` rows, one behind the other.
+template <class Order>
 struct Panels {
   float* first;
   int64_t wide, groups;
 
-  // The first group of a row; the next is a `step` behind it.
-  float* row(int64_t r) const { return first + (r / wide * groups * wide + r % wide) * kLanes; }
+  // The first part of the first group of a row; the next part is a `step` behind it.
+  float* row(int64_t r) const { return first + (r / wide * groups * Order::kParts * wide + r % wide) * kLanes; }
   int64_t step() const { return wide * kLanes; }
+  int64_t group() const { return step() * Order::kParts; }
 };
 
 // Groups of a row from `group` on, an element at a time.
-template <class T>
-inline void pack_row(const Rows<T>& x, int64_t row, int64_t group, const Panels& to) {
+template <class Order, class T>
+void pack_row(const Rows<T>& x, int64_t row, int64_t group, const Panels<Order>& to) {
   float* out = to.row(row);
   for (; group < to.groups; ++group) {
-    T part[kLanes] = {};
-    const int64_t k = group * kLanes, count = std::min<int64_t>(kLanes, x.K - k);
+    T part[Order::kDepth] = {};
+    const int64_t k = group * Order::kDepth, count = std::min<int64_t>(Order::kDepth, x.K - k);
     for (int64_t i = 0; i < count; ++i) part[i] = x.first[row * x.row + (k + i) * x.step];
-    put(out + group * to.step(), eight(part));
+    Order::put(out + group * to.group(), to.step(), Order::along(part));
   }
 }
 
 // The whole groups of rows whose K is dense.
-template <class T>
-inline void pack_along(const Rows<T>& x, int64_t groups, const Panels& to) {
+template <class Order, class T>
+void pack_along(const Rows<T>& x, int64_t groups, const Panels<Order>& to) {
   for (int64_t first = 0; first < x.count; first += to.wide) {
     const int64_t rows = std::min(to.wide, x.count - first);
     const T* in = x.first + first * x.row;
     float* out = to.row(first);
     for (int64_t g = 0; g < groups; ++g)
-      for (int64_t r = 0; r < rows; ++r) put(out + g * to.step() + r * kLanes, eight(in + r * x.row + g * kLanes));
+      for (int64_t r = 0; r < rows; ++r)
+        Order::put(out + g * to.group() + r * kLanes, to.step(), Order::along(in + r * x.row + g * Order::kDepth));
   }
 }
 
 // Those of eight rows or more that are next to each other for every k. Each line of memory is read once.
-template <class T>
-inline void pack_across(const Rows<T>& x, int64_t groups, const Panels& to) {
+template <class Order, class T>
+void pack_across(const Rows<T>& x, int64_t groups, const Panels<Order>& to) {
   constexpr int64_t kMost = 256;
   for (int64_t first = 0; first < x.count; first += kMost) {
     if (first > 0 && x.count - first < kLanes) first = x.count - kLanes;
@@ -65,16 +69,17 @@ inline void pack_across(const Rows<T>& x, int64_t groups, const Panels& to) {
       for (int64_t begin = 0; begin < count; begin += kLanes) {
         const int64_t r = std::min(begin, count - kLanes);  // of a broken eight some rows are packed again
         Eight block[kLanes];
-        for (int i = 0; i < kLanes; ++i) block[i] = eight(x.first + first + r + (g * kLanes + i) * x.step);
+        const T* corner = x.first + first + r + g * Order::kDepth * x.step;
+        for (int i = 0; i < kLanes; ++i) block[i] = Order::across(corner, x.step, i);
         transpose(block);
-        for (int i = 0; i < kLanes; ++i) put(place[r + i] + g * to.step(), block[i]);
+        for (int i = 0; i < kLanes; ++i) Order::put(place[r + i] + g * to.group(), to.step(), block[i]);
       }
   }
 }
 
-template <class T>
-inline void pack(const Rows<T>& x, const Panels& to) {
-  const int64_t whole = x.K / kLanes;
+template <class Order, class T>
+inline void pack(const Rows<T>& x, const Panels<Order>& to) {
+  const int64_t whole = x.K / Order::kDepth;
   const bool along = x.step == 1, across = !along && x.row == 1 && x.count >= kLanes;
   if (along) pack_along(x, whole, to);
   if (across) pack_across(x, whole, to);
@@ -82,7 +87,7 @@ inline void pack(const Rows<T>& x, const Panels& to) {
     for (int64_t r = 0; r < x.count; ++r) pack_row(x, r, packed, to);
   const int64_t all = (x.count + to.wide - 1) / to.wide * to.wide;
   for (int64_t r = x.count; r < all; ++r)
-    for (int64_t g = 0; g < to.groups; ++g) put(to.row(r) + g * to.step(), Eight{});
+    for (int64_t g = 0; g < to.groups; ++g) Order::put(to.row(r) + g * to.group(), to.step(), Eight{});
 }
 
 // Rows `begin` to `end` of matrix z of an operand.
@@ -91,8 +96,9 @@ inline Rows<T> rows_of(const Operand& x, int64_t z, int64_t begin, int64_t end, 
   return {static_cast<const T*>(x.first) + z * x.batch + begin * x.row, x.row, x.step, end - begin, K};
 }
 
-inline void pack(const Operand& x, int64_t z, int64_t begin, int64_t end, int64_t K, const Panels& to) {
-  with_type(x.dtype, [&](auto t) { pack(rows_of<decltype(t)>(x, z, begin, end, K), to); });
+template <class Order>
+void pack(const Operand& x, int64_t z, int64_t begin, int64_t end, int64_t K, const Panels<Order>& to) {
+  with_operand<Order>(x.dtype, [&](auto t) { pack(rows_of<decltype(t)>(x, z, begin, end, K), to); });
 }
 
 }  // namespace rlkernel::cpu::RLKERNEL_ISA

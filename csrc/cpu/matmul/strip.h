@@ -17,16 +17,16 @@ constexpr int kMostRegisters = 2;
 #endif
 constexpr int kColumns = 4;                            // of a tile
 constexpr int kMostRows = kMostRegisters * kChains;    // of a strip
-constexpr int64_t kGroups = 48;  // of K at a time: the strip's part of `a` stays in L1. Any number gives the same bits.
+constexpr int64_t kParts = 48;  // of K at a time: the strip's part of `a` stays in L1. Any number gives the same bits.
 
 // Columns of the product that are next to each other.
 template <class T>
 struct Columns {
   const T* first;
-  int64_t row, group;     // strides, of a column within its tile and of 8 elements of K
+  int64_t row, group;     // strides, of a column within its tile and of a group of K
   int64_t panel;          // stride of a tile of columns
   int64_t count;
-  const float* rest;      // panels of the last, broken group of K, where `first` does not hold it: [tiles][4][8]
+  const float* rest;      // panels of the last, broken group of K, where `first` does not hold it: [tiles][parts][4][8]
 };
 
 struct Strip {
@@ -37,26 +37,29 @@ struct Strip {
   int64_t stride;
 };
 
-template <int kRegisters, class T>
+template <class Order, int kRegisters, class T>
 inline void run_chains(const float* a, const T* const (&column)[kColumns], int64_t step, int64_t groups,
                        Register (&chain)[kRegisters][kColumns]) {
-  for (int64_t g = 0; g < groups; ++g) {
-    Register x[kRegisters];
-    for (int r = 0; r < kRegisters; ++r) x[r] = packed(a + (g * kRegisters + r) * kChains * kLanes);
-    for (int n = 0; n < kColumns; ++n) {
-      const Register y = spread(column[n] + g * step);
-      for (int r = 0; r < kRegisters; ++r) chain[r][n] = fused(x[r], y, chain[r][n]);
+  for (int64_t g = 0; g < groups; ++g)
+    for (int part = 0; part < Order::kParts; ++part) {
+      Register x[kRegisters];
+      for (int r = 0; r < kRegisters; ++r)
+        x[r] = packed(a + ((g * Order::kParts + part) * kRegisters + r) * kChains * kLanes);
+      for (int n = 0; n < kColumns; ++n) {
+        const Register y = Order::spread_part(column[n] + g * step, part, kColumns * kLanes);
+        for (int r = 0; r < kRegisters; ++r) chain[r][n] = Order::added(x[r], y, chain[r][n]);
+      }
     }
-  }
 }
 
-template <int kRegisters, class T>
+template <class Order, int kRegisters, class T>
 void run_strip(const Strip& s, const Columns<T>& b) {
+  constexpr int64_t kGroups = kParts / Order::kParts, kGroup = Order::kParts * kRegisters * kChains * kLanes;
   const int64_t whole = b.rest == nullptr ? s.groups : s.groups - 1;
   const int64_t tiles = (b.count + kColumns - 1) / kColumns;
   for (int64_t begin = 0, end; begin == 0 || begin < whole; begin = end) {
     end = whole - begin > kGroups + kGroups / 2 ? begin + kGroups : whole;
-    const float* a = s.a + begin * kRegisters * kChains * kLanes;
+    const float* a = s.a + begin * kGroup;
     for (int64_t t = 0; t < tiles; ++t) {
       Register chain[kRegisters][kColumns];
       Register* state = s.state + t * kRegisters * kColumns;
@@ -67,7 +70,7 @@ void run_strip(const Strip& s, const Columns<T>& b) {
         const int64_t inside = std::min<int64_t>(n, b.count - t * kColumns - 1);  // of a broken tile the last is read again
         column[n] = b.first + t * b.panel + inside * b.row + begin * b.group;
       }
-      run_chains(a, column, b.group, end - begin, chain);
+      run_chains<Order>(a, column, b.group, end - begin, chain);
       if (end < whole) {
         for (int r = 0; r < kRegisters; ++r)
           for (int n = 0; n < kColumns; ++n) state[r * kColumns + n] = chain[r][n];
@@ -75,8 +78,8 @@ void run_strip(const Strip& s, const Columns<T>& b) {
       }
       if (b.rest != nullptr) {
         const float* rest[kColumns];
-        for (int n = 0; n < kColumns; ++n) rest[n] = b.rest + (t * kColumns + n) * kLanes;
-        run_chains(s.a + whole * kRegisters * kChains * kLanes, rest, 0, 1, chain);
+        for (int n = 0; n < kColumns; ++n) rest[n] = b.rest + (t * Order::kParts * kColumns + n) * kLanes;
+        run_chains<Order>(s.a + whole * kGroup, rest, 0, 1, chain);
       }
       for (int r = 0; r < kRegisters; ++r) {
         float sums[kChains * kColumns];
@@ -89,11 +92,11 @@ void run_strip(const Strip& s, const Columns<T>& b) {
   }
 }
 
-template <class T, int kRegisters = kMostRegisters>
+template <class Order, class T, int kRegisters = kMostRegisters>
 inline void run_strip(int registers, const Strip& s, const Columns<T>& b) {
   if constexpr (kRegisters > 1)
-    if (registers < kRegisters) return run_strip<T, kRegisters - 1>(registers, s, b);
-  run_strip<kRegisters>(s, b);
+    if (registers < kRegisters) return run_strip<Order, T, kRegisters - 1>(registers, s, b);
+  run_strip<Order, kRegisters>(s, b);
 }
 
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
