@@ -12,11 +12,12 @@ import torch
 from rlkernel import dispatch
 from rlkernel.bench import amx, cases, compare, interpreter, plot, readme, render, report
 from rlkernel.bench.cases import UsageError
+from rlkernel.bench.consistency import command as consistency
 from rlkernel.bench.progress import Progress
 from rlkernel.bench.run import Row, Settings, run, steps
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ("parity", "memory", "speed", "compare", "readme")
+COMMANDS = ("parity", "memory", "speed", "consistency", "compare", "readme")
 QUICK_SECONDS, CAREFUL_SECONDS = 0.2, 5.0
 # what `memory` measures when it is not told: the field's table of group sizes, and memory over N
 MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")}
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"{options.command or 'rlkernel.bench'} must be given no files, got {' '.join(options.files)}"
             )
+        if options.command == "consistency":
+            return consistency.run(options, arguments)
+        if options.short or options.part:
+            raise UsageError("--short and --part must be given with the command consistency")
         return _bench(options, arguments)
     except UsageError as error:
         parser.print_usage(sys.stderr)
@@ -53,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "command",
         nargs="?",
         choices=COMMANDS,
-        help="one suite, `compare A.json B.json`, or `readme`; default: all suites",
+        help="one suite, `consistency`, `compare A.json B.json`, or `readme`; default: all suites",
     )
     add("files", nargs="*", help="the two reports of compare; the files of readme (README.md and docs)")
     add("--op", type=_names, default=(), help="ops, separated by commas; default: all")
@@ -72,8 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--shape", help="sizes as N=512,V=32000 or 512x32000; with --preset, those that differ from it")
     add("--peers", type=_names, default=None, help="names, `all` (also those slow to start) or `none`")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=None, help="CPU threads; default: all cores that torch uses")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one; consistency: cpu")
+    add(
+        "--threads",
+        type=int,
+        default=None,
+        help="CPU threads; default: all cores that torch uses, for consistency 1",
+    )
     add("--seconds", type=float, default=None, help="time spent on the rounds of one pass")
     add("--json", metavar="FILE", help="write the report; - is standard output, without tables")
     add("--markdown", metavar="FILE", help="write the tables; - is standard output")
@@ -83,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="RATIO",
         help="exit with 1 unless every peer takes RATIO times as long as we do",
+    )
+    add("--short", action="store_true", help="consistency: tiny models and few pairs, as in CI")
+    add(
+        "--part",
+        type=_names,
+        default=(),
+        help=f"consistency: of {', '.join(consistency.PARTS)}; default: all that can run",
     )
     add(
         "--check",
@@ -97,6 +114,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
     if options.threads is not None:
         if options.threads < 1:

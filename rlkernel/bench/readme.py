@@ -12,6 +12,7 @@ from typing import Any
 
 from rlkernel.bench import example_tables, render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
+from rlkernel.bench.consistency import tables as consistency
 
 _MARKED = re.compile(r"(<!-- bench:begin (?P<name>\S+) -->\n).*?(<!-- bench:end (?P=name) -->)", re.DOTALL)
 
@@ -38,6 +39,9 @@ def _of_an_example(name: str, markdown: Callable[[Any], str]) -> Callable[[Path]
 MADE = {
     "status": status.table,
     "status-line": status.line,
+    "consistency": _of_an_example("consistency", consistency.models),
+    "consistency-operators": _of_an_example("consistency", consistency.operators),
+    "consistency-summary": _of_an_example("consistency", consistency.summary),
     "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),

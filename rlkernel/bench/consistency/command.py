@@ -1,0 +1,125 @@
+"""``consistency`` of the command line: runs the parts, writes the report, shows it."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlkernel.bench import amx, report
+from rlkernel.bench.cases import UsageError
+from rlkernel.bench.consistency import engines, models, operators, tables
+from rlkernel.bench.progress import Progress
+
+PARTS = ("operators", "models", "engines")
+NEEDS = {"models": "transformers", "engines": "vllm"}
+DTYPES = ("float32", "bfloat16", "float16")
+USUAL = ("float32", "bfloat16")
+UNUSED = (
+    "op",
+    "backend",
+    "preset",
+    "shape",
+    "peers",
+    "plot",
+    "gate",
+    "check",
+)  # options of the other commands
+Step = tuple[str, str, Callable[[], dict[str, Any]]]  # the part, what is said of it, and what makes its row
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """0 when every bit that is promised holds, else 1."""
+    _check(options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads or 1)
+    try:
+        amx.avoid_broken_amx()
+        stored = _measured(options, arguments)
+    finally:
+        torch.set_num_threads(threads)
+    if options.json:
+        report.write(options.json, json.dumps(stored, indent=1) + "\n")
+    if options.markdown:
+        report.write(
+            options.markdown,
+            "\n".join((tables.models(stored), tables.operators(stored), tables.summary(stored))),
+        )
+    if "-" not in (options.json, options.markdown):
+        sys.stdout.write(tables.text(stored))
+    broken = tables.broken(stored)
+    for line in broken:
+        print(f"rlkernel.bench: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    given = [*(f"--{name}" for name in UNUSED if getattr(options, name)), *options.files]
+    if given:
+        known = "--short, --part, --dtype, --threads, --seconds, --json and --markdown"
+        raise UsageError(f"consistency must be given {known} alone, got {', '.join(given)}")
+    for option, names, known in (("--part", options.part, PARTS), ("--dtype", options.dtype, DTYPES)):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"{option} must be of {', '.join(known)}, got {name}")
+    if options.device == "cuda":
+        raise UsageError("--device must be cpu for consistency, got cuda: attention is not served there")
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads must be >= 1, got {options.threads}")
+    for wanted in options.part:
+        if not _able(wanted):
+            raise UsageError(f"--part {wanted} must have {NEEDS[wanted]} installed, got none")
+
+
+def _able(part: str) -> bool:
+    return part not in NEEDS or importlib.util.find_spec(NEEDS[part]) is not None
+
+
+def _measured(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    parts = options.part or tuple(part for part in PARTS if _able(part))
+    steps = list(_steps(options, parts))
+    found: dict[str, Any] = {part: [] for part in PARTS}
+    with Progress(len(steps)) as progress:
+        for part, name, measure in steps:
+            progress.step(name)
+            found[part].append(measure())
+    settings = {
+        "short": options.short,
+        "clock": "CPU time" if torch.get_num_threads() == 1 else "wall-clock time",
+        "operators": _sizes(operators, options)._asdict(),
+        "models": _sizes(models, options)._asdict(),
+    }
+    return {"header": report.header(arguments, "cpu"), "settings": settings, **found}
+
+
+def _sizes(part: Any, options: argparse.Namespace) -> Any:
+    return part.SHORT if options.short else part.FULL
+
+
+def _steps(options: argparse.Namespace, parts: tuple[str, ...]) -> Iterator[Step]:
+    dtypes = [getattr(torch, name) for name in options.dtype or USUAL]
+    least = 1 if options.short else 5
+
+    def seconds(usual: float) -> float:
+        return options.seconds or (0.01 if options.short else usual)
+
+    for dtype in dtypes if "operators" in parts else ():
+        for make in operators.cases(_sizes(operators, options), dtype):
+
+            def of_operator(make: Any = make, dtype: torch.dtype = dtype) -> dict[str, Any]:
+                return operators.measured(make(), dtype, seconds(0.3), least)
+
+            yield "operators", f"{operators.name_of(make)} {dtype}", of_operator
+    for part, module in (("models", models), ("engines", engines)):
+        for family in module.FAMILIES if part in parts else ():
+            for dtype in dtypes:
+
+                def of_model(
+                    module: Any = module, family: str = family, dtype: torch.dtype = dtype
+                ) -> dict[str, Any]:
+                    return module.measured(family, dtype, _sizes(models, options), seconds(3), least)
+
+                yield part, f"{family} in {NEEDS[part]}, {dtype}", of_model
