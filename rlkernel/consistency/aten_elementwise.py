@@ -54,7 +54,7 @@ def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) ->
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    return 1 / torch.sqrt(x)
+    return torch.sqrt(x).reciprocal_()
 
 
 def _served(formula: Callable[..., Tensor], operands: int = 1) -> Callable[..., Tensor]:

@@ -1,23 +1,31 @@
 """Matrix products over ``rlkernel.matmul``, whose chains depend on the reduced dimension alone."""
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall
-from rlkernel.consistency.aten_call import is_exact, module_of, need_floats, put
+from rlkernel.consistency.aten_call import is_exact, module_of, need_floats, put, used
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """[..., M, K] with [..., K, N] of one dtype: rounded once, with ``bias`` [N] before."""
     need_floats(a, b)
-    batched = a.dim() == 3
-    if not batched:
-        a, b = a[None], b[None]
-    out = module_of("matmul", a, b).forward(MatmulCall(a, b, bias, dtype or a.dtype)).out
-    return out if batched else out[0]
+    used.backend, module = _backend(a.dtype, a.device)
+    if a.dim() == 3:
+        return module.forward(MatmulCall(a, b, bias, dtype or a.dtype)).out
+    return module.forward(MatmulCall(a.unsqueeze(0), b.unsqueeze(0), bias, dtype or a.dtype)).out.squeeze(0)
+
+
+@functools.lru_cache
+def _backend(dtype: torch.dtype, device: torch.device) -> tuple[str, ModuleType]:
+    """The same for all products of these: to ask anew takes as long as a small one."""
+    module = module_of("matmul", torch.empty(0, dtype=dtype, device=device))
+    return used.backend, module
 
 
 def added(

@@ -1,5 +1,6 @@
 """Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +14,27 @@ from rlkernel.consistency.aten_products import product
 
 def summed(x: Tensor, dim: Sequence[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> Tensor:
     """In fp32, rounded once."""
-    dims = sorted(d % max(x.dim(), 1) for d in dim) if dim else list(range(x.dim()))
-    kept = [d for d in range(x.dim()) if d not in dims]
-    count, length = math.prod(x.shape[d] for d in kept), math.prod(x.shape[d] for d in dims)
-    rows = (x.permute(*kept, *dims) if kept and dims[0] < kept[-1] else x).reshape(count, length)
-    total = product(rows, rows.new_ones(length, 1), dtype=torch.float32)
+    rank, shape = x.dim(), x.shape
+    dims = sorted(d % max(rank, 1) for d in dim) if dim else list(range(rank))
+    if dims == [rank - 1]:  # most sums are over rows as they are
+        outer, length = shape[:-1], shape[-1]
+        found = [*outer, 1] if keepdim else [*outer]
+        rows = x.reshape(outer.numel(), length)
+    else:
+        kept = [d for d in range(rank) if d not in dims]
+        count, length = math.prod(shape[d] for d in kept), math.prod(shape[d] for d in dims)
+        found = [1 if d in dims else n for d, n in enumerate(shape)] if keepdim else [shape[d] for d in kept]
+        rows = (x.permute(*kept, *dims) if kept and dims[0] < kept[-1] else x).reshape(count, length)
+    # rows as the columns of the product are read where they are
+    total = product(_ones(length, x.dtype, x.device), rows.t(), dtype=torch.float32)
     if mean:
-        total = total / length
-    shape = [1 if d in dims else n for d, n in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
-    return total.to(dtype).reshape(shape)
+        total.div_(length)
+    return (total if dtype == torch.float32 else total.to(dtype)).view(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _ones(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, length, dtype=dtype, device=device)
 
 
 def vector_norm(
