@@ -37,6 +37,26 @@ class Kernels(Protocol):
     VALUE_METRICS: int
     VALUE_SUMS: int
     part: str
+    def attention_backward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        key_offsets: Tensor,
+        keys: Tensor,
+        group_offsets: Tensor,
+        rule: PagedRule,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None: ...
     def attention_merge(
         self,
         stream: int = 0,

@@ -6,15 +6,17 @@ count from lo.  So a row has the same bits with and without padding.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlkernel.calls.attention import AttentionResults
 from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
-from rlkernel.consistency.aten_call import Refused, module_of, need_floats
-from rlkernel.drivers.attention import Requests
+from rlkernel.consistency.aten_call import Refused, module_of, need_floats, used
+from rlkernel.drivers.attention import Asked, Requests, asked
 from rlkernel.prefix import paged
 
 
@@ -95,23 +97,27 @@ def _bytes(x: Tensor) -> bytes:
     return x.to(torch.int32).contiguous().numpy().tobytes()
 
 
-@functools.lru_cache(maxsize=16)
-def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
-    """Of rows [B, T] and keys [B, Tk] that lie one behind the other; the layers of a model share it."""
+def _runs(lo: bytes, hi: bytes, rows: int) -> list[_Run]:
     first, last = (torch.frombuffer(bytearray(x), dtype=torch.int32).long() for x in (lo, hi))
     place = torch.arange(len(first))
     begins = torch.ones(len(first), dtype=torch.bool)
     begins[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1] + 1) | (place[1:] % rows == 0)
+    begins[1:] |= last[:-1] < first[:-1]  # what sees nothing is alone
     starts = begins.nonzero()[:, 0].tolist()
     ends = [*starts[1:], len(first)]
+    return [_Run(a, b, int(first[a]), int(last[b - 1])) for a, b in zip(starts, ends, strict=True)]
+
+
+@functools.lru_cache(maxsize=16)
+def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
+    """Of rows [B, T] and keys [B, Tk] that lie one behind the other; the layers of a model share it."""
     tables, lens, rows_of = [], [], [0]
-    for a, b in zip(starts, ends, strict=True):
-        base, low, high = a // rows * keys, int(first[a]), int(last[b - 1])
-        seen = max(high + 1 - low, 0)
+    for run in _runs(lo, hi, rows):
+        base = run.first // rows * keys + run.lo
         # a row that sees nothing is given a key, and its result thrown away
-        tables.append(torch.arange(base + low, base + low + max(seen, b - a), dtype=torch.int32))
-        lens.append(len(tables[-1]))
-        rows_of.append(b)
+        lens.append(max(run.hi + 1 - run.lo, 1))
+        tables.append(torch.arange(base, base + lens[-1], dtype=torch.int32))
+        rows_of.append(run.end)
     table = torch.zeros(len(tables), max(lens, default=0), dtype=torch.int32)
     for s, x in enumerate(tables):
         table[s, : len(x)] = x
@@ -120,12 +126,56 @@ def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
     return Requests(table, seq_lens, cu_seqlens_q, plan)
 
 
+def flash_attention_for_cpu_backward(
+    original: Callable[..., Any],
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query [B, H, T, D], key and value [B, Hkv, Tk, D]."""
+    need_floats(query, key, value)
+    if dropout_p:
+        raise Refused("dropout draws by a row's place")
+    count, _, rows, dim = query.shape
+    keys = key.shape[2]
+    lo, hi = _intervals(query, keys, is_causal, attn_mask)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value, out, grad)]
+    module = module_of("attention", *flat[:3])
+    if used.backend != "native":
+        raise Refused("its gradients are batch-invariant in the compiled kernels alone")
+    results = AttentionResults(flat[3], lse.transpose(0, 1).flatten(1))
+    rule = PagedRule(dim**-0.5 if scale is None else scale, 0.0, 0)
+    requests = _asked(_bytes(lo), _bytes(hi), rows, keys)
+    found = module.gradients(*flat[:3], results, flat[4], requests, rule)
+    dq, dk, dv = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in found)
+    return dq, dk, dv
+
+
+@functools.lru_cache(maxsize=16)
+def _asked(lo: bytes, hi: bytes, rows: int, keys: int) -> Asked:
+    """As _requests; the rows of a matrix of the batch are a group."""
+    runs = [run for run in _runs(lo, hi, rows) if run.lo <= run.hi]
+    bases = [run.first // rows * keys for run in runs]
+    seen = [torch.arange(at + run.lo, at + run.hi + 1) for at, run in zip(bases, runs, strict=True)]
+    groups = [len(list(same)) for _, same in itertools.groupby(bases)]
+    return asked([(run.first, run.end) for run in runs], seen, groups)
+
+
 def _refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise Refused("use rlkernel.attention: this kernel splits its sums by the batch")
 
 
 SERVED = {
     "_scaled_dot_product_flash_attention_for_cpu": flash_attention_for_cpu,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": flash_attention_for_cpu_backward,
     "_scaled_dot_product_flash_attention": _refuse,
     "_scaled_dot_product_efficient_attention": _refuse,
     "_scaled_dot_product_cudnn_attention": _refuse,

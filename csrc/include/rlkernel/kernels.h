@@ -1,6 +1,7 @@
 // Table of contents of the compiled part: one line per kernel, grouped by op. Each part has all of them, in its namespace, but
 // for those of a CPU alone.
 #pragma once
+#include "rlkernel/attention/bind.h"
 #include "rlkernel/gae/bind.h"
 #include "rlkernel/group_advantages/bind.h"
 #include "rlkernel/kl_shaped_rewards/bind.h"
@@ -45,6 +46,7 @@
 
 // Those of a CPU alone.
 #define RLKERNEL_CPU_KERNELS(KERNEL) \
+  KERNEL(attention_backward) \
   KERNEL(matmul) \
   KERNEL(paged_prefix_attention)
 
