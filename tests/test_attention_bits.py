@@ -182,8 +182,8 @@ def test_requests_that_there_are_not_are_refused(message):
     k, v = torch.zeros(2, 6, 2, 8)
     call = {
         "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(4, 6), "grad": grad,
-        "rows": torch.tensor([[0, 4], [4, 6]]), "key_offsets": torch.tensor([0, 4, 6]), "keys": torch.arange(6),
-        "group_offsets": torch.arange(3), "rule": PagedRule(1.0, 0.0, 0),
+        "rows": torch.tensor([[0, 4], [4, 6]]), "key_offsets": torch.tensor([0, 4, 6]),
+        "keys": torch.arange(6), "group_offsets": torch.arange(3), "rule": PagedRule(1.0, 0.0, 0),
         "dq": torch.zeros(6, 4, 8), "dk": torch.zeros(6, 2, 8), "dv": torch.zeros(6, 2, 8),
     }  # fmt: skip
     kernel = native.kernels(q.device).attention_backward

@@ -136,26 +136,82 @@ def test_a_kernel_of_torch_that_fails_its_check_is_refused(monkeypatch):
         ROWS.exp()
 
 
-def test_left_padding_right_padding_and_packing_change_nothing():
-    """torch's attention under each of the masks that trainers make."""
-    q, k, v = (torch.randn(1, 4, 90, 16, generator=g) for _ in range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_left_padding_right_padding_and_packing_change_nothing(dtype, threads):
+    """torch's attention under each of the masks that trainers make, and its gradients."""
+    q, k, v, grad = (torch.randn(1, 4, 90, 16, generator=g).to(dtype) for _ in range(4))
 
-    def attend(left, right):
-        x = [F.pad(t, (0, 0, left, right), value=torch.nan) for t in (q, k, v)]
+    def attend(left, right, behind=0.0):
+        """Rows of padding are ``behind`` and have no gradient."""
+        x = [F.pad(t, (0, 0, left, right), value=behind).requires_grad_() for t in (q, k, v)]
         seen = torch.zeros(90 + left + right, dtype=torch.bool)
         seen[left : left + 90] = True
         mask = seen[None] & torch.ones(len(seen), len(seen), dtype=torch.bool).tril()
-        x = [t.where(seen[:, None], torch.zeros(())) for t in x]
-        asked = mask if left % 2 else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-        return F.scaled_dot_product_attention(*x, attn_mask=asked[None, None])[:, :, left : left + 90]
+        asked = mask if left % 2 else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+        out = F.scaled_dot_product_attention(*x, attn_mask=asked[None, None])
+        grads = torch.autograd.grad(out, x, F.pad(grad, (0, 0, left, right)))
+        return [t.detach()[:, :, left : left + 90] for t in (out, *grads)]
+
+    def packed(*which):
+        """Sequences one behind the other: the first 30 rows, and all."""
+        starts = [0]
+        for n in which:
+            starts.append(starts[-1] + n)
+        x = [torch.cat([t[:, :, :n] for n in which], 2).requires_grad_() for t in (q, k, v)]
+        number = torch.arange(starts[-1]).unsqueeze(1).ge(torch.tensor(starts)).sum(1)
+        mask = (number[:, None] == number) & torch.ones(starts[-1], starts[-1], dtype=torch.bool).tril()
+        out = F.scaled_dot_product_attention(*x, attn_mask=mask[None, None])
+        grads = torch.autograd.grad(out, x, torch.cat([grad[:, :, :n] for n in which], 2))
+        at = which.index(90)
+        return [t.detach()[:, :, starts[at] : starts[at + 1]] for t in (out, *grads)]
 
     with rlkernel.batch_invariant():
-        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        for left, right in ((0, 0), (5, 0), (0, 7), (64, 3), (2, 2)):
-            assert_equal(f"{left} in front, {right} behind", attend(left, right), whole)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        whole = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        cases = {f"{left} in front, {right} behind": attend(left, right) for left, right in PADDED}
+        cases |= {
+            "NaN behind": attend(0, 9, torch.nan),
+            "packed": packed(30, 90),
+            "in front": packed(90, 30, 7),
+        }
+        for name, found in cases.items():
+            for which, got, want in zip(("out", "dq", "dk", "dv"), found, whole, strict=True):
+                assert_equal(f"{which}, {name}", got, want)
         for at in (1, 63, 64, 89):  # a step behind a cache
             step = F.scaled_dot_product_attention(q[:, :, at : at + 1], *(x[:, :, : at + 1] for x in (k, v)))
-            assert_equal(f"step {at}", step, whole[:, :, at : at + 1])
+            assert_equal(f"step {at}", step, whole[0][:, :, at : at + 1])
+
+
+PADDED = ((0, 0), (5, 0), (0, 7), (64, 3), (2, 2))
+
+
+def masked_attention(mask, q, k, v):
+    """The output and the gradients of q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(
+        *leaves, attn_mask=mask.to(q.dtype) if mask.is_floating_point() else mask
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) * q.sign())]
+
+
+MASKS = {
+    "a row sees those in front of it": torch.ones(70, 70, dtype=torch.bool).tril(-1),
+    "a window": torch.ones(70, 70, dtype=torch.bool).tril().triu(-20),
+    "all keys": torch.zeros(70, 70),
+    "rows that see nothing": torch.ones(70, 70, dtype=torch.bool).tril()
+    & (torch.arange(70) % 9 > 2)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_mean_what_they_do_in_torch(name):
+    x = [torch.randn(2, 2, 70, 8, generator=g) for _ in range(3)]
+    want, truth = (masked_attention(MASKS[name], *y) for y in (x, [t.double() for t in x]))
+    with rlkernel.batch_invariant():
+        got = masked_attention(MASKS[name], *x)
+    for which, *values in zip(("out", "dq", "dk", "dv"), got, want, truth, strict=True):
+        check(which, *values, magnitude=4.0)
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ def attention(
         ValueError: an argument is off; says which, what it must be and what it is.  So is a gradient where
             q has fewer rows than k.
 
-    Gradients are those of ``prefix_shared_attention``, run-to-run.  Splits of the keys whose size is fixed
-    follow Thinking Machines' batch-invariant attention (2025).
+    On a CPU a sequence's gradients have the same bits in every batch too; those of Triton are run-to-run.
+    Splits of the keys whose size is fixed follow Thinking Machines' batch-invariant attention (2025).
     """
     if batch is None and torch.compiler.is_compiling():
         raise ValueError("batch must be given under torch.compile, which cannot make one, got None")
