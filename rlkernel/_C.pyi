@@ -498,6 +498,30 @@ class Kernels(Protocol):
         out_k: Tensor,
         out_v: Tensor,
     ) -> None: ...
+    def swiglu_backward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        gate: Tensor,
+        up: Tensor | None,
+        grad_product: Tensor,
+        activation: str,
+        round_first: bool,
+        grad_gate: Tensor | None,
+        grad_up: Tensor | None,
+    ) -> None: ...
+    def swiglu_forward(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        gate: Tensor,
+        up: Tensor | None,
+        activation: str,
+        round_first: bool,
+        product: Tensor,
+    ) -> None: ...
     def value_loss_backward(
         self,
         stream: int = 0,

@@ -44,6 +44,7 @@ from rlkernel.ops.sampling.repetition import Dry
 from rlkernel.ops.sampling.seeds import split_seeds
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.ops.sampling.verify_chain import verify_chain
+from rlkernel.ops.swiglu import swiglu
 from rlkernel.ops.value_loss import value_loss
 from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch
@@ -109,6 +110,7 @@ __all__ = [
     "score_tokens",
     "selective_log_softmax",
     "split_seeds",
+    "swiglu",
     "unpatch_all",
     "use_backend",
     "value_loss",

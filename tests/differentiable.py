@@ -74,6 +74,7 @@ OPS = {
         lambda *row: rlkernel.layer_norm(*row).square().sum(),
         {"x": (2, 3, 5), "weight": (5,), "bias": (5,)},
     ),
+    "swiglu": (lambda *row: rlkernel.swiglu(*row).square().sum(), {"gate": (2, 3, 5), "up": (2, 3, 5)}),
     "rms_norm": (lambda *row: rlkernel.rms_norm(*row).square().sum(), {"x": (2, 3, 5), "weight": (5,)}),
     "rms_norm_of_sum": (
         lambda x, residual: rlkernel.rms_norm(x, residual=residual).normed.square().sum(),

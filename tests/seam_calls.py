@@ -8,6 +8,7 @@ import torch
 import rlkernel
 from rlkernel import native
 from rlkernel.bench import cases, parity
+from rlkernel.calls.swiglu import ACTIVATIONS
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.reference import paged_prefix_attention as paged
 
@@ -170,7 +171,17 @@ def _norms():
                 (out.normed + out.summed).sum().backward()
 
 
-ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms)
+def _elements():
+    """Of each kind, of rows that are a part of wider ones and alone."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        wide = torch.randn(2, 3, 2, 150, dtype=dtype).requires_grad_()
+        for activation in ACTIVATIONS:
+            rlkernel.swiglu(wide, activation=activation).sum().backward()
+            gate, up = wide[:, :, 0, :5], wide[:, :, 1, 8:13]
+            rlkernel.swiglu(gate, up, activation=activation, rounding="after_product").sum().backward()
+
+
+ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements)
 CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less

@@ -54,6 +54,7 @@ CALLS = {
     rlkernel.running_normalize: {"x": ROWS, "state": torch.zeros(3, dtype=torch.float64)},
     rlkernel.layer_norm: {"x": ROWS},
     rlkernel.rms_norm: {"x": ROWS},
+    rlkernel.swiglu: {"gate": ROWS, "up": ROWS},
     rlkernel.value_loss: {"values": ROWS, "returns": ROWS, "mask": MASK},
     rlkernel.whiten: {"x": ROWS},
     rlkernel.use_backend: {"name": "auto"},

@@ -22,6 +22,7 @@ from rlkernel.reference import (
     rms_norm,
     sample_linear,
     sampling,
+    swiglu,
     value_loss,
     whiten,
 )
@@ -120,6 +121,7 @@ CALLS = {
     ),
     "policy_loss": _policy_losses,
     "layer_norm": lambda: _norm(rlkernel.layer_norm, layer_norm.make_inputs(5, 70)),
+    "swiglu": lambda: _norm(rlkernel.swiglu, swiglu.make_inputs(5, 70)),
     "rms_norm": lambda: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True)),
 }
 

@@ -127,6 +127,17 @@ def _correct_arithmetic(interpreter: Any) -> None:
 
         setattr(builder, name, op)
 
+    plain_fma = builder.create_fma
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """Rounded once, as GPUs do: the interpreter rounds the product too."""
+        if x.data.dtype != np.float32 or z.data.dtype != np.float32:
+            return plain_fma(self, x, y, z)
+        with np.errstate(over="ignore", invalid="ignore"):
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return handle_of(exact.astype(np.float32), z.dtype.scalar)
+
+    builder.create_fma = create_fma
     # ternary_op is also tl.where, to which widening and rounding change nothing
     for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_dot"):
         through_fp32(name)

@@ -5,38 +5,9 @@
 
 #include "rlkernel/norm_rows.h"
 #include "row_sum.h"
+#include "vectors.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
-
-constexpr int64_t kParallel = 1 << 15;  // elements from which waking the other threads pays
-
-// Calls body(i, count) for vectors of a row; the count is a constant where it is kWidth.
-template <class Body>
-inline void each_vector(int64_t length, Body body) {
-  int64_t i = 0;
-  for (; i + kWidth <= length; i += kWidth) body(i, kWidth);
-  if (i < length) body(i, static_cast<int>(length - i));
-}
-
-template <class T>
-inline Floats load(const T* p, int count) {
-  return count == kWidth ? load(p) : load_part(p, count);
-}
-
-template <class T>
-inline void store(T* p, Floats x, int count) {
-  if (count == kWidth) store(p, x);
-  else store_part(p, x, count);
-}
-
-// x as a T would hold it.
-template <class T>
-inline Floats rounded(Floats x) {
-  if constexpr (sizeof(T) == sizeof(float)) return x;
-  T buffer[kWidth];
-  store(buffer, x);
-  return load(buffer);
-}
 
 // The weights in fp32, `offset` added: as they lie where they are fp32 and nothing is added. Empty: 1 each.
 class Weights {

@@ -28,6 +28,7 @@ from rlkernel.calls.policy_loss import (
 )
 from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
 from rlkernel.calls.sampling import FILTER_ORDERS
+from rlkernel.calls.swiglu import ACTIVATIONS
 from rlkernel.runtime import gpu
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "FilterOrder": FILTER_ORDERS,
         "PagedItem": ITEM,
         "PagedLaunch": LAUNCH,
+        "Activation": ACTIVATIONS,
     }
     return [
         f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"

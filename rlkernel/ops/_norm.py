@@ -12,12 +12,6 @@ def check_rows(x: Tensor) -> None:
         raise ValueError(f"x must be [..., H] with H >= 1, got {tuple(x.shape)}")
 
 
-def same_dtype(argument: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.dtype != x.dtype:
-        want, got = _validate.name(x.dtype), _validate.name(tensor.dtype)
-        raise ValueError(f"{argument} must have x's dtype {want}, got {got}")
-
-
 def parameter(argument: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
     """A weight or a bias [H], dense, no wider than what ``x`` is computed in; None stays None."""
     if tensor is None:

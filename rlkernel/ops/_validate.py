@@ -52,6 +52,12 @@ def same_device(argument: str, tensor: Tensor, other: str, device: torch.device)
         raise ValueError(f"{argument} must be on {other}'s device {device}, got {tensor.device}")
 
 
+def same_dtype(argument: str, tensor: Tensor, other: str, reference: Tensor) -> None:
+    if tensor.dtype != reference.dtype:
+        want, got = name(reference.dtype), name(tensor.dtype)
+        raise ValueError(f"{argument} must have {other}'s dtype {want}, got {got}")
+
+
 def target_ids(
     ids: Tensor, shape: torch.Size, source: str, device: torch.device, argument: str = "target_ids"
 ) -> Tensor:

@@ -84,7 +84,7 @@ def rms_norm(
     if residual is not None:
         _validate.is_tensor("residual", residual)
         _validate.like("residual", residual, "x", x)
-        _norm.same_dtype("residual", residual, x)
+        _validate.same_dtype("residual", residual, "x", x)
     weight = _norm.parameter("weight", weight, x)
     eps = _validate.number("eps", eps, 0.0)
     weight_offset = _validate.number("weight_offset", weight_offset)

@@ -14,6 +14,7 @@
 #include "rlkernel/prefix_shared_attention/bind.h"
 #include "rlkernel/rms_norm/bind.h"
 #include "rlkernel/sampling/bind.h"
+#include "rlkernel/swiglu/bind.h"
 #include "rlkernel/value_loss/bind.h"
 #include "rlkernel/whiten/bind.h"
 
@@ -41,6 +42,8 @@
   KERNEL(layer_norm_backward) \
   KERNEL(rms_norm_forward) \
   KERNEL(rms_norm_backward) \
+  KERNEL(swiglu_forward) \
+  KERNEL(swiglu_backward) \
   KERNEL(sampling_statistics) \
   KERNEL(sampling_finish)
 
@@ -92,7 +95,7 @@ inline py::dict enums() {
   return enums(RLKERNEL_NAMED(Term), RLKERNEL_NAMED(Level), RLKERNEL_NAMED(Aggregation), RLKERNEL_NAMED(Kl),
                RLKERNEL_NAMED(KlWeight), RLKERNEL_NAMED(Divergence), RLKERNEL_NAMED(Correction), RLKERNEL_NAMED(Verdict),
                RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence), RLKERNEL_NAMED(FilterOrder),
-               RLKERNEL_NAMED(PagedItem), RLKERNEL_NAMED(PagedLaunch));
+               RLKERNEL_NAMED(PagedItem), RLKERNEL_NAMED(PagedLaunch), RLKERNEL_NAMED(Activation));
 }
 
 inline py::module_ add_part(py::module_& m, const char* name) {

@@ -18,4 +18,9 @@ RLKERNEL_HOST_DEVICE static inline T* row_at(const StridedRows& rows, int64_t r)
   return static_cast<T*>(rows.start) + at;
 }
 
+// Whether they lie one behind the other, as one long row; also where there are none.
+static inline bool lie_dense(const StridedRows& rows, int64_t count, int64_t length) {
+  return rows.start == nullptr || count < 2 || (rows.inner >= count && rows.inner_stride == length);
+}
+
 }  // namespace rlkernel

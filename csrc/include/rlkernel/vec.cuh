@@ -188,6 +188,23 @@ __device__ __forceinline__ void write_vector(T* p, const float (&values)[kCount]
   for (int i = 0; i < kWords; i += kStep) write_words<kStep>(reinterpret_cast<uint32_t*>(p) + i, words + i);
 }
 
+// `count` elements of a row as floats, by one read where it may be; 0 behind them.
+template <class T>
+__device__ __forceinline__ void read_floats(const T* p, int count, float (&x)[kVector<T>]) {
+  const bool whole = count == kVector<T> && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  const Bytes16 bytes = whole ? *reinterpret_cast<const Bytes16*>(p) : read_part(p, count);
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) x[i] = element<T>(bytes, i);
+}
+
+template <class T>
+__device__ __forceinline__ void write_floats(T* p, int count, const float (&x)[kVector<T>]) {
+  if (count == kVector<T> && reinterpret_cast<uintptr_t>(p) % 16 == 0) return write_vector(p, x);
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i)
+    if (i < count) p[i] = from_float<T>(x[i]);
+}
+
 template <class Body>
 __host__ inline int with_dtype(Dtype dtype, Body body) {
   switch (dtype) {

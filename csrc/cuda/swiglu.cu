@@ -1,0 +1,1 @@
+#include "rlkernel/swiglu/kernel.cuh"
