@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import rlkernel
 from rlkernel.consistency import Report, bits, compare, statistics
+from rlkernel.consistency.styles import STYLES
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -361,3 +362,20 @@ def test_what_the_page_shows_runs(capsys):
         if not snippet.startswith("rlkernel."):  # a signature
             exec(snippet, names)
     assert "furthest apart" in capsys.readouterr().out and "projected" in names
+
+
+def test_a_report_is_the_same_inside_batch_invariant():
+    """Its figures are fp64, which that mode refuses in a model; the mode holds again behind them."""
+    train, rollout = (-torch.rand(3, 40, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    given = {"advantages": torch.ones(3, 40), "bounds": (0.5, 2.0)}
+    want = compare(train, rollout, **given)
+    with rlkernel.batch_invariant() as mode:
+        got = compare(train, rollout, **given)
+        assert (str(got), got.chi2_sequence, got.sequence_ratios) == (
+            str(want), want.chi2_sequence, want.sequence_ratios
+        )  # fmt: skip
+        for style in STYLES:
+            assert got.to_metrics(style) == want.to_metrics(style)
+        with pytest.raises(RuntimeError, match="torch's exp"):
+            train.double().exp()
+    assert not mode.report()

@@ -9,12 +9,14 @@ from torch import Tensor
 from rlkernel.consistency import bits, statistics
 from rlkernel.consistency.report import PERCENTILES, TAIL_SHARES, Points, Report, WorstToken
 from rlkernel.ops import _packing, _validate
+from rlkernel.runtime import invariance
 
 POINTS = 4096  # that a picture shows
 _DPPO = 0.2  # of prime-rl's default loss: dppo_mask_low and dppo_mask_high
 
 
 @torch.no_grad()
+@invariance.aside()
 def compare(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,

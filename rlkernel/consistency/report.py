@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel.consistency import styles
 from rlkernel.consistency.statistics import Sequences, Tokens
+from rlkernel.runtime import invariance
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 TAIL_SHARES = tuple(50 * 10 ** (-k / 8) for k in range(57))  # percent, thinning out to 5e-6
@@ -127,6 +128,7 @@ class Report:
         return self.token_statistics.mean("chi2")
 
     @property
+    @invariance.aside()
     def chi2_sequence(self) -> float:
         sums = self._sequence_deltas()
         return float(torch.expm1(2 * sums).mean()) if len(sums) else math.nan
@@ -144,6 +146,7 @@ class Report:
         return self.token_statistics.maximum("ratio")
 
     @property
+    @invariance.aside()
     def sequence_ratios(self) -> tuple[float, float, float]:
         """The least, the mean and the largest exp(sum of delta) of a sequence."""
         ratios = self._sequence_deltas().exp()
@@ -171,6 +174,7 @@ class Report:
 
         return table.text(self)
 
+    @invariance.aside()
     def plot(self, path: str | Path) -> None:
         """Draw log-probabilities, ULPs and the tails of the ratio into a file.
 
@@ -184,6 +188,7 @@ class Report:
 
         picture.save(self, path)
 
+    @invariance.aside()
     def to_metrics(self, style: str, **options: Any) -> dict[str, float]:
         """The figures under the names, and by the formulas, of another framework.
 

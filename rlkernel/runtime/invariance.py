@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 
 class Setting:
@@ -16,10 +18,26 @@ class Setting:
 
 settings: list[Setting] = []  # the last one counts
 lock = threading.RLock()
+_thread = threading.local()
 
 
 def is_on() -> bool:
     return bool(settings)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """In this thread torch's operations are its own meanwhile: for figures that no model is made of."""
+    before = is_aside()
+    _thread.aside = True
+    try:
+        yield
+    finally:
+        _thread.aside = before
+
+
+def is_aside() -> bool:
+    return getattr(_thread, "aside", False)
 
 
 def count(op: str, backend: str) -> None:

@@ -61,10 +61,10 @@ def _check(options: argparse.Namespace) -> None:
     if given:
         known = "--short, --part, --dtype, --threads, --seconds, --json and --markdown"
         raise UsageError(f"consistency must be given {known} alone, got {', '.join(given)}")
-    for option, names, known in (("--part", options.part, PARTS), ("--dtype", options.dtype, DTYPES)):
+    for option, names, possible in (("--part", options.part, PARTS), ("--dtype", options.dtype, DTYPES)):
         for name in names:
-            if name not in known:
-                raise UsageError(f"{option} must be of {', '.join(known)}, got {name}")
+            if name not in possible:
+                raise UsageError(f"{option} must be of {', '.join(possible)}, got {name}")
     if options.device == "cuda":
         raise UsageError("--device must be cpu for consistency, got cuda: attention is not served there")
     if options.threads is not None and options.threads < 1:
