@@ -22,7 +22,7 @@ constexpr int64_t kSmallBlockBytes = 1 << 18;  // of one where the rows are kept
 // Strips of rows up to which columns that are dense along K are read where they are: with 32 registers there are as many rows
 // to a column as hide what it costs to read.
 constexpr int64_t kStripsInPlace = kChains > 1 ? INT64_MAX : 32;
-constexpr int64_t kLeastColumns = 96, kMostColumns = 384;  // of a block where the rows are packed for each
+constexpr int64_t kLeastColumns = 96, kMostColumns = 768;  // of a block where the rows are packed for each
 
 int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
@@ -67,8 +67,8 @@ struct Plan {
   int64_t block;  // columns that are packed at a time, or read at a time by strip after strip
   int64_t task_columns, task_rows;
 
-  Plan(const Matmul& x, int64_t threads) {
-    const int64_t strips = std::max<int64_t>((x.M + kMostRows - 1) / kMostRows, 1), bytes = std::max<int64_t>(x.K, 1) * 4;
+  Plan(const Matmul& x, int64_t element, int64_t threads) {
+    const int64_t strips = std::max<int64_t>((x.M + kMostRows - 1) / kMostRows, 1), bytes = std::max<int64_t>(x.K, 1) * element;
     rows = round_up((x.M + strips - 1) / strips, kChains);
     few = x.b.step != 1 && x.b.row == 1 && x.M <= std::min<int64_t>(kFewRows, kMostRows);
     pack = !few && (x.b.step != 1 || strips > kStripsInPlace);
@@ -88,7 +88,7 @@ struct Plan {
   }
 };
 
-template <class T>
+template <class Order, class T>
 void store_rows(const Matmul& x, int64_t z, int64_t m, int64_t rows, int64_t n, int64_t columns, const float* results,
                 int64_t stride) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -98,7 +98,7 @@ void store_rows(const Matmul& x, int64_t z, int64_t m, int64_t rows, int64_t n, 
       return x.bias == nullptr ? sum : sum + load_part(x.bias + n + i, count);
     };
     int64_t i = 0;
-    for (; i + kWidth <= columns; i += kWidth) store(out + i, value(i, kWidth));
+    for (; i + kWidth <= columns; i += kWidth) Order::store(out + i, value(i, kWidth));
     if (i < columns) store_part(out + i, value(i, static_cast<int>(columns - i)), static_cast<int>(columns - i));
   }
 }
@@ -117,7 +117,7 @@ void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, c
     const Panels<Order> packed{const_cast<float*>(strip.a), wide, strip.groups};
     if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, packed);
     run_strip<Order>(static_cast<int>(wide / kChains), strip, b);
-    with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
+    with_type(x.out_dtype, [&](auto t) { store_rows<Order, decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
   }
 }
 
@@ -148,7 +148,7 @@ void run_task(const Matmul& x, const Plan& plan, const Task& task) {
         const auto columns = rows_of<decltype(t)>(x.b, task.z, n, n + count, x.K);
         run_few_rows(rows, columns, m, reinterpret_cast<float*>(state), strip.results, wide);
       });
-      with_type(x.out_dtype, [&](auto t) { store_rows<decltype(t)>(x, task.z, task.m0, m, n, count, strip.results, wide); });
+      with_type(x.out_dtype, [&](auto t) { store_rows<Order, decltype(t)>(x, task.z, task.m0, m, n, count, strip.results, wide); });
       continue;
     }
     if (plan.pack) {
@@ -174,7 +174,9 @@ void run_task(const Matmul& x, const Plan& plan, const Task& task) {
 int matmul(const Matmul& x) {
   if (x.batch == 0 || x.M == 0 || x.N == 0) return 0;
   const bool parallel = x.M * x.N * x.K >= kParallel / x.batch;
-  const Plan plan(x, parallel ? omp_get_max_threads() : 1);
+  int64_t element = 4;
+  with_order(x, [&](auto order) { element = order.kParts * kLanes * 4 / order.kDepth; });
+  const Plan plan(x, element, parallel ? omp_get_max_threads() : 1);
   const int64_t across = (x.N + plan.task_columns - 1) / plan.task_columns, down = (x.M + plan.task_rows - 1) / plan.task_rows;
   const int64_t tasks = x.batch * across * down;
   std::exception_ptr failure;  // out of memory, which must not leave the threads

@@ -81,28 +81,32 @@ inline Vector fused(Vector a, Vector b, Vector c) {
 #endif
 }
 
-// The sums of the chains of four columns: results[c * 4 + n] is chain c of column n.
-inline void total(const Register (&x)[4], float* results) {
+// The sums of the chains of four columns, of x and then of y: results[c * 4 + n] is chain c of column n.
+inline void total(const Register (&x)[4], const Register (&y)[4], float (&results)[2 * kChains * 4]) {
 #if defined(__AVX512F__)
   const auto fold = [](__m512 a, __m512 b) {  // lane i and i + 4, of both chains of a and then of b
     return _mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88) + _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xdd);
   };
-  const __m512 s = fold(x[0], x[1]), t = fold(x[2], x[3]);
-  const __m512 u = _mm512_maskz_shuffle_ps(kAll, s, t, 0x44) + _mm512_maskz_shuffle_ps(kAll, s, t, 0xee);
-  const __m512 v = _mm512_maskz_shuffle_ps(kAll, u, u, 0x88) + _mm512_maskz_shuffle_ps(kAll, u, u, 0xdd);
-  const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 4, 12, 5, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512 sums = _mm512_maskz_permutexvar_ps(kAll, order, v);
-  std::memcpy(results, &sums, sizeof sums / 2);
+  const auto halved = [&](const Register(&l)[4]) {
+    const __m512 s = fold(l[0], l[1]), t = fold(l[2], l[3]);
+    return _mm512_maskz_shuffle_ps(kAll, s, t, 0x44) + _mm512_maskz_shuffle_ps(kAll, s, t, 0xee);
+  };
+  const __m512 u = halved(x), v = halved(y);
+  const __m512 w = _mm512_maskz_shuffle_ps(kAll, u, v, 0x88) + _mm512_maskz_shuffle_ps(kAll, u, v, 0xdd);
+  const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 4, 12, 5, 13, 2, 10, 3, 11, 6, 14, 7, 15);
+  _mm512_storeu_ps(results, _mm512_maskz_permutexvar_ps(kAll, order, w));
 #elif defined(__AVX2__)
   const auto fold = [](__m256 a, __m256 b) { return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31); };
-  const __m256 s = fold(x[0], x[1]), t = fold(x[2], x[3]);
-  const __m256 u = _mm256_shuffle_ps(s, t, 0x44) + _mm256_shuffle_ps(s, t, 0xee);
-  const __m256 v = _mm256_shuffle_ps(u, u, 0x88) + _mm256_shuffle_ps(u, u, 0xdd);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0);
-  _mm_storeu_ps(results, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(v, order)));
+  const auto halved = [&](const Register(&l)[4]) {
+    const __m256 s = fold(l[0], l[1]), t = fold(l[2], l[3]);
+    return _mm256_shuffle_ps(s, t, 0x44) + _mm256_shuffle_ps(s, t, 0xee);
+  };
+  const __m256 u = halved(x), v = halved(y);
+  const __m256 w = _mm256_shuffle_ps(u, v, 0x88) + _mm256_shuffle_ps(u, v, 0xdd);
+  _mm256_storeu_ps(results, _mm256_permutevar8x32_ps(w, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 #else
-  for (int n = 0; n < 4; ++n) {
-    const Register& l = x[n];
+  for (int n = 0; n < 8; ++n) {
+    const Register& l = n < 4 ? x[n] : y[n - 4];
     results[n] = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
   }
 #endif

@@ -54,6 +54,9 @@ struct Singles {
   static Register spread_part(const T* p, int, int64_t) { return spread(p); }
 
   static Register added(Register a, Register b, Register lanes) { return fused(a, b, lanes); }
+
+  template <class T>
+  static void store(T* p, Floats x) { rlkernel::cpu::RLKERNEL_ISA::store(p, x); }
 };
 
 // Two elements of bf16 to a lane, the second first: what the instruction of AVX-512-BF16 adds.
@@ -91,6 +94,18 @@ struct Pairs {
   static Register spread_part(const bf16* p, int part, int64_t) {
     const Register pairs = spread(reinterpret_cast<const float*>(p));
     return kParts == 1 ? pairs : part_of(pairs, part);
+  }
+
+  template <class T>
+  static void store(T* p, Floats x) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {  // flushes what is below the normal range, of which there is nothing here
+      const __m256i halves = (__m256i)_mm512_cvtneps_pbh(x);
+      std::memcpy(p, &halves, sizeof halves);
+      return;
+    }
+#endif
+    rlkernel::cpu::RLKERNEL_ISA::store(p, x);
   }
 
   static Register added(Register a, Register b, Register lanes) {

@@ -81,10 +81,11 @@ void run_strip(const Strip& s, const Columns<T>& b) {
         for (int n = 0; n < kColumns; ++n) rest[n] = b.rest + (t * Order::kParts * kColumns + n) * kLanes;
         run_chains<Order>(s.a + whole * kGroup, rest, 0, 1, chain);
       }
-      for (int r = 0; r < kRegisters; ++r) {
-        float sums[kChains * kColumns];
-        total(chain[r], sums);
-        for (int c = 0; c < kChains; ++c)
+      for (int r = 0; r < kRegisters; r += 2) {  // of an odd number the last is summed twice
+        float sums[2 * kChains * kColumns];
+        total(chain[r], chain[std::min(r + 1, kRegisters - 1)], sums);
+        const int rows = std::min(2, kRegisters - r) * kChains;
+        for (int c = 0; c < rows; ++c)
           std::memcpy(s.results + (r * kChains + c) * s.stride + t * kColumns, sums + c * kColumns, kColumns * 4);
       }
     }
