@@ -214,6 +214,53 @@ def test_masks_mean_what_they_do_in_torch(name):
         check(which, *values, magnitude=4.0)
 
 
+def windowed(rows, window, left=0, right=0):
+    """What a trainer's mask shows of a sequence that is padded."""
+    place = torch.arange(left + rows + right)
+    inside = (place >= left) & (place < left + rows)
+    back = place[:, None] - place
+    return inside & (back >= 0) & (back < window)
+
+
+def test_rows_of_a_window_are_those_of_attention_at_their_positions():
+    """And their gradients."""
+    q, k, v, grad = (torch.randn(1, 4, 150, 16, generator=g) for _ in range(4))
+
+    def masked(mask, left=0, right=0):
+        x = [F.pad(t, (0, 0, left, right)).requires_grad_() for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(*x, attn_mask=mask)
+        grads = torch.autograd.grad(out, x, F.pad(grad, (0, 0, left, right)))
+        return torch.stack([t.detach()[0, :, left : left + 150].transpose(0, 1) for t in (out, *grads)])
+
+    def whole(starts):
+        x = [t[0].transpose(0, 1).requires_grad_() for t in (q, k, v)]
+        out = rlkernel.attention(*x, cu_seqlens_q=torch.tensor(starts), window=40)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, x, grad[0].transpose(0, 1))])
+
+    with rlkernel.batch_invariant():
+        for left, right in ((0, 0), (5, 0), (0, 7), (64, 3)):
+            found = masked(windowed(150, 40, left, right), left, right)
+            assert_equal(f"{left} in front, {right} behind", found, whole([0, 150]))
+        mask = torch.block_diag(*(windowed(n, 40) for n in (1, 49, 100)))
+        assert_equal("packed", masked(mask), whole([0, 1, 50, 150]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (windowed(9, 3), None),
+        (windowed(9, 3)[3:], "do not say where their sequence begins"),
+        (torch.block_diag(windowed(5, 2), windowed(6, 4)), "must see one window, got one of 2"),
+    ],
+    ids=["whole", "behind a cache", "two windows"],
+)
+def test_windows_without_a_beginning_are_refused(mask, message):
+    q, k = torch.randn(1, 2, mask.shape[0], 8), torch.randn(1, 2, mask.shape[1], 8)
+    expected = pytest.raises(RuntimeError, match=message) if message else contextlib.nullcontext()
+    with rlkernel.batch_invariant(), expected:
+        F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

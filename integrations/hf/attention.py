@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlkernel.integrations.hf.invariant import invariant_attention, takes
 from rlkernel.integrations.hf.models import as_written, causal_lm, family
 from rlkernel.integrations.hf.ordinary import default_attention, ordinary_attention
 from rlkernel.integrations.hf.packed_call import check_call
@@ -33,6 +34,8 @@ def attention_function(
 ) -> tuple[Tensor, Tensor | None]:
     if prefix_batch is None:
         ordinary = ordinary or default_attention(type(module.config))
+        if takes(ordinary, query, args, kwargs):
+            return invariant_attention(module, query, key, value, attention_mask, **kwargs)
         run = functions.get(ordinary)
         return ordinary_attention(
             module, query, key, value, attention_mask, *args, name=ordinary, run=run, **kwargs

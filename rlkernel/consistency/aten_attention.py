@@ -2,7 +2,8 @@
 
 A causal mask, the padding of a batch on either side, packed sequences and windows are such masks: each row
 sees keys lo to hi, and those that follow each other with one lo and rising hi are a request, whose positions
-count from lo.  So a row has the same bits with and without padding.
+count from lo.  So a row has the same bits with and without padding.  Behind a window's length lo rises with
+hi: the rows belong to the same request, and their positions count from where it begins.
 """
 
 import functools
@@ -21,12 +22,17 @@ from rlkernel.prefix import paged
 
 
 class _Run(NamedTuple):
-    """Consecutive rows of the batch, and the keys of the last of them."""
+    """Consecutive rows of the batch, the first key of the first and the last key of the last of them."""
 
     first: int
     end: int
     lo: int
     hi: int
+
+
+class _Runs(NamedTuple):
+    runs: list[_Run]
+    window: int  # of all of them, 0: none
 
 
 def flash_attention_for_cpu(
@@ -46,12 +52,12 @@ def flash_attention_for_cpu(
         raise Refused("dropout draws by a row's place")
     count, heads, rows, _ = query.shape
     keys = key.shape[2]
-    lo, hi = _intervals(query, keys, is_causal, attn_mask)
+    lo, hi = intervals(query, keys, is_causal, attn_mask)
     requests = _requests(_bytes(lo), _bytes(hi), rows, keys)
     flat = query.transpose(1, 2).flatten(0, 1)
     k, v = (x.transpose(1, 2).flatten(0, 1)[:, None] for x in (key, value))
     module = module_of("paged_prefix_attention", flat, k, v)
-    rule = PagedRule(query.shape[3] ** -0.5 if scale is None else scale, 0.0, 0)
+    rule = PagedRule(query.shape[3] ** -0.5 if scale is None else scale, 0.0, requests.plan.window)
     flat = flat if flat.stride(2) == 1 else flat.contiguous()
     out, lse = module.forward(PagedCall(flat, k, v, *requests, rule, None))
     blind = (lo > hi).flatten()
@@ -62,7 +68,7 @@ def flash_attention_for_cpu(
     return out, lse.unflatten(1, (count, rows)).transpose(0, 1)
 
 
-def _intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first and the last key that each row [B, T] sees; the first behind the last: none."""
     count, _, rows, _ = query.shape
     if mask is None:
@@ -97,22 +103,44 @@ def _bytes(x: Tensor) -> bytes:
     return x.to(torch.int32).contiguous().numpy().tobytes()
 
 
-def _runs(lo: bytes, hi: bytes, rows: int) -> list[_Run]:
+@functools.lru_cache(maxsize=16)
+def _runs(lo: bytes, hi: bytes, rows: int) -> _Runs:
     first, last = (torch.frombuffer(bytearray(x), dtype=torch.int32).long() for x in (lo, hi))
-    place = torch.arange(len(first))
-    begins = torch.ones(len(first), dtype=torch.bool)
-    begins[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1] + 1) | (place[1:] % rows == 0)
-    begins[1:] |= last[:-1] < first[:-1]  # what sees nothing is alone
+    begins, window = beginnings(first, last, rows)
     starts = begins.nonzero()[:, 0].tolist()
     ends = [*starts[1:], len(first)]
-    return [_Run(a, b, int(first[a]), int(last[b - 1])) for a, b in zip(starts, ends, strict=True)]
+    runs = [_Run(a, b, int(first[a]), int(last[b - 1])) for a, b in zip(starts, ends, strict=True)]
+    return _Runs(runs, window)
+
+
+def beginnings(first: Tensor, last: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Which rows begin a sequence, and the window of all of them, 0 where none is seen."""
+    place, width = torch.arange(len(first)), last - first + 1
+    follows = (last[1:] == last[:-1] + 1) & (width[:-1] > 0) & (place[1:] % rows != 0)
+    # a row that sees itself alone begins a sequence, also behind one of a single row
+    slid = follows & (first[1:] == first[:-1] + 1) & (width[1:] > 1)
+    begins = torch.ones(len(first), dtype=torch.bool)
+    begins[1:] = ~(follows & (first[1:] == first[:-1]) | slid)
+    if not bool(slid.any()):
+        return begins, 0
+    window = int(width[1:][slid][0])
+    if int(width.max()) > window or bool((width[1:][slid] != window).any()):
+        raise Refused(f"its rows must see one window, got one of {window} beside others")
+    start = place.masked_fill(~begins, 0).cummax(0).values
+    if bool((width[start[1:][slid]] > 1).any()):
+        raise Refused(
+            "rows of a window behind a cache do not say where their sequence begins: "
+            "use the attention of rlkernel.register_hf()"
+        )
+    return begins, window
 
 
 @functools.lru_cache(maxsize=16)
 def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
     """Of rows [B, T] and keys [B, Tk] that lie one behind the other; the layers of a model share it."""
     tables, lens, rows_of = [], [], [0]
-    for run in _runs(lo, hi, rows):
+    runs, window = _runs(lo, hi, rows)
+    for run in runs:
         base = run.first // rows * keys + run.lo
         # a row that sees nothing is given a key, and its result thrown away
         lens.append(max(run.hi + 1 - run.lo, 1))
@@ -121,7 +149,7 @@ def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
     table = torch.zeros(len(tables), max(lens, default=0), dtype=torch.int32)
     for s, x in enumerate(tables):
         table[s, : len(x)] = x
-    plan = paged.plan_of(table, lens, rows_of, 1, 0)
+    plan = paged.plan_of(table, lens, rows_of, 1, window)
     seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32) for x in (lens, rows_of))
     return Requests(table, seq_lens, cu_seqlens_q, plan)
 
@@ -146,15 +174,14 @@ def flash_attention_for_cpu_backward(
         raise Refused("dropout draws by a row's place")
     count, _, rows, dim = query.shape
     keys = key.shape[2]
-    lo, hi = _intervals(query, keys, is_causal, attn_mask)
+    lo, hi = (_bytes(x) for x in intervals(query, keys, is_causal, attn_mask))
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value, out, grad)]
     module = module_of("attention", *flat[:3])
     if used.backend != "native":
         raise Refused("its gradients are batch-invariant in the compiled kernels alone")
     results = AttentionResults(flat[3], lse.transpose(0, 1).flatten(1))
-    rule = PagedRule(dim**-0.5 if scale is None else scale, 0.0, 0)
-    requests = _asked(_bytes(lo), _bytes(hi), rows, keys)
-    found = module.gradients(*flat[:3], results, flat[4], requests, rule)
+    rule = PagedRule(dim**-0.5 if scale is None else scale, 0.0, _runs(lo, hi, rows).window)
+    found = module.gradients(*flat[:3], results, flat[4], _asked(lo, hi, rows, keys), rule)
     dq, dk, dv = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in found)
     return dq, dk, dv
 
@@ -162,7 +189,7 @@ def flash_attention_for_cpu_backward(
 @functools.lru_cache(maxsize=16)
 def _asked(lo: bytes, hi: bytes, rows: int, keys: int) -> Asked:
     """As _requests; the rows of a matrix of the batch are a group."""
-    runs = [run for run in _runs(lo, hi, rows) if run.lo <= run.hi]
+    runs = [run for run in _runs(lo, hi, rows).runs if run.lo <= run.hi]
     bases = [run.first // rows * keys for run in runs]
     seen = [torch.arange(at + run.lo, at + run.hi + 1) for at, run in zip(bases, runs, strict=True)]
     groups = [len(list(same)) for _, same in itertools.groupby(bases)]

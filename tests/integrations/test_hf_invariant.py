@@ -18,17 +18,37 @@ SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
 }
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "max_position_embeddings": 128}
+EXPERTS = {"head_dim": 16, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    # windows of 8 in every second layer; Gemma 2 with softcaps too, gpt-oss with sinks
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **GEMMA)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **GEMMA)),
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIZES, **EXPERTS, num_local_experts=4, sliding_window=8)
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=32, num_experts=8)
+    ),
 }
+ON_OURS = ("gemma2", "gemma3", "gpt-oss")
 LENGTHS = (3, 9, 21, 40)
 
 
 def made(family, dtype):
     torch.manual_seed(0)
-    return FAMILIES[family]().to(dtype).eval()
+    model = FAMILIES[family]().to(dtype).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms, biases and sinks that are not all alike
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    if family in ON_OURS:
+        model.set_attn_implementation(rlkernel.register_hf())
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def rollout(model, prompts, new):
@@ -36,7 +56,7 @@ def rollout(model, prompts, new):
     g = torch.Generator().manual_seed(1)
     found = []
     for prompt in prompts:
-        cache, tokens, logprobs = transformers.DynamicCache(), prompt.tolist(), []
+        cache, tokens, logprobs = transformers.DynamicCache(config=model.config), prompt.tolist(), []
         cut = max(1, len(prompt) * 2 // 3)
         chunks = [prompt[:cut], prompt[cut:]] if cut < len(prompt) else [prompt]
         for chunk in chunks:
@@ -91,8 +111,24 @@ def differences(family, dtype, mode, steps, new=6):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_difference_is_zero_in_every_step(family, dtype):
-    steps = 20 if family == "qwen3" else 3
+    steps = 20 if family == "qwen3" else 2
     assert differences(family, dtype, rlkernel.batch_invariant(), steps) == [0.0] * steps
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["padded in front", "padded behind"])
+def test_a_window_on_sdpa_has_the_same_bits(left):
+    """transformers' own attention, where it has all that the model needs."""
+    model = made("gemma3", torch.float32)
+    g = torch.Generator().manual_seed(3)
+    samples = [(torch.randint(160, (n,), generator=g), None) for n in LENGTHS]
+    with rlkernel.batch_invariant(), torch.no_grad():
+        ours = scored(model, samples, 2, left)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(scored(model, samples, 2, left), ours)
+        cache = transformers.DynamicCache()
+        model(input_ids=samples[3][0][None, :20], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="use the attention of rlkernel.register_hf"):
+            model(input_ids=samples[3][0][None, 20:], past_key_values=cache)
 
 
 def test_without_the_mode_it_is_not():
