@@ -294,18 +294,23 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_in_batch_invariant_it_has_the_bits_of_logprob_over_the_whole_head(dtype):
+@pytest.mark.parametrize("sizes", [(17, 1, 120, 299), (0, 17)], ids=["all filtered", "half whole"])
+def test_in_batch_invariant_it_has_the_bits_of_logprob_over_the_whole_head(dtype, sizes):
     """So a trainer that keeps no logits agrees with an engine that has them; without the mode it does not."""
-    hidden, weight, target_ids = make_inputs(40, 203, 300, dtype=dtype, scale=3.0, ignored=0).values()
-    support = supports(target_ids, 300, (17, 1, 120, 299))
+    hidden, weight, target_ids = make_inputs(400, 203, 300, dtype=dtype, scale=3.0, ignored=0).values()
+    support = supports(target_ids, 300, sizes)
+    large = torch.arange(100).repeat(2)  # terms that cancel, so that sums in another order are far apart
+    hidden[:, :200] = 64 * (large % 3 - 1)
+    weight[:, 100:200] = -weight[:, :100]
+    whole = support["support_offsets"].diff() == 0
 
     def differences():
         logits = torch.nn.functional.linear(hidden, weight)
-        want = rlkernel.logprob(logits, target_ids, temperature=0.7, **support).logprobs
+        want, filtered = (rlkernel.logprob(logits, target_ids, temperature=0.7, **x) for x in ({}, support))
         options = {"temperature": 0.7, "logits_dtype": dtype}
-        return rlkernel.linear_logprob(hidden, weight, target_ids, **options, **support).logprobs != want
+        found = rlkernel.linear_logprob(hidden, weight, target_ids, **options, **support).logprobs
+        return found != torch.where(whole, want.logprobs, filtered.logprobs)
 
     with rlkernel.batch_invariant():
         assert not differences().any()
-    if dtype == torch.float32:
-        assert differences().any()
+    assert differences().any()

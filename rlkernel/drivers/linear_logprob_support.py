@@ -74,14 +74,17 @@ def _products(call: LinearLogprobCall) -> Tensor:
     vocab, size = weight.shape
     wide = torch.promote_types(call.compute_dtype, torch.float32)
     u = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
+    own = call.compute_dtype if call.logits_dtype == call.compute_dtype else wide
     if not hidden.shape[0]:
         return u
     row, inside = row_of(offsets, ids.numel()).clamp(0, hidden.shape[0] - 1), ids.clamp(0, vocab - 1)
     for a, b in _chunks(ids[: _used(offsets, ids)], size, wide):
         w = _gather(weight, inside[a:b], call.compute_dtype, wide)
         h = _gather(hidden, row[a:b], call.compute_dtype, wide)
-        # a product of one row and one column has the bits of the whole head in batch_invariant
-        u[a:b] = torch.bmm(w[:, None], h[:, :, None])[:, 0, 0] if invariance.is_on() else w.mul_(h).sum(-1)
+        if invariance.is_on():  # one row by one column, which has the bits of the whole head
+            u[a:b] = torch.bmm(w[:, None].to(own), h[:, :, None].to(own))[:, 0, 0]
+        else:
+            u[a:b] = w.mul_(h).sum(-1)
     if wide == torch.float32:
         u = u.to(call.logits_dtype).to(wide)
     if call.bias is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.runtime import workspace
+from rlkernel.runtime import invariance, workspace
 from rlkernel.runtime.workspace import ALIGNMENT, Carver
 
 
@@ -257,6 +257,9 @@ class Scratch:
             return torch.ops.aten.mm.dtype_out(h, w.T, torch.float32, out=tile)
         if tile.dtype == self.operand:
             return torch.mm(h, w.T, out=tile)
+        if tile.dtype == self.head.compute_dtype and invariance.is_on():
+            # the model's own product, whose order may be another than that of fp32 operands
+            return torch.mm(h.to(tile.dtype), w.to(tile.dtype).T, out=tile)
         return tile.copy_(torch.mm(h, w.T, out=self.gradient(tile)))
 
     def gradient(self, logits: Tensor) -> Tensor:
