@@ -2,6 +2,7 @@
 
     python examples/grpo_arithmetic.py             # the whole curve, several minutes on two cores
     python examples/grpo_arithmetic.py --short     # its beginning, about a minute; `make bench` runs this
+    python examples/grpo_arithmetic.py --short --batch-invariant     # and the KL of rollout and trainer is 0
 
 Everything is made on the spot: a character tokenizer, a two-layer Qwen2 whose vocabulary is padded to 32,768
 rows, so that the head weighs as much as it does in a real model, and the sums up to 5+5. A supervised warm-up
@@ -11,7 +12,9 @@ same seed, each in a process of its own, and GRPO has one reward: 1 if the compl
 A reader sees the reward of both runs rise, how far their logprobs are apart as long as they sample the same
 tokens, the time of a step, the time of the loss and its gradient within it, and the memory that these two
 took at their peak. The ratios are those of a CPU, where TRL folds each tile of logits with torch operators;
-on a GPU it has Triton kernels for that.
+on a GPU it has Triton kernels for that. With `--batch-invariant` the second run is inside
+`rlkernel.batch_invariant()`, and both say how far the trainer's log-probability of each sampled token is from
+the one that it was sampled with.
 """
 
 from __future__ import annotations
@@ -154,6 +157,48 @@ class PeakMemory:
         return self._status("VmHWM") - self.before
 
 
+def watch_rollout(model: Any) -> list[dict[tuple[int, ...], Any]]:
+    """From now on, of each `model.generate` the texts, and the log-probabilities that their tokens had."""
+    import torch
+
+    import rlkernel
+
+    generate, rollouts = model.generate, []
+
+    def generate_and_remember(*arguments: Any, **options: Any) -> Any:
+        found = generate(*arguments, **options, output_logits=True, return_dict_in_generate=True)
+        drawn = found.sequences[:, -len(found.logits) :]
+        scores = [rlkernel.logprob(logits, drawn[:, i]).logprobs for i, logits in enumerate(found.logits)]
+        rollouts.append(dict(zip(map(tuple, found.sequences.tolist()), torch.stack(scores, 1), strict=True)))
+        return found.sequences
+
+    model.generate = generate_and_remember
+    return rollouts
+
+
+def against_rollout(
+    scored: list[tuple[Any, Any]], rollouts: list[dict[tuple[int, ...], Any]]
+) -> dict[str, Any]:
+    """The trainer's log-probabilities against those of the rollout, of all tokens up to the end of a text."""
+    import torch
+
+    import rlkernel
+
+    trained, rolled = [], []
+    for (ids, logprobs), sampled in zip(scored, rollouts, strict=True):
+        for row, own in zip(ids.tolist(), logprobs, strict=True):
+            ended = row[PROMPT:].index(EOS) + 1 if EOS in row[PROMPT:] else len(row) - PROMPT
+            trained.append(own[:ended])
+            rolled.append(sampled[tuple(row)][:ended])
+    report = rlkernel.consistency.compare(torch.cat(trained)[None], torch.cat(rolled)[None])
+    return {
+        "tokens": report.tokens,
+        "equal": report.equal,
+        "max": report.max_abs_difference,
+        "kl": report.kl.k3,
+    }
+
+
 def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One GRPO run in this process. Returns what it measured, step by step."""
     import torch
@@ -226,6 +271,8 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             import rlkernel
 
             rlkernel.workspace.set_limit(args.workspace * MIB)
+            if args.batch_invariant:
+                stack.enter_context(rlkernel.batch_invariant())
             patch = stack.enter_context(rlkernel.patch_trl())
             say(args, f"  {patch}".replace("\n", "\n  "))
         trainer = MeasuredTrainer(
@@ -237,7 +284,10 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             callbacks=[Progress()],
         )
         trainer.remove_callback(PrinterCallback)
+        rollouts = watch_rollout(trainer.model) if args.batch_invariant else []
         trainer.train()
+        if args.batch_invariant:
+            record["rollout"] = against_rollout(scored, rollouts)
         if mode == "patched":
             record["calls"], record["fallbacks"] = dict(patch.calls), dict(patch.fallbacks)
             record["backend"] = rlkernel.last_backend("linear_logprob")
@@ -319,6 +369,14 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
             f"Largest logprob difference: {logprobs['first_step']:.1e} with the same weights (first step), "
             f"{logprobs['same_tokens_max']:.1e} over these {same}, as the weights drift apart."
         )
+    if args.batch_invariant:
+        for mode in MODES:
+            r = result[mode]["rollout"]
+            where = "patched, batch_invariant" if mode == "patched" else mode
+            print(
+                f"Trainer against rollout, {where}: {r['equal']} of {r['tokens']} log-probabilities are the "
+                f"same number, largest difference {r['max']:.1e}, KL {r['kl']:.1e}."
+            )
     calls = ", ".join(f"{name} {count} times" for name, count in patched["calls"].items())
     left = ", ".join(f"{name} {count} times" for name, count in patched["fallbacks"].items())
     print(f"rlkernel ran for {calls or 'no call'} on backend {patched['backend']}.")
@@ -330,11 +388,14 @@ def say(args: argparse.Namespace, line: str) -> None:
         print(line, flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="fewer and smaller steps")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the patched run inside rlkernel.batch_invariant()"
+    )
     parser.add_argument("--steps", type=int, help="GRPO steps of each run (default 64; 24 with --short)")
     parser.add_argument("--largest", type=int, default=5, help="largest number to add, at most 9")
     parser.add_argument("--batch", type=int, help="completions a step (default 256; 128 with --short)")
@@ -349,7 +410,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workspace", type=int, default=32, help="rlkernel's workspace in MiB")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.steps = args.steps or (24 if args.short else 64)
     args.batch = args.batch or (128 if args.short else 256)
     args.every = args.every or max(1, args.steps // 8)
