@@ -19,7 +19,7 @@ def test_the_difference_is_zero_under_the_mode_alone(capsys):
     for report in found["batch_invariant"]:
         assert report.identical and report.tokens == 36
         assert report.max_abs_difference == report.kl.k1 == report.kl.k3 == 0
-    assert all(report.max_abs_difference > 0 for report in found["default"])
+    assert any(report.max_abs_difference > 0 for report in found["default"])
     example.show(found)
     assert "all 72 log-probabilities are the same number: ratio 1, KL 0." in capsys.readouterr().out
 
