@@ -47,10 +47,14 @@ def matmul_persistent(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
+    if dim not in (-1, input.dim() - 1):
+        raise ValueError(f"dim must be the last dimension of {input.dim()}, got {dim}")
     with batch_invariant():
         return torch.log_softmax(input, dim)
 
 
 def mean_dim(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype is None and not (input.is_floating_point() or input.is_complex()):
+        dtype = torch.float32  # as theirs; torch.mean refuses integers
     with batch_invariant():
         return torch.mean(input, dim, keepdim, dtype=dtype)

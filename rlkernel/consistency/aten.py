@@ -78,7 +78,7 @@ def _replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None
             invariance.count(name, used.backend)
             return found
         except Refused as refused:
-            if invariance.settings[-1].strict:
+            if invariance.is_strict():
                 raise RuntimeError(
                     f"torch's {name} must be invariant inside rlkernel.batch_invariant(strict=True), "
                     f"got a call that is not: {refused}"

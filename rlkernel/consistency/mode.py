@@ -92,6 +92,7 @@ class batch_invariant(contextlib.ContextDecorator):
 
 _enabled: list[Setting] = []
 _installed: list[contextlib.ExitStack] = []
+_suspended: list[list[Setting]] = []
 
 
 def _enter(level: str, strict: bool) -> Setting:
@@ -105,10 +106,10 @@ def _enter(level: str, strict: bool) -> Setting:
 
 def _leave(setting: Setting) -> None:
     with invariance.lock:
-        # blocks of several threads may end in any order
-        index = next(i for i, x in enumerate(invariance.settings) if x is setting)
-        del invariance.settings[index]
-        if not invariance.settings:
+        # blocks of several threads may end in any order, also while another thread has suspended them all
+        for entered in (invariance.settings, *_suspended):
+            entered[:] = [x for x in entered if x is not setting]
+        if not invariance.settings and _installed:
             _installed.pop().close()
 
 
@@ -117,6 +118,7 @@ def suspended() -> Iterator[None]:
     """Inside, torch's operations are its own, whatever block this stands in."""
     with invariance.lock:
         outer = invariance.settings[:]
+        _suspended.append(outer)
         invariance.settings.clear()
         if outer:
             _installed.pop().close()
@@ -124,6 +126,7 @@ def suspended() -> Iterator[None]:
         yield
     finally:
         with invariance.lock:
+            _suspended[:] = [x for x in _suspended if x is not outer]
             if outer and not invariance.settings:
                 _installed.append(_install())
             invariance.settings[:0] = outer
@@ -133,5 +136,11 @@ def _install() -> contextlib.ExitStack:
     with contextlib.ExitStack() as stack:
         stack.enter_context(aten.replaced())
         # what a compiler fuses is not torch's operations any more
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "rlkernel.batch_invariant must be entered outside of what torch.compile made, "
+                f"got a block inside: {error}"
+            ) from None
         return stack.pop_all()

@@ -40,6 +40,12 @@ def is_aside() -> bool:
     return getattr(_thread, "aside", False)
 
 
+def is_strict() -> bool:
+    """A block that another thread has just left cannot let a call through."""
+    found = settings[-1:]
+    return not found or found[0].strict
+
+
 def count(op: str, backend: str) -> None:
     for setting in settings:
         setting.calls[op, backend] += 1
