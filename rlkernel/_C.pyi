@@ -412,6 +412,24 @@ class Kernels(Protocol):
         normed: Tensor,
         rstd: Tensor | None,
     ) -> None: ...
+    def rotary(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        heads: int,
+        rotary_dim: int,
+        interleaved: bool,
+        round_each: bool,
+        inverse: bool,
+        out_q: Tensor,
+        out_k: Tensor | None,
+    ) -> None: ...
     def sampling_finish(
         self,
         stream: int = 0,

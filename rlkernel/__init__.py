@@ -17,6 +17,7 @@ from rlkernel.calls.policy_loss import (
 )
 from rlkernel.calls.preference_loss import PREFERENCE_METRICS, PreferenceLossOutput
 from rlkernel.calls.rms_norm import RmsNormOutput
+from rlkernel.calls.rotary import RotaryOutput
 from rlkernel.calls.running_normalize import RunningOutput
 from rlkernel.calls.sampling import SampleOutput, VerifyOutput
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossOutput
@@ -36,6 +37,7 @@ from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 from rlkernel.ops.preference_loss import preference_loss, preference_loss_preset
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.ops.rms_norm import rms_norm
+from rlkernel.ops.rotary import rotary
 from rlkernel.ops.running_normalize import RunningMoments, running_normalize
 from rlkernel.ops.sample_linear import sample_linear
 from rlkernel.ops.sampling import sample, score_tokens
@@ -67,6 +69,7 @@ __all__ = [
     "PrefixLayout",
     "RmsNormOutput",
     "RolloutCorrection",
+    "RotaryOutput",
     "RunningMoments",
     "RunningOutput",
     "SampleOutput",
@@ -103,6 +106,7 @@ __all__ = [
     "prefix_shared_attention",
     "register_hf",
     "rms_norm",
+    "rotary",
     "routing_replay",
     "running_normalize",
     "sample",

@@ -74,6 +74,10 @@ OPS = {
         lambda *row: rlkernel.layer_norm(*row).square().sum(),
         {"x": (2, 3, 5), "weight": (5,), "bias": (5,)},
     ),
+    "rotary": (
+        lambda q, k: sum(x.square().sum() for x in rlkernel.rotary(q, k, *torch.ones(2, 3, 4))),
+        {"q": (3, 2, 4), "k": (3, 1, 4)},
+    ),
     "swiglu": (lambda *row: rlkernel.swiglu(*row).square().sum(), {"gate": (2, 3, 5), "up": (2, 3, 5)}),
     "rms_norm": (lambda *row: rlkernel.rms_norm(*row).square().sum(), {"x": (2, 3, 5), "weight": (5,)}),
     "rms_norm_of_sum": (

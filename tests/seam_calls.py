@@ -11,6 +11,7 @@ from rlkernel.bench import cases, parity
 from rlkernel.calls.swiglu import ACTIVATIONS
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.reference import paged_prefix_attention as paged
+from rlkernel.reference import rotary
 
 
 class Recording:
@@ -181,7 +182,22 @@ def _elements():
             rlkernel.swiglu(gate, up, activation=activation, rounding="after_product").sum().backward()
 
 
-ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements)
+def _turned():
+    """Transposed and packed, by position and not, with half tables, and a part of the head alone."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        inputs = rotary.make_inputs(2, 3, 2, 24, rotary_dim=20, dtype=dtype)
+        rlkernel.rotary(
+            **{name: x.requires_grad_(name in "qk") for name, x in inputs.items()}
+        ).q.sum().backward()
+        packed = rotary.make_inputs(2, 3, 2, 24, packed=True, dtype=dtype)
+        for name in ("cos", "sin"):
+            packed[name] = packed[name][:, :12].contiguous().float()
+        for interleaved in (False, True):
+            options = {"interleaved": interleaved, "rotary_dim": 24, "rounding": "after_sum"}
+            rlkernel.rotary(**packed, **options, positions=torch.tensor([1, 0, 5, 3, 2, 2]))
+
+
+ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements, _turned)
 CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less

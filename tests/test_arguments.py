@@ -54,6 +54,10 @@ CALLS = {
     rlkernel.running_normalize: {"x": ROWS, "state": torch.zeros(3, dtype=torch.float64)},
     rlkernel.layer_norm: {"x": ROWS},
     rlkernel.rms_norm: {"x": ROWS},
+    rlkernel.rotary: {
+        **dict.fromkeys("qk", torch.randn(4, 2, 6)),
+        **dict.fromkeys(("cos", "sin"), torch.randn(4, 6)),
+    },
     rlkernel.swiglu: {"gate": ROWS, "up": ROWS},
     rlkernel.value_loss: {"values": ROWS, "returns": ROWS, "mask": MASK},
     rlkernel.whiten: {"x": ROWS},

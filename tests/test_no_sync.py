@@ -20,6 +20,7 @@ from rlkernel.reference import (
     policy_loss,
     preference_loss,
     rms_norm,
+    rotary,
     sample_linear,
     sampling,
     swiglu,
@@ -105,6 +106,12 @@ def _norm(function, inputs):
     torch.autograd.grad(sum(x.sum() for x in outputs), list(inputs.values()))
 
 
+def _turned():
+    inputs = rotary.make_inputs(1, 4, 2, 8, packed=True)
+    inputs["q"].requires_grad_()
+    rlkernel.rotary(**inputs, positions=torch.tensor([0, 2, 1, 1])).q.sum().backward()
+
+
 CALLS = {
     "matmul": _products,
     "sampling": _samples,
@@ -121,6 +128,7 @@ CALLS = {
     ),
     "policy_loss": _policy_losses,
     "layer_norm": lambda: _norm(rlkernel.layer_norm, layer_norm.make_inputs(5, 70)),
+    "rotary": _turned,
     "swiglu": lambda: _norm(rlkernel.swiglu, swiglu.make_inputs(5, 70)),
     "rms_norm": lambda: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True)),
 }

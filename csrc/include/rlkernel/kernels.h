@@ -13,6 +13,7 @@
 #include "rlkernel/preference_loss/bind.h"
 #include "rlkernel/prefix_shared_attention/bind.h"
 #include "rlkernel/rms_norm/bind.h"
+#include "rlkernel/rotary/bind.h"
 #include "rlkernel/sampling/bind.h"
 #include "rlkernel/swiglu/bind.h"
 #include "rlkernel/value_loss/bind.h"
@@ -42,6 +43,7 @@
   KERNEL(layer_norm_backward) \
   KERNEL(rms_norm_forward) \
   KERNEL(rms_norm_backward) \
+  KERNEL(rotary) \
   KERNEL(swiglu_forward) \
   KERNEL(swiglu_backward) \
   KERNEL(sampling_statistics) \

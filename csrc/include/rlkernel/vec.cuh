@@ -205,6 +205,12 @@ __device__ __forceinline__ void write_floats(T* p, int count, const float (&x)[k
     if (i < count) p[i] = from_float<T>(x[i]);
 }
 
+// x as a T would hold it.
+template <class T>
+__device__ __forceinline__ float as_stored(float x) {
+  return to_float(from_float<T>(x));
+}
+
 template <class Body>
 __host__ inline int with_dtype(Dtype dtype, Body body) {
   switch (dtype) {

@@ -37,11 +37,6 @@ __device__ __forceinline__ void each_vector_of_rows(int64_t rows, int64_t length
   }
 }
 
-template <class T>
-__device__ __forceinline__ float as_stored(float x) {
-  return to_float(from_float<T>(x));
-}
-
 template <class T, Activation kind>
 __global__ void RLKERNEL_LAUNCH_BOUNDS(kSwigluThreads, 4) swiglu_forward_kernel(SwigluForward f) {
   constexpr int kSize = kVector<T>;

@@ -1,0 +1,1 @@
+#include "rlkernel/rotary/kernel.cuh"

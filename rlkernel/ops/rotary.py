@@ -1,0 +1,169 @@
+"""Rotary position embedding: pairs of a head's elements are turned by the angle of their token."""
+
+import torch
+from torch import Tensor
+
+from rlkernel.calls.rotary import ROUNDINGS, RotaryCall, RotaryGrads, RotaryOutput, RotaryResults
+from rlkernel.opaque import Op
+from rlkernel.ops import _validate
+from rlkernel.ops._typed import typed
+
+
+@typed
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    rounding: str = "before_sum",
+    inplace: bool = False,
+) -> RotaryOutput:
+    """Turn pairs of elements of every head of the queries and keys by the angles of their token.
+
+    Equal to, for a pair ``x1, x2`` of a head, ``R / 2`` apart or side by side, and for ``R = rotary_dim``,
+
+        y1 = x1 * cos - x2 * sin                each product rounded to q's dtype, "before_sum", and the sum;
+        y2 = x2 * cos + x1 * sin                or the sum alone, "after_sum", of products in fp32
+
+    What stands behind the first ``R`` elements of a head stays.  Differentiable in ``q`` and ``k``: the
+    gradient is turned back, and rounded where autograd rounds that of the composition.
+
+    An element's bits depend on its pair and its angle alone (batch-invariant).
+
+    Args:
+        q: [T, H, D] or [B, H, T, D] fp16, bf16, fp32 or fp64, or with the heads at another dimension; any
+            strides: a transposed view or a slice of a wider tensor is not copied.
+        k: as ``q``, of as many heads as it likes; None: there is none.
+        cos: [T, W] or [B, T, W] floats, of which any but W may be 1; with ``positions`` a table [P, W].  W is
+            ``rotary_dim``, each angle twice as transformers has it, or half of that.
+        sin: as ``cos``.
+        positions: [T] or [B, T] integers: the rows of ``cos`` and ``sin``.
+        unsqueeze_dim: the dimension of the heads in ``q``: 1, or 2 for [B, T, H, D].
+        rotary_dim: how many elements of a head turn, even; None: as many as ``cos`` has.
+        interleaved: whether neighbours are pairs, as in GPT-J; else the two halves are, as in GPT-NeoX and
+            Llama.
+        rounding: where a narrow dtype is rounded to: ``"before_sum"`` as transformers and vLLM, after
+            rounding ``cos`` and ``sin`` to it; or ``"after_sum"``, once.
+        inplace: write over ``q`` and ``k``, which must not require a gradient.
+
+    Returns:
+        ``RotaryOutput`` (q, k).
+
+    Raises:
+        ValueError: an argument is off; says which, what it must be and what it is.
+
+    Follows ``apply_rotary_pos_emb`` of transformers and ``RotaryEmbedding`` of vLLM.
+    """
+    _validate.floating("q", q)
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q must be [T, H, D] or [B, H, T, D], got {tuple(q.shape)}")
+    heads = unsqueeze_dim + q.dim() if unsqueeze_dim < 0 else unsqueeze_dim
+    if not 0 <= heads <= q.dim() - 2:
+        raise ValueError(
+            f"unsqueeze_dim must be in [0, {q.dim() - 2}] for q of {q.dim()}, got {unsqueeze_dim}"
+        )
+    tokens = q.shape[:heads] + q.shape[heads + 1 : -1]
+    if k is not None:
+        _check_keys(k, q, heads)
+    cos, sin = _tables(q, cos, sin)
+    width = cos.shape[-1]
+    rotary_dim = width if rotary_dim is None else rotary_dim
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[-1]:
+        want = f"even, from 2 to the {q.shape[-1]} elements of a head"
+        raise ValueError(f"rotary_dim must be {want}, got {rotary_dim}")
+    if width not in (rotary_dim, rotary_dim // 2):
+        raise ValueError(f"cos must have {rotary_dim} or {rotary_dim // 2} columns, got {width}")
+    if positions is None:
+        cos, sin = (_spread(name, x, tokens) for name, x in (("cos", cos), ("sin", sin)))
+    else:
+        positions = _places(positions, tokens, cos)
+    _validate.choice("rounding", rounding, ROUNDINGS)
+    wanted = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
+    if inplace and wanted:
+        raise ValueError("inplace must be False where q or k requires a gradient, got True")
+    given = q, k
+    q = _validate.rows(q, q.dtype)
+    k = k if k is None else _validate.rows(k, k.dtype)
+    call = RotaryCall(q, k, cos, sin, positions, heads, rotary_dim, interleaved, rounding, inplace)
+    found = RotaryOutput(*op(call))
+    return _written(given, found) if inplace else found
+
+
+def _check_keys(k: Tensor, q: Tensor, heads: int) -> None:
+    _validate.is_tensor("k", k)
+    want = tuple(q.shape[:heads]), tuple(q.shape[heads + 1 :])
+    if k.dim() != q.dim() or (tuple(k.shape[:heads]), tuple(k.shape[heads + 1 :])) != want:
+        shape = ", ".join(map(str, (*want[0], "any", *want[1])))
+        raise ValueError(f"k must have q's shape ({shape}), got {tuple(k.shape)}")
+    _validate.same_dtype("k", k, "q", q)
+    _validate.same_device("k", k, "q", q.device)
+
+
+def _tables(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    _validate.constant("cos", cos)
+    _validate.constant("sin", sin)
+    if cos.dim() == 0:
+        raise ValueError("cos must be [..., W], got ()")
+    _validate.same_device("cos", cos, "q", q.device)
+    _validate.like("sin", sin, "cos", cos)
+    _validate.same_dtype("sin", sin, "cos", cos)
+    wide = torch.float32 if cos.dtype == torch.float64 != q.dtype else cos.dtype
+    return _validate.rows(cos, wide), _validate.rows(sin, wide)
+
+
+def _spread(name: str, table: Tensor, tokens: torch.Size) -> Tensor:
+    """A row for each token, though there may be fewer in memory."""
+    shape = table.shape[:-1]
+    if shape == tokens:
+        return table
+    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+        want = f"{(*tokens, 'W')}".replace("'", "")
+        raise ValueError(f"{name} must have the shape {want} of q's tokens, got {tuple(table.shape)}")
+    return table.expand(*tokens, table.shape[-1])
+
+
+def _places(positions: Tensor, tokens: torch.Size, table: Tensor) -> Tensor:
+    if table.dim() != 2:
+        raise ValueError(f"cos must be [P, W] with positions, got {tuple(table.shape)}")
+    shape = positions.shape
+    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+        raise ValueError(f"positions must have the shape {tuple(tokens)} of q's tokens, got {tuple(shape)}")
+    if shape != tokens:
+        positions = positions.expand(tokens)
+    found = _validate.target_ids(positions, tokens, "q", table.device, "positions")
+    last = table.shape[0] - 1
+    _validate.look("positions", found.flatten(), lambda x: 0 <= x <= last, f"in [0, {last}]")
+    return found.contiguous()
+
+
+def _written(given: tuple[Tensor, Tensor | None], found: RotaryOutput) -> RotaryOutput:
+    """The tensors that were given, which hold what was found."""
+    for x, y in zip(given, found, strict=True):
+        if x is not None and x is not y:
+            x.copy_(y)
+        elif x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+    return RotaryOutput(*given)
+
+
+def _like(call: RotaryCall) -> RotaryResults:
+    return RotaryResults(torch.empty_like(call.q), None if call.k is None else torch.empty_like(call.k))
+
+
+op = Op(
+    "rotary",
+    RotaryCall,
+    RotaryResults,
+    pick=("q",),
+    backward=lambda impl, call, results, grads: impl.backward(call, RotaryGrads(*grads)),
+    like=_like,
+    gradients=("q", "k"),
+    differentiable=("q", "k"),
+    saves=("cos", "sin", "positions"),
+    in_node={"inplace": False},
+)
