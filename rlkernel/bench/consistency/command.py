@@ -120,6 +120,6 @@ def _steps(options: argparse.Namespace, parts: tuple[str, ...]) -> Iterator[Step
                 def of_model(
                     module: Any = module, family: str = family, dtype: torch.dtype = dtype
                 ) -> dict[str, Any]:
-                    return module.measured(family, dtype, _sizes(models, options), seconds(3), least)
+                    return module.measured(family, dtype, _sizes(models, options), seconds(1.5), least)
 
                 yield part, f"{family} in {NEEDS[part]}, {dtype}", of_model

@@ -39,14 +39,15 @@ ENVIRONMENT = {
 def measured(family: str, dtype: torch.dtype, s: Sizes, seconds: float, least: int) -> dict[str, Any]:
     """A row of the report."""
     found: dict[str, Any] = {"family": family, "dtype": str(dtype)[6:]}
-    model = models.made(family, dtype, s)
+    model = models.made(family, dtype, s, "batch_invariant")
     with tempfile.TemporaryDirectory(prefix="consistency-") as folder, contextlib.ExitStack() as stack:
         model.save_pretrained(folder)
         engines = {mode: stack.enter_context(_engine(mode, Path(folder), s)) for mode in MODES}
         for mode, ask in engines.items():
             samples = [Sample(torch.tensor(ids), torch.tensor(x)) for ids, x in ask("rollout")]
             with mode_named(mode), torch.no_grad():
-                scores = models.scored(model, samples, _ours if mode == "batch_invariant" else None)
+                score = _ours if mode == "batch_invariant" else models.log_softmax
+                scores = models.scored(model, samples, score, packs=True)
             found[mode] = models.agreement(*scores)
         found["cost"] = {work: _pairs(engines, work, seconds, least).summary() for work in WORK}
     return found

@@ -11,11 +11,36 @@ from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency.pairs import MODES, mode_named, pairs
 from rlkernel.consistency.report import Report
 
-# a name in the report: the class of transformers, and what its configuration says beside the sizes
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3": ("Qwen3", {"head_dim": 64}),
-    "Qwen2": ("Qwen2", {}),
-    "Llama": ("Llama", {}),
+WINDOWED = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 32}
+EXPERTS = {"head_dim": 64, "num_experts_per_tok": 2}
+
+
+class Family(NamedTuple):
+    """Of transformers: a class and its configuration, and what this says beside the sizes."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    windows: bool = False  # or softcaps or sinks: for these the mode wants rlkernel's attention
+    experts: str = ""  # what the configuration calls their number
+    packs: bool = True  # transformers keeps sequences of one row apart, by their positions
+
+
+FAMILIES = {
+    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}),
+    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "Llama": Family("LlamaForCausalLM", "LlamaConfig", {}),
+    "Gemma 2": Family("Gemma2ForCausalLM", "Gemma2Config", WINDOWED, windows=True),
+    "Gemma 3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", WINDOWED, windows=True),
+    "Qwen3-MoE": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS, experts="num_experts"),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**EXPERTS, "sliding_window": 32},
+        windows=True,
+        experts="num_local_experts",
+        packs=False,
+    ),
 }
 
 
@@ -29,6 +54,7 @@ class Sizes(NamedTuple):
     inner: int
     layers: int
     heads: int
+    experts: int
     vocabulary: int
     prompts: tuple[int, ...]  # their lengths
     new: int  # tokens that each sample adds
@@ -36,8 +62,8 @@ class Sizes(NamedTuple):
     batch: tuple[int, int]  # sequences and tokens of a timed pass of the trainer, and of a prefill
 
 
-FULL = Sizes(512, 1536, 4, 8, 8192, (1, 3, 17, 40, 41, 90, 128, 201), 24, 128, (4, 256))
-SHORT = Sizes(128, 128, 2, 2, 512, (1, 9, 40), 4, 16, (2, 16))
+FULL = Sizes(512, 1536, 4, 8, 8, 8192, (1, 3, 17, 40, 41, 90, 128, 201), 24, 128, (2, 256))
+SHORT = Sizes(128, 128, 2, 2, 4, 512, (1, 9, 40), 4, 16, (2, 16))
 
 
 class Sample(NamedTuple):
@@ -50,45 +76,51 @@ class Sample(NamedTuple):
 def measured(family: str, dtype: torch.dtype, s: Sizes, seconds: float, least: int) -> dict[str, Any]:
     """A row of the report; of a mode that refuses the model the reason."""
     found: dict[str, Any] = {"family": family, "dtype": str(dtype)[6:]}
-    for mode in MODES:
-        model = made(family, dtype, s)
+    models = {mode: made(family, dtype, s, mode) for mode in MODES}
+    for mode, model in models.items():
         try:
             with mode_named(mode):
-                scores = differences(model, s)
+                scores = differences(model, s, FAMILIES[family].packs)
             found[mode] = agreement(*scores)
         except RuntimeError as refused:
             found[mode] = {"refused": str(refused)}
     if "refused" not in found["batch_invariant"]:
+        calls = (steps(model, s) for model in models.values())
         found["cost"] = {
-            label: pairs(call, call, seconds, least).summary() for label, call in steps(model, s)
+            name: pairs(default, ours, seconds, least).summary()
+            for (name, default), (_, ours) in zip(*calls, strict=True)
         }
     return found
 
 
-def made(family: str, dtype: torch.dtype, s: Sizes) -> Any:
-    """A model with random weights, norms and biases that are not all alike."""
+def made(family: str, dtype: torch.dtype, s: Sizes, mode: str) -> Any:
+    """A model with random weights, norms and biases that are not all alike, as the mode wants it."""
     transformers = _transformers()
     transformers.utils.logging.disable_progress_bar()
-    name, options = FAMILIES[family]
-    if name == "Qwen3Moe":
-        options = {**options, "moe_intermediate_size": s.inner // 4}
-    config = getattr(transformers, f"{name}Config")(
+    kind = FAMILIES[family]
+    experts = {kind.experts: s.experts, "moe_intermediate_size": s.inner // 4} if kind.experts else {}
+    config = getattr(transformers, kind.config)(
         vocab_size=s.vocabulary,
         hidden_size=s.hidden,
-        intermediate_size=s.inner,
+        intermediate_size=s.inner // 4 if kind.experts else s.inner,
         num_hidden_layers=s.layers,
         num_attention_heads=s.heads,
         num_key_value_heads=s.heads // 2,
         initializer_range=0.05,
         tie_word_embeddings=False,
-        **options,
+        **kind.options,
+        **experts,
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, kind.model)(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
         parameter.data = parameter.data.to(dtype)  # and not the model's buffers: rotary frequencies are fp32
+    if mode == "batch_invariant" and kind.windows:
+        model.set_attn_implementation(rlkernel.register_hf())
+    if mode == "batch_invariant" and kind.experts:
+        model.set_experts_implementation("eager")
     return model.eval()
 
 
@@ -100,23 +132,19 @@ def _transformers() -> Any:
     return transformers
 
 
-def differences(model: Any, s: Sizes) -> tuple[Tensor, Tensor]:
+def differences(model: Any, s: Sizes, packs: bool) -> tuple[Tensor, Tensor]:
     """The trainer's log-probabilities and the rollout's, [n] each."""
     g = torch.Generator().manual_seed(1)
     prompts = [torch.randint(s.vocabulary, (n,), generator=g) for n in s.prompts]
     with torch.no_grad():
         samples = [alone(model, p, s.new, g) for p in prompts] + together(model, prompts, s.new, g)
-        return scored(model, samples)
+        return scored(model, samples, log_softmax, packs)
 
 
-def scored(model: Any, samples: Sequence[Sample], score: Score | None = None) -> tuple[Tensor, Tensor]:
+def scored(model: Any, samples: Sequence[Sample], score: Score, packs: bool) -> tuple[Tensor, Tensor]:
     """The trainer's log-probabilities, for every way to lay the tokens out, and the rollout's, [n] each."""
-    score = score or log_softmax
-    trained = [
-        padded(model, samples, True, score),
-        padded(model, samples, False, score),
-        packed(model, samples, score),
-    ]
+    trained = [padded(model, samples, left, score) for left in (True, False)]
+    trained += [packed(model, samples, score)] if packs else []
     rolled = torch.cat([sample.logprobs for sample in samples])
     return torch.cat(trained), rolled.repeat(len(trained))
 
@@ -139,7 +167,7 @@ def agreement(trained: Tensor, rolled: Tensor) -> dict[str, Any]:
 def alone(model: Any, prompt: Tensor, new: int, g: torch.Generator) -> Sample:
     """One sequence: its prompt in two chunks, then a token a step."""
     cut = len(prompt) * 2 // 3
-    cache = _transformers().DynamicCache()
+    cache = _transformers().DynamicCache(config=model.config)
     for chunk in (prompt[:cut], prompt[cut:]):
         if len(chunk):
             logits = model(input_ids=chunk[None], past_key_values=cache).logits[:, -1]
@@ -155,7 +183,7 @@ def alone(model: Any, prompt: Tensor, new: int, g: torch.Generator) -> Sample:
 
 def together(model: Any, prompts: Sequence[Tensor], new: int, g: torch.Generator) -> list[Sample]:
     """All of them in one batch that is padded on the left, in step."""
-    cache = _transformers().DynamicCache()
+    cache = _transformers().DynamicCache(config=model.config)
     ids, mask = _batch(prompts, left=True)
     logits = model(
         input_ids=ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache
@@ -228,16 +256,18 @@ def steps(model: Any, s: Sizes) -> Iterator[tuple[str, Callable[[], object]]]:
 
     @torch.no_grad()
     def prefill() -> None:
-        model(input_ids=ids, past_key_values=_transformers().DynamicCache(), logits_to_keep=1)
+        model(
+            input_ids=ids, past_key_values=_transformers().DynamicCache(config=model.config), logits_to_keep=1
+        )
 
     def decode(rows: int) -> Callable[[], None]:
-        cache = _transformers().DynamicCache()
+        """Each call is one token further."""
+        cache = _transformers().DynamicCache(config=model.config)
         given = torch.randint(s.vocabulary, (rows, s.cached + 1), generator=g)
 
         @torch.no_grad()
         def step() -> None:
             model(input_ids=given[:, -1:], past_key_values=cache)
-            cache.crop(-1)
 
         with torch.no_grad():
             model(input_ids=given[:, :-1], past_key_values=cache, logits_to_keep=1)
