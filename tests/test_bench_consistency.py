@@ -56,19 +56,19 @@ def test_models_agree_under_the_mode_and_not_without(stored):
 def test_tables_and_sentences_say_what_was_found(stored):
     text = tables.text(stored)
     for line in tables.sentences(stored):
-        assert line in text and line in tables.summary(stored)
+        assert line in text and f"- {line}\n" in tables.markdown(stored)
     equal = sum(row["batch_invariant"]["equal"] for row in stored["models"])
     assert (
         f"under batch_invariant {equal:,} of {equal:,} tokens are bit-equal, max |difference| 0, KL 0" in text
     )
-    page = tables.models(stored)
+    page = tables.markdown(stored)
     assert page.startswith("`") and "**transformers alone" in page and "| Qwen3 | float32 |" in page
-    assert tables.operators(stored).count("| float32 |") == len(stored["operators"]) // 2
+    assert page.count("| float32 |") == len(stored["operators"]) // 2 + len(stored["models"])
     refused = copy.deepcopy(stored)
     refused["models"][0]["batch_invariant"] = {"refused": "torch's elu must be invariant"}
     del refused["models"][0]["cost"]
-    assert "- Qwen3: torch's elu must be invariant" in tables.models(refused)
-    assert "nothing is promised: Qwen3" in tables.summary(refused)
+    assert "- Qwen3: torch's elu must be invariant" in tables.markdown(refused)
+    assert "nothing is promised: Qwen3" in tables.markdown(refused)
     assert tables.broken(refused) == tables.broken(stored) == []
     refused["models"][1]["batch_invariant"]["equal"] -= 3
     assert "Qwen3 bfloat16: 3 of 72" in tables.broken(refused)[0]

@@ -39,9 +39,10 @@ def _of_an_example(name: str, markdown: Callable[[Any], str]) -> Callable[[Path]
 MADE = {
     "status": status.table,
     "status-line": status.line,
-    "consistency": _of_an_example("consistency", consistency.models),
-    "consistency-operators": _of_an_example("consistency", consistency.operators),
-    "consistency-summary": _of_an_example("consistency", consistency.summary),
+    **{
+        name: _of_an_example(name, consistency.markdown)
+        for name in ("consistency", "consistency-engines", "consistency-operators")
+    },
     "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),

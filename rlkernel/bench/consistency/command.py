@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.markdown:
         report.write(
             options.markdown,
-            "\n".join((tables.models(stored), tables.operators(stored), tables.summary(stored))),
+            tables.markdown(stored),
         )
     if "-" not in (options.json, options.markdown):
         sys.stdout.write(tables.text(stored))
@@ -101,7 +101,7 @@ def _sizes(part: Any, options: argparse.Namespace) -> Any:
 
 def _steps(options: argparse.Namespace, parts: tuple[str, ...]) -> Iterator[Step]:
     dtypes = [getattr(torch, name) for name in options.dtype or USUAL]
-    least = 1 if options.short else 5
+    least = 1 if options.short else 3
 
     def seconds(usual: float) -> float:
         return options.seconds or (0.01 if options.short else usual)
@@ -110,7 +110,7 @@ def _steps(options: argparse.Namespace, parts: tuple[str, ...]) -> Iterator[Step
         for make in operators.cases(_sizes(operators, options), dtype):
 
             def of_operator(make: Any = make, dtype: torch.dtype = dtype) -> dict[str, Any]:
-                return operators.measured(make(), dtype, seconds(0.3), least)
+                return operators.measured(make(), dtype, seconds(0.1), least)
 
             yield "operators", f"{operators.name_of(make)} {dtype}", of_operator
     for part, module in (("models", models), ("engines", engines)):
@@ -120,6 +120,6 @@ def _steps(options: argparse.Namespace, parts: tuple[str, ...]) -> Iterator[Step
                 def of_model(
                     module: Any = module, family: str = family, dtype: torch.dtype = dtype
                 ) -> dict[str, Any]:
-                    return module.measured(family, dtype, _sizes(models, options), seconds(1.5), least)
+                    return module.measured(family, dtype, _sizes(models, options), seconds(1), least)
 
                 yield part, f"{family} in {NEEDS[part]}, {dtype}", of_model

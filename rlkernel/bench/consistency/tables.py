@@ -11,34 +11,22 @@ from rlkernel.bench.render import Table
 Stored = dict[str, Any]
 Row = dict[str, Any]
 DEFAULT, OURS = MODES
-COST = "time under the mode / default, median of interleaved pairs (in brackets: the middle half of them)"
-
-
-def summary(stored: Stored) -> str:
-    return "\n".join(f"- {line}" for line in sentences(stored)) + "\n"
-
-
-def models(stored: Stored) -> str:
-    """For docs: where it ran, the agreement, the cost."""
-    return _page(
-        stored,
-        [_agreement(stored[part], part) for part in ("models", "engines") if stored[part]] + _costs(stored),
-    )
-
-
-def operators(stored: Stored) -> str:
-    return _page(stored, [_operators(stored)] if stored["operators"] else [])
+COST = (
+    "{clock} under the mode / by default, median of interleaved pairs (in brackets: the middle half of them)"
+)
 
 
 def every(stored: Stored) -> list[Table]:
     found = [_operators(stored)] if stored["operators"] else []
-    found += [_agreement(stored[part], part) for part in ("models", "engines") if stored[part]]
+    found += [_agreement(stored[part], part) for part in TITLES if stored[part]]
     return found + _costs(stored)
 
 
-def _page(stored: Stored, tables: Iterable[Table]) -> str:
+def markdown(stored: Stored) -> str:
+    """For docs: where it ran, what it comes to, and the tables."""
     lines = ["  \n".join(f"`{line}`" for line in render.provenance(stored["header"])), ""]
-    for table in tables:
+    lines += [*(f"- {line}" for line in sentences(stored)), ""]
+    for table in every(stored):
         lines += [f"**{table.title}**", "", *render.markdown_table(table.columns, table.rows), ""]
         lines += [f"- {note}" for note in table.notes] + [""] * bool(table.notes)
     return "\n".join(lines)
@@ -82,6 +70,10 @@ def _agreement(rows: list[Row], part: str) -> Table:
     return Table(TITLES[part], columns, body, list(notes))
 
 
+def _cost(stored: Stored) -> str:
+    return COST.format(clock=stored["settings"]["clock"])
+
+
 def _number(x: float) -> str:
     return "0" if x == 0 else f"{x:.1e}"
 
@@ -93,7 +85,7 @@ def _costs(stored: Stored) -> list[Table]:
         if rows:
             labels = list(rows[0]["cost"])
             body = [[row["family"], row["dtype"], *(_ratio(row["cost"][x]) for x in labels)] for row in rows]
-            found.append(Table(f"{title}: {COST}", ["model", "dtype", *labels], body))
+            found.append(Table(f"{title}: {_cost(stored)}", ["model", "dtype", *labels], body))
     return found
 
 
@@ -113,7 +105,10 @@ def _operators(stored: Stored) -> Table:
         cells = [row["name"], row["shape"], row["dtype"], *(_equal_sizes(row[mode]) for mode in MODES)]
         body.append(cells + [_ratio(row["cost"][x]) if x in row["cost"] else "" for x in counts])
     return Table(
-        f"operators: {COST}", columns, body, ["sample: torch's is multinomial, whose draws follow the batch"]
+        f"operators: {_cost(stored)}",
+        columns,
+        body,
+        ["sample: torch's is multinomial, whose draws follow the batch"],
     )
 
 
