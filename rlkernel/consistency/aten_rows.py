@@ -19,14 +19,14 @@ def summed(x: Tensor, dim: Sequence[int] | None, keepdim: bool, mean: bool, dtyp
     if dims == [rank - 1]:  # most sums are over rows as they are
         outer, length = shape[:-1], shape[-1]
         found = [*outer, 1] if keepdim else [*outer]
-        rows = x.reshape(outer.numel(), length)
+        rows = x.reshape(1, outer.numel(), length)
     else:
         kept = [d for d in range(rank) if d not in dims]
         count, length = math.prod(shape[d] for d in kept), math.prod(shape[d] for d in dims)
         found = [1 if d in dims else n for d, n in enumerate(shape)] if keepdim else [shape[d] for d in kept]
-        rows = (x.permute(*kept, *dims) if kept and dims[0] < kept[-1] else x).reshape(count, length)
+        rows = (x.permute(*kept, *dims) if kept and dims[0] < kept[-1] else x).reshape(1, count, length)
     # rows as the columns of the product are read where they are
-    total = product(_ones(length, x.dtype, x.device), rows.t(), dtype=torch.float32)
+    total = product(_ones(length, x.dtype, x.device), rows.mT, dtype=torch.float32)
     if mean:
         total.div_(length)
     return (total if dtype == torch.float32 else total.to(dtype)).view(found)
@@ -34,7 +34,7 @@ def summed(x: Tensor, dim: Sequence[int] | None, keepdim: bool, mean: bool, dtyp
 
 @functools.lru_cache(maxsize=16)
 def _ones(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(1, length, dtype=dtype, device=device)
+    return torch.ones(1, 1, length, dtype=dtype, device=device)
 
 
 def vector_norm(

@@ -38,9 +38,11 @@ struct Strip {
 };
 
 template <class Order, int kRegisters, class T>
-inline void run_chains(const float* a, const T* const (&column)[kColumns], int64_t step, int64_t groups,
+inline void run_chains(const float* a, const T* const (&column)[kColumns], int64_t step, int64_t groups, int64_t ahead,
                        Register (&chain)[kRegisters][kColumns]) {
-  for (int64_t g = 0; g < groups; ++g)
+  for (int64_t g = 0; g < groups; ++g) {
+    if constexpr (kRegisters * 3 <= kMostRegisters)  // few rows wait for memory
+      for (int n = 0; n < kColumns; ++n) __builtin_prefetch(column[n] + g * step + ahead, 0, 3);
     for (int part = 0; part < Order::kParts; ++part) {
       Register x[kRegisters];
       for (int r = 0; r < kRegisters; ++r)
@@ -50,6 +52,7 @@ inline void run_chains(const float* a, const T* const (&column)[kColumns], int64
         for (int r = 0; r < kRegisters; ++r) chain[r][n] = Order::added(x[r], y, chain[r][n]);
       }
     }
+  }
 }
 
 template <class Order, int kRegisters, class T>
@@ -70,7 +73,7 @@ void run_strip(const Strip& s, const Columns<T>& b) {
         const int64_t inside = std::min<int64_t>(n, b.count - t * kColumns - 1);  // of a broken tile the last is read again
         column[n] = b.first + t * b.panel + inside * b.row + begin * b.group;
       }
-      run_chains<Order>(a, column, b.group, end - begin, chain);
+      run_chains<Order>(a, column, b.group, end - begin, b.panel, chain);
       if (end < whole) {
         for (int r = 0; r < kRegisters; ++r)
           for (int n = 0; n < kColumns; ++n) state[r * kColumns + n] = chain[r][n];
@@ -79,7 +82,7 @@ void run_strip(const Strip& s, const Columns<T>& b) {
       if (b.rest != nullptr) {
         const float* rest[kColumns];
         for (int n = 0; n < kColumns; ++n) rest[n] = b.rest + (t * Order::kParts * kColumns + n) * kLanes;
-        run_chains<Order>(s.a + whole * kGroup, rest, 0, 1, chain);
+        run_chains<Order>(s.a + whole * kGroup, rest, 0, 1, 0, chain);
       }
       for (int r = 0; r < kRegisters; r += 2) {  // of an odd number the last is summed twice
         float sums[2 * kChains * kColumns];
