@@ -1,8 +1,10 @@
 """``Report.to_metrics``: the names of other frameworks, and their figures by their own code."""
 
+import functools
 import math
 
 import consistency_peers
+import policy_peers
 import pytest
 import test_policy_loss_sources as sources
 import torch
@@ -40,6 +42,20 @@ def test_is_verls_off_policy_metrics(drift):
     same(
         compare(train, rollout, mask).to_metrics("verl"), consistency_peers.verl_metrics(train, rollout, mask)
     )
+
+
+@pytest.mark.parametrize("drift", [1e-3, 0.3])
+def test_kl_estimates_are_those_of_verls_penalties(drift):
+    """Its policy is the one that drew, and its reference the other side; k3 it clamps to 10."""
+    train, rollout, mask = draw(drift)
+    report = compare(train, rollout, mask)
+    penalty = functools.partial(policy_peers.verl_core().kl_penalty, rollout, train)
+    for name, verls in {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.items():
+        want = penalty(verls)[mask].mean()
+        assert getattr(report.kl, name) == pytest.approx(float(want), rel=1e-6, abs=1e-12), name
+    far = penalty("abs")[mask]
+    assert report.mean_abs_difference == pytest.approx(float(far.mean()), rel=1e-11)
+    assert report.max_abs_difference == float(far.max())
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     batch: tuple[int, int]  # sequences and tokens of a timed pass of the trainer, and of a prefill
 
 
-FULL = Sizes(512, 1536, 4, 8, 8, 8192, (1, 3, 17, 40, 90, 201), 16, 128, (2, 256))
+FULL = Sizes(512, 1536, 2, 8, 8, 4096, (1, 3, 17, 40, 90, 150), 12, 128, (2, 128))
 SHORT = Sizes(128, 128, 2, 2, 4, 512, (1, 9, 40), 4, 16, (2, 16))
 
 
