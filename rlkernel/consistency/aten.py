@@ -34,7 +34,6 @@ REFUSED = {
     "_native_batch_norm_legit": "it mixes the rows of a batch",
     "_cdist_forward": "it is a product of a library",
     "_trilinear": "it is a product of a library",
-    "_grouped_mm": "it is a product of a library; one product for each group is served",
     "logcumsumexp": "its order may follow the batch",
     "mish": "its last elements are rounded otherwise than the others",
     "exp2": "its last elements are rounded otherwise than the others",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall
-from rlkernel.consistency.aten_call import is_exact, module_of, need_floats, put, used
+from rlkernel.consistency.aten_call import Refused, is_exact, module_of, need_floats, put, used
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -120,7 +120,37 @@ def addmm_to(
     return found if out is None else put(out, found)
 
 
+def grouped_mm(
+    original: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """One product for each group, whose elements [offs[g - 1], offs[g]) are rows of ``a`` [T, K], columns of
+    ``b`` [K, T] or, where both have two dimensions, what is summed over.  Rows behind the last group are 0.
+    """
+    if bias is not None:
+        raise Refused("torch has no bias there")
+    dtype = out_dtype or a.dtype
+    if offs is None:
+        return product(a, b, dtype=dtype)
+    ends = offs.tolist()
+    groups = list(zip([0, *ends], ends, strict=False))
+    if a.dim() == b.dim() == 2:
+        return torch.stack([product(a[:, first:end], b[first:end], dtype=dtype) for first, end in groups])
+    out = a.new_zeros(a.shape[-2], b.shape[-1], dtype=dtype)
+    for g, (first, end) in enumerate(groups):
+        if a.dim() == 2:
+            out[first:end] = product(a[first:end], b[g], dtype=dtype)
+        else:
+            out[:, first:end] = product(a[g], b[:, first:end], dtype=dtype)
+    return out
+
+
 SERVED: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": grouped_mm,
     "mm.dtype": mm_to,
     "mm.dtype_out": mm_to_out,
     "bmm.dtype": mm_to,
