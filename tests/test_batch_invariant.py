@@ -325,6 +325,27 @@ def masked_attention(mask, q, k, v):
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) * q.sign())]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_share_keys_have_the_gradients_of_repeated_keys(dtype):
+    """transformers repeats them under a mask, and not without one."""
+    q, grad = (torch.randn(1, 6, 150, 16, generator=g).to(dtype) for _ in range(2))
+    leaves = [q, *(torch.randn(1, 2, 150, 16, generator=g).to(dtype) for _ in range(2))]
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def repeated(x):
+        return x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(1, 6, 150, 16)
+
+    mask = torch.ones(150, 150, dtype=torch.bool).tril()[None, None]
+    with rlkernel.batch_invariant():
+        shared = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        q, k, v = leaves
+        apart = F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+        assert_equal("out", shared, apart)
+        grads = (torch.autograd.grad(x, leaves, grad) for x in (shared, apart))
+        for name, got, want in zip(("dq", "dk", "dv"), *grads, strict=True):
+            assert_equal(name, got, want)
+
+
 MASKS = {
     "a row sees those in front of it": torch.ones(70, 70, dtype=torch.bool).tril(-1),
     "a window": torch.ones(70, 70, dtype=torch.bool).tril().triu(-20),

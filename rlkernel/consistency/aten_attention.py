@@ -17,6 +17,7 @@ from torch import Tensor
 from rlkernel.calls.attention import AttentionResults
 from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
 from rlkernel.consistency.aten_call import Refused, module_of, need_floats, used
+from rlkernel.consistency.aten_rows import summed
 from rlkernel.drivers.attention import Asked, Requests, asked
 from rlkernel.prefix import paged
 
@@ -168,12 +169,18 @@ def flash_attention_for_cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query [B, H, T, D], key and value [B, Hkv, Tk, D]."""
+    """Of query [B, H, T, D], key and value [B, Hkv, Tk, D].
+
+    Heads that share keys add up as those of a model that repeats its keys, as transformers does under a mask
+    and not without one: each is rounded before.
+    """
     need_floats(query, key, value)
     if dropout_p:
         raise Refused("dropout draws by a row's place")
-    count, _, rows, dim = query.shape
-    keys = key.shape[2]
+    count, heads, rows, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    if kv_heads != heads:
+        key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
     lo, hi = (_bytes(x) for x in intervals(query, keys, is_causal, attn_mask))
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value, out, grad)]
     module = module_of("attention", *flat[:3])
@@ -183,6 +190,9 @@ def flash_attention_for_cpu_backward(
     rule = PagedRule(dim**-0.5 if scale is None else scale, 0.0, _runs(lo, hi, rows).window)
     found = module.gradients(*flat[:3], results, flat[4], _asked(lo, hi, rows, keys), rule)
     dq, dk, dv = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in found)
+    if kv_heads != heads:
+        apart = (x.unflatten(1, (kv_heads, -1)) for x in (dk, dv))
+        dk, dv = (summed(x, [2], False, False, x.dtype) for x in apart)
     return dq, dk, dv
 
 

@@ -46,8 +46,6 @@ def made(family, dtype):
             parameter.data += 0.2 * torch.randn_like(parameter)
     if family in ON_OURS:
         model.set_attn_implementation(rlkernel.register_hf())
-    if hasattr(model.config, "num_experts_per_tok"):
-        model.set_experts_implementation("eager")
     return model
 
 
@@ -134,3 +132,30 @@ def test_a_window_on_sdpa_has_the_same_bits(left):
 def test_without_the_mode_it_is_not():
     """bf16: torch's attention sums a cached step and a whole sequence in another order on every processor."""
     assert max(differences("qwen3", torch.bfloat16, contextlib.nullcontext(), 3)) > 0
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_by_every_implementation(implementation, dtype):
+    """Logits and the gradients of what goes in: alone, and padded on the left beside another."""
+    model = made("qwen3-moe", dtype)
+    model.set_experts_implementation(implementation)
+    g = torch.Generator().manual_seed(3)
+    embedded, other = (torch.randn(1, n, 48, generator=g).to(dtype) for n in (9, 21))
+    upstream = torch.randn(9, 160, generator=g).to(dtype)
+
+    def run(rows, pad):
+        leaf = embedded.clone().requires_grad_()
+        padded = torch.nn.functional.pad(leaf, (0, 0, pad, 0))
+        mask = (torch.arange(pad + 9) >= pad).long()[None].repeat(rows, 1)
+        if rows == 2:
+            mask[1] = 1
+            padded = torch.cat([padded, other])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(inputs_embeds=padded, attention_mask=mask, position_ids=positions).logits[0, pad:]
+        return logits.detach(), torch.autograd.grad(logits, leaf, upstream)[0]
+
+    with rlkernel.batch_invariant() as mode:
+        alone, beside = run(1, 0), run(2, 12)
+    assert all(torch.equal(x, y) for x, y in zip(alone, beside, strict=True))
+    assert ("_grouped_mm" in {row.op for row in mode.report()}) == (implementation == "grouped_mm")
