@@ -14,7 +14,7 @@ OPTIONS: dict[str, Any] = {}
 SHARED = ()
 GRADIENTS = ("gate", "up")
 
-PACKED = {"inputs": {"packed": True}, "gradients": ("gate",), "note": "packed"}
+PACKED: dict[str, Any] = {"inputs": {"packed": True}, "gradients": ("gate",), "note": "packed"}
 QUICK = [Case({"N": 512, "I": 3072}, dtype) for dtype in ("float32", "bfloat16")]
 PRESETS = {
     "tiny": [

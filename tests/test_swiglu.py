@@ -290,3 +290,17 @@ def test_compiles_as_one_graph(backend, packed):
 def test_opcheck():
     inputs = {name: x.requires_grad_() for name, x in make_inputs(3, 20).items()}
     torch.library.opcheck(op.node, op.flat(SwigluCall(**inputs, activation="silu", rounding=ROUNDINGS[0])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_composition_under_batch_invariant_to_the_bit(dtype, activation):
+    """Also its gradients: a trainer's own modules and an engine that fuses them have one number."""
+    inputs = make_inputs(5, 1027, dtype=dtype)
+    got = run("native", inputs, activation=activation)
+    with rlkernel.batch_invariant():
+        want = run("native", inputs, composed, activation=activation)
+        inside = run("native", inputs, activation=activation)
+    for name, x in want.items():
+        assert_equal(name, got[name], x)
+        assert_equal(f"{name}, inside", inside[name], x)

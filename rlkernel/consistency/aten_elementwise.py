@@ -1,10 +1,10 @@
 """Activations whose last elements torch rounds otherwise than the others, as formulas of such that are alike.
 
 torch's CPU kernels take whole vectors, and what is left at the end of a thread's part one by one: where the
-two ways differ in the last place, an element's bits depend on where it stands.
+two ways differ in the last place, an element's bits depend on where it stands.  SiLU and GELU are those of
+``rlkernel.swiglu``, whose bits no processor changes.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.consistency.aten_call import need_floats, put
-
-_SQRT_2_OVER_PI, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+from rlkernel.ops.swiglu import activated, activated_backward
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -21,27 +20,19 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
+    return activated(x, "silu")
 
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    s = sigmoid(x)
-    return grad * (s * (1 + x * (1 - s)))
+    return activated_backward(grad, x, "silu")
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        return 0.5 * x * (1 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)))
-    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+    return activated(x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        inner = torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x))
-        slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
-        return grad * (0.5 * (1 + inner) + 0.5 * x * (1 - inner * inner) * slope)
-    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    return grad * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * density)
+    return activated_backward(grad, x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:

@@ -22,6 +22,8 @@ def forward(call: SwigluCall) -> SwigluResults:
 
 def backward(call: SwigluCall, grad_product: Tensor) -> SwigluGrads:
     packed, gate, up = None, call.gate, call.up
+    grad_gate: Tensor | None
+    grad_up: Tensor | None
     if call.packed:
         packed = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         (gate, up), (grad_gate, grad_up) = halves(gate), halves(packed)

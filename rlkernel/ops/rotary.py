@@ -144,9 +144,11 @@ def _places(positions: Tensor, tokens: torch.Size, table: Tensor) -> Tensor:
 def _written(given: tuple[Tensor, Tensor | None], found: RotaryOutput) -> RotaryOutput:
     """The tensors that were given, which hold what was found."""
     for x, y in zip(given, found, strict=True):
-        if x is not None and x is not y:
+        if x is None or y is None:
+            continue
+        if x is not y:
             x.copy_(y)
-        elif x is not None and not x.is_inference():
+        elif not x.is_inference():
             torch.autograd.graph.increment_version(x)
     return RotaryOutput(*given)
 

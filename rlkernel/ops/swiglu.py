@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlkernel import dispatch
 from rlkernel.calls.swiglu import ACTIVATIONS, ROUNDINGS, SwigluCall, SwigluResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
@@ -64,8 +65,23 @@ def swiglu(
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """The activation alone, with the bits that ``swiglu`` gives it."""
-    return op(SwigluCall(_validate.rows(x, x.dtype), None, activation, "before_product"))[0]
+    """The activation alone with the bits that ``swiglu`` gives it, below autograd."""
+    if x.dim() == 0:
+        return activated(x[None], activation)[0]
+    found: Tensor = dispatch.pick("swiglu", x).forward(_alone(x, activation)).product
+    return found
+
+
+def activated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """The gradient of ``x`` from that of ``activated(x)``."""
+    if x.dim() == 0:
+        return activated_backward(grad[None], x[None], activation)[0]
+    found: Tensor = dispatch.pick("swiglu", x).backward(_alone(x, activation), grad).gate
+    return found
+
+
+def _alone(x: Tensor, activation: str) -> SwigluCall:
+    return SwigluCall(x, None, activation, "before_product", needs=(True, False))
 
 
 def _like(call: SwigluCall) -> SwigluResults:
