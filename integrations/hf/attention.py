@@ -14,8 +14,10 @@ from rlkernel.integrations.hf.invariant import invariant_attention, takes
 from rlkernel.integrations.hf.models import as_written, causal_lm, family
 from rlkernel.integrations.hf.ordinary import default_attention, ordinary_attention
 from rlkernel.integrations.hf.packed_call import check_call
+from rlkernel.ops.attention import attention
 from rlkernel.ops.prefix_shared_attention import prefix_shared_attention
 from rlkernel.prefix.batch import PrefixBatch
+from rlkernel.runtime import invariance
 
 _calls: ContextVar[list[nn.Module] | None] = ContextVar("rlkernel_attention_calls", default=None)
 
@@ -48,11 +50,13 @@ def attention_function(
         dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = prefix_shared_attention(
+    # in batch_invariant a row has the bits that it has in a padded batch and in an engine
+    attend = attention if invariance.is_on() else prefix_shared_attention
+    out = attend(
         q,
         k,
         v,
-        prefix_batch,
+        batch=prefix_batch,
         scale=query.shape[-1] ** -0.5 if (scale := kwargs.get("scaling")) is None else scale,
         softcap=kwargs.get("softcap"),
         window=kwargs.get("sliding_window"),

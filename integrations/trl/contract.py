@@ -22,6 +22,7 @@ STEP = "training_step"
 EXTRACT = "extract_logprobs"  # of vLLM's outputs
 GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
+ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
     HEAD: (
         "hidden", "weight", "bias", "targets", "temperature", "chunk_size",
@@ -43,6 +44,8 @@ PARAMETERS = {
     EXTRACT: ("all_outputs",),
     GENERATE: ("self", "inputs"),
     BEGIN: ("self", "*args", "**kwargs"),
+    ENGINE: ("self",),
+    SYNC: ("self",),
 }  # fmt: skip
 
 
@@ -72,6 +75,14 @@ def trainer_base() -> type:
     except ImportError as error:
         raise PatchError(f"trl.trainer.base_trainer._BaseTrainer must be a class, got {error}") from error
     return _BaseTrainer
+
+
+def trainers() -> tuple[type, ...]:
+    """The trainers that score the samples of groups in ``METHOD``.  Takes seconds."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    return GRPOTrainer, RLOOTrainer
 
 
 def checked(owner: Any, name: str) -> Any:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.calls.logprob import LogprobOutput
 from rlkernel.integrations.trl.contract import FLOATS, HEAD, OUTPUTS
+from rlkernel.integrations.trl.support import Rows
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
+from rlkernel.ops.logprob import logprob
 
 
 class Head:
@@ -45,27 +48,57 @@ class Head:
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
         skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
+        also = tuple(name for name in OUTPUTS[1:] if name in outputs)
         support = None
-        if self.patch.support is not None and not set(outputs) & set(OUTPUTS[1:]):
+        if self.patch.support is not None and not also:
             support = self.patch.support.rows(len(hidden), hidden.device)
-        if support is not None:
-            with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
-                kept = linear_logprob(
-                    hidden, weight, targets, bias=bias, temperature=temperature, logit_scale=logit_scale,
-                    softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
-                    support_ids=support.ids, support_offsets=support.offsets,
-                )  # fmt: skip
-            return kept.logprobs, kept.entropy, None, None, None
+        head: dict[str, Any] = {
+            "bias": bias, "temperature": temperature, "logit_scale": logit_scale,
+            "softcap": final_logit_softcapping, "return_entropy": "entropy" in outputs,
+        }  # fmt: skip
+        if self.patch.batch_invariant:  # logits as a model has them, and with it an engine
+            head["logits_dtype"] = hidden.dtype
+        hidden, targets = hidden[skipped:], targets[skipped:]
+        scores: Any
         with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
-            scores = linear_logprob_statistics(
-                hidden[skipped:], weight, targets[skipped:], bias=bias, temperature=temperature,
-                logit_scale=logit_scale, softcap=final_logit_softcapping, return_entropy="entropy" in outputs,
-                statistics=tuple(name for name in OUTPUTS[1:] if name in outputs),
-            )  # fmt: skip
-        results = (scores.logprobs, *(getattr(scores, name) for name in OUTPUTS))
+            if self.patch.batch_invariant and not also and _changes_logits(head):
+                scores = of_logits(hidden, weight, targets, support, **head)
+            elif support is not None:
+                scores = linear_logprob(hidden, weight, targets, **support.options(), **head)
+            else:
+                scores = linear_logprob_statistics(hidden, weight, targets, statistics=also, **head)
+        results = (scores.logprobs, *(getattr(scores, name, None) for name in OUTPUTS))
         if not skipped:
             return results
         return tuple(x if x is None else torch.nn.functional.pad(x, (skipped, 0)) for x in results)
+
+
+def _changes_logits(head: dict[str, Any]) -> bool:
+    """Whether a model rounds its logits behind the product, where ``linear_logprob`` stays in fp32."""
+    return head["bias"] is not None or head["logit_scale"] != 1 or head["softcap"] is not None
+
+
+def of_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    support: Rows | None,
+    *,
+    bias: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    return_entropy: bool,
+    logits_dtype: torch.dtype,
+) -> LogprobOutput:
+    """Of logits that are scaled and bounded as models do it, in their dtype.  They are kept, [N, V]."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(logits_dtype)
+    if logit_scale != 1:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    options = {} if support is None else support.options()
+    return logprob(logits, targets, temperature=temperature, return_entropy=return_entropy, **options)
 
 
 def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:

@@ -9,10 +9,11 @@ from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.trl import contract
 from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.helpers import HELPERS, helper
+from rlkernel.integrations.trl.invariant import Invariant, placed
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.rollouts import Rollouts
-from rlkernel.integrations.trl.support import Support
+from rlkernel.integrations.trl.support import Support, supported_method
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
@@ -24,6 +25,7 @@ def patch(
     dropout: str = "own",
     vllm: bool | str = True,
     support: int = 0,
+    batch_invariant: bool = False,
     strict: bool = True,
 ) -> TrlPatch:
     """Put rlkernel under TRL's trainers until ``undo()``, or until the end of the ``with`` block.
@@ -44,6 +46,9 @@ def patch(
         support: room for so many tokens that a rollout's filters kept for each that it drew.  They come with
             the samples of a colocated vLLM, and GRPOTrainer and RLOOTrainer score a token among those alone,
             as it was drawn.  Imports vLLM.
+        batch_invariant: GRPOTrainer and RLOOTrainer compute of every sampled token the very log-probability
+            that the rollout had, by vLLM or by ``generate``: ``rlkernel.batch_invariant`` is on while the
+            patch is, here and in the engine.  What that does not cover is an error when a trainer is made.
         strict: take only the versions of TRL that have been run.  ``False`` takes any whose functions have
             the names and parameters of what is replaced.
 
@@ -55,12 +60,17 @@ def patch(
     """
     _check_options(prefix_sharing, prefix_min_ratio, dropout, vllm, strict)
     _check_support(support, vllm, prefix_sharing)
+    _check_invariance(batch_invariant, vllm)
     if (active := TrlPatch.in_place()) is not None:
         _check_same(active, prefix_sharing, prefix_min_ratio, dropout)
         _check_same_vllm(active, vllm, support)
+        if batch_invariant and not active.batch_invariant:
+            raise PatchError(
+                "batch_invariant must be what the patch in place has, False, got True: undo it first"
+            )
         return active.share()
     utils = contract.supported_utils(strict)
-    result = TrlPatch()
+    result = TrlPatch(batch_invariant)
     head = contract.checked(utils, contract.HEAD)
     result.replace(utils, contract.HEAD, Head(head, result, utils), expected=head)
     for ours in HELPERS:
@@ -70,14 +80,33 @@ def patch(
         result.prefix = PrefixSharing(
             result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
         )
-        _replace_in_trainers(result.prefix)
+        _plan_packing(result.prefix)
+    invariant = Invariant(result, support) if batch_invariant else None
+    if invariant is not None:
+        invariant.plan()
     if vllm:
-        result.rollouts = Rollouts(result, required=vllm == "require", room=support)
+        result.rollouts = Rollouts(result, vllm == "require", support, invariant)
         result.rollouts.plan()
     if support:
         result.support = Support(result, support)
         result.support.plan()
+    _plan_method(result)
     return result.apply()
+
+
+def _plan_method(result: TrlPatch) -> None:
+    """Each part goes around the method that scores tokens."""
+    if not (result.prefix or result.support or result.batch_invariant):
+        return
+    for trainer in contract.trainers():
+        original = method = contract.checked(trainer, contract.METHOD)
+        if result.prefix:
+            method = packed_method(method, result.prefix)
+        if result.support:
+            method = supported_method(method, result.support)
+        if result.batch_invariant:
+            method = placed(method)
+        result.replace(trainer, contract.METHOD, method, expected=original)
 
 
 def _check_options(
@@ -133,6 +162,13 @@ def _check_support(support: int, vllm: bool | str, prefix_sharing: bool | str) -
         raise ValueError(f"support must be 0 with prefix_sharing, got {support}")
 
 
+def _check_invariance(batch_invariant: bool, vllm: bool | str) -> None:
+    if not isinstance(batch_invariant, bool):
+        raise ValueError(f"batch_invariant must be True or False, got {batch_invariant!r}")
+    if batch_invariant and not vllm:
+        raise ValueError("batch_invariant must be False with vllm=False, got True")
+
+
 def _check_same_vllm(active: TrlPatch, vllm: bool | str, support: int) -> None:
     found = active.rollouts is not None and ("require" if active.rollouts.required else True)
     if vllm and found not in ("require", vllm):
@@ -142,14 +178,13 @@ def _check_same_vllm(active: TrlPatch, vllm: bool | str, support: int) -> None:
         raise PatchError(f"support must be what the patch in place has, {room}, got {support}: undo it first")
 
 
-def _replace_in_trainers(sharing: PrefixSharing) -> None:
+def _plan_packing(sharing: PrefixSharing) -> None:
     import trl.trainer.grpo_trainer as grpo  # takes seconds
     import trl.trainer.rloo_trainer as rloo
 
     hf.register_hf()  # raises now if it cannot, not in the first step
     for module, trainer in ((grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)):
         for owner, name, make in (
-            (trainer, contract.METHOD, packed_method),
             (trainer, contract.STEP, watched_step),
             (module, contract.SHUFFLE, group_shuffle),
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from rlkernel.consistency.mode import suspended
 from rlkernel.integrations import hf
 
 
@@ -21,7 +22,8 @@ class Models:
             return None
         found = hf.causal_lm(model)
         if found not in self._doubts:
-            self._doubts[found] = next(iter(hf.verify(model)), None)
+            with suspended():  # errors in fp64, which batch_invariant refuses
+                self._doubts[found] = next(iter(hf.verify(model)), None)
         return self._doubts[found]
 
     def attach(self, model: Any) -> None:

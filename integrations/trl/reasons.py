@@ -46,7 +46,7 @@ def model_reason(model: Any, shared_dropout: bool) -> str | None:
             continue
         if hasattr(module, "neftune_noise_alpha"):
             return "NEFTune: its noise grows smaller with the length of a row, and a packed row is longer"
-        noise = _noise(path, module)
+        noise = noise_of(path, module)
         if noise and not shared_dropout:
             return DROPOUT
         if any("att" in name for name in noise):
@@ -54,7 +54,7 @@ def model_reason(model: Any, shared_dropout: bool) -> str | None:
     return None
 
 
-def _noise(path: str, module: Any) -> list[str]:
+def noise_of(path: str, module: Any) -> list[str]:
     """The names by which a module draws noise."""
     if isinstance(module, torch.nn.modules.dropout._DropoutNd):
         return [path.rpartition(".")[2]] if module.p > 0 else []

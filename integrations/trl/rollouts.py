@@ -15,6 +15,7 @@ from rlkernel.integrations import _contract, vllm
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import ABSENT
 from rlkernel.integrations.trl import contract
+from rlkernel.integrations.trl.invariant import Invariant
 from rlkernel.integrations.vllm import switch
 
 ENGINE = "vLLM"
@@ -26,10 +27,13 @@ ADVICE = f"start it with {switch.SWITCH}={','.join(switch.DEFAULT)} where rlkern
 class Rollouts:
     """The part of a ``TrlPatch`` that puts rlkernel under the vLLM of TRL's trainers."""
 
-    def __init__(self, patch: CountedPatch, required: bool, room: int = 0) -> None:
+    def __init__(
+        self, patch: CountedPatch, required: bool, room: int = 0, invariant: Invariant | None = None
+    ) -> None:
         self.patch = patch
         self.required = required
         self.room = room
+        self.invariant = invariant
         self.engines: vllm.VllmPatch | None = None
         """The patch that came with a trainer; None before, and where one was on already."""
 
@@ -53,12 +57,18 @@ class Rollouts:
         if vllm.VllmPatch.in_place() is not None:
             return
         try:
-            engines = vllm.patch(strict=self.required, return_support=self.room)
+            engines = self._asked()
         except ImportError:
             return  # TRL says so itself
         self.engines = engines.__enter__()
         for op, reason in engines.refused.items():
             self._left(f"{op}: {reason}")
+
+    def _asked(self) -> vllm.VllmPatch:
+        if self.invariant is None:
+            return vllm.patch(strict=self.required, return_support=self.room)
+        ops = (*switch.DEFAULT, "attention")
+        return vllm.patch(ops, strict=True, return_support=self.room, batch_invariant=True)
 
     def _left(self, reason: str, advice: str = "") -> None:
         self.patch.left(ENGINE, reason, advice, quiet=self.required)
@@ -86,6 +96,8 @@ def _made(original: Callable[..., None], rollouts: Rollouts) -> Callable[..., No
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if rollouts.invariant is not None:
+            rollouts.invariant.prepare(self)
         rollouts.prepare(self)
 
     return __init__
@@ -95,6 +107,8 @@ def _trained(base: Any, rollouts: Rollouts) -> Callable[..., Any]:
     @functools.wraps(base.train)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         rollouts.prepare(self)  # a trainer that was made before the patch
+        if rollouts.invariant is not None:
+            rollouts.invariant.begin(self)
         return super(base, self).train(*args, **kwargs)
 
     return train

@@ -40,6 +40,9 @@ class Rows(NamedTuple):
     ids: Tensor
     offsets: Tensor
 
+    def options(self) -> dict[str, Any]:
+        return {"support_ids": self.ids, "support_offsets": self.offsets}
+
 
 class Support:
     """The part of a ``TrlPatch`` that scores samples over the tokens that their rollout could draw."""
@@ -54,15 +57,12 @@ class Support:
     def plan(self) -> None:
         """Raises PatchError where TRL is not what it must be."""
         import trl.generation.vllm_generation as generation
-        import trl.trainer.grpo_trainer as grpo
-        import trl.trainer.rloo_trainer as rloo
 
         extract = contract.checked(generation, contract.EXTRACT)
         self.patch.replace(generation, contract.EXTRACT, _noting(extract, self), expected=extract)
-        for trainer in (grpo.GRPOTrainer, rloo.RLOOTrainer):
-            for name, make in ((contract.GENERATE, _starting), (contract.METHOD, _scoring)):
-                original = contract.checked(trainer, name)
-                self.patch.replace(trainer, name, make(original, self), expected=original)
+        for trainer in contract.trainers():
+            original = contract.checked(trainer, contract.GENERATE)
+            self.patch.replace(trainer, contract.GENERATE, _starting(original, self), expected=original)
 
     # from vLLM
 
@@ -151,7 +151,7 @@ def _starting(original: Callable[..., Any], support: Support) -> Callable[..., A
     return _generate_and_score_completions
 
 
-def _scoring(original: Callable[..., Any], support: Support) -> Callable[..., Any]:
+def supported_method(original: Callable[..., Any], support: Support) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(
         self: Any,
         model: Any,

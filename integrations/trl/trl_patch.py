@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from typing_extensions import Self
+
+import rlkernel
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.rollouts import Rollouts
@@ -12,8 +17,11 @@ from rlkernel.integrations.vllm import VllmPatch
 class TrlPatch(CountedPatch):
     """What :func:`patch` returns: undo it, or read what it replaced and which calls went where."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_invariant: bool = False) -> None:
         super().__init__("rlkernel.patch_trl", "TRL")
+        self.batch_invariant = batch_invariant
+        """Whether trainers compute the very log-probabilities of their rollouts."""
+        self._mode = contextlib.ExitStack()
         self.prefix: PrefixSharing | None = None
         """What ``prefix_sharing`` did: ``patch.prefix.tokens``, ``patch.prefix.ratio``."""
         self.rollouts: Rollouts | None = None
@@ -33,8 +41,16 @@ class TrlPatch(CountedPatch):
         if self.rollouts is not None:
             self.rollouts.require_in_place()
 
+    def apply(self) -> Self:
+        if not self.active:
+            super().apply()
+            if self.batch_invariant:  # what the mode cannot serve outside of trainers' passes is torch's
+                self._mode.enter_context(rlkernel.batch_invariant(strict=False))
+        return self
+
     def undo(self) -> None:
         super().undo()
+        self._mode.close()
         if self.rollouts is not None:
             self.rollouts.undo()
         if self.prefix is not None:

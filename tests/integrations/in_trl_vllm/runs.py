@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -29,19 +29,22 @@ class Run:
     synced: list = field(default_factory=list)  # of the weights before and after each update of the engine
     weights: dict = field(default_factory=dict)  # the trainer's, at the end
     calls: dict = field(default_factory=dict)
+    differences: list = field(default_factory=list)  # of each pass: of its tokens, against the rollout
 
     def column(self, name):
         return [entry[name] for entry in self.log if name in entry]
 
 
-def train(model, out, generation=None, **options):
-    """Ten steps, of an engine of TRL's making or of ``generation`` in its place."""
+def train(model, out, generation=None, own_sync=False, dtype="float32", base=GRPOTrainer, **options):
+    """Ten steps, of an engine of TRL's making, of a ``dtype``, or of ``generation`` in its place.
+
+    ``own_sync`` has TRL send the weights as it does."""
     run = Run()
     with pytest.MonkeyPatch.context() as here:
-        on_a_cpu(here, run)
+        on_a_cpu(here, run, own_sync, dtype)
         if generation is not None:
             here.setattr("trl.trainer.grpo_trainer.VLLMGeneration", generation)
-        trainer = make_trainer(model, out, **options)
+        trainer = make_trainer(model, out, compared(base, run), **options)
         try:
             trainer.train()
         finally:
@@ -52,19 +55,36 @@ def train(model, out, generation=None, **options):
     return run
 
 
-def make_trainer(model, out, base=GRPOTrainer, **options):
+def compared(base, run):
+    """A trainer whose scores of samples are compared with what the engine said of their tokens."""
+
+    class Compared(base):
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, length, *args, **named):
+            out = super()._get_per_token_logps_and_entropies(model, ids, mask, length, *args, **named)
+            answers = zip(*run.rollouts[-1][:3], strict=True) if run.rollouts else ()
+            said = {(*prompt, *tokens): torch.tensor(logprobs)[:, 0] for prompt, tokens, logprobs in answers}
+            for sample, there, scores in zip(ids, mask.bool(), out[0].detach(), strict=True):
+                if (logprobs := said.get(tuple(sample[there].tolist()))) is not None:
+                    run.differences.append((scores[: len(logprobs)] - logprobs).abs())
+            return out
+
+    return Compared
+
+
+def make_trainer(model, out, base=GRPOTrainer, prompts=PROMPTS, **options):
     settings = {
         **tiny.TRAINING, "learning_rate": 3e-5, "output_dir": str(out), "per_device_train_batch_size": 16,
         "num_generations": 8, "max_completion_length": 16, "max_steps": STEPS, "beta": 0.0,
         "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, **options,
     }  # fmt: skip
+    config = RLOOConfig if issubclass(base, RLOOTrainer) else GRPOConfig
     return base(
-        model=model, args=GRPOConfig(**settings), reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}), processing_class=tiny.make_tokenizer(),
+        model=model, args=config(**settings), reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tiny.make_tokenizer(),
     )  # fmt: skip
 
 
-def on_a_cpu(here, run):
+def on_a_cpu(here, run, own_sync, dtype):
     """What vLLM wants on a CPU, which TRL has no options for.
 
     There vLLM packs the weights of its layers when it has loaded them and frees what it packed, so that one
@@ -80,12 +100,14 @@ def on_a_cpu(here, run):
         run.synced.append((before, same_bits(self, named)))
 
     def generate_and_remember(self, *args, **named):
+        self.logprobs = self.logprobs or 0  # which RLOO does not ask for
         run.rollouts.append(generate(self, *args, **named))
         return run.rollouts[-1]
 
-    sizes = {name: engines.SIZES[name] for name in ("dtype", "enforce_eager", "block_size")}
+    sizes = {name: engines.SIZES[name] for name in ("enforce_eager", "block_size")} | {"dtype": dtype}
     here.setattr(vllm_generation, "LLM", functools.partial(vllm_generation.LLM, **sizes))
-    here.setattr(VLLMGeneration, "sync_weights", sync_weights)
+    if not own_sync:
+        here.setattr(VLLMGeneration, "sync_weights", sync_weights)
     here.setattr(VLLMGeneration, "generate", generate_and_remember)
 
 

@@ -1,0 +1,270 @@
+"""rlkernel.patch_trl(batch_invariant=True): the trainer's numbers are those of the rollout, to the bit.
+
+With rollouts by ``generate``; in_trl_vllm has those of vLLM.
+"""
+
+import contextlib
+import types
+
+import pytest
+import tiny
+import torch
+import trl_prefix_cases
+import trl_trainers
+from trl_prefix_cases import METHOD, trl
+
+import rlkernel
+from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations.trl import head, invariant, invariant_reasons, passes
+
+nothing_left_behind = trl_prefix_cases.nothing_left_behind
+model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
+MODE = {"batch_invariant": True}
+
+
+@pytest.fixture(autouse=True)
+def prompts_of_several_lengths(monkeypatch):
+    told = [text + " and so on" * (i % 4) for i, text in enumerate(trl_trainers.PROMPTS)]
+    monkeypatch.setattr(trl_trainers, "PROMPTS", told)
+
+
+def train(make_trainer, algorithm="GRPO", **options):
+    """A trainer after its steps, with ``differences`` of each pass from what ``generate`` had."""
+    options = {"temperature": 0.7, "max_steps": 3, "learning_rate": 3e-3} | options
+    trainer = make_trainer(algorithm, base=comparing(algorithm), **options)
+    generate, trainer.said = trainer.model.generate, {}
+
+    def remember(**inputs):
+        found = generate(**inputs, return_dict_in_generate=True, output_logits=True)
+        tokens = found.sequences[:, inputs["input_ids"].shape[1] :]
+        logits = torch.stack(found.logits, 1)
+        logprobs = rlkernel.logprob(logits, tokens, temperature=options["temperature"]).logprobs
+        trainer.said.clear()
+        for prompt, there, row, scores in zip(*inputs_of(inputs), tokens.tolist(), logprobs, strict=True):
+            for n in range(1, len(row) + 1):  # the end of the text may cut it anywhere
+                trainer.said[(*prompt[there].tolist(), *row[:n])] = scores[:n]
+        return found.sequences
+
+    trainer.model.generate = remember
+    trainer.train()
+    assert trainer.differences
+    return trainer
+
+
+def inputs_of(inputs):
+    return inputs["input_ids"], inputs["attention_mask"].bool()
+
+
+def comparing(algorithm):
+    class Comparing(getattr(trl, f"{algorithm}Trainer")):
+        differences, passed = (), 0
+
+    def compare(self, model, ids, mask, length, *args, **named):
+        out = getattr(super(Comparing, self), METHOD)(model, ids, mask, length, *args, **named)
+        first = self.state.global_step % self.args.steps_per_generation == 0  # of the rollout's policy
+        if first or not torch.is_grad_enabled() or self.args.learning_rate == 0:
+            for sample, there, scores in zip(ids, mask.bool(), out[0].detach(), strict=True):
+                said = self.said[tuple(sample[there].tolist())]
+                self.differences = (*self.differences, (scores[: len(said)] - said).abs())
+        return out
+
+    setattr(Comparing, METHOD, compare)
+    return Comparing
+
+
+def largest(trainer):
+    return torch.cat(trainer.differences).max().item()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
+def test_rollout_and_trainer_agree_in_every_bit(make_trainer, algorithm, dtype):
+    with rlkernel.patch_trl(**MODE) as patch:
+        assert rlkernel.batch_invariant.is_enabled()
+        trainer = train(make_trainer, algorithm, model_init_kwargs={"dtype": dtype})
+        assert not patch.fallbacks
+    assert not rlkernel.batch_invariant.is_enabled()
+    assert largest(trainer) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_packing_matters(make_trainer, monkeypatch, dtype):
+    """Old log-probabilities of other packs than those of the loss."""
+    monkeypatch.setattr(passes._Call, "micro_batches", lambda self, sharing: [])
+    options = {"steps_per_generation": 3, "learning_rate": 0.0, "model_init_kwargs": {"dtype": dtype}}
+    with rlkernel.patch_trl(prefix_sharing="require", **MODE) as patch:
+        trainer = train(make_trainer, **options)
+        assert not patch.fallbacks and patch.prefix.ratio > 1.3
+    assert largest(trainer) == 0
+
+
+MUTANTS = {
+    "padding counts": lambda here: here.setattr(invariant, "_with_positions", lambda m, a, k: (a, k)),
+    "logits in fp32": lambda here: here.setattr(
+        head, "linear_logprob_statistics", _in_fp32(head.linear_logprob_statistics)
+    ),
+}
+
+
+def _in_fp32(original):
+    return lambda *args, **named: original(*args, **named | {"logits_dtype": torch.float32})
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_piece_is_needed(make_trainer, monkeypatch, mutant):
+    monkeypatch.setattr(invariant, "tried", lambda *_: "")  # which would see the second
+    MUTANTS[mutant](monkeypatch)
+    with rlkernel.patch_trl(**MODE):
+        trainer = train(make_trainer, model_init_kwargs={"dtype": "bfloat16"}, max_steps=2)
+    assert largest(trainer) > 0
+
+
+def test_without_the_mode_they_differ(make_trainer):
+    with rlkernel.patch_trl():
+        trainer = train(make_trainer, model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)
+    assert largest(trainer) > 0
+
+
+# what is not covered
+
+NOT_COVERED = {
+    "no dropout, got dropout of": {"model": "dropout"},
+    "one dtype, got bfloat16, float32": {"model": "mixed"},
+    "a model whose forward takes position_ids": {"model": "placeless"},
+    "float32 under autocast to bfloat16": {"bf16": True},
+    "cast_lm_head_to_fp32=False": {"cast_lm_head_to_fp32": True, "model_init_kwargs": {"dtype": "bfloat16"}},
+    "use_transformers_continuous_batching=False": {"use_transformers_continuous_batching": True},
+    "neftune_noise_alpha=None, got 5": {"neftune_noise_alpha": 5.0},
+    "room for every kept token with top_p": {"use_vllm": True, "top_p": 0.9},
+    "distribution, got min_tokens, repetition_penalty": {
+        "use_vllm": True, "repetition_penalty": 1.1, "generation_kwargs": {"min_tokens": 3, "seed": 1},
+    },
+    "vllm_tensor_parallel_size=1, got 2": {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+    "without filters where vllm_mode is 'server', got top_k": {
+        "use_vllm": True, "vllm_mode": "server", "top_k": 5,
+    },
+}  # fmt: skip
+
+
+def odd(kind):
+    model = tiny.make_model(vocab=len(tiny.make_tokenizer()))
+    if kind == "dropout":
+        model.model.dropout = torch.nn.Dropout(0.1)
+    elif kind == "mixed":
+        model.lm_head.to(torch.bfloat16)
+    else:
+        forward = model.forward
+        model.forward = lambda input_ids, attention_mask=None, **rest: forward(input_ids, attention_mask)
+    return model
+
+
+@pytest.mark.parametrize("reason", NOT_COVERED)
+def test_what_is_not_covered_is_refused_when_a_trainer_is_made(make_trainer, reason):
+    options = dict(NOT_COVERED[reason])
+    if "model" in options:
+        options["model"] = odd(options["model"])
+    with rlkernel.patch_trl(**MODE), pytest.raises(ValueError, match="the trainer must have .*" + reason):
+        make_trainer(**options)
+
+
+def test_adapters_are_refused_beside_vllm_and_agree_with_generate(make_trainer):
+    peft_config = trl_trainers.lora(lora_dropout=0.0)
+    with rlkernel.patch_trl(**MODE):
+        with pytest.raises(ValueError, match="no adapter: an engine has it merged"):
+            make_trainer(use_vllm=True, peft_config=peft_config)
+        trainer = make_trainer(peft_config=peft_config, max_steps=1)
+        trainer.train()
+
+
+def test_a_model_that_mixes_rows_is_refused(make_trainer):
+    def mixing(module, inputs, output):
+        return output + output.mean(0, keepdim=True)
+
+    model = tiny.make_model(vocab=len(tiny.make_tokenizer()))
+    model.model.embed_tokens.register_forward_hook(mixing)
+    with rlkernel.patch_trl(**MODE), pytest.raises(ValueError, match="alone and in a padded batch"):
+        make_trainer(model=model)
+
+
+def test_an_operation_that_the_mode_refuses_is_named(make_trainer):
+    model = tiny.make_model(vocab=len(tiny.make_tokenizer()))
+    model.model.norm.register_forward_hook(lambda m, i, output: torch.nn.functional.elu(output))
+    with rlkernel.patch_trl(**MODE), pytest.raises(ValueError, match="RuntimeError: torch's elu must be"):
+        make_trainer(model=model)
+
+
+def test_a_trainer_from_before_is_looked_at_when_it_trains(make_trainer, monkeypatch):
+    trainer = make_trainer(max_steps=1)
+    trainer.model.model.dropout = torch.nn.Dropout(0.1)
+    with rlkernel.patch_trl(**MODE), pytest.raises(ValueError, match="no dropout"):
+        trainer.train()
+    del trainer.model.model.dropout
+    monkeypatch.setattr(trainer.args, "use_vllm", True)
+    trainer.vllm_generation = types.SimpleNamespace()
+    with rlkernel.patch_trl(**MODE) as patch, pytest.raises(ValueError, match="engine that was made while"):
+        monkeypatch.setattr(patch.rollouts, "prepare", lambda trainer: None)
+        trainer.train()
+
+
+def test_engines_and_servers_say_what_they_have():
+    on = types.SimpleNamespace(batch_invariant=True, ops=("sampler", "attention"), refused={})
+    assert invariant_reasons.of_patch(on) == ""
+    for change, reason in (
+        ({"batch_invariant": False}, "got one without batch_invariant"),
+        ({"ops": ("attention",)}, "leaves sampler to vLLM"),
+        ({"refused": {"batch_invariant": "..."}}, "leaves batch_invariant to vLLM"),
+    ):
+        assert reason in invariant_reasons.of_patch(types.SimpleNamespace(**vars(on) | change))
+    assert "got none" in invariant_reasons.of_patch(None)
+
+
+HEADS = {"bias": torch.linspace(-1, 1, 60), "softcap": 3.0, "logit_scale": 0.3}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_that_a_model_rounds_again(name):
+    """As transformers does, in the dtype of the model: bias, scale, softcap."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 32, generator=g).bfloat16() for n in (9, 60))
+    targets = torch.randint(60, (9,), generator=g)
+    options = {"bias": None, "softcap": None, "logit_scale": 1.0} | {name: HEADS[name]}
+    bias = None if options["bias"] is None else options["bias"].bfloat16()
+    with rlkernel.patch_trl(**MODE):
+        apply = trl.trainer.utils._ChunkedLogProbFunction.apply
+        found = apply(
+            hidden, weight, bias, targets, 0.8, 4096, options["softcap"], options["logit_scale"],
+            ("log_probs", "entropy"),
+        )  # fmt: skip
+        logits = torch.nn.functional.linear(hidden, weight, bias) * options["logit_scale"]
+        if options["softcap"]:
+            logits = torch.tanh(logits / options["softcap"]) * options["softcap"]
+        want = rlkernel.logprob(logits, targets, temperature=0.8, return_entropy=True)
+    assert torch.equal(found[0], want.logprobs) and torch.equal(found[1], want.entropy)
+
+
+# on and off
+
+
+def test_options_and_undo():
+    for value in (1, "on", None):
+        with pytest.raises(ValueError, match="batch_invariant must be True or False"):
+            rlkernel.patch_trl(batch_invariant=value)
+    with pytest.raises(ValueError, match="batch_invariant must be False with vllm=False"):
+        rlkernel.patch_trl(vllm=False, **MODE)
+    with (
+        rlkernel.patch_trl(),
+        pytest.raises(PatchError, match="batch_invariant must be what the patch in place has"),
+    ):
+        rlkernel.patch_trl(**MODE)
+    with contextlib.suppress(ZeroDivisionError), rlkernel.patch_trl(**MODE) as patch:
+        assert rlkernel.patch_trl(**MODE) is patch and rlkernel.batch_invariant.is_enabled()
+        raise ZeroDivisionError
+    assert not rlkernel.batch_invariant.is_enabled()
+    patch = rlkernel.patch_trl(**MODE)
+    patch.undo()
+    patch.undo()
+    assert not rlkernel.batch_invariant.is_enabled()
+    patch.apply()  # again
+    assert rlkernel.batch_invariant.is_enabled()
+    patch.undo()
+    assert not rlkernel.batch_invariant.is_enabled()
