@@ -17,6 +17,7 @@ from rlkernel.consistency.mode import batch_invariant
 
 MODES = ("default", "batch_invariant")
 LEAST_SECONDS = 0.004  # of a sample: shorter calls are repeated, or the clock's grain would show
+COLD_SECONDS = 0.1  # longer calls do not see in what state the caches were
 MOST_PAIRS = 41
 Call = Callable[[], object]
 
@@ -53,12 +54,12 @@ def pairs(default: Call, invariant: Call, seconds: float, least: int = 3) -> Pai
     in each mode, which checks torch's kernels and fills caches.
     """
     calls = dict(zip(MODES, (default, invariant), strict=True))
-    longest = 0.0
+    fastest = math.inf
     for mode, call in calls.items():
         with mode_named(mode):
             call()
-            longest = max(longest, timed(call))
-    repeats = max(1, math.ceil(LEAST_SECONDS / max(longest, 1e-7)))
+            fastest = min(fastest, _each(call))
+    repeats = max(1, math.ceil(LEAST_SECONDS / fastest))
     found = Pairs([], [])
     began = time.perf_counter()
     for done in range(MOST_PAIRS):
@@ -67,10 +68,19 @@ def pairs(default: Call, invariant: Call, seconds: float, least: int = 3) -> Pai
             break
         for mode in MODES if done % 2 else reversed(MODES):
             with mode_named(mode):
-                if repeats > 1:
-                    calls[mode]()  # brings back what the other mode pushed out of the caches
+                if fastest < COLD_SECONDS:
+                    for _ in range(1 + repeats // 4):  # what entering the mode pushed out of the caches
+                        calls[mode]()
                 getattr(found, mode).append(timed(calls[mode], repeats))
     return found
+
+
+def _each(call: Call) -> float:
+    """Seconds of one call, of so many that the clock sees them."""
+    repeats = 1
+    while (seconds := timed(call, repeats)) * repeats < LEAST_SECONDS:
+        repeats *= 4
+    return seconds
 
 
 def timed(call: Call, repeats: int = 1) -> float:
