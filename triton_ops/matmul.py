@@ -1,7 +1,7 @@
 """``matmul`` over Triton: one chain of fp32 for each element over K in order, whatever the tile around it.
 
-K is never split, and a step of it has the same length in every tile: the rows and columns of a tile follow
-the shape, and change no bit.
+K is split into the segments that a call names and no others, and a step of it has the same length in every
+tile: the rows and columns of a tile follow the shape, and change no bit.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
-from rlkernel.drivers.matmul import gradients
+from rlkernel.drivers.matmul import gradients, summed
 from rlkernel.triton_ops._device import taking
 
 unsupported = taking("a")
@@ -38,7 +38,8 @@ VECTOR = 16
 
 
 def forward(call: MatmulCall) -> MatmulResults:
-    return MatmulResults(_product(call.a, call.b, call.out_dtype, call.bias))
+    out = summed(_product, call.a, call.b, call.out_dtype, call.bias, call.segments)
+    return MatmulResults(out)
 
 
 def backward(call: MatmulCall, results: MatmulResults, grad: Tensor) -> MatmulGrads:

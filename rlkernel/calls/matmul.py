@@ -13,6 +13,8 @@ class MatmulCall(NamedTuple):
     b: Tensor  # [B, K, N], of a's dtype
     bias: Tensor | None  # [N]
     out_dtype: torch.dtype  # a's, or fp32
+    segments: int = 1  # of K, a power of two: the leaves of the tree that a sum is
+    grad_segments: int = 1  # of N, likewise, in the gradient of a
     needs: tuple[bool, ...] = (False, False, False)  # whether the gradients of a, b and bias are wanted
 
 

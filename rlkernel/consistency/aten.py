@@ -51,17 +51,17 @@ def replaced() -> Iterator[None]:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for key in keys:
                 for name, run in SERVED.items():
-                    _replace(library, name, key, run)
+                    replace(library, name, key, run)
                 for name, reason in REFUSED.items():
-                    _replace(library, name, key, functools.partial(_refuse, reason))
+                    replace(library, name, key, functools.partial(_refuse, reason))
         yield
     finally:
         library._destroy()
 
 
-def _replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
+def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
     try:
-        kernel = torch.library.get_kernel(f"aten::{name}", key)
+        kernel = torch.library.get_kernel(f"{library.ns}::{name}", key)
     except RuntimeError:  # this build of torch has none
         return
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlkernel.consistency import aten
+from rlkernel.consistency import aten, sharded
 from rlkernel.runtime import invariance
 from rlkernel.runtime.invariance import Setting
 
-LEVELS = ("batch",)
+LEVELS = ("batch", sharded.LEVEL)
 
 
 class ServedCall(NamedTuple):
@@ -37,7 +37,9 @@ class batch_invariant(contextlib.ContextDecorator):
         mode.report()
 
     Args:
-        level: "batch".
+        level: "batch"; or "tensor_parallel", under which the sums of a linear layer are a tree over eight
+            segments, so that the layers of ``rlkernel.tensor_parallel`` on 1, 2, 4 or 8 ranks, and the whole
+            model on one, have the same bits, and reductions over ranks in a library's order are refused.
         strict: raise where an operation cannot be made invariant, instead of letting torch's run.
 
     Raises:
@@ -91,15 +93,14 @@ class batch_invariant(contextlib.ContextDecorator):
 
 
 _enabled: list[Setting] = []
-_installed: list[contextlib.ExitStack] = []
+_installed: dict[str, contextlib.ExitStack] = {}  # by level; "batch" stands under the other
 _suspended: list[list[Setting]] = []
 
 
 def _enter(level: str, strict: bool) -> Setting:
     with invariance.lock:
-        if not invariance.settings:
-            _installed.append(_install())
         setting = Setting(level, strict)
+        _install(level)
         invariance.settings.append(setting)
         return setting
 
@@ -109,8 +110,7 @@ def _leave(setting: Setting) -> None:
         # blocks of several threads may end in any order, also while another thread has suspended them all
         for entered in (invariance.settings, *_suspended):
             entered[:] = [x for x in entered if x is not setting]
-        if not invariance.settings and _installed:
-            _installed.pop().close()
+        _uninstall()
 
 
 @contextlib.contextmanager
@@ -120,27 +120,41 @@ def suspended() -> Iterator[None]:
         outer = invariance.settings[:]
         _suspended.append(outer)
         invariance.settings.clear()
-        if outer:
-            _installed.pop().close()
+        _uninstall()
     try:
         yield
     finally:
         with invariance.lock:
             _suspended[:] = [x for x in _suspended if x is not outer]
-            if outer and not invariance.settings:
-                _installed.append(_install())
+            for setting in outer:
+                _install(setting.level)
             invariance.settings[:0] = outer
 
 
-def _install() -> contextlib.ExitStack:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(aten.replaced())
-        # what a compiler fuses is not torch's operations any more
-        try:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        except RuntimeError as error:
-            raise RuntimeError(
-                "rlkernel.batch_invariant must be entered outside of what torch.compile made, "
-                f"got a block inside: {error}"
-            ) from None
-        return stack.pop_all()
+def _install(level: str) -> None:
+    """What the level needs and is not there."""
+    if "batch" not in _installed:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(aten.replaced())
+            # what a compiler fuses is not torch's operations any more
+            try:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "rlkernel.batch_invariant must be entered outside of what torch.compile made, "
+                    f"got a block inside: {error}"
+                ) from None
+            _installed["batch"] = stack.pop_all()
+    if level not in _installed:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sharded.replaced())
+            _installed[level] = stack.pop_all()
+
+
+def _uninstall() -> None:
+    """What no block needs any more."""
+    needed = {setting.level for setting in invariance.settings} | (
+        {"batch"} if invariance.settings else set()
+    )
+    for level in [x for x in reversed(_installed) if x not in needed]:
+        _installed.pop(level).close()

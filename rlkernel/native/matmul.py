@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
-from rlkernel.drivers.matmul import gradients
+from rlkernel.drivers.matmul import gradients, summed
 from rlkernel.native import kernels, tensor_reasons
 
 
@@ -18,7 +18,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: MatmulCall) -> MatmulResults:
-    return MatmulResults(_product(call.a, call.b, call.out_dtype, call.bias))
+    out = summed(_product, call.a, call.b, call.out_dtype, call.bias, call.segments)
+    return MatmulResults(out)
 
 
 def backward(call: MatmulCall, results: MatmulResults, grad: Tensor) -> MatmulGrads:

@@ -11,10 +11,18 @@ from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
 from rlkernel.runtime.modes import autocasts
 
+SEGMENTS = (1, 2, 4, 8)
+
 
 @typed
 def matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    segments: int = 1,
+    grad_segments: int | None = None,
 ) -> Tensor:
     """The product of matrices, of which every element has bits that the reduced dimension alone decides.
 
@@ -25,6 +33,10 @@ def matmul(
     rows, in a fixed order: the same rows give the same bits.  That holds on every backend but the reference,
     and backends differ: on a CPU the order of the sum is declared, the same on every processor.
 
+    With ``segments`` a sum is a balanced tree: K is cut into so many equal parts, each summed as K is else,
+    and neighbours are added in fp32, pair by pair, before the rounding.  The product of one half of K with
+    half of the segments is then a node of it: ranks that share K out get the bits of one that has it whole.
+
     Args:
         a: [..., M, K] fp16, bf16, fp32 or fp64.
         b: [K, N] or [..., K, N] of the same dtype, read where it is: for a linear layer ``weight.t()``, a
@@ -32,6 +44,9 @@ def matmul(
             autocast's dtype.
         bias: [N] or None; added before the rounding.
         out_dtype: the dtype of ``a``, which None stands for, or torch.float32.
+        segments: 1, 2, 4 or 8, which divides K.
+        grad_segments: the same of N, whose sum the gradient of ``a`` is; None stands for
+            ``segments`` where they divide N, and for 1 elsewhere.
 
     Returns:
         [..., M, N]; an empty sum (K = 0) is 0.
@@ -39,7 +54,8 @@ def matmul(
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.
 
-    Follows thinking-machines' ``batch_invariant_ops``, whose product has no gradient.
+    Follows thinking-machines' ``batch_invariant_ops``, whose product has no gradient, and the tree of TBIK
+    (arXiv 2511.17826), whose nodes are in 16 bits.
     """
     _validate.floating("a", a)
     _validate.floating("b", b)
@@ -61,12 +77,16 @@ def matmul(
             raise ValueError(f"bias must be [{columns}], got {tuple(bias.shape)}")
         _validate.same_device("bias", bias, "a", a.device)
     out_dtype = _out_dtype(out_dtype, a.dtype)
+    _check_segments("segments", "K", inner, segments)
+    if grad_segments is None:
+        grad_segments = segments if columns % segments == 0 else 1
+    _check_segments("grad_segments", "N", columns, grad_segments)
     if math.prod(b.shape[:-2]) == 1 and b.dim() <= a.dim():  # one matrix for all rows
         shape: tuple[int, ...] = a.shape[:-1]
         a, b = a.reshape(1, math.prod(shape), inner), b.reshape(1, inner, columns)
     else:
         a, b, shape = _batched(a, b)
-    return op(MatmulCall(a, b, bias, out_dtype))[0].view(*shape, columns)
+    return op(MatmulCall(a, b, bias, out_dtype, segments, grad_segments))[0].view(*shape, columns)
 
 
 def _out_dtype(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
@@ -77,6 +97,13 @@ def _out_dtype(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
         got = _validate.name(wanted) if isinstance(wanted, torch.dtype) else repr(wanted)
         raise ValueError(f"out_dtype must be {' or '.join(map(_validate.name, allowed))}, got {got}")
     return wanted
+
+
+def _check_segments(name: str, what: str, size: int, count: int) -> None:
+    if isinstance(count, bool) or count not in SEGMENTS:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, SEGMENTS))}, got {count!r}")
+    if size % count:
+        raise ValueError(f"{name} must divide {what} = {size}, got {count}")
 
 
 def _batched(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

@@ -8,21 +8,29 @@ from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: MatmulCall) -> MatmulResults:
-    a, b = _wide(call.a), _wide(call.b)
-    out = a @ b
+    out = _summed(_wide(call.a), _wide(call.b), call.segments)
     if call.bias is not None:
         out = out + call.bias.to(out.dtype)
     return MatmulResults(out.to(call.out_dtype))
 
 
 def backward(call: MatmulCall, results: MatmulResults, grad: Tensor) -> MatmulGrads:
-    a, b, bias, _, (need_a, need_b, need_bias) = call
+    a, b, bias = call.a, call.b, call.bias
+    need_a, need_b, need_bias = call.needs
     upstream = _wide(grad)
     return MatmulGrads(
-        (upstream @ _wide(b).mT).to(a.dtype) if need_a else None,
+        _summed(upstream, _wide(b).mT, call.grad_segments).to(a.dtype) if need_a else None,
         (_wide(a).mT @ upstream).to(b.dtype) if need_b else None,
         upstream.sum((0, 1)).to(bias.dtype) if need_bias and bias is not None else None,
     )
+
+
+def _summed(a: Tensor, b: Tensor, segments: int) -> Tensor:
+    if segments == 1:
+        return a @ b
+    half = a.shape[-1] // 2
+    first = _summed(a[..., :half], b[..., :half, :], segments // 2)
+    return first + _summed(a[..., half:], b[..., half:, :], segments // 2)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,0 +1,34 @@
+"""A sum over the ranks of a group, of which each holds a node of one tree."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel.drivers.matmul import tree
+from rlkernel.drivers.vocab_parallel import gathered
+
+SEGMENTS = 8  # the leaves of the tree of every sum that ranks may share out
+
+
+def segments_of(size: int) -> int:
+    """Of a sum that one rank has whole; one that cannot be cut so is no tree."""
+    return SEGMENTS if size % SEGMENTS == 0 else 1
+
+
+def summed(node: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
+    """``(n0 + n1) + (n2 + n3)`` of the ranks' nodes, in this order on every rank, rounded once to ``dtype``.
+
+    Each rank adds up one part of the elements, and all gather the parts: a rank sends ``R - 1`` of ``R``
+    parts of its node and as much of the rounded sum.  A library's own reduction has an order of its own.
+    """
+    ranks = dist.get_world_size(group) if group is not None else 1
+    if ranks == 1:
+        return node.to(dtype)
+    part = -(-node.numel() // ranks)
+    sent = torch.nn.functional.pad(node.reshape(-1), (0, part * ranks - node.numel()))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = tree(received.view(ranks, part)).to(dtype)
+    return gathered(total, group).view(-1)[: node.numel()].view(node.shape)
