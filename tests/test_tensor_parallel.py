@@ -115,6 +115,24 @@ def test_batches_and_empty_sums(backend, device):
             assert_equal(f"{shape}", out, torch.full((m, n), float(k), device=device))
 
 
+def test_exp_and_log_that_round_every_element_alike():
+    from rlkernel.drivers import elementary
+
+    g = torch.Generator().manual_seed(5)
+    edges = torch.tensor(
+        [0.0, -0.0, -torch.inf, torch.inf, torch.nan, -1e-300, -745, -800, 1e-17, 690], dtype=torch.float64
+    )
+    x = torch.cat([edges, torch.randn(5001, generator=g, dtype=torch.float64) * 50])
+    positive = torch.cat(
+        [edges.abs(), (x[10:] / 9).exp(), 1 + torch.randn(999, generator=g, dtype=torch.float64) * 1e-3]
+    )
+    for ours, theirs, numbers in ((elementary.exp, torch.exp, x), (elementary.log, torch.log, positive)):
+        with rlkernel.batch_invariant():
+            found = ours(numbers)
+        torch.testing.assert_close(found, theirs(numbers), rtol=1e-15, atol=1e-300, equal_nan=True)
+        assert_equal("alone", torch.cat([ours(numbers[i : i + 1]) for i in range(50)]), found[:50])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -208,6 +226,49 @@ def _embedding(rank, count):
     return found
 
 
+# op, dtype, options; 13 entries in a part of the vocabulary
+HEADS = {
+    "logits": ("logprob", torch.float32, {"return_entropy": True, "temperature": 0.7}),
+    "logits, bf16": ("logprob", torch.bfloat16, {"return_entropy": True}),
+    "head": ("linear_logprob", torch.float32, {"return_entropy": True, "softcap": 6.0}),
+    "head, bf16": ("linear_logprob", torch.bfloat16, {"temperature": 1.3}),
+}
+
+
+def _scored(case, rank=0, count=1, **group):
+    """Outputs and gradients of the rank's part of a vocabulary of 104."""
+    op, dtype, options = HEADS[case]
+    g = torch.Generator().manual_seed(11)
+    hidden, weight, bias = (torch.randn(*s, generator=g) for s in ((19, 24), (104, 24), (104,)))
+    ids = torch.randint(104, (19,), generator=g)
+    ids[3] = -100
+    if op == "logprob":
+        leaves = {"logits": of_rank((hidden @ weight.t() + bias), rank, count, 1)}
+    else:
+        leaves = {
+            "hidden": hidden,
+            **dict(weight=of_rank(weight, rank, count, 0), bias=of_rank(bias, rank, count, 0)),
+        }
+    leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in leaves.items()}
+    out = [x for x in getattr(rlkernel, op)(**leaves, target_ids=ids, **options, **group) if x is not None]
+    loss = sum((x * torch.linspace(-1, 1 + i, 19)).sum() for i, x in enumerate(out))
+    return [x.detach() for x in out], dict(
+        zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)
+    )
+
+
+def _heads(rank, count):
+    here = {"group": torch.distributed.group.WORLD, "vocab_start": 104 // count * rank}
+    with rlkernel.batch_invariant(LEVEL):
+        found = {case: _scored(case, rank, count, **here) for case in HEADS}
+        begin, end = (104 // count * rank + (rank > 0), 104 // count * (rank + 1) + (rank + 1 < count))
+        with pytest.raises(ValueError, match=r"vocab_start must share out equal parts.*got the shards \[0, "):
+            rlkernel.logprob(
+                torch.randn(19, end - begin), IDS[0, :1].expand(19), **here | {"vocab_start": begin}
+            )
+    return found, {case: _scored(case, rank, count, **here) for case in HEADS}
+
+
 def _sums(rank, count):
     """Numbers whose sum shows its order, and of which no number of ranks is a divisor."""
     group = torch.distributed.group.WORLD
@@ -244,7 +305,7 @@ def _refused(rank, count):
     return found
 
 
-JOBS = {"layers": _layers, "embedding": _embedding, "sums": _sums, "refused": _refused}
+JOBS = {"layers": _layers, "embedding": _embedding, "sums": _sums, "heads": _heads, "refused": _refused}
 
 
 def _on_ranks(rank, kind, count):
@@ -297,6 +358,27 @@ def test_ranks_are_added_in_the_order_of_the_tree(found):
             assert_equal("sum", report[i], want)
         if count > 2 and n:
             assert not torch.equal(want, sum(probe(9, n, rank) for rank in range(count)))
+
+
+@ranks.pytestmark
+def test_a_vocabulary_on_ranks_has_the_bits_of_the_whole_one(found):
+    count, apart = len(found["heads"]), 0
+    for case in HEADS:
+        with rlkernel.batch_invariant(LEVEL):
+            outputs, grads = _scored(case)
+        plain, _ = _scored(case)
+        for x, y in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+        for rank, (inside, outside) in enumerate(found["heads"]):
+            got, got_grads = inside[case]
+            for x, want in zip(got, outputs, strict=True):
+                assert_equal(f"{case} on rank {rank} of {count}", x, want)
+            for name, want in grads.items():
+                dim = {"logits": 1, "hidden": None}.get(name, 0)
+                part = want if dim is None else of_rank(want, rank, count, dim)
+                assert_equal(f"{case} on rank {rank} of {count}: {name}", got_grads[name], part)
+            apart += sum(not torch.equal(x, y) for x, y in zip(outside[case][0], plain, strict=True))
+    assert apart  # without the level they follow the ranks
 
 
 @ranks.pytestmark

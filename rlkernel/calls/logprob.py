@@ -50,6 +50,7 @@ class LogprobCall(NamedTuple):
     gathered: bool = False
     group: str | None = None  # of ranks that share out the vocabulary; target_ids are of all of it
     vocab_start: int = 0  # the first entry of this rank
+    parts: int = 1  # equal ones of the entries here, which are combined as those of ranks are
 
 
 class LogprobResults(NamedTuple):

@@ -1,5 +1,6 @@
 """A sum over the ranks of a group, of which each holds a node of one tree."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel.drivers.matmul import tree
-from rlkernel.drivers.vocab_parallel import gathered
 
 SEGMENTS = 8  # the leaves of the tree of every sum that ranks may share out
 
@@ -32,3 +32,26 @@ def summed(node: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
     dist.all_to_all_single(received, sent, group=group)
     total = tree(received.view(ranks, part)).to(dtype)
     return gathered(total, group).view(-1)[: node.numel()].view(node.shape)
+
+
+def folded(nodes: Iterable[Tensor | None]) -> Tensor | None:
+    """``tree`` of nodes as they come, a power of two of them, of which few are kept; None of None."""
+    held: list[tuple[int, Tensor]] = []
+    for node in nodes:
+        if node is None:
+            continue
+        count = 1
+        while held and held[-1][0] == count:
+            node, count = held.pop()[1].add_(node), 2 * count
+        held.append((count, node))
+    return held[0][1] if held else None
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """[R, ...] of what the ranks have."""
+    ranks = dist.get_world_size(group)
+    out = x.new_empty(ranks * x.numel())
+    # torch 2.13 gave it another name, and warns of the old one
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(out, x.reshape(-1), group=group)
+    return out.view(ranks, *x.shape)

@@ -10,6 +10,7 @@ Bytes sent by a rank: forward 16 N; backward ``8 N H (R - 1) / R`` where the hid
 what an all-reduce in fp32 sends.
 """
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
+from rlkernel.drivers import elementary, rank_tree
+from rlkernel.drivers.rank_tree import gathered as gathered
+from rlkernel.runtime import invariance
 
 Call = TypeVar("Call", LogprobCall, LinearLogprobCall)
 Results = TypeVar("Results", LogprobResults, LinearLogprobResults)
@@ -39,11 +43,42 @@ def facts(call: LogprobCall | LinearLogprobCall, vocab: int, *more: int) -> list
 
 def forward(impl: Any, call: Call, vocab: int) -> Any:
     """The results of the whole vocabulary, of which ``vocab`` entries are here; the same on every rank."""
-    assert call.group is not None
+    numbers = [_numbers(impl, part, size) for part, size in parts_of(call, vocab)]
+    own, columns = numbers[0][0], torch.stack([columns for _, columns in numbers])
+    if call.group is not None:
+        columns = gathered(columns, group_of(call.group)).flatten(0, 1)
+    combined = _combined(columns.double(), call.temperature)
+    kept = call.target_ids != call.ignore_index
+    for x, value in zip(
+        (own.logprobs, own.lse, own.row_max, own.log_sum, own.entropy), combined, strict=False
+    ):
+        if x is not None:  # in place: the workspace may keep logits for the backward pass of this very tensor
+            x.copy_(torch.where(kept, value, 0))
+    return own
+
+
+def parts_of(call: Call, vocab: int) -> Iterator[tuple[Call, int]]:
+    """The calls of equal parts of the entries that are here, and their size."""
+    if call.parts == 1:
+        yield call, vocab
+        return
+    size = vocab // call.parts
+    for first in range(0, vocab, size):
+        here = slice(first, first + size)
+        part: dict[str, Any]
+        if isinstance(call, LogprobCall):
+            part = {"logits": call.logits[..., here]}
+        else:
+            bias = None if call.bias is None else call.bias[here]
+            part = {"weight": call.weight[here], "bias": bias, "keep": False}
+        yield call._replace(**part, vocab_start=call.vocab_start + first, parts=1), size
+
+
+def _numbers(impl: Any, call: Call, vocab: int) -> tuple[Any, Tensor]:
+    """The results of these entries alone, and what of them the whole vocabulary's are made of."""
     ids, mine = call.target_ids, _mine(call, vocab)
     # where another rank has the target any entry will do: what is said of it is not looked at
     own = impl.forward(_own(call, torch.where(mine, ids - call.vocab_start, 0))) if vocab else _nothing(call)
-    kept = ids != call.ignore_index
     target = own.logprobs.double() + own.log_sum
     target = torch.where(own.row_max == -torch.inf, -torch.inf, target)
     # entries of NaN and -inf alone have no maximum either
@@ -51,14 +86,7 @@ def forward(impl: Any, call: Call, vocab: int) -> Any:
     columns = [row_max, own.log_sum, torch.where(mine, target, torch.nan).to(own.row_max.dtype)]
     if call.return_entropy:
         columns.append(own.entropy)
-    ranks = gathered(torch.stack(columns), group_of(call.group)).double()
-    combined = _combined(ranks, call.temperature)
-    for x, value in zip(
-        (own.logprobs, own.lse, own.row_max, own.log_sum, own.entropy), combined, strict=False
-    ):
-        if x is not None:  # in place: the workspace may keep logits for the backward pass of this very tensor
-            x.copy_(torch.where(kept, value, 0))
-    return own
+    return own, torch.stack(columns)
 
 
 def backward_logits(impl: Any, call: LogprobCall, results: LogprobResults, grads: RowGrads) -> tuple[Tensor]:
@@ -72,6 +100,8 @@ def backward_head(
     impl: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
 ) -> LinearGrads:
     """Gradients of this rank's weight and bias, and the hidden states' as a sum over the ranks."""
+    if call.parts > 1:
+        return _backward_in_parts(impl, call, results, grads)
     assert call.group is not None
     wide = torch.promote_types(call.hidden.dtype, torch.float32)
     # as fp32 states the backend leaves their gradient unrounded; the product's operands stay what they are
@@ -81,6 +111,29 @@ def backward_head(
         return found
     whole = summed_in_rank_order(found.hidden, group_of(call.group))
     return found._replace(hidden=whole.to(call.hidden.dtype))
+
+
+def _backward_in_parts(
+    impl: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
+) -> LinearGrads:
+    """The gradient of the hidden states as a tree over the parts of all ranks."""
+    wide = torch.promote_types(call.hidden.dtype, torch.float32)
+    weights, biases = [], []
+
+    def nodes() -> Iterator[Tensor | None]:
+        for part, size in parts_of(call, len(call.weight)):
+            own = _outside(part, size)._replace(hidden=call.hidden.to(wide))
+            found = impl.backward(own, results, grads)
+            weights.append(found.weight)
+            biases.append(found.bias)
+            yield found.hidden
+
+    node = rank_tree.folded(nodes())
+    if node is not None:
+        group = None if call.group is None else group_of(call.group)
+        node = rank_tree.summed(node, call.hidden.dtype, group)
+    whole = [None if None in x else torch.cat(x) for x in (weights, biases)]
+    return LinearGrads(node, *whole)
 
 
 def summed_in_rank_order(x: Tensor, group: Any) -> Tensor:
@@ -102,6 +155,8 @@ def summed_in_rank_order(x: Tensor, group: Any) -> Tensor:
 
 def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
     """(logprobs, lse, row_max, log_sum[, entropy]) in fp64 of [R, 3 or 4, ...] numbers of the ranks."""
+    # the mode refuses torch's, and theirs follow the rows
+    exp, log = (elementary.exp, elementary.log) if invariance.is_on() else (torch.exp, torch.log)
     t = temperature.double() if isinstance(temperature, Tensor) else temperature
     tops, log_sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
     row_max = tops.amax(0)
@@ -110,9 +165,9 @@ def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
     shares = torch.where(tops == -torch.inf, -torch.inf, above + log_sums)
     total, target = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
     for share, value, a in zip(shares, targets, above, strict=True):
-        total += share.exp()
+        total += exp(share)
         target = torch.where(value.isnan(), target, value + a)  # NaN where the rank has not the target
-    log_sum = total.log()
+    log_sum = log(total)
     out = [target - log_sum, row_max / t + log_sum, row_max]
     # a target outside the vocabulary makes the whole gradient row NaN through log_sum
     out.append(torch.where(target.isnan(), torch.nan, log_sum))
@@ -120,7 +175,7 @@ def _combined(ranks: Tensor, temperature: float | Tensor) -> list[Tensor]:
         entropy = torch.zeros_like(row_max)
         for share, inside in zip(shares, ranks[:, 3], strict=True):
             log_p = share - log_sum  # of the rank; no term of the sum is negative
-            p = log_p.exp()
+            p = exp(log_p)
             entropy += torch.where(p == 0, 0, p * (inside - log_p))
         out.append(entropy)
     return out
@@ -161,13 +216,3 @@ def _own(call: Call, target_ids: Tensor) -> Call:
 def _outside(call: Call, vocab: int) -> Call:
     """The same for a backward pass: a target that another rank has is none of the entries."""
     return _own(call, torch.where(_mine(call, vocab), call.target_ids - call.vocab_start, vocab))
-
-
-def gathered(x: Tensor, group: Any) -> Tensor:
-    """[R, ...] of what the ranks have."""
-    ranks = dist.get_world_size(group)
-    out = x.new_empty(ranks * x.numel())
-    # torch 2.13 gave it another name, and warns of the old one
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(out, x.reshape(-1), group=group)
-    return out.view(ranks, *x.shape)

@@ -10,8 +10,9 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearLogprobCall
 from rlkernel.calls.logprob import LogprobCall
 from rlkernel.drivers import vocab_parallel
+from rlkernel.drivers.rank_tree import SEGMENTS, segments_of
 from rlkernel.ops import _validate
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, invariance
 
 # A mesh dimension of such a name splits the vocabulary; over any other weights are split as FSDP does.
 VOCAB_DIMENSIONS = ("tp", "vocab")
@@ -44,9 +45,38 @@ def no_support(support_ids: Tensor | None, group: str | None) -> None:
         raise ValueError("support_ids must be None with group, got a tensor")
 
 
+def parts_of(group: str | None, vocab_start: int, vocab: int, *, whole: bool = False) -> int:
+    """Into how many the ``vocab`` entries here are cut, so that no number of ranks shows in a sum over all.
+
+    1 but under the level "tensor_parallel", and there for a ``whole`` vocabulary that is not to be cut; 0
+    where ranks have shares that ``check`` refuses.
+    """
+    if not _is_for_any_number_of_ranks():
+        return 1
+    if group is None:
+        return 1 if whole else segments_of(vocab)
+    members = vocab_parallel.group_of(group)
+    ranks = members.size()
+    even = SEGMENTS % ranks == 0 == vocab * ranks % SEGMENTS and vocab_start == members.rank() * vocab
+    return SEGMENTS // ranks if even and vocab else 0
+
+
+def _is_for_any_number_of_ranks() -> bool:
+    return invariance.is_on() and invariance.settings[-1].level == "tensor_parallel"
+
+
+def _refuse_uneven(spans: Sequence[tuple[int, int]]) -> None:
+    want = f"equal parts, in the order of 2, 4 or 8 ranks, of a vocabulary that {SEGMENTS} divides"
+    inside = "inside rlkernel.batch_invariant(level='tensor_parallel')"
+    shards = ", ".join(f"[{a}, {b})" for a, b in spans)
+    raise ValueError(f"vocab_start must share out {want}, {inside}, got the shards {shards}")
+
+
 def check(call: LogprobCall | LinearLogprobCall, vocab: int) -> None:
     """Looks at what the ranks hold, and at the targets: on a CPU, and on a GPU in debug mode."""
     if not debug.may_read(call.target_ids):
+        if call.parts == 0:
+            _refuse_uneven([(call.vocab_start, call.vocab_start + vocab)])
         return
     shared = {name: value for name, value in call._asdict().items() if name in SHARED}
     facts = vocab_parallel.facts(call, vocab, *map(digest, shared.values()))
@@ -55,7 +85,12 @@ def check(call: LogprobCall | LinearLogprobCall, vocab: int) -> None:
         want = "the same number of rows on every rank of group"
         raise ValueError(f"target_ids must be {want}, got {list(rows)}")
     same(shared, others)
-    end = size_of([(start, start + size) for start, size, *_ in facts])
+    spans = [(start, start + size) for start, size, *_ in facts]
+    end = size_of(spans)
+    sizes = {b - a for a, b in spans}
+    uneven = len(sizes) > 1 or end % SEGMENTS or SEGMENTS % len(spans) or spans != sorted(spans)
+    if uneven and _is_for_any_number_of_ranks():
+        _refuse_uneven(spans)
     _validate.values(call.target_ids, end, call.temperature, call.ignore_index)
 
 

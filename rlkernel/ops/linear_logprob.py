@@ -192,7 +192,10 @@ def _call(
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     # the direction of one rank's entries is not that of the whole vocabulary
     need_direction = torch.is_grad_enabled() and hidden.requires_grad and not trained
-    need_direction = need_direction and options.get("group") is None
+    group = options.get("group")
+    cut = support_ids is None and not options.get("statistics")
+    parts = _vocab_parallel.parts_of(group, options.get("vocab_start", 0), len(weight), whole=not cut)
+    need_direction = need_direction and group is None and parts == 1
     # a backward pass will want the logits again
     keep = torch.is_grad_enabled() and trained and not torch.compiler.is_compiling()
     if len(rows) != 1:
@@ -201,7 +204,7 @@ def _call(
         support_ids, support_offsets, target_ids.numel(), weight.shape[0], hidden.device
     )
     ids, offsets = support or (None, None)
-    options |= {"support_ids": ids, "support_offsets": offsets, "algorithm": algorithm}
+    options |= {"support_ids": ids, "support_offsets": offsets, "algorithm": algorithm, "parts": parts}
     outputs = op(
         LinearLogprobCall.of(
             hidden, weight, target_ids, head, need_direction=need_direction, keep=keep, **options
@@ -284,7 +287,7 @@ def _forward(impls: tuple[ModuleType, ModuleType | None], call: LinearLogprobCal
     else:
         _vocab_parallel.check(call, vocab)
     with without_autocast(call.hidden.device):
-        if call.group is not None:
+        if call.group is not None or call.parts > 1:
             results = vocab_parallel.forward(impl, call, vocab)
         else:
             results = impl.forward(call) if rows is None else support_driver.forward(impl, rows, call)
@@ -301,7 +304,7 @@ def _backward(
     upstream = RowGrads(*(row_gradient(g, results.row_max) for g in grads[:3]))
     impl, rows = impls
     with without_autocast(call.hidden.device):
-        if call.group is not None:
+        if call.group is not None or call.parts > 1:
             return vocab_parallel.backward_head(impl, call, results, upstream)
         if rows is None:
             return impl.backward(call, results, upstream)

@@ -59,8 +59,9 @@ def logprob(
             last dimension needs neither.
 
     With a group, every rank gets the outputs of the whole vocabulary, to the bit the same ones, which one
-    gather of a few numbers a row takes; the bits depend on the number of ranks.  Each rank must compute the
-    same loss from them, as the gradient of its logits is then whole without a word from the others.
+    gather of a few numbers a row takes; the bits depend on the number of ranks, but not under
+    ``rlkernel.batch_invariant(level="tensor_parallel")``.  Each rank must compute the same loss from them, as
+    the gradient of its logits is then whole without a word from the others.
 
     With a support, row r is ``softmax`` of the logits that it keeps, and its gradient is 0 elsewhere; a
     target that it does not keep has ``logprobs = -inf`` and no gradient.  All rows, the whole ones too, then
@@ -98,7 +99,10 @@ def logprob(
     _vocab_parallel.no_support(support_ids, group)
     options = temperature, ignore_index, return_entropy, inplace_backward
     call = LogprobCall(logits, target_ids, *options, *(support or (None, None)))
-    return LogprobOutput(*op(call if group is None else call._replace(group=group, vocab_start=first)))
+    parts = _vocab_parallel.parts_of(group, first, logits.shape[-1], whole=support is not None)
+    if group is not None or parts > 1:
+        call = call._replace(group=group, vocab_start=first, parts=parts)
+    return LogprobOutput(*op(call))
 
 
 @typed
@@ -148,9 +152,11 @@ def _forward(impl: ModuleType, call: LogprobCall) -> LogprobResults:
     vocab = call.logits.shape[-1]
     if call.group is None:
         _validate.values(call.target_ids, vocab, call.temperature, call.ignore_index)
-        results = impl.forward(call)
     else:
         _vocab_parallel.check(call, vocab)
+    if call.group is None and call.parts == 1:
+        results = impl.forward(call)
+    else:
         results = vocab_parallel.forward(impl, call, vocab)
     _validate.healthy("logits", results.lse)
     return results

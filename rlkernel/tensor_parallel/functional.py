@@ -16,8 +16,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.calls.matmul import MatmulCall
 from rlkernel.drivers import rank_tree
-from rlkernel.drivers.rank_tree import SEGMENTS, segments_of
-from rlkernel.drivers.vocab_parallel import gathered
+from rlkernel.drivers.rank_tree import SEGMENTS, gathered, segments_of
 from rlkernel.ops import _validate
 from rlkernel.runtime import debug
 from rlkernel.runtime.modes import autocasts, once_differentiable, without_autocast
@@ -245,14 +244,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(1, x.numel() // max(x.shape[-1], 1), x.shape[-1])
 
 
-def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """As autocast has the operands of a linear layer."""
-    x = tensors[0]
-    assert x is not None
     if not autocasts(x.device) or x.dtype == torch.float64:
-        return list(tensors)
+        return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    return [None if t is None else t.to(dtype) for t in tensors]
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> int:

@@ -129,7 +129,7 @@ class HeadNormParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
         names = [name for name, _ in module.named_parameters()]
-        if names != ["weight"] or module.weight.dim() != 1:
+        if names != ["weight"] or next(module.parameters()).dim() != 1:
             raise ValueError(f"HeadNormParallel must be given a norm with a weight [D] alone, got {module}")
         group = None if device_mesh is None else device_mesh.get_group()
         _install(module, functools.partial(_head_norm, module, group))
@@ -184,7 +184,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
             if isinstance(style, HeadNormParallel):
                 for name, module in model.named_modules():
                     if fnmatch.fnmatch(name, pattern):
-                        style._apply(module, None)  # type: ignore[arg-type]
+                        style._apply(module, None)
         return model
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("num_attention_heads", "num_key_value_heads"):
