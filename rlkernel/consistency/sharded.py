@@ -7,6 +7,7 @@ it runs: one that is whole has all of them; the layers of ``rlkernel.tensor_para
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +25,7 @@ from rlkernel.runtime import invariance
 LEVEL = "tensor_parallel"
 REDUCTIONS = (
     "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "reduce_scatter_single",     "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "inference_all_reduce",
 )  # fmt: skip
 FREE = ("max", "min")  # of which any order gives the same
 REFUSAL = "must be one of integers, or a maximum, inside rlkernel.batch_invariant(level='tensor_parallel')"
@@ -109,5 +110,9 @@ def _reductions() -> list[tuple[Any, str]]:
         return []
     from torch.distributed import _functional_collectives, distributed_c10d
 
-    modules = (torch.distributed, distributed_c10d, _functional_collectives)
+    # DeepSpeed's own reduction between the processes of a machine does not pass through torch's
+    deepspeed = [
+        sys.modules[name] for name in ("deepspeed.comm", "deepspeed.comm.comm") if name in sys.modules
+    ]
+    modules = (torch.distributed, distributed_c10d, _functional_collectives, *deepspeed)
     return [(module, name) for module in modules for name in REDUCTIONS if hasattr(module, name)]
