@@ -66,9 +66,7 @@ def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
         return
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        def original(*args: Any, **kwargs: Any) -> Any:
-            return kernel.call_boxed(keyset, *args, **kwargs)
-
+        original = functools.partial(kernel.call_boxed, keyset)
         if invariance.is_aside():
             return original(*args, **kwargs)
         used.backend = "torch"

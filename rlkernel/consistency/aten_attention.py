@@ -31,6 +31,14 @@ class _Run(NamedTuple):
     hi: int
 
 
+class _Shown(NamedTuple):
+    """The keys of each row: of ``intervals``, as caches know them."""
+
+    lo: bytes
+    hi: bytes
+    blind: Tensor | None  # [B * T] rows that see none, where there are such
+
+
 class _Runs(NamedTuple):
     runs: list[_Run]
     window: int  # of all of them, 0: none
@@ -53,16 +61,15 @@ def flash_attention_for_cpu(
         raise Refused("dropout draws by a row's place")
     count, heads, rows, _ = query.shape
     keys = key.shape[2]
-    lo, hi = intervals(query, keys, is_causal, attn_mask)
-    requests = _requests(_bytes(lo), _bytes(hi), rows, keys)
+    lo, hi, blind = _shown(query, keys, is_causal, attn_mask)
+    requests = _requests(lo, hi, rows, keys)
     flat = query.transpose(1, 2).flatten(0, 1)
     k, v = (x.transpose(1, 2).flatten(0, 1)[:, None] for x in (key, value))
     module = module_of("paged_prefix_attention", flat, k, v)
     rule = PagedRule(query.shape[3] ** -0.5 if scale is None else scale, 0.0, requests.plan.window)
     flat = flat if flat.stride(2) == 1 else flat.contiguous()
     out, lse = module.forward(PagedCall(flat, k, v, *requests, rule, None))
-    blind = (lo > hi).flatten()
-    if blind.any():  # rows of padding: torch gives 0
+    if blind is not None:  # rows of padding: torch gives 0
         out = out.masked_fill(blind[:, None, None], 0)
         lse = lse.masked_fill(blind, 0)
     out = out.unflatten(0, (count, rows)).transpose(1, 2)
@@ -73,8 +80,7 @@ def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) ->
     """The first and the last key that each row [B, T] sees; the first behind the last: none."""
     count, _, rows, _ = query.shape
     if mask is None:
-        hi = torch.arange(rows) if is_causal else torch.full((rows,), keys - 1)
-        return torch.zeros(count, rows, dtype=torch.int64), hi.clamp(max=keys - 1).expand(count, rows)
+        return _all(count, rows, keys, is_causal)
     seen = _seen(mask)
     if seen.shape[-3] > 1 and not bool((seen == seen[..., :1, :, :]).all()):
         raise Refused("its mask must be the same for all heads")
@@ -88,6 +94,28 @@ def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) ->
     if not bool(((hi - lo + 1 == number) | none).all()):
         raise Refused("each row of its mask must show keys that follow each other")
     return lo.masked_fill(none, 0), hi.masked_fill(none, -1)
+
+
+def _all(count: int, rows: int, keys: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The intervals where no mask hides any."""
+    hi = torch.arange(rows) if is_causal else torch.full((rows,), keys - 1)
+    return torch.zeros(count, rows, dtype=torch.int64), hi.clamp(max=keys - 1).expand(count, rows)
+
+
+def _shown(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) -> _Shown:
+    if mask is None:  # that of a step of decoding: known from its shape, for all layers
+        return _all_shown(query.shape[0], query.shape[2], keys, is_causal)
+    return _as_bytes(*intervals(query, keys, is_causal, mask))
+
+
+@functools.lru_cache(maxsize=16)
+def _all_shown(count: int, rows: int, keys: int, is_causal: bool) -> _Shown:
+    return _as_bytes(*_all(count, rows, keys, is_causal))
+
+
+def _as_bytes(lo: Tensor, hi: Tensor) -> _Shown:
+    blind = (lo > hi).flatten()
+    return _Shown(_bytes(lo), _bytes(hi), blind if bool(blind.any()) else None)
 
 
 def _seen(mask: Tensor) -> Tensor:
@@ -181,7 +209,7 @@ def flash_attention_for_cpu_backward(
     kv_heads, keys = key.shape[1:3]
     if kv_heads != heads:
         key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
-    lo, hi = (_bytes(x) for x in intervals(query, keys, is_causal, attn_mask))
+    lo, hi, _ = _shown(query, keys, is_causal, attn_mask)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value, out, grad)]
     module = module_of("attention", *flat[:3])
     if used.backend != "native":
@@ -210,7 +238,7 @@ def _refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise Refused("use rlkernel.attention: this kernel splits its sums by the batch")
 
 
-SERVED = {
+SERVED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu": flash_attention_for_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flash_attention_for_cpu_backward,
     "_scaled_dot_product_flash_attention": _refuse,
