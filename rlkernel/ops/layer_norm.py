@@ -43,7 +43,7 @@ def layer_norm(
     """
     _norm.check_rows(x)
     weight, bias = _norm.parameter("weight", weight, x), _norm.parameter("bias", bias, x)
-    eps = _validate.number("eps", eps, 0.0)
+    eps = _norm.epsilon(eps)
     statistics = _norm.differentiated(x, weight, bias)
     return op(LayerNormCall(_validate.rows(x, x.dtype), weight, bias, eps, statistics))[0]
 

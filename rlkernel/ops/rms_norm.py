@@ -86,8 +86,9 @@ def rms_norm(
         _validate.like("residual", residual, "x", x)
         _validate.same_dtype("residual", residual, "x", x)
     weight = _norm.parameter("weight", weight, x)
-    eps = _validate.number("eps", eps, 0.0)
-    weight_offset = _validate.number("weight_offset", weight_offset)
+    eps = _norm.epsilon(eps)
+    if type(weight_offset) is not float or not -2 < weight_offset < 2:
+        weight_offset = _validate.number("weight_offset", weight_offset)
     _validate.choice("rounding", rounding, ROUNDINGS)
     x = _validate.rows(x, x.dtype)
     statistics = _norm.differentiated(x, residual, weight)
