@@ -158,6 +158,8 @@ class Impl(abc.ABC):
             )
             if not reason:
                 return output
+            if patch.batch_invariant:
+                raise RuntimeError(f"batch_invariant must have attention that is served, got {reason}")
             patch.left(NAME, reason, quiet=reason == ALONE)
         return super().forward(  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options

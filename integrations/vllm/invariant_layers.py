@@ -2,7 +2,8 @@
 
 Most of them are torch's operations, which ``rlkernel.batch_invariant`` serves while the patch is on.  Here is
 the rest: products of packed weights become torch's; the residual is rounded before it is normalised, and
-rotary embeddings after each product, as transformers does.  A model with layers of another kind is refused.
+rotary embeddings after each product, as transformers does.  A model with layers of another kind is refused,
+and so are options of an engine that were not compared.
 """
 
 from __future__ import annotations
@@ -12,24 +13,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.vllm import contract
+from rlkernel.integrations.vllm import contract, invariant_experts
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 # layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
 LAYERS = (
-    "ApplyRotaryEmb", "Attention", "LogitsProcessor", "MergedColumnParallelLinear", "ParallelLMHead",
-    "QKVParallelLinear", "RMSNorm", "RotaryEmbedding", "RowParallelLinear", "SiluAndMul",
-    "VocabParallelEmbedding",
+    "ApplyRotaryEmb", "Attention", "GateLinear", "GeluAndMul", "GemmaRMSNorm", "Llama3RotaryEmbedding",
+    "LogitsProcessor", "MergedColumnParallelLinear", "MoERunner", "ParallelLMHead", "QKVParallelLinear",
+    "RMSNorm", "RotaryEmbedding", "RoutedExperts", "RowParallelLinear", "SiluAndMul",
+    "UnquantizedFusedMoEMethod", "VocabParallelEmbedding",
 )  # fmt: skip
 METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+WITHOUT = ("Attention", "MoERunner", "RoutedExperts")  # which keep another kind of method, or none
+
+ISA_PARAMETERS = ("dtype", "block_size", "head_size=None", "kv_cache_dtype=None")
 
 
 def plan(patch: VllmPatch) -> None:
@@ -37,15 +44,29 @@ def plan(patch: VllmPatch) -> None:
     if not current_platform.is_cpu():
         raise PatchError("batch_invariant must be served on a CPU, got another platform of vLLM")
     norm = contract.checked(RMSNorm, "forward_native", ("self", "x", "residual=None"))
+    gemma = contract.checked(GemmaRMSNorm, "forward_native", ("self", "x", "residual=None"))
     rotary = contract.checked(RotaryEmbedding, "forward_cpu", ("self", "positions", "query", "key=None"))
     load = contract.checked(CPUModelRunner, "load_model", ("self", "load_dummy_weights=False"))
+    isa = contract.checked(cpu_attn, "_get_attn_isa", ISA_PARAMETERS)
+    patch.replace(cpu_attn, "_get_attn_isa", _without_amx(isa), expected=isa)
     patch.replace(RMSNorm, "forward_native", _normed, expected=norm)
+    patch.replace(GemmaRMSNorm, "forward_native", _normed, expected=gemma)
     patch.replace(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native, expected=rotary)
     patch.replace(CPUModelRunner, "load_model", _checked(load), expected=load)
     for method in METHODS:
         name = "process_weights_after_loading"
         process = contract.checked(method, name, ("self", "layer"))
         patch.replace(method, name, _multiplied_by_torch, expected=process)
+    invariant_experts.plan(patch)
+
+
+def _without_amx(original: Callable[..., str]) -> Callable[..., str]:
+    """Of AMX keys lie in an order of their own, which our attention does not read."""
+
+    def _get_attn_isa(*args: Any, **options: Any) -> str:
+        return "vec" if (found := original(*args, **options)) == "amx" else found
+
+    return _get_attn_isa
 
 
 def _multiplied_by_torch(self: Any, layer: Any) -> None:
@@ -62,6 +83,8 @@ def _normed(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
 def _rms_norm(layer: Any, x: Tensor) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)
+    if isinstance(layer, GemmaRMSNorm):
+        return (wide * (1.0 + layer.weight.data.float())).to(x.dtype)
     return layer.weight.data * wide.to(x.dtype) if layer.has_weight else wide.to(x.dtype)
 
 
@@ -86,6 +109,12 @@ def _config_reason(config: Any) -> str:
         return f"one process for a model, got {config.parallel_config.world_size}"
     if config.lora_config is not None:
         return "no LoRA: merge it into the weights"
+    if config.speculative_config is not None:
+        return "no speculative decoding"
+    if config.quant_config is not None:
+        return f"weights that are not quantised, got {type(config.quant_config).__name__}"
+    if config.cache_config.cache_dtype != "auto":
+        return f"a cache of the model's dtype, got {config.cache_config.cache_dtype}"
     return ""
 
 
@@ -97,8 +126,12 @@ def _strange(model: Any) -> list[str]:
         if kind.__module__.startswith("vllm.model_executor.layers") and kind.__name__ not in LAYERS:
             found.add(kind.__name__)
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in METHODS and kind.__name__ != "Attention":
+        if method is not None and type(method) not in METHODS and kind.__name__ not in WITHOUT:
             found.add(type(method).__name__)
         if kind is RMSNorm and module.variance_size_override is not None:
             found.add("RMSNorm over a part of its row")
+        if kind is MoERunner:
+            found |= set(invariant_experts.strange(module))
+            if type(model).__name__ not in invariant_experts.MODELS:
+                found.add(f"the router of {type(model).__name__}")
     return sorted(found)

@@ -1,160 +1,174 @@
 """Two programs, one number: what vLLM's engine reports of a token is what transformers computes of it."""
 
-import random
-from types import SimpleNamespace
+import contextlib
 
 import engines
-import pytest
-import tiny
+import invariant_models
+import routing_capture
 import torch
-import transformers
-from vllm import SamplingParams
-from vllm.model_executor.layers.layernorm import RMSNorm
+from invariant_models import (
+    OPS,
+    Sample,
+    differences,
+    engine,
+    loaded,
+    prompt_samples,
+    rollout,
+    samples,
+    saved,
+    scored,
+)
+from server import Server
+from torch.nn.utils import parametrize
+from vllm.v1.core.sched.scheduler import Scheduler
 
 import rlkernel
-from rlkernel.integrations.vllm import invariant_layers
-
-OPS = ("sampler", "attention")
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "max_position_embeddings": 256,
-}
-# prefills in chunks beside steps of others, and prefixes from the cache
-ENGINE = {
-    "max_num_batched_tokens": 48,
-    "max_num_seqs": 8,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
-}
+from rlkernel import routing_replay
+from rlkernel.integrations.vllm import support_of
 
 
-def saved(path, family, dtype):
-    torch.manual_seed(0)
-    options = {"head_dim": 64} if family == "Qwen3" else {}
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases that are not all alike
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    model.to(dtype).save_pretrained(path)
-    tiny.make_tokenizer().save_pretrained(path)
-    return str(path)
-
-
-def prompts():
-    draw = random.Random(3)
-    made = [[draw.randrange(3, 512) for _ in range(n)] for n in (1, 17, 70)]
-    shared = [draw.randrange(3, 512) for _ in range(40)]
-    return made + [[*shared, i, 7] for i in range(2)]
-
-
-def rollout(engine, model, dtype, **options):
-    params = SamplingParams(
-        n=2, temperature=1.0, max_tokens=16, logprobs=1, ignore_eos=True, detokenize=False
-    )
-    llm = engine(model, dtype=str(dtype).removeprefix("torch."), **ENGINE, **options)
-    try:
-        found = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
-    finally:
-        engines.shut_down(llm)
-    return [
-        (
-            list(request.prompt_token_ids),
-            list(sample.token_ids),
-            torch.tensor(
-                [step[token].logprob for step, token in zip(sample.logprobs, sample.token_ids, strict=True)]
-            ),
-        )
-        for request in found
-        for sample in request.outputs
-    ]
-
-
-def differences(samples, path, dtype):
-    """Of the tokens' log-probabilities, as a trainer scores padded batches, from logits and from the head."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    longest = max(len(p) + len(c) for p, c, _ in samples)
-    ids, mask = (torch.zeros(len(samples), longest, dtype=torch.int64) for _ in range(2))
-    for i, (p, c, _) in enumerate(samples):
-        at = longest - len(p) - len(c) if i % 2 else 0  # padded on the left, or on the right
-        ids[i, at : at + len(p) + len(c)], mask[i, at : at + len(p) + len(c)] = torch.tensor(p + c), 1
-    with rlkernel.batch_invariant(), torch.no_grad():
-        hidden = model.model(
-            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
-        ).last_hidden_state
-        found = []
-        for i, (p, c, reported) in enumerate(samples):
-            end = longest if i % 2 else len(p) + len(c)
-            rows = hidden[i, end - len(c) - 1 : end - 1]
-            ours = rlkernel.logprob(model.lm_head(rows), torch.tensor(c)).logprobs
-            found.append((ours - reported).abs())
-            weight = model.lm_head.weight
-            fused = rlkernel.linear_logprob(rows, weight, torch.tensor(c), logits_dtype=dtype).logprobs
-            found.append((fused - reported).abs())
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "engine"),
-    [
-        ("Qwen3", torch.bfloat16, engines.in_process),
-        ("Qwen2", torch.float32, engines.worker_processes),
-        ("Llama", torch.bfloat16, engines.worker_processes),
-    ],
-    ids=["Qwen3 bf16 in process", "Qwen2 fp32 in a worker process", "Llama bf16 in a worker process"],
-)
-def test_the_difference_is_exactly_zero(family, dtype, engine, tmp_path):
-    path = saved(tmp_path, family, dtype)
-    with rlkernel.patch_vllm(ops=OPS, batch_invariant=True, strict=True):
+@contextlib.contextmanager
+def patched(path, dtype, make=engines.in_process, return_support=0, **options):
+    """An engine whose numbers are to be transformers'."""
+    with rlkernel.patch_vllm(ops=OPS, batch_invariant=True, strict=True, return_support=return_support):
         assert rlkernel.batch_invariant.is_enabled()
-        samples = rollout(engine, path, dtype)
+        llm = engine(path, dtype, make, **options)
+        try:
+            yield llm
+        finally:
+            engines.shut_down(llm)
     assert not rlkernel.batch_invariant.is_enabled()
-    found = differences(samples, path, dtype)
-    assert len(found) == 2 * 10 * 16 and found.max() == 0, f"{int((found > 0).sum())} of {len(found)} differ"
 
 
-def test_one_layer_of_vllms_own_is_seen(tmp_path, monkeypatch):
-    """A mutant: the sum of the residual is normalised before it is rounded."""
-    native = RMSNorm.forward_native
-    monkeypatch.setattr(invariant_layers, "_normed", lambda self, x, residual=None: native(self, x, residual))
-    path = saved(tmp_path, "Qwen3", torch.bfloat16)
-    with rlkernel.patch_vllm(ops=OPS, batch_invariant=True, strict=True):
-        samples = rollout(engines.in_process, path, torch.bfloat16)
-    assert differences(samples, path, torch.bfloat16).max() > 0
+def assert_zero(found, count):
+    assert len(found) == count and found.max() == 0, f"{int((found > 0).sum())} of {len(found)} differ"
 
 
-def config(enforce_eager=True, world_size=1, lora=None):
-    return SimpleNamespace(
-        model_config=SimpleNamespace(enforce_eager=enforce_eager),
-        parallel_config=SimpleNamespace(world_size=world_size),
-        lora_config=lora,
+def test_a_worker_process(tmp_path):
+    path = saved(tmp_path, "Qwen2", torch.float32)
+    with patched(path, torch.float32, engines.worker_processes) as llm:
+        found = samples(rollout(llm))
+    model = loaded(path, torch.float32)
+    assert_zero(differences(model, found), 10 * 16)
+    assert_zero(differences(model, found, score=invariant_models.scored_from_hidden), 10 * 16)
+
+
+def test_a_server_with_an_adapter_merged_into_the_weights(tmp_path):
+    """Llama in fp16. The trainer multiplies by W + s B A too, through which A and B have their gradients."""
+    path, dtype = saved(tmp_path / "model", "Llama", torch.float16), torch.float16
+    trained = adapted(loaded(path, dtype))
+    with rlkernel.batch_invariant():
+        merged = {name: weight.detach().clone() for name, weight in merged_weights(trained)}
+    model = loaded(path, dtype)
+    model.load_state_dict(merged)
+    model.save_pretrained(path)
+    with Server(
+        path,
+        tmp_path / "server.log",
+        *("--dtype", "float16", "--enable-prefix-caching", "--max-num-batched-tokens", "48"),
+        VLLM_RLKERNEL=",".join(OPS),
+        VLLM_RLKERNEL_STRICT="1",
+        VLLM_RLKERNEL_BATCH_INVARIANT="1",
+    ) as server:
+        answer = server.complete(
+            prompt=(asked := invariant_models.prompts()), n=2, max_tokens=16, temperature=1.0, logprobs=1,
+            ignore_eos=True,
+        )  # fmt: skip
+    found = [
+        Sample(
+            asked[i // 2],
+            [int(x.split(":")[1]) for x in choice["logprobs"]["tokens"]],
+            choice["logprobs"]["token_logprobs"],
+        )
+        for i, choice in enumerate(answer["choices"])
+    ]
+    assert_zero(differences(trained, found), 10 * 16)
+    assert differences(loaded(path, dtype), found, mode=False).max() > 0
+    with rlkernel.batch_invariant():
+        scored(trained, found).sum().backward()
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in trained.parameters() if p.requires_grad
     )
 
 
-def test_what_is_not_covered_is_refused_by_name():
-    reason = invariant_layers._config_reason
-    assert reason(config()) == ""
-    assert "enforce_eager=True" in reason(config(enforce_eager=False))
-    assert "one process" in reason(config(world_size=2))
-    assert "LoRA" in reason(config(lora=object()))
+class Adapter(torch.nn.Module):
+    """W + s B A, wherever W is asked for."""
 
-    class FusedMoE(torch.nn.Module):
-        __module__ = "vllm.model_executor.layers.fused_moe"
-        quant_method = object()
+    def __init__(self, weight):
+        super().__init__()
+        out, into = weight.shape
+        self.a = torch.nn.Parameter(0.05 * torch.randn(4, into, dtype=weight.dtype))
+        self.b = torch.nn.Parameter(0.05 * torch.randn(out, 4, dtype=weight.dtype))
 
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), FusedMoE())
-    assert invariant_layers._strange(model) == ["FusedMoE", "object"]
+    def forward(self, weight):
+        return weight + 2 * (self.b @ self.a)
 
-    class Runner:
-        vllm_config = config()
 
-    runner = Runner()
-    runner.model = model
-    with pytest.raises(ValueError, match="got a model with FusedMoE, object"):
-        invariant_layers._checked(lambda self, dummy: None)(runner)
+def adapted(model):
+    torch.manual_seed(1)
+    model.requires_grad_(False)
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj", "down_proj")):
+            parametrize.register_parametrization(module, "weight", Adapter(module.weight))
+    return model
+
+
+def merged_weights(model):
+    for name, module in model.named_modules():
+        for key in ("weight", "bias"):
+            if isinstance(getattr(module, key, None), torch.Tensor):
+                yield f"{name}.{key}", getattr(module, key)
+
+
+def test_softcaps_windows_preemption_and_prompts(tmp_path, monkeypatch):
+    """Gemma 2 in bf16, in a cache that holds a few requests alone."""
+    preempted, asked = [], invariant_models.prompts((20, 25, 60))  # which all go on into another block
+    preempt = Scheduler._preempt_request
+
+    def counted(self, request, *args, **options):
+        preempted.append(request)
+        return preempt(self, request, *args, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    path = saved(tmp_path, "Gemma2", torch.bfloat16)
+    with patched(path, torch.bfloat16, max_model_len=96, num_gpu_blocks_override=8) as llm:
+        found = rollout(llm, asked, max_tokens=24, prompt_logprobs=1)
+    assert preempted
+    model = loaded(path, torch.bfloat16)
+    assert_zero(differences(model, samples(found)), 10 * 24)
+    assert_zero(differences(model, prompt_samples(found)), sum(len(p) - 1 for p in asked))
+    assert differences(model, samples(found), mode=False).max() > 0
+
+
+def test_processed_logprobs_are_those_of_a_support(tmp_path):
+    """Gemma 3 in fp32, with tokens drawn of a nucleus."""
+    path = saved(tmp_path, "Gemma3", torch.float32)
+    with patched(path, torch.float32, return_support=512, logprobs_mode="processed_logprobs") as llm:
+        found = rollout(llm, temperature=0.8, top_p=0.9, top_k=100)
+    support = support_of(found)
+    assert support.known.all() and len(support.ids) > 10 * 16 * 2
+    options = {"support_ids": support.ids, "support_offsets": support.offsets}
+    model = loaded(path, torch.float32)
+    assert_zero(differences(model, samples(found), temperature=0.8, **options), 10 * 16)
+    assert differences(model, samples(found), temperature=0.8).max() > 1e-3  # of the whole row
+
+
+def test_experts_with_the_engines_routes_and_without(tmp_path):
+    """Qwen3-MoE in bf16."""
+    path = saved(tmp_path, "Qwen3Moe", torch.bfloat16)
+    with patched(path, torch.bfloat16) as llm:
+        found = samples(rollout(llm))
+        [prompt] = engines.prompts(1, shortest=20, longest=40)
+        output, routed = routing_capture.generate(llm, prompt, 8)
+    model = loaded(path, torch.bfloat16)
+    assert_zero(differences(model, found), 10 * 16)
+    assert_zero(differences(model, found, score=invariant_models.scored_from_hidden), 10 * 16)
+    assert differences(model, found, mode=False).max() > 0
+    replayed = samples([output])
+    routes = routing_replay.from_vllm(
+        routed, 8, layers=routing_replay.moe_layers(model), tokens=len(replayed[0].ids)
+    )
+    with routing_replay.replay(model, routes) as replay:
+        assert_zero(differences(model, replayed), 8)
+    assert float(replay.overlap.min()) == 1
+    assert_zero(differences(model, replayed), 8)

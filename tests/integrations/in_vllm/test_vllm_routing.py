@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from routing_capture import generate
 
 from rlkernel import routing_replay
 
@@ -42,33 +43,11 @@ def llm(model, tmp_path_factory):
     engines.shut_down(llm)
 
 
-def generate(llm, prompt):
-    """(the output of one request, its ``routed_experts``)."""
-    from vllm import SamplingParams
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capture
-
-    served = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-    capturer = capture.RoutedExpertsCapturer(256, llm.llm_engine.vllm_config)
-    capture.bind_routed_experts_capturer(served, capturer)
-    rows = []
-
-    def after_a_step(module, args, kwargs, output):
-        rows.append(capturer.snapshot_routing_data(len(kwargs["positions"])).numpy())
-
-    hook = served.register_forward_hook(after_a_step, with_kwargs=True)
-    try:
-        sampling = SamplingParams(max_tokens=NEW, temperature=1.0, seed=1, ignore_eos=True, logprobs=0)
-        [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    finally:
-        hook.remove()
-    return output, numpy.concatenate(rows)
-
-
 def test_a_rollouts_experts_are_replayed_in_the_trainer(model, llm):
     layers = routing_replay.moe_layers(model)
     assert layers == [0, 2, 3]
     for prompt in engines.prompts(2, shortest=20, longest=40):
-        output, routed_experts = generate(llm, prompt)
+        output, routed_experts = generate(llm, prompt, NEW)
         ids = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
         assert routed_experts.dtype == numpy.uint8 and routed_experts.shape == (len(ids) - 1, 4, 2)
         assert not routed_experts[:, 1].any()  # the layer without a router
