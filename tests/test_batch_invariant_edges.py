@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import rlkernel
 from rlkernel import batch_invariant_ops as names
@@ -62,3 +63,103 @@ def test_mean_dim_of_integers_is_fp32_and_log_softmax_has_the_last_dimension():
     assert found.dtype == torch.float32 and found.tolist() == [1.5, 6.0]
     with pytest.raises(ValueError, match="dim must be the last dimension of 2, got 0"):
         names.log_softmax(ROWS, dim=0)
+
+
+REFUSED_BY_TORCH = {
+    "mm of two dtypes": lambda: torch.mm(ROWS, ROWS.t().bfloat16()),
+    "mm of three dimensions": lambda: torch.mm(ROWS[None], ROWS.t()[None]),
+    "mm of shapes": lambda: torch.mm(ROWS, ROWS),
+    "mm into another dtype": lambda: torch.mm(ROWS, ROWS.t(), out=torch.empty(3, 3, dtype=torch.bfloat16)),
+    "bmm of two dimensions": lambda: torch.bmm(ROWS, ROWS.t()),
+    "addmm of a longer base": lambda: torch.addmm(torch.zeros(2, 3), ROWS[:1], ROWS.t()),
+    "addmm of a deeper base": lambda: torch.addmm(torch.zeros(2, 3, 3), ROWS, ROWS.t()),
+    "addmm of another dtype": lambda: torch.addmm(torch.zeros(3).bfloat16(), ROWS, ROWS.t()),
+    "addmm_ of a row": lambda: torch.zeros(3, 3).addmm_(ROWS[:1], ROWS.t()),
+    "mv of shapes": lambda: torch.mv(ROWS, ROWS[:, 0]),
+    "dot of two dtypes": lambda: torch.dot(ROWS[0], ROWS[0].half()),
+    "sum of no dimension": lambda: ROWS.sum(2),
+    "mean of no dimension": lambda: ROWS.mean(-3),
+    "sum of one twice": lambda: ROWS.sum((1, -1)),
+    "mean as integers": lambda: ROWS.mean(1, dtype=torch.int64),
+    "norm of no dimension": lambda: torch.linalg.vector_norm(ROWS, dim=2),
+    "softmax of no dimension": lambda: ROWS.softmax(2),
+    "silu of integers": lambda: F.silu(torch.arange(3)),
+    "gelu of another kind": lambda: F.gelu(ROWS, approximate="erf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_TORCH)
+def test_what_torch_does_not_take_is_an_error_inside_too(name):
+    with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
+        REFUSED_BY_TORCH[name]()
+    with (
+        rlkernel.batch_invariant(strict=False) as mode,
+        pytest.raises((RuntimeError, IndexError, NotImplementedError, ValueError)),
+    ):
+        REFUSED_BY_TORCH[name]()
+    assert not mode.report()
+
+
+TAKEN_BY_TORCH = {
+    "sum over a number's dimension": lambda: torch.tensor(3.0).sum(0),
+    "deviation of one element": lambda: ROWS[:, :1].var(1, correction=0),
+    "deviation of all": lambda: ROWS.std(),
+    "nanmean": lambda: torch.where(ROWS > 0, ROWS, torch.nan).nanmean(1),
+    "sum as integers": lambda: torch.full((3, 4), 0.5).sum(1, dtype=torch.int64),
+    "power in place": lambda: ROWS.clone().pow_(2),
+    "sigmoid of integers": lambda: torch.arange(3).sigmoid(),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_TORCH)
+def test_what_torch_takes_has_its_numbers(name):
+    want = TAKEN_BY_TORCH[name]()
+    with rlkernel.batch_invariant():
+        got = TAKEN_BY_TORCH[name]()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+LONG = torch.randn(45, generator=g) * 2
+PLACED = {  # elements that torch rounds by their place or stride
+    "pow of tensors": lambda x: x.abs() ** torch.tensor(1.7, dtype=x.dtype),
+    "pow of a number": lambda x: 2.5**x,
+    "root of halves": lambda x: x.abs() ** -0.5,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLACED)
+def test_an_element_has_the_same_bits_at_every_place_and_stride(name, dtype):
+    x = LONG.to(dtype).repeat(800)
+    with rlkernel.batch_invariant():
+        whole = PLACED[name](x)
+        for first, end in ((0, 45), (7, 8), (11, 28), (7, 35997)):
+            part = x[first:end]
+            for layout in (part, part.clone(), torch.stack([part, part], 1)[:, 0]):
+                assert torch.equal(PLACED[name](layout), whole[first:end])
+
+
+def attended(x):
+    """As models write it where they do not call scaled_dot_product_attention."""
+    scores = (x @ x.mT).masked_fill(torch.ones(5, 5).triu(1).bool(), torch.finfo(x.dtype).min)
+    return scores.softmax(-1, dtype=torch.float32)
+
+
+LET_THROUGH_BEFORE = {
+    "_softmax": lambda: attended(torch.randn(1, 2, 5, 4, generator=g).half()),
+    "mkldnn_rnn_layer": lambda: torch.nn.LSTM(4, 2).requires_grad_(False)(ROWS[None]),
+    "_masked_softmax": lambda: torch._masked_softmax(ROWS, ROWS > 0, 1, 2),
+    "var_mean.correction": lambda: torch.var_mean(ROWS, 1),
+    "mm": lambda: torch.sparse.mm(ROWS.to_sparse(), ROWS.t()),
+    "addmm": lambda: torch.sparse.mm(ROWS.to_sparse_csr(), ROWS.t()),
+    "logaddexp": lambda: torch.logaddexp(ROWS, ROWS),
+    "atanh_": lambda: (ROWS / 9).atanh_(),
+    "pow_.Scalar": lambda: ROWS.abs().pow_(1.7),
+    "_fft_r2c": lambda: torch.fft.rfft(ROWS),
+}
+
+
+@pytest.mark.parametrize("name", LET_THROUGH_BEFORE)
+def test_what_follows_the_batch_is_refused_by_name(name):
+    with rlkernel.batch_invariant(), pytest.raises(RuntimeError, match=name):
+        LET_THROUGH_BEFORE[name]()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.consistency import aten_attention, aten_checked, aten_elementwise, aten_products, aten_rows
-from rlkernel.consistency.aten_call import Refused, used
+from rlkernel.consistency.aten_call import Refused, put, used
 from rlkernel.runtime import invariance
 
 SERVED: dict[str, Callable[..., Any]] = {
@@ -26,19 +26,52 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_checked.SERVED,
 }
 SERVED["pow.Tensor_Scalar"] = SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
-# whose bits follow the batch, and of which nothing here makes more
+SERVED["pow_.Scalar"] = lambda original, x, exponent: _power_in_place(original, x, exponent)
+SERVED["pow.Tensor_Tensor"] = SERVED["pow.Tensor_Tensor_out"] = lambda *args, **out: _powers(*args, **out)
 POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)  # of which torch makes products, roots and quotients
+_ALONE = "it rounds some elements otherwise than others, by their place"
+_ORDER = "its order may follow the batch"
+_LIBRARY = "it is a product of a library"
+# whose bits follow the batch, and of which nothing here makes more
 REFUSED = {
     "convolution": "libraries choose its algorithm by the batch",
     "native_batch_norm": "it mixes the rows of a batch",
     "_native_batch_norm_legit": "it mixes the rows of a batch",
-    "_cdist_forward": "it is a product of a library",
-    "_trilinear": "it is a product of a library",
-    "logcumsumexp": "its order may follow the batch",
-    "mish": "its last elements are rounded otherwise than the others",
-    "exp2": "its last elements are rounded otherwise than the others",
-    "elu": "its last elements are rounded otherwise than the others",
+    "_cdist_forward": _LIBRARY,
+    "_trilinear": _LIBRARY,
+    "logcumsumexp": _ORDER,
+    "mish": _ALONE,
+    "exp2": _ALONE,
+    **{
+        f"{name}{way}": _ALONE
+        for name in (
+            "elu",
+            "atanh",
+            "cosh",
+            "sinh",
+            "logit",
+            "atan2",
+            "logaddexp",
+            "logaddexp2",
+            "igamma",
+            "addr",
+        )
+        for way in ("", "_", ".out")
+    },
+    **dict.fromkeys(("mish_", "mish.out", "exp2_", "exp2.out", "pow_.Tensor", "polar.out"), _ALONE),
+    **dict.fromkeys(("special_i0e", "special_i0e.out", "igammac", "igammac.out"), _ALONE),
+    **dict.fromkeys(("huber_loss_backward.out", "smooth_l1_loss_backward.grad_input"), _ALONE),
+    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2", "_addmm_activation", "mkldnn_rnn_layer"), _LIBRARY),
+    **dict.fromkeys(
+        ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit"), _LIBRARY
+    ),
+    **dict.fromkeys(("_pdist_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"), _LIBRARY),
+    **dict.fromkeys(("var_mean.correction", "std_mean.correction", "norm.ScalarOpt_dim"), _ORDER),
+    **dict.fromkeys(("norm.ScalarOpt_dim_dtype", "linalg__powsum", "native_group_norm"), _ORDER),
+    **dict.fromkeys(("_masked_softmax", "_weight_norm_interface", "segment_reduce"), _ORDER),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _ORDER),
 }
+SPARSE = ("mm", "addmm", "bmm", "addmv")  # products of a library
 
 
 @contextlib.contextmanager
@@ -54,6 +87,9 @@ def replaced() -> Iterator[None]:
                     replace(library, name, key, run)
                 for name, reason in REFUSED.items():
                     replace(library, name, key, functools.partial(_refuse, reason))
+            for key in ("SparseCPU", "SparseCsrCPU"):
+                for name in SPARSE:
+                    replace(library, name, key, functools.partial(_refuse, _LIBRARY))
         yield
     finally:
         library._destroy()
@@ -89,7 +125,26 @@ def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
 def _power(original: Callable[..., Tensor], x: Tensor, exponent: Any, **out: Any) -> Tensor:
     if x.is_floating_point() and exponent not in POWERS:
         raise Refused(f"its exponent must be one of {', '.join(map(str, POWERS))}, got {exponent}")
+    if x.dtype in (torch.float16, torch.bfloat16) and not out:
+        return original(x.float(), exponent).to(x.dtype)  # halves are rounded by their place
     return original(x, exponent, **out)
+
+
+def _power_in_place(original: Callable[..., Tensor], x: Tensor, exponent: Any) -> Tensor:
+    if not x.is_floating_point():
+        return original(x, exponent)
+    if exponent not in POWERS:
+        raise Refused(f"its exponent must be one of {', '.join(map(str, POWERS))}, got {exponent}")
+    return x.copy_(torch.pow(x, exponent))
+
+
+def _powers(original: Callable[..., Tensor], *operands: Any, out: Tensor | None = None) -> Tensor:
+    """Of contiguous operands: torch rounds elements of others otherwise."""
+    dtype = torch.result_type(*operands)
+    device = next(x.device for x in operands if isinstance(x, Tensor))  # torch hands on a number as a float
+    tensors = [torch.as_tensor(x, dtype=dtype, device=device) for x in operands]
+    dense = [x.contiguous() for x in torch.broadcast_tensors(*tensors)]
+    return original(*dense) if out is None else put(out, original(*dense, out=dense[0].new_empty(0)))
 
 
 def _refuse(reason: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlkernel.consistency.aten_call import Refused, is_exact, need_floats
 
 ROWS, PARTS = 17, (1, 2, 3, 8)
+HIDDEN = -3e4  # what masks add to a score; fp16 holds -65504
 LONGEST = 4096  # elementwise operations are alike behind it
 
 
@@ -33,10 +34,15 @@ def _differs(run: Callable[[Tensor], Tensor], dtype: torch.dtype, length: int, d
     x = _probe(dtype, length, device)
     whole = run(x)
     return any(
-        not torch.equal(run(x[i : i + n].clone()), whole[i : i + n])
+        not _are_equal(run(x[i : i + n].clone()), whole[i : i + n])
         for n in PARTS
         for i in range(0, ROWS - n + 1, n)
     )
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Also where both are no number, as the deviation of one element is."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 _seen: dict[tuple[Any, ...], bool] = {}
@@ -73,9 +79,16 @@ def _softmax(name: str) -> Callable[..., Tensor]:
     def run(
         original: Callable[..., Tensor], x: Tensor, dim: int, half_to_float: bool, **kwargs: Any
     ) -> Tensor:
+        if is_exact(x) or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
+            return original(x, dim, half_to_float, **kwargs)  # an error
         need_floats(x)
         if x.dim() and dim % x.dim() != x.dim() - 1:
             raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
+        if x.dim() >= 4 and bool((x <= HIDDEN).any()):
+            raise Refused(
+                "attention that hides keys by large negative scores sums over them too, in an order that "
+                "padding moves: use scaled_dot_product_attention, or rlkernel's attention by register_hf()"
+            )
         dense = functools.partial(_dense_softmax, original, half_to_float)
         checked(name, dense, x, x.shape[-1] if x.dim() else 1)
         return original(x, dim, half_to_float, **kwargs)
@@ -105,10 +118,12 @@ def _along(name: str) -> Callable[..., Tensor]:
         need_floats(x)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         last = bool(dims) and all(d is not None and d % max(x.dim(), 1) >= x.dim() - len(dims) for d in dims)
-        if dim is None or not last:
+        if dim is None and x.dim():  # all of them are one row
+            dims, last = list(range(x.dim())), True
+        if not last:
             raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
         length = math.prod(x.shape[x.dim() - len(dims) :])
-        of_rows = [1] if isinstance(dim, (list, tuple)) else 1
+        of_rows = [1] if dim is None or isinstance(dim, (list, tuple)) else 1
         checked(name, lambda rows: original(rows, of_rows, *rest, **kwargs), x, length)
         return original(x, dim, *rest, **kwargs)
 

@@ -28,6 +28,8 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     return activated(x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -48,8 +50,10 @@ def rsqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x).reciprocal_()
 
 
-def _served(formula: Callable[..., Tensor], operands: int = 1) -> Callable[..., Tensor]:
-    """In fp32, rounded once."""
+def _served(
+    formula: Callable[..., Tensor], operands: int = 1, *, promotes: bool = False
+) -> Callable[..., Tensor]:
+    """In fp32, rounded once; integers are promoted, or are torch's error."""
 
     def run(
         original: Callable[..., Tensor],
@@ -59,11 +63,14 @@ def _served(formula: Callable[..., Tensor], operands: int = 1) -> Callable[..., 
         **kw: Any,
     ) -> Tensor:
         tensors, rest = args[:operands], args[operands:]
+        into = out if out is not None else grad_input
+        if not tensors[0].is_floating_point() and not promotes:
+            into = {} if into is None else {"out" if out is not None else "grad_input": into}
+            return original(*args, **kw, **into)
         if not tensors[0].is_floating_point():  # torch's promotion
             tensors = tuple(x.to(torch.get_default_dtype()) for x in tensors)
         need_floats(*tensors)
         found = formula(*(x.float() for x in tensors), *rest, **kw).to(tensors[0].dtype)
-        into = out if out is not None else grad_input
         return found if into is None else put(into, found)
 
     return run
@@ -78,11 +85,12 @@ def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 SERVED = {
-    **{name: _served(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
-    **{f"{name}.out": _served(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
+    **{name: _served(f) for f, name in ((silu, "silu"), (gelu, "gelu"))},
+    **{f"{name}.out": _served(f) for f, name in ((silu, "silu"), (gelu, "gelu"))},
+    **{name: _served(sigmoid, promotes=True) for name in ("sigmoid", "sigmoid.out")},
     **{f"{name}_": _in_place(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
     **{name: _served(softplus) for name in ("softplus", "softplus.out")},
-    **{name: _served(rsqrt) for name in ("rsqrt", "rsqrt.out")},
+    **{name: _served(rsqrt, promotes=True) for name in ("rsqrt", "rsqrt.out")},
     "rsqrt_": _in_place(rsqrt),
     "silu_backward": _served(silu_backward, 2),
     "silu_backward.grad_input": _served(silu_backward, 2),

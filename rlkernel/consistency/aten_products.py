@@ -50,44 +50,73 @@ def added(
     return found.to(dtype or a.dtype)
 
 
-def mm(original: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    return original(a, b) if is_exact(a) else product(a, b)
+def _need_operands(
+    original: Callable[..., Tensor],
+    rank: int,
+    operands: tuple[Tensor, ...],
+    factors: dict[str, Any],
+    base: Tensor | None = None,
+) -> None:
+    """What torch does not take raises torch's own error."""
+    a, b = operands
+    fits = a.dim() == b.dim() == rank and a.dtype == b.dtype
+    fits = fits and a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2]
+    if fits and base is not None:
+        shape = (*a.shape[:-1], b.shape[-1])
+        fits = base.dtype == a.dtype and base.dim() <= rank
+        fits = fits and all(n in (1, m) for n, m in zip(base.shape[::-1], shape[::-1], strict=False))
+    out = factors.get("out")
+    if not fits or (out is not None and out.dtype != a.dtype):
+        original(*(() if base is None else (base,)), a, b, **factors)
+        raise Refused("its operands must have one dtype and shapes that fit")
 
 
-def mm_out(original: Callable[..., Tensor], a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    return original(a, b, out=out) if is_exact(a) else put(out, product(a, b))
+def mm(original: Callable[..., Tensor], a: Tensor, b: Tensor, *, rank: int = 2, **out: Any) -> Tensor:
+    if is_exact(a):
+        return original(a, b, **out)
+    _need_operands(original, rank, (a, b), out)
+    found = product(a, b)
+    return put(out["out"], found) if out else found
 
 
-def addmm(original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
-    return original(base, a, b, **factors) if is_exact(a) else added(base, a, b, **factors)
-
-
-def addmm_out(
-    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, *, out: Tensor, **factors: Any
+def addmm(
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, *, rank: int = 2, **factors: Any
 ) -> Tensor:
     if is_exact(a):
-        return original(base, a, b, out=out, **factors)
-    return put(out, added(base, a, b, **factors))
+        return original(base, a, b, **factors)
+    _need_operands(original, rank, (a, b), factors, base)
+    out = factors.pop("out", None)
+    found = added(base, a, b, **factors)
+    return found if out is None else put(out, found)
 
 
 def addmm_in_place(
-    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, **factors: Any
+    original: Callable[..., Tensor], base: Tensor, a: Tensor, b: Tensor, *, rank: int = 2, **factors: Any
 ) -> Tensor:
-    return original(base, a, b, **factors) if is_exact(a) else base.copy_(added(base, a, b, **factors))
+    if is_exact(a):
+        return original(base, a, b, **factors)
+    _need_operands(original, rank, (a, b), factors, base)
+    if base.shape != (*a.shape[:-1], b.shape[-1]):
+        return original(base, a, b, **factors)  # an error
+    return base.copy_(added(base, a, b, **factors))
+
+
+def _need_vector(original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, factors: Any) -> None:
+    fits = a.dim() == 2 and x.dim() == 1 and a.shape[1] == x.shape[0]
+    fits = fits and base.shape in ((), (1,), a.shape[:1]) and a.dtype == x.dtype == base.dtype
+    out = factors.get("out")
+    if not fits or (out is not None and out.dtype != a.dtype):
+        original(base, a, x, **factors)
+        raise Refused("its operands must have one dtype and shapes that fit")
 
 
 def addmv(original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, **factors: Any) -> Tensor:
     if is_exact(a):
         return original(base, a, x, **factors)
-    return added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0]
-
-
-def addmv_out(
-    original: Callable[..., Tensor], base: Tensor, a: Tensor, x: Tensor, *, out: Tensor, **factors: Any
-) -> Tensor:
-    if is_exact(a):
-        return original(base, a, x, out=out, **factors)
-    return put(out, added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0])
+    _need_vector(original, base, a, x, factors)
+    out = factors.pop("out", None)
+    found = added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0]
+    return found if out is None else put(out, found)
 
 
 def addmv_in_place(
@@ -95,11 +124,14 @@ def addmv_in_place(
 ) -> Tensor:
     if is_exact(a):
         return original(base, a, x, **factors)
+    _need_vector(original, base, a, x, factors)
     return base.copy_(added(base.unsqueeze(-1), a, x[:, None], **factors)[:, 0])
 
 
 def dot(original: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return original(x, y) if is_exact(x) else product(x[None], y[:, None])[0, 0]
+    if is_exact(x) or x.dim() != 1 or x.shape != y.shape or x.dtype != y.dtype:  # exact, or an error
+        return original(x, y)
+    return product(x[None], y[:, None])[0, 0]
 
 
 def mm_to(original: Callable[..., Tensor], a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,17 +192,17 @@ SERVED: dict[str, Callable[..., Any]] = {
     "baddbmm.dtype": addmm_to,
     "baddbmm.dtype_out": addmm_to,
     "mm": mm,
-    "mm.out": mm_out,
-    "bmm": mm,
-    "bmm.out": mm_out,
+    "mm.out": mm,
+    "bmm": functools.partial(mm, rank=3),
+    "bmm.out": functools.partial(mm, rank=3),
     "addmm": addmm,
-    "addmm.out": addmm_out,
+    "addmm.out": addmm,
     "addmm_": addmm_in_place,
-    "baddbmm": addmm,
-    "baddbmm.out": addmm_out,
-    "baddbmm_": addmm_in_place,
+    "baddbmm": functools.partial(addmm, rank=3),
+    "baddbmm.out": functools.partial(addmm, rank=3),
+    "baddbmm_": functools.partial(addmm_in_place, rank=3),
     "addmv": addmv,
-    "addmv.out": addmv_out,
+    "addmv.out": addmv,
     "addmv_": addmv_in_place,
     "dot": dot,
     "vdot": dot,

@@ -15,7 +15,7 @@ from rlkernel.consistency.aten_products import product
 def summed(x: Tensor, dim: Sequence[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> Tensor:
     """In fp32, rounded once."""
     rank, shape = x.dim(), x.shape
-    dims = sorted(d % max(rank, 1) for d in dim) if dim else list(range(rank))
+    dims = sorted(d % rank for d in dim) if dim and rank else list(range(rank))
     if dims == [rank - 1]:  # most sums are over rows as they are
         outer, length = shape[:-1], shape[-1]
         found = [*outer, 1] if keepdim else [*outer]
@@ -37,6 +37,12 @@ def _ones(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(1, 1, length, dtype=dtype, device=device)
 
 
+def _is_no_dim(rank: int, dim: Sequence[int] | None) -> bool:
+    """Outside of the dimensions, or one of them twice."""
+    size, dims = max(rank, 1), dim or ()
+    return any(not -size <= d < size for d in dims) or len({d % size for d in dims}) < len(dims)
+
+
 def vector_norm(
     original: Callable[..., Tensor],
     x: Tensor,
@@ -51,7 +57,9 @@ def vector_norm(
         return original(x, ord, dim, keepdim, dtype=dtype, **out)
     if ord not in (1, 2):
         raise Refused(f"its order must be 1, 2 or infinite, got {ord}")
-    need_floats(x)
+    if _is_no_dim(x.dim(), dim):
+        return original(x, ord, dim, keepdim, dtype=dtype, **out)  # an error
+    need_floats(x, *(() if dtype is None else (torch.empty(0, dtype=dtype),)))
     wide = x.float()
     total = summed(wide.abs() if ord == 1 else wide * wide, dim, keepdim, False, torch.float32)
     found = (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
@@ -68,21 +76,26 @@ def _reduction(mean: bool, into: bool) -> Callable[..., Tensor]:
         dtype: torch.dtype | None = None,
         **rest: Any,
     ) -> Tensor:
-        if is_exact(x) and (dtype is None or not dtype.is_floating_point):
-            return original(x, dim, keepdim, dtype=dtype, **rest)
         wanted = dtype or x.dtype
-        if is_exact(x):
-            x = x.to(wanted)
+        exact = is_exact(x) if dtype is None else not (dtype.is_floating_point or dtype.is_complex)
+        if exact or _is_no_dim(x.dim(), dim):  # torch's own sum of integers, or its error
+            return original(x, dim, keepdim, dtype=dtype, **rest)
+        x = x if x.dtype == wanted else x.to(wanted)  # before the sum, as torch does
         need_floats(x)
-        if wanted == torch.float32:
-            x = x if x.dtype == wanted else x.float()
         found = summed(x, dim, keepdim, mean, wanted)
         return put(rest["out"], found) if into else found
 
     return run
 
 
+def nansum(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    x = x if is_exact(x) else x.masked_fill(x.isnan(), 0)
+    return _reduction(mean=False, into="out" in kwargs)(original, x, *args, **kwargs)
+
+
 SERVED = {
+    "nansum": nansum,
+    "nansum.out": nansum,
     "sum.dim_IntList": _reduction(mean=False, into=False),
     "sum.IntList_out": _reduction(mean=False, into=True),
     "mean.dim": _reduction(mean=True, into=False),
