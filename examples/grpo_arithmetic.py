@@ -12,9 +12,9 @@ same seed, each in a process of its own, and GRPO has one reward: 1 if the compl
 A reader sees the reward of both runs rise, how far their logprobs are apart as long as they sample the same
 tokens, the time of a step, the time of the loss and its gradient within it, and the memory that these two
 took at their peak. The ratios are those of a CPU, where TRL folds each tile of logits with torch operators;
-on a GPU it has Triton kernels for that. With `--batch-invariant` the second run is inside
-`rlkernel.batch_invariant()`, and both say how far the trainer's log-probability of each sampled token is from
-the one that it was sampled with.
+on a GPU it has Triton kernels for that. With `--batch-invariant` the second run is
+under `rlkernel.patch_trl(batch_invariant=True)`, and both say how far the trainer's log-probability of each
+sampled token is from the one that it was sampled with.
 """
 
 from __future__ import annotations
@@ -271,9 +271,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             import rlkernel
 
             rlkernel.workspace.set_limit(args.workspace * MIB)
-            if args.batch_invariant:
-                stack.enter_context(rlkernel.batch_invariant())
-            patch = stack.enter_context(rlkernel.patch_trl())
+            patch = stack.enter_context(rlkernel.patch_trl(batch_invariant=args.batch_invariant))
             say(args, f"  {patch}".replace("\n", "\n  "))
         trainer = MeasuredTrainer(
             model=str(folder),
@@ -394,7 +392,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--short", action="store_true", help="fewer and smaller steps")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="the patched run inside rlkernel.batch_invariant()"
+        "--batch-invariant",
+        action="store_true",
+        help="the second run is under patch_trl(batch_invariant=True)",
     )
     parser.add_argument("--steps", type=int, help="GRPO steps of each run (default 64; 24 with --short)")
     parser.add_argument("--largest", type=int, default=5, help="largest number to add, at most 9")
