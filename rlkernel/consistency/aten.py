@@ -28,6 +28,7 @@ SERVED: dict[str, Callable[..., Any]] = {
 SERVED["pow.Tensor_Scalar"] = SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
 SERVED["pow_.Scalar"] = lambda original, x, exponent: _power_in_place(original, x, exponent)
 SERVED["pow.Tensor_Tensor"] = SERVED["pow.Tensor_Tensor_out"] = lambda *args, **out: _powers(*args, **out)
+SERVED["sgn"] = SERVED["sgn.out"] = lambda *args, **out: _sign(*args, **out)
 POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)  # of which torch makes products, roots and quotients
 _ALONE = "it rounds some elements otherwise than others, by their place"
 _ORDER = "its order may follow the batch"
@@ -65,6 +66,7 @@ REFUSED = {
     **dict.fromkeys(
         ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit"), _LIBRARY
     ),
+    **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "linalg_matrix_exp"), _LIBRARY),
     **dict.fromkeys(("_pdist_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"), _LIBRARY),
     **dict.fromkeys(("var_mean.correction", "std_mean.correction", "norm.ScalarOpt_dim"), _ORDER),
     **dict.fromkeys(("norm.ScalarOpt_dim_dtype", "linalg__powsum", "native_group_norm"), _ORDER),
@@ -142,9 +144,19 @@ def _powers(original: Callable[..., Tensor], *operands: Any, out: Tensor | None 
     """Of contiguous operands: torch rounds elements of others otherwise."""
     dtype = torch.result_type(*operands)
     device = next(x.device for x in operands if isinstance(x, Tensor))  # torch hands on a number as a float
+    if (
+        not isinstance(operands[0], Tensor) and operands[1].dim() > 1
+    ):  # of one: frequencies, which are no rows
+        raise Refused(_ALONE)
     tensors = [torch.as_tensor(x, dtype=dtype, device=device) for x in operands]
     dense = [x.contiguous() for x in torch.broadcast_tensors(*tensors)]
     return original(*dense) if out is None else put(out, original(*dense, out=dense[0].new_empty(0)))
+
+
+def _sign(original: Callable[..., Tensor], x: Tensor, **out: Any) -> Tensor:
+    if x.is_complex():
+        raise Refused(_ALONE)
+    return original(x, **out)
 
 
 def _refuse(reason: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
