@@ -31,7 +31,8 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server"
-    with Server(model, log, *OPTIONS, VLLM_RLKERNEL="sampler,prompt_logprobs") as server:
+    asked = {"VLLM_RLKERNEL": "sampler,prompt_logprobs,attention", "VLLM_RLKERNEL_BATCH_INVARIANT": "1"}
+    with Server(model, log, *OPTIONS, **asked) as server:
         yield server
 
 
@@ -44,7 +45,7 @@ def counted(server):
     (worker,) = server.post("/collective_rpc", {"method": "rlkernel_stats"})["results"]
     worker = worker if isinstance(worker, dict) else json.loads(worker)
     assert worker["fallbacks"] == worker["refused"] == {}
-    return worker["calls"]["Sampler.forward"]
+    return worker["calls"].get("Sampler.forward", 0)
 
 
 def test_what_the_client_gets_is_what_the_model_says(server, url, model):
@@ -84,16 +85,19 @@ def test_grpo_over_the_server(server, url, model, tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
     monkeypatch.setattr(VLLMClient, "update_named_params", over_the_disk)
     before = counted(server)
-    with rlkernel.patch_trl(vllm="require") as patch:
+    with rlkernel.patch_trl(vllm="require", batch_invariant=True) as patch:
         trainer = runs.make_trainer(
             model, tmp_path, vllm_mode="server", vllm_server_base_url=url, max_steps=3, learning_rate=1e-4
         )
         trainer.train()
+        with pytest.raises(ValueError, match="the server must have dtype torch.bfloat16, got torch.float32"):
+            options = {"model_init_kwargs": {"dtype": torch.bfloat16}, "vllm_server_base_url": url}
+            runs.make_trainer(model, tmp_path, vllm_mode="server", **options)
         assert patch.vllm is None and not patch.fallbacks  # in the server, and not here
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     differences = [entry[f"{runs.DIFFERENCE}/max"] for entry in log]
     print(differences, [entry["reward"] for entry in log])
-    assert len(log) == len(sent) == 3 and max(differences) < 5e-5
+    assert len(log) == len(sent) == 3 and differences == [0.0] * 3  # two programs, one number
     assert counted(server) >= before + 3 * 16
     first = policy.state_dict()["lm_head.weight"]  # what was sent last: that of two steps, of three
     assert not torch.equal(first, AutoModelForCausalLM.from_pretrained(model).lm_head.weight)
