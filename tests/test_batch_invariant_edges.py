@@ -163,3 +163,28 @@ LET_THROUGH_BEFORE = {
 def test_what_follows_the_batch_is_refused_by_name(name):
     with rlkernel.batch_invariant(), pytest.raises(RuntimeError, match=name):
         LET_THROUGH_BEFORE[name]()
+
+
+def test_steps_and_whole_sequences_of_a_window_are_refused_in_one_block():
+    """The rows of a step would be counted from the window, and have other bits."""
+    x = torch.randn(1, 1, 30, 8, generator=g)
+    mask = torch.ones(30, 30, dtype=torch.bool).tril().triu(-12)
+
+    def whole():
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    def step(keys):
+        heads = x[:, :, -1:].expand(1, 2, 1, 8)
+        return F.scaled_dot_product_attention(heads, *(x[:, :, -keys:],) * 2, enable_gqa=True)
+
+    with rlkernel.batch_invariant():
+        whole()
+        step(30)
+        with pytest.raises(RuntimeError, match="does not say where its sequence begins"):
+            step(13)
+    with rlkernel.batch_invariant():
+        step(13)
+        with pytest.raises(RuntimeError, match="use the attention of rlkernel.register_hf"):
+            whole()
+    with rlkernel.batch_invariant():
+        whole()

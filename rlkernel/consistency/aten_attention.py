@@ -20,6 +20,7 @@ from rlkernel.consistency.aten_call import Refused, module_of, need_floats, used
 from rlkernel.consistency.aten_rows import summed
 from rlkernel.drivers.attention import Asked, Requests, asked
 from rlkernel.prefix import paged
+from rlkernel.runtime import invariance
 
 
 class _Run(NamedTuple):
@@ -63,6 +64,7 @@ def flash_attention_for_cpu(
     keys = key.shape[2]
     lo, hi, blind = _shown(query, keys, is_causal, attn_mask)
     requests = _requests(lo, hi, rows, keys)
+    _need_one_place(lo, hi, rows, requests.plan.window)
     flat = query.transpose(1, 2).flatten(0, 1)
     k, v = (x.transpose(1, 2).flatten(0, 1)[:, None] for x in (key, value))
     module = module_of("paged_prefix_attention", flat, k, v)
@@ -74,6 +76,29 @@ def flash_attention_for_cpu(
         lse = lse.masked_fill(blind, 0)
     out = out.unflatten(0, (count, rows)).transpose(1, 2)
     return out, lse.unflatten(1, (count, rows)).transpose(0, 1)
+
+
+def _need_one_place(lo: bytes, hi: bytes, rows: int, window: int) -> None:
+    """A single row that sees a window behind a cache counts from the first key that the cache has kept, and
+    the same row of a whole sequence from that sequence's: one block must not have both.
+    """
+    first, last = (memoryview(x).cast("i") for x in (lo, hi))
+    if not len(first):
+        return
+    # torch makes rows of the heads that share keys
+    alike = first[0] == first[rows - 1] and last[0] == last[rows - 1]
+    if not window and not alike:
+        return
+    for setting in invariance.settings:
+        if window:
+            setting.windows.add(window)
+        else:
+            setting.steps.update(b - a + 1 for a, b in zip(first, last, strict=True))
+        if setting.windows & setting.steps:
+            raise Refused(
+                "a row of a window behind a cache does not say where its sequence begins, as whole ones do: "
+                "use the attention of rlkernel.register_hf()"
+            )
 
 
 def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:

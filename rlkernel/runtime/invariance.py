@@ -14,6 +14,8 @@ class Setting:
     def __init__(self, level: str, strict: bool) -> None:
         self.level, self.strict = level, strict
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.windows: set[int] = set()  # of whole sequences in attention
+        self.steps: set[int] = set()  # the keys that single rows behind a cache saw
 
 
 settings: list[Setting] = []  # the last one counts
