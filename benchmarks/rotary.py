@@ -11,7 +11,7 @@ from rlkernel.benchmarks import _peers
 DIMS = ("B", "T", "H", "D")
 INPUTS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-SHARED = ("cos", "sin")
+SHARED = ()
 GRADIENTS = ("q", "k")
 
 QUICK = [Case({"B": 1, "T": 512, "H": 16, "D": 128}, dtype) for dtype in ("float32", "bfloat16")]

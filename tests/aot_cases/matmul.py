@@ -14,7 +14,7 @@ def cases():
 
     def backward(dtype, upstream, needs):
         a, weight = torch.empty(1, 256, 1024, dtype=dtype), torch.empty(1, 512, 1024, dtype=dtype)
-        call = MatmulCall(a, weight.mT, None, dtype, needs)
+        call = MatmulCall(a, weight.mT, None, dtype, needs=needs)
         return lambda: matmul.backward(call, None, torch.empty(1, 256, 512, dtype=upstream))
 
     of_a, of_b = (True, False, False), (False, True, False)
