@@ -85,6 +85,12 @@ def grouped_apart(x):
 FUNCTIONS = {
     "linear": lambda x: F.linear(x, WEIGHT.to(x.dtype)),
     "linear with bias": lambda x: F.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+    # of another stride in every batch of them
+    "linear of a transposed view": lambda x: (
+        F.linear(x.view(len(x), 3, 100).transpose(0, 1), WEIGHT[:, :100].to(x.dtype), BIAS.to(x.dtype))
+        .transpose(0, 1)
+        .flatten(1)
+    ),
     "addmm with factors": lambda x: torch.addmm(
         BIAS.to(x.dtype), x, WEIGHT.t().to(x.dtype), beta=2, alpha=0.5
     ),
@@ -117,6 +123,9 @@ FUNCTIONS = {
     "angles": lambda x: torch.cat([x.cos(), x.sin()], -1),
     "attention": lambda x: F.scaled_dot_product_attention(
         *(x.view(len(x), 3, 10, 10) * s for s in (1, 0.1, 2)), is_causal=True
+    ).flatten(1),
+    "attention, values of another head dim": lambda x: F.scaled_dot_product_attention(
+        *(x.view(len(x), 3, 10, 10)[..., :n] for n in (8, 8, 5)), is_causal=True
     ).flatten(1),
 }
 
@@ -227,14 +236,27 @@ def test_an_order_that_follows_the_batch_is_seen(op, monkeypatch):
         found[-3:] *= 1 + 2**-22
         return found.view(x.shape)
 
-    name = {"mm": "linear", "sum.dim_IntList": "sum", "silu": "silu"}[op]
-    run = FUNCTIONS[name] if name != "sum" else lambda x: x.sum(-1)
+    runs = {"mm": lambda x: x @ WEIGHT.t(), "sum.dim_IntList": lambda x: x.sum(-1), "silu": F.silu}
     monkeypatch.setitem(aten.SERVED, op, {"mm": halves, "sum.dim_IntList": by_rows, "silu": tail}[op])
     with rlkernel.batch_invariant(), pytest.raises(AssertionError):
-        assert_invariant(run, ROWS, sizes=FEW, rows=9)
+        assert_invariant(runs[op], ROWS, sizes=FEW, rows=9)
 
 
-def test_a_kernel_of_torch_that_fails_its_check_is_refused(monkeypatch):
+CALLS = {
+    "exp": torch.exp,
+    "exp_": lambda x: x.clone().exp_(),
+    "exp.out": lambda x: torch.exp(x, out=x.clone()),
+}
+WRONG = {
+    "two rows": lambda x: len(x) == 2,
+    "strides": lambda x: not x.is_contiguous(),
+    "negative numbers": lambda x: len(x) == 2 and bool((x < 0).any()),
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+@pytest.mark.parametrize("op", CALLS)
+def test_a_kernel_of_torch_that_fails_its_check_is_refused(op, where, monkeypatch):
     from rlkernel.consistency import aten_checked
 
     monkeypatch.setattr(aten_checked, "_seen", {})
@@ -245,21 +267,23 @@ def test_a_kernel_of_torch_that_fails_its_check_is_refused(monkeypatch):
             self.kernel, self.name = kernel(name, key), name
 
         def call_boxed(self, keyset, x, *args, **kwargs):
+            wrong = self.name == f"aten::{op}" and WRONG[where](x)
             found = self.kernel.call_boxed(keyset, x, *args, **kwargs)
-            return found * (1 + 2**-20) if self.name == "aten::exp" and len(x) == 2 else found
+            return found.mul_(1 + 2**-20) if wrong else found
 
     monkeypatch.setattr(torch.library, "get_kernel", Worse)
-    with (
-        rlkernel.batch_invariant(),
-        pytest.raises(RuntimeError, match="torch's exp gives rows of 300 other bits"),
-    ):
-        ROWS.exp()
+    refused = pytest.raises(RuntimeError, match=f"torch's {op} gives rows of 300 other bits")
+    with rlkernel.batch_invariant(), refused:
+        CALLS[op](ROWS)
 
 
+@pytest.mark.parametrize("value_dim", [16, 10, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_left_padding_right_padding_and_packing_change_nothing(dtype, threads):
+def test_left_padding_right_padding_and_packing_change_nothing(dtype, value_dim, threads):
     """torch's attention under each of the masks that trainers make, and its gradients."""
-    q, k, v, grad = (torch.randn(1, 4, 90, 16, generator=g).to(dtype) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(1, 4, 90, dim, generator=g).to(dtype) for dim in (16, 16, value_dim, value_dim)
+    )
 
     def attend(left, right, behind=0.0):
         """Rows of padding are ``behind`` and have no gradient."""
@@ -307,7 +331,8 @@ def test_left_padding_right_padding_and_packing_change_nothing(dtype, threads):
             chunk = F.scaled_dot_product_attention(q[:, :, first:end], *keys, attn_mask=seen)
             assert_equal(f"chunk {first} to {end}", chunk, whole[0][:, :, first:end])
         # a step of an engine on pages of 7 tokens that lie backwards
-        pages = [F.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)).view(13, 7, 4, 16).flip(0) for x in (k, v)]
+        tokens = (F.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)) for x in (k, v))
+        pages = [x.unflatten(0, (13, 7)).flip(0) for x in tokens]
         table, lens, starts = torch.arange(12, -1, -1)[None], torch.tensor([90]), torch.tensor([0, 25])
         found = rlkernel.paged_prefix_attention(q[0].transpose(0, 1)[65:], *pages, table, lens, starts)
         assert_equal("pages", found.transpose(0, 1)[None], whole[0][:, :, 65:])
@@ -576,7 +601,7 @@ def test_what_was_compiled_runs_invariant():
         compiled(ROWS)
         with rlkernel.batch_invariant() as mode:
             assert_invariant(compiled, ROWS, sizes=FEW, rows=5)
-        assert {"addmm", "mean.dim"} <= {row.op for row in mode.report()}
+        assert {"linear", "mean.dim"} <= {row.op for row in mode.report()}
 
 
 def test_linear_logprob_is_logprob_of_the_product():

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.consistency import aten_attention, aten_checked, aten_elementwise, aten_products, aten_rows
+from rlkernel.consistency import (
+    aten_attention,
+    aten_checked,
+    aten_composite,
+    aten_elementwise,
+    aten_products,
+    aten_rows,
+)
 from rlkernel.consistency.aten_call import Refused, put, used
 from rlkernel.runtime import invariance
 
@@ -24,6 +31,7 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_elementwise.SERVED,
     **aten_attention.SERVED,
     **aten_checked.SERVED,
+    **aten_composite.SERVED,
 }
 SERVED["pow.Tensor_Scalar"] = SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
 SERVED["pow_.Scalar"] = lambda original, x, exponent: _power_in_place(original, x, exponent)
@@ -86,7 +94,7 @@ def replaced() -> Iterator[None]:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for key in keys:
                 for name, run in SERVED.items():
-                    replace(library, name, key, run)
+                    (replace_whole if name in aten_composite.SERVED else replace)(library, name, key, run)
                 for name, reason in REFUSED.items():
                     replace(library, name, key, functools.partial(_refuse, reason))
             for key in ("SparseCPU", "SparseCsrCPU"):
@@ -122,6 +130,13 @@ def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
             return original(*args, **kwargs)
 
     library.impl(name, call, key, with_keyset=True, allow_override=True)
+
+
+def replace_whole(library: Any, name: str, device: str, run: Callable[..., Any]) -> None:
+    """An operation that torch makes of others, with and without gradients."""
+    # autograd's first: where a device has a kernel, torch would make it another
+    for key in (f"Autograd{device}", device):
+        replace(library, name, key, run)
 
 
 def _power(original: Callable[..., Tensor], x: Tensor, exponent: Any, **out: Any) -> Tensor:

@@ -16,28 +16,43 @@ from rlkernel.consistency.aten_call import Refused, is_exact, need_floats
 
 ROWS, PARTS = 17, (1, 2, 3, 8)
 HIDDEN = -3e4  # what masks add to a score; fp16 holds -65504
+VALUES = 4  # that rows have at least, in several draws where they are short
 LONGEST = 4096  # elementwise operations are alike behind it
 
 
-def _probe(dtype: torch.dtype, length: int, device: str) -> Tensor:
-    g = torch.Generator().manual_seed(length)
+def _probe(dtype: torch.dtype, length: int, device: str, seed: int = 0) -> Tensor:
+    """Rows of either sign whose sizes differ as those of activations do."""
+    g = torch.Generator().manual_seed(length + seed)
     scales = torch.tensor([2.0**i for i in range(-6, 3)], device="cpu")
     shape = ROWS, length
     x = (
         torch.rand(shape, generator=g, device="cpu")
         * scales[torch.randint(9, shape, generator=g, device="cpu")]
+        * torch.randint(2, shape, generator=g, device="cpu").mul_(2).sub_(1)
     )
     return x.to(dtype).to(device)
 
 
 def _differs(run: Callable[[Tensor], Tensor], dtype: torch.dtype, length: int, device: str) -> bool:
-    x = _probe(dtype, length, device)
+    draws = max(1, VALUES // max(length, 1))
+    return any(_differs_of(run, _probe(dtype, length, device, seed)) for seed in range(draws))
+
+
+def _differs_of(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     whole = run(x)
     return any(
         not _are_equal(run(x[i : i + n].clone()), whole[i : i + n])
         for n in PARTS
         for i in range(0, ROWS - n + 1, n)
     )
+
+
+def _elements_differ(run: Callable[[Tensor], Tensor], dtype: torch.dtype, length: int, device: str) -> bool:
+    """As rows, and in memory that has other strides: a column of many rows is dense where there is one."""
+    x = _probe(dtype, length, device)
+    whole = run(x)
+    strided = (run(x.t()).t(), whole), (run(x[:, ::2]), whole[:, ::2])
+    return any(not _are_equal(*pair) for pair in strided) or _differs(run, dtype, length, device)
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
@@ -48,31 +63,41 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 _seen: dict[tuple[Any, ...], bool] = {}
 
 
-def checked(name: str, run: Callable[[Tensor], Tensor], x: Tensor, length: int) -> None:
+def checked(
+    name: str,
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    length: int,
+    differs: Callable[[Callable[[Tensor], Tensor], torch.dtype, int, str], bool] = _differs,
+) -> None:
     """Raises Refused where ``run`` gives rows other bits in other batches."""
     key = name, x.dtype, length, x.device.type, torch.get_num_threads()
     if key not in _seen:
-        _seen[key] = _differs(run, x.dtype, length, x.device.type)
+        _seen[key] = differs(run, x.dtype, length, x.device.type)
     if _seen[key]:
         raise Refused(f"torch's {name} gives rows of {length} other bits in other batches on this machine")
 
 
 def _elementwise(name: str) -> Callable[..., Tensor]:
-    def run(original: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+    """Also in place and ``out=``: each way is looked at, as it is called."""
+    in_place = name.endswith("_")
+
+    def run(original: Callable[..., Tensor], x: Tensor, **out: Tensor) -> Tensor:
         if is_exact(x):
-            return original(x, **kwargs)
-        need_floats(x)
-        checked(name, original_of(original, kwargs), x, min(x.shape[-1] if x.dim() else 1, LONGEST))
-        return original(x, **kwargs)
+            return original(x, **out)
+        need_floats(x, *out.values())
+
+        def alone(rows: Tensor) -> Tensor:
+            if in_place:
+                return original(torch.empty_like(rows).copy_(rows))
+            into = {name: torch.empty_like(rows, dtype=to.dtype) for name, to in out.items()}
+            return original(rows, **into)
+
+        length = min(x.shape[-1] if x.dim() else 1, LONGEST)
+        checked(name, alone, x, length, _elements_differ)
+        return original(x, **out)
 
     return run
-
-
-def original_of(original: Callable[..., Tensor], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """The kernel, without the place of a call's result."""
-    if "out" in kwargs:
-        return lambda x: original(x, out=torch.empty_like(x))
-    return original
 
 
 def _softmax(name: str) -> Callable[..., Tensor]:
@@ -133,7 +158,7 @@ def _along(name: str) -> Callable[..., Tensor]:
 UNARY = ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "erf")
 ALONG = ("cumsum", "cumprod", "prod.dim_int", "var.correction", "std.correction")
 SERVED: dict[str, Callable[..., Any]] = {
-    **{name: _elementwise(name) for name in UNARY},
+    **{name + way: _elementwise(name + way) for name in UNARY for way in ("", "_", ".out")},
     **{name: _along(name) for name in ALONG},
     "_softmax": _softmax("_softmax"),
     "_log_softmax": _softmax("_log_softmax"),

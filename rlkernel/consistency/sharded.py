@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch
-from rlkernel.consistency.aten import replace
+from rlkernel.consistency.aten import replace_whole
 from rlkernel.consistency.aten_call import BACKENDS, Refused, is_exact, need_floats, used
 from rlkernel.drivers.rank_tree import segments_of
 from rlkernel.ops.matmul import matmul
@@ -91,9 +91,7 @@ def replaced() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for device in devices:
-                # autograd's first: where a device has a kernel, torch would make it another
-                for key in (f"Autograd{device}", device):
-                    replace(library, "linear", key, linear)
+                replace_whole(library, "linear", device, linear)
         for module, name in _reductions():
             function = getattr(module, name)
             kept.append((module, name, function))
