@@ -11,6 +11,7 @@ import torch
 import rlkernel
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 127, 128, 129, 257)
 
 
 def probe(rows, columns, seed, dtype=torch.float32):
@@ -23,6 +24,22 @@ def probe(rows, columns, seed, dtype=torch.float32):
 def near_the_least(rows, columns, seed, dtype=torch.float32):
     """Numbers whose products, and sums of such, lie on both sides of the least normal one."""
     return probe(rows, columns, seed).mul(2.0**-63).to(dtype)
+
+
+def surroundings(product, a, rows):
+    """Pairs (name, rows that stand elsewhere, the same rows of the whole product)."""
+    whole = product(a)
+    for m in rows:
+        yield f"the first {m}", product(a[:m]), whole[:m]
+        yield f"the last {m}", product(a[-m:].clone()), whole[-m:]
+    order = torch.randperm(len(a), generator=torch.Generator().manual_seed(2))
+    yield "permuted", product(a[order]), whole[order]
+    yield "other strides", product(a.t().contiguous().t()), whole
+    yield "other alignment", product(torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape)), whole
+    for value in (torch.nan, torch.inf):
+        beside = a.clone()
+        beside[::2] = value
+        yield f"beside {value}", product(beside)[1::2], whole[1::2]
 
 
 def digest(threads):

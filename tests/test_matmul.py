@@ -11,7 +11,7 @@ import torch
 from accuracy import check
 from backends import is_slow, of, running
 from bitwise import assert_equal
-from matmul_cases import HALVES_AND_FLOAT, digest, probe
+from matmul_cases import HALVES_AND_FLOAT, ROWS, digest, probe, surroundings
 
 import rlkernel
 from rlkernel import native
@@ -23,7 +23,6 @@ ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), BACKENDS)
 INVARIANT = [pair for pair in BACKENDS if pair.values[0] != "reference"]  # torch's library, which is none
 ON_INVARIANT_BACKENDS = pytest.mark.parametrize(("backend", "device"), INVARIANT)
 DTYPES = pytest.mark.parametrize("dtype", HALVES_AND_FLOAT, ids=str)
-ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 127, 128, 129, 257)
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -123,22 +122,6 @@ def test_nothing_to_add_or_to_write(backend, device, shape):
     assert_equal("bias", grads[2], torch.full((n,), float(m), device=device))
     batched = run(backend, a.expand(0, m, k), b)
     assert batched.shape == (0, m, n)
-
-
-def surroundings(product, a, rows):
-    """Pairs (name, rows that stand elsewhere, the same rows of the whole product)."""
-    whole = product(a)
-    for m in rows:
-        yield f"the first {m}", product(a[:m]), whole[:m]
-        yield f"the last {m}", product(a[-m:].clone()), whole[-m:]
-    order = torch.randperm(len(a), generator=torch.Generator().manual_seed(2))
-    yield "permuted", product(a[order]), whole[order]
-    yield "other strides", product(a.t().contiguous().t()), whole
-    yield "other alignment", product(torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape)), whole
-    for value in (torch.nan, torch.inf):
-        beside = a.clone()
-        beside[::2] = value
-        yield f"beside {value}", product(beside)[1::2], whole[1::2]
 
 
 @DTYPES

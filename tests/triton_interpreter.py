@@ -6,11 +6,11 @@ makes each of them compute in fp32 and round once.
 
 ``tl.dot`` becomes one chain for each element over K in order, rounded as often as the instructions of a
 tensor core would: NumPy's library chooses another order for another shape, processor or release, so that no
-equality of bits could be tested with it. ``install`` also looks the language up once a launch, not once a
-call of a device function (ten times faster), scans by doubling, all elements at a time and not one after
-another (fifty times faster, and nearer to a GPU's order), leaves out checks of integer overflow whose result
-nothing reads outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment:
-inf - inf, 0 / 0.
+equality of bits could be tested with it; ``tensor_core.py`` has the sums of single GPUs. ``install`` also
+looks the language up once a launch, not once a call of a device function (ten times faster), scans by
+doubling, all elements at a time and not one after another (fifty times faster, and nearer to a GPU's order),
+leaves out checks of integer overflow whose result nothing reads outside of debug mode, and silences NumPy's
+warnings for what a GPU computes without comment: inf - inf, 0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
@@ -84,7 +84,7 @@ def _correct_casts(interpreter: Any) -> None:
     builder.cast_impl, builder.create_fp_to_fp, builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
 
 
-def dot_in_order(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
+def dot_in_order(a: np.ndarray, b: np.ndarray, sums: np.ndarray, dtype: str, precision: str) -> np.ndarray:
     """``sums + a @ b`` in the dtype of ``sums``: over K in order, sixteen products to a rounding."""
     wide = np.float64 if sums.dtype.kind == "f" else sums.dtype  # holds a product of two fp32 exactly
     a, b = a.astype(wide), b.astype(wide)
@@ -96,11 +96,16 @@ def dot_in_order(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
     return sums
 
 
+multiply = dot_in_order  # what ``tl.dot`` computes; ``tensor_core`` has that of one GPU
+
+
 def _correct_dot(interpreter: Any) -> None:
     handle_of = interpreter.TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, imprecise: Any) -> Any:
-        return handle_of(dot_in_order(a.data, b.data, d.data), d.dtype.scalar)
+        x, y = (bf16_to_fp32(operand.data) if _is_bf16(operand) else operand.data for operand in (a, b))
+        product = multiply(x, y, d.data, a.dtype.scalar.name, input_precision.name)
+        return handle_of(product, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
 
@@ -139,7 +144,7 @@ def _correct_arithmetic(interpreter: Any) -> None:
 
     builder.create_fma = create_fma
     # ternary_op is also tl.where, to which widening and rounding change nothing
-    for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_dot"):
+    for name in ("binary_op", "ternary_op", "unary_op", "create_fma"):
         through_fp32(name)
 
 
