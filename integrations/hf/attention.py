@@ -36,7 +36,7 @@ def attention_function(
 ) -> tuple[Tensor, Tensor | None]:
     if prefix_batch is None:
         ordinary = ordinary or default_attention(type(module.config))
-        if takes(ordinary, query, args, kwargs):
+        if takes(module, ordinary, query, args, kwargs):
             return invariant_attention(module, query, key, value, attention_mask, **kwargs)
         run = functions.get(ordinary)
         return ordinary_attention(

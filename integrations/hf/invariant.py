@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlkernel.consistency.aten_attention import beginnings, intervals
 from rlkernel.consistency.aten_call import FLOATS, Refused
 from rlkernel.integrations.hf.ordinary import NAMES_THAT_MODELS_KNOW
-from rlkernel.integrations.hf.packed_call import IGNORED, OPTIONS
+from rlkernel.integrations.hf.packed_call import IGNORED, OPTIONS, is_causal
 from rlkernel.ops.attention import attention
 from rlkernel.ops.paged_prefix_attention import paged_prefix_attention
 from rlkernel.runtime import invariance
@@ -33,9 +33,11 @@ class _Rows(NamedTuple):
     whole: bool  # each sequence has a row for each of its keys
 
 
-def takes(name: str, query: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is served here: what it asks for is known."""
+def takes(module: nn.Module, name: str, query: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is served here: what it asks for is known, and its rows see what is in front of them."""
     if not invariance.is_on() or name not in NAMES_THAT_MODELS_KNOW or args:
+        return False
+    if not is_causal(module, kwargs):  # an encoder's, which sdpa serves
         return False
     known = all(k in IGNORED or k in OPTIONS or x is None for k, x in kwargs.items())
     plain = not kwargs.get("dropout") and not kwargs.get("output_attentions")
@@ -52,7 +54,7 @@ def invariant_attention(
     """
     count, _, rows, dim = query.shape
     keys, window = key.shape[2], kwargs.get("sliding_window") or 0
-    causal = mask is None and rows > 1 and getattr(module, "is_causal", True)
+    causal = mask is None and rows > 1
     try:
         first, last = intervals(query, keys, causal, mask)
         positions = _positions(kwargs.get("position_ids"), count, rows)
@@ -99,6 +101,7 @@ def _rows(first: bytes, last: bytes, positions: bytes | None, rows: int, keys: i
     lo, hi = _numbers(first), _numbers(last)
     sees = hi >= lo
     place = torch.arange(len(lo)) % rows
+    _need_causal(lo, hi, sees, place)
     sees[1:] &= (hi[1:] > hi[:-1]) | (place[1:] == 0)  # a row behind a sequence sees its last key again
     seen = sees.nonzero()[:, 0]
     origin = None if positions is None else hi - _numbers(positions)
@@ -122,6 +125,20 @@ def _rows(first: bytes, last: bytes, positions: bytes | None, rows: int, keys: i
     table = (table.clamp(min=0) + base[ends][:, None]).where(table < hi[ends][:, None] + 1, 0)
     whole = torch.equal(lens, torch.tensor(starts).diff())
     return _Rows(seen, base + hi, torch.tensor(starts).int(), lens.int(), table.int(), whole)
+
+
+def _need_causal(lo: Tensor, hi: Tensor, sees: Tensor, place: Tensor) -> None:
+    """Rows whose last keys are alike are one and those of padding behind it, unless they see what is behind
+    themselves: then the first of them sees several keys more than the row in front of it, or falls back.
+    """
+    behind = torch.zeros(len(hi), dtype=torch.bool)
+    behind[1:] = sees[1:] & (place[1:] > 0) & (hi[1:] <= hi[:-1])
+    alone = torch.ones(len(hi), dtype=torch.bool)  # the row that is the last key's own
+    alone[1:] = (place[1:] == 0) | (hi[1:] != hi[:-1] + 1)
+    alone &= ~behind & (hi > lo)
+    falls = behind[1:] & (hi[1:] < hi[:-1])
+    if bool(falls.any()) or bool((behind[1:] & alone[:-1]).any()):
+        raise Refused("each row must see the keys of its sequence and window up to itself")
 
 
 def _numbers(x: bytes) -> Tensor:

@@ -65,8 +65,7 @@ def check_call(
         refuse(module, "output_attentions must be False for a packed batch, got True")
     if kwargs.get("dropout"):
         refuse(module, f"attention dropout must be 0 in training, got {kwargs['dropout']}")
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
+    if not is_causal(module, kwargs):
         refuse(module, "attention must be causal, got is_causal=False")
     other = set(_config_layer_types(module)) - set(LAYER_TYPES)
     if other:
@@ -85,6 +84,12 @@ def check_call(
     first = not getattr(module, "layer_idx", 0) and not torch.compiler.is_compiling()
     if first and (given := _given_beside_text()):
         refuse(module, f"{given} must be None for a packed batch: its mask is of text alone")
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """As transformers' own functions read it: what the call says, or else its module."""
+    said = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if said is None else said)
 
 
 def _are_positions(found: Tensor | None, batch: PrefixBatch) -> bool:

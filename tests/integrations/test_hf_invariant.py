@@ -129,6 +129,39 @@ def test_a_window_on_sdpa_has_the_same_bits(left):
             model(input_ids=samples[3][0][None, 20:], past_key_values=cache)
 
 
+def test_an_encoder_on_ours_has_the_bits_of_sdpa():
+    """Each of its rows sees all of them; they are no padding behind the first."""
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in list(SIZES)[:5]}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    ids, mask = torch.randint(160, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    with rlkernel.batch_invariant(), torch.no_grad():
+        want = model(input_ids=ids, attention_mask=mask).logits[0, :6]
+        model.set_attn_implementation(rlkernel.register_hf())
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits[0, :6], want)
+        assert torch.equal(model(input_ids=ids[:1, :6]).logits[0], want)
+
+
+SEEN = torch.ones(6, 6, dtype=torch.bool)
+SEES_BEHIND = {
+    "a prefix sees itself": SEEN.tril() | (torch.arange(6) < 3),
+    "an image in the middle": SEEN.tril() | torch.block_diag(SEEN[:2, :2], SEEN[:3, :3], SEEN[:1, :1]),
+    "all see all": SEEN,
+    "a row sees less than the one in front of it": SEEN.tril()
+    & ~(torch.arange(6)[:, None].eq(4) & (torch.arange(6) > 2)),
+}
+
+
+@pytest.mark.parametrize("name", SEES_BEHIND)
+def test_a_row_that_sees_what_is_behind_it_is_no_padding(name):
+    """And is refused, where its output was 0 before."""
+    model = made("qwen3", torch.float32)
+    model.set_attn_implementation(rlkernel.register_hf())
+    with rlkernel.batch_invariant(), torch.no_grad(), pytest.raises(RuntimeError, match="up to itself"):
+        model(input_ids=torch.arange(6)[None], attention_mask=SEES_BEHIND[name][None, None])
+
+
 def test_without_the_mode_it_is_not():
     """bf16: torch's attention sums a cached step and a whole sequence in another order on every processor."""
     assert max(differences("qwen3", torch.bfloat16, contextlib.nullcontext(), 3)) > 0
