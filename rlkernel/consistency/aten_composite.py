@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rlkernel.consistency import sharded
 from rlkernel.consistency.aten_call import FLOATS
 from rlkernel.consistency.aten_products import product
 
@@ -20,6 +21,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """One product of all rows: torch gives a bias to some shapes in the product and to others behind it."""
+    if sharded.is_on():
+        return sharded.linear(original, x, weight, bias)
     given = (x, weight) if bias is None else (x, weight, bias)
     if not _are_plain(given) or not _fit(x, weight, bias):
         return original(x, weight, bias)
