@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations.hf.invariant import invariant_attention, takes
+from rlkernel.integrations.hf.invariant import autocast, invariant_attention, takes
 from rlkernel.integrations.hf.models import as_written, causal_lm, family
 from rlkernel.integrations.hf.ordinary import default_attention, ordinary_attention
 from rlkernel.integrations.hf.packed_call import check_call
@@ -46,10 +46,7 @@ def attention_function(
     calls = _calls.get()
     if calls is not None and not torch.compiler.is_compiling():
         calls.append(module)
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for sdpa
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in autocast(query, key, value))
     # in batch_invariant a row has the bits that it has in a padded batch and in an engine
     attend = attention if invariance.is_on() else prefix_shared_attention
     out = attend(

@@ -52,6 +52,7 @@ def invariant_attention(
     Raises:
         RuntimeError: the mask shows a row other keys than those in front of it in its sequence and window.
     """
+    query, key, value = autocast(query, key, value)
     count, _, rows, dim = query.shape
     keys, window = key.shape[2], kwargs.get("sliding_window") or 0
     causal = mask is None and rows > 1
@@ -83,6 +84,14 @@ def invariant_attention(
     if len(seen) < count * rows:  # rows of padding: 0, as torch gives them
         out = out.new_zeros(count * rows, *out.shape[1:]).index_copy(0, seen, out)
     return out.unflatten(0, (count, rows)), None
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """As autocast does for sdpa."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
 def _positions(positions: Any, count: int, rows: int) -> bytes | None:

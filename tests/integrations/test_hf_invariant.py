@@ -143,6 +143,19 @@ def test_an_encoder_on_ours_has_the_bits_of_sdpa():
         assert torch.equal(model(input_ids=ids[:1, :6]).logits[0], want)
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["sdpa", "ours"])
+def test_under_autocast(ours):
+    """Weights in fp32, products in bf16: queries and keys come from norms and rotations wider than values."""
+    model = made("qwen3", torch.float32)
+    if ours:
+        model.set_attn_implementation(rlkernel.register_hf())
+    prompts = [torch.randint(160, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 21)]
+    with rlkernel.batch_invariant(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        samples = rollout(model, prompts, 3)
+        for left in (True, False):
+            assert torch.equal(scored(model, samples, 3, left), torch.stack([x for _, x in samples]))
+
+
 SEEN = torch.ones(6, 6, dtype=torch.bool)
 SEES_BEHIND = {
     "a prefix sees itself": SEEN.tril() | (torch.arange(6) < 3),
