@@ -1,6 +1,10 @@
 // rlkernel._C: the kernels of every part that was built, each as <part>.<kernel>.
 #include "rlkernel/errors.h"
 #include "rlkernel/kernels.h"
+#include "rlkernel/layer_norm/direct.h"
+#include "rlkernel/logprob/direct.h"
+#include "rlkernel/rms_norm/direct.h"
+#include "rlkernel/swiglu/direct.h"
 
 namespace py = pybind11;
 using namespace rlkernel;
@@ -21,6 +25,23 @@ py::dict built() {
   return parts;
 }
 
+#define DIRECT(name, kernel) \
+  if (op == #name) return direct::define<direct::name>(#name, cpu::kernel, settings);
+
+// The short way of an op's public call, or None.
+py::object direct_call(const std::string& op, py::object forced, py::object asked, py::dict last, py::list emulated,
+                       py::object debug, py::list levels, py::dict forward_ad) {
+  const py::module_ torch = py::module_::import("torch");
+  const direct::Settings settings{forced, asked, last, emulated, debug, levels, forward_ad, torch.attr("is_grad_enabled"),
+                                  torch.attr("empty_like"), torch.attr("nn").attr("Parameter"), torch.attr("contiguous_format"),
+                                  torch.attr("float32")};
+  DIRECT(layer_norm, layer_norm_forward)
+  DIRECT(rms_norm, rms_norm_forward)
+  DIRECT(swiglu, swiglu_forward)
+  DIRECT(logprob, logprob_forward)
+  return py::none();
+}
+
 }  // namespace
 
 #define DEFINE_CPU(name) bind::define<calls::name>(part, #name, dlpack::kCpu, cpu::name, cpu::error_string);
@@ -31,6 +52,8 @@ PYBIND11_MODULE(_C, m) {
   bind::torch();
   m.def("built", &built);
   m.attr("ENUMS") = bind::enums();
+  m.def("direct", &direct_call, py::arg("op"), py::kw_only(), py::arg("forced"), py::arg("asked"), py::arg("last"),
+        py::arg("emulated"), py::arg("debug"), py::arg("levels"), py::arg("forward_ad"));
   {
     py::module_ part = bind::add_part(m, "cpu");
     RLKERNEL_KERNELS(DEFINE_CPU)

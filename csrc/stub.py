@@ -14,7 +14,9 @@ HEAD = '''"""The compiled kernels. Written by csrc/stub.py: do not edit.
 `rlkernel.native.kernels` picks the part by device and fills in the stream.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,6 +25,19 @@ from rlkernel.calls.policy_loss import CovariancePick, PolicyRule
 from rlkernel.calls.preference_loss import PreferenceRule
 
 ENUMS: dict[str, tuple[str, ...]]  # the names of each enum that Python has too, in order
+
+def direct(
+    op: str,
+    *,
+    forced: ContextVar[str],
+    asked: ContextVar[Any],
+    last: dict[str, str],
+    emulated: list[Any],
+    debug: ContextVar[bool | None],
+    levels: list[Any],
+    forward_ad: dict[str, Any],
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+    """The short way of an op's public call, or None: see csrc/include/rlkernel/direct.h."""
 
 def built() -> dict[str, list[str]]:
     """Which parts were built, and for which instruction sets or architectures."""

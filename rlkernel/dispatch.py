@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -134,6 +134,22 @@ def able(op: str, names: tuple[str, ...], *tensors: Tensor, **options: Any) -> t
         if module is not None and not why_not:
             return name, module
     return None
+
+
+def direct(op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+    """The short way of ``op``'s public call: its result, or None, of arguments by place and by name.
+
+    It takes calls that ``pick`` would give the compiled kernels and did give them last, while no other
+    backend is forced and nobody asks.  None where there is no such way.
+    """
+    try:
+        native = importlib.import_module(BACKENDS["native"])
+        found: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = native.direct(
+            op, forced=_forced, asked=_asked, last=_last
+        )
+        return found
+    except ImportError:
+        return None
 
 
 def order(op: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ OP_FILES = (
 )
 
 # What the folder of an op in csrc/include/rlkernel holds, and what some hold beyond it.
-HEADERS = ("arguments.h", "bind.h", "terms.h", "kernel.cuh")
+HEADERS = ("arguments.h", "bind.h", "direct.h", "terms.h", "kernel.cuh")
 MORE_HEADERS = {
     "logprob": ("rows.h", "row.cuh", "forward.cuh", "backward.cuh", "support.cuh"),
     "policy_loss": ("math.h", "correction.h", "sequence.h", "selection.h", "selection.cuh"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rlkernel.calls.paged_prefix_attention import ITEM, LAUNCH
 from rlkernel.calls.policy_loss import (
@@ -27,9 +28,11 @@ from rlkernel.calls.policy_loss import (
     SUMS,
 )
 from rlkernel.calls.preference_loss import PREFERENCE_DIVERGENCES, PREFERENCE_TERMS
+from rlkernel.calls.rms_norm import ROUNDINGS as NORM_ROUNDINGS
 from rlkernel.calls.sampling import FILTER_ORDERS
 from rlkernel.calls.swiglu import ACTIVATIONS
-from rlkernel.runtime import gpu
+from rlkernel.calls.swiglu import ROUNDINGS as PRODUCT_ROUNDINGS
+from rlkernel.runtime import debug, gpu, invariance
 
 if TYPE_CHECKING:
     from rlkernel._C import Kernels
@@ -83,6 +86,8 @@ def differing_names(enums: dict[str, tuple[str, ...]]) -> list[str]:
         "PagedItem": ITEM,
         "PagedLaunch": LAUNCH,
         "Activation": ACTIVATIONS,
+        "NormRounding": NORM_ROUNDINGS,
+        "ProductRounding": PRODUCT_ROUNDINGS,
     }
     return [
         f"the names of {enum} must be {', '.join(names)}, its C++ has {', '.join(enums.get(enum, ()))}"
@@ -212,6 +217,19 @@ def _on_device(part: Kernels, device: torch.device) -> Any:
 def _each_kernel(part: Kernels, change: Callable[[Any], Any]) -> types.SimpleNamespace:
     public = {name: value for name, value in vars(part).items() if not name.startswith("_")}
     return types.SimpleNamespace(**{n: change(x) if callable(x) else x for n, x in public.items()})
+
+
+def direct(op: str, **dispatched: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+    """The short way of ``op``'s public call, which C++ takes while these settings are at rest."""
+    found: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = extension().direct(
+        op,
+        **dispatched,
+        emulated=_emulated,
+        debug=debug.setting,
+        levels=invariance.settings,
+        forward_ad=vars(forward_ad),
+    )
+    return found
 
 
 @contextmanager

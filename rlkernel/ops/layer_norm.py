@@ -6,9 +6,11 @@ from torch import Tensor
 from rlkernel.calls.layer_norm import LayerNormCall, LayerNormResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _norm, _validate
+from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 
 
+@direct
 @typed
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5

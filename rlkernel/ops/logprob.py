@@ -11,9 +11,11 @@ from rlkernel.calls.logprob import LogprobCall, LogprobOutput, LogprobResults, R
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
 from rlkernel.ops import _support, _validate, _vocab_parallel
+from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 
 
+@direct
 @typed
 def logprob(
     logits: Tensor,

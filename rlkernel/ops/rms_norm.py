@@ -10,6 +10,7 @@ from rlkernel import dispatch
 from rlkernel.calls.rms_norm import ROUNDINGS, RmsNormCall, RmsNormGrads, RmsNormOutput, RmsNormResults
 from rlkernel.opaque import Grads, Op
 from rlkernel.ops import _norm, _validate
+from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 
 
@@ -37,6 +38,7 @@ def rms_norm(
 ) -> RmsNormOutput: ...
 
 
+@direct
 @typed
 def rms_norm(
     x: Tensor,

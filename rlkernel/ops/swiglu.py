@@ -7,9 +7,11 @@ from rlkernel import dispatch
 from rlkernel.calls.swiglu import ACTIVATIONS, ROUNDINGS, SwigluCall, SwigluResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
+from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 
 
+@direct
 @typed
 def swiglu(
     gate: Tensor,

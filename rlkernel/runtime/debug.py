@@ -8,24 +8,24 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_enabled: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
+setting: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
 
 
 def enabled() -> bool:
     """Whether debug checks are on: inside ``checks()``, else by the environment variable
     ``RLKERNEL_DEBUG=1``."""
-    forced = _enabled.get()
+    forced = setting.get()
     return os.environ.get("RLKERNEL_DEBUG", "0") not in ("", "0") if forced is None else forced
 
 
 @contextlib.contextmanager
 def checks(on: bool = True) -> Iterator[None]:
     """Turn the debug checks on (or off) inside the block."""
-    token = _enabled.set(on)
+    token = setting.set(on)
     try:
         yield
     finally:
-        _enabled.reset(token)
+        setting.reset(token)
 
 
 def may_read(tensor: Tensor) -> bool:

@@ -97,7 +97,8 @@ inline py::dict enums() {
   return enums(RLKERNEL_NAMED(Term), RLKERNEL_NAMED(Level), RLKERNEL_NAMED(Aggregation), RLKERNEL_NAMED(Kl),
                RLKERNEL_NAMED(KlWeight), RLKERNEL_NAMED(Divergence), RLKERNEL_NAMED(Correction), RLKERNEL_NAMED(Verdict),
                RLKERNEL_NAMED(PreferenceTerm), RLKERNEL_NAMED(PreferenceDivergence), RLKERNEL_NAMED(FilterOrder),
-               RLKERNEL_NAMED(PagedItem), RLKERNEL_NAMED(PagedLaunch), RLKERNEL_NAMED(Activation));
+               RLKERNEL_NAMED(PagedItem), RLKERNEL_NAMED(PagedLaunch), RLKERNEL_NAMED(Activation),
+               RLKERNEL_NAMED(NormRounding), RLKERNEL_NAMED(ProductRounding));
 }
 
 inline py::module_ add_part(py::module_& m, const char* name) {

@@ -96,6 +96,16 @@ class Tensor {
     if (x_.data == nullptr && elements() != 0) refuse("lie in memory that torch shows", "a tensor whose storage was freed");
   }
 
+  // As `read`, of an object whose class is torch's own; false where that would raise.
+  bool lent(int32_t device, PyObject* object) {
+    if (torch().read(object, &x_) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    given = x_.device_type == device && (x_.data != nullptr || elements() == 0);
+    return given;
+  }
+
   void on_device_of(const Tensor& other) const {
     if (x_.device_id != other.x_.device_id)
       refuse("be on device " + std::to_string(other.x_.device_id) + " as " + other.name_ + " is", std::to_string(x_.device_id));
@@ -201,6 +211,11 @@ class Tensor {
   }
 
   int64_t row_stride() const { return given && x_.ndim > 1 ? x_.strides[0] : 0; }
+
+  bool is_float() const {
+    return same(x_.dtype, {dlpack::kFloat, 32, 1}) || same(x_.dtype, {dlpack::kFloat, 16, 1}) ||
+           same(x_.dtype, {dlpack::kBfloat, 16, 1});
+  }
 
   Dtype dtype() const {
     if (same(x_.dtype, {dlpack::kFloat, 32, 1})) return Dtype::f32;

@@ -7,10 +7,13 @@
 // gradient of the weight is the sum of g * n over the rows.
 #pragma once
 #include "rlkernel/dtype.h"
+#include "rlkernel/names.h"
 #include "rlkernel/norm_rows.h"
 #include "rlkernel/strided_rows.h"
 
 namespace rlkernel {
+
+RLKERNEL_ENUM(NormRounding, before_weight, after_weight)
 
 struct RmsNormForward {
   int64_t rows, length;

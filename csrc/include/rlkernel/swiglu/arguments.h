@@ -7,6 +7,7 @@
 namespace rlkernel {
 
 RLKERNEL_ENUM(Activation, silu, gelu, gelu_tanh)
+RLKERNEL_ENUM(ProductRounding, before_product, after_product)
 
 struct SwigluForward {
   int64_t rows, length;

@@ -1,0 +1,221 @@
+// The short way of a public call: from Python's arguments to its result without Python between. It is for plain tensors of a CPU
+// where no backward follows and no setting says otherwise; all else is declined, and goes the long way through Python, which also
+// words the errors. A small norm takes a microsecond, the long way several.
+//
+//   function = _C.direct(op, forced=..., ...)        function(args, kwargs) -> the result, or None: declined
+#pragma once
+#include <cfloat>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "rlkernel/call.h"
+
+namespace rlkernel::direct {
+
+namespace py = pybind11;
+
+// What Python hands over once, as long as the process: settings that must be at rest, and what is asked of torch.
+struct Settings {
+  py::object forced, asked;        // context variables: "auto" or these kernels, and None
+  py::object last;                 // the backend that ran each op: the first call goes the long way, which chooses it
+  py::object emulated;             // other kernels for tensors of a CPU: none
+  py::object debug;                // context variable: None where the environment decides
+  py::object levels;               // the blocks of batch_invariant
+  py::object forward_ad;           // the names of torch.autograd.forward_ad
+  py::object is_grad_enabled, empty_like, parameter, contiguous, float32;
+};
+
+inline py::object value_of(const py::object& variable) {
+  PyObject* value = nullptr;
+  if (PyContextVar_Get(variable.ptr(), nullptr, &value) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+inline bool is_text(PyObject* object, PyObject* text) { return object == text || (PyUnicode_Check(object) && bind::equal(object, text)); }
+
+// A tensor, and the object that it was read of.
+struct Plain : bind::Tensor {
+  PyObject* object = nullptr;
+};
+
+// May be None.
+struct Maybe : Plain {};
+
+// Only None.
+struct Absent {};
+
+// One call: its settings, and what it makes.
+class Caller {
+ public:
+  explicit Caller(const Settings& settings) : settings_(settings) {}
+
+  bool is_at_rest(PyObject* op) const {
+    static PyObject *const automatic = name("auto"), *const native = name("native");
+    PyObject* last = PyDict_GetItemWithError(settings_.last.ptr(), op);
+    if (last == nullptr || !is_text(last, native) || PyList_GET_SIZE(settings_.emulated.ptr()) > 0) return false;
+    const py::object forced = value_of(settings_.forced);
+    return value_of(settings_.asked).is_none() && (is_text(forced.ptr(), automatic) || is_text(forced.ptr(), native));
+  }
+
+  // Whether a backward or a tangent may follow for some tensor.
+  bool may_differentiate() const {
+    static PyObject* const level = name("_current_level");
+    if (py::reinterpret_steal<py::object>(PyObject_CallNoArgs(settings_.is_grad_enabled.ptr())).is(py::bool_(false))) return false;
+    PyObject* found = PyDict_GetItemWithError(settings_.forward_ad.ptr(), level);
+    if (found == nullptr || PyLong_AsLong(found) >= 0) return true;
+    return needs_gradient_;
+  }
+
+  bool take(PyObject* object, Plain& out) {
+    static PyObject* const requires_grad = name("requires_grad");
+    if (Py_TYPE(object) != bind::torch().tensor && reinterpret_cast<PyObject*>(Py_TYPE(object)) != settings_.parameter.ptr())
+      return false;
+    const auto needs = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, requires_grad));
+    needs_gradient_ |= needs.ptr() != Py_False;
+    out.object = object;
+    return out.lent(dlpack::kCpu, object);
+  }
+
+  bool take(PyObject* object, Maybe& out) { return object == Py_None || take(object, static_cast<Plain&>(out)); }
+  bool take(PyObject* object, Absent&) { return object == Py_None; }
+  bool take(PyObject* object, bool& out) {
+    out = object == Py_True;
+    return PyBool_Check(object);
+  }
+  bool take(PyObject* object, double& out) {
+    if (!PyFloat_CheckExact(object)) return false;
+    out = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  bool take(PyObject* object, int64_t& out) {
+    if (!PyLong_CheckExact(object)) return false;
+    int overflow;
+    out = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0;
+  }
+  template <class Enum, std::enable_if_t<std::is_enum_v<Enum>, int> = 0>
+  bool take(PyObject* object, Enum& out) {
+    const auto& names = bind::names_in_python<Enum>();
+    for (size_t i = 0; i < names.size(); ++i)
+      if (is_text(object, names[i])) return out = static_cast<Enum>(i), true;
+    return false;
+  }
+
+  // The arguments by place and by name; the fields that are not given keep what they hold.
+  template <class Call>
+  bool take_all(PyObject* args, PyObject* kwargs, Call& call) {
+    const auto& names = bind::keywords<Call>();
+    const Py_ssize_t places = PyTuple_GET_SIZE(args);
+    Py_ssize_t named = PyDict_GET_SIZE(kwargs), i = 0;
+    if (places > Call::kPlaces) return false;
+    bool taken = true;
+    bind::each_keyword(call, [&](const char*, auto& field) {
+      PyObject* given = nullptr;
+      if (i < places) given = PyTuple_GET_ITEM(args, i);
+      else if (named > 0 && (given = PyDict_GetItemWithError(kwargs, names[i])) != nullptr) --named;
+      ++i;
+      if (taken && given != nullptr) taken = take(given, field);
+    });
+    return taken && named == 0;
+  }
+
+  // Dense and empty, of the shape and the dtype of `like`, or of fp32.
+  py::object empty(PyObject* like, Plain& out, bool wide = false) const {
+    static PyObject* const names = PyTuple_Pack(2, name("memory_format"), name("dtype"));
+    static PyObject* const one = PyTuple_Pack(1, name("memory_format"));
+    PyObject* arguments[] = {like, settings_.contiguous.ptr(), settings_.float32.ptr()};
+    auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(settings_.empty_like.ptr(), arguments, 1, wide ? names : one));
+    if (!made) throw py::error_already_set();
+    // a mode of torch's may have made what only looks like a tensor
+    if (Py_TYPE(made.ptr()) != bind::torch().tensor || !out.lent(dlpack::kCpu, made.ptr()))
+      throw std::invalid_argument("not a plain tensor");
+    return made;
+  }
+
+  bool is_debugging() const {
+    const py::object forced = value_of(settings_.debug);
+    if (!forced.is_none()) return !forced.is(py::bool_(false));
+    const char* value = std::getenv("RLKERNEL_DEBUG");
+    return value != nullptr && *value != '\0' && std::string(value) != "0";
+  }
+
+  bool is_of_ranks() const {
+    static PyObject* const level = name("level");
+    static PyObject* const batch = name("batch");
+    PyObject* levels = settings_.levels.ptr();
+    const Py_ssize_t count = PyList_GET_SIZE(levels);
+    if (count == 0) return false;
+    const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(PyList_GET_ITEM(levels, count - 1), level));
+    return !found || !is_text(found.ptr(), batch);
+  }
+
+ private:
+  const Settings& settings_;
+  bool needs_gradient_ = false;
+};
+
+// Other threads of Python run meanwhile where that pays.
+template <class Launch>
+void launched(int64_t elements, Launch launch) {
+  PyThreadState* state = elements >= (1 << 14) ? PyEval_SaveThread() : nullptr;
+  int error = -1;
+  std::exception_ptr thrown;
+  try {
+    error = launch();
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  if (state != nullptr) PyEval_RestoreThread(state);
+  if (thrown) std::rethrow_exception(thrown);
+  if (error) throw std::runtime_error("the kernel failed");
+}
+
+// [..., H] of floats as kernels of rows take them without a copy.
+inline bool are_rows(const bind::Tensor& x) {
+  return x.given && x.rank() > 0 && x.elements() > 0 && x.is_float() && (x.is_dense() || (x.rank() <= 3 && x.stride(x.rank() - 1) == 1));
+}
+
+// [H] of floats, or None.
+inline bool is_row(const bind::Tensor& x, int64_t length) {
+  return !x.given || (x.rank() == 1 && x.size(0) == length && x.is_float() && x.is_dense());
+}
+
+template <class Launch>
+struct Function {
+  Settings settings;
+  PyObject* op;
+  Launch launch;
+  PyMethodDef method;
+};
+
+template <class Call, class Launch>
+PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count) noexcept {
+  if (count == 2 && PyTuple_CheckExact(arguments[0]) && PyDict_CheckExact(arguments[1])) {
+    const auto& function = *static_cast<const Function<Launch>*>(PyCapsule_GetPointer(self, nullptr));
+    try {
+      Caller caller(function.settings);
+      Call call{};
+      if (caller.is_at_rest(function.op) && caller.take_all(arguments[0], arguments[1], call) && !caller.may_differentiate())
+        if (py::object made = call.run(caller, function.launch)) return made.release().ptr();
+    } catch (py::error_already_set&) {  // the long way meets it again
+    } catch (const std::exception&) {
+    }
+    PyErr_Clear();
+  }
+  Py_RETURN_NONE;
+}
+
+template <class Call, class Launch>
+py::object define(const char* op, Launch launch, Settings settings) {
+  auto* function = new Function<Launch>{std::move(settings), name(op), launch, {}};  // as long as the process
+  const auto entry = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&invoke<Call, Launch>));
+  function->method = {op, entry, METH_FASTCALL, nullptr};
+  const py::capsule self(static_cast<void*>(function));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&function->method, self.ptr()));
+}
+
+}  // namespace rlkernel::direct

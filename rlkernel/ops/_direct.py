@@ -1,0 +1,44 @@
+"""The short way of a public function: straight to the compiled kernel where nothing else is to be decided."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from rlkernel import dispatch
+
+F = TypeVar("F", bound=Callable[..., Any])
+Short = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def direct(function: F) -> F:
+    """``function``, whose calls of plain CPU tensors go to the compiled kernel at once.
+
+    Checks, choice, record and autograd take longer than a small kernel.  Where no backward follows, no
+    setting is on and every argument is as it mostly is, C++ looks at them and makes the result; all other
+    calls are declined there and take ``function``, which also words the errors.
+    """
+    op = function.__name__
+    short: Short = _declined
+    is_compiling = torch.compiler.is_dynamo_compiling
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
+        found = short(args, kwargs)
+        return function(*args, **kwargs) if found is None else found
+
+    def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The extension is loaded when it is needed, and not before."""
+        nonlocal short
+        short = dispatch.direct(op) or _declined
+        return short(args, kwargs)
+
+    short = first
+    return call  # type: ignore[return-value]
+
+
+def _declined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return None

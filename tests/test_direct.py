@@ -1,0 +1,298 @@
+"""The short way of a public call: it gives what the long one gives, to the bit, and is taken only where
+nothing but the kernel is left to be decided.  Both are asked for each call: a way that is lost is seen.
+"""
+
+import functools
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import rlkernel
+from rlkernel import dispatch, native
+from rlkernel.runtime import debug
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPS = ("layer_norm", "rms_norm", "swiglu", "logprob")
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def plain(op, dtype=torch.float32, shape=(3, 37)):
+    """The tensors of a call that the short way takes."""
+    x = drawn(*shape, dtype=dtype)
+    if op == "layer_norm":
+        return x, drawn(shape[-1], dtype=dtype), drawn(shape[-1], dtype=dtype, seed=1)
+    if op == "rms_norm":
+        return x, drawn(shape[-1], dtype=dtype)
+    if op == "swiglu":
+        return x, drawn(*shape, dtype=dtype, seed=1)
+    return x, torch.arange(x[..., 0].numel()).view(shape[:-1]) % shape[-1]
+
+
+way = functools.cache(dispatch.direct)
+
+
+def short(op, *args, **kwargs):
+    """What the short way makes of a call, None where it declines."""
+    return way(op)(args, kwargs)
+
+
+def long(op, *args, **kwargs):
+    return getattr(rlkernel, op).__wrapped__(*args, **kwargs)
+
+
+def parts(found):
+    return [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+
+
+def are_equal(a, b):
+    return type(a) is type(b) and all(
+        torch.equal(x, y) and x.dtype == y.dtype and x.shape == y.shape and x.is_contiguous()
+        for x, y in zip(parts(a), parts(b), strict=True)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _chosen_before():
+    """The first call of an op chooses its backend, the long way."""
+    for op in OPS:
+        long(op, *plain(op))
+        assert rlkernel.last_backend(op) == "native"
+
+
+TAKEN = {
+    "layer_norm": [{}, {"eps": 0.25}, {"eps": 0.0}],
+    "rms_norm": [{}, {"eps": 0.5, "rounding": "after_weight"}, {"weight_offset": 1.0, "residual": None}],
+    "swiglu": [{}, {"activation": "gelu_tanh"}, {"activation": "gelu", "rounding": "after_product"}],
+    "logprob": [{}, {"temperature": 0.7}, {"return_entropy": True, "ignore_index": 0, "group": None}],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_it_has_the_bits_of_the_long_way(op, dtype):
+    for shape in ((37,), (1, 2), (3, 37), (2, 3, 130), (2, 1, 3, 64), (90, 300)):
+        for options in TAKEN[op]:
+            call = plain(op, dtype, shape)
+            assert are_equal(short(op, *call, **options), long(op, *call, **options)), (shape, options)
+    wide = drawn(4, 6, 80, dtype=dtype)
+    for view in (wide[..., :40], wide[:, :-1], wide[:, 2], wide[:1].expand(3, 6, 80), wide[2:, ::2, 3:9]):
+        _, *rest = plain(op, dtype, view.shape)
+        assert are_equal(short(op, view, *rest), long(op, view, *rest)), view.stride()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arguments_are_taken_by_place_and_by_name(op):
+    names = {"layer_norm": ("x", "weight", "bias"), "rms_norm": ("x", "weight"), "swiglu": ("gate", "up")}
+    call = plain(op)
+    named = dict(zip(names.get(op, ("logits", "target_ids")), call, strict=True))
+    wanted = long(op, *call)
+    assert are_equal(short(op, **dict(reversed(named.items()))), wanted)
+    assert are_equal(short(op, call[0], **dict([*named.items()][1:])), wanted)
+    assert short(op, *call, **named) is None  # twice
+    assert short(op, *call, unknown=1) is None
+    assert short(op) is None
+    with pytest.raises(TypeError, match=f"{op}.. got .* 'unknown'"):
+        getattr(rlkernel, op)(*call, unknown=1)
+
+
+def test_what_is_absent():
+    x, weight, bias = plain("layer_norm")
+    for rest in ((), (weight,), (None, bias), (weight.double().float(), None)):
+        assert are_equal(short("layer_norm", x, *rest), long("layer_norm", x, *rest))
+    assert are_equal(short("rms_norm", x), long("rms_norm", x))
+    narrow = x.bfloat16()  # beside weights of fp32
+    assert are_equal(short("layer_norm", narrow, weight, bias), long("layer_norm", narrow, weight, bias))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_parameter_is_plain(op):
+    first, *rest = plain(op)
+    with torch.no_grad():
+        assert are_equal(short(op, torch.nn.Parameter(first), *rest), long(op, first, *rest))
+    with torch.inference_mode():
+        found = short(op, first, *rest)
+    assert all(x.is_inference() for x in parts(found)) and are_equal(found, long(op, first, *rest))
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def _dual(x):
+    return forward_ad.make_dual(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.double(),
+        lambda x: x.to(torch.int32),
+        lambda x: x.requires_grad_(),
+        lambda x: x.to("meta"),
+        lambda x: x.as_subclass(Marked),
+        lambda x: FakeTensorMode().from_tensor(x),
+        lambda x: x.to_sparse(),
+        lambda x: x.tolist(),
+        lambda x: x[:0],
+        lambda x: x.mT.contiguous().mT,
+        lambda x: None,
+    ],
+    ids=["fp64", "int", "gradient", "meta", "subclass", "fake", "sparse", "list", "empty", "columns", "none"],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_other_tensors_are_declined(op, change):
+    first, *rest = plain(op)
+    assert short(op, first, *rest) is not None
+    assert short(op, change(first.clone()), *rest) is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_a_tangent_or_a_transform_follows_it_declines(op):
+    first, *rest = plain(op)
+    with forward_ad.dual_level():
+        assert short(op, first, *rest) is None and short(op, _dual(first), *rest) is None
+    seen = []
+
+    def looked(x):
+        seen.append(short(op, x, *rest))
+        return x.sum()
+
+    torch.func.grad(looked)(first)
+    torch.func.jvp(looked, (first,), (first,))
+    torch.func.vmap(looked)(first[None])
+    assert seen == [None] * 3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_a_setting_is_on_it_declines(op):
+    call = plain(op)
+    with rlkernel.use_backend("reference"):
+        assert short(op, *call) is None
+    with rlkernel.use_backend("native"), rlkernel.use_backend("auto"):
+        assert short(op, *call) is not None
+    with native.emulated(native.extension().cpu):
+        assert short(op, *call) is None
+    assert rlkernel.explain(op, *call)["native"] == []
+    with dispatch.asking() as answer:
+        getattr(rlkernel, op)(*call)
+    assert answer
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert short(op, *call) is None
+    assert short(op, *call) is not None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_ran_is_what_is_told(op):
+    call = plain(op)
+    with rlkernel.use_backend("reference"):
+        getattr(rlkernel, op)(*call)
+    assert rlkernel.last_backend(op) == "reference"
+    assert short(op, *call) is None
+    getattr(rlkernel, op)(*call)
+    assert rlkernel.last_backend(op) == "native" and short(op, *call) is not None
+
+
+def test_debug_checks_and_ranks_take_the_long_way(monkeypatch):
+    logits, ids = plain("logprob")
+    with debug.checks():
+        assert short("logprob", logits, ids) is None
+        with debug.checks(False):
+            assert short("logprob", logits, ids) is not None
+    for value, debugs in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("RLKERNEL_DEBUG", value)
+        assert (short("logprob", logits, ids) is None) == debugs == debug.enabled()
+    with rlkernel.batch_invariant():
+        assert short("logprob", logits, ids) is not None
+        with rlkernel.batch_invariant(level="tensor_parallel"):
+            assert short("logprob", logits, ids) is None
+
+
+BAD = {
+    "layer_norm": [
+        (lambda x, w, b: (x, w[:-1], b), {}, "weight must have the shape"),
+        (lambda x, w, b: (x, w, b[None]), {}, "bias must have the shape"),
+        (lambda x, w, b: (x, w.long(), b), {}, "weight must be float16"),
+        (lambda x, w, b: (x, w, b), {"eps": -1.0}, "eps must be"),
+        (lambda x, w, b: (x, w, b), {"eps": float("nan")}, "eps must be"),
+        (lambda x, w, b: (x[0, 0], w, b), {}, "x must be"),
+        (lambda x, w, b: (x, 3.0, b), {}, "weight must be a tensor or None"),
+    ],
+    "rms_norm": [
+        (lambda x, w: (x, w[:, None]), {}, "weight must have the shape"),
+        (lambda x, w: (x, w), {"rounding": "never"}, "rounding must be one of"),
+        (lambda x, w: (x, w), {"weight_offset": float("inf")}, "weight_offset must be"),
+        (lambda x, w: (x, w), {"residual": 1}, "residual must be a tensor or None"),
+    ],
+    "swiglu": [
+        (lambda g, u: (g, u[:-1]), {}, "up must have gate's shape"),
+        (lambda g, u: (g, u.mT), {}, "up must have gate's shape"),
+        (lambda g, u: (g, u.half()), {}, "up must have gate's dtype"),
+        (lambda g, u: (g, u), {"activation": "relu"}, "activation must be one of"),
+        (lambda g, u: (g, u), {"rounding": None}, "rounding must be one of"),
+    ],
+    "logprob": [
+        (lambda x, i: (x, i[:-1]), {}, "target_ids must have the shape"),
+        (lambda x, i: (x, i[:, None]), {}, "target_ids must have the shape"),
+        (lambda x, i: (x, i.float()), {}, "target_ids must be integers"),
+        (lambda x, i: (x, i + 35), {}, r"target_ids\[2\] = 37 is outside"),
+        (lambda x, i: (x, i - 1), {}, r"target_ids\[0\] = -1 is outside"),
+        (lambda x, i: (x, i), {"temperature": 0.0}, "temperature must be > 0"),
+        (lambda x, i: (x, i), {"temperature": 1e39}, "temperature must be > 0"),
+        (lambda x, i: (x, i), {"ignore_index": 2**63}, "ignore_index must be an integer of 64 bits"),
+        (lambda x, i: (x, i), {"support_ids": torch.tensor([0])}, "support_offsets must be given"),
+        (lambda x, i: (x, i), {"vocab_start": 3}, "vocab_start must be None"),
+    ],
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_off_is_declined_and_worded_by_the_long_way(op):
+    for change, options, message in BAD[op]:
+        call = change(*plain(op))
+        assert short(op, *call, **options) is None, message
+        with pytest.raises(ValueError, match=f"^{message}"):
+            getattr(rlkernel, op)(*call, **options)
+
+
+def test_values_that_are_as_good_take_the_long_way():
+    x, weight, bias = plain("layer_norm")
+    for call in ((x, weight.double(), bias), (x, torch.stack([weight] * 2, 1)[:, 0], bias)):
+        assert short("layer_norm", *call) is None
+        assert torch.equal(rlkernel.layer_norm(*call), rlkernel.layer_norm(x, weight, bias))
+    logits, ids = plain("logprob")
+    assert short("logprob", logits, ids.int()) is None
+    assert short("logprob", logits, ids, temperature=torch.ones(3)) is None
+    many = drawn(2, 3, 4, 5, 8)[:, :2, :, :3, :5]
+    assert short("rms_norm", many) is None
+    assert torch.equal(rlkernel.rms_norm(many), rlkernel.rms_norm(many.contiguous()))
+
+
+def test_results_are_their_own():
+    """Nothing is shared between calls, nor with what was given."""
+    call = plain("layer_norm")
+    a, b = (short("layer_norm", *call) for _ in range(2))
+    assert len({x.untyped_storage().data_ptr() for x in (*call, a, b)}) == 5
+    assert a.resize_(200).shape == (200,) and a.grad_fn is None and not a.requires_grad
+
+
+def test_one_that_is_compiled_sees_no_short_way():
+    x, weight, bias = plain("layer_norm")
+    whole = torch.compile(lambda *call: rlkernel.layer_norm(*call) * 2, backend="eager", fullgraph=True)
+    assert torch.equal(whole(x, weight, bias), rlkernel.layer_norm(x, weight, bias) * 2)
+
+
+def test_no_reference_is_lost():
+    call = plain("logprob")
+    objects = [*call, torch.empty_like, rlkernel.LogprobOutput]
+    before = [sys.getrefcount(x) for x in objects]
+    for _ in range(100):
+        short("logprob", *call, return_entropy=True)
+        short("logprob", *call, temperature=0.0)
+        short("logprob", call[0], call[0])
+    assert [sys.getrefcount(x) for x in objects] == before
