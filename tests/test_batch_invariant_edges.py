@@ -145,7 +145,14 @@ def attended(x):
     return scores.softmax(-1, dtype=torch.float32)
 
 
+def by_heads(x):
+    """The same of heads that lie one behind the other, as XGLM and TrOCR have them."""
+    return attended(x.flatten(0, 1))
+
+
 LET_THROUGH_BEFORE = {
+    "torch's _softmax": lambda: by_heads(torch.randn(1, 2, 5, 4, generator=g)),
+    "that hides keys": lambda: torch.tensor([[[-torch.inf, -1e9, 0.5, 0.7, -1e9]]]).softmax(-1),
     "_softmax": lambda: attended(torch.randn(1, 2, 5, 4, generator=g).half()),
     "mkldnn_rnn_layer": lambda: torch.nn.LSTM(4, 2).requires_grad_(False)(ROWS[None]),
     "_masked_softmax": lambda: torch._masked_softmax(ROWS, ROWS > 0, 1, 2),
@@ -157,6 +164,16 @@ LET_THROUGH_BEFORE = {
     "pow_.Scalar": lambda: ROWS.abs().pow_(1.7),
     "_fft_r2c": lambda: torch.fft.rfft(ROWS),
 }
+
+
+def test_filtered_logits_are_no_attention():
+    logits = torch.randn(2, 5, 40, generator=g)
+    filtered = logits.masked_fill(logits < 0.5, -torch.inf)
+    with rlkernel.batch_invariant():
+        assert torch.equal(filtered.softmax(-1)[:1, 2:], filtered[:1, 2:].softmax(-1))
+        assert torch.equal(logits[..., :20].log_softmax(-1)[1:], logits[1:, :, :20].log_softmax(-1))
+        logits[..., 30:] = -torch.inf  # a vocabulary that is filled up
+        assert torch.equal(logits.log_softmax(-1)[1:], logits[1:].log_softmax(-1))
 
 
 @pytest.mark.parametrize("name", LET_THROUGH_BEFORE)

@@ -109,7 +109,7 @@ def _softmax(name: str) -> Callable[..., Tensor]:
         need_floats(x)
         if x.dim() and dim % x.dim() != x.dim() - 1:
             raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
-        if x.dim() >= 4 and bool((x <= HIDDEN).any()):
+        if _is_attention(x, name):
             raise Refused(
                 "attention that hides keys by large negative scores sums over them too, in an order that "
                 "padding moves: use scaled_dot_product_attention, or rlkernel's attention by register_hf()"
@@ -119,6 +119,19 @@ def _softmax(name: str) -> Callable[..., Tensor]:
         return original(x, dim, half_to_float, **kwargs)
 
     return run
+
+
+def _is_attention(x: Tensor, name: str) -> bool:
+    """[B, H, T, Tk] with hidden keys, or [B * H, T, Tk] whose rows show keys that follow each other: filtered
+    logits [B, T, V] show scattered ones, and losses are of their logarithm.
+    """
+    if x.dim() < 3 or (x.dim() == 3 and name != "_softmax"):
+        return False
+    hidden = x <= HIDDEN
+    if x.dim() > 3 or not bool(hidden.any()):
+        return bool(hidden.any())
+    edges = hidden[..., 1:] != hidden[..., :-1]
+    return bool((edges.sum(2) <= 1 + hidden[..., 0].int()).all())
 
 
 def _dense_softmax(original: Callable[..., Tensor], half_to_float: bool, x: Tensor) -> Tensor:
