@@ -39,9 +39,7 @@ def product(a, weight, **options):
     return rlkernel.matmul(a, weight.t(), out_dtype=torch.float32, **options)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype"), [("sm_80", torch.bfloat16), ("sm_90", torch.bfloat16), ("sm_90", torch.float16)]
-)
+@pytest.mark.parametrize(("target", "dtype"), [("sm_80", torch.bfloat16), ("sm_90", torch.float16)])
 def test_a_row_of_a_product_has_its_bits_in_any_batch(target, dtype):
     a, weight = probe(257, 130, 1, dtype), probe(18, 130, 2, dtype)
     with on(target):
@@ -94,6 +92,94 @@ def test_tiles_and_steps_change_no_bit(target, monkeypatch):
         for step in (16, 32):
             monkeypatch.setattr(triton_matmul, "STEP", {16: step})
             check(f"steps of {step}", wanted)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that products launch, as on a Hopper GPU."""
+    names = []
+    for name in ("_by_pointers", "_by_descriptors"):
+        plain = getattr(triton_matmul, name)
+
+        def launch(*args, plain=plain, name=name):
+            names.append(name)
+            plain(*args)
+
+        monkeypatch.setattr(triton_matmul, name, launch)
+    monkeypatch.setattr(triton_matmul, "_generation", lambda: 9)
+    return names
+
+
+def test_a_row_has_its_bits_in_any_batch_by_descriptors(launched):
+    """Those of few rows, which pointers load, too."""
+    a, weight = probe(257, 136, 1, torch.bfloat16), probe(72, 136, 2, torch.bfloat16)
+    with on("sm_90"):
+        for name, got, want in surroundings(lambda x: product(x, weight), a, (1, 17, 64, 65, 128, 129)):
+            assert_equal(name, got, want)
+    assert {*launched} == {"_by_pointers", "_by_descriptors"}
+
+
+def layout(x, across):
+    return x.t().contiguous().t() if across else x.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("across", "dtype"),
+    [
+        ((False, False), torch.bfloat16),
+        ((True, False), torch.float16),
+        ((False, True), torch.bfloat16),
+        ((True, True), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_descriptors_have_the_bits_of_pointers(across, dtype, launched, monkeypatch):
+    """In every layout, to either dtype, where tiles end beyond rows, columns and K."""
+    a, b = (layout(probe(*s, 3, dtype), x) for s, x in zip(((136, 72), (72, 264)), across, strict=True))
+    bias = probe(1, 264, 4)[0]
+
+    def run():
+        return [rlkernel.matmul(a, b, bias, out_dtype=wide) for wide in (dtype, torch.float32)]
+
+    with on("sm_90"):
+        described = run()
+        assert launched == ["_by_descriptors"] * 2
+        monkeypatch.setattr(triton_matmul, "_generation", lambda: 8)
+        for got, want in zip(described, run(), strict=True):
+            assert_equal(str(want.dtype), got, want)
+        assert launched[2:] == ["_by_pointers"] * 2
+
+
+A, B = torch.zeros(72, 64).bfloat16(), torch.zeros(64, 72).bfloat16()
+SHIFTED = torch.zeros(72 * 64 + 1).bfloat16()[1:].view(72, 64)
+NOT_DESCRIBED = {
+    "few rows": (A[:64], B),
+    "few columns": (A, B[:, :64]),
+    "a short K": (A[:, :56], B[:56]),
+    "an address in between": (SHIFTED, B),
+    "rows in between": (torch.zeros(72, 65).bfloat16()[:, :64], B),
+    "rows that overlap": (A, B[:1].expand(64, 72)),
+    "no dense dimension": (A, torch.zeros(64, 72, 2).bfloat16()[..., 0]),
+    "a batch": (A.expand(2, 72, 64), B.expand(2, 64, 72)),
+    "fp32": (A.float(), B.float()),
+}
+
+
+@pytest.mark.parametrize("case", NOT_DESCRIBED)
+def test_what_a_descriptor_cannot_copy_is_loaded_by_pointers(case, launched):
+    with on("sm_90"):
+        rlkernel.matmul(A, B)
+        assert launched == ["_by_descriptors"]
+        rlkernel.matmul(*NOT_DESCRIBED[case])
+    assert launched[1:] == ["_by_pointers"]
+
+
+@pytest.mark.parametrize("generation", [0, 7, 8, 11, 12])
+def test_other_gpus_load_by_pointers(generation, launched, monkeypatch):
+    monkeypatch.setattr(triton_matmul, "_generation", lambda: generation)
+    with on("sm_80"):
+        rlkernel.matmul(A, B)
+    assert launched == ["_by_pointers"]
 
 
 @ON_EVERY_GPU

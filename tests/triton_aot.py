@@ -3,7 +3,7 @@
 ``tests/aot_cases/<op>.py`` has calls on CPU tensors.  They run here with a driver that only names the target,
 and with each launch replaced by Triton's own compile without launching; so what is compiled is what would be
 launched, specialised as it would be.  Prints one JSON object: case -> kernel -> registers, spills, shared
-memory.
+memory, units of the GPU.
 
 Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first
 import.
@@ -79,7 +79,7 @@ def compiling_only() -> Iterator[list[tuple[str, Any]]]:
         JITFunction.run = run
 
 
-def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     report = {}
     for name, call in cases.items():
         with compiling_only() as compiled:
@@ -189,14 +189,19 @@ def binaries_of_varied_calls() -> dict[str, int]:
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
 
-def resources(binary: Any) -> dict[str, int]:
-    """Registers a thread, bytes a thread spills to memory, bytes of shared memory a program."""
+# instructions of Hopper and Blackwell that multiply tiles, and that copy tiles of a tensor
+UNITS = ("wgmma.mma_async", "tcgen05.mma", "cp.async.bulk.tensor")
+
+
+def resources(binary: Any) -> dict[str, Any]:
+    """Registers a thread, bytes a thread spills to memory, bytes of shared memory, UNITS that it uses."""
     if "hsaco" in binary.asm:
         text = binary.asm["amdgcn"]
         field = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
         # scalar registers spill into vector registers, which costs no memory
         spilled = field["vgpr_spill_count"] + field["private_segment_fixed_size"]
-        return {"registers": field["vgpr_count"], "spilled": spilled, "shared": binary.metadata.shared}
+        shared = binary.metadata.shared
+        return {"registers": field["vgpr_count"], "spilled": spilled, "shared": shared, "units": []}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -207,6 +212,7 @@ def resources(binary: Any) -> dict[str, int]:
         "registers": field["REG"],
         "spilled": field["STACK"] + field["LOCAL"],
         "shared": binary.metadata.shared,
+        "units": [name for name in UNITS if name in binary.asm["ptx"]],
     }
 
 

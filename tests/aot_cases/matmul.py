@@ -1,4 +1,7 @@
-"""Calls of ``matmul``: tiles of each height, forward as a linear layer has it, and both backward products."""
+"""Calls of ``matmul``: tiles of each height, forward as a linear layer has it, and both backward products.
+
+Those of 16 bits with many rows, aligned and in no batch, are copied by descriptors where a GPU has them.
+"""
 
 import torch
 
@@ -7,8 +10,8 @@ from rlkernel.triton_ops import matmul
 
 
 def cases():
-    def forward(dtype, rows, size=1024, out_dtype=None, bias=False):
-        a, weight = torch.empty(1, rows, size, dtype=dtype), torch.empty(1, 512, size, dtype=dtype)
+    def forward(dtype, rows, size=1024, out_dtype=None, bias=False, batch=1):
+        a, weight = (torch.empty(batch, n, size, dtype=dtype) for n in (rows, 512))
         row = torch.empty(512, dtype=dtype) if bias else None
         return lambda: matmul.forward(MatmulCall(a, weight.mT, row, out_dtype or dtype))
 
@@ -24,6 +27,7 @@ def cases():
         "bf16 M = 64": forward(bf16, 64),
         "bf16 M = 512": forward(bf16, 512, bias=True),
         "bf16 M = 512 to fp32": forward(bf16, 512, out_dtype=fp32),
+        "bf16 M = 512 by pointers": forward(bf16, 512, batch=2),
         "fp16 M = 512 odd K": forward(fp16, 512, 1023),
         "fp32 M = 1": forward(fp32, 1),
         "fp32 M = 512": forward(fp32, 512, bias=True),
