@@ -27,6 +27,20 @@ def test_what_was_enabled_is_disabled_inside_a_block_without_it():
     assert not names.is_batch_invariant_mode_enabled()
 
 
+def test_what_is_not_done_when_it_returns_is_not_decorated():
+    """The block would be over before it runs."""
+
+    def generator():
+        yield rlkernel.batch_invariant.is_enabled()
+
+    async def coroutine():
+        return rlkernel.batch_invariant.is_enabled()
+
+    for function in (generator, coroutine):
+        with pytest.raises(ValueError, match="func must be done when it returns, got .*inside of it"):
+            rlkernel.batch_invariant()(function)
+
+
 def test_a_block_ends_while_another_thread_has_suspended_it():
     entered, leave, errors = threading.Event(), threading.Event(), []
 
@@ -139,10 +153,22 @@ def test_an_element_has_the_same_bits_at_every_place_and_stride(name, dtype):
                 assert torch.equal(PLACED[name](layout), whole[first:end])
 
 
+def test_gated_halves_have_the_same_bits_at_every_stride():
+    x = torch.randn(40, 600, generator=g)
+    with rlkernel.batch_invariant():
+        for dim in (0, 1):
+            assert torch.equal(F.glu(x.t().contiguous().t(), dim), F.glu(x, dim))
+        with pytest.raises(ValueError, match=r"dim must be one of even size, got dim 0 of shape \(3, 4\)"):
+            F.glu(ROWS, 0)
+
+
 def attended(x):
     """As models write it where they do not call scaled_dot_product_attention."""
     scores = (x @ x.mT).masked_fill(torch.ones(5, 5).triu(1).bool(), torch.finfo(x.dtype).min)
     return scores.softmax(-1, dtype=torch.float32)
+
+
+SQUARE = torch.eye(3)
 
 
 def by_heads(x):
@@ -162,6 +188,10 @@ LET_THROUGH_BEFORE = {
     "logaddexp": lambda: torch.logaddexp(ROWS, ROWS),
     "atanh_": lambda: (ROWS / 9).atanh_(),
     "pow_.Scalar": lambda: ROWS.abs().pow_(1.7),
+    "_linalg_solve_ex": lambda: torch.linalg.solve(SQUARE, torch.ones(3, 2)),
+    "linalg_solve_triangular": lambda: torch.linalg.solve_triangular(SQUARE, torch.ones(3, 2), upper=False),
+    "linalg_lstsq": lambda: torch.linalg.lstsq(SQUARE, torch.ones(3, 2)),
+    "_cholesky_solve_helper": lambda: torch.cholesky_solve(torch.ones(3, 2), SQUARE),
     "_fft_r2c": lambda: torch.fft.rfft(ROWS),
 }
 

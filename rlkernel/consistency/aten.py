@@ -75,6 +75,9 @@ REFUSED = {
         ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit"), _LIBRARY
     ),
     **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "linalg_matrix_exp"), _LIBRARY),
+    # of one system: the columns of its right side are a batch
+    **dict.fromkeys(("_linalg_solve_ex", "linalg_solve_triangular", "linalg_lu_solve"), _LIBRARY),
+    **dict.fromkeys(("_cholesky_solve_helper", "triangular_solve", "linalg_lstsq", "ormqr"), _LIBRARY),
     **dict.fromkeys(("_pdist_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"), _LIBRARY),
     **dict.fromkeys(("var_mean.correction", "std_mean.correction", "norm.ScalarOpt_dim"), _ORDER),
     **dict.fromkeys(("norm.ScalarOpt_dim_dtype", "linalg__powsum", "native_group_norm"), _ORDER),

@@ -37,6 +37,24 @@ def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
     return activated_backward(grad, x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
+def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if x.dim() == 0 or x.shape[dim] % 2:
+        raise ValueError(f"dim must be one of even size, got dim {dim} of shape {tuple(x.shape)}")
+    first, second = x.chunk(2, dim)
+    return first, second
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    first, second = _halves(x, dim)
+    return first * sigmoid(second)
+
+
+def glu_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    first, second = _halves(x, dim)
+    gate = sigmoid(second)
+    return torch.cat([grad * gate, grad * first * gate * (1 - gate)], dim)
+
+
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     scaled = x * beta
     return torch.where(scaled > threshold, x, torch.log1p(torch.exp(scaled)) / beta)
@@ -89,6 +107,8 @@ SERVED = {
     **{f"{name}.out": _served(f) for f, name in ((silu, "silu"), (gelu, "gelu"))},
     **{name: _served(sigmoid, promotes=True) for name in ("sigmoid", "sigmoid.out")},
     **{f"{name}_": _in_place(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
+    **{name: _served(glu) for name in ("glu", "glu.out")},
+    **{name: _served(glu_backward, 2) for name in ("glu_backward", "glu_backward.grad_input")},
     **{name: _served(softplus) for name in ("softplus", "softplus.out")},
     **{name: _served(rsqrt, promotes=True) for name in ("rsqrt", "rsqrt.out")},
     "rsqrt_": _in_place(rsqrt),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -58,6 +59,13 @@ class batch_invariant(contextlib.ContextDecorator):
         self.level, self.strict = level, strict
         self._entered: list[Setting] = []
         self._last = Setting(level, strict)
+
+    def __call__(self, func: Any) -> Any:
+        later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(returns_before(func) for returns_before in later):
+            name = getattr(func, "__qualname__", repr(func))
+            raise ValueError(f"func must be done when it returns, got {name}: use a block inside of it")
+        return super().__call__(func)
 
     def __enter__(self) -> batch_invariant:
         self._last = _enter(self.level, self.strict)
