@@ -3,6 +3,7 @@
 #include "rlkernel/kernels.h"
 #include "rlkernel/layer_norm/direct.h"
 #include "rlkernel/logprob/direct.h"
+#include "rlkernel/matmul/direct.h"
 #include "rlkernel/rms_norm/direct.h"
 #include "rlkernel/swiglu/direct.h"
 
@@ -39,6 +40,7 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(rms_norm, rms_norm_forward)
   DIRECT(swiglu, swiglu_forward)
   DIRECT(logprob, logprob_forward)
+  DIRECT(product, matmul)
   return py::none();
 }
 

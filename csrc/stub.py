@@ -37,7 +37,7 @@ def direct(
     levels: list[Any],
     forward_ad: dict[str, Any],
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
-    """The short way of an op's public call, or None: see csrc/include/rlkernel/direct.h."""
+    """The short way of a call, or None: see csrc/include/rlkernel/direct.h."""
 
 def built() -> dict[str, list[str]]:
     """Which parts were built, and for which instruction sets or architectures."""

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import rlkernel
 from rlkernel import dispatch, native
+from rlkernel.calls.matmul import MatmulCall
 from rlkernel.runtime import debug
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -296,3 +297,56 @@ def test_no_reference_is_lost():
         short("logprob", *call, temperature=0.0)
         short("logprob", call[0], call[0])
     assert [sys.getrefcount(x) for x in objects] == before
+
+
+def product_of(module, a, b, bias=None, dtype=None):
+    batched = [x if x.dim() == 3 else x[None] for x in (a, b)]
+    found = module.forward(MatmulCall(*batched, bias, dtype or a.dtype)).out
+    return found if a.dim() == 3 else found[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_below_autograd_have_the_bits_of_the_op(dtype):
+    module = dispatch.able("matmul", ("native",), drawn(1, dtype=dtype))[1]
+    for m, k, n in ((1, 1, 1), (3, 7, 5), (16, 64, 33), (5, 1, 4), (1, 300, 9)):
+        for batch in ((), (1,), (4,)):
+            a, columns = drawn(*batch, m, k, dtype=dtype), drawn(*batch, n, k, dtype=dtype, seed=1)
+            bias = drawn(n, dtype=dtype)
+            for b in (columns.mT, columns.mT.contiguous()):
+                for added in (None, bias):
+                    for out_dtype in (None, torch.float32):
+                        got = short("product", a, b, added, out_dtype is not None)
+                        if added is not None and dtype == torch.float16:
+                            assert got is None
+                        else:
+                            assert are_equal(got, product_of(module, a, b, added, out_dtype))
+
+
+def test_products_that_do_not_fit_are_declined():
+    a, b, bias = drawn(3, 4), drawn(4, 5), drawn(5)
+    assert short("product", a.requires_grad_(), torch.nn.Parameter(b), bias) is not None
+    a = a.detach()
+    for call in (
+        (a, b.mT),
+        (a, b.bfloat16()),
+        (a, b[None]),
+        (a[None], b.expand(2, 4, 5)),
+        (a[0], b),
+        (a.double(), b.double()),
+        (a[:0], b),
+        (a[:, :0], b[:0]),
+        (a, b, bias[:4]),
+        (a, b, bias[None]),
+        (a, b, bias.double()),
+        (a, b, None, False, 3),
+        (a.as_subclass(Marked), b),
+        (a.to("meta"), b.to("meta")),
+    ):
+        assert short("product", *call) is None
+    with native.emulated(native.extension().cpu):
+        assert short("product", a, b) is None
+    with rlkernel.batch_invariant() as mode, rlkernel.use_backend("reference"):
+        assert torch.equal(torch.mm(a, b), short("product", a, b))
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            torch.mm(a, a)
+    assert mode.report()[0] == ("mm", "native", 1)

@@ -8,17 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel import dispatch
 from rlkernel.calls.matmul import MatmulCall
 from rlkernel.consistency.aten_call import Refused, is_exact, module_of, need_floats, put, used
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """[..., M, K] with [..., K, N] of one dtype: rounded once, with ``bias`` [N] before."""
+    if dtype is None or dtype is torch.float32:
+        found = plain(a, b, bias, dtype is not None)
+        if found is not None:
+            return found
     need_floats(a, b)
     used.backend, module = _backend(a.dtype, a.device)
     if a.dim() == 3:
         return module.forward(MatmulCall(a, b, bias, dtype or a.dtype)).out
     return module.forward(MatmulCall(a.unsqueeze(0), b.unsqueeze(0), bias, dtype or a.dtype)).out.squeeze(0)
+
+
+def plain(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False, rank: int = 0
+) -> Tensor | None:
+    """The product of plain tensors of a CPU, in fp32 where it is ``wide``; None of others.
+
+    Python's part of a call takes as long as a small product.
+    """
+    short = _short()
+    found: Tensor | None = None if short is None else short((a, b, bias, wide, rank), {})
+    if found is not None:
+        used.backend = "native"
+    return found
+
+
+@functools.cache
+def _short() -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+    return dispatch.direct("product")
 
 
 @functools.lru_cache
@@ -72,6 +96,8 @@ def _need_operands(
 
 
 def mm(original: Callable[..., Tensor], a: Tensor, b: Tensor, *, rank: int = 2, **out: Any) -> Tensor:
+    if not out and (made := plain(a, b, rank=rank)) is not None:
+        return made
     if is_exact(a):
         return original(a, b, **out)
     _need_operands(original, rank, (a, b), out)

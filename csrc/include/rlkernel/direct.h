@@ -53,10 +53,12 @@ class Caller {
  public:
   explicit Caller(const Settings& settings) : settings_(settings) {}
 
+  bool has_own_kernels() const { return PyList_GET_SIZE(settings_.emulated.ptr()) == 0; }
+
   bool is_at_rest(PyObject* op) const {
     static PyObject *const automatic = name("auto"), *const native = name("native");
     PyObject* last = PyDict_GetItemWithError(settings_.last.ptr(), op);
-    if (last == nullptr || !is_text(last, native) || PyList_GET_SIZE(settings_.emulated.ptr()) > 0) return false;
+    if (last == nullptr || !is_text(last, native) || !has_own_kernels()) return false;
     const py::object forced = value_of(settings_.forced);
     return value_of(settings_.asked).is_none() && (is_text(forced.ptr(), automatic) || is_text(forced.ptr(), native));
   }
@@ -130,10 +132,18 @@ class Caller {
     PyObject* arguments[] = {like, settings_.contiguous.ptr(), settings_.float32.ptr()};
     auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(settings_.empty_like.ptr(), arguments, 1, wide ? names : one));
     if (!made) throw py::error_already_set();
-    // a mode of torch's may have made what only looks like a tensor
-    if (Py_TYPE(made.ptr()) != bind::torch().tensor || !out.lent(dlpack::kCpu, made.ptr()))
-      throw std::invalid_argument("not a plain tensor");
-    return made;
+    return read(made, out);
+  }
+
+  // Of this shape, and of the dtype of `like` or of fp32.
+  py::object new_empty(PyObject* like, const int64_t* shape, int rank, bool wide, Plain& out) const {
+    static PyObject *const method = name("new_empty"), *const names = PyTuple_Pack(1, name("dtype"));
+    py::tuple sizes(rank);
+    for (int d = 0; d < rank; ++d) sizes[d] = py::int_(shape[d]);
+    PyObject* arguments[] = {like, sizes.ptr(), settings_.float32.ptr()};
+    auto made = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(method, arguments, 2, wide ? names : nullptr));
+    if (!made) throw py::error_already_set();
+    return read(made, out);
   }
 
   bool is_debugging() const {
@@ -154,6 +164,13 @@ class Caller {
   }
 
  private:
+  py::object read(py::object made, Plain& out) const {
+    // a mode of torch's may have made what only looks like a tensor
+    if (Py_TYPE(made.ptr()) != bind::torch().tensor || !out.lent(dlpack::kCpu, made.ptr()))
+      throw std::invalid_argument("not a plain tensor");
+    return made;
+  }
+
   const Settings& settings_;
   bool needs_gradient_ = false;
 };
@@ -184,6 +201,18 @@ inline bool is_row(const bind::Tensor& x, int64_t length) {
   return !x.given || (x.rank() == 1 && x.size(0) == length && x.is_float() && x.is_dense());
 }
 
+// Calls that torch's dispatcher makes, for which neither a backend is chosen nor a backward follows.
+template <class Call, class = void>
+struct IsBelowAutograd : std::false_type {};
+template <class Call>
+struct IsBelowAutograd<Call, std::void_t<decltype(Call::kBelowAutograd)>> : std::true_type {};
+
+template <class Call>
+bool is_plain(Caller& caller, PyObject* op, PyObject* args, PyObject* kwargs, Call& call) {
+  if constexpr (IsBelowAutograd<Call>::value) return caller.has_own_kernels() && caller.take_all(args, kwargs, call);
+  else return caller.is_at_rest(op) && caller.take_all(args, kwargs, call) && !caller.may_differentiate();
+}
+
 template <class Launch>
 struct Function {
   Settings settings;
@@ -199,7 +228,7 @@ PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count) n
     try {
       Caller caller(function.settings);
       Call call{};
-      if (caller.is_at_rest(function.op) && caller.take_all(arguments[0], arguments[1], call) && !caller.may_differentiate())
+      if (is_plain(caller, function.op, arguments[0], arguments[1], call))
         if (py::object made = call.run(caller, function.launch)) return made.release().ptr();
     } catch (py::error_already_set&) {  // the long way meets it again
     } catch (const std::exception&) {
