@@ -631,6 +631,68 @@ def test_rlkernels_operators(dtype, threads):
         assert_invariant(run, (x, ids), sizes=SIZES if threads == 1 else (1, 17), neighbours=())
 
 
+def scored_by_a_trainer(logits, tokens, temperature=1.0):
+    return rlkernel.logprob(logits, tokens, temperature=temperature).logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sampled_token_has_the_number_that_a_trainer_computes(dtype):
+    """Of the same logits, also of a distribution that is cut; and it is not so without the mode."""
+    logits, n = (ROWS / 8).to(dtype), len(ROWS)
+    t = torch.where(torch.arange(n) % 7 == 0, 0.0, 0.6)
+    options = {"seeds": 3, "positions": torch.arange(n), "temperature": t, "top_logprobs": 3}
+    shift = torch.linspace(-1, 1, 300)
+
+    def sampled():
+        plain = rlkernel.sample(logits, greedy_logprobs="softmax", **options)
+        given = torch.stack([plain.token_ids, plain.token_ids + 1], 1) % 300
+        again = rlkernel.score_tokens(logits, plain.token_ids, logprob_token_ids=given, **options)
+        cut = rlkernel.sample(logits, return_support=300, top_p=0.8, **options)
+        shifted = rlkernel.sample(logits, logit_bias=shift, **options)
+        chain = rlkernel.verify_chain(plain.token_ids[:, None], torch.stack([logits] * 2, 1), seeds=3)
+        pairs = [
+            (plain.raw_logprobs, scored_by_a_trainer(logits, plain.token_ids)),
+            (plain.tempered_logprobs, scored_by_a_trainer(logits, plain.token_ids, t.masked_fill(t == 0, 1))),
+            (plain.processed_logprobs, plain.tempered_logprobs),
+            (again.tempered_logprobs, plain.tempered_logprobs),
+            (again.id_logprobs[:, 0], plain.tempered_logprobs),
+            (cut.raw_logprobs, scored_by_a_trainer(logits, cut.token_ids)),
+            (shifted.raw_logprobs, scored_by_a_trainer(logits, shifted.token_ids)),
+            (
+                shifted.tempered_logprobs,
+                scored_by_a_trainer(logits.float() + shift, shifted.token_ids, t.masked_fill(t == 0, 1)),
+            ),
+            (chain.raw_logprobs[:, 0], scored_by_a_trainer(logits, chain.token_ids[:, 0])),
+        ]
+        first = plain.top_ids == plain.token_ids[:, None]
+        return [*pairs, (plain.top_logprobs[first], plain.tempered_logprobs[first.any(1)])]
+
+    with rlkernel.batch_invariant():
+        for place, (got, want) in enumerate(sampled()):
+            assert_equal(f"pair {place}", got, want)
+    assert any(not torch.equal(got, want) for got, want in sampled())
+
+
+HEADS = {"plain": {}, "softcap": {"softcap": 5.0}, "scaled": {"logit_scale": 0.3, "bias": BIAS}}
+
+
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_sample_linear_has_the_number_of_linear_logprob(dtype, head, store):
+    hidden, weight = (ROWS / 40).to(dtype), WEIGHT.to(dtype)
+    options = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in HEADS[head].items()}
+    for rounded in (torch.float32, dtype):
+        asked = options | {"logits_dtype": rounded, "temperature": 0.6}
+        with rlkernel.batch_invariant():
+            out = rlkernel.sample_linear(hidden, weight, seeds=3, store_logits=store, **asked)
+            want = rlkernel.linear_logprob(hidden, weight, out.token_ids, **asked).logprobs
+            assert_equal(f"{rounded}", out.tempered_logprobs, want)
+            asked |= {"temperature": 1.0}
+            raw = rlkernel.linear_logprob(hidden, weight, out.token_ids, **asked).logprobs
+            assert_equal(f"raw, {rounded}", out.raw_logprobs, raw)
+
+
 def test_the_experts_of_a_row_are_those_of_its_logits(threads):
     """Ties go the same way in any batch, and the combination is summed in a fixed order."""
     with rlkernel.batch_invariant():

@@ -20,7 +20,6 @@ from rlkernel.integrations.vllm import contract
 from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.sampler import RANKS
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
-from rlkernel.runtime import invariance
 
 NAME = "GPUModelRunner._get_prompt_logprobs_dict"
 ROWS = 128  # of logits that exist at once
@@ -86,12 +85,8 @@ def scored(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> tuple[Tensor
         **RANKS,
     )
     assert out.raw_logprobs is not None and out.rank is not None
-    own, top = out.raw_logprobs, out.top_logprobs
-    if invariance.is_on():  # the number that a trainer gets of the same logits
-        own = rlkernel.logprob(logits, token_ids).logprobs
-    ids, logprobs = token_ids[:, None], own[:, None]
-    if out.top_ids is not None and top is not None:
-        top = torch.where(out.top_ids == ids, logprobs, top)  # the token is named a second time
+    ids, logprobs = token_ids[:, None], out.raw_logprobs[:, None]
+    if out.top_ids is not None and out.top_logprobs is not None:
         ids = torch.cat((ids, all_named(out.top_ids, logits.shape[1])), 1)
-        logprobs = torch.cat((logprobs, top), 1)
+        logprobs = torch.cat((logprobs, out.top_logprobs), 1)
     return ids.to(torch.int32), logprobs, out.rank

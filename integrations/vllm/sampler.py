@@ -17,7 +17,6 @@ from rlkernel.integrations.vllm import contract, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
 from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
-from rlkernel.runtime import invariance
 
 NAME = "Sampler.forward"
 RAW, LOGITS = ("raw_logprobs", "raw_logits"), ("raw_logits", "processed_logits")
@@ -142,18 +141,7 @@ def _raw(logits: Tensor, z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     if again:
         out = rlkernel.score_tokens(logits, tokens.long(), return_logprobs=("raw",), **asked)
     assert out.raw_logprobs is not None and out.rank is not None
-    drawn = _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
-    if not invariance.is_on():
-        return drawn
-    return _with_own(drawn, rlkernel.logprob(logits, tokens.long()).logprobs)
-
-
-def _with_own(drawn: _Drawn, mine: Tensor) -> _Drawn:
-    """The token's own log-probability is ``mine``, the number that a trainer gets of the same logits."""
-    top = drawn.top_logprobs
-    if top is not None and drawn.top_ids is not None:  # the token is named a second time
-        top = torch.where(drawn.top_ids == drawn.token_ids[:, None], mine[:, None], top)
-    return drawn._replace(logprobs=mine, top_logprobs=top)
+    return _Drawn(tokens, out.raw_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
 
 
 def _processed(z: Adjusted, asked: dict[str, Any]) -> _Drawn:
@@ -161,19 +149,9 @@ def _processed(z: Adjusted, asked: dict[str, Any]) -> _Drawn:
     asked = asked | {"ranking": "processed", "greedy_logprobs": "softmax"}
     out = _sample(z, return_logprobs=("processed",), **asked)
     assert out.processed_logprobs is not None and out.rank is not None
-    tokens = _tokens(out)
-    drawn = _Drawn(tokens, out.processed_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs)
-    if not invariance.is_on():
-        return drawn
-    # over a support rlkernel.logprob has the sampler's bits; over a whole row it has its own
-    whole = out.kept_count == z.logits.shape[1]
-    return _with_own(drawn, torch.where(whole, _tempered_logprob(z, tokens), drawn.logprobs))
-
-
-def _tempered_logprob(z: Adjusted, tokens: Tensor) -> Tensor:
-    t = z.options["temperature"]
-    t = torch.where(t < EPSILON, 1.0, t) if isinstance(t, Tensor) else t or 1.0
-    return rlkernel.logprob(z.logits, tokens.long(), temperature=t).logprobs
+    return _Drawn(
+        _tokens(out), out.processed_logprobs, out.rank, out.top_ids, out.top_logprobs, out.id_logprobs
+    )
 
 
 def _as_logits(drawn: _Drawn, values: Tensor, given: Tensor | None) -> _Drawn:

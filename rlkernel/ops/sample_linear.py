@@ -9,12 +9,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from rlkernel import dispatch
-from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
+from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype, transforms
 from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
 from rlkernel.drivers import sample_linear as driver
 from rlkernel.opaque import Op
 from rlkernel.ops import _vocab_parallel
-from rlkernel.ops.linear_logprob import checked_head
+from rlkernel.ops.linear_logprob import checked_head, linear_logprob
 from rlkernel.ops.sampling import inputs, options_of_sample, sharded, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import SampleOptions
@@ -95,11 +96,23 @@ def sample_linear(
             *op(SampleLinearCall(flat, weight, head, request, drawn, store or not drawn))
         )
     logits, stats = made.logits, made.stats
+    # what is stored behind a bias, a scale or a softcap was made by other operations than linear_logprob's
+    scores = logits is None or transforms(head)
+    raw = functools.partial(_scored, flat, weight, head) if scores else None
     if logits is None:  # of which only the shape counts
         logits = flat.new_empty(0, vocab, dtype=stored_dtype(head))
     z = None if drawn else inputs.adjusted(logits, rows, logit_bias, penalties)
     call = SamplingCall(logits, z, request, ("every statistic",))
-    return output(rows.shape, call, draw(call) if stats is None else stats, wanted, chosen)
+    return output(rows.shape, call, draw(call) if stats is None else stats, wanted, chosen, raw)
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, head: Head, token_ids: Tensor, temperature: float | Tensor
+) -> Tensor:
+    return linear_logprob(
+        hidden, weight, token_ids, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
+        softcap=head.softcap, logits_dtype=head.logits_dtype,
+    ).logprobs  # fmt: skip
 
 
 def _source(call: SampleLinearCall, vocab_start: int) -> sharded.Source:

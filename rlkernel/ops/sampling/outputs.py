@@ -9,13 +9,16 @@ from torch import Tensor
 from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
 from rlkernel.ops.sampling.numbers import described
 from rlkernel.ops.sampling.ranks import Wanted, ranked
+from rlkernel.ops.sampling.trained import Score, as_trained, named_again
 
 
 def output(
-    shape: torch.Size, call: SamplingCall, stats: SampleStats, wanted: Wanted, options: dict[str, Any]
-) -> SampleOutput:
-    """Values of the logits are looked up only where ``ranked`` must."""
-    found = ranked(call, stats, wanted)
+    shape: torch.Size, call: SamplingCall, stats: SampleStats, wanted: Wanted, options: dict[str, Any],
+    raw: Score | None = None,
+) -> SampleOutput:  # fmt: skip
+    """Values of the logits are looked up only where ``ranked`` must; ``raw`` as in ``as_trained``."""
+    stats = as_trained(call, stats, raw)
+    found = named_again(ranked(call, stats, wanted), stats, wanted)
     return assembled(shape, call.logits.shape[1], call.request, stats, found, options)
 
 

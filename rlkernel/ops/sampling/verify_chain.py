@@ -15,6 +15,7 @@ from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import ChainOptions
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import TokenBias
+from rlkernel.ops.sampling.trained import as_trained
 from rlkernel.reference import sampling_stream as stream
 from rlkernel.runtime import debug
 
@@ -106,6 +107,7 @@ def verify_chain(
         accepted, stats = _sampled(call, drafts, lengths)
     else:
         accepted, stats = _rejected(call, drafts, inside, lengths, draft_logprobs)
+    stats = as_trained(call, stats)
     logprobs = chosen["return_logprobs"]
     valid = stats.valid.view(rows.shape) & (place <= accepted[:, None])
 
