@@ -427,6 +427,20 @@ class Kernels(Protocol):
         normed: Tensor,
         rstd: Tensor | None,
     ) -> None: ...
+    def rms_norm_in_order(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        x: Tensor,
+        residual: Tensor | None,
+        summed: Tensor | None,
+        weight: Tensor | None,
+        weight_offset: float,
+        eps: float,
+        round_first: bool,
+        normed: Tensor,
+    ) -> None: ...
     def rotary(
         self,
         stream: int = 0,

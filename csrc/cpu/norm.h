@@ -22,7 +22,8 @@ class Weights {
     with_type(dtype, [&](auto type) {
       const auto* narrow = static_cast<const decltype(type)*>(weight);
       each_vector(length, [&](int64_t i, int count) {
-        store(wide_.get() + i, load(narrow + i, count) + broadcast(offset), count);
+        const Floats wide = load(narrow + i, count);
+        store(wide_.get() + i, offset == 0 ? wide : wide + broadcast(offset), count);  // -0 stays -0
       });
     });
     start_ = wide_.get();

@@ -1,5 +1,5 @@
-// RMSNorm of rows. A row belongs to one thread, its sum runs in the lanes of row_sum.h, and what follows is one element's
-// alone: the bits of a row depend neither on the other rows nor on the threads nor on the instruction set.
+// RMSNorm of rows. A row belongs to one thread, its sum runs in lanes, and what follows is one element's alone: the bits of a
+// row depend neither on the other rows nor on the threads nor on the instruction set.
 #include <cmath>
 
 #include "norm.h"
@@ -8,42 +8,89 @@
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
-template <class T, bool kWeighted, bool kRoundFirst>
-void forward_row(const RmsNormForward& f, const float* weight, int64_t r) {
-  const T* h = row_at<T>(f.x, r);
-  if (f.summed != nullptr) {
-    const T* residual = row_at<T>(f.residual, r);
-    T* summed = static_cast<T*>(f.summed) + r * f.length;
-    each_vector(f.length, [&](int64_t i, int count) {
-      store(summed + i, load(h + i, count) + load(residual + i, count), count);
+// Sums of squares in the lanes of row_sum.h.
+struct Spread {
+  static constexpr int kTogether = 1;
+
+  template <class T>
+  static void squares_of(const T* const (&rows)[1], int64_t length, float (&squares)[1]) {
+    squares[0] = row_sum(length, [&](Lanes& sum, int64_t i, int count) {
+      const Lanes x = lanes_at(rows[0], i, count);
+      sum = fused(x, x, sum);
     });
-    h = summed;
   }
-  const float squares = row_sum(f.length, [&](Lanes& sum, int64_t i, int count) {
-    const Lanes x = lanes_at(h, i, count);
-    sum = fused(x, x, sum);
-  });
-  const float rstd = 1 / std::sqrt(squares / static_cast<float>(f.length) + f.eps);
-  if (f.rstd != nullptr) f.rstd[r] = rstd;
-  T* out = static_cast<T*>(f.normed) + r * f.length;
-  const Floats scale = broadcast(rstd);
+};
+
+// Sums of rounded squares in the lanes of a matrix product: element i is added to lane i % 8, in ascending order.
+struct InOrder {
+  static constexpr int kTogether = 4;  // rows side by side: one chain of additions would wait for itself
+
+  template <class T, int kRows>
+  static void squares_of(const T* const (&rows)[kRows], int64_t length, float (&squares)[kRows]) {
+    Lanes lanes[kRows] = {};
+    const auto add = [&](int64_t i, int count) {
+      for (int r = 0; r < kRows; ++r) {
+        const Lanes x = lanes_at(rows[r], i, count);
+        lanes[r] += x * x;
+      }
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= length; i += kLanes) add(i, kLanes);
+    if (i < length) add(i, static_cast<int>(length - i));
+    for (int r = 0; r < kRows; ++r) squares[r] = sum_of(lanes[r]);
+  }
+};
+
+// The sum of a row and its residual, which is written.
+template <class T>
+const T* with_residual(const RmsNormForward& f, int64_t r) {
+  const T *x = row_at<T>(f.x, r), *residual = row_at<T>(f.residual, r);
+  T* summed = static_cast<T*>(f.summed) + r * f.length;
   each_vector(f.length, [&](int64_t i, int count) {
-    Floats y = load(h + i, count) * scale;
-    if constexpr (kRoundFirst) y = rounded<T>(y);
-    if constexpr (kWeighted) y *= load(weight + i, count);
-    store(out + i, y, count);
+    store(summed + i, load(x + i, count) + load(residual + i, count), count);
   });
+  return summed;
 }
 
-template <class T>
+template <class T, class Order, bool kWeighted, bool kRoundFirst, int kRows>
+void forward_rows(const RmsNormForward& f, const float* weight, int64_t first) {
+  const T* rows[kRows];
+  for (int r = 0; r < kRows; ++r)
+    rows[r] = f.summed == nullptr ? row_at<T>(f.x, first + r) : with_residual<T>(f, first + r);
+  float squares[kRows];
+  Order::squares_of(rows, f.length, squares);
+  for (int r = 0; r < kRows; ++r) {
+    const float rstd = 1 / std::sqrt(squares[r] / static_cast<float>(f.length) + f.eps);
+    if (f.rstd != nullptr) f.rstd[first + r] = rstd;
+    const T* h = rows[r];
+    T* out = static_cast<T*>(f.normed) + (first + r) * f.length;
+    const Floats scale = broadcast(rstd);
+    each_vector(f.length, [&](int64_t i, int count) {
+      Floats y = load(h + i, count) * scale;
+      if constexpr (kRoundFirst) y = rounded<T>(y);
+      if constexpr (kWeighted) y *= load(weight + i, count);
+      store(out + i, y, count);
+    });
+  }
+}
+
+template <class T, class Order, bool kWeighted, bool kRoundFirst>
+void forward_some(const RmsNormForward& f, const float* weight, int64_t first, int64_t end) {
+  for (; first + Order::kTogether <= end; first += Order::kTogether)
+    forward_rows<T, Order, kWeighted, kRoundFirst, Order::kTogether>(f, weight, first);
+  for (; first < end; ++first) forward_rows<T, Order, kWeighted, kRoundFirst, 1>(f, weight, first);
+}
+
+template <class T, class Order>
 void forward(const RmsNormForward& f) {
   const Weights weights(f.weight, f.weight_dtype, f.weight_offset, f.length);
   const float* weight = weights.data();
-  const auto row = weight == nullptr ? forward_row<T, false, false>
-                   : f.round_first   ? forward_row<T, true, true>
-                                     : forward_row<T, true, false>;
+  const auto some = weight == nullptr ? forward_some<T, Order, false, false>
+                    : f.round_first   ? forward_some<T, Order, true, true>
+                                      : forward_some<T, Order, true, false>;
 #pragma omp parallel for schedule(static) if (f.rows * f.length >= kParallel)
-  for (int64_t r = 0; r < f.rows; ++r) row(f, weight, r);
+  for (int64_t first = 0; first < f.rows; first += Order::kTogether)
+    some(f, weight, first, f.rows - first < Order::kTogether ? f.rows : first + Order::kTogether);
 }
 
 // Adds this row's part of the weight's gradient to `sums`, unless that is null.
@@ -88,7 +135,12 @@ void backward(const RmsNormBackward& b) {
 }  // namespace
 
 int rms_norm_forward(const RmsNormForward& f) {
-  with_type(f.dtype, [&](auto type) { forward<decltype(type)>(f); });
+  with_type(f.dtype, [&](auto type) { forward<decltype(type), Spread>(f); });
+  return 0;
+}
+
+int rms_norm_in_order(const RmsNormForward& f) {
+  with_type(f.dtype, [&](auto type) { forward<decltype(type), InOrder>(f); });
   return 0;
 }
 

@@ -1,9 +1,9 @@
 """vLLM's layers on a CPU in the arithmetic of transformers, for a ``batch_invariant`` patch.
 
-Most of them are torch's operations, which ``rlkernel.batch_invariant`` serves while the patch is on.  Here is
-the rest: products of packed weights become torch's; the residual is rounded before it is normalised, and
-rotary embeddings after each product, as transformers does.  A model with layers of another kind is refused,
-and so are options of an engine that were not compared.
+Most operations are torch's, which ``rlkernel.batch_invariant`` serves while the patch is on.  Layers are a
+kernel each, of the same bits: products, whose weights vLLM would pack; norms, whose residual is rounded
+before it is normalised; gated activations; and rotary embeddings, rounded after each product, as transformers
+does.  A model with layers of another kind is refused, and so are options of an engine that were not compared.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -22,9 +23,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from rlkernel.consistency import composed
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import contract, invariant_experts
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
+from rlkernel.runtime import invariance
 
 # layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
 LAYERS = (
@@ -51,12 +54,15 @@ def plan(patch: VllmPatch) -> None:
     patch.replace(cpu_attn, "_get_attn_isa", _without_amx(isa), expected=isa)
     patch.replace(RMSNorm, "forward_native", _normed, expected=norm)
     patch.replace(GemmaRMSNorm, "forward_native", _normed, expected=gemma)
-    patch.replace(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native, expected=rotary)
+    patch.replace(RotaryEmbedding, "forward_cpu", _turned, expected=rotary)
+    for activation in (SiluAndMul, GeluAndMul):
+        gated = contract.checked(activation, "forward_cpu", ("self", "x"))
+        patch.replace(activation, "forward_cpu", _gated, expected=gated)
     patch.replace(CPUModelRunner, "load_model", _checked(load), expected=load)
     for method in METHODS:
         name = "process_weights_after_loading"
         process = contract.checked(method, name, ("self", "layer"))
-        patch.replace(method, name, _multiplied_by_torch, expected=process)
+        patch.replace(method, name, _multiplied, expected=process)
     invariant_experts.plan(patch)
 
 
@@ -69,11 +75,30 @@ def _without_amx(original: Callable[..., str]) -> Callable[..., str]:
     return _get_attn_isa
 
 
-def _multiplied_by_torch(self: Any, layer: Any) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+def _multiplied(self: Any, layer: Any) -> None:
+    multiply = composed.Linear()
+
+    def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _is_served(x, weight):
+            return multiply(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    layer.cpu_linear = cpu_linear
+
+
+def _is_served(*tensors: Tensor) -> bool:
+    """Whether a kernel has the bits that torch's operations have here."""
+    settings = invariance.settings
+    return bool(settings) and settings[-1].level == "batch" and composed.takes(*tensors)
 
 
 def _normed(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    gemma = isinstance(self, GemmaRMSNorm)
+    weight = self.weight.data if gemma or self.has_weight else None
+    if _is_served(x, *(y for y in (residual, weight) if y is not None)):
+        options = {"weight_offset": 1.0, "round_first": False} if gemma else {}
+        normed, summed = composed.rms_norm(x, weight, self.variance_epsilon, residual, **options)
+        return normed if summed is None else (normed, summed)
     if residual is None:
         return _rms_norm(self, x)
     residual = x + residual
@@ -86,6 +111,25 @@ def _rms_norm(layer: Any, x: Tensor) -> Tensor:
     if isinstance(layer, GemmaRMSNorm):
         return (wide * (1.0 + layer.weight.data.float())).to(x.dtype)
     return layer.weight.data * wide.to(x.dtype) if layer.has_weight else wide.to(x.dtype)
+
+
+def _gated(self: Any, x: Tensor) -> Tensor:
+    if not _is_served(x):
+        return self.forward_native(x)
+    if isinstance(self, SiluAndMul):
+        return composed.gated(x, "silu")
+    return composed.gated(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
+
+
+def _turned(
+    self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    if not _is_served(query):
+        return self.forward_native(positions, query, key)
+    table = self._match_cos_sin_cache_dtype(query)
+    heads = [x if x is None else x.view(len(x), -1, self.head_size) for x in (query, key)]
+    composed.turn(*heads, table, positions, interleaved=not self.is_neox_style)
+    return query, key
 
 
 def _checked(load: Callable[..., None]) -> Callable[..., None]:

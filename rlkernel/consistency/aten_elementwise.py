@@ -65,7 +65,9 @@ def softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) ->
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    return torch.sqrt(x).reciprocal_()
+    """Of the nearest root, as ``rlkernel.rms_norm`` takes it: a library's root of fp32 need not be that, and
+    one of fp64 is exact enough to be rounded to it."""
+    return torch.sqrt(x.double()).float().reciprocal_()
 
 
 def _served(

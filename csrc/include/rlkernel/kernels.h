@@ -53,7 +53,8 @@
 #define RLKERNEL_CPU_KERNELS(KERNEL) \
   KERNEL(attention_backward) \
   KERNEL(matmul) \
-  KERNEL(paged_prefix_attention)
+  KERNEL(paged_prefix_attention) \
+  KERNEL(rms_norm_in_order)
 
 namespace rlkernel::bind {
 

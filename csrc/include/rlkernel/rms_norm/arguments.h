@@ -43,6 +43,8 @@ struct RmsNormBackward {
 };
 
 RLKERNEL_KERNEL(rms_norm_forward, const RmsNormForward&)
+// the same with rounded squares in the order of a matrix product: the bits that the formula has inside batch_invariant
+RLKERNEL_KERNEL(rms_norm_in_order, const RmsNormForward&)
 RLKERNEL_KERNEL(rms_norm_backward, const RmsNormBackward&)
 
 }  // namespace rlkernel

@@ -26,6 +26,21 @@ struct rms_norm_forward {
 
 RLKERNEL_FIELDS(rms_norm_forward, x, residual, summed, weight, weight_offset, eps, round_first, normed, rstd)
 
+struct rms_norm_in_order {
+  Tensor x;
+  Optional residual, summed, weight;
+  double weight_offset, eps;
+  bool round_first;
+  Tensor normed;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    return rms_norm_forward{x, residual, summed, weight, weight_offset, eps, round_first, normed, {}}.run(launch, stream);
+  }
+};
+
+RLKERNEL_FIELDS(rms_norm_in_order, x, residual, summed, weight, weight_offset, eps, round_first, normed)
+
 struct rms_norm_backward {
   Tensor h, grad_normed;
   Optional grad_summed;
