@@ -20,8 +20,10 @@ import paged_cases  # noqa: E402
 import tensor_core  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+import triton_interpreter  # noqa: E402
 
 import rlkernel  # noqa: E402
+from rlkernel.consistency import vendor  # noqa: E402
 from rlkernel.triton_ops import matmul as triton_matmul  # noqa: E402
 from rlkernel.triton_ops import paged_prefix_attention as triton_paged  # noqa: E402
 
@@ -310,3 +312,37 @@ def test_mutants_are_seen_on_the_gpu_that_shows_them(monkeypatch, name, inputs):
             except AssertionError:
                 seen.add(model)
     assert seen == SEEN[name, inputs]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "rows"),
+    [
+        ("sm_80", "none", 40),
+        ("sm_90", "none", 40),
+        ("sm_90", "none", 1),
+        ("sm_80", "halves", 1),
+        ("sm_90", "halves", 16),
+        ("sm_80", "steps", 40),
+        ("sm_90", "steps", 1),
+        ("sm_80", "turned", 1),
+        ("sm_80", "turned", 16),
+        ("sm_90", "turned", 16),
+        ("sm_80", PLAIN, 1),
+        ("sm_90", PLAIN, 1),
+    ],
+)
+def test_a_comparison_with_a_library_sees_them(monkeypatch, target, name, rows):
+    """Of ``batch_invariant(vendor=True)``, whose numbers must tell apart what tensor cores add otherwise."""
+    a, b = torch.zeros(rows, 128).bfloat16(), torch.zeros(5, 128).bfloat16().t()
+    library = mutant("none" if name == PLAIN else name)
+
+    def multiply(x, y):
+        elsewhere = triton_interpreter.dot_in_order if name == PLAIN else triton_interpreter.multiply
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_interpreter, "multiply", elsewhere)
+            return library(x[None], y[None], x.dtype)[0]
+
+    monkeypatch.setattr(vendor, "multiply", multiply)
+    with on(target):
+        same = vendor._has_our_bits(a, b, rlkernel.matmul)
+    assert same == ((name, target) in {("none", "sm_80"), ("none", "sm_90"), ("turned", "sm_90")})

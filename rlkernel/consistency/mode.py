@@ -42,23 +42,26 @@ class batch_invariant(contextlib.ContextDecorator):
             segments, so that the layers of ``rlkernel.tensor_parallel`` on 1, 2, 4 or 8 ranks, and the whole
             model on one, have the same bits, and reductions over ranks in a library's order are refused.
         strict: raise where an operation cannot be made invariant, instead of letting torch's run.
+        vendor: on a GPU, let torch's own product take the place of ours in calls for which it had the same
+            bits when both were compared there.
 
     Raises:
-        ValueError: ``level`` is not known; ``strict`` is not a flag.
+        ValueError: ``level`` is not known; ``strict`` or ``vendor`` is not a flag.
         RuntimeError: inside, and strict: the operation, and why its bits may depend on the batch.
 
     The fixed order of each sum follows Thinking Machines' ``batch_invariant_ops`` (2025), whose names are in
     ``rlkernel.batch_invariant_ops``.
     """
 
-    def __init__(self, level: str = "batch", strict: bool = True) -> None:
+    def __init__(self, level: str = "batch", strict: bool = True, vendor: bool = False) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(map(repr, LEVELS))}, got {level!r}")
-        if not isinstance(strict, bool):
-            raise ValueError(f"strict must be True or False, got {strict!r}")
-        self.level, self.strict = level, strict
+        for name, flag in (("strict", strict), ("vendor", vendor)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, got {flag!r}")
+        self.level, self.strict, self.vendor = level, strict, vendor
         self._entered: list[Setting] = []
-        self._last = Setting(level, strict)
+        self._last = Setting(level, strict, vendor)
 
     def __call__(self, func: Any) -> Any:
         later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
@@ -68,7 +71,7 @@ class batch_invariant(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> batch_invariant:
-        self._last = _enter(self.level, self.strict)
+        self._last = _enter(self.level, self.strict, self.vendor)
         self._entered.append(self._last)
         return self
 
@@ -80,12 +83,12 @@ class batch_invariant(contextlib.ContextDecorator):
         return [ServedCall(op, backend, n) for (op, backend), n in self._last.calls.most_common()]
 
     @staticmethod
-    def enable(level: str = "batch", strict: bool = True) -> None:
+    def enable(level: str = "batch", strict: bool = True, vendor: bool = False) -> None:
         """As entering a block that ``disable`` leaves; again: with these settings instead."""
-        batch_invariant(level, strict)  # what is off is named before anything changes
+        batch_invariant(level, strict, vendor)  # what is off is named before anything changes
         with invariance.lock:
             batch_invariant.disable()
-            _enabled.append(_enter(level, strict))
+            _enabled.append(_enter(level, strict, vendor))
 
     @staticmethod
     def disable() -> None:
@@ -105,9 +108,9 @@ _installed: dict[str, contextlib.ExitStack] = {}  # by level; "batch" stands und
 _suspended: list[list[Setting]] = []
 
 
-def _enter(level: str, strict: bool) -> Setting:
+def _enter(level: str, strict: bool, vendor: bool) -> Setting:
     with invariance.lock:
-        setting = Setting(level, strict)
+        setting = Setting(level, strict, vendor)
         _install(level)
         invariance.settings.append(setting)
         return setting

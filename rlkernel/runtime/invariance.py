@@ -11,8 +11,8 @@ from collections.abc import Iterator
 class Setting:
     """Of one block, or of ``enable``."""
 
-    def __init__(self, level: str, strict: bool) -> None:
-        self.level, self.strict = level, strict
+    def __init__(self, level: str, strict: bool, vendor: bool = False) -> None:
+        self.level, self.strict, self.vendor = level, strict, vendor
         self.calls: Counter[tuple[str, str]] = Counter()
         self.windows: set[int] = set()  # of whole sequences in attention
         self.steps: set[int] = set()  # the keys that single rows behind a cache saw
@@ -46,6 +46,12 @@ def is_strict() -> bool:
     """A block that another thread has just left cannot let a call through."""
     found = settings[-1:]
     return not found or found[0].strict
+
+
+def takes_vendors() -> bool:
+    """Whether a product of torch's that was compared with ours may take its place."""
+    found = settings[-1:]
+    return bool(found) and found[0].vendor
 
 
 def count(op: str, backend: str) -> None:
