@@ -9,6 +9,7 @@ import rlkernel
 from rlkernel import native
 from rlkernel.bench import cases, parity
 from rlkernel.calls.swiglu import ACTIVATIONS
+from rlkernel.consistency import composed
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
 from rlkernel.reference import paged_prefix_attention as paged
 from rlkernel.reference import rotary
@@ -172,6 +173,13 @@ def _norms():
                 (out.normed + out.summed).sum().backward()
 
 
+def _composed():
+    for length in (5, 70, 1030):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x, residual = torch.randn(2, 6, length, dtype=dtype)
+            composed.rms_norm(x, torch.ones(length, dtype=dtype), 1e-6, residual)
+
+
 def _elements():
     """Of each kind, of rows that are a part of wider ones and alone."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -198,7 +206,7 @@ def _turned():
 
 
 ONE_OF_EACH = (_advantages, _losses, _logprobs, _samples, _prefixes, _norms, _elements, _turned)
-CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages)  # those of kernels that are a CPU's alone
+CALLS = (_benchmarks, *ONE_OF_EACH, _products, _pages, _composed)  # those of kernels that are a CPU's alone
 
 # (kernel, field, what is wrong) that is another right call: of a sequence, a group or a token less
 ALLOWED = {

@@ -181,6 +181,32 @@ def test_any_step(requests, block_size, window):
     torch.testing.assert_close(got, dense(inputs, torch.float64, window=window)[0], rtol=1e-11, atol=1e-11)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 1200), max_size=8),
+    block_size=st.sampled_from([16, 32, 64]),
+    window=st.sampled_from([0, 1, 70, 600]),
+    idle=st.integers(0, 8),
+)
+def test_steps_of_decoding_have_the_plan_that_the_trees_have(lengths, block_size, window, idle):
+    """Of one row for each request, but an idle one, and pages of their own."""
+    width = -(-max(lengths, default=1) // block_size)
+    table = torch.arange(len(lengths) * width, dtype=torch.int32).reshape(len(lengths), width).flip(0)
+    starts = [0, *itertools.accumulate(int(i != idle) for i in range(len(lengths)))]
+    found = paged.plan_of(table, lengths, starts, block_size, window)
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(paged._Planner, "plan_of_steps", lambda self, spans: None)
+        want = paged.plan_of(table, lengths, starts, block_size, window)
+    for name, mine, theirs in zip(found._fields, found, want, strict=True):
+        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+        assert same and getattr(mine, "dtype", None) == getattr(theirs, "dtype", None), name
+
+
+def test_steps_of_decoding_that_share_pages_are_a_tree():
+    plan = plan_of(make(group("a", 128, [1] * 3)))
+    assert (plan.keys_read, plan.keys_apart) == (128 + 3, 3 * 129)
+
+
 def test_tensors_of_another_device_begin_at_multiples_of_16_bytes():
     plan = paged.on(plan_of(make(STEPS["both at once"])), torch.device("meta"))
     assert {x.device.type for x in plan[:6]} == {"meta"} and plan.launches.device.type == "cpu"

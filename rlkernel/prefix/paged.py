@@ -72,7 +72,8 @@ def plan_of(
         if first < end:
             context = length - (end - first)
             spans.append(_Span(request, first, end - first, context, context // TILE * TILE))
-    return _Planner(block_table, seq_lens, block_size, window).plan(spans)
+    planner = _Planner(block_table, seq_lens, block_size, window)
+    return planner.plan_of_steps(spans) or planner.plan(spans)
 
 
 class _Planner:
@@ -86,6 +87,41 @@ class _Planner:
         self.slots = 0  # of the pass
         self.rows = 0
         self.read = 0
+
+    def plan_of_steps(self, spans: list[_Span]) -> PagedPlan | None:
+        """The plan where each span is one row and no two share a page, as in most steps of decoding: that of
+        ``plan``, made in a tenth of the time."""
+        leading = [self.table[span.request][0] for span in spans if span.limit]
+        alone = len(set(leading)) == len(leading) and all(span.rows == 1 for span in spans)
+        if not alone or self._need([(span, 0) for span in spans]) > SLOTS:
+            return None
+        items, starts = [], [0]
+        # in the order of ``plan``, which sorts by what might be shared
+        spans = [span for span, _ in self._ordered(spans)]
+        for row, span in enumerate(spans):
+            for position, keys in _pieces(self._seen_from(span.context), span.length):
+                page = self._page(span) + position // self.block_size
+                items.append((row, row + 1, page, position, keys, len(items), 0))
+            starts.append(len(items))
+        count = len(items)
+        items.sort(key=lambda item: -_cost(item))
+        read = sum(span.length - self._seen_from(span.context) for span in spans)
+        return PagedPlan(
+            _int32([span.first for span in spans]),
+            _int32([span.context for span in spans]),
+            _int32(list(self.pages)),
+            _int32(items).reshape(-1, len(ITEM)),
+            _int32(starts),
+            torch.arange(count, dtype=torch.int32),
+            _int32([(0, count, 0, len(spans))] if spans else []).reshape(-1, len(LAUNCH)),
+            count,
+            self.block_size,
+            self.window,
+            len(self.lengths),
+            max(self.pages, default=-1),
+            read,
+            read,
+        )
 
     def plan(self, spans: list[_Span]) -> PagedPlan:
         order: list[_Span] = []
@@ -266,6 +302,10 @@ class _Planner:
         slots = ranges([(slot, slot + end - first) for first, end, slot in self.runs])
         slots = slots[rows.argsort(stable=True)]
         return slots, rows.bincount(minlength=self.rows - before)
+
+
+def _int32(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def _pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
