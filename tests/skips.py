@@ -70,7 +70,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"\S+: \S+ is a Triton kernel without a CPU path", no_gpu),
     (r"indexing needs a torch built with CUDA", lambda: torch_without("cuda")),
     (r"with a GPU the ops' tests run the CUDA functions|its kernels are interpreted here", gpu),
-    (r"a cascade has no window", gpu),
+    (r"a cascade has no window|the model of tensor cores has no ", gpu),
     (re.escape(NO_INTERPRETER), lambda: gpu() or old_triton()),
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
     (r"this processor's kernels are ", not_x86),

@@ -5,16 +5,17 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from backends import INTERPRETED, NO_INTERPRETER
+from backends import needs_interpreter
+from matmul_cases import probe
 
 pytest.importorskip("triton", reason="Triton is not installed")
-if not INTERPRETED:
-    pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
 import tensor_core  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 import triton_interpreter  # noqa: E402
+
+import rlkernel  # noqa: E402
 
 ON_EVERY_GPU = pytest.mark.parametrize("target", tensor_core.UNITS)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,6 +128,7 @@ def dot_kernel(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     tl.store(c + m[:, None] * N + n[None, :], tl.dot(x, y))
 
 
+@needs_interpreter
 @pytest.mark.parametrize("dtype", HALVES)
 @ON_EVERY_GPU
 def test_kernels_multiply_as_the_gpu_that_is_named(target, dtype):
@@ -145,6 +147,7 @@ def test_kernels_multiply_as_the_gpu_that_is_named(target, dtype):
     assert torch.equal(outs[0], outs[2]) and triton_interpreter.multiply is triton_interpreter.dot_in_order
 
 
+@needs_interpreter
 def test_tf32_is_not_taken_for_fp32():
     """Which no kernel of ours uses."""
     with (
@@ -152,3 +155,20 @@ def test_tf32_is_not_taken_for_fp32():
         pytest.raises(Exception, match="no kernel of ours .* fp32 in TF32"),
     ):
         dot_kernel[(1,)](torch.ones(16, 16), torch.ones(16, 16), torch.empty(16, 16), M=16, N=16, K=16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("rows", [1, 64, 129])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gpu_that_is_here_adds_as_the_model_has_it(dtype, rows):
+    """In every kind of tile; what this cannot show on a CPU is that the model is right."""
+    major, minor = torch.cuda.get_device_capability()
+    target = torch.version.hip or f"sm_{major}{minor}"
+    if target not in tensor_core.UNITS:
+        pytest.skip(f"the model of tensor cores has no {target}")
+    a, weight = probe(rows, 136, 1, HALVES[dtype]), probe(72, 136, 2, HALVES[dtype])
+    with rlkernel.use_backend("triton"):
+        got = rlkernel.matmul(a.cuda(), weight.cuda().t(), out_dtype=torch.float32).cpu()
+    operands = a.float().numpy(), weight.float().t().numpy(), np.zeros((rows, 72), np.float32)
+    want = tensor_core.multiply(tensor_core.UNITS[target], *operands, dtype, "IEEE")
+    assert torch.equal(got, torch.from_numpy(want))

@@ -58,18 +58,16 @@ def test_a_row_of_a_product_of_fp32_does():
 
 @ON_EVERY_GPU
 def test_a_gradient_of_a_row_and_a_sum_in_parts_do(target):
-    weight, rows = probe(136, 32, 1, torch.bfloat16), probe(129, 136, 2, torch.bfloat16)
+    weight, rows = probe(136, 32, 1, torch.bfloat16), probe(65, 136, 2, torch.bfloat16)
 
     def gradient(g):
         x = g.new_zeros(len(g), 32, requires_grad=True)
         return torch.autograd.grad(rlkernel.matmul(x, weight.t()), x, g)[0]
 
     with on(target):
-        for name, got, want in surroundings(gradient, rows, (1, 7, 16, 33, 128)):
+        for name, got, want in surroundings(gradient, rows, (1, 16, 33)):
             assert_equal(name, got, want)
-        for name, got, want in surroundings(
-            lambda x: product(x, weight.t(), segments=4), rows[:40], (1, 16, 33)
-        ):
+        for name, got, want in surroundings(lambda x: product(x, weight.t(), segments=4), rows[:40], (1, 17)):
             assert_equal(f"{name} in parts", got, want)
 
 
@@ -85,7 +83,7 @@ def test_tiles_and_steps_change_no_bit(target, monkeypatch):
 
     with on(target):
         wanted = {which: product(left, right.t()) for which, (left, right) in operands.items()}
-        for tile in ((16, 16), (16, 64), (64, 32), (128, 64)):
+        for tile in ((16, 64), (64, 32), (128, 64)):
             with monkeypatch.context() as patch:
                 forced = triton_matmul.Tile(*tile, 4, 2)
                 patch.setattr(triton_matmul, "SLOW", forced)
@@ -116,7 +114,7 @@ def test_a_row_has_its_bits_in_any_batch_by_descriptors(launched):
     """Those of few rows, which pointers load, too."""
     a, weight = probe(257, 136, 1, torch.bfloat16), probe(72, 136, 2, torch.bfloat16)
     with on("sm_90"):
-        for name, got, want in surroundings(lambda x: product(x, weight), a, (1, 17, 64, 65, 128, 129)):
+        for name, got, want in surroundings(lambda x: product(x, weight), a, (1, 64, 65, 129)):
             assert_equal(name, got, want)
     assert {*launched} == {"_by_pointers", "_by_descriptors"}
 
@@ -194,7 +192,7 @@ def test_log_probabilities_under_the_mode_have_the_bits_of_the_models_product(ta
         logits = torch.nn.functional.linear(hidden, weight)
         assert_equal("logprob over linear", whole, rlkernel.logprob(logits, ids).logprobs)
         wide = rlkernel.linear_logprob(hidden, weight, ids).logprobs
-        for rows in (1, 7, 16, 33):
+        for rows in (1, 16, 33):
             part = rlkernel.linear_logprob(hidden[-rows:], weight, ids[-rows:]).logprobs
             assert_equal(f"{rows} rows", part, wide[-rows:])
 
