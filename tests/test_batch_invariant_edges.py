@@ -133,6 +133,30 @@ def test_what_torch_takes_has_its_numbers(name):
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
+def test_ops_whose_own_figures_are_of_fp64_run_inside():
+    """They are of no model: which drafts are kept, and which tokens a correction drops."""
+    logits = torch.randn(6, 4, 20, generator=g)
+    drafts, drawn = torch.randint(20, (6, 3), generator=g), logits[:, :3].flip(0).log_softmax(-1)
+    old, rollout = (-torch.rand(3, 4, generator=g) for _ in range(2))
+    correction = rlkernel.RolloutCorrection(m2_threshold=0.01)
+
+    def chain():
+        return rlkernel.verify_chain(drafts, logits, draft_logprobs=drawn, seeds=3)
+
+    def loss():
+        advantages, mask = old.flip(0), torch.ones(3, 4, dtype=torch.bool)
+        options = {"rollout_logprobs": rollout, "correction": correction}
+        return rlkernel.policy_loss(old, old, advantages, mask, **options)
+
+    for run in (chain, loss):
+        want = run()
+        with rlkernel.batch_invariant():
+            got = run()
+        for a, b in zip(want, got, strict=True):
+            if isinstance(a, torch.Tensor):
+                torch.testing.assert_close(a, b)
+
+
 LONG = torch.randn(45, generator=g) * 2
 PLACED = {  # elements that torch rounds by their place or stride
     "pow of tensors": lambda x: x.abs() ** torch.tensor(1.7, dtype=x.dtype),

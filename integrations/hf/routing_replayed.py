@@ -13,6 +13,7 @@ from rlkernel.integrations.hf import checkpointing
 from rlkernel.integrations.hf.routing_patch import Choose, RoutingPatch
 from rlkernel.integrations.hf.routing_record import Recording
 from rlkernel.routing_replay.routes import Routes, share_chosen
+from rlkernel.runtime import invariance
 
 FEW_TOKENS = 16  # of fewer, one layer says little: all layers are judged together
 
@@ -129,7 +130,8 @@ class Replay(RoutingPatch):
     def _judge(self, run: _Pass) -> None:
         self._compare = False
         self.overlap = torch.stack([share.cpu() for share in run.shares])
-        judged = self.overlap if int(run.routes.known.sum()) >= FEW_TOKENS else self.overlap.mean()
+        with invariance.own_figures():
+            judged = self.overlap if int(run.routes.known.sum()) >= FEW_TOKENS else self.overlap.mean()
         if bool((judged < self.min_overlap).any()):
             layers = ", ".join(
                 f"{router.path} {share:.2f}"

@@ -13,6 +13,7 @@ from rlkernel.integrations.hf.attention import every_layer
 from rlkernel.integrations.hf.models import as_written, causal_lm, check_model, family, is_sharded
 from rlkernel.integrations.hf.registration import on_its_own, use_packed
 from rlkernel.prefix.batch import PrefixBatch
+from rlkernel.runtime import invariance
 
 LENGTHS = ((7, (3, 5, 4)), (4, (4, 3, 6)))  # of a prompt, and of its completions
 MIN_TOLERANCE = 1e-4
@@ -108,6 +109,7 @@ def _alone(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
     return logits[0, len(prompt) - 1 : -1]
 
 
+@invariance.aside()
 def _error(found: Tensor, expected: Tensor) -> Tensor:
     """The error of each row against how far its logits spread: [M]; infinite where one is no number."""
     found, expected = found.double(), expected.double()

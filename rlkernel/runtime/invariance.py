@@ -38,6 +38,11 @@ def aside() -> Iterator[None]:
         _thread.aside = before
 
 
+def own_figures() -> contextlib.AbstractContextManager[None]:
+    """``aside`` for the fp64 of an op itself; nothing that a compiler would see where the mode is off."""
+    return aside() if is_on() else contextlib.nullcontext()
+
+
 def is_aside() -> bool:
     return getattr(_thread, "aside", False)
 

@@ -235,6 +235,16 @@ def test_a_routers_gradient_is_that_of_its_formula(family):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_few_tokens_are_replayed_under_batch_invariant():
+    """Of which the overlap is judged over all layers together."""
+    model, ids = moe.make("qwen3_moe").eval(), moe.tokens(1, 4)
+    with rlkernel.batch_invariant(), torch.no_grad():
+        with routing_replay.record(model) as routes:
+            want = model(input_ids=ids).logits
+        with routing_replay.replay(model, routes.routes):
+            assert torch.equal(model(input_ids=ids).logits, want)
+
+
 def test_tokens_without_a_record_route_freely():
     model = moe.make("qwen3_moe")
     free = chosen(model, lambda: moe.step(model, IDS))

@@ -13,6 +13,7 @@ from rlkernel.calls.policy_loss import (
     PolicyLossCall,
 )
 from rlkernel.ops import _validate
+from rlkernel.runtime import invariance
 
 T = TypeVar("T")
 Bounds = tuple[float, float]
@@ -300,7 +301,9 @@ def within_second_moment(call: PolicyLossCall, correction: RolloutCorrection | s
     square = torch.where(mask & d.isfinite(), d * d, 0).reshape(-1)
     ranked, order = torch.where(counts, square, -1).sort(descending=True, stable=True)
     left = counts.sum() - torch.arange(len(order), device=mask.device)
-    mean = ranked.clamp(min=0).flip(0).cumsum(0).flip(0) / left.clamp(min=1)
+    with invariance.own_figures():
+        sums = ranked.clamp(min=0).flip(0).cumsum(0).flip(0)
+    mean = sums / left.clamp(min=1)
     dropped = ((mean >= c.m2_threshold) & (left > 1)).sum()
     rank = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=mask.device))
     return call._replace(mask=mask & (rank >= dropped).view(mask.shape))

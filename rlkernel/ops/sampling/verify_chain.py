@@ -17,7 +17,7 @@ from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import TokenBias
 from rlkernel.ops.sampling.trained import as_trained
 from rlkernel.reference import sampling_stream as stream
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, invariance
 
 _PER_REQUEST = ("temperature", "top_k", *inputs.RANGES, "xtc_threshold", "seeds")
 
@@ -210,8 +210,10 @@ def _rejected(
     p = scored.processed_logprobs.view(rows, count + 1)[:, :count].double()
     q = draft_logprobs.gather(-1, drafts[..., None])[..., 0].double()
     u = stream.uniform64(Domain.ACCEPT, *call.request.key).view(rows, count + 1)[:, :count]
+    with invariance.own_figures():
+        ratio = (p - q).exp()
     # of NaN no comparison is true; a draft that q cannot draw was not drawn from q
-    accepted = _leading(inside & (q > -torch.inf) & (u < (p - q).exp()), lengths)
+    accepted = _leading(inside & (q > -torch.inf) & (u < ratio), lengths)
 
     end = torch.arange(rows, device=device) * (count + 1) + accepted
     there = SamplingCall(
@@ -251,9 +253,11 @@ def _residual(call: SamplingCall, q: Tensor, drawn: SampleStats) -> Tensor:
     kept = kept[:, :vocab] | (drawn.support[:, :1] < 0)
     t: Any = call.request.temperature
     t = torch.where(t == 0, 1, t)[:, None] if isinstance(t, Tensor) else t or 1.0
-    e = ((z.double() - drawn.row_max[:, None].double()) / t).exp()
+    with invariance.own_figures():
+        e = ((z.double() - drawn.row_max[:, None].double()) / t).exp()
+        drafted = q.double().exp()
     mass = torch.where(kept & e.isfinite(), e * calls.MASS_ONE, 0).round()
-    rest = (mass / mass.to(torch.int64).sum(-1, keepdim=True) - q.double().exp()).clamp(min=0)
+    rest = (mass / mass.to(torch.int64).sum(-1, keepdim=True) - drafted).clamp(min=0)
     largest = rest.amax(-1, keepdim=True)
     mass = torch.where(largest > 0, (rest / largest * calls.MASS_ONE).round(), mass).to(torch.int64)
     sums = mass.cumsum(-1)
