@@ -31,16 +31,19 @@ py::dict built() {
 
 // The short way of an op's public call, or None.
 py::object direct_call(const std::string& op, py::object forced, py::object asked, py::dict last, py::list emulated,
-                       py::object debug, py::list levels, py::dict forward_ad) {
+                       py::object debug, py::list levels, py::dict forward_ad, py::object module) {
   const py::module_ torch = py::module_::import("torch");
   const direct::Settings settings{forced, asked, last, emulated, debug, levels, forward_ad, torch.attr("is_grad_enabled"),
                                   torch.attr("empty_like"), torch.attr("nn").attr("Parameter"), torch.attr("contiguous_format"),
-                                  torch.attr("float32")};
+                                  torch.attr("float32"), module};
   DIRECT(layer_norm, layer_norm_forward)
   DIRECT(rms_norm, rms_norm_forward)
   DIRECT(swiglu, swiglu_forward)
   DIRECT(logprob, logprob_forward)
   DIRECT(product, matmul)
+  DIRECT(layer_norm_backward, layer_norm_backward)
+  DIRECT(rms_norm_backward, rms_norm_backward)
+  DIRECT(swiglu_backward, swiglu_backward)
   return py::none();
 }
 
@@ -55,7 +58,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("built", &built);
   m.attr("ENUMS") = bind::enums();
   m.def("direct", &direct_call, py::arg("op"), py::kw_only(), py::arg("forced"), py::arg("asked"), py::arg("last"),
-        py::arg("emulated"), py::arg("debug"), py::arg("levels"), py::arg("forward_ad"));
+        py::arg("emulated"), py::arg("debug"), py::arg("levels"), py::arg("forward_ad"), py::arg("module"));
   {
     py::module_ part = bind::add_part(m, "cpu");
     RLKERNEL_KERNELS(DEFINE_CPU)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,6 +26,7 @@ def direct(
     debug: ContextVar[bool | None],
     levels: list[Any],
     forward_ad: dict[str, Any],
+    module: ModuleType | None,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
     """The short way of a call, or None: see csrc/include/rlkernel/direct.h."""
 

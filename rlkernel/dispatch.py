@@ -145,7 +145,7 @@ def direct(op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
     try:
         native = importlib.import_module(BACKENDS["native"])
         found: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = native.direct(
-            op, forced=_forced, asked=_asked, last=_last
+            op, forced=_forced, asked=_asked, last=_last, module=_import("native", op)[0]
         )
         return found
     except ImportError:

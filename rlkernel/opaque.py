@@ -99,6 +99,10 @@ class Op:
                     return self.eager.apply(call, *sources)[: self.outputs]
         return self.forward(self.pick(call), call)[: self.outputs]
 
+    def connected(self, computed: list[Any]) -> tuple[Any, ...]:
+        """The caller's results of ``[impl, call, results]``, which was computed without their gradients."""
+        return self.eager.apply(computed, *self.sources(computed[1]))[: self.outputs]
+
     def flat(self, call: Any) -> list[Any]:
         """The arguments of the node."""
         return list(self.part.flat(call))
@@ -167,8 +171,11 @@ def _eager(op: Op) -> Any:
     def forward(ctx: Any, call: Any, *sources: Any) -> Any:
         ctx.set_materialize_grads(False)
         # backward runs on the same backend, also on another thread or after the block that forced it
-        ctx.impl = op.pick(call)
-        results = op.forward(ctx.impl, call)
+        if type(call) is list:
+            ctx.impl, call, results = call
+        else:
+            ctx.impl = op.pick(call)
+            results = op.forward(ctx.impl, call)
         ctx.plain, saved = op.store.taken(call, results)
         outputs = results[: op.outputs]
         if op.overwrites is not None:

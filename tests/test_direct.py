@@ -134,7 +134,6 @@ def _dual(x):
     [
         lambda x: x.double(),
         lambda x: x.to(torch.int32),
-        lambda x: x.requires_grad_(),
         lambda x: x.to("meta"),
         lambda x: x.as_subclass(Marked),
         lambda x: FakeTensorMode().from_tensor(x),
@@ -144,7 +143,7 @@ def _dual(x):
         lambda x: x.mT.contiguous().mT,
         lambda x: None,
     ],
-    ids=["fp64", "int", "gradient", "meta", "subclass", "fake", "sparse", "list", "empty", "columns", "none"],
+    ids=["fp64", "int", "meta", "subclass", "fake", "sparse", "list", "empty", "columns", "none"],
 )
 @pytest.mark.parametrize("op", OPS)
 def test_other_tensors_are_declined(op, change):
@@ -272,6 +271,72 @@ def test_values_that_are_as_good_take_the_long_way():
     many = drawn(2, 3, 4, 5, 8)[:, :2, :, :3, :5]
     assert short("rms_norm", many) is None
     assert torch.equal(rlkernel.rms_norm(many), rlkernel.rms_norm(many.contiguous()))
+
+
+def gradients(function, call, upstream, wanted):
+    """Of the tensors whose places are wanted."""
+    leaves = [x.detach().clone().requires_grad_(i in wanted) for i, x in enumerate(call)]
+    out = function(*leaves)
+    found = torch.autograd.grad(out, [leaves[i] for i in wanted], upstream)
+    return out.grad_fn.name(), out.detach(), *found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "swiglu"])
+def test_with_gradients_it_has_the_bits_of_the_long_way(op, dtype, monkeypatch):
+    """Forward, and the backend's backward, whose short way is taken away for the comparison."""
+    seen = []
+    of_backend = native.short_way(f"{op}_backward")
+    module = dispatch.able(op, ("native",), drawn(1, dtype=dtype))[1]
+
+    def watched(args, kwargs):
+        seen.append(of_backend(args, kwargs))
+        return seen[-1]
+
+    for shape in ((37,), (1, 2), (3, 37), (2, 3, 130), (90, 300)):
+        for options in TAKEN[op]:
+            call = plain(op, dtype, shape)
+            assert short(op, *[x.clone().requires_grad_() for x in call], **options)[0] is module
+            for wanted in ((0,), (1,), tuple(range(len(call)))):
+                for upstream in (drawn(*shape, dtype=dtype, seed=3), drawn(1, dtype=dtype).expand(shape)):
+                    with monkeypatch.context() as patch:
+                        patch.setattr(module, "short_way", lambda name: watched)
+                        got = gradients(
+                            lambda *x, o=options: getattr(rlkernel, op)(*x, **o), call, upstream, wanted
+                        )
+                        patch.setattr(module, "short_way", lambda name: lambda args, kwargs: None)
+                        want = gradients(lambda *x, o=options: long(op, *x, **o), call, upstream, wanted)
+                    assert got[0] == want[0] and are_equal(got[1:], want[1:]), (shape, options, wanted)
+                    assert seen.pop() is not None or not upstream.is_contiguous()
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "swiglu"])
+def test_a_graph_of_the_short_way_is_one_of_the_long(op):
+    call = [x.requires_grad_() for x in plain(op)]
+    out = getattr(rlkernel, op)(*call)
+    (first,) = torch.autograd.grad(out.sum(), call[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{op} has no second derivative"):
+        torch.autograd.grad(first.sum(), call[0])
+    out = getattr(rlkernel, op)(*call)
+    with torch.no_grad():
+        call[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(x) or len(packed) - 1, packed.__getitem__
+    ):
+        getattr(rlkernel, op)(*call).sum().backward()
+    assert packed and call[0].grad is not None
+    with torch.no_grad():
+        assert getattr(rlkernel, op)(*call).grad_fn is None
+    frozen = [x.detach() for x in call]
+    assert getattr(rlkernel, op)(*frozen).grad_fn is None
+
+
+def test_of_logits_with_gradients_the_long_way_is_taken():
+    logits, ids = plain("logprob")
+    assert short("logprob", logits.requires_grad_(), ids) is None
 
 
 def test_results_are_their_own():

@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,7 @@ def _kernels(part: str, index: int | None) -> Kernels | str:
 
 
 _emulated: list[Kernels] = []
+_nobody: ContextVar[Any] = ContextVar("rlkernel_nobody", default=None)
 
 
 def kernels_for(device: torch.device | str) -> Kernels | str:
@@ -219,9 +221,12 @@ def _each_kernel(part: Kernels, change: Callable[[Any], Any]) -> types.SimpleNam
     return types.SimpleNamespace(**{n: change(x) if callable(x) else x for n, x in public.items()})
 
 
-def direct(op: str, **dispatched: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+Short = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def direct(op: str, **dispatched: Any) -> Short | None:
     """The short way of ``op``'s public call, which C++ takes while these settings are at rest."""
-    found: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = extension().direct(
+    found: Short | None = extension().direct(
         op,
         **dispatched,
         emulated=_emulated,
@@ -229,6 +234,14 @@ def direct(op: str, **dispatched: Any) -> Callable[[tuple[Any, ...], dict[str, A
         levels=invariance.settings,
         forward_ad=vars(forward_ad),
     )
+    return found
+
+
+@cache
+def short_way(name: str) -> Short:
+    """That of a function of a backend's module, for which nothing is to be chosen any more."""
+    found = direct(name, forced=_nobody, asked=_nobody, last={}, module=None)
+    assert found is not None
     return found
 
 

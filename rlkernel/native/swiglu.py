@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.swiglu import SwigluCall, SwigluGrads, SwigluResults, halves
-from rlkernel.native import kernels, taking
+from rlkernel.native import kernels, short_way, taking
 from rlkernel.native._rows import dense_like, rows_of
 
 unsupported = taking("gate")
@@ -21,6 +21,9 @@ def forward(call: SwigluCall) -> SwigluResults:
 
 
 def backward(call: SwigluCall, grad_product: Tensor) -> SwigluGrads:
+    found: SwigluGrads | None = short_way("swiglu_backward")((call, grad_product), {})
+    if found is not None:
+        return found
     packed, gate, up = None, call.gate, call.up
     grad_gate: Tensor | None
     grad_up: Tensor | None

@@ -1,6 +1,7 @@
 """The short way of a public function: straight to the compiled kernel where nothing else is to be decided."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,11 +16,12 @@ Short = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def direct(function: F) -> F:
     """``function``, whose calls of plain CPU tensors go to the compiled kernel at once.
 
-    Checks, choice, record and autograd take longer than a small kernel.  Where no backward follows, no
-    setting is on and every argument is as it mostly is, C++ looks at them and makes the result; all other
-    calls are declined there and take ``function``, which also words the errors.
+    Checks, choice and record take longer than a small kernel.  Where no setting is on and every argument is
+    as it mostly is, C++ looks at them and makes the result, or, where a backward may follow, what the ``op``
+    of the function's module connects with its sources; all other calls are declined there and take
+    ``function``, which also words the errors.
     """
-    op = function.__name__
+    op, names = function.__name__, inspect.unwrap(function).__globals__
     short: Short = _declined
     is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -28,7 +30,9 @@ def direct(function: F) -> F:
         if is_compiling():
             return function(*args, **kwargs)
         found = short(args, kwargs)
-        return function(*args, **kwargs) if found is None else found
+        if found is None:
+            return function(*args, **kwargs)
+        return names["op"].connected(found)[0] if type(found) is list else found
 
     def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The extension is loaded when it is needed, and not before."""

@@ -25,7 +25,10 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def call(ctx: Any, *grads: Any) -> Any:
-            if all(g is None for g in grads):
+            for g in grads:
+                if g is not None:
+                    break
+            else:
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors  # once: checkpointing recomputes a tensor for each time
             if not torch.is_grad_enabled():

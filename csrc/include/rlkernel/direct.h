@@ -25,6 +25,7 @@ struct Settings {
   py::object levels;               // the blocks of batch_invariant
   py::object forward_ad;           // the names of torch.autograd.forward_ad
   py::object is_grad_enabled, empty_like, parameter, contiguous, float32;
+  py::object module;               // the backend's, of this op
 };
 
 inline py::object value_of(const py::object& variable) {
@@ -40,6 +41,7 @@ inline bool is_text(PyObject* object, PyObject* text) { return object == text ||
 // A tensor, and the object that it was read of.
 struct Plain : bind::Tensor {
   PyObject* object = nullptr;
+  bool needs_gradient = false;
 };
 
 // May be None.
@@ -47,6 +49,32 @@ struct Maybe : Plain {};
 
 // Only None.
 struct Absent {};
+
+// A record of Python's.
+struct Record {
+  PyObject* object = nullptr;
+
+  PyObject* operator[](Py_ssize_t i) const {
+    if (object == nullptr || !PyTuple_Check(object) || i >= PyTuple_GET_SIZE(object)) throw std::invalid_argument("no such field");
+    return PyTuple_GET_ITEM(object, i);
+  }
+};
+
+// Makes one, as NamedTuples are made, without the function of Python around it; null is None.
+template <class... Fields>
+py::object made(PyObject* type, const Fields&... fields) {
+  const auto held = [](const py::object& x) { return x ? x : py::none(); };
+  const py::tuple arguments = py::make_tuple(py::make_tuple(held(fields)...));
+  auto found = py::reinterpret_steal<py::object>(PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(type), arguments.ptr(), nullptr));
+  if (!found) throw py::error_already_set();
+  return found;
+}
+
+inline PyObject* type_named(const char* module, const char* type) {
+  return py::object(py::module_::import(module).attr(type)).release().ptr();
+}
+
+inline py::object borrowed(PyObject* object) { return py::reinterpret_borrow<py::object>(object == nullptr ? Py_None : object); }
 
 // One call: its settings, and what it makes.
 class Caller {
@@ -63,13 +91,23 @@ class Caller {
     return value_of(settings_.asked).is_none() && (is_text(forced.ptr(), automatic) || is_text(forced.ptr(), native));
   }
 
-  // Whether a backward or a tangent may follow for some tensor.
-  bool may_differentiate() const {
+  // Notes whether a backward may follow for some tensor; false where a tangent may.
+  bool is_one_way() {
     static PyObject* const level = name("_current_level");
-    if (py::reinterpret_steal<py::object>(PyObject_CallNoArgs(settings_.is_grad_enabled.ptr())).is(py::bool_(false))) return false;
+    if (py::reinterpret_steal<py::object>(PyObject_CallNoArgs(settings_.is_grad_enabled.ptr())).is(py::bool_(false))) return true;
     PyObject* found = PyDict_GetItemWithError(settings_.forward_ad.ptr(), level);
-    if (found == nullptr || PyLong_AsLong(found) >= 0) return true;
-    return needs_gradient_;
+    if (found == nullptr || PyLong_AsLong(found) >= 0) return false;
+    trains_ = needs_gradient_;
+    return true;
+  }
+
+  bool trains() const { return trains_; }
+
+  // Of a call whose backward may follow: what opaque.Op connects with its sources.
+  py::object computed(const py::object& call, const py::object& results) const {
+    py::list found(3);
+    found[0] = settings_.module, found[1] = call, found[2] = results;
+    return found;
   }
 
   bool take(PyObject* object, Plain& out) {
@@ -77,13 +115,15 @@ class Caller {
     if (Py_TYPE(object) != bind::torch().tensor && reinterpret_cast<PyObject*>(Py_TYPE(object)) != settings_.parameter.ptr())
       return false;
     const auto needs = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, requires_grad));
-    needs_gradient_ |= needs.ptr() != Py_False;
+    out.needs_gradient = needs.ptr() != Py_False;
+    needs_gradient_ |= out.needs_gradient;
     out.object = object;
     return out.lent(dlpack::kCpu, object);
   }
 
   bool take(PyObject* object, Maybe& out) { return object == Py_None || take(object, static_cast<Plain&>(out)); }
   bool take(PyObject* object, Absent&) { return object == Py_None; }
+  bool take(PyObject* object, Record& out) { return out.object = object, true; }
   bool take(PyObject* object, bool& out) {
     out = object == Py_True;
     return PyBool_Check(object);
@@ -172,8 +212,18 @@ class Caller {
   }
 
   const Settings& settings_;
-  bool needs_gradient_ = false;
+  bool needs_gradient_ = false, trains_ = false;
 };
+
+template <class... Fields>
+py::object needs_of(const Fields&... fields) { return py::make_tuple(py::bool_(fields.needs_gradient)...); }
+
+// Of what a norm keeps of each row.
+inline py::object of_rows(const Caller& caller, const Plain& x, Plain& out) {
+  int64_t shape[64];
+  for (int d = 0; d + 1 < x.rank(); ++d) shape[d] = x.size(d);
+  return caller.new_empty(x.object, shape, x.rank() - 1, true, out);
+}
 
 // Other threads of Python run meanwhile where that pays.
 template <class Launch>
@@ -210,7 +260,7 @@ struct IsBelowAutograd<Call, std::void_t<decltype(Call::kBelowAutograd)>> : std:
 template <class Call>
 bool is_plain(Caller& caller, PyObject* op, PyObject* args, PyObject* kwargs, Call& call) {
   if constexpr (IsBelowAutograd<Call>::value) return caller.has_own_kernels() && caller.take_all(args, kwargs, call);
-  else return caller.is_at_rest(op) && caller.take_all(args, kwargs, call) && !caller.may_differentiate();
+  else return caller.is_at_rest(op) && caller.take_all(args, kwargs, call) && caller.is_one_way() && (Call::kTrains || !caller.trains());
 }
 
 template <class Launch>

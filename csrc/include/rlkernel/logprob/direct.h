@@ -7,6 +7,7 @@ namespace rlkernel::direct {
 
 struct logprob {
   static constexpr int kPlaces = 2;
+  static constexpr bool kTrains = false;
   Plain logits, target_ids;
   double temperature = 1;
   int64_t ignore_index = -100;
@@ -36,11 +37,8 @@ struct logprob {
                       nullptr);
       });
     });
-    static PyObject* const output = py::object(py::module_::import("rlkernel.calls.logprob").attr("LogprobOutput")).release().ptr();
-    const py::tuple fields = py::make_tuple(py::make_tuple(log, of_all, sum));
-    // as NamedTuples are made, without the function of Python around it
-    PyObject* made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(output), fields.ptr(), nullptr);
-    return py::reinterpret_steal<py::object>(made);
+    static PyObject* const output = type_named("rlkernel.calls.logprob", "LogprobOutput");
+    return made(output, log, of_all, sum);
   }
 
  private:
