@@ -405,8 +405,18 @@ def test_every_kernel_fits(reports, target):
 @pytest.mark.parametrize(("target", "unit"), [("sm_90", "wgmma.mma_async"), ("sm_100", "tcgen05.mma")])
 def test_described_tiles_are_copied_and_multiplied_by_the_units_for_tiles(reports, target, unit):
     cases, kernel = reports[target]["cases"], "matmul_descriptor_kernel"
-    found = {case: set(kernels[kernel]["units"]) for case, kernels in cases.items() if kernel in kernels}
-    assert len(found) == 4 and all(units == {unit, "cp.async.bulk.tensor"} for units in found.values()), found
+    found = {case: kernels[kernel]["units"] for case, kernels in cases.items() if kernel in kernels}
+    assert len(found) == 4
+    for case, (copies, multiplies) in found.items():  # and nothing else
+        assert copies == "cp.async.bulk.tensor" and multiplies.startswith(unit), (case, copies, multiplies)
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+def test_tensor_cores_take_sixteen_of_k_at_a_time(reports, target):
+    """In every tile of every kernel, which ``tensor_core.py`` supposes: no TF32, and no part of a group."""
+    every = [used["units"] for kernels in reports[target]["cases"].values() for used in kernels.values()]
+    found = {unit for units in every for unit in units} - {"cp.async.bulk.tensor"}
+    assert found and all(unit.endswith(("k16", "kind::f16")) for unit in found), sorted(found)
 
 
 @pytest.mark.skipif(OLDER, reason="what was measured is Triton 3.7.1")

@@ -189,8 +189,10 @@ def binaries_of_varied_calls() -> dict[str, int]:
     return {name: len({id(binary) for n, binary in compiled if n == name}) for name in names}
 
 
-# instructions of Hopper and Blackwell that multiply tiles, and that copy tiles of a tensor
-UNITS = ("wgmma.mma_async", "tcgen05.mma", "cp.async.bulk.tensor")
+# instructions that multiply tiles, with their rows, columns and share of K, and that copy tiles of a tensor
+UNITS = re.compile(
+    r"\b(?:mma\.sync\S*?|wgmma\.mma_async\S*?)\.m\d+n\d+k\d+|\btcgen05\.mma\S*kind::\w+|\bcp\.async\.bulk\.tensor"
+)
 
 
 def resources(binary: Any) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def resources(binary: Any) -> dict[str, Any]:
         "registers": field["REG"],
         "spilled": field["STACK"] + field["LOCAL"],
         "shared": binary.metadata.shared,
-        "units": [name for name in UNITS if name in binary.asm["ptx"]],
+        "units": sorted(set(UNITS.findall(binary.asm["ptx"]))),
     }
 
 
