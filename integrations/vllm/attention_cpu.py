@@ -21,12 +21,14 @@ class Impl(attention_paged.Impl):
         return None if mine.sliding_window == -1 else mine.sliding_window
 
     def paged_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        blocks, heads, size, both = kv_cache.shape
-        keys, values = kv_cache.view(blocks, heads, 2, -1).unbind(2)
-        return (
-            keys.view(blocks, heads, both // 2, size).permute(0, 3, 1, 2),
-            values.view(blocks, heads, size, both // 2).transpose(1, 2),
-        )
+        seen = self.__dict__.get("_paged_caches")  # of the step before: views take longer than they should
+        if seen is None or seen[0] is not kv_cache:
+            blocks, heads, size, both = kv_cache.shape
+            keys, values = kv_cache.view(blocks, heads, 2, -1).unbind(2)
+            keys = keys.view(blocks, heads, both // 2, size).permute(0, 3, 1, 2)
+            values = values.view(blocks, heads, size, both // 2).transpose(1, 2)
+            seen = self.__dict__["_paged_caches"] = kv_cache, keys, values
+        return seen[1], seen[2]
 
     def paged_refused(self, layer: Any) -> str:
         if layer.isa not in LAYOUTS:

@@ -17,7 +17,7 @@ def output(
     raw: Score | None = None,
 ) -> SampleOutput:  # fmt: skip
     """Values of the logits are looked up only where ``ranked`` must; ``raw`` as in ``as_trained``."""
-    stats = as_trained(call, stats, raw)
+    stats = as_trained(call, stats, raw, seen={*options["return_logprobs"], wanted.ranking})
     found = named_again(ranked(call, stats, wanted), stats, wanted)
     return assembled(shape, call.logits.shape[1], call.request, stats, found, options)
 

@@ -3,7 +3,7 @@
 The sampler's own differ from them in the last place, because it sums a row in another order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,14 @@ from rlkernel.runtime import invariance
 Score = Callable[[Tensor, float | Tensor], Tensor]  # of tokens [B], at a temperature
 
 
-def as_trained(call: SamplingCall, stats: SampleStats, raw: Score | None = None) -> SampleStats:
-    """The tokens' log-probabilities, of logits that ``raw`` scores where they are not stored.
+def as_trained(
+    call: SamplingCall,
+    stats: SampleStats,
+    raw: Score | None = None,
+    seen: Collection[str] = ("raw", "tempered", "processed"),
+) -> SampleStats:
+    """The tokens' log-probabilities of the kinds ``seen``, of logits that ``raw`` scores where they are not
+    stored.
 
     A restricted distribution keeps the sampler's, which are those of ``logprob`` over its support; so does
     one under a bitmask, of which ``logprob`` knows nothing.
@@ -35,7 +41,7 @@ def as_trained(call: SamplingCall, stats: SampleStats, raw: Score | None = None)
     with torch.no_grad():
         if stats.raw_logprobs is not None:
             stats = stats._replace(raw_logprobs=valid(raw(ids, 1.0), stats.raw_logprobs))
-        if request.token_bitmask is not None:
+        if request.token_bitmask is not None or not {"tempered", "processed"} & set(seen):
             return stats
         score = raw if call.adjusted is None else _of(call.adjusted)
         tempered = valid(score(ids, t), stats.tempered_logprobs)
