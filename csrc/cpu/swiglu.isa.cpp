@@ -43,6 +43,13 @@ T* at(const StridedRows& rows, int64_t r, int64_t i) {
   return rows.start == nullptr ? nullptr : row_at<T>(rows, r) + i;
 }
 
+// Calls body with std::true_type or std::false_type: a branch for every vector would show.
+template <class Body>
+void with_flag(bool flag, Body body) {
+  if (flag) body(std::true_type{});
+  else body(std::false_type{});
+}
+
 template <class T, class Activate>
 void forward(SwigluForward f, Activate activate) {
   if (lie_dense(f.gate, f.rows, f.length) && lie_dense(f.up, f.rows, f.length) && lie_dense(f.product, f.rows, f.length))
@@ -50,13 +57,17 @@ void forward(SwigluForward f, Activate activate) {
   each_piece(f.rows, f.length, [&](int64_t r, int64_t first, int64_t end) {
     const T *gate = at<T>(f.gate, r, first), *up = at<T>(f.up, r, first);
     T* product = at<T>(f.product, r, first);
-    each_vector(end - first, [&](int64_t i, int count) {
-      Floats y = activate(load(gate + i, count)).value;
-      if (up != nullptr) {
-        if (f.round_first) y = rounded<T>(y);
-        y *= load(up + i, count);
-      }
-      store(product + i, y, count);
+    with_flag(up != nullptr, [&](auto gated) {
+      with_flag(f.round_first, [&](auto round_first) {
+        each_vector(end - first, [&](int64_t i, int count) {
+          Floats y = activate(load(gate + i, count)).value;
+          if constexpr (gated) {
+            if constexpr (round_first) y = rounded<T>(y);
+            y *= load(up + i, count);
+          }
+          store(product + i, y, count);
+        });
+      });
     });
   });
 }
@@ -69,17 +80,18 @@ void backward(SwigluBackward b, Activate activate) {
   each_piece(b.rows, b.length, [&](int64_t r, int64_t first, int64_t end) {
     const T *gate = at<T>(b.gate, r, first), *up = at<T>(b.up, r, first), *grad = at<T>(b.grad, r, first);
     T *grad_gate = at<T>(b.grad_gate, r, first), *grad_up = at<T>(b.grad_up, r, first);
-    each_vector(end - first, [&](int64_t i, int count) {
-      const auto [value, slope] = activate(load(gate + i, count));
-      const Floats g = load(grad + i, count);
-      if (grad_up != nullptr) store(grad_up + i, g * (b.round_first ? rounded<T>(value) : value), count);
-      if (grad_gate == nullptr) return;
-      Floats of_activated = g;
-      if (up != nullptr) {
-        of_activated *= load(up + i, count);
-        if (b.round_first) of_activated = rounded<T>(of_activated);
-      }
-      store(grad_gate + i, of_activated * slope, count);
+    with_flag(up != nullptr && grad_gate != nullptr && grad_up != nullptr, [&](auto all) {
+      with_flag(b.round_first, [&](auto round_first) {
+        const auto as_held = [&](Floats x) { return round_first ? rounded<T>(x) : x; };
+        each_vector(end - first, [&](int64_t i, int count) {
+          const auto [value, slope] = activate(load(gate + i, count));
+          const Floats g = load(grad + i, count);
+          if (all || grad_up != nullptr) store(grad_up + i, g * as_held(value), count);
+          if (!all && grad_gate == nullptr) return;
+          const Floats of_activated = all || up != nullptr ? as_held(g * load(up + i, count)) : g;
+          store(grad_gate + i, of_activated * slope, count);
+        });
+      });
     });
   });
 }

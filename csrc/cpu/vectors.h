@@ -1,6 +1,8 @@
 // Rows in vectors of floats, the last of which may be a part of one.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
@@ -33,6 +35,10 @@ inline void store(T* p, Floats x, int count) {
 template <class T>
 inline Floats rounded(Floats x) {
   if constexpr (sizeof(T) == sizeof(float)) return x;
+  if constexpr (std::is_same_v<T, bf16>) {  // as round_to, without the halves
+    const Bits b = (Bits)x, quiet = b | 0x400000u, near = b + 0x7fffu + ((b >> 16) & 1u);
+    return (Floats)((Bits)(x != x ? (Ints)quiet : (Ints)near) & 0xffff0000u);
+  }
   T buffer[kWidth];
   store(buffer, x);
   return load(buffer);
