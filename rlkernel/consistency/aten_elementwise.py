@@ -71,9 +71,10 @@ def rsqrt(x: Tensor) -> Tensor:
 
 
 def _served(
-    formula: Callable[..., Tensor], operands: int = 1, *, promotes: bool = False
+    formula: Callable[..., Tensor], operands: int = 1, *, promotes: bool = False, widens: bool = True
 ) -> Callable[..., Tensor]:
-    """In fp32, rounded once; integers are promoted, or are torch's error."""
+    """In fp32, rounded once, by the formula itself where it is not to be widened; integers are promoted, or
+    are torch's error."""
 
     def run(
         original: Callable[..., Tensor],
@@ -90,7 +91,10 @@ def _served(
         if not tensors[0].is_floating_point():  # torch's promotion
             tensors = tuple(x.to(torch.get_default_dtype()) for x in tensors)
         need_floats(*tensors)
-        found = formula(*(x.float() for x in tensors), *rest, **kw).to(tensors[0].dtype)
+        if widens or len({x.dtype for x in tensors}) > 1:
+            found = formula(*(x.float() for x in tensors), *rest, **kw).to(tensors[0].dtype)
+        else:
+            found = formula(*tensors, *rest, **kw)
         return found if into is None else put(into, found)
 
     return run
@@ -105,8 +109,8 @@ def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 SERVED = {
-    **{name: _served(f) for f, name in ((silu, "silu"), (gelu, "gelu"))},
-    **{f"{name}.out": _served(f) for f, name in ((silu, "silu"), (gelu, "gelu"))},
+    **{name: _served(f, widens=False) for f, name in ((silu, "silu"), (gelu, "gelu"))},
+    **{f"{name}.out": _served(f, widens=False) for f, name in ((silu, "silu"), (gelu, "gelu"))},
     **{name: _served(sigmoid, promotes=True) for name in ("sigmoid", "sigmoid.out")},
     **{f"{name}_": _in_place(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
     **{name: _served(glu) for name in ("glu", "glu.out")},
@@ -114,10 +118,10 @@ SERVED = {
     **{name: _served(softplus) for name in ("softplus", "softplus.out")},
     **{name: _served(rsqrt, promotes=True) for name in ("rsqrt", "rsqrt.out")},
     "rsqrt_": _in_place(rsqrt),
-    "silu_backward": _served(silu_backward, 2),
-    "silu_backward.grad_input": _served(silu_backward, 2),
-    "gelu_backward": _served(gelu_backward, 2),
-    "gelu_backward.grad_input": _served(gelu_backward, 2),
+    "silu_backward": _served(silu_backward, 2, widens=False),
+    "silu_backward.grad_input": _served(silu_backward, 2, widens=False),
+    "gelu_backward": _served(gelu_backward, 2, widens=False),
+    "gelu_backward.grad_input": _served(gelu_backward, 2, widens=False),
     "softplus_backward": _served(softplus_backward, 2),
     "softplus_backward.grad_input": _served(softplus_backward, 2),
 }
