@@ -42,7 +42,7 @@ def measured(family: str, dtype: torch.dtype, s: Sizes, seconds: float, least: i
     model = models.made(family, dtype, s, "batch_invariant")
     with tempfile.TemporaryDirectory(prefix="consistency-") as folder, contextlib.ExitStack() as stack:
         model.save_pretrained(folder)
-        engines = {mode: stack.enter_context(_engine(mode, Path(folder), s)) for mode in MODES}
+        engines = {mode: stack.enter_context(_engine(mode, dtype, Path(folder), s)) for mode in MODES}
         for mode, ask in engines.items():
             samples = [Sample(torch.tensor(ids), torch.tensor(x)) for ids, x in ask("rollout")]
             with mode_named(mode), torch.no_grad():
@@ -69,11 +69,10 @@ def _pairs(engines: dict[str, Callable[[str], Any]], work: str, seconds: float, 
 
 
 @contextlib.contextmanager
-def _engine(mode: str, folder: Path, s: Sizes) -> Iterator[Callable[[str], Any]]:
+def _engine(mode: str, dtype: torch.dtype, folder: Path, s: Sizes) -> Iterator[Callable[[str], Any]]:
     """A process that answers, until the block ends."""
-    settings = json.dumps(
-        {"mode": mode, "model": str(folder), "sizes": s, "threads": torch.get_num_threads()}
-    )
+    model = {"model": str(folder), "dtype": str(dtype)[6:]}  # vLLM's "auto" makes bf16 of fp32
+    settings = json.dumps({"mode": mode, "sizes": s, "threads": torch.get_num_threads()} | model)
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "rlkernel.bench.consistency.engines", settings]
     with open(folder / f"{mode}.log", "w+") as log:
@@ -105,14 +104,14 @@ def _engine(mode: str, folder: Path, s: Sizes) -> Iterator[Callable[[str], Any]]
 class Engine:
     """What a process answers with."""
 
-    def __init__(self, model: str, s: Sizes) -> None:
+    def __init__(self, model: str, dtype: str, s: Sizes) -> None:
         from vllm import LLM, SamplingParams
 
         self.s, self.params = s, SamplingParams
         self.draw = torch.Generator().manual_seed(3)
         self.llm = LLM(
             model=model,
-            dtype="auto",
+            dtype=dtype,
             skip_tokenizer_init=True,
             enforce_eager=True,
             distributed_executor_backend="uni",
@@ -174,7 +173,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     if settings["mode"] == "batch_invariant":
         rlkernel.patch_vllm(ops=OPS, batch_invariant=True, strict=True)
-    engine = Engine(settings["model"], Sizes(*settings["sizes"]))
+    engine = Engine(settings["model"], settings["dtype"], Sizes(*settings["sizes"]))
     for line in sys.stdin:
         answer = engine.rollout() if line.strip() == "rollout" else WORK[line.strip()](engine)
         print(json.dumps(answer), file=answers, flush=True)
