@@ -116,7 +116,9 @@ void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, c
     strip.a = plan.keep ? a + (m - task.m0) / plan.rows * panel : a;
     const Panels<Order> packed{const_cast<float*>(strip.a), wide, strip.groups};
     if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, packed);
-    run_strip<Order>(static_cast<int>(wide / kChains), strip, b);
+    const int registers = static_cast<int>(wide / kChains);
+    if (!plan.pack && m == task.m0) run_strip<Order, true>(registers, strip, b);  // the first strip, which waits for memory
+    else run_strip<Order, false>(registers, strip, b);
     with_type(x.out_dtype, [&](auto t) { store_rows<Order, decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
   }
 }

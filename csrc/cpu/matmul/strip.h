@@ -17,7 +17,8 @@ constexpr int kMostRegisters = 2;
 #endif
 constexpr int kColumns = 4;                            // of a tile
 constexpr int kMostRows = kMostRegisters * kChains;    // of a strip
-constexpr int64_t kParts = 48;  // of K at a time: the strip's part of `a` stays in L1. Any number gives the same bits.
+// Of K at a time, for a strip of most rows: its part of `a` stays in L1. Any number gives the same bits.
+constexpr int64_t kParts = 48;
 
 // Columns of the product that are next to each other.
 template <class T>
@@ -37,27 +38,35 @@ struct Strip {
   int64_t stride;
 };
 
-template <class Order, int kRegisters, class T>
+// With kFetch the columns that are `ahead` come to L2 meanwhile, one after the other: memory is fast from one end to the other, and
+// slow where four rows of a weight are read side by side.
+template <class Order, bool kFetch, int kRegisters, class T>
 inline void run_chains(const float* a, const T* const (&column)[kColumns], int64_t step, int64_t groups, int64_t ahead,
                        Register (&chain)[kRegisters][kColumns]) {
-  for (int64_t g = 0; g < groups; ++g) {
-    if constexpr (kRegisters * 3 <= kMostRegisters)  // few rows wait for memory
-      for (int n = 0; n < kColumns; ++n) __builtin_prefetch(column[n] + g * step + ahead, 0, 3);
-    for (int part = 0; part < Order::kParts; ++part) {
-      Register x[kRegisters];
-      for (int r = 0; r < kRegisters; ++r)
-        x[r] = packed(a + ((g * Order::kParts + part) * kRegisters + r) * kChains * kLanes);
-      for (int n = 0; n < kColumns; ++n) {
-        const Register y = Order::spread_part(column[n] + g * step, part, kColumns * kLanes);
-        for (int r = 0; r < kRegisters; ++r) chain[r][n] = Order::added(x[r], y, chain[r][n]);
+  constexpr int kTurns = kFetch ? kColumns : 1;
+  constexpr int64_t kLine = 64 / sizeof(T), kLines = kColumns * Order::kDepth / kLine;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const T* fetched = column[turn] + ahead;
+    for (int64_t g = groups * turn / kTurns; g < groups * (turn + 1) / kTurns; ++g) {
+      if constexpr (kFetch)
+        for (int i = 0; i < kLines; ++i, fetched += kLine) __builtin_prefetch(fetched, 0, 2);
+      for (int part = 0; part < Order::kParts; ++part) {
+        Register x[kRegisters];
+        for (int r = 0; r < kRegisters; ++r)
+          x[r] = packed(a + ((g * Order::kParts + part) * kRegisters + r) * kChains * kLanes);
+        for (int n = 0; n < kColumns; ++n) {
+          const Register y = Order::spread_part(column[n] + g * step, part, kColumns * kLanes);
+          for (int r = 0; r < kRegisters; ++r) chain[r][n] = Order::added(x[r], y, chain[r][n]);
+        }
       }
     }
   }
 }
 
-template <class Order, int kRegisters, class T>
+template <class Order, bool kFetch, int kRegisters, class T>
 void run_strip(const Strip& s, const Columns<T>& b) {
-  constexpr int64_t kGroups = kParts / Order::kParts, kGroup = Order::kParts * kRegisters * kChains * kLanes;
+  constexpr int64_t kGroup = Order::kParts * kRegisters * kChains * kLanes;
+  constexpr int64_t kGroups = kParts * kMostRegisters * kChains * kLanes / kGroup;
   const int64_t whole = b.rest == nullptr ? s.groups : s.groups - 1;
   const int64_t tiles = (b.count + kColumns - 1) / kColumns;
   for (int64_t begin = 0, end; begin == 0 || begin < whole; begin = end) {
@@ -73,7 +82,7 @@ void run_strip(const Strip& s, const Columns<T>& b) {
         const int64_t inside = std::min<int64_t>(n, b.count - t * kColumns - 1);  // of a broken tile the last is read again
         column[n] = b.first + t * b.panel + inside * b.row + begin * b.group;
       }
-      run_chains<Order>(a, column, b.group, end - begin, b.panel, chain);
+      run_chains<Order, kFetch>(a, column, b.group, end - begin, b.panel, chain);
       if (end < whole) {
         for (int r = 0; r < kRegisters; ++r)
           for (int n = 0; n < kColumns; ++n) state[r * kColumns + n] = chain[r][n];
@@ -82,7 +91,7 @@ void run_strip(const Strip& s, const Columns<T>& b) {
       if (b.rest != nullptr) {
         const float* rest[kColumns];
         for (int n = 0; n < kColumns; ++n) rest[n] = b.rest + (t * Order::kParts * kColumns + n) * kLanes;
-        run_chains<Order>(s.a + whole * kGroup, rest, 0, 1, 0, chain);
+        run_chains<Order, false>(s.a + whole * kGroup, rest, 0, 1, 0, chain);
       }
       for (int r = 0; r < kRegisters; r += 2) {  // of an odd number the last is summed twice
         float sums[2 * kChains * kColumns];
@@ -96,11 +105,11 @@ void run_strip(const Strip& s, const Columns<T>& b) {
   }
 }
 
-template <class Order, class T, int kRegisters = kMostRegisters>
+template <class Order, bool kFetch, class T, int kRegisters = kMostRegisters>
 inline void run_strip(int registers, const Strip& s, const Columns<T>& b) {
   if constexpr (kRegisters > 1)
-    if (registers < kRegisters) return run_strip<Order, T, kRegisters - 1>(registers, s, b);
-  run_strip<Order, kRegisters>(s, b);
+    if (registers < kRegisters) return run_strip<Order, kFetch, T, kRegisters - 1>(registers, s, b);
+  run_strip<Order, kFetch, kRegisters>(s, b);
 }
 
 }  // namespace rlkernel::cpu::RLKERNEL_ISA
