@@ -1,7 +1,7 @@
 """Builds `rlkernel._C` with ninja: CPU kernels where a C++ compiler is, CUDA and HIP where theirs are too.
 
     RLKERNEL_BACKENDS     auto (default), or a list such as cpu,cuda; a part asked for by name must build
-    RLKERNEL_CUDA_ARCHS   default 80;90a;100, those that this nvcc knows, and PTX of the newest for later ones
+    RLKERNEL_CUDA_ARCHS   default 80;90a;100;120, those that this nvcc knows, and PTX of the newest for later ones
     RLKERNEL_HIP_ARCHS    default gfx90a;gfx942
     MAX_JOBS              compilers at a time
 
@@ -112,11 +112,17 @@ def cpu_part(build_dir: Path) -> Part:
 
 
 def cuda_part(build_dir: Path) -> Part:
-    nvcc = find_tool(["nvcc"], ["CUDA_HOME", "CUDA_PATH"], ["/usr/local/cuda/bin"])
+    # site-packages stand in no sys.path while pip builds in isolation
+    installed = sorted(
+        str(folder)
+        for place in {*sys.path, sysconfig.get_path("purelib")}
+        for folder in Path(place).glob("nvidia/cu[1-9][0-9]/bin")
+    )
+    nvcc = find_tool(["nvcc"], ["CUDA_HOME", "CUDA_PATH"], [*reversed(installed), "/usr/local/cuda/bin"])
     if nvcc is None:
-        raise Unavailable("nvcc was not found (PATH, CUDA_HOME, CUDA_PATH)")
+        raise Unavailable("nvcc was not found (PATH, CUDA_HOME, CUDA_PATH, the package nvidia-cuda-nvcc)")
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
-    known = [arch for arch in ("80", "90a", "100") if f"compute_{arch.rstrip('a')}" in listed]
+    known = [arch for arch in ("80", "90a", "100", "120") if f"compute_{arch.rstrip('a')}" in listed]
     archs = arch_list("RLKERNEL_CUDA_ARCHS", known)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     if plain := [arch for arch in archs if arch.isdecimal()]:
@@ -127,7 +133,8 @@ def cuda_part(build_dir: Path) -> Part:
         f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
         f"-Xfatbin=-compress-all --threads {len(codes)} {' '.join(codes)} {INCLUDE}"
     )
-    linker = f"{nvcc} -ccbin {CXX} -shared -cudart static"
+    # PyPI's packages have cudart_static and cudadevrt in lib, where the nvcc of some looks into lib64 alone
+    linker = f"{nvcc} -ccbin {CXX} -shared -cudart static -L{Path(nvcc).resolve().parent.parent / 'lib'}"
     probe(build_dir, ".cu", compiler, linker)
     sources = [("nvcc", source, "", "") for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     return Part({"nvcc": f"{compiler} -MD -MF $out.d -c $in -o $out"}, sources, archs, linker)

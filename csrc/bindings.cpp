@@ -68,6 +68,7 @@ PYBIND11_MODULE(_C, m) {
   {
     py::module_ part = bind::add_part(m, "cuda");
     RLKERNEL_KERNELS(DEFINE_CUDA)
+    m.def("cuda_versions", [] { return std::pair(cuda::runtime_version(), cuda::driver_version()); });
   }
 #endif
 #ifdef RLKERNEL_BUILT_HIP

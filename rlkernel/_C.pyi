@@ -33,6 +33,9 @@ def direct(
 def built() -> dict[str, list[str]]:
     """Which parts were built, and for which instruction sets or architectures."""
 
+def cuda_versions() -> tuple[int, int]:
+    """Of the CUDA runtime that is linked in, and what the driver knows; there where the cuda part is."""
+
 class Kernels(Protocol):
     """A part: where a tensor's memory is not what a kernel asks for, it raises ValueError."""
 

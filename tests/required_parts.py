@@ -7,6 +7,7 @@ would excuse itself; the places looked at are those that docs/build.md names.
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,9 @@ KERNEL = "#include <hip/hip_runtime.h>\n__global__ void empty() {}\nint main() {
 
 def _find(name: str, *homes: str) -> str | None:
     folders = [f"{os.environ[home]}/bin" for home in homes if os.environ.get(home)]
-    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", ""), *USUAL]))
+    packages = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/cu1?/bin")]
+    path = [*folders, os.environ.get("PATH", ""), *packages, *USUAL]
+    return shutil.which(name, path=os.pathsep.join(path))
 
 
 def _builds_hip(clang: str) -> bool:

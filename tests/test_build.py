@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 import zipfile
 from pathlib import Path
 
@@ -101,6 +102,40 @@ def test_a_device_without_kernels_has_a_reason():
     assert native._runs_on(["100+PTX"], (12, 0)) and not native._runs_on(["100+PTX"], (9, 0))
 
 
+@pytest.mark.parametrize(
+    ("runtime", "driver", "compiled", "runs"),
+    [
+        (13000, 13000, True, True),
+        (13000, 14010, False, True),
+        (13020, 13000, True, True),  # minor versions of one major run each other's code,
+        (13020, 13000, False, False),  # but not each other's PTX
+        (13000, 12090, True, False),
+        (13000, 0, True, False),
+    ],
+)
+def test_an_old_driver_has_a_reason(runtime, driver, compiled, runs):
+    reason = native._old_driver(runtime, driver, compiled)
+    assert (reason == "") == runs
+    if not runs:
+        assert f"CUDA {runtime // 1000}.{runtime % 1000 // 10}" in reason
+        assert f"this driver knows CUDA {driver // 1000}.{driver % 1000 // 10}" in reason
+        assert ("PTX" in reason) == (not compiled)
+
+
+def test_an_old_driver_leaves_ops_to_triton(monkeypatch):
+    module = types.SimpleNamespace(
+        built=lambda: {"cpu": ["baseline"], "cuda": ["90a", "100+PTX"]},
+        cuda_versions=lambda: (13000, 12090),
+        cuda=types.SimpleNamespace(part="cuda"),
+    )
+    monkeypatch.setattr(native, "extension", lambda: module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    kernels = native._kernels.__wrapped__
+    assert "this driver knows CUDA 12.9" in kernels("cuda", 0)
+    module.cuda_versions = lambda: (13000, 13000)
+    assert kernels("cuda", 0) is module.cuda
+
+
 def test_emulated_kernels_are_put_back_when_the_body_raises():
     import emulation
 
@@ -167,7 +202,7 @@ def test_a_missing_compiler_is_one_line(tree, tmp_path):
     assert status == 0, output
     said = [line for line in output.splitlines() if "not built" in line]
     assert said == [
-        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME, CUDA_PATH)",
+        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME, CUDA_PATH, the package nvidia-cuda-nvcc)",
         "rlkernel: hip is not built: neither hipcc nor clang++ was found (PATH, ROCM_PATH)",
     ]
     status, output = build(tree, PATH=path, RLKERNEL_BACKENDS="cpu,cuda")
@@ -255,6 +290,7 @@ def fake_tool(path, status):
         ("CUDA_HOME", "nvcc", 1, ["cpu", "cuda"]),
         ("CUDA_PATH", "nvcc", 1, ["cpu", "cuda"]),
         ("PATH", "nvcc", 1, ["cpu", "cuda"]),
+        ("PYTHONPATH", "nvcc", 1, ["cpu", "cuda"]),  # as PyPI's packages install it
         ("ROCM_PATH", "hipcc", 1, ["cpu", "hip"]),
         ("HIP_PATH", "hipcc", 1, ["cpu", "hip"]),
         ("PATH", "clang++-19", 0, ["cpu", "hip"]),
@@ -269,8 +305,11 @@ def test_ci_requires_the_parts_whose_compilers_setup_finds(
         monkeypatch.delenv(name)
     monkeypatch.setattr(required_parts, "USUAL", ())
     path = without_device_compilers(tmp_path / "bin")
-    fake_tool(tmp_path / "home/bin" / tool, status)
+    package = tmp_path / "home/nvidia/cu13" if home == "PYTHONPATH" else tmp_path / "home"
+    fake_tool(package / "bin" / tool, status)
     found = {home: str(tmp_path / "home")} if home != "PATH" else {"PATH": f"{path}:{tmp_path / 'home/bin'}"}
+    if home == "PYTHONPATH":
+        monkeypatch.syspath_prepend(found[home])
     for name, value in ({"PATH": path} | found).items():
         monkeypatch.setenv(name, value)
     assert required_parts.required() == parts

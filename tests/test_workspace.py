@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from rlkernel.runtime import workspace
+from rlkernel.runtime import gpu, workspace
 from rlkernel.runtime.workspace import Carver
 
 CPU = torch.device("cpu")
@@ -126,3 +126,23 @@ def test_kept_memory_is_given_once():
         assert first.kept == 64
     with workspace.lease(100, CPU, owner) as second:
         assert second.kept == 0
+
+
+def test_a_captured_graph_has_memory_of_its_own(monkeypatch):
+    """Two graphs may be replayed side by side, though one stream captured both, and beside eager calls."""
+    owner = torch.zeros(1)
+    with workspace.lease(256, CPU) as eager:
+        workspace.keep(CPU, owner, 64)
+    with monkeypatch.context() as capture:
+        capture.setattr(gpu, "capturing", lambda device: True)
+        graphs = []
+        for _ in range(2):
+            with workspace.lease(256, CPU, owner) as first:
+                workspace.keep(CPU, owner, 64)
+            with workspace.lease(256, CPU, owner) as second:
+                graphs += [first, second]
+        assert all(leased.memory.numel() == 256 and leased.kept == 0 for leased in graphs)
+    with workspace.lease(100, CPU, owner) as after:
+        assert after.kept == 64, "what an eager call kept is still there"
+    addresses = {leased.memory.data_ptr() for leased in (eager, *graphs)}
+    assert len(addresses) == 5 and after.memory.data_ptr() == eager.memory.data_ptr()

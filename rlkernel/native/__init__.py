@@ -113,6 +113,21 @@ def _runs_on(archs: list[str], capability: tuple[int, int]) -> bool:
     return False
 
 
+def _old_driver(runtime: int, driver: int, compiled: bool) -> str:
+    """Why a driver cannot run what a CUDA runtime of this version needs.
+
+    A driver runs what is ``compiled`` for the device by any toolkit of its own major version or an older one,
+    and turns PTX of a toolkit that is no newer than itself into code.
+    """
+    if driver // 1000 > runtime // 1000 or driver >= runtime:
+        return ""
+    if compiled and driver // 1000 == runtime // 1000:
+        return ""
+    known, built = (f"{version // 1000}.{version % 1000 // 10}" for version in (driver, runtime))
+    needs = "" if compiled else ", and for this device has PTX alone"
+    return f"rlkernel._C was built with CUDA {built}{needs}, this driver knows CUDA {known}: a newer driver runs it"
+
+
 @cache
 def _kernels(part: str, index: int | None) -> Kernels | str:
     try:
@@ -127,6 +142,9 @@ def _kernels(part: str, index: int | None) -> Kernels | str:
         if not _runs_on(archs, capability):
             device = ".".join(map(str, capability))
             return f"rlkernel._C was built for CUDA {' '.join(archs)}, this device is {device}"
+        compiled = _runs_on([arch for arch in archs if not arch.endswith("+PTX")], capability)
+        if old := _old_driver(*module.cuda_versions(), compiled):
+            return old
     if part == "hip":
         name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
         if name not in archs:

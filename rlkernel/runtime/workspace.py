@@ -2,7 +2,8 @@
 
 A chunked op computes in tiles of one buffer whose size is a setting and does not depend on the number of
 tokens.  There is one buffer per device and stream, so that two streams never share it; it grows to what an op
-asks for, at most the limit, and is kept for the next call.
+asks for, at most the limit, and is kept for the next call.  While a CUDA graph is captured the memory is of the
+graph's own pool instead: graphs may be replayed side by side, whatever stream they were captured on.
 """
 
 import contextlib
@@ -47,7 +48,6 @@ class Lease(NamedTuple):
 _limit: int | None = None
 _lock = threading.Lock()
 _buffers: dict[tuple[torch.device, int], _Buffer] = {}
-_captured: list[Tensor] = []  # a CUDA graph holds addresses, not references: its memory must stay
 
 
 def limit() -> int:
@@ -94,7 +94,7 @@ def limited(size: int) -> Iterator[None]:
 
 
 def release() -> None:
-    """Free the buffers, except those that a captured CUDA graph will write to."""
+    """Free the buffers. What a captured CUDA graph writes to is the graph's."""
     with _lock:
         _buffers.clear()
 
@@ -109,6 +109,9 @@ def lease(size: int, device: torch.device, owner: Tensor | None = None) -> Itera
     What the last lease kept (see ``keep``) stands before them when ``owner`` is the very tensor that it was
     kept for, and there was room for both; it is lost with this lease in any case.
     """
+    if gpu.capturing(device):
+        yield Lease(torch.empty(size, dtype=torch.uint8, device=device), 0, None)
+        return
     buffer = _buffer(device)
     with buffer.lock:
         if buffer.memory is None or buffer.memory.numel() < size:
@@ -117,9 +120,6 @@ def lease(size: int, device: torch.device, owner: Tensor | None = None) -> Itera
             )
             buffer.memory = torch.empty(size, dtype=torch.uint8, device=device)
         memory, kept, buffer.kept = buffer.memory, buffer.kept, None
-        on_gpu = device.type == "cuda"
-        if on_gpu and torch.cuda.is_current_stream_capturing() and all(memory is not x for x in _captured):
-            _captured.append(memory)
         there = kept is not None and owner is not None and kept.owner() is owner
         if kept is None or not there or kept.size + size > memory.numel():
             yield Lease(memory[:size], 0, None)
@@ -130,8 +130,11 @@ def lease(size: int, device: torch.device, owner: Tensor | None = None) -> Itera
 def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> None:
     """Inside a lease: leave its first ``size`` bytes to the next one, should it come for the same ``owner``.
 
-    Nothing is reserved: any lease in between takes the memory, and then the owner computes again.
+    Nothing is reserved: any lease in between takes the memory, and then the owner computes again; so it does
+    where a CUDA graph is captured.
     """
+    if gpu.capturing(device):
+        return
     buffer = _buffer(device)
     with buffer.lock:
         buffer.kept = _Kept(weakref.ref(owner), size, note)
