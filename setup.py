@@ -1,7 +1,7 @@
 """Builds `rlkernel._C` with ninja: CPU kernels where a C++ compiler is, CUDA and HIP where theirs are too.
 
     RLKERNEL_BACKENDS     auto (default), or a list such as cpu,cuda; a part asked for by name must build
-    RLKERNEL_CUDA_ARCHS   default 80;90a;100;120, those that this nvcc knows, and PTX of the newest for later ones
+    RLKERNEL_CUDA_ARCHS   default 80;90a;100;120, those that nvcc knows, and PTX of the newest for later ones
     RLKERNEL_HIP_ARCHS    default gfx90a;gfx942
     MAX_JOBS              compilers at a time
 

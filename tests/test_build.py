@@ -202,7 +202,8 @@ def test_a_missing_compiler_is_one_line(tree, tmp_path):
     assert status == 0, output
     said = [line for line in output.splitlines() if "not built" in line]
     assert said == [
-        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME, CUDA_PATH, the package nvidia-cuda-nvcc)",
+        "rlkernel: cuda is not built: nvcc was not found (PATH, CUDA_HOME, CUDA_PATH, the package "
+        "nvidia-cuda-nvcc)",
         "rlkernel: hip is not built: neither hipcc nor clang++ was found (PATH, ROCM_PATH)",
     ]
     status, output = build(tree, PATH=path, RLKERNEL_BACKENDS="cpu,cuda")

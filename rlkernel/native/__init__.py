@@ -125,7 +125,7 @@ def _old_driver(runtime: int, driver: int, compiled: bool) -> str:
         return ""
     known, built = (f"{version // 1000}.{version % 1000 // 10}" for version in (driver, runtime))
     needs = "" if compiled else ", and for this device has PTX alone"
-    return f"rlkernel._C was built with CUDA {built}{needs}, this driver knows CUDA {known}: a newer driver runs it"
+    return f"rlkernel._C was built with CUDA {built}{needs}, this driver knows CUDA {known}: it must be newer"
 
 
 @cache
@@ -143,7 +143,8 @@ def _kernels(part: str, index: int | None) -> Kernels | str:
             device = ".".join(map(str, capability))
             return f"rlkernel._C was built for CUDA {' '.join(archs)}, this device is {device}"
         compiled = _runs_on([arch for arch in archs if not arch.endswith("+PTX")], capability)
-        if old := _old_driver(*module.cuda_versions(), compiled):
+        runtime, driver = module.cuda_versions()
+        if old := _old_driver(runtime, driver, compiled):
             return old
     if part == "hip":
         name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]

@@ -2,8 +2,8 @@
 
 A chunked op computes in tiles of one buffer whose size is a setting and does not depend on the number of
 tokens.  There is one buffer per device and stream, so that two streams never share it; it grows to what an op
-asks for, at most the limit, and is kept for the next call.  While a CUDA graph is captured the memory is of the
-graph's own pool instead: graphs may be replayed side by side, whatever stream they were captured on.
+asks for, at most the limit, and is kept for the next call.  While a CUDA graph is captured the memory is of
+the graph's own pool instead: graphs may be replayed side by side, whatever stream they were captured on.
 """
 
 import contextlib
