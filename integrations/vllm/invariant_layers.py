@@ -96,8 +96,10 @@ def _normed(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
     gemma = isinstance(self, GemmaRMSNorm)
     weight = self.weight.data if gemma or self.has_weight else None
     if _is_served(x, *(y for y in (residual, weight) if y is not None)):
-        options = {"weight_offset": 1.0, "round_first": False} if gemma else {}
-        normed, summed = composed.rms_norm(x, weight, self.variance_epsilon, residual, **options)
+        offset = 1.0 if gemma else 0.0
+        normed, summed = composed.rms_norm(
+            x, weight, self.variance_epsilon, residual, weight_offset=offset, round_first=not gemma
+        )
         return normed if summed is None else (normed, summed)
     if residual is None:
         return _rms_norm(self, x)
@@ -127,8 +129,9 @@ def _turned(
     if not _is_served(query):
         return self.forward_native(positions, query, key)
     table = self._match_cos_sin_cache_dtype(query)
-    heads = [x if x is None else x.view(len(x), -1, self.head_size) for x in (query, key)]
-    composed.turn(*heads, table, positions, interleaved=not self.is_neox_style)
+    heads = query.view(len(query), -1, self.head_size)
+    key_heads = None if key is None else key.view(len(key), -1, self.head_size)
+    composed.turn(heads, key_heads, table, positions, interleaved=not self.is_neox_style)
     return query, key
 
 

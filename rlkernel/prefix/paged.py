@@ -95,7 +95,8 @@ class _Planner:
         alone = len(set(leading)) == len(leading) and all(span.rows == 1 for span in spans)
         if not alone or self._need([(span, 0) for span in spans]) > SLOTS:
             return None
-        items, starts = [], [0]
+        items: list[tuple[int, ...]] = []
+        starts = [0]
         # in the order of ``plan``, which sorts by what might be shared
         spans = [span for span, _ in self._ordered(spans)]
         for row, span in enumerate(spans):
