@@ -242,7 +242,7 @@ def test_good_temperatures_cost_one_reduction():
     """What a check of good values runs is paid in every step of a rollout."""
     good = torch.tensor([0.5, 1.0])
     with Operators() as run:
-        inputs._temperature(good, inputs.Rows(good.shape, 7, torch.float32, good.device))
+        inputs.temperature_of(good, inputs.Rows(good.shape, 7, torch.float32, good.device))
     assert run.names == ["aminmax", "_local_scalar_dense", "_local_scalar_dense"]
 
 

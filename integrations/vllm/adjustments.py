@@ -81,6 +81,27 @@ def sayable(metadata: Any) -> bool:
     )
 
 
+def unchanged(metadata: Any) -> bool:
+    """Whether a batch asks for its logits as they are, and for all of their tokens."""
+    holder = metadata.thinking_budget_state_holder
+    if metadata.top_k is not None or metadata.top_p is not None or not metadata.no_penalties:
+        return False
+    if metadata.allowed_token_ids_mask is not None or metadata.bad_words_token_ids:
+        return False
+    if holder is not None and holder.has_tracked_requests():
+        return False
+    return all(map(_is_idle, metadata.logitsprocs.all))
+
+
+def _is_idle(processor: Any) -> bool:
+    kind = type(processor)
+    if kind is LogitBiasLogitsProcessor:
+        return not processor.biases
+    if kind is MinTokensLogitsProcessor:
+        return not processor.min_toks
+    return kind is MinPLogitsProcessor and not processor.min_p_count
+
+
 def _is_endless(processor: Any) -> bool:
     """Of a bias of inf or NaN, which an option would refuse, and with it end the engine for all requests."""
     return type(processor) is LogitBiasLogitsProcessor and not all(

@@ -13,7 +13,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+import rlkernel
 from rlkernel.integrations.vllm import attention_paged
+from rlkernel.integrations.vllm.attention_paged import Step
 
 
 class Builder(attention_paged.Builder):
@@ -29,15 +31,20 @@ class Builder(attention_paged.Builder):
 
 
 class Impl(attention_paged.Impl):
-    paged_backend = "triton"
-
     def paged_window(self) -> int | None:
         mine: Any = self
         return mine.sliding_window[0] + 1 or None
 
-    def paged_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def paged_attend(self, query: Tensor, kv_cache: Tensor, step: Step, plan: Any, out: Tensor) -> None:
+        mine: Any = self
         keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-        return keys, values
+        with rlkernel.use_backend("triton"):  # the reference would be slower than vLLM's kernel
+            found = rlkernel.paged_prefix_attention(
+                query, keys, values, *step.tables, scale=mine.scale, window=self.paged_window(),
+                softcap=mine.logits_soft_cap or None, sinks=mine.sinks, plan=plan,
+            )  # fmt: skip
+        assert isinstance(found, Tensor)
+        out.copy_(found)
 
     def paged_refused(self, layer: Any) -> str:
         return "the attention is local to chunks" if getattr(self, "chunk_lookback", -1) != -1 else ""

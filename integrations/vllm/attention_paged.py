@@ -73,8 +73,8 @@ class Step:
         self._host = Tables(*(x.cpu() for x in self.tables))
         self.rows = int(self._host.query_starts[n])
         # no plan is made where it would be of no use, as in most steps of other work than rollouts
-        first = self._host.block_table[:, 0]
-        self.reason = ALONE if not every and len(first.unique()) == n else ""
+        alone = not every and len(self._host.block_table[:, 0].unique()) == n
+        self.reason = ALONE if alone else ""
         self._plans: dict[tuple[int, int | None], rlkernel.PagedPlan] = {}
 
     def plan(self, block_size: int, window: int | None) -> rlkernel.PagedPlan:
@@ -120,16 +120,13 @@ class Builder:
 class Impl(abc.ABC):
     """In front of an implementation of vLLM, whose cache is [blocks, Hkv, tokens of a block, D + D]."""
 
-    paged_backend: str
-    """Whose op runs: the reference would be slower than vLLM's kernel."""
-
     @abc.abstractmethod
     def paged_window(self) -> int | None:
         """How many positions a row sees, itself included."""
 
     @abc.abstractmethod
-    def paged_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, [blocks, tokens of a block, Hkv, D] both."""
+    def paged_attend(self, query: Tensor, kv_cache: Tensor, step: Step, plan: Any, out: Tensor) -> None:
+        """Writes ``out`` for the rows [T, Hq, D]; raises NotImplementedError where no kernel takes them."""
 
     @abc.abstractmethod
     def paged_refused(self, layer: Any) -> str:
@@ -168,21 +165,15 @@ class Impl(abc.ABC):
     def _served(self, step: Step, query: Tensor, kv_cache: Tensor, output: Tensor, patch: VllmPatch) -> str:
         """Writes the output, or says why not."""
         mine: Any = self
-        window = self.paged_window()
-        plan = step.plan(kv_cache.shape[2], window)
+        plan = step.plan(kv_cache.shape[2], self.paged_window())
         if plan.keys_read >= plan.keys_apart and not step.every:
             return ALONE
-        rows = query[: step.rows].view(-1, mine.num_heads, mine.head_size)
+        shape = step.rows, mine.num_heads, mine.head_size
+        rows, out = (x[: step.rows].view(shape) for x in (query, output))
         try:
-            with rlkernel.use_backend(self.paged_backend):
-                found = rlkernel.paged_prefix_attention(
-                    rows, *self.paged_caches(kv_cache), *step.tables, scale=mine.scale, window=window,
-                    softcap=mine.logits_soft_cap or None, sinks=mine.sinks, plan=plan,
-                )  # fmt: skip
+            self.paged_attend(rows, kv_cache, step, plan, out)
         except NotImplementedError as error:
             return str(error).splitlines()[-1].strip()
-        assert isinstance(found, Tensor)
-        output[: step.rows] = found.view(-1, *output.shape[1:])
         token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
         patch.count(patch.calls, NAME)
         patch.bytes[READ] += plan.keys_read * token_bytes

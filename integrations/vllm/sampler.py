@@ -13,7 +13,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rlkernel
-from rlkernel.integrations.vllm import contract, positions, support
+from rlkernel.integrations.vllm import contract, plain, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
 from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
@@ -75,6 +75,8 @@ class _Drawn(NamedTuple):
 
 
 def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOutput:
+    if mode == "raw_logprobs" and (found := plain.sampled(logits, metadata)) is not None:
+        return found
     wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
     z = adjusted(sampler, logits, metadata, whole=wants and mode not in RAW)
     n, device = logits.shape[0], logits.device

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether kernels here read ``x`` and others of its dtype."""
-    return x.dtype in native.DTYPES and x.device == CPU and all(other.dtype == x.dtype for other in others)
+    return x.dtype in native.DTYPES and x.is_cpu and {other.dtype for other in others} <= {x.dtype}
 
 
 def rms_norm(
@@ -65,15 +65,23 @@ class Linear:
         self._seen: tuple[Tensor, int, Tensor | None] | None = None
         self._columns = torch.empty(0)
         self._bias: Tensor | None = None
+        self._product = native.short_way("product")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen = self._seen
         if seen is None or seen[0] is not weight or seen[1] != weight.data_ptr() or seen[2] is not bias:
-            self._columns = weight.detach().as_subclass(Tensor).t().unsqueeze(0)
+            # as a layer of vLLM has them, of classes that answer some operations themselves
+            self._columns = weight.detach().as_subclass(Tensor).t()
+            self._bias = None if bias is None else bias.detach().as_subclass(Tensor)
             self._seen = weight, weight.data_ptr(), bias
-            self._bias = None if bias is None else bias.detach()
+        found: Tensor | None = self._product((x, self._columns, self._bias), {})
+        return self._long_way(x) if found is None else found
+
+    def _long_way(self, x: Tensor) -> Tensor:
+        """Of rows of any shape, or none of them."""
+        columns = self._columns.unsqueeze(0)
         rows = x.reshape(1, -1, x.shape[-1])
-        out = x.new_empty(1, rows.shape[1], weight.shape[0])
+        out = x.new_empty(1, rows.shape[1], columns.shape[2])
         bias = None if self._bias is None else self._bias.float()
-        native.kernels(CPU).matmul(a=rows, b=self._columns, bias=bias, out=out)
-        return out[0] if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+        native.kernels(CPU).matmul(a=rows, b=columns, bias=bias, out=out)
+        return out.view(*x.shape[:-1], columns.shape[2])

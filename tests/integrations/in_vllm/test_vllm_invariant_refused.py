@@ -88,7 +88,7 @@ def test_experts(changed, named):
 
 def test_attention_that_is_left_to_vllm(monkeypatch):
     class Impl(attention_paged.Impl):
-        paged_window = paged_caches = None
+        paged_window = paged_attend = None
 
         def paged_refused(self, layer):
             return "ALiBi"

@@ -1,7 +1,9 @@
 """vLLM's sampler and ours on the same batches: all that vLLM's definitions leave no choice in is the same."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 from contextlib import contextmanager
 
 import engines
@@ -11,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.sampler import Sampler
 
+import rlkernel
+from rlkernel.consistency.bits import differ
+from rlkernel.integrations.vllm import plain
 from rlkernel.integrations.vllm import sampler as ours
 from rlkernel.native import sampling as native
 
@@ -290,3 +295,47 @@ def test_what_cannot_be_served_goes_to_vllm_and_is_counted(llm, patch, batches):
     assert patch.stats()[0]["fallbacks"] == {
         "Sampler.forward: the whole distribution is asked for, as a tensor": 1
     }
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_short_way_of_plain_batches_has_the_bits_of_the_long_one(batches, monkeypatch, dtype, invariant):
+    sampler, logits, metadata = max(batches, key=lambda batch: len(batch[1]))
+    n = len(logits)
+    odd = logits.clone()
+    odd[0, 5:], odd[1], odd[2, 3] = -torch.inf, -torch.inf, torch.nan  # few tokens, none, and no distribution
+    ties = (logits * 2).round() / 2
+    plainly = dataclasses.replace(
+        frozen(metadata), top_k=None, top_p=None, no_penalties=True, allowed_token_ids_mask=None,
+        bad_words_token_ids={}, logitsprocs=LogitsProcessors(metadata.logitsprocs.all), generators={},
+        all_greedy=False, all_random=False,
+    )  # fmt: skip
+    for processor in plainly.logitsprocs.all:
+        for name in ("biases", "min_toks"):
+            if hasattr(processor, name):
+                setattr(processor, name, {})
+        processor.min_p_count = 0
+    some = torch.linspace(0.3, 3, n)
+    some[::3] = 0
+    seeded = {row: torch.Generator().manual_seed(row) for row in range(0, n, 2)}
+    monkeypatch.setattr(ours.positions, "positions", lambda n, device: torch.arange(n))
+    cases = [
+        {"temperature": t, "generators": g, "max_num_logprobs": top, "all_greedy": t is None}
+        for t in (torch.ones(n), some, None)
+        for g in ({}, seeded)
+        for top in (0, 1)
+    ]
+    mode = rlkernel.batch_invariant(strict=False) if invariant else contextlib.nullcontext()
+    with mode:
+        for case, z in itertools.product(cases, (logits, odd, ties)):
+            asked = dataclasses.replace(plainly, **case)
+            with monkeypatch.context() as change:
+                change.setattr(plain, "sampled", lambda *x: None)
+                torch.manual_seed(3)
+                want = ours.sampled(sampler, z.to(dtype), asked, "raw_logprobs")
+            torch.manual_seed(3)
+            got = plain.sampled(z.to(dtype), asked)
+            assert got is not None
+            assert torch.equal(got.sampled_token_ids, want.sampled_token_ids)
+            for mine, theirs in zip(got.logprobs_tensors[:3], want.logprobs_tensors[:3], strict=True):
+                assert mine.dtype == theirs.dtype and not differ(mine, theirs).any()
