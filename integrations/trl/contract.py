@@ -22,6 +22,7 @@ STEP = "training_step"
 EXTRACT = "extract_logprobs"  # of vLLM's outputs
 GENERATE = "_generate_and_score_completions"
 BEGIN, TRAIN = "__init__", "train"  # of the class that all trainers inherit
+UNWRAP = "unwrap_model_for_generation"
 ENGINE, SYNC = "_init_vllm", "sync_weights"  # of what talks to vLLM
 PARAMETERS = {
     HEAD: (
@@ -44,6 +45,10 @@ PARAMETERS = {
     EXTRACT: ("all_outputs",),
     GENERATE: ("self", "inputs"),
     BEGIN: ("self", "*args", "**kwargs"),
+    UNWRAP: (
+        "model", "accelerator", "gather_deepspeed3_params=True", "generation_kwargs=None",
+        "gradient_checkpointing_kwargs=None",
+    ),
     ENGINE: ("self",),
     SYNC: ("self",),
 }  # fmt: skip

@@ -1,14 +1,16 @@
 """One number in TRL's trainers and in their rollouts: what ``patch_trl(batch_invariant=True)`` adds.
 
 ``rlkernel.batch_invariant`` is on while the patch is.  Here is what TRL leaves to be done around it:
-positions that count no padding, options of a colocated engine, an empty prefix cache behind new weights, and
-a look at what the mode does not cover when a trainer is made.
+positions that count no padding, passes of ``generate`` that are strict as the trainer's are, options of a
+colocated engine, an empty prefix cache behind new weights, and a look at what the mode does not cover when a
+trainer is made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +41,9 @@ class Invariant:
             original = contract.checked(owner, name)
             self.patch.replace(owner, name, make(original, generation), expected=original)
         for trainer in contract.trainers():
+            module = sys.modules[trainer.__module__]
+            original = contract.checked(module, contract.UNWRAP)
+            self.patch.replace(module, contract.UNWRAP, _strict(original), expected=original)
             original = vars(trainer)[contract.BEGIN]
             self.patch.replace(trainer, contract.BEGIN, self._made(original), expected=original)
 
@@ -125,16 +130,54 @@ def _emptied(original: Callable[[Any], None], _: Any) -> Callable[[Any], None]:
     return sync_weights
 
 
+def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What TRL generates with: what a pass cannot do as the trainer does is an error in the rollout too."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def unwrap_model_for_generation(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with original(*args, **kwargs) as model, _strict_passes(model):
+            yield model
+
+    return unwrap_model_for_generation
+
+
+@contextlib.contextmanager
+def _strict_passes(model: Any) -> Iterator[None]:
+    """Inside, ``model`` runs under the strict mode, and what samplers make of its logits does not."""
+    inside = model.get_base_model() if hasattr(model, "peft_config") else model
+    with contextlib.ExitStack() as hooks, contextlib.ExitStack() as modes:
+
+        def enter(module: Any, args: Any) -> None:
+            modes.enter_context(rlkernel.batch_invariant())
+
+        def leave(module: Any, args: Any, output: Any) -> None:
+            modes.close()
+
+        hooks.callback(inside.register_forward_pre_hook(enter).remove)
+        hooks.callback(inside.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
     """TRL's scores, of a model that is told where tokens stand: TRL counts the padding on the left too."""
 
     @functools.wraps(original)
-    def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self: Any,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         inside = self.accelerator.unwrap_model(model)
+        longest = int(attention_mask.sum(1).max()) if len(attention_mask) else 0
+        _require("the trainer", invariant_reasons.of_length(inside, longest))
         hook = inside.register_forward_pre_hook(_with_positions, with_kwargs=True)
         try:
             with rlkernel.batch_invariant():  # strict, where the patch's own mode lets others pass
-                return original(self, model, *args, **kwargs)
+                return original(self, model, input_ids, attention_mask, *args, **kwargs)
         finally:
             hook.remove()
 

@@ -51,6 +51,20 @@ def _model(model: Any) -> str:
     return ""
 
 
+def of_length(model: Any, longest: int) -> str:
+    """What must be otherwise of samples of which one has so many tokens."""
+    told = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (told, *told.values()):  # of all layers, or of each kind of them
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limit = rope.get("original_max_position_embeddings", longest)
+            if longest > limit:
+                return (
+                    f"samples of at most {limit} tokens, got one of {longest}: behind that the rotary angles "
+                    "of longrope follow the longest row of a batch"
+                )
+    return ""
+
+
 def _precision(trainer: Any) -> str:
     args, model = trainer.args, trainer.model
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -89,12 +89,14 @@ def _need_one_place(lo: bytes, hi: bytes, rows: int, window: int) -> None:
     alike = first[0] == first[rows - 1] and last[0] == last[rows - 1]
     if not window and not alike:
         return
+    strict = invariance.is_strict()
     for setting in invariance.settings:
+        places = setting.places[strict]
         if window:
-            setting.windows.add(window)
+            places.windows.add(window)
         else:
-            setting.steps.update(b - a + 1 for a, b in zip(first, last, strict=True))
-        if setting.windows & setting.steps:
+            places.steps.update(b - a + 1 for a, b in zip(first, last, strict=True))
+        if places.windows & places.steps:
             raise Refused(
                 "a row of a window behind a cache does not say where its sequence begins, as whole ones do: "
                 "use the attention of rlkernel.register_hf()"

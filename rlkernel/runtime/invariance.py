@@ -6,6 +6,15 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Places(NamedTuple):
+    """Where attention has seen rows stand: the windows of whole sequences, and the keys that single rows
+    behind a cache saw."""
+
+    windows: set[int]
+    steps: set[int]
 
 
 class Setting:
@@ -14,8 +23,8 @@ class Setting:
     def __init__(self, level: str, strict: bool, vendor: bool = False) -> None:
         self.level, self.strict, self.vendor = level, strict, vendor
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.windows: set[int] = set()  # of whole sequences in attention
-        self.steps: set[int] = set()  # the keys that single rows behind a cache saw
+        # strict calls apart: those of a policy are, those of a model that rewards it beside it need not be
+        self.places = {strict: Places(set(), set()) for strict in (True, False)}
 
 
 settings: list[Setting] = []  # the last one counts

@@ -9,6 +9,7 @@ import types
 import pytest
 import tiny
 import torch
+import transformers
 import trl_prefix_cases
 import trl_trainers
 from trl_prefix_cases import METHOD, trl
@@ -191,6 +192,63 @@ def test_an_operation_that_the_mode_refuses_is_named(make_trainer):
     model.model.norm.register_forward_hook(lambda m, i, output: torch.nn.functional.elu(output))
     with rlkernel.patch_trl(**MODE), pytest.raises(ValueError, match="RuntimeError: torch's elu must be"):
         make_trainer(model=model)
+
+
+def mistral(window=None, **options):
+    """On sdpa, whose steps behind a cache do not say where a window begins."""
+    config = transformers.MistralConfig(
+        **tiny_sizes(), hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window, initializer_range=0.3, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(config)
+
+
+def tiny_sizes():
+    return {"vocab_size": len(tiny.make_tokenizer()), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_a_rollout_is_refused_what_its_trainer_would_be(make_trainer):
+    """In a step of eight rows behind a cache, which neither the look at a tiny batch nor the loss has."""
+
+    def odd_step(module, inputs, output):
+        return torch.nn.functional.elu(output) if output.shape[:2] == (8, 1) else output
+
+    model = tiny.make_model(vocab=len(tiny.make_tokenizer()))
+    model.model.norm.register_forward_hook(odd_step)
+    with rlkernel.patch_trl(**MODE):
+        trainer = make_trainer(model=model)
+        with pytest.raises(RuntimeError, match="torch's elu must be invariant"):
+            trainer.train()
+    assert not rlkernel.batch_invariant.is_enabled()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_a_model_that_rewards_another_changes_none_of_its_numbers(make_trainer):
+    judge, tokenizer = mistral(40), tiny.make_tokenizer()  # a row of 40 keys is a step of the policy's too
+
+    def reward(prompts, completions, **_):
+        texts = [a + b for a, b in zip(prompts, completions, strict=True)]
+        given = tokenizer(texts, return_tensors="pt", padding=True)
+        with torch.no_grad():
+            found = judge(given["input_ids"], attention_mask=given["attention_mask"]).logits
+        return found.mean((1, 2)).tolist()
+
+    with rlkernel.patch_trl(**MODE):
+        trainer = train(make_trainer, reward=reward, model=mistral(), learning_rate=0.0)
+    assert largest(trainer) == 0
+
+
+def test_angles_that_follow_the_longest_row_are_refused(make_trainer, monkeypatch):
+    monkeypatch.setattr(trl_trainers, "PROMPTS", [f"what is {i} plus {i + 1}?" for i in range(16, 48)])
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24} | factors
+    model = mistral(rope_parameters=rope)
+    with rlkernel.patch_trl(**MODE):
+        trainer = train(make_trainer, model=model, max_completion_length=4)
+        assert largest(trainer) == 0
+        with pytest.raises(ValueError, match="samples of at most 24 tokens, got one of .* longrope"):
+            make_trainer(model=model).train()
 
 
 def test_a_trainer_from_before_is_looked_at_when_it_trains(make_trainer, monkeypatch):
