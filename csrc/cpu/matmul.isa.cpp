@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kParallel = 1 << 17;       // multiplications from which threads pay
 constexpr int64_t kTasks = 4;                // of a thread, where there are columns enough
-constexpr int64_t kKeptBytes = 1 << 18;      // of packed rows that stay for all columns of a task
+constexpr int64_t kKeptBytes = 1 << 20;      // of packed rows that stay for all columns of a task
 constexpr int64_t kBlockBytes = 1 << 20;     // of a block of columns, to which the rows are packed anew: in L2
 constexpr int64_t kSmallBlockBytes = 1 << 18;  // of one where the rows are kept
 // Strips of rows up to which columns that are dense along K are read where they are: with 32 registers there are as many rows
@@ -69,7 +69,9 @@ struct Plan {
 
   Plan(const Matmul& x, int64_t element, int64_t threads) {
     const int64_t strips = std::max<int64_t>((x.M + kMostRows - 1) / kMostRows, 1), bytes = std::max<int64_t>(x.K, 1) * element;
-    rows = round_up((x.M + strips - 1) / strips, kChains);
+    // The first strip waits for memory and is as wide as it can be; what would leave one register to the last is cut evenly.
+    const bool full = strips > 1 && (x.M - 1) % kMostRows >= kChains;
+    rows = full ? kMostRows : round_up((x.M + strips - 1) / strips, kChains);
     few = x.b.step != 1 && x.b.row == 1 && x.M <= std::min<int64_t>(kFewRows, kMostRows);
     pack = !few && (x.b.step != 1 || strips > kStripsInPlace);
     keep = strips * rows * bytes <= kKeptBytes;

@@ -49,7 +49,7 @@ inline void run_chains(const float* a, const T* const (&column)[kColumns], int64
     const T* fetched = column[turn] + ahead;
     for (int64_t g = groups * turn / kTurns; g < groups * (turn + 1) / kTurns; ++g) {
       if constexpr (kFetch)
-        for (int i = 0; i < kLines; ++i, fetched += kLine) __builtin_prefetch(fetched, 0, 2);
+        for (int i = 0; i < kLines; ++i, fetched += kLine) prefetch(fetched);
       for (int part = 0; part < Order::kParts; ++part) {
         Register x[kRegisters];
         for (int r = 0; r < kRegisters; ++r)
