@@ -4,6 +4,7 @@
 #include "rlkernel/layer_norm/direct.h"
 #include "rlkernel/logprob/direct.h"
 #include "rlkernel/matmul/direct.h"
+#include "rlkernel/replaced.h"
 #include "rlkernel/rms_norm/direct.h"
 #include "rlkernel/swiglu/direct.h"
 
@@ -26,16 +27,23 @@ py::dict built() {
   return parts;
 }
 
+direct::Settings settings_of(py::object forced, py::object asked, py::dict last, py::list emulated, py::object debug,
+                             py::list levels, py::dict forward_ad, py::object module) {
+  const py::module_ torch = py::module_::import("torch");
+  const py::object core = torch.attr("_C");
+  return {forced, asked, last, emulated, debug, levels, forward_ad, torch.attr("is_grad_enabled"), torch.attr("empty_like"),
+          torch.attr("nn").attr("Parameter"), torch.attr("contiguous_format"), torch.attr("float32"), module,
+          core.attr("_len_torch_dispatch_stack"), core.attr("_functorch").attr("peek_interpreter_stack"),
+          core.attr("_get_tracing_state")};
+}
+
 #define DIRECT(name, kernel) \
   if (op == #name) return direct::define<direct::name>(#name, cpu::kernel, settings);
 
 // The short way of an op's public call, or None.
 py::object direct_call(const std::string& op, py::object forced, py::object asked, py::dict last, py::list emulated,
                        py::object debug, py::list levels, py::dict forward_ad, py::object module) {
-  const py::module_ torch = py::module_::import("torch");
-  const direct::Settings settings{forced, asked, last, emulated, debug, levels, forward_ad, torch.attr("is_grad_enabled"),
-                                  torch.attr("empty_like"), torch.attr("nn").attr("Parameter"), torch.attr("contiguous_format"),
-                                  torch.attr("float32"), module};
+  const direct::Settings settings = settings_of(forced, asked, last, emulated, debug, levels, forward_ad, module);
   DIRECT(layer_norm, layer_norm_forward)
   DIRECT(rms_norm, rms_norm_forward)
   DIRECT(swiglu, swiglu_forward)
@@ -45,6 +53,27 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(rms_norm_backward, rms_norm_backward)
   DIRECT(swiglu_backward, swiglu_backward)
   return py::none();
+}
+
+#define REPLACED(name, kernel) \
+  if (op == #name) return direct::define<direct::name>(#name, kernel, settings, place);
+
+// What takes an operation's place in torch's dispatcher: `otherwise` behind C++.
+py::object replaced_call(const std::string& op, py::object counted, py::object used, py::object otherwise, py::list asides,
+                         py::list emulated, py::list levels, py::dict forward_ad) {
+  const direct::Settings settings = settings_of({}, {}, {}, emulated, {}, levels, forward_ad, {});
+  const direct::Place place{otherwise, asides, used, counted};
+  REPLACED(mm, cpu::matmul)
+  REPLACED(bmm, cpu::matmul)
+  REPLACED(addmm, cpu::matmul)
+  REPLACED(linear, cpu::matmul)
+  REPLACED(row_sum, cpu::matmul)
+  REPLACED(row_mean, cpu::matmul)
+  REPLACED(silu, cpu::swiglu_forward)
+  REPLACED(gelu, cpu::swiglu_forward)
+  REPLACED(rsqrt, nullptr)
+  REPLACED(power, nullptr)
+  throw std::invalid_argument("op must be one that C++ takes, got " + op);
 }
 
 }  // namespace
@@ -59,6 +88,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ENUMS") = bind::enums();
   m.def("direct", &direct_call, py::arg("op"), py::kw_only(), py::arg("forced"), py::arg("asked"), py::arg("last"),
         py::arg("emulated"), py::arg("debug"), py::arg("levels"), py::arg("forward_ad"), py::arg("module"));
+  m.def("replaced", &replaced_call, py::arg("op"), py::kw_only(), py::arg("counted"), py::arg("used"), py::arg("otherwise"),
+        py::arg("asides"), py::arg("emulated"), py::arg("levels"), py::arg("forward_ad"));
   {
     py::module_ part = bind::add_part(m, "cpu");
     RLKERNEL_KERNELS(DEFINE_CPU)

@@ -16,6 +16,7 @@ HEAD = '''"""The compiled kernels. Written by csrc/stub.py: do not edit.
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from threading import local
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -40,6 +41,19 @@ def direct(
     module: ModuleType | None,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
     """The short way of a call, or None: see csrc/include/rlkernel/direct.h."""
+
+def replaced(
+    op: str,
+    *,
+    counted: tuple[str, str],
+    used: local,
+    otherwise: Callable[..., Any],
+    asides: list[None],
+    emulated: list[Any],
+    levels: list[Any],
+    forward_ad: dict[str, Any],
+) -> Callable[..., Any]:
+    """What takes an operation's place in torch's dispatcher: see csrc/include/rlkernel/replaced.h."""
 
 def built() -> dict[str, list[str]]:
     """Which parts were built, and for which instruction sets or architectures."""

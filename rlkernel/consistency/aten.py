@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel import native
 from rlkernel.consistency import (
     aten_attention,
     aten_checked,
@@ -22,7 +23,7 @@ from rlkernel.consistency import (
     aten_products,
     aten_rows,
 )
-from rlkernel.consistency.aten_call import Refused, put, used
+from rlkernel.consistency.aten_call import Refused, Short, put, used
 from rlkernel.runtime import invariance
 
 SERVED: dict[str, Callable[..., Any]] = {
@@ -33,7 +34,8 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_checked.SERVED,
     **aten_composite.SERVED,
 }
-SERVED["pow.Tensor_Scalar"] = SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
+SERVED["pow.Tensor_Scalar"] = Short("power", lambda *args: _power(*args))
+SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
 SERVED["pow_.Scalar"] = lambda original, x, exponent: _power_in_place(original, x, exponent)
 SERVED["pow.Tensor_Tensor"] = SERVED["pow.Tensor_Tensor_out"] = lambda *args, **out: _powers(*args, **out)
 SERVED["sgn"] = SERVED["sgn.out"] = lambda *args, **out: _sign(*args, **out)
@@ -108,7 +110,8 @@ def replaced() -> Iterator[None]:
         library._destroy()
 
 
-def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
+def replace(library: Any, name: str, key: str, served: Callable[..., Any]) -> None:
+    run = served.run if isinstance(served, Short) else served
     try:
         kernel = torch.library.get_kernel(f"{library.ns}::{name}", key)
     except RuntimeError:  # this build of torch has none
@@ -132,7 +135,11 @@ def replace(library: Any, name: str, key: str, run: Callable[..., Any]) -> None:
             invariance.count(name, "torch, not invariant")
             return original(*args, **kwargs)
 
-    library.impl(name, call, key, with_keyset=True, allow_override=True)
+    whole: Callable[..., Any] = call
+    if isinstance(served, Short) and key.endswith("CPU"):
+        with contextlib.suppress(ImportError):  # without the extension
+            whole = native.replaced(served.op, name, call)
+    library.impl(name, whole, key, with_keyset=True, allow_override=True)
 
 
 def replace_whole(library: Any, name: str, device: str, run: Callable[..., Any]) -> None:

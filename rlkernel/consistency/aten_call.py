@@ -1,21 +1,32 @@
 """What the replacements of torch's operations have in common."""
 
-import threading
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel import dispatch
+from rlkernel.runtime.invariance import used as used
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("native", "triton")  # whose bits are their own code's
 
-used = threading.local()  # the backend of the call that is under way
-
 
 class Refused(Exception):
     """Why the bits of a call may depend on the batch."""
+
+
+class Short:
+    """A replacement ``run`` of which C++ takes the calls of plain CPU tensors, as ``op`` of
+    ``csrc/include/rlkernel/replaced.h``: a step of decoding has hundreds of them, most of them short."""
+
+    def __init__(self, op: str, run: Callable[..., Any]) -> None:
+        self.op, self.run = op, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
 
 def module_of(op: str, *tensors: Tensor) -> ModuleType:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rlkernel.consistency import sharded
-from rlkernel.consistency.aten_call import FLOATS
+from rlkernel.consistency.aten_call import FLOATS, Short
 from rlkernel.consistency.aten_products import product
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -104,6 +104,6 @@ def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
 
 
 SERVED: dict[str, Callable[..., Any]] = {
-    "linear": linear,
+    "linear": Short("linear", linear),
     "_scaled_dot_product_attention_math": attention_math,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.consistency.aten_call import need_floats, put
+from rlkernel.consistency.aten_call import Short, need_floats, put
 from rlkernel.ops.swiglu import activated, activated_backward
 
 
@@ -108,15 +108,16 @@ def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-SERVED = {
-    **{name: _served(f, widens=False) for f, name in ((silu, "silu"), (gelu, "gelu"))},
+SERVED: dict[str, Callable[..., Any]] = {
+    **{name: Short(name, _served(f, widens=False)) for f, name in ((silu, "silu"), (gelu, "gelu"))},
     **{f"{name}.out": _served(f, widens=False) for f, name in ((silu, "silu"), (gelu, "gelu"))},
     **{name: _served(sigmoid, promotes=True) for name in ("sigmoid", "sigmoid.out")},
     **{f"{name}_": _in_place(f) for f, name in ((sigmoid, "sigmoid"), (silu, "silu"), (gelu, "gelu"))},
     **{name: _served(glu) for name in ("glu", "glu.out")},
     **{name: _served(glu_backward, 2) for name in ("glu_backward", "glu_backward.grad_input")},
     **{name: _served(softplus) for name in ("softplus", "softplus.out")},
-    **{name: _served(rsqrt, promotes=True) for name in ("rsqrt", "rsqrt.out")},
+    "rsqrt": Short("rsqrt", _served(rsqrt, promotes=True)),
+    "rsqrt.out": _served(rsqrt, promotes=True),
     "rsqrt_": _in_place(rsqrt),
     "silu_backward": _served(silu_backward, 2, widens=False),
     "silu_backward.grad_input": _served(silu_backward, 2, widens=False),

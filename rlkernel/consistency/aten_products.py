@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkernel import dispatch
 from rlkernel.calls.matmul import MatmulCall
 from rlkernel.consistency import vendor
-from rlkernel.consistency.aten_call import Refused, is_exact, module_of, need_floats, put, used
+from rlkernel.consistency.aten_call import Refused, Short, is_exact, module_of, need_floats, put, used
 from rlkernel.runtime import invariance
 
 
@@ -232,11 +232,11 @@ SERVED: dict[str, Callable[..., Any]] = {
     "addmm.dtype_out": addmm_to,
     "baddbmm.dtype": addmm_to,
     "baddbmm.dtype_out": addmm_to,
-    "mm": mm,
+    "mm": Short("mm", mm),
     "mm.out": mm,
-    "bmm": functools.partial(mm, rank=3),
+    "bmm": Short("bmm", functools.partial(mm, rank=3)),
     "bmm.out": functools.partial(mm, rank=3),
-    "addmm": addmm,
+    "addmm": Short("addmm", addmm),
     "addmm.out": addmm,
     "addmm_": addmm_in_place,
     "baddbmm": functools.partial(addmm, rank=3),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.consistency.aten_call import Refused, is_exact, need_floats, put
+from rlkernel.consistency.aten_call import Refused, Short, is_exact, need_floats, put
 from rlkernel.consistency.aten_products import product
 
 
@@ -96,9 +96,9 @@ def nansum(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
 SERVED = {
     "nansum": nansum,
     "nansum.out": nansum,
-    "sum.dim_IntList": _reduction(mean=False, into=False),
+    "sum.dim_IntList": Short("row_sum", _reduction(mean=False, into=False)),
     "sum.IntList_out": _reduction(mean=False, into=True),
-    "mean.dim": _reduction(mean=True, into=False),
+    "mean.dim": Short("row_mean", _reduction(mean=True, into=False)),
     "mean.out": _reduction(mean=True, into=True),
     "linalg_vector_norm": vector_norm,
     "linalg_vector_norm.out": vector_norm,

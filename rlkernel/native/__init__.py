@@ -256,6 +256,22 @@ def direct(op: str, **dispatched: Any) -> Short | None:
     return found
 
 
+def replaced(op: str, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """For torch's dispatcher: ``otherwise``, before which C++ takes the calls that ``op`` knows and counts
+    them as those of torch's operation ``name``."""
+    found: Callable[..., Any] = extension().replaced(
+        op,
+        counted=(name, "native"),
+        used=invariance.used,
+        otherwise=otherwise,
+        asides=invariance.asides,
+        emulated=_emulated,
+        levels=invariance.settings,
+        forward_ad=vars(forward_ad),
+    )
+    return found
+
+
 @cache
 def short_way(name: str) -> Short:
     """That of a function of a backend's module, for which nothing is to be chosen any more."""

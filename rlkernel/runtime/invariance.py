@@ -29,6 +29,8 @@ class Setting:
 
 settings: list[Setting] = []  # the last one counts
 lock = threading.RLock()
+asides: list[None] = []  # one for each block of ``aside`` in any thread: C++ takes no call meanwhile
+used = threading.local()  # the backend of the call that is under way
 _thread = threading.local()
 
 
@@ -41,9 +43,11 @@ def aside() -> Iterator[None]:
     """In this thread torch's operations are its own meanwhile: for figures that no model is made of."""
     before = is_aside()
     _thread.aside = True
+    asides.append(None)
     try:
         yield
     finally:
+        asides.pop()
         _thread.aside = before
 
 

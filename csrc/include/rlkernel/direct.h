@@ -26,6 +26,7 @@ struct Settings {
   py::object forward_ad;           // the names of torch.autograd.forward_ad
   py::object is_grad_enabled, empty_like, parameter, contiguous, float32;
   py::object module;               // the backend's, of this op
+  py::object has_modes, transforms, traces;  // what else may look on; false, None or 0 where nothing does
 };
 
 inline py::object value_of(const py::object& variable) {
@@ -49,6 +50,12 @@ struct Maybe : Plain {};
 
 // Only None.
 struct Absent {};
+
+// A list of one number.
+struct OneNumber {
+  bool given = false;
+  int64_t number = 0;
+};
 
 // A record of Python's.
 struct Record {
@@ -93,12 +100,15 @@ class Caller {
 
   // Notes whether a backward may follow for some tensor; false where a tangent may.
   bool is_one_way() {
-    static PyObject* const level = name("_current_level");
-    if (py::reinterpret_steal<py::object>(PyObject_CallNoArgs(settings_.is_grad_enabled.ptr())).is(py::bool_(false))) return true;
-    PyObject* found = PyDict_GetItemWithError(settings_.forward_ad.ptr(), level);
-    if (found == nullptr || PyLong_AsLong(found) >= 0) return false;
+    if (says_no(settings_.is_grad_enabled)) return true;
+    if (!has_no_tangents()) return false;
     trains_ = needs_gradient_;
     return true;
+  }
+
+  // Whether nothing but autograd looks on: what records or transforms operations gets to see torch's.
+  bool is_alone() const {
+    return has_no_tangents() && says_no(settings_.has_modes) && says_no(settings_.transforms) && says_no(settings_.traces);
   }
 
   bool trains() const { return trains_; }
@@ -139,6 +149,10 @@ class Caller {
     out = PyLong_AsLongLongAndOverflow(object, &overflow);
     return overflow == 0;
   }
+  bool take(PyObject* object, OneNumber& out) {
+    if (!PyList_CheckExact(object) || PyList_GET_SIZE(object) != 1) return false;
+    return out.given = take(PyList_GET_ITEM(object, 0), out.number);
+  }
   template <class Enum, std::enable_if_t<std::is_enum_v<Enum>, int> = 0>
   bool take(PyObject* object, Enum& out) {
     const auto& names = bind::names_in_python<Enum>();
@@ -147,17 +161,17 @@ class Caller {
     return false;
   }
 
-  // The arguments by place and by name; the fields that are not given keep what they hold.
+  // The arguments by place, those from `first` on, and by name; the fields that are not given keep what they hold.
   template <class Call>
-  bool take_all(PyObject* args, PyObject* kwargs, Call& call) {
+  bool take_all(PyObject* args, PyObject* kwargs, Call& call, Py_ssize_t first = 0) {
     const auto& names = bind::keywords<Call>();
-    const Py_ssize_t places = PyTuple_GET_SIZE(args);
-    Py_ssize_t named = PyDict_GET_SIZE(kwargs), i = 0;
+    const Py_ssize_t places = PyTuple_GET_SIZE(args) - first;
+    Py_ssize_t named = kwargs == nullptr ? 0 : PyDict_GET_SIZE(kwargs), i = 0;
     if (places > Call::kPlaces) return false;
     bool taken = true;
     bind::each_keyword(call, [&](const char*, auto& field) {
       PyObject* given = nullptr;
-      if (i < places) given = PyTuple_GET_ITEM(args, i);
+      if (i < places) given = PyTuple_GET_ITEM(args, first + i);
       else if (named > 0 && (given = PyDict_GetItemWithError(kwargs, names[i])) != nullptr) --named;
       ++i;
       if (taken && given != nullptr) taken = take(given, field);
@@ -204,6 +218,17 @@ class Caller {
   }
 
  private:
+  static bool says_no(const py::object& function) {
+    const auto found = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(function.ptr()));
+    return found && (found.is_none() || found.ptr() == Py_False || (PyLong_CheckExact(found.ptr()) && PyLong_AsLong(found.ptr()) == 0));
+  }
+
+  bool has_no_tangents() const {
+    static PyObject* const level = name("_current_level");
+    PyObject* found = PyDict_GetItemWithError(settings_.forward_ad.ptr(), level);
+    return found != nullptr && PyLong_AsLong(found) < 0;
+  }
+
   py::object read(py::object made, Plain& out) const {
     // a mode of torch's may have made what only looks like a tensor
     if (Py_TYPE(made.ptr()) != bind::torch().tensor || !out.lent(dlpack::kCpu, made.ptr()))

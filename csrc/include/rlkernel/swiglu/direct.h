@@ -62,4 +62,41 @@ struct swiglu_backward {
 
 RLKERNEL_FIELDS(swiglu_backward, call, grad)
 
+// torch's activations, in its dispatcher: without a product behind them.
+template <class Launch>
+py::object activated(const Caller& caller, const Plain& x, Activation activation, Launch launch) {
+  if (!are_rows(x)) return {};
+  Plain out;
+  py::object made = caller.empty(x.object, out);
+  const calls::swiglu_forward call{x, {}, activation, true, out};
+  launched(x.elements(), [&] { return call.run(launch, nullptr); });
+  return made;
+}
+
+struct silu {
+  static constexpr int kPlaces = 1;
+  Plain x;
+
+  template <class Launch>
+  py::object run(const Caller& caller, Launch launch) const { return activated(caller, x, Activation::silu, launch); }
+};
+
+RLKERNEL_FIELDS(silu, x)
+
+enum class Approximate { none, tanh };
+inline const char* names_of(Approximate) { return "none, tanh"; }
+
+struct gelu {
+  static constexpr int kPlaces = 1;
+  Plain x;
+  Approximate approximate = Approximate::none;
+
+  template <class Launch>
+  py::object run(const Caller& caller, Launch launch) const {
+    return activated(caller, x, approximate == Approximate::tanh ? Activation::gelu_tanh : Activation::gelu, launch);
+  }
+};
+
+RLKERNEL_FIELDS(gelu, x, approximate)
+
 }  // namespace rlkernel::direct
