@@ -4,6 +4,7 @@
 #include "rlkernel/layer_norm/direct.h"
 #include "rlkernel/logprob/direct.h"
 #include "rlkernel/matmul/direct.h"
+#include "rlkernel/paged_prefix_attention/direct.h"
 #include "rlkernel/replaced.h"
 #include "rlkernel/rms_norm/direct.h"
 #include "rlkernel/swiglu/direct.h"
@@ -49,6 +50,8 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(swiglu, swiglu_forward)
   DIRECT(logprob, logprob_forward)
   DIRECT(product, matmul)
+  if (op == "step_attention")
+    return direct::define<direct::step_attention>("paged_prefix_attention", cpu::paged_prefix_attention, settings);
   DIRECT(layer_norm_backward, layer_norm_backward)
   DIRECT(rms_norm_backward, rms_norm_backward)
   DIRECT(swiglu_backward, swiglu_backward)
@@ -69,6 +72,7 @@ py::object replaced_call(const std::string& op, py::object counted, py::object u
   REPLACED(linear, cpu::matmul)
   REPLACED(row_sum, cpu::matmul)
   REPLACED(row_mean, cpu::matmul)
+  REPLACED(step_of_sdpa, cpu::paged_prefix_attention)
   REPLACED(silu, cpu::swiglu_forward)
   REPLACED(gelu, cpu::swiglu_forward)
   REPLACED(rsqrt, nullptr)

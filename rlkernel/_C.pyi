@@ -57,6 +57,7 @@ class Kernels(Protocol):
     CHUNK: int
     MOMENTS: int
     NORM_ROWS: int
+    PAGED_CHUNK: int
     PAGED_STATE: int
     PAGED_TILE: int
     POLICY_PARTIALS: int

@@ -237,6 +237,7 @@ def test_sizes_that_both_sides_count_in_are_the_same():
     """A buffer of few tokens has the same bytes for other sizes: the kernels would not see it."""
     assert (sampling.SPLIT, sampling.GROUP) == (CPU.SAMPLING_SPLIT, CPU.SAMPLING_GROUP)
     assert paged_prefix_attention.TILE == CPU.PAGED_TILE
+    assert paged_prefix_attention.CHUNK == CPU.PAGED_CHUNK
 
 
 def test_the_stub_is_what_the_extension_says():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlkernel import dispatch
 from rlkernel.consistency.aten_attention import beginnings, intervals
 from rlkernel.consistency.aten_call import FLOATS, Refused
 from rlkernel.integrations.hf.ordinary import NAMES_THAT_MODELS_KNOW
@@ -55,6 +56,13 @@ def invariant_attention(
     query, key, value = autocast(query, key, value)
     count, _, rows, dim = query.shape
     keys, window = key.shape[2], kwargs.get("sliding_window") or 0
+    scale = dim**-0.5 if (given := kwargs.get("scaling")) is None else given
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if rows == 1 and (step := _step()) is not None:
+        positions = kwargs.get("position_ids")
+        out = step((query, key, value, mask, positions), _options(scale, softcap, window, sinks))
+        if out is not None:
+            return out, None
     causal = mask is None and rows > 1
     try:
         first, last = intervals(query, keys, causal, mask)
@@ -67,10 +75,10 @@ def invariant_attention(
         ) from None
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {
-        "scale": dim**-0.5 if (scale := kwargs.get("scaling")) is None else scale,
-        "softcap": kwargs.get("softcap"),
+        "scale": scale,
+        "softcap": softcap,
         "window": window or None,
-        "sinks": kwargs.get("s_aux"),
+        "sinks": sinks,
     }
     seen, own = found.rows.to(q.device), found.own.to(q.device)
     if found.whole:
@@ -84,6 +92,16 @@ def invariant_attention(
     if len(seen) < count * rows:  # rows of padding: 0, as torch gives them
         out = out.new_zeros(count * rows, *out.shape[1:]).index_copy(0, seen, out)
     return out.unflatten(0, (count, rows)), None
+
+
+@functools.cache
+def _step() -> Any:
+    """The short way of a step of decoding, in which a kernel has little to do; None where there is none."""
+    return dispatch.direct("step_attention")
+
+
+def _options(scale: float, softcap: float | None, window: int, sinks: Tensor | None) -> dict[str, Any]:
+    return {"scale": float(scale), "softcap": float(softcap or 0), "window": window, "sinks": sinks}
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:

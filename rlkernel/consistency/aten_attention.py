@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel.calls.attention import AttentionResults
 from rlkernel.calls.paged_prefix_attention import PagedCall, PagedRule
-from rlkernel.consistency.aten_call import Refused, module_of, need_floats, used
+from rlkernel.consistency.aten_call import Refused, Short, module_of, need_floats, used
 from rlkernel.consistency.aten_rows import summed
 from rlkernel.drivers.attention import Asked, Requests, asked
 from rlkernel.prefix import paged
@@ -266,7 +266,7 @@ def _refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 SERVED: dict[str, Callable[..., Any]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": flash_attention_for_cpu,
+    "_scaled_dot_product_flash_attention_for_cpu": Short("step_of_sdpa", flash_attention_for_cpu),
     "_scaled_dot_product_flash_attention_for_cpu_backward": flash_attention_for_cpu_backward,
     "_scaled_dot_product_flash_attention": _refuse,
     "_scaled_dot_product_efficient_attention": _refuse,

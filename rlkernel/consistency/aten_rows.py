@@ -93,7 +93,7 @@ def nansum(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
     return _reduction(mean=False, into="out" in kwargs)(original, x, *args, **kwargs)
 
 
-SERVED = {
+SERVED: dict[str, Callable[..., Any]] = {
     "nansum": nansum,
     "nansum.out": nansum,
     "sum.dim_IntList": Short("row_sum", _reduction(mean=False, into=False)),

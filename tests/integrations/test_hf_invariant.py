@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rlkernel
+from rlkernel.integrations.hf import invariant
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -111,6 +112,38 @@ def differences(family, dtype, mode, steps, new=6):
 def test_the_difference_is_zero_in_every_step(family, dtype):
     steps = 20 if family == "qwen3" else 2
     assert differences(family, dtype, rlkernel.batch_invariant(), steps) == [0.0] * steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ON_OURS)
+def test_the_short_way_of_a_step_has_the_bits_of_the_long_one(family, dtype, monkeypatch):
+    """Of a batch that is padded on the left, past the window; and it takes every layer of every step."""
+    model = made(family, dtype)
+    short, took = invariant._step(), []
+
+    def watched(*given):
+        took.append(short(*given))
+        return took[-1]
+
+    def steps(way):
+        monkeypatch.setattr(invariant, "_step", lambda: way)
+        cache = transformers.DynamicCache(config=model.config)
+        ids = torch.randint(160, (3, 20), generator=torch.Generator().manual_seed(4))
+        mask = (torch.arange(20) >= torch.tensor([0, 3, 11])[:, None]).long()
+        first, found = 8, []
+        for end in (first, *range(first + 1, 21)):
+            begin = 0 if end == first else end - 1
+            positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+            given = {"attention_mask": mask[:, :end], "position_ids": positions, "past_key_values": cache}
+            logits = model(input_ids=ids[:, begin:end], **given).logits[:, -1]
+            found.append(logits[mask[:, end - 1] > 0])  # padding behind nothing sees nothing
+        return torch.cat(found)
+
+    with rlkernel.batch_invariant(), torch.no_grad():
+        wanted = steps(None)
+        assert torch.equal(steps(watched), wanted)
+    # while a row is padding it sees no key, and its batch goes the long way
+    assert len(took) == 24 and sum(x is None for x in took) <= 2 * 4
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["padded in front", "padded behind"])

@@ -6,6 +6,7 @@
 #pragma once
 #include <cfloat>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -207,6 +208,15 @@ class Caller {
     return value != nullptr && *value != '\0' && std::string(value) != "0";
   }
 
+  // Whether it holds for all blocks of batch_invariant.
+  template <class Holds>
+  bool each_level(Holds holds) const {
+    PyObject* levels = settings_.levels.ptr();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(levels); ++i)
+      if (!holds(PyList_GET_ITEM(levels, i))) return false;
+    return true;
+  }
+
   bool is_of_ranks() const {
     static PyObject* const level = name("level");
     static PyObject* const batch = name("batch");
@@ -269,6 +279,32 @@ void launched(int64_t elements, Launch launch) {
 // [..., H] of floats as kernels of rows take them without a copy.
 inline bool are_rows(const bind::Tensor& x) {
   return x.given && x.rank() > 0 && x.elements() > 0 && x.is_float() && (x.is_dense() || (x.rank() <= 3 && x.stride(x.rank() - 1) == 1));
+}
+
+// The number that these bits of a float16 or a bfloat16 are.
+inline float wide_of(const Plain& x, int64_t i) {
+  if (x.dtype() == Dtype::f32) return static_cast<const float*>(x.data())[i];
+  const uint32_t narrow = static_cast<const uint16_t*>(x.data())[i];
+  uint32_t bits = narrow << 16;
+  float value;
+  if (x.dtype() == Dtype::f16) {
+    const uint32_t exponent = narrow >> 10 & 31, fraction = narrow & 1023, sign = (narrow & 0x8000) << 16;
+    if (exponent == 0) {
+      value = static_cast<float>(fraction) * 0x1p-24f;
+      return sign ? -value : value;
+    }
+    bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+  }
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// In fp32; null where nothing is given or it is fp32 already.
+inline std::unique_ptr<float[]> widened(const Plain& x) {
+  if (!x.given || x.dtype() == Dtype::f32) return nullptr;
+  std::unique_ptr<float[]> values(new float[x.elements()]);
+  for (int64_t i = 0; i < x.elements(); ++i) values[i] = wide_of(x, i);
+  return values;
 }
 
 // [H] of floats, or None.

@@ -73,6 +73,7 @@ inline void describe_part(py::module_& part, const char* name) {
   part.attr("SEQUENCE_SUMS") = static_cast<int>(kSequenceSums);
   part.attr("PREFERENCE_METRICS") = kPreferenceMetrics;
   part.attr("PAGED_TILE") = kPagedTile;
+  part.attr("PAGED_CHUNK") = kPagedChunk;
   part.attr("PAGED_STATE") = kPagedState;
   part.attr("SAMPLING_SPLIT") = kSamplingSplit;
   part.attr("SAMPLING_GROUP") = kSamplingGroup;

@@ -1,25 +1,12 @@
 // A product of plain matrices, [M, K] with [K, N] or of as many in a batch, below autograd: what batch_invariant makes of torch's
 // products, many of which are small.
 #pragma once
-#include <cstring>
 #include <vector>
 
 #include "rlkernel/direct.h"
 #include "rlkernel/matmul/bind.h"
 
 namespace rlkernel::direct {
-
-// fp32 of what is narrower, which is exact; null where it is fp32 already.
-inline std::unique_ptr<float[]> widened(const Plain& x) {
-  if (!x.given || x.dtype() != Dtype::bf16) return nullptr;
-  std::unique_ptr<float[]> values(new float[x.elements()]);
-  const auto* narrow = static_cast<const uint16_t*>(x.data());
-  for (int64_t i = 0; i < x.elements(); ++i) {
-    const uint32_t bits = static_cast<uint32_t>(narrow[i]) << 16;
-    std::memcpy(values.get() + i, &bits, sizeof bits);
-  }
-  return values;
-}
 
 // `out` [batch, M, N] of rows and columns [batch, ..., K].
 template <class Launch>
@@ -31,7 +18,7 @@ void multiplied(const Operand& rows, const Operand& columns, const Maybe& bias, 
 }
 
 inline bool is_bias(const Maybe& bias, int64_t columns) {
-  return !bias.given || (is_row(bias, columns) && bias.rank() == 1 && bias.dtype() != Dtype::f16);
+  return !bias.given || is_row(bias, columns);
 }
 
 struct product {

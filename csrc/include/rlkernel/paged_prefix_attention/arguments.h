@@ -8,6 +8,7 @@
 namespace rlkernel {
 
 constexpr int kPagedTile = 64;  // keys that are shared in whole or not at all
+constexpr int kPagedChunk = 512;  // keys of a partial result
 
 // Columns of an item and of a launch.
 RLKERNEL_ENUM(PagedItem, first, end, page, position, keys, slot, carry)
