@@ -22,10 +22,10 @@ SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 # What the vendors' libraries (OpenBLAS under NumPy, MKL, oneDNN, torch) and our kernels do on a processor without AVX-512,
 # and the tests that look at bits, at parity and at errors of rounding. Kernels that are interpreted or emulated run none of it.
 AVX2 := RLKERNEL_CPU_ISA=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-NUMERIC := $(filter-out %_codegen.py,$(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
+NUMERIC := $(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
         policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py rms_norm.py layer_norm.py rotary.py swiglu.py matmul.py attention.py \
         batch_invariant*.py consistency_invariance.py tensor_parallel*.py group_*.py kl_*.py running_*.py \
-        sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py)
+        sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py
 
 # vLLM wants a torch and a transformers of its own, so it has an environment of its own; the newest one that TRL takes another.
 VLLM_VENV ?= .venv-vllm
