@@ -259,3 +259,33 @@ def test_steps_and_whole_sequences_of_a_window_are_refused_in_one_block():
             whole()
     with rlkernel.batch_invariant():
         whole()
+
+
+ADDED = {
+    "bias[expert], backward": lambda place, x, rows: torch.autograd.grad((rows[place] * x).sum(), rows)[0],
+    "index_put_": lambda place, x, rows: torch.zeros_like(rows).index_put_((place,), x, accumulate=True),
+    "put_": lambda place, x, rows: torch.zeros_like(rows).put_(
+        place[:, None] * x.shape[1] + torch.arange(x.shape[1]), x, accumulate=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_several_threads_add_to_one_place_has_an_order(name):
+    """torch adds fp32 as the threads come: other bits in each run.  The order is that of the indices."""
+    g = torch.Generator().manual_seed(0)
+    place = torch.randint(3, (4000,), generator=g)
+    x = torch.randn(4000, 64, generator=g) * 10.0 ** torch.randint(-3, 4, (4000, 1), generator=g)
+    rows = torch.zeros(3, 64, requires_grad=True)
+    want = torch.zeros(3, 64).index_add_(0, place, x)
+    before = torch.get_num_threads()
+    with rlkernel.batch_invariant() as mode:
+        for threads in (1, 2, 2, 2):
+            torch.set_num_threads(threads)
+            try:
+                found = ADDED[name](place, x, rows.detach().requires_grad_())
+            finally:
+                torch.set_num_threads(before)
+            assert torch.equal(found, want), threads
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert any(x.op in ("_index_put_impl_", "put_") and x.calls >= 4 for x in mode.report())

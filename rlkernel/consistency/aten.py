@@ -22,6 +22,7 @@ from rlkernel.consistency import (
     aten_elementwise,
     aten_products,
     aten_rows,
+    aten_scatter,
 )
 from rlkernel.consistency.aten_call import Refused, Short, put, used
 from rlkernel.runtime import invariance
@@ -33,6 +34,7 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_attention.SERVED,
     **aten_checked.SERVED,
     **aten_composite.SERVED,
+    **aten_scatter.SERVED,
 }
 SERVED["pow.Tensor_Scalar"] = Short("power", lambda *args: _power(*args))
 SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
