@@ -43,9 +43,11 @@ class TrlPatch(CountedPatch):
 
     def apply(self) -> Self:
         if not self.active:
-            super().apply()
-            if self.batch_invariant:  # what the mode cannot serve outside of trainers' passes is torch's
-                self._mode.enter_context(rlkernel.batch_invariant(strict=False))
+            with contextlib.ExitStack() as mode:  # neither stays without the other
+                if self.batch_invariant:  # what the mode cannot serve outside of trainers' passes is torch's
+                    mode.enter_context(rlkernel.batch_invariant(strict=False))
+                super().apply()
+                self._mode = mode.pop_all()
         return self
 
     def undo(self) -> None:

@@ -15,8 +15,9 @@ import trl_trainers
 from trl_prefix_cases import METHOD, trl
 
 import rlkernel
+from rlkernel.integrations import _patch as patching
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.trl import head, invariant, invariant_reasons, passes
+from rlkernel.integrations.trl import head, invariant, invariant_reasons, passes, trl_patch
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
@@ -326,3 +327,17 @@ def test_options_and_undo():
     assert rlkernel.batch_invariant.is_enabled()
     patch.undo()
     assert not rlkernel.batch_invariant.is_enabled()
+
+
+def test_neither_the_patch_nor_the_mode_stays_without_the_other(monkeypatch):
+    """Else the next call would find a patch in place that says it has the mode."""
+
+    def refuses(**_):
+        raise RuntimeError("no mode here")
+
+    for owner, name in ((rlkernel, "batch_invariant"), (patching.Patch, "apply")):
+        with monkeypatch.context() as here:
+            here.setattr(owner, name, lambda *args, **options: refuses())
+            with pytest.raises(RuntimeError, match="no mode here"):
+                rlkernel.patch_trl(**MODE)
+        assert trl_patch.TrlPatch.in_place() is None and not rlkernel.batch_invariant.is_enabled()
