@@ -7,6 +7,7 @@
 #include "rlkernel/paged_prefix_attention/direct.h"
 #include "rlkernel/replaced.h"
 #include "rlkernel/rms_norm/direct.h"
+#include "rlkernel/sampling/direct.h"
 #include "rlkernel/swiglu/direct.h"
 
 namespace py = pybind11;
@@ -38,6 +39,13 @@ direct::Settings settings_of(py::object forced, py::object asked, py::dict last,
           core.attr("_get_tracing_state")};
 }
 
+// Those of a step of an engine.
+struct SamplingKernels {
+  int statistics(const SamplingInputs& in) const { return cpu::sampling_statistics(in, nullptr); }
+  int finish(const SamplingInputs& in, const SamplingOutputs& out) const { return cpu::sampling_finish(in, out, nullptr); }
+  int logprob(const LogprobForward& call) const { return cpu::logprob_forward(call, nullptr); }
+};
+
 #define DIRECT(name, kernel) \
   if (op == #name) return direct::define<direct::name>(#name, cpu::kernel, settings);
 
@@ -55,6 +63,7 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(layer_norm_backward, layer_norm_backward)
   DIRECT(rms_norm_backward, rms_norm_backward)
   DIRECT(swiglu_backward, swiglu_backward)
+  if (op == "sampling") return direct::define<direct::sampling>("sampling", SamplingKernels{}, settings);
   return py::none();
 }
 

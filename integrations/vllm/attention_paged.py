@@ -165,16 +165,18 @@ class Impl(abc.ABC):
     def _served(self, step: Step, query: Tensor, kv_cache: Tensor, output: Tensor, patch: VllmPatch) -> str:
         """Writes the output, or says why not."""
         mine: Any = self
-        plan = step.plan(kv_cache.shape[2], self.paged_window())
+        _, heads, block_size, both = kv_cache.shape
+        plan = step.plan(block_size, self.paged_window())
         if plan.keys_read >= plan.keys_apart and not step.every:
             return ALONE
         shape = step.rows, mine.num_heads, mine.head_size
-        rows, out = (x[: step.rows].view(shape) for x in (query, output))
+        # a view takes as long as a kernel of few keys
+        rows, out = (x if x.shape == shape else x[: step.rows].view(shape) for x in (query, output))
         try:
             self.paged_attend(rows, kv_cache, step, plan, out)
         except NotImplementedError as error:
             return str(error).splitlines()[-1].strip()
-        token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
+        token_bytes = heads * both * kv_cache.element_size()
         patch.count(patch.calls, NAME)
         patch.bytes[READ] += plan.keys_read * token_bytes
         patch.bytes[APART] += plan.keys_apart * token_bytes

@@ -49,13 +49,18 @@ def seeds(generators: Mapping[int, torch.Generator], rows: int, device: torch.de
     if not generators:
         return None
     if len(generators) < rows:
-        made = torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64, device=device)
+        made = drawn_seeds(rows, device)
     else:
         made = torch.empty(rows, dtype=torch.int64, device=device)
     own = {row: generator.initial_seed() for row, generator in generators.items() if row < rows}
     values = [seed - 2**64 if seed >= 2**63 else seed for seed in own.values()]
     made[torch.tensor(list(own), device=device)] = torch.tensor(values, dtype=torch.int64, device=device)
     return made
+
+
+def drawn_seeds(rows: int, device: torch.device) -> Tensor:
+    """Those that ``rlkernel.sample`` draws where it is given none."""
+    return torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64, device=device)
 
 
 def without_rewinding(original: Callable[..., Any]) -> Callable[..., Any]:

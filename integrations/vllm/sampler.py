@@ -75,14 +75,18 @@ class _Drawn(NamedTuple):
 
 
 def sampled(sampler: Any, logits: Tensor, metadata: Any, mode: str) -> SamplerOutput:
-    if mode == "raw_logprobs" and (found := plain.sampled(logits, metadata)) is not None:
-        return found
+    n, device = logits.shape[0], logits.device
+    seeds = positions.seeds(metadata.generators, n, device)
+    place = positions.positions(n, device) if metadata.generators else None
+    if mode == "raw_logprobs" and plain.takes(logits, metadata):
+        seeds = positions.drawn_seeds(n, device) if seeds is None else seeds
+        if (found := plain.sampled(logits, metadata, seeds, place)) is not None:
+            return found
     wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
     z = adjusted(sampler, logits, metadata, whole=wants and mode not in RAW)
-    n, device = logits.shape[0], logits.device
-    z.options["seeds"] = positions.seeds(metadata.generators, n, device)
-    if metadata.generators:
-        z.options["positions"] = positions.positions(n, device)
+    z.options["seeds"] = seeds
+    if place is not None:
+        z.options["positions"] = place
     support.add_options(z.options, z.logits)
     given = _given(metadata.logprob_token_ids, n, device)
     return sampled_from(mode, logits, z, wants, metadata.max_num_logprobs or 0, given)

@@ -132,10 +132,7 @@ def paged_prefix_plan(
             raise ValueError(f"seq_lens[{b}] must be at least the request's {rows} rows, got {length}")
         if rows and length > room:
             raise ValueError(f"seq_lens[{b}] must be at most {room}, the keys of its blocks, got {length}")
-    plan = paged.plan_of(table, lens, starts, block_size, _window(window))
-    if len(plan.pages) and (lowest := int(plan.pages.min())) < 0:
-        raise ValueError(f"block_table must be >= 0 where a key is read, got {lowest}")
-    return paged.on(plan, place)
+    return paged.on(paged.plan_of(table, lens, starts, block_size, _window(window)), place)
 
 
 def rule_of(head_dim: int, scale: float | None, softcap: float | None, window: int | None) -> PagedRule:
@@ -177,6 +174,7 @@ def _tables(
 ) -> tuple[Tensor, ...]:
     """int32, dense."""
     found: list[Tensor] = []
+    requests = block_table.shape[0] if block_table.dim() else 0
     for name, x, dims in (
         ("block_table", block_table, 2),
         ("seq_lens", seq_lens, 1),
@@ -185,11 +183,12 @@ def _tables(
         if x.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {_validate.name(x.dtype)}")
         wanted = ("[B, max_blocks]", "[B]", "[B + 1]")[len(found)]
-        count = len(block_table) + (name == "cu_seqlens_q")
-        if x.dim() != dims or len(x) != count:
-            raise ValueError(f"{name} must be {wanted} with B = {len(block_table)}, got {tuple(x.shape)}")
-        _validate.same_device(name, x, "query" if device != block_table.device else "block_table", device)
-        found.append(x.to(torch.int32).contiguous())
+        shape = x.shape
+        if len(shape) != dims or shape[0] != requests + (name == "cu_seqlens_q"):
+            raise ValueError(f"{name} must be {wanted} with B = {requests}, got {tuple(shape)}")
+        if x.device != device:
+            _validate.same_device(name, x, "query" if device != block_table.device else "block_table", device)
+        found.append(_validate.dense(x, torch.int32))
     return tuple(found)
 
 

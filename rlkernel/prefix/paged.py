@@ -64,6 +64,9 @@ def plan_of(
         seq_lens: B, each at least the request's number of rows.
         query_starts: B + 1.
         window: 0 for all.
+
+    Raises:
+        ValueError: a key is read of a block with a negative number.
     """
     spans = []
     for request, (first, end, length) in enumerate(
@@ -73,7 +76,10 @@ def plan_of(
             context = length - (end - first)
             spans.append(_Span(request, first, end - first, context, context // TILE * TILE))
     planner = _Planner(block_table, seq_lens, block_size, window)
-    return planner.plan_of_steps(spans) or planner.plan(spans)
+    plan = planner.plan_of_steps(spans) or planner.plan(spans)
+    if planner.pages and (lowest := min(planner.pages)) < 0:
+        raise ValueError(f"block_table must be >= 0 where a key is read, got {lowest}")
+    return plan
 
 
 class _Planner:

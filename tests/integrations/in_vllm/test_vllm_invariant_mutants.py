@@ -17,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 import rlkernel
 from rlkernel.consistency import mode
+from rlkernel.integrations.vllm import plain
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 from rlkernel.ops.sampling import outputs
 
@@ -58,6 +59,7 @@ def activation(model, change):
 
 def logprob(model, change):
     change.setattr(outputs, "as_trained", lambda call, stats, *rest, **options: stats)
+    change.setattr(plain, "takes", lambda *step: False)  # the same numbers, made in one call
 
 
 def experts(model, change):

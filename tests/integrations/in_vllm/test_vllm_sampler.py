@@ -301,10 +301,12 @@ def test_what_cannot_be_served_goes_to_vllm_and_is_counted(llm, patch, batches):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_short_way_of_plain_batches_has_the_bits_of_the_long_one(batches, monkeypatch, dtype, invariant):
     sampler, logits, metadata = max(batches, key=lambda batch: len(batch[1]))
-    n = len(logits)
+    n, taken, short = len(logits), [], plain.sampled
+    monkeypatch.setattr(plain, "sampled", lambda *x: taken.append(short(*x)) or taken[-1])
     odd = logits.clone()
     odd[0, 5:], odd[1], odd[2, 3] = -torch.inf, -torch.inf, torch.nan  # few tokens, none, and no distribution
     ties = (logits * 2).round() / 2
+    wide = logits.repeat(1, 10)[:, 3:5000]  # of two parts, with each number several times
     plainly = dataclasses.replace(
         frozen(metadata), top_k=None, top_p=None, no_penalties=True, allowed_token_ids_mask=None,
         bad_words_token_ids={}, logitsprocs=LogitsProcessors(metadata.logitsprocs.all), generators={},
@@ -327,15 +329,15 @@ def test_the_short_way_of_plain_batches_has_the_bits_of_the_long_one(batches, mo
     ]
     mode = rlkernel.batch_invariant(strict=False) if invariant else contextlib.nullcontext()
     with mode:
-        for case, z in itertools.product(cases, (logits, odd, ties)):
+        for case, z in itertools.product(cases, (logits, odd, ties, wide)):
             asked = dataclasses.replace(plainly, **case)
             with monkeypatch.context() as change:
-                change.setattr(plain, "sampled", lambda *x: None)
+                change.setattr(plain, "takes", lambda *x: False)
                 torch.manual_seed(3)
                 want = ours.sampled(sampler, z.to(dtype), asked, "raw_logprobs")
             torch.manual_seed(3)
-            got = plain.sampled(z.to(dtype), asked)
-            assert got is not None
+            got = ours.sampled(sampler, z.to(dtype), asked, "raw_logprobs")
+            assert got is taken.pop()
             assert torch.equal(got.sampled_token_ids, want.sampled_token_ids)
             for mine, theirs in zip(got.logprobs_tensors[:3], want.logprobs_tensors[:3], strict=True):
                 assert mine.dtype == theirs.dtype and not differ(mine, theirs).any()
