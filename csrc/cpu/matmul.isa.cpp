@@ -72,7 +72,8 @@ struct Plan {
     // The first strip waits for memory and is as wide as it can be; what would leave one register to the last is cut evenly.
     const bool full = strips > 1 && (x.M - 1) % kMostRows >= kChains;
     rows = full ? kMostRows : round_up((x.M + strips - 1) / strips, kChains);
-    few = x.b.step != 1 && x.b.row == 1 && x.M <= std::min<int64_t>(kFewRows, kMostRows);
+    // to pack pairs of bf16, and to multiply them, takes half as long: it pays from half as many rows on
+    few = x.b.step != 1 && x.b.row == 1 && x.M <= std::min<int64_t>(kFewRows * element / 4, kMostRows);
     pack = !few && (x.b.step != 1 || strips > kStripsInPlace);
     keep = strips * rows * bytes <= kKeptBytes;
     block = keep ? std::clamp<int64_t>(kSmallBlockBytes / bytes, 16, kMostColumns)
