@@ -84,6 +84,8 @@ py::object replaced_call(const std::string& op, py::object counted, py::object u
   REPLACED(step_of_sdpa, cpu::paged_prefix_attention)
   REPLACED(silu, cpu::swiglu_forward)
   REPLACED(gelu, cpu::swiglu_forward)
+  REPLACED(rms_norm_in_order, cpu::rms_norm_in_order)
+  REPLACED(layer_norm_of_rows, cpu::layer_norm_forward)
   REPLACED(rsqrt, nullptr)
   REPLACED(power, nullptr)
   throw std::invalid_argument("op must be one that C++ takes, got " + op);

@@ -138,15 +138,6 @@ def _dense_softmax(original: Callable[..., Tensor], half_to_float: bool, x: Tens
     return original(x, 1, half_to_float)
 
 
-def _layer_norm(
-    original: Callable[..., Any], x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float
-) -> Any:
-    need_floats(x)
-    length = math.prod(shape)
-    checked("native_layer_norm", lambda rows: original(rows, [length], None, None, eps)[0], x, length)
-    return original(x, shape, weight, bias, eps)
-
-
 def _along(name: str) -> Callable[..., Tensor]:
     """A reduction or a scan ``(x, dim, ...)``."""
 
@@ -175,5 +166,4 @@ SERVED: dict[str, Callable[..., Any]] = {
     **{name: _along(name) for name in ALONG},
     "_softmax": _softmax("_softmax"),
     "_log_softmax": _softmax("_log_softmax"),
-    "native_layer_norm": _layer_norm,
 }

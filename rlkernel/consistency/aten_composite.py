@@ -34,6 +34,11 @@ def linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Ten
     return found if x.dim() == 2 else found.view(*x.shape[:-1], weight.shape[0])
 
 
+def norm(original: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Of torch's own parts, which are replaced: what C++ takes has their bits."""
+    return original(*args)
+
+
 def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """What does not is torch's own to refuse."""
     fits = x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
@@ -105,5 +110,7 @@ def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
 
 SERVED: dict[str, Callable[..., Any]] = {
     "linear": Short("linear", linear),
+    "layer_norm": Short("layer_norm_of_rows", norm),
+    "rms_norm": Short("rms_norm_in_order", norm),
     "_scaled_dot_product_attention_math": attention_math,
 }

@@ -1,4 +1,6 @@
-"""Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``."""
+"""Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``; and LayerNorm,
+that of ``rlkernel.layer_norm``.
+"""
 
 import functools
 import math
@@ -8,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.consistency.aten_call import Refused, Short, is_exact, need_floats, put
+from rlkernel.calls.layer_norm import LayerNormCall, LayerNormResults
+from rlkernel.consistency.aten_call import Refused, Short, is_exact, module_of, need_floats, put
 from rlkernel.consistency.aten_products import product
 
 
@@ -93,6 +96,63 @@ def nansum(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
     return _reduction(mean=False, into="out" in kwargs)(original, x, *args, **kwargs)
 
 
+def layer_norm(
+    original: Callable[..., Any],
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The rows, and of each its mean and 1 / deviation."""
+    call = _layer_norm_of(x, shape, weight, bias, eps, (False, False, False))
+    if call is None:
+        found: tuple[Tensor, ...] = original(x, shape, weight, bias, eps)  # an error, or nothing
+        return found
+    normed, mean, rstd = module_of("layer_norm", call.x).forward(call)
+    kept = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+    return normed.view(x.shape), mean.view(kept), rstd.view(kept)
+
+
+def layer_norm_backward(
+    original: Callable[..., Any],
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    call = _layer_norm_of(x, shape, weight, bias, 0.0, tuple(wanted))
+    if call is None:
+        found: tuple[Tensor | None, ...] = original(grad, x, shape, mean, rstd, weight, bias, wanted)
+        return found
+    results = LayerNormResults(call.x, *(t.reshape(call.x.shape[:-1]) for t in (mean, rstd)))
+    grads = module_of("layer_norm", call.x).backward(call, results, grad.reshape(call.x.shape))
+    likes = zip(grads, (x, weight, bias), wanted, strict=True)
+    return tuple(None if g is None or not want else g.view(like.shape) for g, like, want in likes)
+
+
+def _layer_norm_of(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    needs: tuple[bool, ...],
+) -> LayerNormCall | None:
+    """Of rows, over all the dimensions ``shape``; None of none."""
+    if not x.numel() or list(shape) != list(x.shape[x.dim() - len(shape) :]):
+        return None
+    need_floats(x, *(t for t in (weight, bias) if t is not None))
+    flat = x if len(shape) == 1 and x.dim() == 2 else x.reshape(-1, math.prod(shape))
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    parameters = (None if t is None else t.reshape(-1).contiguous() for t in (weight, bias))
+    return LayerNormCall(flat, *parameters, eps, True, needs)
+
+
 SERVED: dict[str, Callable[..., Any]] = {
     "nansum": nansum,
     "nansum.out": nansum,
@@ -100,6 +160,8 @@ SERVED: dict[str, Callable[..., Any]] = {
     "sum.IntList_out": _reduction(mean=False, into=True),
     "mean.dim": Short("row_mean", _reduction(mean=True, into=False)),
     "mean.out": _reduction(mean=True, into=True),
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": layer_norm_backward,
     "linalg_vector_norm": vector_norm,
     "linalg_vector_norm.out": vector_norm,
 }

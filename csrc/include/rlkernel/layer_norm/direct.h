@@ -35,6 +35,24 @@ struct layer_norm {
 
 RLKERNEL_FIELDS(layer_norm, x, weight, bias, eps)
 
+// torch's operation in its dispatcher, which may be over the last dimension alone.
+struct layer_norm_of_rows {
+  static constexpr int kPlaces = 6;
+  static constexpr bool kWhole = true;
+  Plain x;
+  OneNumber shape;
+  Maybe weight, bias;
+  double eps = 1e-5;
+  bool cudnn = true;  // says nothing on a CPU
+
+  template <class Launch>
+  py::object run(const Caller& caller, Launch launch) const {
+    return shape.number == x.last() ? layer_norm{x, weight, bias, eps}.run(caller, launch) : py::object();
+  }
+};
+
+RLKERNEL_FIELDS(layer_norm_of_rows, x, shape, weight, bias, eps, cudnn)
+
 // The backend's backward.
 struct layer_norm_backward {
   static constexpr int kPlaces = 3;

@@ -166,7 +166,9 @@ struct step_of_sdpa {
 
   template <class Launch>
   py::object run(const Caller& caller, Launch launch) const {
-    const Step step{query, key, value, std::isnan(scale) ? std::pow(query.last(), -0.5) : scale, 0, 0, Maybe{}};
+    const Maybe no_sinks{};
+    const double factor = std::isnan(scale) ? std::pow(static_cast<double>(query.last()), -0.5) : scale;
+    const Step step{query, key, value, factor, 0, 0, no_sinks};
     // of one row is_causal shows the first key alone
     if (dropout_p != 0 || is_causal || !step.fits()) return {};
     const auto seen = shown(attn_mask, step.batch(), step.keys());
@@ -186,18 +188,22 @@ struct step_of_sdpa {
   // Each block keeps how many keys single rows saw: it must not have windows of as many, and Python says why.
   bool are_noted(const Caller& caller, const std::vector<SeenKeys>& seen) const {
     static PyObject *const windows = name("windows"), *const steps = name("steps");
-    const auto set_of = [](PyObject* level, PyObject* field) {
-      auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(level, field));
-      if (!found) throw py::error_already_set();
-      return found;
-    };
-    return caller.each_level([&](PyObject* level) { return PySet_Size(set_of(level, windows).ptr()) == 0; }) &&
+    return caller.each_level([&](PyObject* level) { return PySet_Size(places_of(caller, level, windows).ptr()) == 0; }) &&
            caller.each_level([&](PyObject* level) {
-             const py::object kept = set_of(level, steps);
+             const py::object kept = places_of(caller, level, steps);
              for (const SeenKeys& s : seen)
                if (PySet_Add(kept.ptr(), py::int_(s.last - s.first + 1).ptr()) != 0) throw py::error_already_set();
              return true;
            });
+  }
+
+  // A field of rlkernel.runtime.invariance.Places, of calls that are as strict as the innermost block.
+  static py::object places_of(const Caller& caller, PyObject* level, PyObject* field) {
+    static PyObject *const places = name("places"), *const strict = name("strict");
+    PyObject* innermost = nullptr;
+    caller.each_level([&](PyObject* each) { return innermost = each, true; });
+    const py::object found = py::reinterpret_borrow<py::object>(level).attr(places)[py::handle(innermost).attr(strict)];
+    return found.attr(field);
   }
 };
 

@@ -38,6 +38,28 @@ struct rms_norm {
 
 RLKERNEL_FIELDS(rms_norm, x, weight, eps, residual, weight_offset, rounding)
 
+// torch's operation in its dispatcher: the bits of the operations that it makes of it inside batch_invariant.
+struct rms_norm_in_order {
+  static constexpr int kPlaces = 4;
+  static constexpr bool kWhole = true;
+  Plain x;
+  OneNumber shape;
+  Maybe weight;
+  double eps = FLT_EPSILON;
+
+  template <class Launch>
+  py::object run(const Caller& caller, Launch launch) const {
+    if (!are_rows(x) || shape.number != x.last() || !is_row(weight, x.last()) || !(eps >= 0 && eps < 1)) return {};
+    Plain normed;
+    py::object out = caller.empty(x.object, normed);
+    const calls::rms_norm_in_order call{x, {}, {}, {weight}, 0, eps, false, normed};
+    launched(x.elements(), [&] { return call.run(launch, nullptr); });
+    return out;
+  }
+};
+
+RLKERNEL_FIELDS(rms_norm_in_order, x, shape, weight, eps)
+
 // The backend's backward, of a call without a residual.
 struct rms_norm_backward {
   static constexpr int kPlaces = 3;
