@@ -384,6 +384,20 @@ def test_products_below_autograd_have_the_bits_of_the_op(dtype):
                         assert are_equal(got, product_of(module, a, b, added, out_dtype))
 
 
+def test_a_product_is_written_where_it_is_asked_for():
+    a, b, out = drawn(3, 40), drawn(40, 5), torch.full((4, 3, 5), torch.nan)
+    made = short("product", a, b, None, False, 2, out[1])
+    assert made.data_ptr() == out[1].data_ptr() and are_equal(made, product_of(way_of("matmul"), a, b))
+    assert out[[0, 2, 3]].isnan().all()
+    for wrong in (out[1, :2], out[:3, :, 0], out[1].bfloat16(), out[1].double(), drawn(5, 3).t()):
+        assert short("product", a, b, None, False, 2, wrong) is None
+    assert short("product", a, b, None, True, 2, out[1]) is None
+
+
+def way_of(op):
+    return dispatch.able(op, ("native",), drawn(1))[1]
+
+
 def test_products_that_do_not_fit_are_declined():
     a, b, bias = drawn(3, 4), drawn(4, 5), drawn(5)
     assert short("product", a.requires_grad_(), torch.nn.Parameter(b), bias) is not None

@@ -212,14 +212,25 @@ def grouped_mm(
     ends = offs.tolist()
     groups = list(zip([0, *ends], ends, strict=False))
     if a.dim() == b.dim() == 2:
-        return torch.stack([product(a[:, first:end], b[first:end], dtype=dtype) for first, end in groups])
+        out = a.new_empty(len(groups), a.shape[0], b.shape[1], dtype=dtype)
+        for g, (first, end) in enumerate(groups):
+            _product_into(out[g], a[:, first:end], b[first:end])
+        return out
     out = a.new_zeros(a.shape[-2], b.shape[-1], dtype=dtype)
     for g, (first, end) in enumerate(groups):
         if a.dim() == 2:
-            out[first:end] = product(a[first:end], b[g], dtype=dtype)
+            _product_into(out[first:end], a[first:end], b[g])
         else:
-            out[:, first:end] = product(a[g], b[:, first:end], dtype=dtype)
+            _product_into(out[:, first:end], a[g], b[:, first:end])
     return out
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Where it lies dense and is a's dtype, without a copy."""
+    if (short := _short()) is None or short((a, b, None, False, 2, out), {}) is None:
+        out.copy_(product(a, b, dtype=out.dtype))
+    else:
+        used.backend = "native"
 
 
 SERVED: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``; and LayerNorm,
+"""Sums over the last dimension: a product with ones, and so in the order of ``rlkernel.matmul``; LayerNorm:
 that of ``rlkernel.layer_norm``.
 """
 

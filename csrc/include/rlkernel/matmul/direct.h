@@ -22,12 +22,13 @@ inline bool is_bias(const Maybe& bias, int64_t columns) {
 }
 
 struct product {
-  static constexpr int kPlaces = 5;
+  static constexpr int kPlaces = 6;
   static constexpr bool kBelowAutograd = true;
   Plain a, b;
   Maybe bias;
   bool wide = false;  // the result is fp32
   int64_t rank = 0;   // of the operands; 0: 2 or 3
+  Maybe into;         // the result, of two matrices
 
   template <class Launch>
   py::object run(const Caller& caller, Launch launch) const {
@@ -37,9 +38,11 @@ struct product {
     const int z = found - 2;  // dimensions in front
     const int64_t batch = z ? a.size(0) : 1, M = a.size(z), K = a.size(z + 1), N = b.size(z + 1);
     if (b.size(z) != K || (z && b.size(0) != batch) || !is_bias(bias, N)) return {};
-    Plain out;
+    Plain out = into;
     const int64_t shape[] = {batch, M, N};
-    py::object made = caller.new_empty(a.object, shape + 1 - z, found, wide, out);
+    if (into.given && (z || wide || into.rank() != 2 || into.size(0) != M || into.size(1) != N || !into.is_dense() || !into.has_type_of(a)))
+      return {};
+    py::object made = into.given ? borrowed(into.object) : caller.new_empty(a.object, shape + 1 - z, found, wide, out);
     const auto strides = [&](const bind::Tensor& x, int row, int step) {
       return Operand{x.data(), x.dtype(), z ? x.stride(0) : 0, x.stride(row), K == 1 ? 1 : x.stride(step)};
     };
@@ -48,7 +51,7 @@ struct product {
   }
 };
 
-RLKERNEL_FIELDS(product, a, b, bias, wide, rank)
+RLKERNEL_FIELDS(product, a, b, bias, wide, rank, into)
 
 // torch's operations, in its dispatcher.
 
@@ -59,7 +62,7 @@ struct Mm {
 
   template <class Launch>
   py::object run(const Caller& caller, Launch launch) const {
-    return product{a, b, {}, false, kRank}.run(caller, launch);
+    return product{a, b, {}, false, kRank, {}}.run(caller, launch);
   }
 };
 
@@ -76,7 +79,7 @@ struct addmm {
   template <class Launch>
   py::object run(const Caller& caller, Launch launch) const {
     if (!base.given || base.rank() != 1 || !base.has_type_of(a)) return {};
-    return product{a, b, base, false, 2}.run(caller, launch);
+    return product{a, b, base, false, 2, {}}.run(caller, launch);
   }
 };
 
