@@ -302,3 +302,30 @@ def test_the_level_of_ranks_is_pythons():
     with rlkernel.batch_invariant(level="tensor_parallel"):
         tree = F.linear(X, W)
     assert torch.equal(tree, rlkernel.matmul(X, W.t(), segments=8))
+
+
+def test_layer_norm_over_several_dimensions_is_that_of_their_rows():
+    """And its gradients, with a bias and without, where the rows have other strides too."""
+
+    def run(x, shape, weight, bias):
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+        given = iter(leaves)
+        x, weight, bias = (None if t is None else next(given) for t in (x, weight, bias))
+        out = F.layer_norm(x, shape, weight, bias)
+        return [out.detach(), *torch.autograd.grad(out, leaves, out.detach().cos())]
+
+    x, weight, bias = drawn(7, 5, 4), drawn(5, 4, seed=1), drawn(5, 4, seed=2)
+    with rlkernel.batch_invariant():
+        for given in (
+            (x, weight, bias),
+            (x, weight, None),
+            (x, None, None),
+            (x.mT.contiguous().mT, weight, bias),
+        ):
+            flat = [None if t is None else t.flatten(-2) for t in given]
+            for found, wanted in zip(
+                run(given[0], (5, 4), *given[1:]), run(flat[0], (20,), *flat[1:]), strict=True
+            ):
+                assert torch.equal(found, wanted.view(found.shape))
+            own = rlkernel.layer_norm(*flat)
+            assert torch.equal(F.layer_norm(flat[0], (20,), *flat[1:]), own)

@@ -131,8 +131,8 @@ def layer_norm_backward(
         return found
     results = LayerNormResults(call.x, *(t.reshape(call.x.shape[:-1]) for t in (mean, rstd)))
     grads = module_of("layer_norm", call.x).backward(call, results, grad.reshape(call.x.shape))
-    likes = zip(grads, (x, weight, bias), wanted, strict=True)
-    return tuple(None if g is None or not want else g.view(like.shape) for g, like, want in likes)
+    shapes = zip(grads, (x.shape, shape, shape), wanted, strict=True)
+    return tuple(g.view(list(kept)) if g is not None and want else None for g, kept, want in shapes)
 
 
 def _layer_norm_of(
@@ -149,8 +149,8 @@ def _layer_norm_of(
     need_floats(x, *(t for t in (weight, bias) if t is not None))
     flat = x if len(shape) == 1 and x.dim() == 2 else x.reshape(-1, math.prod(shape))
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    parameters = (None if t is None else t.reshape(-1).contiguous() for t in (weight, bias))
-    return LayerNormCall(flat, *parameters, eps, True, needs)
+    scale, shift = (None if t is None else t.reshape(-1).contiguous() for t in (weight, bias))
+    return LayerNormCall(flat, scale, shift, eps, True, needs)
 
 
 SERVED: dict[str, Callable[..., Any]] = {
