@@ -289,3 +289,53 @@ def test_what_several_threads_add_to_one_place_has_an_order(name):
             assert torch.equal(found, want), threads
     assert not torch.are_deterministic_algorithms_enabled()
     assert any(x.op in ("_index_put_impl_", "put_") and x.calls >= 4 for x in mode.report())
+
+
+FOLLOWS = {
+    "softmax": lambda x, w, b: x.softmax(-1),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[1:], w, b),
+    "layer_norm, no bias": lambda x, w, b: F.layer_norm(x, x.shape[1:], w) + b,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_no_gradient_follows_the_threads(name, dtype):
+    g = torch.Generator().manual_seed(1)
+    x, w, b = (torch.randn(n, generator=g).to(dtype) for n in ((1400, 31), (31,), (31,)))
+    up = (torch.randn(1400, 31, generator=g) * 10.0 ** torch.randint(-2, 3, (1400, 31), generator=g)).to(
+        dtype
+    )
+
+    def gradients(*tensors):
+        tensors = tuple(t.detach().requires_grad_() for t in tensors)
+        found = FOLLOWS[name](*tensors)
+        return torch.autograd.grad(found, tensors, up[: len(found)].to(found.dtype), allow_unused=True)
+
+    def run(threads):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return gradients(x, w, b), gradients(x[:9], w, b)[0]
+        finally:
+            torch.set_num_threads(before)
+
+    truth = gradients(*(t.double() for t in (x, w, b)))
+    plain = gradients(x, w, b)
+    with rlkernel.batch_invariant():
+        (want, _), (found, few) = run(1), run(2)
+    assert torch.equal(few, found[0][:9])
+    for got, same, theirs, exact in zip(found, want, plain, truth, strict=True):
+        if got is not None:
+            assert torch.equal(got, same)
+            assert (got - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 1e-6 * exact.abs().max()
+
+
+def test_a_number_to_the_power_of_rows_is_torchs_where_that_is_allowed():
+    exponents = torch.rand(2, 3, generator=torch.Generator().manual_seed(2))
+    calls = (lambda: 10.0**exponents, lambda: torch.pow(2, exponents), lambda: 2 ** exponents.bfloat16())
+    want = [call() for call in calls]
+    with rlkernel.batch_invariant(strict=False) as mode:
+        found = [call() for call in calls]
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert {x.backend for x in mode.report() if x.op.startswith("pow")} == {"torch, not invariant"}

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlkernel import native
 from rlkernel.consistency import (
     aten_attention,
+    aten_backward,
     aten_checked,
     aten_composite,
     aten_elementwise,
@@ -35,6 +36,7 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_checked.SERVED,
     **aten_composite.SERVED,
     **aten_scatter.SERVED,
+    **aten_backward.SERVED,
 }
 SERVED["pow.Tensor_Scalar"] = Short("power", lambda *args: _power(*args))
 SERVED["pow.Tensor_Scalar_out"] = lambda *args, **out: _power(*args, **out)
@@ -135,7 +137,7 @@ def replace(library: Any, name: str, key: str, served: Callable[..., Any]) -> No
                     f"got a call that is not: {refused}"
                 ) from None
             invariance.count(name, "torch, not invariant")
-            return original(*args, **kwargs)
+            return original(*(refused.operands or args), **kwargs)
 
     whole: Callable[..., Any] = call
     if isinstance(served, Short) and key.endswith("CPU"):
@@ -171,11 +173,11 @@ def _powers(original: Callable[..., Tensor], *operands: Any, out: Tensor | None 
     """Of contiguous operands: torch rounds elements of others otherwise."""
     dtype = torch.result_type(*operands)
     device = next(x.device for x in operands if isinstance(x, Tensor))  # torch hands on a number as a float
+    tensors = tuple(torch.as_tensor(x, dtype=dtype, device=device) for x in operands)
     if (
         not isinstance(operands[0], Tensor) and operands[1].dim() > 1
     ):  # of one: frequencies, which are no rows
-        raise Refused(_ALONE)
-    tensors = [torch.as_tensor(x, dtype=dtype, device=device) for x in operands]
+        raise Refused(_ALONE, tensors)
     dense = [x.contiguous() for x in torch.broadcast_tensors(*tensors)]
     return original(*dense) if out is None else put(out, original(*dense, out=dense[0].new_empty(0)))
 

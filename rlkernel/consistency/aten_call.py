@@ -17,6 +17,10 @@ BACKENDS = ("native", "triton")  # whose bits are their own code's
 class Refused(Exception):
     """Why the bits of a call may depend on the batch."""
 
+    def __init__(self, reason: str, operands: tuple[Tensor, ...] = ()) -> None:
+        super().__init__(reason)
+        self.operands = operands  # for torch's own, where it handed on a number that it does not take itself
+
 
 class Short:
     """A replacement ``run`` of which C++ takes the calls of plain CPU tensors, as ``op`` of
