@@ -119,8 +119,6 @@ def made(family: str, dtype: torch.dtype, s: Sizes, mode: str) -> Any:
         parameter.data = parameter.data.to(dtype)  # and not the model's buffers: rotary frequencies are fp32
     if mode == "batch_invariant" and kind.windows:
         model.set_attn_implementation(rlkernel.register_hf())
-    if mode == "batch_invariant" and kind.experts:
-        model.set_experts_implementation("eager")
     return model.eval()
 
 
