@@ -82,6 +82,8 @@ py::object replaced_call(const std::string& op, py::object counted, py::object u
   REPLACED(row_sum, cpu::matmul)
   REPLACED(row_mean, cpu::matmul)
   REPLACED(step_of_sdpa, cpu::paged_prefix_attention)
+  REPLACED(softmax_of_rows, cpu::softmax)
+  REPLACED(log_softmax_of_rows, cpu::softmax)
   REPLACED(silu, cpu::swiglu_forward)
   REPLACED(gelu, cpu::swiglu_forward)
   REPLACED(rms_norm_in_order, cpu::rms_norm_in_order)

@@ -565,6 +565,15 @@ class Kernels(Protocol):
         out_k: Tensor,
         out_v: Tensor,
     ) -> None: ...
+    def softmax(
+        self,
+        stream: int = 0,
+        /,
+        *,
+        x: Tensor,
+        logarithm: bool,
+        out: Tensor,
+    ) -> None: ...
     def swiglu_backward(
         self,
         stream: int = 0,

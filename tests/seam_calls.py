@@ -178,6 +178,8 @@ def _composed():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             x, residual = torch.randn(2, 6, length, dtype=dtype)
             composed.rms_norm(x, torch.ones(length, dtype=dtype), 1e-6, residual)
+            with rlkernel.batch_invariant():
+                _ = x[:, :-1].softmax(-1), x.log_softmax(-1)
 
 
 def _elements():

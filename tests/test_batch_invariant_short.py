@@ -32,6 +32,11 @@ CALLS = {
     "linear": (ANY, lambda x: F.linear(x, x[0])),
     "sum.dim_IntList": (WIDE, lambda x: torch.cat([x.sum(-1, keepdim=True), x.sum([2])[..., None]], -1)),
     "mean.dim": (WIDE, lambda x: torch.cat([x.mean(-1, keepdim=True), x.mean([2])[..., None]], -1)),
+    "_softmax": (ANY, lambda x: torch.cat([x[0].softmax(-1), x[0].float().softmax(1).to(x.dtype)])),
+    "_log_softmax": (
+        ANY,
+        lambda x: torch.cat([x.log_softmax(-1), x.log_softmax(2, dtype=torch.float32).to(x.dtype)]),
+    ),
     "silu": (ANY, F.silu),
     "gelu": (ANY, lambda x: torch.cat([F.gelu(x), F.gelu(x, approximate="tanh")])),
     "rsqrt": (WIDE, torch.rsqrt),

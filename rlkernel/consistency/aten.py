@@ -24,6 +24,7 @@ from rlkernel.consistency import (
     aten_products,
     aten_rows,
     aten_scatter,
+    aten_softmax,
 )
 from rlkernel.consistency.aten_call import Refused, Short, put, used
 from rlkernel.runtime import invariance
@@ -36,6 +37,7 @@ SERVED: dict[str, Callable[..., Any]] = {
     **aten_checked.SERVED,
     **aten_composite.SERVED,
     **aten_scatter.SERVED,
+    **aten_softmax.SERVED,
     **aten_backward.SERVED,
 }
 SERVED["pow.Tensor_Scalar"] = Short("power", lambda *args: _power(*args))

@@ -4,7 +4,6 @@ For each operation, dtype, length of a row and number of threads, rows that are 
 many together; one bit that differs and the call is refused.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 from rlkernel.consistency.aten_call import Refused, is_exact, need_floats
 
 ROWS, PARTS = 17, (1, 2, 3, 8)
-HIDDEN = -3e4  # what masks add to a score; fp16 holds -65504
 VALUES = 4  # that rows have at least, in several draws where they are short
 LONGEST = 4096  # elementwise operations are alike behind it
 
@@ -100,44 +98,6 @@ def _elementwise(name: str) -> Callable[..., Tensor]:
     return run
 
 
-def _softmax(name: str) -> Callable[..., Tensor]:
-    def run(
-        original: Callable[..., Tensor], x: Tensor, dim: int, half_to_float: bool, **kwargs: Any
-    ) -> Tensor:
-        if is_exact(x) or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-            return original(x, dim, half_to_float, **kwargs)  # an error
-        need_floats(x)
-        if x.dim() and dim % x.dim() != x.dim() - 1:
-            raise Refused(f"it must be over the last dimension, got dim {dim} of {x.dim()}")
-        if _is_attention(x, name):
-            raise Refused(
-                "attention that hides keys by large negative scores sums over them too, in an order that "
-                "padding moves: use scaled_dot_product_attention, or rlkernel's attention by register_hf()"
-            )
-        dense = functools.partial(_dense_softmax, original, half_to_float)
-        checked(name, dense, x, x.shape[-1] if x.dim() else 1)
-        return original(x, dim, half_to_float, **kwargs)
-
-    return run
-
-
-def _is_attention(x: Tensor, name: str) -> bool:
-    """[B, H, T, Tk] with hidden keys, or [B * H, T, Tk] whose rows show keys that follow each other: filtered
-    logits [B, T, V] show scattered ones, and losses are of their logarithm.
-    """
-    if x.dim() < 3 or (x.dim() == 3 and name != "_softmax"):
-        return False
-    hidden = x <= HIDDEN
-    if x.dim() > 3 or not bool(hidden.any()):
-        return bool(hidden.any())
-    edges = hidden[..., 1:] != hidden[..., :-1]
-    return bool((edges.sum(2) <= 1 + hidden[..., 0].int()).all())
-
-
-def _dense_softmax(original: Callable[..., Tensor], half_to_float: bool, x: Tensor) -> Tensor:
-    return original(x, 1, half_to_float)
-
-
 def _along(name: str) -> Callable[..., Tensor]:
     """A reduction or a scan ``(x, dim, ...)``."""
 
@@ -164,6 +124,4 @@ ALONG = ("cumsum", "cumprod", "prod.dim_int", "var.correction", "std.correction"
 SERVED: dict[str, Callable[..., Any]] = {
     **{name + way: _elementwise(name + way) for name in UNARY for way in ("", "_", ".out")},
     **{name: _along(name) for name in ALONG},
-    "_softmax": _softmax("_softmax"),
-    "_log_softmax": _softmax("_log_softmax"),
 }

@@ -54,7 +54,8 @@
   KERNEL(attention_backward) \
   KERNEL(matmul) \
   KERNEL(paged_prefix_attention) \
-  KERNEL(rms_norm_in_order)
+  KERNEL(rms_norm_in_order) \
+  KERNEL(softmax)
 
 namespace rlkernel::bind {
 

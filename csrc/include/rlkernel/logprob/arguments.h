@@ -6,6 +6,7 @@
 #pragma once
 #include "rlkernel/dtype.h"
 #include "rlkernel/kernel.h"
+#include "rlkernel/strided_rows.h"
 
 namespace rlkernel {
 
@@ -93,10 +94,25 @@ struct LogprobSupportBackward {
   int64_t inner, out_outer_stride, out_inner_stride;
 };
 
+// The softmax of rows, or its logarithm, with the same bits on every instruction set:
+//
+//   e[i] = exp(x[i] - max x), of which lane i % 32 takes its own in ascending order
+//   sum = the lanes' sum: i and i + 16, then i and i + 8, and so on
+//   out[i] = round(e[i] / sum), or round((x[i] - max x) - log(sum))
+struct SoftmaxRows {
+  int64_t rows, length;
+  Dtype dtype;
+  StridedRows x;
+  bool logarithm;
+  void* out;                   // [rows, length], dense
+  Dtype out_dtype;             // that of x, or fp32
+};
+
 RLKERNEL_KERNEL(logprob_forward, const LogprobForward&)
 RLKERNEL_KERNEL(logprob_backward, const LogprobBackward&)
 RLKERNEL_KERNEL(logprob_exp, const LogprobExp&)
 RLKERNEL_KERNEL(logprob_support_forward, const LogprobSupportForward&)
 RLKERNEL_KERNEL(logprob_support_backward, const LogprobSupportBackward&)
+RLKERNEL_KERNEL(softmax, const SoftmaxRows&)
 
 }  // namespace rlkernel

@@ -2,6 +2,7 @@
 #pragma once
 #include "rlkernel/logprob/rows.h"
 #include "rlkernel/logprob/arguments.h"
+#include "rlkernel/rows_bind.h"
 
 namespace rlkernel::calls {
 
@@ -189,5 +190,20 @@ struct logprob_support_backward {
 
 RLKERNEL_FIELDS(logprob_support_backward, support, values, grad_logprobs, grad_entropy, grad_lse, logprobs, entropy, row_max,
                 log_sum, out, scattered)
+
+struct softmax {
+  Tensor x;
+  bool logarithm;
+  Tensor out;
+
+  template <class Launch>
+  int run(Launch launch, void* stream) const {
+    const StridedRowsOf rows(x);
+    void* written = out.dense_floats(rows.count * rows.length);
+    return launch({rows.count, rows.length, x.dtype(), rows.of(x), logarithm, written, out.dtype()}, stream);
+  }
+};
+
+RLKERNEL_FIELDS(softmax, x, logarithm, out)
 
 }  // namespace rlkernel::calls

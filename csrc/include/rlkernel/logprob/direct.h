@@ -61,4 +61,31 @@ struct logprob {
 RLKERNEL_FIELDS(logprob, logits, target_ids, temperature, ignore_index, return_entropy, inplace_backward, support_ids,
                 support_offsets, group, vocab_start)
 
+// torch's softmax in its dispatcher, over the last dimension.
+template <bool kLogarithm>
+struct SoftmaxOfRows {
+  static constexpr int kPlaces = 3;
+  // of more dimensions they may be an attention's scores, which Python looks at
+  static constexpr int kMostRank = kLogarithm ? 3 : 2;
+  Plain x;
+  int64_t dim = 0;
+  bool wide = false;
+
+  template <class Launch>
+  py::object run(const Caller& caller, Launch launch) const {
+    if (!are_rows(x) || x.rank() > kMostRank || (dim != -1 && dim != x.rank() - 1)) return {};
+    Plain out;
+    py::object made = caller.empty(x.object, out, wide);
+    const calls::softmax call{x, kLogarithm, out};
+    launched(x.elements(), [&] { return call.run(launch, nullptr); });
+    return made;
+  }
+};
+
+using softmax_of_rows = SoftmaxOfRows<false>;
+using log_softmax_of_rows = SoftmaxOfRows<true>;
+
+RLKERNEL_FIELDS(softmax_of_rows, x, dim, wide)
+RLKERNEL_FIELDS(log_softmax_of_rows, x, dim, wide)
+
 }  // namespace rlkernel::direct
