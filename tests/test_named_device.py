@@ -44,7 +44,6 @@ def launched(monkeypatch):
     names: list[str] = []
     kernels = recorded(lambda name, *arguments, **fields: names.append(name))
     monkeypatch.setattr(workspace, "_buffers", {})
-    monkeypatch.setattr(workspace, "_captured", [])
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
     monkeypatch.setattr(gpu, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 1 << 20)
