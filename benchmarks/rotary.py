@@ -83,7 +83,7 @@ def _liger() -> Call:
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         if not inputs["q"].is_cuda:
-            raise NotImplementedError("a Triton kernel: it needs a GPU")
+            raise NotImplementedError("LigerRopeFunction is a Triton kernel without a CPU path")
         # it writes over what it is given
         found = function.apply(inputs["q"].clone(), inputs["k"].clone(), inputs["cos"], inputs["sin"])
         return dict(zip("qk", found, strict=True))

@@ -73,7 +73,7 @@ def _liger() -> Call:
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         if not inputs["gate"].is_cuda:
-            raise NotImplementedError("a Triton kernel: it needs a GPU")
+            raise NotImplementedError("LigerSiLUMulFunction is a Triton kernel without a CPU path")
         if "up" not in inputs or case.options:
             raise NotImplementedError("it takes two tensors, and SiLU")
         return {"out": function.apply(inputs["gate"], inputs["up"])}
