@@ -1,10 +1,8 @@
 """Gradients of ``attention`` in the compiled kernels: bits that a sequence's own rows decide, and mutants."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import instruction_sets
 import pytest
 import torch
 from bitwise import assert_equal
@@ -150,19 +148,9 @@ def results():
     return found
 
 
-@pytest.mark.parametrize("isa", native.extension().built()["cpu"][:-1])
+@pytest.mark.parametrize("isa", instruction_sets.NARROWER)
 def test_instruction_sets_change_no_bit(isa, tmp_path):
-    program = "import sys, torch, test_attention_bits as here; torch.save(here.results(), sys.argv[1])"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    said = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "results")],
-        env=os.environ | {"RLKERNEL_CPU_ISA": isa, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    for i, (got, want) in enumerate(zip(torch.load(tmp_path / "results"), results(), strict=True)):
-        assert_equal(str(i), got, want)
+    instruction_sets.assert_not_seen(sys.modules[__name__], isa, tmp_path)
 
 
 REFUSED = {

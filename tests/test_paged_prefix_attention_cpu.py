@@ -4,10 +4,9 @@ and any instruction set, nothing read that no row sees, and a plan whose numbers
 import ctypes
 import mmap
 import os
-import subprocess
 import sys
-from pathlib import Path
 
+import instruction_sets
 import pytest
 import torch
 from accuracy import error
@@ -15,7 +14,6 @@ from bitwise import assert_equal
 from paged_cases import OP, STEPS, TABLES, dense, differing, group, make, run
 
 import rlkernel
-from rlkernel import native
 from rlkernel.native import paged_prefix_attention as native_op
 from rlkernel.prefix import paged
 
@@ -74,24 +72,9 @@ def results():
     return found
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", instruction_sets.NARROWER)
 def test_instruction_sets_change_no_bit(isa, tmp_path):
-    built = native.extension().built()["cpu"]
-    if isa not in built:
-        pytest.skip(f"this processor's kernels are {', '.join(built)}")
-    program = (
-        "import sys, torch, test_paged_prefix_attention_cpu as here; torch.save(here.results(), sys.argv[1])"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "results")],
-        env=os.environ | {"RLKERNEL_CPU_ISA": isa},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 0, said.stderr
-    for got, want in zip(torch.load(tmp_path / "results"), results(), strict=True):
-        assert_equal(isa, got, want)
+    instruction_sets.assert_not_seen(sys.modules[__name__], isa, tmp_path)
 
 
 def guarded(cache, written):

@@ -1,9 +1,8 @@
 """rotary: transformers' own function and vLLM's formula are met to the bit; one body for every backend."""
 
-import os
-import subprocess
 import sys
 
+import instruction_sets
 import pytest
 import torch
 from accuracy import check
@@ -11,7 +10,6 @@ from backends import is_slow, of, running
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel import native
 from rlkernel.calls.rotary import ROUNDINGS, RotaryCall
 from rlkernel.ops.rotary import op
 from rlkernel.reference.rotary import make_inputs
@@ -201,35 +199,18 @@ def test_a_token_does_not_feel_the_others(backend, device):
         assert got["q"][1, 0].isfinite().cpu().equal(~touched)
 
 
-def digest():
-    """Prints the bits of all of it, for another instruction set to meet."""
+def results():
     found = []
     for dtype in DTYPES:
         for interleaved in (False, True):
             inputs = make_inputs(2, 5, 3, 70, rotary_dim=54, dtype=dtype)
             found += run("native", inputs, interleaved=interleaved).values()
-    return sum(
-        int(
-            x.contiguous()
-            .view(torch.uint8)
-            .long()
-            .mul(torch.arange(x.numel() * x.itemsize).view(*x.shape[:-1], -1))
-            .sum()
-        )
-        for x in found
-    )
+    return found
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_instruction_sets_do_not_show(isa):
-    built = native.extension().built()["cpu"]
-    if isa not in built:
-        pytest.skip(f"this processor's kernels are {', '.join(built)}")
-    command = [sys.executable, "-c", "import test_rotary; print(test_rotary.digest())"]
-    environment = os.environ | {"RLKERNEL_CPU_ISA": isa}
-    here = os.path.dirname(__file__)
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
-    assert ran.stdout.strip() == str(digest()), ran.stderr[-2000:]
+@pytest.mark.parametrize("isa", instruction_sets.NARROWER)
+def test_instruction_sets_do_not_show(isa, tmp_path):
+    instruction_sets.assert_not_seen(sys.modules[__name__], isa, tmp_path)
 
 
 def test_a_second_derivative_is_refused():

@@ -1,10 +1,8 @@
 """swiglu: fp64 is the truth, torch, transformers and Liger the peers; one body for every backend."""
 
-import hashlib
-import os
-import subprocess
 import sys
 
+import instruction_sets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,6 @@ from backends import is_slow, of, running
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel import native
 from rlkernel.calls.swiglu import ACTIVATIONS, ROUNDINGS, SwigluCall
 from rlkernel.ops.swiglu import op
 from rlkernel.reference.swiglu import make_inputs
@@ -191,25 +188,17 @@ def test_every_backend_gives_the_same_bits(backend, device):
                 assert_equal(f"{activation} {name}", x.cpu(), want[name])
 
 
-def digest():
-    text = hashlib.sha256()
+def results():
+    found = []
     for dtype in DTYPES:
         for activation in ACTIVATIONS:
-            for x in run("native", make_inputs(3, 1027, dtype=dtype), activation=activation).values():
-                text.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    return text.hexdigest()
+            found += run("native", make_inputs(3, 1027, dtype=dtype), activation=activation).values()
+    return found
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_instruction_sets_do_not_show(isa):
-    built = native.extension().built()["cpu"]
-    if isa not in built:
-        pytest.skip(f"this processor's kernels are {', '.join(built)}")
-    command = [sys.executable, "-c", "import test_swiglu; print(test_swiglu.digest())"]
-    environment = os.environ | {"RLKERNEL_CPU_ISA": isa}
-    here = os.path.dirname(__file__)
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
-    assert ran.stdout.strip() == digest(), ran.stderr[-2000:]
+@pytest.mark.parametrize("isa", instruction_sets.NARROWER)
+def test_instruction_sets_do_not_show(isa, tmp_path):
+    instruction_sets.assert_not_seen(sys.modules[__name__], isa, tmp_path)
 
 
 def test_threads_do_not_show():

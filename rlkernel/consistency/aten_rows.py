@@ -119,15 +119,12 @@ def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
     shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wanted: Sequence[bool],
+    *kept_and_wanted: Any,
 ) -> tuple[Tensor | None, ...]:
+    mean, rstd, weight, bias, wanted = kept_and_wanted
     call = _layer_norm_of(x, shape, weight, bias, 0.0, tuple(wanted))
     if call is None:
-        found: tuple[Tensor | None, ...] = original(grad, x, shape, mean, rstd, weight, bias, wanted)
+        found: tuple[Tensor | None, ...] = original(grad, x, shape, *kept_and_wanted)
         return found
     results = LayerNormResults(call.x, *(t.reshape(call.x.shape[:-1]) for t in (mean, rstd)))
     grads = module_of("layer_norm", call.x).backward(call, results, grad.reshape(call.x.shape))

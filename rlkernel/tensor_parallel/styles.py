@@ -1,5 +1,6 @@
 """Styles for ``torch.distributed.tensor.parallel.parallelize_module``, and plans of whole models."""
 
+import abc
 import copy
 import fnmatch
 import functools
@@ -50,11 +51,13 @@ class _Style(ParallelStyle):
         parameter._rlkernel_cut = (mesh, dim, found)  # type: ignore[attr-defined]
         return found
 
+    @abc.abstractmethod
     def _check(self, module: Any) -> None:
-        raise NotImplementedError
+        """Raises ValueError where the module cannot be cut evenly."""
 
+    @abc.abstractmethod
     def _forward(self, module: Any, group: dist.ProcessGroup, *inputs: Any) -> Tensor:
-        raise NotImplementedError
+        """What the module computes of its own part."""
 
 
 class RowwiseParallel(_Style):
