@@ -1,6 +1,7 @@
 // rlkernel._C: the kernels of every part that was built, each as <part>.<kernel>.
 #include "rlkernel/errors.h"
 #include "rlkernel/kernels.h"
+#include "rlkernel/group_advantages/direct.h"
 #include "rlkernel/layer_norm/direct.h"
 #include "rlkernel/logprob/direct.h"
 #include "rlkernel/matmul/direct.h"
@@ -57,6 +58,7 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(rms_norm, rms_norm_forward)
   DIRECT(swiglu, swiglu_forward)
   DIRECT(logprob, logprob_forward)
+  DIRECT(group_advantages, group_advantages)
   DIRECT(product, matmul)
   if (op == "step_attention")
     return direct::define<direct::step_attention>("paged_prefix_attention", cpu::paged_prefix_attention, settings);

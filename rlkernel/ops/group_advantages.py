@@ -16,12 +16,14 @@ from rlkernel.calls.group_advantages import (
 from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
+from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 from rlkernel.runtime import debug
 
 ALONE = 32  # responses that are worked on together where none sees another
 
 
+@direct
 @typed
 def group_advantages(
     rewards: Tensor,
