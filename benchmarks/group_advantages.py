@@ -63,6 +63,11 @@ def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
         return {"out": deviation / (r.std(1, keepdim=True) + 1e-4)}
     if estimator == "rloo":
         return {"out": deviation * n / (n - 1)}
+    if estimator == "grpo_loo":
+        others = r[:, None].expand(-1, n, -1)[:, ~torch.eye(n, dtype=torch.bool, device=r.device)]
+        others = others.view(-1, n, n - 1)
+        std = others.std(2)
+        return {"out": (r - others.mean(2)) / torch.where(std == 0, 1, std + 1e-4)}
     if estimator == "maxrl":
         return {"out": deviation / (r.mean(1, keepdim=True) + 1e-4)}
     if estimator == "grpo_passk":

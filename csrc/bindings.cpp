@@ -47,6 +47,11 @@ struct SamplingKernels {
   int logprob(const LogprobForward& call) const { return cpu::logprob_forward(call, nullptr); }
 };
 
+struct GroupKernels {
+  int advantages(const GroupAdvantages& call) const { return cpu::group_advantages(call, nullptr); }
+  int whiten(const Whiten& call) const { return cpu::whiten(call, nullptr); }
+};
+
 #define DIRECT(name, kernel) \
   if (op == #name) return direct::define<direct::name>(#name, cpu::kernel, settings);
 
@@ -58,13 +63,13 @@ py::object direct_call(const std::string& op, py::object forced, py::object aske
   DIRECT(rms_norm, rms_norm_forward)
   DIRECT(swiglu, swiglu_forward)
   DIRECT(logprob, logprob_forward)
-  DIRECT(group_advantages, group_advantages)
   DIRECT(product, matmul)
   if (op == "step_attention")
     return direct::define<direct::step_attention>("paged_prefix_attention", cpu::paged_prefix_attention, settings);
   DIRECT(layer_norm_backward, layer_norm_backward)
   DIRECT(rms_norm_backward, rms_norm_backward)
   DIRECT(swiglu_backward, swiglu_backward)
+  if (op == "group_advantages") return direct::define<direct::group_advantages>("group_advantages", GroupKernels{}, settings);
   if (op == "sampling") return direct::define<direct::sampling>("sampling", SamplingKernels{}, settings);
   return py::none();
 }

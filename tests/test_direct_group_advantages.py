@@ -9,13 +9,13 @@ from bitwise import assert_equal
 
 import rlkernel
 from rlkernel import dispatch, native
+from rlkernel.calls.group_advantages import ESTIMATORS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "grpo_passk", "opo")
 OPTIONS = [
     {},
     {"scale_rewards": "none", "unbiased": False},
-    {"eps": 0.5, "singletons": "reward"},
+    {"eps": 0.5, "singletons": "reward", "scale_rewards": "batch"},
     {"batch_eps": 0.0, "batch_eps_in": "std"},
 ]
 
@@ -50,6 +50,8 @@ def test_it_has_the_bits_of_the_long_way(estimator, dtype):
         for given in ({}, {"lengths": lengths}, {"mask": kept}):
             if estimator == "opo":
                 given = given | {"lengths": lengths}
+            if estimator == "remax":
+                given = given | {"baselines": lengths / 24}
             flat = rewards(24, dtype=dtype)
             for named in ({"group_size": 8}, {"group_size": 24}, {"group_size": 1}, {"group_ids": ids}):
                 call = {"estimator": estimator, **options, **given, **named}
@@ -88,8 +90,11 @@ DECLINED = {
     "a mask of another shape": lambda: short(FLAT, group_size=6, mask=torch.ones(2, 6).bool()),
     "integer lengths": lambda: short(FLAT, group_size=6, lengths=torch.arange(12)),
     "opo without lengths": lambda: short(FLAT, group_size=6, estimator="opo"),
-    "whitening": lambda: short(FLAT, group_size=6, estimator="gdpo"),
-    "the batch's scale": lambda: short(FLAT, group_size=6, scale_rewards="batch"),
+    "remax without baselines": lambda: short(FLAT, estimator="remax"),
+    "baselines of another": lambda: short(FLAT, group_size=6, baselines=FLAT),
+    "reinforce++ of a size that does not divide": lambda: short(
+        FLAT, group_size=5, estimator="reinforce_plus_plus"
+    ),
     "an unknown estimator": lambda: short(FLAT, group_size=6, estimator="ppo"),
     "an integer eps": lambda: short(FLAT, group_size=6, eps=0),
     "a negative eps": lambda: short(FLAT, group_size=6, eps=-1e-4),
