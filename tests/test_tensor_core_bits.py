@@ -106,7 +106,7 @@ def launched(monkeypatch):
             plain(*args)
 
         monkeypatch.setattr(triton_matmul, name, launch)
-    monkeypatch.setattr(triton_matmul, "_generation", lambda: 9)
+    monkeypatch.setattr(triton_matmul, "generation", lambda: 9)
     return names
 
 
@@ -144,7 +144,7 @@ def test_descriptors_have_the_bits_of_pointers(across, dtype, launched, monkeypa
     with on("sm_90"):
         described = run()
         assert launched == ["_by_descriptors"] * 2
-        monkeypatch.setattr(triton_matmul, "_generation", lambda: 8)
+        monkeypatch.setattr(triton_matmul, "generation", lambda: 8)
         for got, want in zip(described, run(), strict=True):
             assert_equal(str(want.dtype), got, want)
         assert launched[2:] == ["_by_pointers"] * 2
@@ -176,7 +176,7 @@ def test_what_a_descriptor_cannot_copy_is_loaded_by_pointers(case, launched):
 
 @pytest.mark.parametrize("generation", [0, 7, 8, 11, 12])
 def test_other_gpus_load_by_pointers(generation, launched, monkeypatch):
-    monkeypatch.setattr(triton_matmul, "_generation", lambda: generation)
+    monkeypatch.setattr(triton_matmul, "generation", lambda: generation)
     with on("sm_80"):
         rlkernel.matmul(A, B)
     assert launched == ["_by_pointers"]

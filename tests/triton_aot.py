@@ -33,6 +33,11 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# whose cases are compiled for a target; of the others all
+ONLY = {
+    "gfx950": ("linear_logprob", "matmul", "attention", "prefix_shared_attention", "paged_prefix_attention")
 }
 
 
@@ -141,7 +146,9 @@ def binaries_of_varied_calls() -> dict[str, int]:
             head = Head(None, t, 1.0, None, ignore, torch.float32, torch.bfloat16)
             options = {"return_entropy": True, "algorithm": "fused"}
             product = LinearLogprobCall.of(hidden[:n], weight, ids.view(-1), head, **options)
-            linear_logprob.forward(product)
+            found = linear_logprob.forward(product)
+            grads = RowGrads(*(rows.view(-1),) * 3)
+            linear_logprob.backward(product._replace(needs=(True, False, False)), found, grads)
             # any address and stride too: the order of its sums must not follow from them
             values = torch.empty(batch, length + 17)[:, t > 1 :][:, :length]
             tensors, options = (values, values, values > 0, values, None), (t, t, None, "token", float(batch))
@@ -193,17 +200,21 @@ def binaries_of_varied_calls() -> dict[str, int]:
 UNITS = re.compile(
     r"\b(?:mma\.sync\S*?|wgmma\.mma_async\S*?)\.m\d+n\d+k\d+|\btcgen05\.mma\S*kind::\w+|\bcp\.async\.bulk\.tensor"
 )
+MATRIX_UNITS = re.compile(r"\bv_mfma_\w+")  # of AMD
 
 
 def resources(binary: Any) -> dict[str, Any]:
-    """Registers a thread, bytes a thread spills to memory, bytes of shared memory, UNITS that it uses."""
+    """Registers a thread, bytes a thread spills to memory, bytes of shared memory, UNITS that it uses, and
+    whether warps of their own copy."""
     if "hsaco" in binary.asm:
         text = binary.asm["amdgcn"]
         field = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
         # scalar registers spill into vector registers, which costs no memory
         spilled = field["vgpr_spill_count"] + field["private_segment_fixed_size"]
         shared = binary.metadata.shared
-        return {"registers": field["vgpr_count"], "spilled": spilled, "shared": shared, "units": []}
+        units = sorted(set(MATRIX_UNITS.findall(text)))
+        found = {"registers": field["vgpr_count"], "spilled": spilled, "shared": shared}
+        return found | {"units": units, "specialized": False}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -215,6 +226,7 @@ def resources(binary: Any) -> dict[str, Any]:
         "spilled": field["STACK"] + field["LOCAL"],
         "shared": binary.metadata.shared,
         "units": sorted(set(UNITS.findall(binary.asm["ptx"]))),
+        "specialized": "setmaxnreg" in binary.asm["ptx"],  # warps of their own copy
     }
 
 
@@ -240,6 +252,7 @@ def main(target: str) -> None:
     cases = {
         f"{path.stem}: {name}": call
         for path in sorted((Path(__file__).parent / "aot_cases").glob("*.py"))
+        if path.stem in ONLY.get(target, (path.stem,))
         for name, call in importlib.import_module(f"aot_cases.{path.stem}").cases().items()
     }
     report = {

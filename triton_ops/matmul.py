@@ -5,7 +5,6 @@ tile and in both kernels: rows and columns of a tile, and how they are loaded, f
 and the GPU, and change no bit.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.drivers.matmul import gradients, summed
+from rlkernel.triton_ops._descriptors import aligned, generation
 from rlkernel.triton_ops._device import taking
 from rlkernel.triton_ops.matmul_kernels import matmul_descriptor_kernel, matmul_kernel
 
@@ -61,7 +61,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = Non
         return out
     wide = torch.float32 in (a.dtype, b.dtype)  # a gradient in fp32 of operands in 16 bits
     with torch.cuda.device_of(a):
-        if not wide and batch == 1 and _generation() in WITH_DESCRIPTORS and _describable(a[0], b[0]):
+        if not wide and batch == 1 and generation() in WITH_DESCRIPTORS and _describable(a[0], b[0]):
             _by_descriptors(a[0], b[0], bias, out)
         else:
             _by_pointers(a, b, bias, out, wide)
@@ -113,21 +113,7 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def _describable(a: Tensor, b: Tensor) -> bool:
     """Whether tiles of both can be copied, and are worth it."""
     large = min(a.shape[0], b.shape[1]) >= LEAST_DESCRIBED and a.shape[1] >= STEP[16]
-    return large and all(_aligned(x) or _aligned(x.t()) for x in (a, b))
-
-
-def _aligned(x: Tensor) -> bool:
-    """Dense rows that begin at multiples of 16 bytes and do not overlap."""
-    stride, dense = x.stride()
-    unit = 16 // x.dtype.itemsize
-    return dense == 1 and stride % unit == 0 and stride >= x.shape[1] and x.data_ptr() % 16 == 0
-
-
-def _generation() -> int:
-    """That of the NVIDIA GPU for which kernels are compiled; 0 of others and in the interpreter."""
-    if torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
-        return 0
-    return int(triton.runtime.driver.active.get_current_target().arch) // 10
+    return large and all(aligned(x) or aligned(x.t()) for x in (a, b))
 
 
 def _dense(x: Tensor, dim: int) -> bool:

@@ -135,6 +135,7 @@ def linear_logprob_statistics(
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: torch.dtype = torch.float32,
+    algorithm: str = "auto",
 ) -> LinearLogprobStatistics:
     """``linear_logprob``, with what trainers log of each row, from the same tiles.
 
@@ -144,7 +145,8 @@ def linear_logprob_statistics(
         is_top1 = z.gather(-1, target_ids) >= z.amax(-1)
         log_sum_sq_probs = (2 * z.log_softmax(-1)).logsumexp(-1)
 
-    Logprobs, entropy and lse, and their gradients, have the bits of ``linear_logprob(algorithm="tiled")``.
+    Logprobs, entropy and lse, and their gradients, have the bits of ``linear_logprob`` by the same algorithm;
+    "auto" is "tiled".
     Each statistic costs a fraction of the product: a second running softmax over the tile that is there, a
     comparison, and a product with the mean of the weight (with a softcap, another look at the tile).
 
@@ -169,8 +171,8 @@ def linear_logprob_statistics(
         ignore_index=ignore_index, logits_dtype=logits_dtype,
     )  # fmt: skip
     outputs = _call(
-        hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm="tiled",
-        statistics=tuple(statistics),
+        hidden, weight, target_ids, head, return_entropy=return_entropy,
+        algorithm="tiled" if algorithm == "auto" else algorithm, statistics=tuple(statistics),
     )  # fmt: skip
     return LinearLogprobStatistics(*outputs)
 
@@ -339,7 +341,6 @@ op = Op(
     differentiable=("logprobs", "entropy", "lse"),
     saves=(
         "hidden", "weight", "bias", "target_ids", "temperature", "support_ids", "support_offsets",
-        "entropy", "row_max", "log_sum", "direction", "products",
+        "logprobs", "entropy", "row_max", "log_sum", "direction", "products",
     ),
-    saves_if={"logprobs": "support_ids"},
 )  # fmt: skip

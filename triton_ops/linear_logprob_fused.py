@@ -1,0 +1,371 @@
+"""``linear_logprob(algorithm="fused")``: no tile of logits is ever in memory, and no bit follows the batch.
+
+| pass | kernels | operations |
+|---|---|---|
+| forward | product and running softmax of parts of the vocabulary, merged in their order | ``2 N H V`` |
+| backward | gradient of the logits of a slice, in the operands' dtype, from the same product | ``2 N H V`` |
+| | its products with the weight and with the hidden states | ``2 N H V`` each |
+
+Rows that are ignored, and in backward those whose upstream gradient is 0, are sorted behind the others on the
+device, and blocks of them are skipped: nothing synchronises.  Parts of the vocabulary follow from V alone; a
+sum over the vocabulary or over the rows that is cut by the workspace is continued where it stopped.  So
+neither other rows nor the workspace's limit change a bit of the outputs, of ``hidden``'s gradient, or, for
+the same rows, of the weight's.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
+from rlkernel.calls.logprob import LogprobResults, RowGrads
+from rlkernel.drivers.linear_logprob import with_wide_bias
+from rlkernel.drivers.linear_rows import Rows
+from rlkernel.runtime import workspace
+from rlkernel.runtime.workspace import Carver
+from rlkernel.triton_ops import _descriptors
+from rlkernel.triton_ops import linear_logprob_kernels as kernels
+from rlkernel.triton_ops.logprob import per_row
+
+PART = 2048  # vocabulary entries of one program: many programs for a GPU, few sums to merge
+MERGED_ROWS = 64
+GROUP = 16  # blocks of rows: at 4096 hidden states of 16 bits each they take 16 MiB of the L2
+# A slice of the vocabulary is as wide as a multiple of 66 blocks of 256, which with 4 blocks of rows fill 132
+# multiprocessors twice; a narrower one of one block.
+WIDTHS = (16896, 256)
+LEAST_WIDTH = 2048  # below it rows are cut before the slice gets narrower still
+
+
+class Tile(NamedTuple):
+    """A block's rows, columns and step of K, warps and stages; ``specialized``: a warp of its own copies."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    specialized: bool = False
+
+
+LARGE, SMALL, NARROW = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 8, 3)
+COPIED = LARGE._replace(specialized=True)
+# On Hopper each of two groups of 4 warps takes half of the rows, where a third one copies.
+HALVED = LARGE._replace(warps=4, specialized=True)
+# By generation: forward, gradient of the logits, products into 16 bits, products into or from fp32
+DESCRIBED = {
+    9: (HALVED, HALVED, HALVED, HALVED._replace(columns=128)),
+    10: (LARGE, COPIED, COPIED, SMALL),
+}
+# what a bias and a softcap want of registers, where they are asked for
+WITH_BIAS = (SMALL._replace(stages=4), NARROW._replace(stages=4))
+WITH_SOFTCAP = {
+    9: (HALVED, HALVED._replace(columns=128, stages=4)),
+    10: (SMALL._replace(stages=4),) * 2,
+}
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched: from H, V, dtypes and the GPU, never from the number of rows."""
+
+    described: bool
+    tile: Tile
+    whole_k: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        tile = self.tile
+        options = {
+            "DESCRIBED": self.described, "WHOLE_K": self.whole_k, "SPECIALIZED": tile.specialized,
+            "BM": tile.rows, "BN": tile.columns, "BK": tile.step, "GROUP": GROUP,
+            "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,
+        }  # fmt: skip
+        if (
+            torch.version.hip is not None
+        ):  # AMD's instructions for tiles of 16 and of 32 rows add up in different orders
+            options |= {"matrix_instr_nonkdim": 16}
+        return options
+
+    def blocks(self, rows: int, columns: int) -> int:
+        return triton.cdiv(rows, self.tile.rows) * triton.cdiv(columns, self.tile.columns)
+
+
+def forward(call: LinearLogprobCall) -> LinearLogprobResults:
+    rows = Rows.of(call.target_ids != call.ignore_index)
+    outputs, statistics = _forward(call, rows)
+    others = {name: rows.put_back(x) for name, x in statistics.items()}
+    results = LinearLogprobResults.of(LogprobResults._make(map(rows.put_back, outputs)), **others)
+    if call.need_direction:  # the backward pass of ones
+        ones = RowGrads(torch.ones_like(results.logprobs))
+        direction = backward(call._replace(needs=(True, False, False)), results, ones).hidden
+        results = results._replace(direction=direction)
+    return results
+
+
+def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[str, Tensor | None]]:
+    hidden, weight, head = call.hidden, call.weight, with_wide_bias(call.head)
+    (n, size), vocab = hidden.shape, weight.shape[0]
+    ids, temperatures = rows.take(call.target_ids), rows.take(head.temperature)
+    outputs = LogprobResults.empty(ids, call.return_entropy)
+    statistics = _empty_statistics(call, n)
+    launch = _launch(0, hidden, weight, head)
+    parts = triton.cdiv(vocab, PART)
+    row_bytes = 4 * len(kernels.Extra) * parts + size * head.compute_dtype.itemsize
+    chunk = max(workspace.limit() // (row_bytes * launch.tile.rows), 1) * launch.tile.rows
+    carve = functools.partial(_carve_forward, min(chunk, n), size, parts, head)
+    with _workspace(carve, hidden.device) as (states, part):
+        for a in range(0, n, chunk):
+            b = min(a + chunk, n)
+            count, h = rows.number_from(a), _gather(hidden, rows.order[a:b], states, head)
+            t, t_all = per_row(temperatures)
+            t = None if t is None else t[a:b]
+            _run(
+                kernels.product_kernel, triton.cdiv(b - a, launch.tile.rows) * parts, hidden,
+                h, h.stride(0), weight, weight.stride(0), b - a, vocab, size, count, ids[a:b],
+                t, t_all, head.bias, _or_none(head.logit_scale), head.softcap, part,
+                ENTROPY=call.return_entropy, SQUARES="log_sum_sq_probs" in statistics,
+                TOTAL="mean_logits" in statistics, COMPUTE=_tl(head.compute_dtype),
+                LOGITS=_tl(head.logits_dtype), PART=PART, **launch.options,
+            )  # fmt: skip
+            named = (statistics.get(name) for name in ("mean_logits", "is_top1", "log_sum_sq_probs"))
+            _run(
+                kernels.merge_kernel, triton.cdiv(b - a, MERGED_ROWS), hidden,
+                part, b - a, vocab, parts, count, ids[a:b], t, t_all,
+                *(None if x is None else x[a:b] for x in (*outputs.statistics, *named)),
+                PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+            )  # fmt: skip
+    return outputs, statistics
+
+
+def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
+    upstream = [g for g in grads if g is not None]
+    nonzero = functools.reduce(torch.logical_or, [g != 0 for g in upstream])
+    if results.direction is not None and grads.logprobs is not None and len(upstream) == 1:
+        row = grads.logprobs[:, None]
+        return LinearGrads(torch.where(row == 0, 0, row * results.direction).to(call.hidden.dtype))
+    return _Backward(call, results, grads, Rows.of((call.target_ids != call.ignore_index) & nonzero)).run()
+
+
+class _Cut(NamedTuple):
+    """Rows and vocabulary entries whose gradient is in memory at a time."""
+
+    rows: int
+    width: int
+
+
+class _Backward:
+    def __init__(
+        self, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads, rows: Rows
+    ) -> None:
+        self.hidden, self.weight, self.rows = call.hidden, call.weight, rows
+        self.head, self.bias_dtype = with_wide_bias(call.head), None if call.bias is None else call.bias.dtype
+        self.need_hidden, self.need_weight = call.needs[:2]
+        self.need_bias = call.needs[2] and call.bias is not None
+        self.compute = self.head.compute_dtype
+        self.ids, self.temperatures = rows.take(call.target_ids), rows.take(self.head.temperature)
+        self.grads = RowGrads._make(map(rows.take, grads))
+        self.results = LogprobResults(
+            *map(rows.take, (results.logprobs, results.entropy, None, results.row_max, results.log_sum))
+        )
+        (self.n, self.size), self.vocab = self.hidden.shape, self.weight.shape[0]
+        convert = self.weight.dtype != self.compute or self.weight.stride(1) != 1
+        self.cut = _cut(
+            self.n, self.vocab, self.size, self.compute, convert, self.weight.dtype, workspace.limit()
+        )
+        self.convert = convert
+        self.several_slices, self.several_chunks = self.cut.width < self.vocab, self.cut.rows < self.n
+        self.stride = -(-self.cut.width // 8) * 8  # rows of the gradient begin at multiples of 16 bytes
+        self.sum_weight = self.need_weight and self.several_chunks and self.weight.dtype != torch.float32
+
+    def run(self) -> LinearGrads:
+        hidden, weight = self.hidden, self.weight
+        dhidden = hidden.new_zeros(hidden.shape) if self.need_hidden else None
+        dweight = weight.new_empty(weight.shape) if self.need_weight else None
+        dbias = weight.new_zeros(self.vocab, dtype=torch.float32) if self.need_bias else None
+        sums = None
+        if self.need_hidden and self.several_slices:
+            sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
+        if self.n == 0 and dweight is not None:
+            dweight.zero_()
+        with _workspace(self._carve, hidden.device) as parts:
+            self.states, self.table, self.dz, self.converted, self.weight_sums = parts
+            if self.n:
+                self._tabulate()
+            for v0 in range(0, self.vocab, self.cut.width):
+                v1 = min(v0 + self.cut.width, self.vocab)
+                w = weight[v0:v1]
+                if self.convert:
+                    w = self.converted[: v1 - v0].copy_(w)
+                for a in range(0, self.n, self.cut.rows):
+                    b = min(a + self.cut.rows, self.n)
+                    h = _gather(hidden, self.rows.order[a:b], self.states, self.head)
+                    dz = self._logits_gradient(h, w, v0, v1, a, b)
+                    if dhidden is not None:
+                        self._into_hidden(dhidden, sums, dz, w, v0, v1, a, b)
+                    if dweight is not None:
+                        self._into_weight(dweight[v0:v1], dz, h, a, b)
+                    if dbias is not None:
+                        dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
+        return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(self.bias_dtype))
+
+    def _carve(self, carver: Carver) -> tuple[Tensor, ...]:
+        rows, width = min(self.cut.rows, self.n), self.cut.width
+        return (
+            carver.part(rows, self.size, dtype=self.compute),
+            carver.part(len(kernels.Row), self.n, dtype=torch.float32),
+            carver.part(rows, self.stride, dtype=self.compute),
+            carver.part(width if self.convert else 0, self.size, dtype=self.compute),
+            carver.part(width if self.sum_weight else 0, self.size, dtype=torch.float32),
+        )
+
+    def _tabulate(self) -> None:
+        t, t_all = per_row(self.temperatures)
+        found = self.results
+        _run(
+            kernels.row_gradient_kernel, triton.cdiv(self.n, MERGED_ROWS), self.hidden,
+            self.n, self.rows.number, t, t_all, _or_none(self.head.logit_scale),
+            self.grads.logprobs, self.grads.entropy, self.grads.lse,
+            found.logprobs, None if self.grads.entropy is None else found.entropy, found.log_sum, self.table,
+            ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _logits_gradient(self, h: Tensor, w: Tensor, v0: int, v1: int, a: int, b: int) -> Tensor:
+        head, dz = self.head, self.dz[: b - a, : v1 - v0]
+        launch = _launch(1, h, w, head)
+        bias = None if head.bias is None else head.bias[v0:v1]
+        _run(
+            kernels.logits_gradient_kernel, launch.blocks(b - a, v1 - v0), self.hidden,
+            h, h.stride(0), w, w.stride(0), b - a, v1 - v0, self.size, self.rows.number_from(a), v0,
+            self.ids[a:b], bias, _or_none(head.logit_scale), head.softcap,
+            self.table[:, a:b], self.n, self.results.row_max[a:b], dz, dz.stride(0),
+            SPREAD=self.grads.entropy is not None, TARGET=self.grads.logprobs is not None,
+            COMPUTE=_tl(self.compute), LOGITS=_tl(head.logits_dtype), **launch.options,
+        )  # fmt: skip
+        return dz
+
+    def _into_hidden(
+        self, out: Tensor, sums: Tensor | None, dz: Tensor, w: Tensor, v0: int, v1: int, a: int, b: int
+    ) -> None:
+        """In fp32 until the last slice of the vocabulary, whose rows go where they belong."""
+        last, before = v1 == self.vocab, None if sums is None or v0 == 0 else sums[a:b]
+        into, where = (out, self.rows.order[a:b]) if last else (sums[a:b], None)  # type: ignore[index]
+        self._product(dz, w, before, into, where, b - a, v1 - v0, self.rows.number_from(a), of_weight=False)
+
+    def _into_weight(self, out: Tensor, dz: Tensor, h: Tensor, a: int, b: int) -> None:
+        sums = out if self.weight.dtype == torch.float32 else self.weight_sums[: len(out)]
+        into = out if b == self.n else sums
+        before = None if a == 0 else sums
+        self._product(dz, h, before, into, None, len(out), b - a, self.rows.number_from(a), of_weight=True)
+
+    def _product(
+        self, a: Tensor, b: Tensor, sums: Tensor | None, out: Tensor, where: Tensor | None, rows: int,
+        inner: int, count: Tensor, *, of_weight: bool,
+    ) -> None:  # fmt: skip
+        wide = sums is not None or out.dtype == torch.float32
+        launch = _launch(3 if wide else 2, a, b, self.head, across=of_weight)
+        _run(
+            kernels.gradient_product_kernel, launch.blocks(rows, self.size), self.hidden,
+            a, a.stride(0), b, b.stride(0), rows, inner, self.size, count, sums, out, where,
+            OF_WEIGHT=of_weight, COMPUTE=_tl(self.compute), **launch.options,
+        )  # fmt: skip
+
+
+def _cut(
+    n: int, vocab: int, size: int, compute: torch.dtype, convert: bool, weight_dtype: torch.dtype, limit: int
+) -> _Cut:
+    """As many rows as leave room for a slice that is wide enough, and the widest slice beside them."""
+    rows = max(n, 1)
+    while True:
+        entry = rows * compute.itemsize + (size * compute.itemsize if convert else 0)
+        if rows < n and weight_dtype != torch.float32:
+            entry += 4 * size
+        fixed = rows * size * compute.itemsize + 4 * len(kernels.Row) * n
+        width = (limit - fixed) // entry
+        if width >= min(vocab, LEAST_WIDTH) or rows <= LARGE.rows:
+            break
+        rows = -(-rows // (2 * LARGE.rows)) * LARGE.rows
+    if width >= vocab:
+        return _Cut(rows, vocab)
+    unit = next((unit for unit in WIDTHS if width >= unit), WIDTHS[-1])
+    return _Cut(rows, min(vocab, max(width // unit, 1) * unit))
+
+
+def _launch(kind: int, a: Tensor, b: Tensor, head: Head, *, across: bool = False) -> Launch:
+    """How to multiply: 0 and 1, logits and their gradient; 2 and 3, gradients in 16 and in 32 bits."""
+    generation = _descriptors.generation()
+    step = LARGE.step
+    if generation in DESCRIBED and all(
+        x.dtype == head.compute_dtype and _descriptors.aligned(x) for x in (a, b)
+    ):
+        tile = DESCRIBED[generation][kind]
+        if kind < 2 and head.bias is not None:
+            tile = WITH_BIAS[kind]
+        elif kind < 2 and head.softcap is not None:
+            tile = WITH_SOFTCAP[generation][kind]
+        return Launch(True, tile, True)
+    if (
+        a.stride(0) % 16 or b.stride(0) % 16
+    ):  # rows that cannot be loaded 16 bytes at a time pass through registers
+        tile = Tile(64, 64, 32, 4, 2)
+    elif (
+        torch.version.hip is not None
+    ):  # of 64 KiB of shared memory; its stages stay in registers but for one
+        tile = SMALL._replace(stages=2)
+    else:  # the gradient of the logits wants registers
+        tile = NARROW if kind == 1 else SMALL
+    return Launch(False, tile, not across and a.shape[1] % step == 0)
+
+
+def _gather(hidden: Tensor, order: Tensor, states: Tensor, head: Head) -> Tensor:
+    """Rows of the hidden states as operands."""
+    out = states[: len(order)]
+    if hidden.dtype == head.compute_dtype:
+        return torch.index_select(hidden, 0, order, out=out)
+    return out.copy_(hidden[order])
+
+
+def _carve_forward(rows: int, size: int, parts: int, head: Head, carver: Carver) -> tuple[Tensor, Tensor]:
+    states = carver.part(rows, size, dtype=head.compute_dtype)
+    return states, carver.part(len(kernels.Extra) * parts * rows, dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def _workspace(carve: Callable[[Carver], Any], device: torch.device) -> Iterator[Any]:
+    counter = Carver()
+    carve(counter)
+    with workspace.lease(counter.size, device) as lease:
+        yield carve(Carver(lease.memory))
+
+
+def _run(kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
+    if programs:
+        with torch.cuda.device_of(like):
+            # descriptors that kernels make stand in memory that Triton asks this context's allocator for
+            contextvars.copy_context().run(_allocating, kernel[(programs,)], like.device, arguments, options)
+
+
+def _allocating(launch: Any, device: torch.device, arguments: Any, options: Any) -> None:
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    triton.set_allocator(allocate)
+    launch(*arguments, **options)
+
+
+def _empty_statistics(call: LinearLogprobCall, n: int) -> dict[str, Tensor | None]:
+    new = functools.partial(torch.empty, n, device=call.hidden.device)
+    return {name: new(dtype=torch.bool if name == "is_top1" else torch.float32) for name in call.statistics}
+
+
+def _or_none(scale: float) -> float | None:
+    return None if scale == 1.0 else scale
+
+
+def _tl(dtype: torch.dtype) -> tl.dtype:
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
