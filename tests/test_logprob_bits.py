@@ -87,7 +87,7 @@ def test_same_bits_on_any_number_of_threads():
 
 
 def results() -> list[torch.Tensor]:
-    """More than a block of 4096 logits, with tails of a vector and of a step, and gradients that bf16 rounds."""
+    """Of more than a block of 4096 logits, with tails of a vector and of a step."""
     found = []
     for dtype in native.DTYPES:
         inputs = make_inputs(3, 9001, dtype=dtype)
@@ -109,7 +109,7 @@ def test_avx2_has_the_bits_of_avx512(tmp_path):
 def test_a_gradient_of_bf16_is_that_of_fp32_rounded_to_nearest_even(entropy_gradient):
     """Two numbers are rounded at once, in halves of 16 bits: as torch rounds them, ties and NaN included."""
     logits = make_inputs(4, 4099, dtype=torch.bfloat16)["logits"]
-    logits[0] = 0.0  # each gradient is g * 2^-12: below, a tie whose upper half is even, one that is odd, and NaN
+    logits[0] = 0.0  # each gradient is g * 2^-12, and g: ties of an even and an odd upper half, and NaN
     logits[0, 4096:] = -torch.inf
     target_ids = torch.tensor([4098, 7, 7, 4098])
     temperature = torch.tensor([1.0, 1.0, 0.6, 1.4])
