@@ -8,6 +8,7 @@ from torch import Tensor
 from rlkernel.calls.logprob import LogprobResults
 
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+INPUT_SCHEMES = ("static", "token", "group", "group_ue8m0")  # how hidden is rounded to the FP8 of the weight
 Needs = tuple[bool, ...]  # whether the gradients of hidden, weight and bias are wanted
 
 
@@ -66,6 +67,11 @@ class LinearLogprobCall(NamedTuple):
     group: str | None = None  # of ranks that share out the vocabulary; target_ids are of all of it
     vocab_start: int = 0  # the first entry of this rank
     parts: int = 1  # equal ones of the entries here, which are combined as those of ranks are
+    weight_scale: Tensor | None = None  # fp32, one of each block of an FP8 weight, [ceil(V / R), ceil(H / K)]
+    weight_block: tuple[int, ...] = ()  # (R, K)
+    input_scheme: str = ""  # of INPUT_SCHEMES; "": hidden is not rounded
+    input_group: int = 0  # elements of a row of hidden that share a scale; not of "static"
+    input_scale: Tensor | None = None  # [] fp32 of "static"
 
     @property
     def head(self) -> Head:

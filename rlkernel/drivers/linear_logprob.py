@@ -18,15 +18,19 @@ from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
+from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
 from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
 from rlkernel.runtime import gpu
 
 
-def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
+def forward(
+    kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = None
+) -> LinearLogprobResults:
     """The forward pass of every tiled backend.
 
     With ``keep`` the workspace holds on to logits for a backward pass that follows at once.
+    ``multiply``: the backend's product of FP8 with FP8.
     """
     hidden, weight, target_ids = call.hidden, call.weight, call.target_ids
     head = with_wide_bias(call.head)
@@ -41,7 +45,8 @@ def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
     # a graph may be replayed after others took the workspace
     keep = call.keep and not gpu.capturing(hidden.device)
     gathered = rows is not None
-    with Scratch(hidden, weight, head, n, gathered, gradients=call.need_direction, keep=keep) as scratch:
+    made = _scratch(call, multiply)
+    with made(hidden, weight, head, n, gathered, gradients=call.need_direction, keep=keep) as scratch:
         for v0, v1, w in scratch.weight_slices():
             first, last = v0 == 0, v1 == weight.shape[0]
             for a, b in scratch.chunks():
@@ -74,8 +79,9 @@ def forward(kernels: Any, call: LinearLogprobCall) -> LinearLogprobResults:
 
 
 def backward(
-    kernels: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads
-) -> LinearGrads:
+    kernels: Any, call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads,
+    multiply: Multiply | None = None,
+) -> LinearGrads:  # fmt: skip
     """The backward pass of every tiled backend."""
     hidden, weight, target_ids, head, needs = call.hidden, call.weight, call.target_ids, call.head, call.needs
     direction, log_sum = results.direction, results.log_sum
@@ -88,7 +94,7 @@ def backward(
     nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
     rows = rows_to_compute((target_ids != head.ignore_index) & nonzero)
     n = hidden.shape[0] if rows is None else rows.numel()
-    scratch = Scratch(
+    scratch = _scratch(call, multiply)(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
         weight_gradient=need_weight, owner=None if gpu.capturing(hidden.device) else log_sum,
     )  # fmt: skip
@@ -133,6 +139,10 @@ def backward(
     return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
 
 
+def _scratch(call: LinearLogprobCall, multiply: Multiply | None) -> Any:
+    return Scratch if call.weight_scale is None else functools.partial(Fp8Scratch, call, multiply)
+
+
 def rows_to_compute(wanted: Tensor) -> Tensor | None:
     """Indices of the rows to compute, or None for all of them.
 
@@ -174,16 +184,15 @@ def _finish_direction(
 
     The target's term stands apart because 1 - p_t, taken as a difference, loses all digits as p_t -> 1.
     """
-    weight, head = scratch.weight, scratch.head
+    vocab, head = scratch.weight.shape[0], scratch.head
     slope = head.logit_scale / t
     if head.softcap is not None:
         slope = slope * (1 - (at_target / head.softcap) ** 2)
     pull = -torch.expm1(results.logprobs) * slope
     direction.mul_(-torch.exp(-results.log_sum)[:, None])
-    inside = torch.where((ids >= 0) & (ids < weight.shape[0]), ids, 0)
+    inside = torch.where((ids >= 0) & (ids < vocab), ids, 0)
     for a, b in scratch.chunks():
-        w = weight[inside[a:b]].to(head.compute_dtype).float()
-        direction[a:b].add_(w.mul_(pull[a:b, None]))
+        direction[a:b].add_(scratch.rows_at(inside[a:b]).mul_(pull[a:b, None]))
 
 
 def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -231,6 +231,10 @@ class Scratch:
             w = rows_of(self.weight, v0, v1)
             yield v0, v1, w if self._w is None else self._w[: v1 - v0].copy_(w.to(self.head.compute_dtype))
 
+    def rows_at(self, index: Tensor) -> Tensor:
+        """These rows of the weight in fp32, with the values that they have as operands."""
+        return self.weight[index].to(self.head.compute_dtype).float()
+
     def chunks(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each chunk of tokens."""
         return ((a, min(a + self.plan.tokens, self.n)) for a in range(0, self.n, self.plan.tokens))

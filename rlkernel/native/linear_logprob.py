@@ -14,7 +14,11 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     if options.get("algorithm") == "fused":
         return ["algorithm 'fused' is a Triton kernel"]
     hidden, weight = tensors[:2]
-    reasons = [*tensor_reasons("hidden", hidden), *tensor_reasons("weight", weight)]
+    reasons = tensor_reasons("hidden", hidden)
+    if "input_scheme" not in options:
+        reasons += tensor_reasons("weight", weight)
+    elif options["input_scheme"] and hidden.device.type != "cpu":
+        reasons.append("the product of FP8 with FP8 on a GPU is a Triton kernel")
     return list(dict.fromkeys(reasons))
 
 

@@ -5,6 +5,7 @@ import inspect
 import math
 import numbers
 import sys
+import types
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -68,7 +69,8 @@ def _wanted(function: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
     """The types of the arguments whose annotations name none but those of ``_WORDS``."""
     found = {}
     for name, hint in typing.get_type_hints(function).items():
-        kinds = typing.get_args(hint) or (hint,)
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # and not a sequence of one
+        kinds = typing.get_args(hint) if is_union else (hint,)
         if name != "return" and all(kind in _WORDS for kind in kinds):
             found[name] = kinds
     return found

@@ -20,6 +20,7 @@ VOCAB_DIMENSIONS = ("tp", "vocab")
 # What all ranks are asked alike.
 SHARED = (
     "target_ids", "temperature", "ignore_index", "return_entropy", "logit_scale", "softcap", "logits_dtype",
+    "input_scheme", "input_group", "input_scale",
 )  # fmt: skip
 
 

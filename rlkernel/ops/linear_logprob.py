@@ -23,7 +23,7 @@ from rlkernel.calls.logprob import LogprobOutput, RowGrads
 from rlkernel.drivers import linear_logprob_support as support_driver
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
-from rlkernel.ops import _support, _validate, _vocab_parallel
+from rlkernel.ops import _fp8, _support, _validate, _vocab_parallel
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.runtime.modes import autocasts, without_autocast
@@ -49,6 +49,9 @@ def linear_logprob(
     support_offsets: Tensor | None = None,
     group: Any = None,
     vocab_start: int | None = None,
+    weight_scale: Tensor | None = None,
+    weight_block_size: Sequence[int] = (128, 128),
+    input_scale: Tensor | str | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target token under the lm_head, without ever holding the ``[N, V]`` logits.
 
@@ -68,6 +71,7 @@ def linear_logprob(
     Args:
         hidden: [..., H] fp16, bf16, fp32 or fp64.
         weight: [V, H]; under autocast both are used in autocast's dtype, else in the wider of the two dtypes.
+            Or float8_e4m3fn, float8_e4m3fnuz (AMD), with ``weight_scale``.
         target_ids: [...] integers in [0, V), or ``ignore_index``.
         bias: [V] or None.
         temperature: one number > 0, or one value per row [...]; not differentiable.
@@ -85,6 +89,20 @@ def linear_logprob(
         group: a ``torch.distributed`` process group whose ranks have the same ``hidden`` and each some rows
             of weight and bias, as many as it likes or none.  ``target_ids`` count in the whole vocabulary.
         vocab_start: with ``group``, the first vocabulary entry of this rank.
+        weight_scale: fp32, bf16, fp16 or float8_e8m0fnu factors of an FP8 weight: [] or [1] of the whole, [V]
+            or [V, 1] of each row, or [ceil(V / R), ceil(H / K)] of blocks.
+        weight_block_size: (R, K), rows and columns of those blocks.
+        input_scale: what ``hidden`` is rounded to FP8 with: None, not at all; one value that the checkpoint
+            has; "token", a scale for each row; "group", one for each K elements of a row; "group_ue8m0", the
+            same as powers of two.
+
+    With an FP8 weight, each is multiplied with its scale and ``hidden`` is what engines make of it,
+
+        scale = max(amax / 448, 1 / (448 * 512))  of a row, max(amax, 1e-10) / 448  of a group
+        hidden = float8(clamp(hidden / scale, -448, 448)) * scale
+
+    in fp32, with 224 in the place of 448 for e4m3fnuz.  The weight is frozen.  The gradient of ``hidden`` is
+    that of the product with the same weight, and passes the rounding as if there were none.
 
     With a group, every rank gets the outputs of the whole head, to the bit the same ones; the bits depend on
     the number of ranks.  Each rank must compute the same loss from them.  The gradient of ``hidden`` is then
@@ -107,16 +125,23 @@ def linear_logprob(
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
     """
+    is_fp8 = weight_scale is not None or _fp8.is_fp8(weight)
+    if is_fp8 or input_scale is not None:
+        _fp8.asks(weight, weight_scale, input_scale)
     weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
     group, first = _vocab_parallel.named(group, vocab_start)
     head = checked_head(
         hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        ignore_index=ignore_index, logits_dtype=logits_dtype, sharded=group is not None,
+        ignore_index=ignore_index, logits_dtype=logits_dtype, sharded=group is not None, is_fp8=is_fp8,
     )  # fmt: skip
     _vocab_parallel.no_support(support_ids, group)
+    fp8 = {}
+    if weight_scale is not None:
+        _fp8.no_support(support_ids)
+        fp8 = _fp8.fields(hidden, weight, weight_scale, weight_block_size, input_scale)
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm=algorithm,
-        support_ids=support_ids, support_offsets=support_offsets, group=group, vocab_start=first,
+        support_ids=support_ids, support_offsets=support_offsets, group=group, vocab_start=first, **fp8,
     )  # fmt: skip
     return LogprobOutput(*outputs[:3])
 
@@ -226,12 +251,14 @@ def checked_head(
     ignore_index: int,
     logits_dtype: torch.dtype,
     sharded: bool = False,
+    is_fp8: bool = False,
 ) -> Head:
     """What is between the product and the softmax; raises ValueError, also for the product's operands.
 
     The weight of a rank's shard may have no rows."""
     _validate.floating("hidden", hidden)
-    _validate.floating("weight", weight)
+    if not is_fp8:
+        _validate.floating("weight", weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not (len(weight) or sharded):
@@ -243,7 +270,7 @@ def checked_head(
             raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
         _validate.same_device("bias", bias, "hidden", hidden.device)
     rows = hidden.shape[:-1]
-    compute_dtype = _compute_dtype(hidden, weight)
+    compute_dtype = _compute_dtype(hidden, hidden if is_fp8 else weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
     logit_scale = _validate.number("logit_scale", logit_scale)
     if softcap is not None and not 0 < softcap < math.inf:
@@ -272,7 +299,9 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 def _pick(call: LinearLogprobCall) -> tuple[ModuleType, ModuleType | None]:
     """Who multiplies, and who takes the logits at the supports, which are fp32 (fp64 for fp64 input)."""
-    options = {"compute_dtype": call.compute_dtype, "algorithm": call.algorithm}
+    options: dict[str, Any] = {"compute_dtype": call.compute_dtype, "algorithm": call.algorithm}
+    if call.weight_scale is not None:
+        options |= {"input_scheme": call.input_scheme, "steps": (call.input_group, call.weight_block[-1])}
     impl = dispatch.pick("linear_logprob", call.hidden, call.weight, **options)
     if call.support_ids is None:
         return impl, None
@@ -284,6 +313,7 @@ def _pick(call: LinearLogprobCall) -> tuple[ModuleType, ModuleType | None]:
 def _forward(impls: tuple[ModuleType, ModuleType | None], call: LinearLogprobCall) -> LinearLogprobResults:
     impl, rows = impls
     vocab = call.weight.shape[0]
+    _fp8.values(call)
     if call.group is None:
         _validate.values(call.target_ids, vocab, call.temperature, call.ignore_index)
     else:
@@ -341,6 +371,7 @@ op = Op(
     differentiable=("logprobs", "entropy", "lse"),
     saves=(
         "hidden", "weight", "bias", "target_ids", "temperature", "support_ids", "support_offsets",
-        "logprobs", "entropy", "row_max", "log_sum", "direction", "products",
+        "logprobs", "entropy", "row_max", "log_sum", "direction", "products", "weight_scale",
+        "input_scale",
     ),
 )  # fmt: skip

@@ -23,8 +23,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 
 def forward(call: LinearLogprobCall) -> LinearLogprobResults:
-    hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
-    logits, _ = _logits(hidden, weight, head)
+    target_ids, head = call.target_ids, call.head
+    logits, _ = _logits(*_operands(call), head)
     row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
     statistics = _statistics(logits, call) if call.statistics else {}
     results = LinearLogprobResults.of(logprob.forward(row), **statistics)
@@ -49,14 +49,14 @@ def _statistics(logits: Tensor, call: LinearLogprobCall) -> dict[str, Tensor | N
 def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowGrads) -> LinearGrads:
     """Gradients of hidden, weight and bias, each in its dtype and only where ``needs`` says so."""
     hidden, weight, target_ids, head = call.hidden, call.weight, call.target_ids, call.head
-    logits, u = _logits(hidden, weight, head)
+    h, w = _operands(call)
+    logits, u = _logits(h, w, head)
     row = LogprobCall(logits, target_ids, head.temperature, head.ignore_index, call.return_entropy)
     stats = LogprobResults.for_backward(results.entropy, results.row_max, results.log_sum)
     (grad,) = logprob.backward(row, stats, grads)
     if head.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * (1 - torch.tanh(u / head.softcap) ** 2))
     grad = grad * head.logit_scale
-    h, w = (x.to(head.compute_dtype).to(grad.dtype) for x in (hidden, weight))
     need_hidden, need_weight, need_bias = call.needs
     return LinearGrads(
         (grad @ w).to(hidden.dtype) if need_hidden else None,
@@ -65,10 +65,58 @@ def backward(call: LinearLogprobCall, results: LinearLogprobResults, grads: RowG
     )
 
 
-def _logits(hidden: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def _operands(call: LinearLogprobCall) -> tuple[Tensor, Tensor]:
+    """What is multiplied: hidden and weight in the product's dtype, or the numbers that FP8 stands for."""
+    if call.weight_scale is None:
+        return _widened(call.hidden, call.head), _widened(call.weight, call.head)
+    h = _widened(call.hidden, call.head)
+    w = call.weight.to(h.dtype) * _spread(call.weight_scale, call.weight_block, call.weight.shape)
+    return (_rounded_to_fp8(h, call), w) if call.input_scheme else (h, _widened(w, call.head))
+
+
+def _widened(x: Tensor, head: Head) -> Tensor:
+    """With the values that the product's dtype has."""
+    return x.to(head.compute_dtype).to(torch.promote_types(head.compute_dtype, torch.float32))
+
+
+def _spread(scale: Tensor, block: tuple[int, ...], shape: torch.Size) -> Tensor:
+    """The scale of each element, of those of the blocks."""
+    place = [torch.arange(size, device=scale.device) // b for size, b in zip(shape, block, strict=True)]
+    return scale[place[0][:, None], place[1]]
+
+
+def _rounded_to_fp8(hidden: Tensor, call: LinearLogprobCall) -> Tensor:
+    """The nearest numbers that FP8 and a scale stand for.
+
+    What is rounded follows from single bits, so this is computed in fp32 whatever the dtype, as engines do.
+    """
+    dtype, scheme, x = call.weight.dtype, call.input_scheme, hidden.to(torch.float32)
+    # at 240, the largest number of e4m3fnuz, engines found models to lose accuracy
+    largest = x.new_tensor(224.0 if dtype == torch.float8_e4m3fnuz else 448.0)
+    if scheme == "static":
+        assert call.input_scale is not None
+        scale = call.input_scale.expand(x.shape)
+        quotient = x * (1 / call.input_scale)
+    else:
+        size = call.input_group
+        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        top = groups.abs().amax(-1)
+        if scheme == "token":
+            scale = (top / largest).clamp(min=1 / (512 * largest))
+        else:
+            scale = top.clamp(min=1e-10) / largest
+        if scheme == "group_ue8m0":  # the next power of two
+            mantissa, exponent = torch.frexp(scale.clamp(min=1e-10))
+            scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = scale.repeat_interleave(size, 1)[:, : x.shape[1]]
+        quotient = x / scale
+    codes = quotient.clamp(-largest, largest).to(dtype)
+    return codes.to(hidden.dtype) * scale.to(hidden.dtype)
+
+
+def _logits(h: Tensor, w: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """The logits and what they are before the softcap."""
-    wide = torch.promote_types(head.compute_dtype, torch.float32)
-    h, w = (x.to(head.compute_dtype).to(wide) for x in (hidden, weight))
+    wide = h.dtype
     u = h @ w.T
     if wide == torch.float32:
         u = u.to(head.logits_dtype).to(wide)

@@ -12,7 +12,8 @@ from rlkernel.reference import unsupported as unsupported
 
 
 def forward(call: SampleLinearCall) -> SampleLinearResults:
-    logits, _ = linear_logprob._logits(call.hidden, call.weight, call.head)
+    h, w = (linear_logprob._widened(x, call.head) for x in (call.hidden, call.weight))
+    logits, _ = linear_logprob._logits(h, w, call.head)
     if call.store:
         logits = logits.to(stored_dtype(call.head))
     stats = op.forward(SamplingCall(logits, None, call.request)) if call.drawn else ()
