@@ -113,6 +113,12 @@ REGISTERS = {
     ("linear_logprob: fused gradient fp16 entropy odd H", "row_gradient_kernel"): (32, 32, 32, 36),
     ("linear_logprob: fused gradient fp16 entropy odd H", "logits_gradient_kernel"): (157, 128, 124, 74),
     ("linear_logprob: fused gradient fp16 entropy odd H", "gradient_product_kernel"): (164, 121, 128, 64),
+    ("linear_logprob_fp8: rows, a scale each", "fp8_product_kernel"): (171, 160, 158, 89),
+    ("linear_logprob_fp8: blocks of 128", "fp8_product_kernel"): (255, 174, 161, 116),
+    ("linear_logprob_fp8: blocks of 128 odd H", "fp8_product_kernel"): (255, 174, 164, 113),
+    ("linear_logprob_fp8: blocks of 64", "fp8_product_kernel"): (164, 154, 182, 123),
+    ("linear_logprob_fp8: one scale fnuz", "fp8_product_kernel"): (173, 128, 124, 112),
+    ("linear_logprob_fp8: blocks of 128 fnuz", "fp8_product_kernel"): (255, 190, 162, 144),
     ("logprob: forward bf16 entropy", "forward_kernel"): (48, 40, 48, 61),
     ("logprob: forward bf16", "forward_kernel"): (39, 32, 40, 49),
     ("logprob: forward fp16 entropy", "forward_kernel"): (40, 40, 40, 61),
@@ -366,6 +372,12 @@ SHARED = {
     "linear_logprob: fused gradient bf16 softcap": (49152, 180576, 147676, 32768),
     "linear_logprob: fused gradient bf16 entropy head": (49152, 180576, 147676, 32768),
     "linear_logprob: fused gradient fp16 entropy odd H": (8192, 8192, 16400, 4096),
+    "linear_logprob_fp8: rows, a scale each": (32768, 98304, 98320, 16384),
+    "linear_logprob_fp8: blocks of 128": (32768, 98304, 98320, 16384),
+    "linear_logprob_fp8: blocks of 128 odd H": (32768, 98304, 98320, 16384),
+    "linear_logprob_fp8: blocks of 64": (32768, 36864, 36880, 12288),
+    "linear_logprob_fp8: one scale fnuz": (32768, 65536, 65536, 32768),
+    "linear_logprob_fp8: blocks of 128 fnuz": (32768, 65536, 65536, 32768),
     # the stages of keys and values, or of queries and gradients
     "attention: bf16 D = 128": (28672, 32768, 24584, 32768),
     "attention: fp32 D = 64": (14400, 14400, 14400, 8192),
@@ -502,10 +514,29 @@ def test_amds_matrix_cores_multiply(reports, target):
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 def test_tensor_cores_take_sixteen_of_k_at_a_time(reports, target):
-    """In every tile of every kernel, which ``tensor_core.py`` supposes: no TF32, and no part of a group."""
-    every = [used["units"] for kernels in reports[target]["cases"].values() for used in kernels.values()]
+    """In every tile of every kernel, which ``tensor_core.py`` supposes: no TF32, and no part of a group.
+
+    FP8 comes 32 at a time where it is multiplied as FP8."""
+    cases = reports[target]["cases"]
+    every = [kernels[k]["units"] for kernels in cases.values() for k in kernels if k != "fp8_product_kernel"]
     found = {unit for units in every for unit in units} - {"cp.async.bulk.tensor"}
     assert found and all(unit.endswith(("k16", "kind::f16")) for unit in found), sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("target", "fp8", "decoded"),
+    [
+        ("sm_80", "m16n8k16", "m16n8k16"),
+        ("sm_90", "k32", "k16"),
+        ("sm_100", "kind::f8f6f4", "kind::f16"),
+    ],
+)
+def test_fp8_is_multiplied_as_fp8(reports, target, fp8, decoded):
+    """Where a GPU has instructions for the FP8 of the weight; elsewhere as float16."""
+    cases = {k: v["fp8_product_kernel"]["units"] for k, v in reports[target]["cases"].items() if "_fp8: " in k}
+    assert len(cases) == 6
+    for case, (unit,) in cases.items():
+        assert unit.endswith(decoded if case.endswith("fnuz") else fp8), (case, unit)
 
 
 @pytest.mark.skipif(OLDER, reason="what was measured is Triton 3.7.1")

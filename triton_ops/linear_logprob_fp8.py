@@ -37,14 +37,17 @@ def multiply(
     (rows, size), vocab = hidden.values.shape, weight.shape[0]
     weight = weight if weight.stride(1) == 1 or size == 1 else weight.contiguous()
     groups = [0 if group >= size else group for group in (hidden.group, block[1])]
-    step = STEP
+    decode = not _has_instructions(weight.dtype)
+    step = STEP // 2 if decode else STEP
     while any(group % step for group in groups):
         step //= 2
-    decode = not _has_instructions(weight.dtype)
     values = hidden.values
     if decode:
         values, weight = values.view(torch.uint8), weight.view(torch.uint8)
-    tiles = triton.cdiv(rows, BM) * triton.cdiv(vocab, BN)
+    one_block = block[0] >= first + vocab or (block[0] % BN == 0 and first % BN == 0)
+    # else a thread has the scales of many columns beside its sums
+    columns = BN if one_block or groups[1] == 0 else BN // 2
+    tiles = triton.cdiv(rows, BM) * triton.cdiv(vocab, columns)
     stages = 3 if torch.version.hip is None else 2  # of 64 KiB of shared memory
     with torch.cuda.device_of(values):
         fp8_product_kernel[(tiles,)](
@@ -52,9 +55,18 @@ def multiply(
             weight, weight.stride(0), weight_scale, weight_scale.shape[1], out, out.stride(0),
             rows, vocab, size, first, block[0],
             HIDDEN_GROUP=groups[0], WEIGHT_GROUP=groups[1], DECODE=decode,
-            FNUZ=hidden.values.dtype == torch.float8_e4m3fnuz, WHOLE_K=size % step == 0,
-            BM=BM, BN=BN, BK=step, num_warps=8, num_stages=stages, enable_fp_fusion=False,
+            FNUZ=hidden.values.dtype == torch.float8_e4m3fnuz,
+            IN_FP32=step if _is_hopper() and not any(groups) else None,
+            WHOLE_K=size % step == 0, ONE_BLOCK=one_block,
+            BM=BM, BN=columns, BK=step, num_warps=8, num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _is_hopper() -> bool:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and int(target.arch) // 10 == 9
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:

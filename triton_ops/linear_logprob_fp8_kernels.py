@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def decoded(codes, FNUZ: tl.constexpr):
+def fp8_decoded(codes, FNUZ: tl.constexpr):
     """The bytes of e4m3 as float16, which holds each of their numbers: the exponent starts 8 lower, or 7."""
     magnitude = (codes & 0x7F).to(tl.uint16)
     bits = (magnitude << 7) | ((codes & 0x80).to(tl.uint16) << 8)
@@ -16,12 +16,15 @@ def decoded(codes, FNUZ: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, y, DECODE: tl.constexpr, FNUZ: tl.constexpr, BK: tl.constexpr):
-    """``y + a @ b``; tensor cores of Hopper sum FP8 in 22 bits, and are asked for fp32 after each step."""
+def fp8_step(a, b, y, DECODE: tl.constexpr, FNUZ: tl.constexpr, IN_FP32: tl.constexpr):
+    """``y + a @ b``.
+
+    ``IN_FP32``: how much of K is summed before fp32 sums take over, on Hopper, whose tensor cores keep fewer
+    bits of a sum of FP8; None elsewhere."""
     if DECODE:
-        return tl.dot(decoded(a, FNUZ), decoded(b, FNUZ), y)
+        return tl.dot(fp8_decoded(a, FNUZ), fp8_decoded(b, FNUZ), y)
     else:
-        return tl.dot(a, b, y, max_num_imprecise_acc=BK)
+        return tl.dot(a, b, y, max_num_imprecise_acc=IN_FP32)
 
 
 @triton.jit(do_not_specialize=["N", "V", "first"])
@@ -29,7 +32,8 @@ def fp8_product_kernel(
     hidden, hidden_scale, hidden_groups: tl.int64, weight, weight_stride: tl.int64,
     weight_scale, weight_groups: tl.int64, out, out_stride: tl.int64, N, V, H, first, block_rows,
     HIDDEN_GROUP: tl.constexpr, WEIGHT_GROUP: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr,
-    WHOLE_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    IN_FP32: tl.constexpr, WHOLE_K: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     # neighbours in the grid take the same entries of the vocabulary, so that the weight is read from L2
     blocks = tl.cdiv(N, BM)
@@ -41,27 +45,34 @@ def fp8_product_kernel(
     a_ptr = hidden + row[:, None] * H + k[None, :]
     b_ptr = weight + column[None, :] * weight_stride + k[:, None]
     a_scale = hidden_scale + row * hidden_groups
-    b_scale = weight_scale + ((column + first) // block_rows) * weight_groups
+    if ONE_BLOCK:  # all columns share their scales
+        block = ((tl.program_id(0) // blocks) * BN + first) // block_rows
+        b_scale = weight_scale + block.to(tl.int64) * weight_groups
+    else:
+        b_scale = weight_scale + ((column + first) // block_rows)[None, :] * weight_groups
     y = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, H, BK):
         if WHOLE_K:
             a, b = tl.load(a_ptr + k0), tl.load(b_ptr + k0)
         else:
-            a = tl.load(a_ptr + k0, mask=k[None, :] + k0 < H, other=0)
-            b = tl.load(b_ptr + k0, mask=k[:, None] + k0 < H, other=0)
+            a = tl.load(a_ptr + k0, mask=k[None, :] + k0 < H, other=0 if DECODE else 0.0)
+            b = tl.load(b_ptr + k0, mask=k[:, None] + k0 < H, other=0 if DECODE else 0.0)
         if HIDDEN_GROUP == 0 and WEIGHT_GROUP == 0:
-            y = product(a, b, y, DECODE, FNUZ, BK)
+            y = fp8_step(a, b, y, DECODE, FNUZ, IN_FP32)
         else:
-            step = product(a, b, tl.zeros((BM, BN), tl.float32), DECODE, FNUZ, BK)
-            if HIDDEN_GROUP != 0:
-                step = step * tl.load(a_scale + k0 // HIDDEN_GROUP)[:, None]
-            if WEIGHT_GROUP != 0:
-                step = step * tl.load(b_scale + k0 // WEIGHT_GROUP)[None, :]
-            y += step
+            step = fp8_step(a, b, tl.zeros((BM, BN), tl.float32), DECODE, FNUZ, IN_FP32)
+            if WEIGHT_GROUP == 0:
+                scale = tl.load(a_scale + k0 // HIDDEN_GROUP)[:, None]
+            elif HIDDEN_GROUP == 0:
+                scale = tl.load(b_scale + k0 // WEIGHT_GROUP)
+            else:
+                a_step = tl.load(a_scale + k0 // HIDDEN_GROUP)[:, None]
+                scale = a_step * tl.load(b_scale + k0 // WEIGHT_GROUP)
+            y = tl.fma(step, tl.broadcast_to(scale, (BM, BN)), y)
     if HIDDEN_GROUP == 0:
         y = y * tl.load(a_scale)[:, None]
     if WEIGHT_GROUP == 0:
-        y = y * tl.load(b_scale)[None, :]
+        y = y * tl.load(b_scale)
     inside = (rows < N)[:, None] & (columns < V)[None, :]
-    at = out + row[:, None] * out_stride + column[None, :]
+    at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=inside)
