@@ -19,6 +19,8 @@ CONSTRAINTS = Path(__file__).parent.parent / "requirements" / "constraints.txt"
 FILES = {
     "vllm": (
         "vllm/_custom_ops.py",  # the torch path of the repetition penalty
+        "vllm/model_executor/layers/quantization/input_quant_fp8.py",
+        "vllm/model_executor/layers/quantization/utils/quant_utils.py",  # GroupShape and what goes with it
         "vllm/model_executor/layers/utils.py",  # apply_penalties
         "vllm/v1/outputs.py",
         "vllm/v1/sample/",
@@ -39,8 +41,8 @@ def version(peer: str) -> str:
 
 
 def fetch(peer: str, target: Path) -> None:
-    marker = target / f"{peer}-{version(peer)}"
-    if marker.exists():
+    marker, wanted = target / f"{peer}-{version(peer)}", "\n".join(FILES[peer])
+    if marker.exists() and marker.read_text() == wanted:
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
@@ -54,7 +56,7 @@ def fetch(peer: str, target: Path) -> None:
                     path = target / name
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(archive.read(member))
-    marker.touch()
+    marker.write_text(wanted)
 
 
 def unavailable(peer: str) -> str:

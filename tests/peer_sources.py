@@ -68,7 +68,7 @@ CHECKOUTS = {
         {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
     ),
 }
-WHEELS = ("skyrl", "openrlhf")
+WHEELS = ("skyrl", "openrlhf", "vllm")
 
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:

@@ -133,6 +133,16 @@ def scale_columns(x: Tensor, scale: Tensor, group: int) -> Tensor:
     return x
 
 
+def scale_of_rows(
+    scale: Tensor, block: tuple[int, ...], begin: int, end: int
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The scales of some rows of a weight, and their blocks, which begin at the first of them."""
+    rows = block[0]
+    if begin % rows == 0:
+        return scale[begin // rows : -(-end // rows)], block
+    return scale[torch.arange(begin, end, device=scale.device) // rows], (1, *block[1:])
+
+
 def quantised(hidden: Tensor, call: LinearLogprobCall) -> Codes:
     """``hidden`` as an engine rounds it, in fp32, of values that the product's dtype has."""
     dtype, (n, size) = call.weight.dtype, hidden.shape

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads
 from rlkernel.drivers import elementary, rank_tree
+from rlkernel.drivers.linear_logprob_fp8 import scale_of_rows
 from rlkernel.drivers.rank_tree import gathered as gathered
 from rlkernel.runtime import invariance
 
@@ -71,6 +72,9 @@ def parts_of(call: Call, vocab: int) -> Iterator[tuple[Call, int]]:
         else:
             bias = None if call.bias is None else call.bias[here]
             part = {"weight": call.weight[here], "bias": bias, "keep": False}
+            if call.weight_scale is not None:
+                scale, block = scale_of_rows(call.weight_scale, call.weight_block, first, first + size)
+                part |= {"weight_scale": scale, "weight_block": block}
         yield call._replace(**part, vocab_start=call.vocab_start + first, parts=1), size
 
 

@@ -73,8 +73,9 @@ def values(call: LinearLogprobCall) -> None:
         low, high = map(float, scale.aminmax())
         if not (0 < low and high < math.inf):  # NaN is neither
             bad = ~((scale > 0) & scale.isfinite())
-            where = bad.nonzero()[0].tolist()
-            raise ValueError(f"{argument}{where or ''} must be > 0 and finite, got {scale[tuple(where)].item()}")
+            place = bad.nonzero()[0].tolist()
+            where = "" if scale.numel() == 1 else place
+            raise ValueError(f"{argument}{where} must be > 0 and finite, got {scale[tuple(place)].item()}")
 
 
 def _block_size(size: Any) -> tuple[int, int]:

@@ -1,0 +1,471 @@
+"""linear_logprob with an FP8 head: every layout of scales and every rounding of hidden, by fp64."""
+
+import linear_logprob_cases
+import pytest
+import ranks
+import torch
+from accuracy import check
+from backends import is_slow, needs_interpreter, of, running
+from bitwise import assert_equal
+from fp8_cases import INPUTS, LAYOUTS, check_against_fp64, make, quantise, run, widened
+from logprob_cases import upstream_like
+
+import rlkernel
+from rlkernel import dispatch
+from rlkernel.calls.linear_logprob import LinearLogprobCall
+from rlkernel.drivers import linear_logprob_fp8 as driver
+from rlkernel.drivers.linear_logprob_fp8 import Codes
+from rlkernel.ops import linear_logprob as public
+from rlkernel.runtime import gpu
+
+# the tiles of an emulated GPU are those of native, whose operands differ
+EVERY = [p for p in of("linear_logprob") if not p.values[0].startswith("emulated")]
+ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), EVERY)
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+pytestmark = pytest.mark.usefixtures("poison")
+small_tiles = linear_logprob_cases.small_tiles
+
+
+def on(device, inputs):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+@pytest.fixture(autouse=True)
+def _only_what_a_gpu_can(request):
+    """On a GPU the product of FP8 with FP8 is Triton's."""
+    values = getattr(request.node, "callspec", None)
+    if values is not None and values.params.get("backend") == "native" and values.params.get("device") == "cuda":
+        pytest.skip("native refuses: the product of FP8 with FP8 on a GPU is a Triton kernel")
+
+
+# what engines run, in every dtype of theirs
+PAIRED = [(dtype, *x) for dtype in (torch.float32, torch.float16) for x in (("rows", "token"), ("blocks", "group"))]
+
+
+# V and H past several tiles and blocks with ragged ends
+@pytest.mark.parametrize(
+    ("dtype", "layout", "rounding"),
+    [*((torch.bfloat16, layout, rounding) for layout in LAYOUTS for rounding in INPUTS), *PAIRED],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+@ON_EVERY_BACKEND
+def test_matches_fp64(backend, device, dtype, layout, rounding, small_tiles):
+    inputs = on(device, make(11, 70, 133, layout, dtype=dtype, ignored=0.2))
+    scale = INPUTS[rounding]
+    check_against_fp64(backend, inputs, input_scale=scale.to(device) if rounding == "static" else scale)
+
+
+# one element; one row; blocks of 128 with a whole one, several, and an end of one column and one row
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 129, 257), (3, 256, 128), (5, 200, 385)], ids=str)
+@pytest.mark.parametrize("rounding", ["wide", "group"])
+@ON_EVERY_BACKEND
+def test_blocks_of_128(backend, device, rounding, shape):
+    inputs = on(device, make(*shape, block=(128, 128), ignored=0))
+    check_against_fp64(backend, inputs, input_scale=INPUTS[rounding], softcap=5.0, logit_scale=0.8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ON_EVERY_BACKEND
+def test_e4m3fnuz(backend, device, layout):
+    """AMD's: other numbers for the same bits, and rounding up to 224."""
+    inputs = on(device, make(7, 64, 133, layout, fp8=FNUZ))
+    for rounding in ("wide", "token", "group"):
+        check_against_fp64(backend, inputs, input_scale=INPUTS[rounding])
+
+
+@pytest.mark.parametrize("rounding", ["wide", "group"])
+@ON_EVERY_BACKEND
+def test_frozen_head(backend, device, rounding, small_tiles):
+    """Forward computes the direction of the hidden gradient; other upstream gradients recompute."""
+    inputs = on(device, make(11, 70, 133, ignored=0.2))
+    g = upstream_like(inputs["target_ids"])
+    for upstream in ([g[0], None, None], g):
+        check_against_fp64(backend, inputs, upstream, ("hidden",), input_scale=INPUTS[rounding], softcap=5.0)
+
+
+@pytest.mark.parametrize("needs", [("hidden", "bias"), ("hidden",), ("bias",)], ids=str)
+@ON_EVERY_BACKEND
+def test_as_under_graph_capture(backend, device, needs, small_tiles, monkeypatch):
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
+    inputs = on(device, make(11, 70, 133, ignored=0.3))
+    check_against_fp64(backend, inputs, needs=needs, input_scale="group")
+
+
+@pytest.mark.parametrize("rounding", ["wide", "group"])
+@ON_EVERY_BACKEND
+def test_same_bits_every_time_and_with_gradients(backend, device, rounding, small_tiles):
+    inputs = on(device, make(11, 70, 133, "blocks", ignored=0.2))
+    upstream, options = upstream_like(inputs["target_ids"]), {"input_scale": INPUTS[rounding]}
+    out, grads = run(backend, inputs, upstream, return_entropy=True, **options)
+    for _ in range(2 if is_slow(backend, device) else 10):
+        again, grads_again = run(backend, inputs, upstream, return_entropy=True, **options)
+        for a, b in zip([*again, *grads_again], [*out, *grads], strict=True):
+            assert_equal("again", a, b)
+    with torch.no_grad():
+        alone, _ = run(backend, inputs, return_entropy=True, **options)
+    for name, a, b in zip(out._fields, alone, out, strict=True):
+        assert_equal(name, a, b)
+
+
+@ON_EVERY_BACKEND
+def test_rows_that_do_not_matter_change_nothing(backend, device, small_tiles):
+    """NaN in an ignored row reaches no gradient; in another it reaches its own row alone."""
+    inputs = on(device, make(11, 70, 133, ignored=0.3))
+    ignored, upstream = inputs["target_ids"] == -100, upstream_like(inputs["target_ids"])
+    clean, grads = run(backend, inputs, upstream, return_entropy=True, input_scale="group")
+    dirty = inputs | {"hidden": torch.where(ignored[:, None], torch.nan, inputs["hidden"])}
+    if backend != "reference":  # a plain product spreads it
+        out, dirty_grads = run(backend, dirty, upstream, return_entropy=True, input_scale="group")
+        for a, b in zip([*out, *dirty_grads], [*clean, *grads], strict=True):
+            assert_equal("dirty", a, b)
+    row = int((~ignored).nonzero()[0])
+    hidden = inputs["hidden"].clone()
+    hidden[row, 3] = torch.inf
+    with running(backend):
+        out = rlkernel.linear_logprob(**(inputs | {"hidden": hidden}), input_scale="group").logprobs
+    assert out[row].isnan() and (out.isnan().sum() == 1), out
+    nothing = inputs | {"target_ids": torch.full_like(inputs["target_ids"], -100)}
+    out, grads = run(backend, nothing, upstream, return_entropy=True, input_scale="token")
+    assert all((x == 0).all() for x in (*out, *grads)), "a fully ignored batch"
+
+
+@ON_EVERY_BACKEND
+def test_empty_batch_stays_connected(backend, device):
+    inputs = on(device, make(3, 70, 133))
+    inputs |= {"hidden": inputs["hidden"][:0], "target_ids": inputs["target_ids"][:0]}
+    for scale in (None, "token", "group"):
+        out, grads = run(backend, inputs, upstream_like(inputs["target_ids"]), input_scale=scale)
+        assert out.logprobs.shape == (0,) and [tuple(g.shape) for g in grads] == [(0, 70), (133,)]
+
+
+@ON_EVERY_BACKEND
+def test_a_row_of_zeros_and_a_small_one(backend, device):
+    """The least scales keep 0 / 0 away; numbers under them round to 0 or to a multiple of the least."""
+    inputs = on(device, make(4, 70, 133, ignored=0))
+    inputs["hidden"][0] = 0
+    inputs["hidden"][1] *= 1e-9
+    for scale in ("token", "group", "group_ue8m0"):
+        out, _ = run(backend, inputs, input_scale=scale)
+        assert out.logprobs.isfinite().all()
+        check_against_fp64(backend, inputs, input_scale=scale)
+
+
+@ON_EVERY_BACKEND
+def test_scales_in_other_dtypes_and_shapes(backend, device, small_tiles):
+    inputs = on(device, make(5, 64, 96, "rows", block=(32, 32)))
+    want, _ = run(backend, inputs, input_scale="token")
+    got, _ = run(backend, inputs | {"weight_scale": inputs["weight_scale"][:, None]}, input_scale="token")
+    assert_equal("[V, 1]", got.logprobs, want.logprobs)
+    power = torch.full((3, 2), 0.25, device=device)
+    want, _ = run(backend, inputs | {"weight_scale": power}, input_scale="group")
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e8m0fnu):
+        got, _ = run(backend, inputs | {"weight_scale": power.to(dtype)}, input_scale="group")
+        assert_equal(str(dtype), got.logprobs, want.logprobs)
+    one, _ = run(backend, inputs | {"weight_scale": torch.tensor([0.25], device=device)}, input_scale="group")
+    torch.testing.assert_close(one.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@ON_EVERY_BACKEND
+def test_shapes_and_strides_of_users(backend, device, small_tiles):
+    inputs = on(device, make(6, 70, 133, ignored=0))
+    want, _ = run(backend, inputs, input_scale="group")
+    hidden = inputs["hidden"].view(2, 3, 70)
+    wide = torch.stack([hidden, hidden], -1)[..., 0]  # as columns of a wider tensor
+    weight = inputs["weight"].view(torch.uint8).T.contiguous().T.view(inputs["weight"].dtype)
+    changed = {"hidden": wide, "weight": weight, "target_ids": inputs["target_ids"].view(2, 3)}
+    with running(backend):
+        got = rlkernel.linear_logprob(**(inputs | changed), input_scale="group")
+    assert got.logprobs.shape == (2, 3)
+    torch.testing.assert_close(got.logprobs.view(-1), want.logprobs, rtol=0, atol=2e-6)
+
+
+def test_the_gradient_passes_the_rounding():
+    """That of hidden is dz @ W with W as its scales have it, also where a static scale saturates."""
+    inputs = make(5, 64, 96, dtype=torch.float32, ignored=0)
+    tiny = torch.tensor(1e-4)
+    codes = (inputs["hidden"] * (1 / tiny)).clamp(-448, 448).to(FN)
+    rounded = codes.double() * tiny.double()
+    assert (codes.float().abs() == 448).any()
+    scale = inputs["weight_scale"].repeat_interleave(16, 0).repeat_interleave(32, 1)[:96, :64]
+    weight = inputs["weight"].double() * scale.double()
+    leaf = rounded.clone().requires_grad_()
+    want = torch.log_softmax(leaf @ weight.T + inputs["bias"].double(), -1)
+    want.gather(-1, inputs["target_ids"][:, None]).sum().backward()
+    out, (grad, _) = run("reference", widened(inputs), [torch.ones(5), None, None], input_scale=tiny)
+    torch.testing.assert_close(out.logprobs, want.detach().gather(-1, inputs["target_ids"][:, None])[:, 0])
+    torch.testing.assert_close(grad, leaf.grad)
+
+
+def shifted_weight_scale(hidden, weight, scale, block, first):
+    return hidden, scale.roll(1, 0)
+
+
+def shifted_columns(hidden, weight, scale, block, first):
+    return hidden, scale.roll(1, 1)
+
+
+def shifted_groups(hidden, weight, scale, block, first):
+    return hidden._replace(scale=hidden.scale.roll(1, 1)), scale
+
+
+def shifted_tokens(hidden, weight, scale, block, first):
+    return hidden._replace(scale=hidden.scale.roll(1, 0)), scale
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "mutant", [shifted_weight_scale, shifted_columns, shifted_groups, shifted_tokens], ids=lambda x: x.__name__
+)
+def test_a_scale_in_the_wrong_place_is_seen(mutant, small_tiles, monkeypatch):
+    from rlkernel.triton_ops import linear_logprob_fp8
+
+    true = linear_logprob_fp8.multiply
+
+    def wrong(hidden, weight, scale, block, first, out):
+        hidden, scale = mutant(hidden, weight, scale, block, first)
+        true(hidden, weight, scale, block, first, out)
+
+    inputs = make(11, 70, 133, ignored=0.2)
+    check_against_fp64("triton", inputs, input_scale="group")
+    monkeypatch.setattr(linear_logprob_fp8, "multiply", wrong)
+    with pytest.raises(AssertionError, match="from fp64"):
+        check_against_fp64("triton", inputs, input_scale="group")
+
+
+@pytest.mark.parametrize("rounding", ["wide", "group"])
+def test_a_scale_of_another_slice_is_seen(rounding, small_tiles, monkeypatch):
+    """What a slice of the vocabulary would have that began to count its blocks anew."""
+    true = driver.Fp8Scratch._dequantise
+    monkeypatch.setattr(
+        driver.Fp8Scratch, "_dequantise",
+        lambda self, codes, index, out: true(self, codes, index - index[0] if len(index) else index, out),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="from fp64"):
+        check_against_fp64("native", make(11, 70, 133), input_scale=INPUTS[rounding])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fp8", [FN, FNUZ], ids=["fn", "fnuz"])
+def test_every_code_is_decoded(fp8):
+    """All 256 of them, times 1: subnormal numbers too, and NaN where it is NaN."""
+    from rlkernel.triton_ops import linear_logprob_fp8
+
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8)
+    known = ~codes.float().isnan()
+    assert known.sum() == (254 if fp8 == FN else 255)
+    for which in (known, ~known):
+        mine = codes[which]
+        n = len(mine)
+        one = torch.eye(n).to(fp8)
+        weight = torch.zeros(1, n).to(fp8)
+        weight.view(torch.uint8)[0] = mine.view(torch.uint8)
+        out = torch.full((n, 1), 7.0)
+        linear_logprob_fp8.multiply(Codes(one, torch.ones(1, 1), n), weight, torch.ones(1, 1), (1, n), 0, out)
+        assert_equal("decoded", out[:, 0], mine.float() + 0.0)  # a sum is no -0
+
+
+@needs_interpreter
+def test_the_bits_of_a_row_do_not_follow_the_others():
+    """Nor the slice of the vocabulary: K is one chain. An outlier makes sums in another order visible."""
+    from rlkernel.triton_ops import linear_logprob_fp8
+
+    weight, scale = quantise(torch.randn(300, 256, generator=torch.Generator().manual_seed(1)), "blocks")
+    x = torch.randn(150, 256, generator=torch.Generator().manual_seed(2))
+    x[:, ::17] *= 4096
+    call = LinearLogprobCall.of(
+        x, weight, torch.zeros(150, dtype=torch.int64), rlkernel.calls.linear_logprob.Head(
+            None, 1.0, 1.0, None, -100, torch.float32, torch.float32
+        ), return_entropy=False, weight_scale=scale, weight_block=(128, 128), input_scheme="group",
+        input_group=128,
+    )  # fmt: skip
+    codes = driver.quantised(x, call)
+    whole = torch.empty(150, 300)
+    linear_logprob_fp8.multiply(codes, weight, scale, (128, 128), 0, whole)
+    for rows in (slice(0, 1), slice(137, 140)):
+        few = Codes(codes.values[rows], codes.scale[rows], 128)
+        for a, b in ((0, 300), (128, 300), (40, 47)):
+            out = torch.empty(len(few.values), b - a)
+            linear_logprob_fp8.multiply(few, weight[a:b], scale, (128, 128), a, out)
+            assert_equal(f"{rows} {a}", out, whole[rows, a:b])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("rounding", INPUTS)
+def test_opcheck(frozen, rounding, small_tiles):
+    inputs = make(5, 64, 96, dtype=torch.float32)
+    scale = INPUTS[rounding]
+    fields = public._fp8.fields(
+        inputs["hidden"], inputs["weight"], inputs["weight_scale"], inputs["weight_block_size"], scale
+    )
+    call = LinearLogprobCall(
+        inputs["hidden"].requires_grad_(), inputs["weight"], inputs["bias"].requires_grad_(not frozen),
+        inputs["target_ids"], 0.7, 1.0, None, -100, torch.float32, torch.float32, True, need_direction=frozen,
+        **fields,
+    )  # fmt: skip
+    before = inputs["weight"].clone()
+    # the check of the schema compares tensors by arithmetic that torch has not for FP8
+    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(public.op.node, public.op.flat(call), test_utils=checks)
+    assert_equal("weight", inputs["weight"].view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rounding", INPUTS)
+def test_compiles_as_one_graph(rounding, small_tiles):
+    inputs = make(5, 64, 96)
+    upstream = upstream_like(inputs["target_ids"])
+
+    def loss(h, b):
+        more = inputs | {"hidden": h * 2, "bias": b}
+        out = rlkernel.linear_logprob(**more, return_entropy=True, input_scale=INPUTS[rounding])
+        return sum((o * g).sum() for o, g in zip(out, upstream, strict=True))
+
+    found = []
+    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = [inputs[name].clone().requires_grad_() for name in ("hidden", "bias")]
+        fn(*leaves).backward()
+        found.append([x.grad for x in leaves])
+    for a, b in zip(*found, strict=True):
+        assert_equal("compiled", a, b)
+
+
+def test_autocast_rounds_hidden_to_its_dtype_first():
+    inputs = make(5, 64, 96, dtype=torch.float32)
+    low = inputs | {"hidden": inputs["hidden"].bfloat16()}
+    for scale in (None, "token"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, (grad, _) = run("native", inputs, upstream_like(inputs["target_ids"]), input_scale=scale)
+        want, _ = run("native", low, input_scale=scale)
+        assert_equal("logprobs", got.logprobs, want.logprobs)
+        assert grad.dtype == torch.float32
+
+
+def test_logits_are_rounded_as_an_engine_rounds_them(small_tiles):
+    inputs = make(9, 64, 96, ignored=0)
+    del inputs["bias"]
+    exact, _ = run("reference", inputs, input_scale="group")
+    for backend in ("native", "reference", *(["triton"] if dispatch.has("triton", "linear_logprob") else [])):
+        if backend == "triton" and not of("linear_logprob")[1:]:
+            continue
+        got, _ = run(backend, inputs, input_scale="group", logits_dtype=torch.bfloat16)
+        assert 1e-4 < (got.logprobs - exact.logprobs).abs().max() < 0.1
+
+
+def _on_ranks(rank, kind):
+    """A head of two ranks, whose blocks are counted from the first row of each, and the gradient of all."""
+    found = {}
+    for layout in LAYOUTS:
+        for scale in (None, "token", "group"):
+            inputs = make(7, 70, 133, layout, ignored=0.2)
+            cuts = (0, 64, 133)
+            here = slice(cuts[rank], cuts[rank + 1])
+            whole = inputs["weight_scale"]
+            blocks = slice(cuts[rank] // 16, -(-cuts[rank + 1] // 16))
+            part = {"tensor": whole, "rows": whole[here], "blocks": whole[blocks]}[layout] if whole.dim() else whole
+            own = inputs | {
+                "weight": inputs["weight"][here], "bias": inputs["bias"][here], "weight_scale": part,
+                "group": torch.distributed.group.WORLD, "vocab_start": cuts[rank],
+            }  # fmt: skip
+            upstream = upstream_like(inputs["target_ids"])
+            options = {"return_entropy": True, "temperature": 0.7, "input_scale": scale}
+            out, grads = run("native", own, upstream, **options)
+            found[layout, scale] = tuple(out), grads
+    with pytest.raises(ValueError, match="must be the same on every rank of group"):
+        run("native", own, input_scale="token" if rank else "group")
+    return found
+
+
+@ranks.pytestmark
+@pytest.mark.slow
+def test_ranks_that_share_out_the_vocabulary(tmp_path):
+    first, second = ranks.run(_on_ranks, ["fp8"], tmp_path)["fp8"]
+    for (layout, scale), (out, (grad, bias)) in first.items():
+        other, (other_grad, other_bias) = second[layout, scale]
+        for a, b in zip((*out, grad), (*other, other_grad), strict=True):
+            assert_equal(f"{layout} {scale}", a, b)
+        inputs = make(7, 70, 133, layout, ignored=0.2)
+        judged = rlkernel.LogprobOutput(*out), [grad, torch.cat([bias, other_bias])]
+        check_against_fp64("native", inputs, ours=judged, input_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [None, "group"])
+def test_batch_invariant(scale):
+    """Inside the mode rows have the bits of their own, in parts of the vocabulary too."""
+    inputs = make(9, 64, 128, ignored=0)
+    for level in ("batch", "tensor_parallel"):
+        with rlkernel.batch_invariant(level=level):
+            whole, (grad, _) = run("native", inputs, upstream_like(inputs["target_ids"]), input_scale=scale)
+            for row in (0, 8):
+                one = inputs | {k: inputs[k][row : row + 1] for k in ("hidden", "target_ids")}
+                upstream = [g[row : row + 1] for g in upstream_like(inputs["target_ids"])]
+                alone, (one_grad, _) = run("native", one, upstream, input_scale=scale)
+                assert_equal("logprobs", alone.logprobs, whole.logprobs[row : row + 1])
+                assert_equal("hidden", one_grad, grad[row : row + 1])
+        truth, _ = run("reference", widened(inputs), input_scale=scale)
+        torchs, _ = run("reference", inputs, input_scale=scale)
+        check(level, whole.logprobs, torchs.logprobs, truth.logprobs, magnitude=1)
+
+
+WEIGHT, NAMED = torch.zeros(300, 200).to(FN), "'token', 'group', 'group_ue8m0'"
+BAD = [
+    (dict(weight_scale=None), "weight_scale must be given with a float8_e4m3fn weight, got None"),
+    (dict(weight=torch.zeros(300, 200)), "weight must be float8_e4m3fn or float8_e4m3fnuz .*, got float32"),
+    (dict(weight=WEIGHT.to(torch.float8_e5m2)), "weight must be float8_e4m3fn .*, got float8_e5m2"),
+    (dict(weight=WEIGHT.clone().requires_grad_()), "weight must not require a gradient: FP8 is frozen"),
+    (dict(weight=WEIGHT[:, :7]), r"weight must be \[V, 200\] with V >= 1, got \(300, 7\)"),
+    (
+        dict(weight_scale=torch.ones(3, 3)),
+        r"weight_scale must be one value, \[300\], \[300, 1\] or \[3, 2\] for blocks of 128 x 128, got \(3, 3\)",
+    ),
+    (dict(weight_scale=torch.ones(200)), r"weight_scale must be one value, \[300\]"),
+    (dict(weight_scale=torch.ones(3, 2).double()), "weight_scale must be float32, .*, got float64"),
+    (dict(weight_scale=torch.ones(3, 2).requires_grad_()), "weight_scale must not require a gradient"),
+    (dict(weight_scale=torch.tensor([[1, 1], [1, 0.0], [1, 1]])), r"weight_scale\[1, 1\] must be > 0 .* 0.0"),
+    (dict(weight_scale=torch.tensor(torch.nan)), "weight_scale must be > 0 and finite, got nan"),
+    (dict(weight_scale=0.5), "weight_scale must be a tensor or None, got 0.5"),
+    (dict(weight_block_size=128), "weight_block_size must be two integers >= 1, got 128"),
+    (dict(weight_block_size=(128, 0)), r"weight_block_size must be two integers >= 1, got \(128, 0\)"),
+    (dict(weight_block_size=(64, 128)), r"\[5, 2\] for blocks of 64 x 128, got \(3, 2\)"),
+    (dict(input_scale="row"), f"input_scale must be a tensor, None or one of {NAMED}, got 'row'"),
+    (dict(input_scale="static"), f"input_scale must be a tensor, None or one of {NAMED}, got 'static'"),
+    (dict(input_scale=0.5), "input_scale must be a tensor, None or one of .*, got 0.5"),
+    (dict(input_scale=torch.ones(2)), r"input_scale must be one value, got shape \(2,\)"),
+    (dict(input_scale=torch.tensor(1)), "input_scale must be float32, .*, got int64"),
+    (dict(input_scale=torch.tensor(-1.0)), "input_scale must be > 0 and finite, got -1.0"),
+    (
+        dict(support_ids=torch.zeros(1, dtype=torch.int32), support_offsets=torch.tensor([0, 1, 1])),
+        "support_ids must be None with weight_scale, got a tensor",
+    ),
+    (
+        dict(weight=torch.zeros(300, 200), weight_scale=None, input_scale="token"),
+        "input_scale must be None without weight_scale, got 'token'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:40] for _, m in BAD])
+def test_bad_input_is_named(change, message):
+    good = dict(
+        hidden=torch.zeros(2, 200), weight=WEIGHT, target_ids=torch.tensor([0, 1]), weight_scale=torch.ones(3, 2)
+    )
+    rlkernel.linear_logprob(**good)
+    with pytest.raises(ValueError, match=message):
+        rlkernel.linear_logprob(**good | change)
+
+
+def test_what_takes_no_fp8_says_so():
+    inputs = {"hidden": torch.zeros(2, 200), "weight": WEIGHT, "target_ids": torch.tensor([0, 1])}
+    message = "weight must be float16, bfloat16, float32 or float64, got float8_e4m3fn"
+    with pytest.raises(ValueError, match=message):
+        rlkernel.linear_logprob_statistics(**inputs)
+    with pytest.raises(ValueError, match=message):
+        rlkernel.sample_linear(inputs["hidden"], WEIGHT)
+    with pytest.raises(NotImplementedError, match="algorithm 'fused' is a Triton kernel"):
+        rlkernel.linear_logprob(**inputs, weight_scale=torch.ones(1), algorithm="fused")
+
+
+@needs_interpreter
+def test_columns_that_no_step_of_the_kernel_divides():
+    inputs = make(9, 70, 40, block=(16, 24))
+    with rlkernel.use_backend("triton"), pytest.raises(NotImplementedError, match="a multiple of 32, .* got 24"):
+        rlkernel.linear_logprob(**inputs, input_scale="group")
+    check_against_fp64("native", inputs, input_scale="group")
