@@ -20,7 +20,8 @@ FILES = {
     "vllm": (
         "vllm/_custom_ops.py",  # the torch path of the repetition penalty
         "vllm/model_executor/layers/quantization/input_quant_fp8.py",
-        "vllm/model_executor/layers/quantization/utils/quant_utils.py",  # GroupShape and what goes with it
+        "vllm/model_executor/layers/quantization/utils/fp8_utils.py",
+        "vllm/model_executor/layers/quantization/utils/quant_utils.py",
         "vllm/model_executor/layers/utils.py",  # apply_penalties
         "vllm/v1/outputs.py",
         "vllm/v1/sample/",

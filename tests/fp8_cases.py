@@ -18,7 +18,7 @@ INPUTS = {
 
 
 def make(N, H, V, layout="blocks", *, dtype=torch.bfloat16, fp8=torch.float8_e4m3fn, block=(16, 32), **more):
-    """Keyword arguments of ``linear_logprob``, with a bias; rows of the weight differ in size a hundredfold."""
+    """Keyword arguments of ``linear_logprob``, with a bias; rows of the weight differ in size."""
     inputs = with_bias(make_inputs(N, H, V, dtype=torch.float32, **more))
     weight = inputs["weight"] * torch.logspace(-1, 0.5, V)[torch.randperm(V, generator=_seed())][:, None]
     weight = weight * torch.logspace(-0.5, 0.5, H)

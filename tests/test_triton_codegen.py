@@ -533,7 +533,9 @@ def test_tensor_cores_take_sixteen_of_k_at_a_time(reports, target):
 )
 def test_fp8_is_multiplied_as_fp8(reports, target, fp8, decoded):
     """Where a GPU has instructions for the FP8 of the weight; elsewhere as float16."""
-    cases = {k: v["fp8_product_kernel"]["units"] for k, v in reports[target]["cases"].items() if "_fp8: " in k}
+    cases = {
+        k: v["fp8_product_kernel"]["units"] for k, v in reports[target]["cases"].items() if "_fp8: " in k
+    }
     assert len(cases) == 6
     for case, (unit,) in cases.items():
         assert unit.endswith(decoded if case.endswith("fnuz") else fp8), (case, unit)

@@ -24,9 +24,7 @@ from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
 from rlkernel.runtime import gpu
 
 
-def forward(
-    kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = None
-) -> LinearLogprobResults:
+def forward(kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = None) -> LinearLogprobResults:
     """The forward pass of every tiled backend.
 
     With ``keep`` the workspace holds on to logits for a backward pass that follows at once.

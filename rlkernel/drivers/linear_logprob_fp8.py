@@ -37,7 +37,13 @@ class Multiply(Protocol):
     """
 
     def __call__(
-        self, hidden: Codes, weight: Tensor, weight_scale: Tensor, block: tuple[int, ...], first: int, out: Tensor
+        self,
+        hidden: Codes,
+        weight: Tensor,
+        weight_scale: Tensor,
+        block: tuple[int, ...],
+        first: int,
+        out: Tensor,
     ) -> None: ...
 
 
@@ -69,7 +75,9 @@ class Fp8Scratch(Scratch):
             assert self._w is not None
             out = self._w[: v1 - v0]
             for a, b in pieces(self.weight, v0, v1):
-                self._dequantise(rows_of(self.weight, a, b), torch.arange(a, b, device=out.device), out[a - v0 : b - v0])
+                self._dequantise(
+                    rows_of(self.weight, a, b), torch.arange(a, b, device=out.device), out[a - v0 : b - v0]
+                )
             yield v0, v1, out
 
     def rows_at(self, index: Tensor) -> Tensor:
@@ -94,7 +102,9 @@ class Fp8Scratch(Scratch):
         if self._multiply is not None:
             return codes
         assert self._h is not None
-        return scale_columns(self._h[: b - a].copy_(codes), _of_rows(self._codes.scale, a, b), self._codes.group)
+        return scale_columns(
+            self._h[: b - a].copy_(codes), _of_rows(self._codes.scale, a, b), self._codes.group
+        )
 
     def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
         self._place = v0, a
@@ -183,4 +193,3 @@ def _divide(x: Tensor, scale: Tensor, group: int, scheme: str, largest: Tensor) 
             bits = of.clamp_(min=1e-10).view(torch.int32)
             bits.add_(0x7FFFFF).bitwise_and_(-0x800000)
         columns.div_(of[..., None])
-

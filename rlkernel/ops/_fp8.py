@@ -71,7 +71,7 @@ def values(call: LinearLogprobCall) -> None:
         if scale is None or not scale.numel() or not debug.may_read(scale):
             continue
         low, high = map(float, scale.aminmax())
-        if not (0 < low and high < math.inf):  # NaN is neither
+        if not (low > 0 and high < math.inf):  # NaN is neither
             bad = ~((scale > 0) & scale.isfinite())
             place = bad.nonzero()[0].tolist()
             where = "" if scale.numel() == 1 else place
