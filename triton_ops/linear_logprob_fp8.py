@@ -36,17 +36,19 @@ def multiply(
     """``rlkernel.drivers.linear_logprob_fp8.Multiply``."""
     (rows, size), vocab = hidden.values.shape, weight.shape[0]
     weight = weight if weight.stride(1) == 1 or size == 1 else weight.contiguous()
-    groups = [0 if group >= size else group for group in (hidden.group, block[1])]
+    groups = [
+        None if group >= size else group for group in (hidden.group, block[1])
+    ]  # None: one for all of K
     decode = not _has_instructions(weight.dtype)
     step = STEP // 2 if decode else STEP
-    while any(group % step for group in groups):
+    while any(group is not None and group % step for group in groups):
         step //= 2
     values = hidden.values
     if decode:
         values, weight = values.view(torch.uint8), weight.view(torch.uint8)
     one_block = block[0] >= first + vocab or (block[0] % BN == 0 and first % BN == 0)
     # else a thread has the scales of many columns beside its sums
-    columns = BN if one_block or groups[1] == 0 else BN // 2
+    columns = BN if one_block or groups[1] is None else BN // 2
     tiles = triton.cdiv(rows, BM) * triton.cdiv(vocab, columns)
     stages = 3 if torch.version.hip is None else 2  # of 64 KiB of shared memory
     with torch.cuda.device_of(values):
@@ -56,7 +58,7 @@ def multiply(
             rows, vocab, size, first, block[0],
             HIDDEN_GROUP=groups[0], WEIGHT_GROUP=groups[1], DECODE=decode,
             FNUZ=hidden.values.dtype == torch.float8_e4m3fnuz,
-            IN_FP32=step if _is_hopper() and not any(groups) else None,
+            IN_FP32=step if _is_hopper() and groups == [None, None] else None,
             WHOLE_K=size % step == 0, ONE_BLOCK=one_block,
             BM=BM, BN=columns, BK=step, num_warps=8, num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip

@@ -57,21 +57,21 @@ def fp8_product_kernel(
         else:
             a = tl.load(a_ptr + k0, mask=k[None, :] + k0 < H, other=0 if DECODE else 0.0)
             b = tl.load(b_ptr + k0, mask=k[:, None] + k0 < H, other=0 if DECODE else 0.0)
-        if HIDDEN_GROUP == 0 and WEIGHT_GROUP == 0:
+        if HIDDEN_GROUP is None and WEIGHT_GROUP is None:
             y = fp8_step(a, b, y, DECODE, FNUZ, IN_FP32)
         else:
             step = fp8_step(a, b, tl.zeros((BM, BN), tl.float32), DECODE, FNUZ, IN_FP32)
-            if WEIGHT_GROUP == 0:
+            if WEIGHT_GROUP is None:
                 scale = tl.load(a_scale + k0 // HIDDEN_GROUP)[:, None]
-            elif HIDDEN_GROUP == 0:
+            elif HIDDEN_GROUP is None:
                 scale = tl.load(b_scale + k0 // WEIGHT_GROUP)
             else:
                 a_step = tl.load(a_scale + k0 // HIDDEN_GROUP)[:, None]
                 scale = a_step * tl.load(b_scale + k0 // WEIGHT_GROUP)
             y = tl.fma(step, tl.broadcast_to(scale, (BM, BN)), y)
-    if HIDDEN_GROUP == 0:
+    if HIDDEN_GROUP is None:
         y = y * tl.load(a_scale)[:, None]
-    if WEIGHT_GROUP == 0:
+    if WEIGHT_GROUP is None:
         y = y * tl.load(b_scale)
     inside = (rows < N)[:, None] & (columns < V)[None, :]
     at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]

@@ -46,12 +46,11 @@ def fields(
     hidden: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_block_size: Any,
+    block_size: tuple[int, int],
     input_scale: Tensor | str | None,
 ) -> dict[str, Any]:
     """What the record tells of FP8, of a ``hidden`` and a ``weight`` whose shapes are known to fit."""
-    rows, columns = _block_size(weight_block_size)
-    scale, block = _scale_of_blocks(weight_scale, weight, rows, columns)
+    scale, block = _scale_of_blocks(weight_scale, weight, *block_size)
     found: dict[str, Any] = {"weight_scale": scale, "weight_block": block}
     if input_scale is None:
         return found
@@ -60,7 +59,7 @@ def fields(
     if not isinstance(input_scale, str) or input_scale not in NAMES:
         want = f"a tensor, None or one of {', '.join(map(repr, NAMES))}"
         raise ValueError(f"input_scale must be {want}, got {_shown(input_scale)}")
-    group = hidden.shape[-1] if input_scale == "token" else columns
+    group = hidden.shape[-1] if input_scale == "token" else block_size[1]
     return found | {"input_scheme": input_scale, "input_group": group}
 
 
@@ -78,7 +77,7 @@ def values(call: LinearLogprobCall) -> None:
             raise ValueError(f"{argument}{where} must be > 0 and finite, got {scale[tuple(place)].item()}")
 
 
-def _block_size(size: Any) -> tuple[int, int]:
+def block_size(size: Any) -> tuple[int, int]:
     try:
         rows, columns = size
         if min(int(rows), int(columns)) < 1 or (int(rows), int(columns)) != (rows, columns):

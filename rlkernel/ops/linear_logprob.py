@@ -125,7 +125,7 @@ def linear_logprob(
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
     """
-    is_fp8 = weight_scale is not None or _fp8.is_fp8(weight)
+    block, is_fp8 = _fp8.block_size(weight_block_size), weight_scale is not None or _fp8.is_fp8(weight)
     if is_fp8 or input_scale is not None:
         _fp8.asks(weight, weight_scale, input_scale)
     weight, bias, group, vocab_start = _vocab_parallel.local_head(weight, bias, group, vocab_start)
@@ -138,7 +138,7 @@ def linear_logprob(
     fp8 = {}
     if weight_scale is not None:
         _fp8.no_support(support_ids)
-        fp8 = _fp8.fields(hidden, weight, weight_scale, weight_block_size, input_scale)
+        fp8 = _fp8.fields(hidden, weight, weight_scale, block, input_scale)
     outputs = _call(
         hidden, weight, target_ids, head, return_entropy=return_entropy, algorithm=algorithm,
         support_ids=support_ids, support_offsets=support_offsets, group=group, vocab_start=first, **fp8,
