@@ -474,6 +474,11 @@ def test_what_takes_no_fp8_says_so():
         rlkernel.linear_logprob_statistics(**inputs)
     with pytest.raises(ValueError, match=message):
         rlkernel.sample_linear(inputs["hidden"], WEIGHT)
+    rows = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=message):
+        rlkernel.linear_policy_loss(
+            inputs["hidden"].view(1, 2, 200), WEIGHT, inputs["target_ids"].view(1, 2), rows, rows, rows + 1
+        )
     with pytest.raises(NotImplementedError, match="algorithm 'fused' is a Triton kernel"):
         rlkernel.linear_logprob(**inputs, weight_scale=torch.ones(1), algorithm="fused")
 
