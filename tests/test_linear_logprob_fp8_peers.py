@@ -61,11 +61,11 @@ def vllm(fp8, row, column, **options):
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_groups_are_rounded_as_vllm_does(fp8, ue8m0, columns):
     x = states(40, columns)
-    if ue8m0:
-        x = x[torch.arange(40) != 1]  # of a group of zeros its torch path takes the logarithm
     codes, scale = vllm(fp8, 1, 128, use_ue8m0=ue8m0)(x)
     got, got_scale = rounded(x, "group_ue8m0" if ue8m0 else "group", fp8)
-    least = scale == 1.0 / (LARGEST[fp8] * 512.0)  # its CUDA and Triton kernels have ours: 1e-10 / 448
+    # the least scale of its torch path, up to a power of two; its CUDA kernels have ours, 1e-10 / 448
+    least = scale < 2.0 / (LARGEST[fp8] * 512.0)
+    assert 0 < least.sum() <= 2 * scale.shape[1]
     assert torch.equal(got_scale[~least], scale[~least])
     same = got.view(torch.uint8) == codes.view(torch.uint8)
     assert same[~least.repeat_interleave(128, 1)[:, :columns]].all()
