@@ -85,12 +85,7 @@ def plain_update(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 def captured(batch: dict[str, Tensor]) -> tuple[Callable[[], object], tuple[Tensor, ...]]:
     """The update as one CUDA graph over the memory of ``batch``: its replay, and where its results lie."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and loads what has to be before a capture
-        for _ in range(3):
-            update(batch)
-    torch.cuda.current_stream().wait_stream(side)
+    rlkernel.warm_up(lambda: update(batch))  # compiles and loads what has to be before a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = update(batch)

@@ -6,6 +6,7 @@ from typing import Any
 from rlkernel import routing_replay
 from rlkernel._explain import explain, last_backend
 from rlkernel._version import __version__
+from rlkernel._warm_up import warm_up
 from rlkernel.calls.gae import GaeOutput
 from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossOutput
@@ -119,6 +120,7 @@ __all__ = [
     "use_backend",
     "value_loss",
     "verify_chain",
+    "warm_up",
     "whiten",
     "workspace",
 ]

@@ -84,6 +84,20 @@ def last(op: str) -> str | None:
     return _last.get(op)
 
 
+@contextlib.contextmanager
+def watching() -> Iterator[dict[str, str]]:
+    """The dict has, after the block, the backend of every op that ran inside it."""
+    ran: dict[str, str] = {}
+    before = dict(_last)
+    _last.clear()
+    try:
+        yield ran
+    finally:
+        ran.update(_last)
+        for op, name in before.items():
+            _last.setdefault(op, name)
+
+
 def ops() -> list[str]:
     """The names of all ops: the public modules of ``rlkernel.ops``."""
     import pkgutil
