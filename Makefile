@@ -83,7 +83,7 @@ format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
 	@$(PY) -m mkdocs build --strict --site-dir build/site
 
-check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a register spill is an error
+check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a spill, or worse code than in the ledger, is an error
 	@$(PY) tests/codegen/check.py $(ARGS)
 
 readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of README and docs from the newest reports in benchmarks/results

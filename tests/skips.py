@@ -47,6 +47,13 @@ def old_triton() -> bool:
     return any(re.search(r"==3\.([0-6]|7\.0)\b", r) for r in asked)
 
 
+def other_triton() -> bool:
+    """Than the one whose code the committed ledger has."""
+    from rlkernel.bench.ledger import Ledger
+
+    return Ledger.load().compilers.get("triton") != f"triton {importlib.metadata.version('triton')}"
+
+
 def another_python() -> bool:
     """TRL, transformers, PEFT and DeepSpeed want Python 3.11 or newer, verl one before 3.13."""
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
@@ -73,6 +80,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"a cascade has no window|the model of tensor cores has no ", gpu),
     (re.escape(NO_INTERPRETER), lambda: gpu() or old_triton()),
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
+    (r"the ledger is of another Triton", other_triton),
     (r"this processor's kernels are ", not_x86),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
     # what runs on GPUs alone

@@ -4,25 +4,23 @@ See triton_aot.py for what is compiled.  A kernel that spills, or grows by more 
 measured when it was written (Triton 3.7.1), fails here; raise a figure below only together with the reason.
 """
 
-import fcntl
-import json
-import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from rlkernel.bench.ledger import Ledger
+
+sys.path.insert(0, str(Path(__file__).parent / "codegen"))
+
+import portable
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-HERE = Path(__file__).parent
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-COMPILED = (
-    *TARGETS,
-    "gfx950",
-)  # of the last no figures are kept, and the kernels of tiles alone are compiled
+# of gfx950 no figures are kept here, and the kernels of tiles alone are compiled
+COMPILED = portable.TARGETS
+TARGETS = COMPILED[:4]
 
 # registers a thread, per target in the order of TARGETS; None where the case launches another kernel
 REGISTERS = {
@@ -432,28 +430,9 @@ MOST_SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 655
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What compiling says, for each target; the workers of a run compile once between them."""
-    folder = tmp_path_factory.getbasetemp()
-    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    kept = shared / "triton_aot.json"
-    with open(shared / "triton_aot.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            with ThreadPoolExecutor(2) as pool:
-                found = zip(COMPILED, pool.map(compile_for, COMPILED), strict=True)
-                kept.write_text(json.dumps(dict(found)))
-    return json.loads(kept.read_text())
-
-
-def compile_for(target):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the targets are named, whatever GPU is here
-    command = [sys.executable, str(HERE / "triton_aot.py"), target]
-    done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
-    assert done.returncode == 0, f"compiling for {target} failed:\n{done.stderr[-4000:]}"
-    return json.loads(done.stdout)
+def reports():
+    """What compiling says, for each target: once for all workers and for `make check-codegen`."""
+    return portable.reports()
 
 
 @pytest.mark.parametrize("target", COMPILED)
@@ -554,6 +533,15 @@ def test_registers_and_shared_memory_are_what_was_measured(reports, target):
             )
             shared = SHARED.get(case, (1024,) * 4)[column]
             assert used["shared"] <= shared, f"{kernel} takes {used['shared']} bytes of shared memory"
+
+
+def test_the_code_is_no_worse_than_the_ledger_says(reports):
+    """As `make check-codegen` asks it, which writes the ledger anew with ARGS=--write."""
+    ledger = Ledger.load()
+    if ledger.compilers.get("triton") != portable.version():
+        pytest.skip("the ledger is of another Triton")
+    problems = ledger.differences("triton", portable.records(reports))
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("target", TARGETS)

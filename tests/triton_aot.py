@@ -3,7 +3,7 @@
 ``tests/aot_cases/<op>.py`` has calls on CPU tensors.  They run here with a driver that only names the target,
 and with each launch replaced by Triton's own compile without launching; so what is compiled is what would be
 launched, specialised as it would be.  Prints one JSON object: case -> kernel -> registers, spills, shared
-memory, units of the GPU.
+memory, units of the GPU; and what its instructions do (tests/codegen/counts.py).
 
 Runs in a process of its own, one per target and without ``TRITON_INTERPRET``: Triton decides at its first
 import.
@@ -27,6 +27,12 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent / "codegen"))
+
+import amdgcn
+import sass
+from counts import counted
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -84,13 +90,14 @@ def compiling_only() -> Iterator[list[tuple[str, Any]]]:
         JITFunction.run = run
 
 
-def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    report = {}
+def compile_cases(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Case -> kernel -> binary."""
+    found = {}
     for name, call in cases.items():
         with compiling_only() as compiled:
             call()
-        report[name] = {kernel: resources(binary) for kernel, binary in compiled}
-    return report
+        found[name] = dict(compiled)
+    return found
 
 
 def binaries_of_varied_calls() -> dict[str, int]:
@@ -230,6 +237,21 @@ def resources(binary: Any) -> dict[str, Any]:
     }
 
 
+def counts_of(target: str, binaries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Case -> kernel -> what its instructions do."""
+    every = {(case, kernel): b for case, kernels in binaries.items() for kernel, b in kernels.items()}
+    if TARGETS[target].backend == "hip":
+        machine, printed = amdgcn.MACHINE, [amdgcn.listings(b.asm["amdgcn"]) for b in every.values()]
+    else:
+        cubins, tool = [b.asm["cubin"] for b in every.values()], triton.knobs.nvidia.nvdisasm.path
+        machine, printed = sass.MACHINE, sass.listings(cubins, target, tool)
+    found: dict[str, dict[str, Any]] = {}
+    for ((case, kernel), binary), listings in zip(every.items(), printed, strict=True):
+        counts = counted(machine, listings[kernel], binary.metadata.num_warps)
+        found.setdefault(case, {})[kernel] = counts
+    return found
+
+
 @triton.jit
 def spilling_kernel(x, N: tl.constexpr):
     """Holds an N x N tile in the registers of one warp, by way of its transpose, which it needs whole."""
@@ -255,11 +277,13 @@ def main(target: str) -> None:
         if path.stem in ONLY.get(target, (path.stem,))
         for name, call in importlib.import_module(f"aot_cases.{path.stem}").cases().items()
     }
+    binaries = compile_cases(cases)
     report = {
-        "cases": compile_cases(cases),
+        "cases": {n: {k: resources(b) for k, b in kernels.items()} for n, kernels in binaries.items()},
+        "counts": counts_of(target, binaries),
         "kernels": kernels(found),
         "binaries": binaries_of_varied_calls(),
-        "planted": compile_cases({"planted": planted})["planted"]["spilling_kernel"],
+        "planted": resources(compile_cases({"planted": planted})["planted"]["spilling_kernel"]),
     }
     json.dump(report, sys.stdout)
 

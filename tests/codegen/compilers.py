@@ -1,13 +1,23 @@
 """The device compilers, where they are found or fetched, and what they say about each kernel."""
 
+import functools
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import amdgcn
+import sass
+from counts import Machine, counted
+
+from rlkernel.bench.ledger import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / "build/codegen"
@@ -28,10 +38,15 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Kernel:
-    name: str
+    symbol: str
     registers: int
     spilled: int
     shared: int
+    record: Record | None = None  # where its code could be read
+
+    @property
+    def name(self) -> str:
+        return _plain(self.symbol)
 
     def __str__(self) -> str:
         return f"{self.registers} / {self.spilled} / {self.shared}"
@@ -42,20 +57,35 @@ class Compiler:
     path: str
     suffix: str
     archs: tuple[str, ...]
+    version: str
     arguments: Callable[[str], list[str]]
     resources: Callable[[str], list[Kernel]]
+    machine: Machine
+    listings: Callable[[Path, str], dict[str, str]]  # of the kernels in what it compiled, by symbol
 
     def compile(self, source: Path, arch: str) -> tuple[list[Kernel], list[str]]:
         """The kernels of a source, and what is wrong: a failed compile, or a kernel that spills."""
-        command = [self.path, *FLAGS, *self.arguments(arch), str(source), "-o", os.devnull]
-        run = subprocess.run(command, capture_output=True, text=True)
+        with tempfile.TemporaryDirectory() as folder:
+            code = Path(folder) / "code"
+            command = [self.path, *FLAGS, *self.arguments(arch), str(source), "-o", str(code)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            listings = {} if run.returncode else self.listings(code, arch)
         output = run.stdout + run.stderr
-        kernels = self.resources(output)
+        kernels = [
+            _recorded(kernel, counted(self.machine, listings[kernel.symbol]))
+            if kernel.symbol in listings
+            else kernel
+            for kernel in self.resources(output)
+        ]
         errors = [f"{k.name} spills {k.spilled} bytes" for k in kernels if k.spilled]
         if run.returncode and not errors:
             lines = [line for line in output.splitlines() if "error" in line] or [output.strip()[-500:]]
             errors = lines[:5]
         return kernels, errors
+
+
+def _recorded(kernel: Kernel, counts: dict[str, Any]) -> Kernel:
+    return replace(kernel, record=Record(kernel.registers, kernel.shared, kernel.spilled, **counts))
 
 
 def find(part: str) -> Compiler:
@@ -85,7 +115,31 @@ def _nvcc() -> Compiler:
         gates = ["-Xptxas", "-v,-warn-spills", "-Werror", "all-warnings"]
         return ["--fmad=false", f"-arch={arch}", "-cubin", *gates]
 
-    return Compiler(nvcc, "cu", ("sm_80", "sm_90a", "sm_100"), arguments, _ptxas_resources)
+    version = f"nvcc {_version(nvcc)}"
+    archs = ("sm_80", "sm_90a", "sm_100")
+    return Compiler(nvcc, "cu", archs, version, arguments, _ptxas_resources, sass.MACHINE, _sass)
+
+
+def _version(compiler: str) -> str:
+    """Of three numbers: what nvcc calls V13.0.88 and clang 19.1.7."""
+    found = re.search(r"(?:\bV|version )(\d+\.\d+\.\d+)", _run([compiler, "--version"]))
+    return found[1] if found else "of an unknown version"
+
+
+@functools.cache
+def disassembler() -> str | None:
+    """nvdisasm: beside nvcc, or Triton's."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    triton = importlib.util.find_spec("triton")  # not imported: that takes seconds
+    if triton is not None and triton.origin:
+        folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
+    return shutil.which("nvdisasm", path=os.pathsep.join(folders))
+
+
+def _sass(cubin: Path, arch: str) -> dict[str, str]:
+    tool = disassembler()
+    return sass.listings([cubin.read_bytes()], arch, tool)[0] if tool else {}
 
 
 def _fetch_nvcc() -> Path:
@@ -116,7 +170,13 @@ def _clang() -> Compiler:
         gates = ["-S", "-Werror", "-Rpass-analysis=kernel-resource-usage"]
         return [*language, f"--offload-arch={arch}", *include, *library, *gates]
 
-    return Compiler(clang, "hip", ("gfx90a", "gfx942"), arguments, _clang_resources)
+    version = f"clang {_version(clang)}"
+    archs = ("gfx90a", "gfx942")
+    return Compiler(clang, "hip", archs, version, arguments, _clang_resources, amdgcn.MACHINE, _amdgcn)
+
+
+def _amdgcn(assembly: Path, arch: str) -> dict[str, str]:
+    return amdgcn.listings(assembly.read_text())
 
 
 def _debian_clang() -> str:
@@ -134,11 +194,13 @@ def _update_packages() -> None:
         _run(["apt-get", "update", "-qq"])
 
 
+@functools.cache
 def _plain(symbol: str) -> str:
     """A kernel's C++ name without its namespaces and arguments."""
     tool = shutil.which("c++filt")
     name = _run([tool, symbol]).strip() if tool else symbol
-    name = re.sub(r"^void |\(rlkernel::\w+\)$|rlkernel::(cuda|hip)::|\(bool\)", "", name)
+    name = re.sub(r"\([^()]*\)$", "", name)
+    name = re.sub(r"^void |rlkernel::(cuda|hip)::|\(bool\)", "", name)
     return name.replace("true", "1").replace("false", "0")
 
 
@@ -153,7 +215,7 @@ def _ptxas_resources(output: str) -> list[Kernel]:
     for match in filter(None, map(pattern.search, blocks)):
         symbol, stack, stores, loads, registers, shared = match.groups()
         spilled = max(int(stack), int(stores), int(loads))
-        kernels.append(Kernel(_plain(symbol), int(registers), spilled, int(shared or 0)))
+        kernels.append(Kernel(symbol, int(registers), spilled, int(shared or 0)))
     return kernels
 
 
@@ -166,7 +228,5 @@ def _clang_resources(output: str) -> list[Kernel]:
             return int(re.search(rf"{re.escape(what)}: (\d+)", block)[1])  # type: ignore[index]
 
         spilled = max(value("ScratchSize [bytes/lane]"), value("VGPRs Spill"))
-        kernels.append(
-            Kernel(_plain(block.split()[0]), value("VGPRs"), spilled, value("LDS Size [bytes/block]"))
-        )
+        kernels.append(Kernel(block.split()[0], value("VGPRs"), spilled, value("LDS Size [bytes/block]")))
     return kernels
