@@ -337,6 +337,7 @@ def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
         assert sources and sources <= names
         assert not any(name.startswith(f"{folder}/") for name in names)
     assert {f"rlkernel/_C{SUFFIX}", "rlkernel/_C.pyi", "rlkernel/py.typed"} <= names
+    assert "rlkernel/benchmarks/results/codegen.json" in names
     assert not any(name.startswith(("csrc/", "tests/", "build/")) for name in names)
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert [line for line in needed if "extra" not in line] == ["Requires-Dist: torch>=2.11"]

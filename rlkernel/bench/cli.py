@@ -10,14 +10,15 @@ from types import ModuleType
 import torch
 
 from rlkernel import dispatch
-from rlkernel.bench import amx, cases, compare, interpreter, plot, readme, render, report
+from rlkernel.bench import amx, cases, compare, interpreter, plot, predict, readme, render, report
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency import command as consistency
+from rlkernel.bench.devices import DEVICES
 from rlkernel.bench.progress import Progress
 from rlkernel.bench.run import Row, Settings, run, steps
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ("parity", "memory", "speed", "consistency", "compare", "readme")
+COMMANDS = ("parity", "memory", "speed", "consistency", "compare", "predict", "readme")
 QUICK_SECONDS, CAREFUL_SECONDS = 0.2, 5.0
 # what `memory` measures when it is not told: the field's table of group sizes, and memory over N
 MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")}
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _compare(options)
         if options.command == "readme":
             return _readme(options)
+        if options.command == "predict":
+            return _predict(options)
+        if options.device in DEVICES:
+            raise UsageError(f"--device must be cpu or cuda but for predict, got {options.device}")
         if options.files:
             raise UsageError(
                 f"{options.command or 'rlkernel.bench'} must be given no files, got {' '.join(options.files)}"
@@ -58,9 +63,14 @@ def _parser() -> argparse.ArgumentParser:
         "command",
         nargs="?",
         choices=COMMANDS,
-        help="one suite, `consistency`, `compare A.json B.json`, or `readme`; default: all suites",
+        help="one suite, `consistency`, `compare A.json B.json`, `predict`, or `readme`; default: all suites",
     )
-    add("files", nargs="*", help="the two reports of compare; the files of readme (README.md and docs)")
+    add(
+        "files",
+        nargs="*",
+        help="the two reports of compare; reports of a GPU for predict (those of benchmarks/results); "
+        "the files of readme (README.md and docs)",
+    )
     add("--op", type=_names, default=(), help="ops, separated by commas; default: all")
     add(
         "--backend",
@@ -77,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--shape", help="sizes as N=512,V=32000 or 512x32000; with --preset, those that differ from it")
     add("--peers", type=_names, default=None, help="names, `all` (also those slow to start) or `none`")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one; consistency: cpu")
+    add(
+        "--device",
+        choices=("cpu", "cuda", *DEVICES),
+        help="default: cuda where there is one; consistency: cpu; predict: the name of a GPU",
+    )
     add(
         "--threads",
         type=int,
@@ -226,6 +240,13 @@ def _compare(options: argparse.Namespace) -> int:
     sys.stdout.write(compare.compare(before, after).text())
     slower = [] if options.gate is None else compare.slower(before, after, options.gate)
     return _fail([f"gate: {row}, not {options.gate:g}x" for row in slower])
+
+
+def _predict(options: argparse.Namespace) -> int:
+    if options.device not in DEVICES:
+        raise UsageError(f"predict must be given --device of {', '.join(DEVICES)}, got {options.device}")
+    report.write(options.markdown or "-", predict.text(options.device, options.files))
+    return 0
 
 
 def _readme(options: argparse.Namespace) -> int:

@@ -1,0 +1,200 @@
+"""The shapes that issue after issue is judged by, as launches of kernels: what ``predict`` reckons with.
+
+A launch says what it must move and multiply; how well its code can do that says the ledger.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rlkernel.bench.cases import Case
+from rlkernel.bench.devices import Device
+
+N, H, V = 8192, 4096, 151936
+BF16 = 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, or ``times`` of them one after the other.
+
+    ``kernel`` is what the ledger calls it, by the part that has it; a part that a device has none of is left
+    out.  None is a product of the vendor's library.  ``alone`` is what each of ``blocks`` of ``warps`` reads
+    without help: a few blocks on many multiprocessors are as slow as one.
+    """
+
+    name: str
+    kernel: dict[str, str] | None
+    read: float = 0.0  # bytes, of all times together
+    written: float = 0.0
+    flops: float = 0.0
+    times: int = 1
+    blocks: int = 0  # of all times together
+    waves: int = 0  # in which they run, a block on a multiprocessor; 0: what blocks at a time fill
+    warps: int = 0
+    alone: float = 0.0
+    apart: bool = False  # products wait for what stands between them, with no other warps to fill in
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A call; ``case``, ``backend`` and ``direction`` are those of the report that measures it."""
+
+    op: str
+    case: Case
+    direction: str
+    backend: str
+    note: str
+    launches: Callable[[Device], list[Launch]]
+
+
+def _compiled(name: str) -> dict[str, str]:
+    """Of csrc: one source for both vendors."""
+    return {"cuda": name, "hip": name}
+
+
+def _logprob(device: Device) -> list[Launch]:
+    return [Launch("forward", _compiled("logprob: forward_kernel<bf16, 0, 1>"), read=N * V * BF16)]
+
+
+def _logprob_backward(device: Device) -> list[Launch]:
+    name = "logprob: backward_kernel<bf16, bf16, 0>"
+    return [*_logprob(device), Launch("backward", _compiled(name), read=N * V * BF16, written=N * V * BF16)]
+
+
+def _tile() -> tuple[int, int]:
+    """Tokens and vocabulary of a tile, by the plan that the op itself makes for a GPU."""
+    from rlkernel.calls.linear_logprob import Head
+    from rlkernel.drivers import linear_products
+
+    weight = types.SimpleNamespace(device=torch.device("cuda"), shape=(V, H), dtype=torch.bfloat16)
+    head = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
+    plan = linear_products.tile_plan(weight, head)  # type: ignore[arg-type]
+    return min(plan.tokens, N), min(plan.vocab, V)
+
+
+def _spans(whole: int, part: int) -> list[int]:
+    return [min(part, whole - start) for start in range(0, whole, part)]
+
+
+def _tiles() -> int:
+    tokens, vocab = _tile()
+    return len(_spans(N, tokens)) * len(_spans(V, vocab))
+
+
+def _products(name: str, device: Device, count: int, accumulated: float = 0.0) -> Launch:
+    """``count`` GEMMs of a tile for every tile, in blocks of 128 x 256, the last wave of each not full."""
+    tokens, vocab = _tile()
+    blocks = [-(-n // 128) * -(-v // 256) for n in _spans(N, tokens) for v in _spans(V, vocab)]
+    waves = sum(-(-each // device.multiprocessors) for each in blocks)
+    return Launch(
+        name, None, read=accumulated, written=accumulated, flops=2 * N * H * V * count,
+        times=len(blocks) * count, blocks=sum(blocks), waves=waves,
+    )  # fmt: skip
+
+
+def _linear_tiled(device: Device) -> list[Launch]:
+    tokens, vocab = _tile()
+    kernel = _compiled("logprob: forward_kernel<float, 0, 0>")
+    read = 0.0 if tokens * vocab * 4 < device.cache else N * V * 4  # what the GEMM left in the L2
+    return [_products("logits", device, 1), Launch("rows of tiles", kernel, read=read, times=_tiles())]
+
+
+def _linear_backward(device: Device) -> list[Launch]:
+    kernel = _compiled("logprob: backward_kernel<float, bf16, 0>")
+    # the weight's gradient is read and written again by the products of every chunk of tokens
+    gradient = V * H * 4 * len(_spans(N, _tile()[0]))
+    return [
+        *_linear_tiled(device),
+        _products("logits, hidden, weight", device, 3, gradient),
+        Launch("rows of tiles again", kernel, read=N * V * 4, written=N * V * BF16, times=_tiles()),
+    ]
+
+
+def _linear_fused(device: Device) -> list[Launch]:
+    name = {"triton": "linear_logprob: fused bf16: product_kernel"}
+    merge = {"triton": "linear_logprob: fused bf16: merge_kernel"}
+    parts = V // 128 // 64
+    return [
+        Launch("product", name, read=(N + V) * H * BF16, flops=2 * N * H * V, blocks=N // 128 * parts),
+        Launch("merge", merge, read=N * parts * 12),
+    ]
+
+
+def _sample(rows: int, filtered: bool) -> Callable[[Device], list[Launch]]:
+    def launches(device: Device) -> list[Launch]:
+        row = V * BF16
+        read = Launch("statistics", _compiled("sampling: statistics_kernel<bf16, 0>"), read=rows * row)
+        if not filtered:
+            return [read, Launch("finish", _compiled("sampling: finish_kernel"), read=rows * V / 1024 * 80)]
+        again = Launch(
+            "filter", _compiled("sampling: filter_kernel<bf16>"), blocks=rows, warps=16, alone=row
+        )  # the row once more, which the L2 has
+        return [read, again]
+
+    return launches
+
+
+_PROMPT, _LENGTH, _GROUP, _HEADS, _KV_HEADS, _DIM = 4096, 512, 16, 32, 8, 128
+_ROWS = _PROMPT - 1 + _GROUP * _LENGTH
+_PAIRS = (_PROMPT - 1) * _PROMPT // 2 + _GROUP * (_LENGTH * (_PROMPT - 1) + _LENGTH * (_LENGTH + 1) // 2)
+_PAIR_FLOPS = 4 * _HEADS * _DIM * _PAIRS  # q k and p v
+_TENSORS = _ROWS * 2 * (_HEADS + _KV_HEADS) * _DIM * BF16
+
+
+def _attention(device: Device) -> list[Launch]:
+    name = {"triton": "prefix_shared_attention: bf16 D = 128: attention_forward_kernel"}
+    return [Launch("forward", name, read=_TENSORS, flops=_PAIR_FLOPS, apart=True)]
+
+
+def _attention_backward(device: Device) -> list[Launch]:
+    case = "prefix_shared_attention: bf16 D = 128"
+    queries = {"triton": f"{case}: attention_query_grad_kernel"}
+    keys = {"triton": f"{case}: attention_key_grad_kernel"}
+    delta = {"triton": f"{case}: attention_delta_kernel"}
+    return [  # a kernel for the queries' gradients (q k, dp, dq), another for those of keys and values
+        *_attention(device),
+        Launch("delta", delta, read=_TENSORS / 2),
+        Launch("gradients of queries", queries, read=_TENSORS, flops=1.5 * _PAIR_FLOPS, apart=True),
+        Launch("gradients of keys", keys, read=_TENSORS, flops=2.0 * _PAIR_FLOPS, apart=True),
+    ]
+
+
+def _policy(device: Device) -> list[Launch]:
+    tokens = 64 * 4096
+    kernel = _compiled("policy_loss: policy_loss_kernel<0>")
+    values = _compiled("policy_loss: policy_loss_values_kernel")
+    loss = Launch(
+        "sequences", kernel, read=13 * tokens, written=4 * tokens, blocks=64, warps=8, alone=13 * 4096
+    )
+    return [loss, Launch("values", values, blocks=1, warps=1, alone=64 * 80)]
+
+
+def headlines() -> list[Headline]:
+    entropy = {"temperature": 1.0, "return_entropy": True}
+    logits = Case({"N": N, "V": V}, "bfloat16", entropy)
+    linear = Case({"N": N, "H": H, "V": V}, "bfloat16", {"temperature": 0.8})
+    policy = Case({"B": 64, "L": 4096})
+    sizes = {"P": _PROMPT, "L": _LENGTH, "G": _GROUP, "Hq": _HEADS, "Hkv": _KV_HEADS, "D": _DIM}
+    attention = Case(sizes, "bfloat16")
+    found = [
+        Headline("logprob", logits, "forward", "native", "", _logprob),
+        Headline("logprob", logits, "forward+backward", "native", "", _logprob_backward),
+        Headline("linear_logprob", linear, "forward", "native", "tiled", _linear_tiled),
+        Headline("linear_logprob", linear, "forward", "triton", "fused", _linear_fused),
+        Headline("linear_logprob", linear, "forward+backward", "native", "tiled", _linear_backward),
+        Headline("policy_loss", policy, "forward", "native", "", _policy),
+    ]
+    for rows in (1, 32, 64, 256):
+        for note in ("unfiltered", "top_p 0.95"):
+            options = {"temperature": 0.8} | ({} if note == "unfiltered" else {"top_p": 0.95})
+            case = Case({"B": rows, "V": V}, "bfloat16", options, note=note)
+            launches = _sample(rows, note != "unfiltered")
+            found.append(Headline("sampling", case, "forward", "native", "", launches))
+    return [
+        *found,
+        Headline("prefix_shared_attention", attention, "forward", "triton", "", _attention),
+        Headline("prefix_shared_attention", attention, "forward+backward", "triton", "", _attention_backward),
+    ]
