@@ -13,7 +13,6 @@ from rlkernel.reference.linear_logprob import make_inputs
 pytest.importorskip("triton", reason="Triton is not installed")
 from backends import of  # noqa: E402
 
-from rlkernel.triton_ops import _descriptors  # noqa: E402
 from rlkernel.triton_ops import linear_logprob_fused as fused  # noqa: E402
 
 ON_TRITON = pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def loading(request, monkeypatch, device):
     if device == "cuda" and request.param:
         pytest.skip("the GPU decides how tiles are loaded")
     if request.param:
-        monkeypatch.setattr(_descriptors, "generation", lambda: request.param)
+        monkeypatch.setattr(fused, "generation", lambda: request.param)
     return request.param
 
 

@@ -232,6 +232,17 @@ def test_every_head_dim(poison, device, head_dim):
     check_accuracy(make(layout, 2, 1, head_dim, torch.float32, device), layout, rule)
 
 
+@pytest.mark.skipif("cpu" not in TRITON_DEVICES, reason=NO_INTERPRETER)
+@pytest.mark.parametrize(("number", "head_dim", "v_dim"), [(9, 96, 96), (9, 192, 128), (10, 192, 128)])
+def test_the_tiles_of_a_generation(poison, monkeypatch, number, head_dim, v_dim):
+    """Those that no other interpreted test takes, over runs that are seen in whole and runs that are not."""
+    monkeypatch.setattr(triton_op, "generation", lambda: number)
+    layout = forest((70, -1, 0), (80, 0, 1), (65, 0, 1))
+    q, k, _, _ = make(layout, 2, 1, head_dim, torch.bfloat16)
+    _, v, _, grad_out = make(layout, 2, 1, v_dim, torch.bfloat16)
+    check_accuracy((q, k, v, grad_out), layout, PLAIN._replace(scale=head_dim**-0.5))
+
+
 @ON_EVERY_DEVICE
 def test_strides_change_no_bit(small_tiles, poison, device):
     layout = FORESTS["many short"]

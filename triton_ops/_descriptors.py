@@ -1,17 +1,6 @@
-"""Tensor descriptors: which GPUs copy tiles of a tensor by them, and of which tensors."""
+"""Tensor descriptors: tiles of which tensors they copy."""
 
-import os
-
-import torch
-import triton
 from torch import Tensor
-
-
-def generation() -> int:
-    """That of the NVIDIA GPU for which kernels are compiled; 0 of others and in the interpreter."""
-    if torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
-        return 0
-    return int(triton.runtime.driver.active.get_current_target().arch) // 10
 
 
 def aligned(x: Tensor) -> bool:

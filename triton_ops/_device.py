@@ -17,6 +17,15 @@ def device_reasons(tensor: Tensor) -> list[str]:
     return [f"Triton needs a GPU tensor (or TRITON_INTERPRET=1), got one on {tensor.device}"]
 
 
+def generation() -> int:
+    """That of the NVIDIA GPU for which kernels are compiled; 0 of others and in the interpreter."""
+    if torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+        return 0
+    import triton
+
+    return int(triton.runtime.driver.active.get_current_target().arch) // 10
+
+
 def tensor_reasons(name: str, tensor: Tensor) -> list[str]:
     """The reasons that device and dtype give."""
     reasons = device_reasons(tensor)

@@ -30,8 +30,9 @@ from rlkernel.drivers.linear_logprob import with_wide_bias
 from rlkernel.drivers.linear_rows import Rows
 from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
-from rlkernel.triton_ops import _descriptors
 from rlkernel.triton_ops import linear_logprob_kernels as kernels
+from rlkernel.triton_ops._descriptors import aligned
+from rlkernel.triton_ops._device import generation
 from rlkernel.triton_ops.logprob import per_row
 
 PART = 2048  # vocabulary entries of one program: many programs for a GPU, few sums to merge
@@ -298,16 +299,14 @@ def _cut(
 
 def _launch(kind: int, a: Tensor, b: Tensor, head: Head, *, across: bool = False) -> Launch:
     """How to multiply: 0 and 1, logits and their gradient; 2 and 3, gradients in 16 and in 32 bits."""
-    generation = _descriptors.generation()
+    found = generation()
     step = LARGE.step
-    if generation in DESCRIBED and all(
-        x.dtype == head.compute_dtype and _descriptors.aligned(x) for x in (a, b)
-    ):
-        tile = DESCRIBED[generation][kind]
+    if found in DESCRIBED and all(x.dtype == head.compute_dtype and aligned(x) for x in (a, b)):
+        tile = DESCRIBED[found][kind]
         if kind < 2 and head.bias is not None:
             tile = WITH_BIAS[kind]
         elif kind < 2 and head.softcap is not None:
-            tile = WITH_SOFTCAP[generation][kind]
+            tile = WITH_SOFTCAP[found][kind]
         return Launch(True, tile, True)
     if (
         a.stride(0) % 16 or b.stride(0) % 16

@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.drivers.matmul import gradients, summed
-from rlkernel.triton_ops._descriptors import aligned, generation
-from rlkernel.triton_ops._device import taking
+from rlkernel.triton_ops._descriptors import aligned
+from rlkernel.triton_ops._device import generation, taking
 from rlkernel.triton_ops.matmul_kernels import matmul_descriptor_kernel, matmul_kernel
 
 unsupported = taking("a")

@@ -20,7 +20,7 @@ from rlkernel.calls.prefix_shared_attention import (
     OutGrads,
 )
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.triton_ops._device import dense_reasons, tensor_reasons
+from rlkernel.triton_ops._device import dense_reasons, generation, tensor_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,
     attention_sum_kernel,
@@ -45,7 +45,8 @@ NO_WINDOW = 2**31 - 1
 class Blocks(NamedTuple):
     """Rows of queries and of keys that are multiplied at a time, and how a program runs.
 
-    The first two decide the order of sums: they follow from head dim, dtype and rule, and from the vendor.
+    The first two decide the order of sums: they follow from head dims, dtype and rule, and from the vendor
+    and its generation of tensor cores, whose sums differ anyway; never from how many processors a card has.
     """
 
     q: int
@@ -56,12 +57,12 @@ class Blocks(NamedTuple):
 
 # (bytes of a number, wider head dim) -> blocks of each of KERNELS: the largest found that spill on none of
 # sm_80, sm_90, sm_100 and gfx942, in shared memory that all of them have (AMD: 64 KiB; its four warps have
-# twice the registers of eight).  tests/test_triton_codegen.py compiles some of them.  fp32 is exact, which on
-# NVIDIA means ordinary multiply-adds; there some spill with a softcap, or at head dims between these.
+# twice the registers of eight).  tests/test_triton_codegen.py compiles some of them; with a softcap, or at
+# head dims between these, a few spill on one of the four.  fp32 is exact: multiply-adds on NVIDIA.
 KERNELS = ("forward", "query grad", "key grad")
 NVIDIA = {
-    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
-    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 8, 2)),
+    (2, 64): (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(64, 128, 8, 2)),
+    (2, 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2)),
     (2, 256): (Blocks(64, 32, 8, 3), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2)),
     (4, 64): (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2)),
     (4, 128): (Blocks(64, 16, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 2)),
@@ -70,20 +71,21 @@ NVIDIA = {
 AMD = {
     (2, 64): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 128, 4, 2)),
     (2, 128): (Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (2, 256): (Blocks(64, 32, 4, 2), Blocks(64, 16, 4, 2), Blocks(16, 64, 4, 2)),
+    (2, 256): (Blocks(64, 32, 4, 2), Blocks(64, 16, 4, 2), Blocks(16, 32, 4, 2)),
     (4, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1)),
     (4, 128): (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
-    (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+    (4, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(32, 16, 4, 1)),
 }
-TIGHT_KEY_GRAD = {
-    (True, 2, 128): Blocks(32, 32, 4, 2),
-    (False, 2, 256): Blocks(16, 32, 4, 2),
-    (False, 4, 256): Blocks(32, 16, 4, 1),
+# (generation, kernel) -> (bytes, head dims of q and of v, 64 at least) -> blocks.  Each four warps of Hopper
+# multiply 64 rows at a time, and with fewer than 64 columns their operands' way out of shared memory takes
+# longer than the product.  Keys are the rows of the key gradient's scores: 128 of them are two such groups,
+# each with rows of its own, and 64 queries fill the columns.
+OF_GENERATION = {
+    (9, "query grad"): {(2, 256, 128): Blocks(128, 64, 8, 2)},
+    (9, "key grad"): {(2, 128, 128): Blocks(64, 128, 8, 2)},
+    (10, "query grad"): {(2, 128, 128): Blocks(128, 64, 8, 2), (2, 256, 128): Blocks(64, 64, 8, 2)},
+    (10, "key grad"): {(2, 128, 128): Blocks(64, 128, 8, 2), (2, 256, 128): Blocks(64, 64, 8, 1)},
 }
-
-
-# that of NVIDIA for multi-head latent attention's (192, 128) spills on sm_100
-NARROW_VALUES_QUERY_GRAD = {(True, 2, 256, 128): Blocks(64, 32, 8, 2)}
 
 
 def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
@@ -223,16 +225,13 @@ def _shape(dims: tuple[int, int], blocks: Blocks, visited: int) -> dict[str, int
 
 def _blocks(kernel: str, dims: tuple[int, int], dtype: torch.dtype, rule: AttentionRule) -> Blocks:
     nvidia = torch.version.hip is None
-    width = max(64, *map(_width, dims))
+    shape = dtype.itemsize, *(max(64, _width(d)) for d in dims)
+    width = max(shape[1:])
     blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, width][KERNELS.index(kernel)]
-    if kernel == "query grad":
-        shape = nvidia, dtype.itemsize, _width(dims[0]), _width(dims[1])
-        blocks = NARROW_VALUES_QUERY_GRAD.get(shape, blocks)
+    blocks = OF_GENERATION.get((generation(), kernel), {}).get(shape, blocks)
     # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:
     # half as many rows at a time, but enough for tensor cores
     if rule.softcap or (not nvidia and min(dims) < width):
-        if kernel == "key grad" and (nvidia, dtype.itemsize, width) in TIGHT_KEY_GRAD:
-            return TIGHT_KEY_GRAD[nvidia, dtype.itemsize, width]
         visited = "q" if kernel == "key grad" else "k"
         rows: int = getattr(blocks, visited)
         least = 16 if not nvidia or (visited == "k" and dtype.itemsize == 4) else 32

@@ -1,8 +1,8 @@
 """The kernels of ``prefix_shared_attention`` that take a tile of keys: the gradients of k and v.
 
-A program visits the runs of queries that the plan lists for its item, once for each head that reads these
-keys, in their order.  Nothing is added to memory: sums that several programs make go to slots of their own,
-which a second kernel adds up in their order.
+A program visits the runs of queries that the plan lists for its item, in their order, for one head after
+another of those that read these keys: first all plain runs, then all masked ones.  Nothing is added to
+memory: sums that several programs make go to slots of their own, which a second kernel adds up in order.
 """
 
 import triton
@@ -14,7 +14,9 @@ from rlkernel.triton_ops.prefix_shared_attention_kernels import (
     finite,
     load_rows,
     load_tables,
+    rows_again,
     rows_of,
+    rows_of_tile,
     scored,
     sees,
     store_rows,
@@ -62,16 +64,13 @@ def attention_key_grad_kernel(
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * ITEM_COLUMNS
-    begin, end, slot = tl.load(item + Item.first), tl.load(item + Item.end), tl.load(item + Item.slot)
     plain, masked, stop = tl.load(item + Item.plain), tl.load(item + Item.masked), tl.load(item + Item.stop)
-    index = begin + tl.arange(0, BK)
-    inside = index < end
-    j = tl.minimum(index, end - 1)  # keys beyond the end repeat the last, and are not stored
+    j, inside = rows_of_tile(item, BK)
     key = load_rows(k + kv_head.to(tl.int64) * k_head, j, k_stride, D, WIDTH)
     value = load_rows(v + kv_head.to(tl.int64) * v_head, j, v_stride, DV, V_WIDTH)
-    first_j, last_j, pos_j = load_tables(first, last, pos, j)
     sum_dk = tl.zeros((BK, WIDTH), tl.float32)
     sum_dv = tl.zeros((BK, V_WIDTH), tl.float32)
+    # all plain runs, then all masked ones: masks take registers, which the first loop has none to spare of
     for member in range(GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
         q_here, g_here = q + head * q_head, grad_out + head * g_head
@@ -84,6 +83,12 @@ def attention_key_grad_kernel(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, True,
                     sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
+    j, inside = rows_again(item, BK)
+    first_j, last_j, pos_j = load_tables(first, last, pos, j)
+    for member in range(GROUP):
+        head = (kv_head * GROUP + member).to(tl.int64)
+        q_here, g_here = q + head * q_head, grad_out + head * g_head
+        lse_here, delta_here = lse + head * T, delta + head * T
         for run in range(masked, stop):
             run_first, run_end = rows_of(runs, run)
             for start in range(run_first, run_end, STEP):
@@ -103,6 +108,7 @@ def attention_key_grad_kernel(
                     sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, True,
                 )  # fmt: skip
     sum_dk *= scale
+    slot = tl.load(item + Item.slot)
     if slot < 0:
         store_rows(dk + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dk, D, WIDTH)
         store_rows(dv + kv_head.to(tl.int64) * DV, j, KV_HEADS * DV, inside, sum_dv, DV, V_WIDTH)

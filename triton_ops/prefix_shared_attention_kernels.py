@@ -44,6 +44,27 @@ def rows_of(runs, run):
 
 
 @triton.jit
+def rows_of_tile(tile, ROWS: tl.constexpr):
+    """The rows of a tile, or of an item, and which are its own: those beyond its end repeat the last."""
+    return own_rows(tl.load(tile + Tile.first), tl.load(tile + Tile.end), ROWS)
+
+
+@triton.jit
+def rows_again(tile, ROWS: tl.constexpr):
+    """``rows_of_tile``, read anew behind the loop that takes the time, where keeping them costs registers.
+
+    A compiler keeps what it has loaded from an address, unless the second load is volatile.
+    """
+    return own_rows(tl.load(tile + Tile.first, volatile=True), tl.load(tile + Tile.end, volatile=True), ROWS)
+
+
+@triton.jit
+def own_rows(begin, end, ROWS: tl.constexpr):
+    index = begin + tl.arange(0, ROWS)
+    return tl.minimum(index, end - 1), index < end
+
+
+@triton.jit
 def finite(x):
     """What is not finite replaced by 0: a pair that is masked multiplies it, and 0 * NaN is NaN."""
     return tl.where(x - x == 0.0, x, 0.0)
@@ -132,14 +153,11 @@ def attention_forward_kernel(
     # neighbours in the grid are heads of one tile, which find the keys in the cache
     head = tl.program_id(0) % HEADS
     tile = tiles + tl.program_id(0) // HEADS * TILE_COLUMNS
-    begin, end = tl.load(tile + Tile.first), tl.load(tile + Tile.end)
     plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     k += (head // GROUP).to(tl.int64) * k_head
     v += (head // GROUP).to(tl.int64) * v_head
-    index = begin + tl.arange(0, BQ)
-    inside = index < end
-    i = tl.minimum(index, end - 1)  # rows beyond the end repeat the last, and are not stored
+    i, inside = rows_of_tile(tile, BQ)
     query = load_rows(q, i, q_stride, D, WIDTH)
     first_i, _, pos_i = load_tables(first, last, pos, i)
     top = tl.full((BQ,), float("-inf"), tl.float32)
@@ -216,7 +234,6 @@ def attention_query_grad_kernel(
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     tile = tiles + tl.program_id(0) // HEADS * TILE_COLUMNS
-    begin, end = tl.load(tile + Tile.first), tl.load(tile + Tile.end)
     plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     grad_out += head.to(tl.int64) * g_head
@@ -224,9 +241,7 @@ def attention_query_grad_kernel(
     v += (head // GROUP).to(tl.int64) * v_head
     lse += head.to(tl.int64) * T
     delta += head.to(tl.int64) * T
-    index = begin + tl.arange(0, BQ)
-    inside = index < end
-    i = tl.minimum(index, end - 1)
+    i, inside = rows_of_tile(tile, BQ)
     query = load_rows(q, i, q_stride, D, WIDTH)
     g = load_rows(grad_out, i, g_stride, DV, V_WIDTH)
     first_i, _, pos_i = load_tables(first, last, pos, i)
