@@ -10,7 +10,7 @@ from bitwise import assert_equal
 from prefix_cases import FORESTS, OPTIONS, forest, groups, inputs_of, reasons, run
 
 import rlkernel
-from rlkernel import PrefixLayout
+from rlkernel import PrefixLayout, dispatch
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule
 from rlkernel.ops import prefix_shared_attention as public
 from rlkernel.reference import prefix_shared_attention as reference
@@ -94,6 +94,33 @@ def test_backends_are_told_whether_a_gradient_is_wanted(monkeypatch):
             with torch.no_grad():
                 rlkernel.prefix_shared_attention(**x, batch=shape.layout())
     assert asked == [True, False] * 4 + [False, False]
+
+
+def test_a_pass_without_gradients_runs_where_one_with_them_does(monkeypatch):
+    """Whatever a backend that has no backward says: on-policy logprobs are then the same bits."""
+    assert "flashinfer" not in public.ORDER and set(public.ORDER) < set(dispatch.BACKENDS)
+    load = dispatch._load
+
+    def without_backward(name, op, tensors, options):
+        if name == "flashinfer":  # as if it were installed
+            return reference, ["no backward"] if options["needs_grad"] else []
+        return load(name, op, tensors, options)
+
+    monkeypatch.setattr(dispatch, "_load", without_backward)
+    shape = FORESTS["ragged"]
+    x = {name: value for name, value in inputs_of(shape).items() if name in ("q", "k", "v")}
+    ran, lse = [], []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            leaves = {name: value.detach().requires_grad_(grad) for name, value in x.items()}
+            _, norm = rlkernel.prefix_shared_attention(**leaves, batch=shape.layout(), return_lse=True)
+            ran.append(rlkernel.last_backend("prefix_shared_attention"))
+            lse.append(norm.detach())
+    assert ran[0] == ran[1]
+    assert_equal("lse", *lse)
+    monkeypatch.setattr(public, "ORDER", ("flashinfer", *public.ORDER))  # what the order is there for
+    rlkernel.prefix_shared_attention(**x, batch=shape.layout())
+    assert rlkernel.last_backend("prefix_shared_attention") == "flashinfer"
 
 
 @pytest.mark.parametrize("v_dim", [16, 12])

@@ -1,4 +1,4 @@
-"""``prefix_shared_attention`` over FlashInfer, where no gradient is asked for: old and reference logprobs.
+"""``prefix_shared_attention`` over FlashInfer, by name, where no gradient is asked for.
 
 One ragged prefill call, each segment's rows on a copy of all keys of its path.  Its plan is made on the host,
 once for the layers of a model, which pass the same layout one after another.

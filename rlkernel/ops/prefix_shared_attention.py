@@ -21,6 +21,10 @@ from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime.modes import without_autocast
 
+# A pass without gradients runs where the one with them does, so that on-policy logprobs are the same bits on
+# both sides of a ratio: flashinfer, which has no backward, runs where it is asked for by name.
+ORDER = ("native", "triton", "reference")
+
 NO_NEEDS: tuple[bool, ...] = (False,) * 4
 
 

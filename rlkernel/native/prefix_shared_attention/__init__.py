@@ -18,7 +18,8 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
         return []
     from rlkernel.native.prefix_shared_attention import flash
 
-    return flash.unsupported_flash(q, v, options.get("rule"), bool(options.get("needs_grad")))
+    # also without gradients only what has a backward: else the pass with them would run on another backend
+    return flash.unsupported_flash(q, v, options.get("rule"), needs_grad=True)
 
 
 def forward(call: AttentionCall) -> AttentionResults:
