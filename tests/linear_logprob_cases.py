@@ -20,7 +20,7 @@ NAMES = ("hidden", "weight", "bias")
 def small_tiles(monkeypatch):
     """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford; backward finds
     some of them kept and multiplies the others again."""
-    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: min(tiles, 2))
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: min(tiles, 2))
     monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
 

@@ -41,11 +41,11 @@ def test_gemms_are_not_done_for_nothing(backend, device, small_tiles, monkeypatc
         return counter.total / unit
 
     assert flops((True, True, False)) == 4 - 2 * (8 * 48) / (n * v)  # two tiles were kept
-    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: tiles)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: tiles)
     assert flops((True, True, False)) == 3
     assert flops((False, True, False)) == 2
     assert flops((True, True, False), live_rows=n // 2) == 1 + 3 / 2  # other rows than those kept
-    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: 0)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: 0)
     assert flops((True, True, False)) == 4
     assert flops((False, True, False)) == 3
     assert flops((True, False, False)) == 2
@@ -81,9 +81,9 @@ def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypa
         run(backend, other, upstream_like(other["target_ids"]), (True, True, False), return_entropy=True)
 
     some = gradients()
-    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: 0)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: 0)
     none = gradients()
-    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, size, used: tiles)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: tiles)
     cases = {"some": some, "all": gradients(), "after a backward": gradients(backwards=2)}
     cases |= {"after scoring": gradients(score), "after training": gradients(train)}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):

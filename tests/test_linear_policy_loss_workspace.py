@@ -83,7 +83,10 @@ def test_a_chunk_that_does_not_pay_is_not_taken(monkeypatch):
 def test_room_for_more_rows_is_used(monkeypatch):
     monkeypatch.setattr(workspace, "_limit", 2048 * 2**20)
     _, one = resident("qwen3-8b", torch.bfloat16, torch.float32, "cuda")
-    assert one.plan.tokens == 1024 and 3 * one.size <= workspace.limit(), "three chunks side by side"
+    assert one.plan.tokens == 3072 and one.size <= workspace.limit(), "the largest chunk that fits"
+    monkeypatch.setattr(workspace, "_limit", workspace.GPU_LIMIT)
+    _, one = resident("qwen3-8b", torch.bfloat16, torch.float32, "cuda")
+    assert one.plan.tokens == 1536 and one.size <= workspace.GPU_LIMIT, "one pass by default"
     monkeypatch.setattr(workspace, "_limit", 3 * 2**30)
     _, one = resident("qwen3-8b", torch.bfloat16, torch.float32, "cuda")
     assert one.plan.tokens == 4096 and one.size <= workspace.limit()

@@ -61,7 +61,8 @@ def test_an_exception_gives_the_buffer_back():
 
 def test_limit_setting_environment_and_default(monkeypatch):
     monkeypatch.delenv("RLKERNEL_WORKSPACE_MIB", raising=False)
-    assert workspace.limit() == workspace.DEFAULT_LIMIT == 256 * 2**20
+    assert workspace.limit() == workspace.limit(torch.device("cpu")) == workspace.DEFAULT_LIMIT == 256 * 2**20
+    assert workspace.limit(torch.device("cuda")) == workspace.GPU_LIMIT == 2**30
     monkeypatch.setenv("RLKERNEL_WORKSPACE_MIB", "64")
     assert workspace.limit() == 64 * 2**20
     workspace.set_limit(2**21)

@@ -118,7 +118,7 @@ def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[
     launch = _launch(0, hidden, weight, head)
     parts = triton.cdiv(vocab, PART)
     row_bytes = 4 * len(kernels.Extra) * parts + size * head.compute_dtype.itemsize
-    chunk = max(workspace.limit() // (row_bytes * launch.tile.rows), 1) * launch.tile.rows
+    chunk = max(workspace.limit(hidden.device) // (row_bytes * launch.tile.rows), 1) * launch.tile.rows
     carve = functools.partial(_carve_forward, min(chunk, n), size, parts, head)
     with _workspace(carve, hidden.device) as (states, part):
         for a in range(0, n, chunk):
@@ -177,7 +177,13 @@ class _Backward:
         (self.n, self.size), self.vocab = self.hidden.shape, self.weight.shape[0]
         convert = self.weight.dtype != self.compute or self.weight.stride(1) != 1
         self.cut = _cut(
-            self.n, self.vocab, self.size, self.compute, convert, self.weight.dtype, workspace.limit()
+            self.n,
+            self.vocab,
+            self.size,
+            self.compute,
+            convert,
+            self.weight.dtype,
+            workspace.limit(self.weight.device),
         )
         self.convert = convert
         self.several_slices, self.several_chunks = self.cut.width < self.vocab, self.cut.rows < self.n

@@ -225,8 +225,8 @@ def _shape(dims: tuple[int, int], blocks: Blocks, visited: int) -> dict[str, int
 
 def _blocks(kernel: str, dims: tuple[int, int], dtype: torch.dtype, rule: AttentionRule) -> Blocks:
     nvidia = torch.version.hip is None
-    shape = dtype.itemsize, *(max(64, _width(d)) for d in dims)
-    width = max(shape[1:])
+    heads = max(64, _width(dims[0])), max(64, _width(dims[1]))
+    shape, width = (dtype.itemsize, *heads), max(heads)
     blocks = (NVIDIA if nvidia else AMD)[dtype.itemsize, width][KERNELS.index(kernel)]
     blocks = OF_GENERATION.get((generation(), kernel), {}).get(shape, blocks)
     # a softcap's polynomial takes registers, and on AMD so do the masks of a head dim that fills no tile:

@@ -20,8 +20,8 @@ from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, 
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
 from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
-from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
-from rlkernel.runtime import gpu
+from rlkernel.drivers.linear_products import Scratch, backward_plan, rows_of, scatter, select
+from rlkernel.runtime import gpu, workspace
 
 
 def forward(kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = None) -> LinearLogprobResults:
@@ -92,9 +92,11 @@ def backward(
     nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
     rows = rows_to_compute((target_ids != head.ignore_index) & nonzero)
     n = hidden.shape[0] if rows is None else rows.numel()
+    there = not gpu.capturing(hidden.device) and workspace.keeps(hidden.device, log_sum)
     scratch = _scratch(call, multiply)(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
-        weight_gradient=need_weight, owner=None if gpu.capturing(hidden.device) else log_sum,
+        weight_gradient=need_weight, owner=log_sum if there else None,
+        plan=None if there else backward_plan(weight, head, n),
     )  # fmt: skip
     several = scratch.plan.vocab < weight.shape[0] or rows is not None
     # without a gather every element is written by the first product, else rows are added where they belong
@@ -133,7 +135,7 @@ def backward(
             if dw is not None and dw_slice is not None and dw is not dw_slice:
                 dw_slice.copy_(dw)
     if dhidden is not None and dhidden.dtype != hidden.dtype:
-        dhidden = _narrow(dhidden, hidden.dtype)
+        dhidden = dhidden.to(hidden.dtype)  # in memory of its own: a view would keep that of fp32 alive
     return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
 
 
@@ -191,13 +193,3 @@ def _finish_direction(
     inside = torch.where((ids >= 0) & (ids < vocab), ids, 0)
     for a, b in scratch.chunks():
         direction[a:b].add_(scratch.rows_at(inside[a:b]).mul_(pull[a:b, None]))
-
-
-def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """``wide.to(dtype)`` in the same memory, so that the two never stand side by side."""
-    flat = wide.view(-1)
-    narrow = flat.view(dtype)[: flat.numel()]
-    step = 2**20
-    for a in range(0, flat.numel(), step):  # ascending: what is written ends before what is still to be read
-        narrow[a : a + step] = flat[a : a + step].to(dtype)
-    return narrow.view(wide.shape)

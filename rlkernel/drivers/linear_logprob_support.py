@@ -170,7 +170,8 @@ def _used(offsets: Tensor, ids: Tensor) -> int:
 
 def _chunks(entries: Tensor, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:
     """As many entries as the workspace's limit has room for: two gathered rows and a conversion each."""
-    room = workspace.limit() if entries.device.type != "cpu" else min(workspace.limit(), CPU_CHUNK)
+    room = workspace.limit(entries.device)
+    room = room if entries.device.type != "cpu" else min(room, CPU_CHUNK)
     step = max(1, room // (3 * wide.itemsize * size + 64))
     for a in range(0, entries.numel(), step):
         yield a, min(a + step, entries.numel())

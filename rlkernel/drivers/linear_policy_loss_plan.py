@@ -43,7 +43,7 @@ class Plan:
             Resident, hidden, weight, head, self.n, self.rows is not None, gradients=True,
             hidden_gradient=needs[0], weight_gradient=needs[1],
         )  # fmt: skip
-        one, two, limit = make(blocks=1), make(blocks=2), workspace.limit()
+        one, two, limit = make(blocks=1), make(blocks=2), workspace.limit(hidden.device)
         tokens = one.plan.tokens
         total = -(-self.n // tokens)
         need = list(range(total)) if policy.reach == "token" else self._whole_sequences(kept, tokens, total)

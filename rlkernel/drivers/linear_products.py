@@ -22,7 +22,10 @@ class Tile(NamedTuple):
 
 # The most that helps: GEMMs run at full speed, and on a CPU a tile of logits stays in the caches.
 CPU_TILE = Tile(1024, 4096)
-GPU_TILE = Tile(4096, 16384)
+# On a GPU a slice of the vocabulary is 66 blocks of 256 wide, or a half or a quarter of it: with rows in
+# multiples of 512 its blocks fill 132 multiprocessors whole.
+GPU_TILE = Tile(4096, 16896)
+GPU_ROWS = 512
 # Rows of whole logits from which linear_policy_loss gains by one pass: a chunk of N saves 2 N H V operations
 # and reads and writes the weight's gradient, 8 V H bytes. At F operations and B bytes in a second that pays
 # from 4 F / B rows on: F / B is 150 to 300 in data sheets from A100 to B200 and MI300X, 10 to 30 on a CPU.
@@ -62,7 +65,7 @@ def tile_plan(weight: Tensor, head: Head) -> Tile:
     The widest slice of the vocabulary whose converted weight and fp32 gradient take at most half of the
     limit, and as many tokens as fit beside it.
     """
-    return _tile_plan(_Shape.of(weight, head), workspace.limit())
+    return _tile_plan(_Shape.of(weight, head), workspace.limit(weight.device))
 
 
 @functools.lru_cache
@@ -74,7 +77,7 @@ def _tile_plan(shape: _Shape, limit: int) -> Tile:
     per_token = size * (operand.itemsize + 4)
     wide = min(vocab, most.vocab)
     while wide > 256 and wide * per_entry > limit // 2:
-        wide = max(256, wide // 2)
+        wide = _narrower(wide)
     tokens = max((limit - wide * per_entry) // (cell * wide + per_token), 16)
     # linear_policy_loss keeps whole rows of logits, in these same tiles: its bits are those of linear_logprob
     if shape.device.type == "cpu":  # whose GEMMs lose little by it
@@ -83,11 +86,48 @@ def _tile_plan(shape: _Shape, limit: int) -> Tile:
         tokens = min(tokens, max(whole, CPU_WHOLE_ROWS))
     else:
         fixed, row = _whole_rows(shape, wide)
-        if GPU_WHOLE_ROWS <= (limit - fixed) // row < min(tokens, most.tokens):
-            tokens = GPU_WHOLE_ROWS
+        whole = (limit - fixed) // row
+        if GPU_WHOLE_ROWS <= whole < min(tokens, most.tokens):
+            tokens = whole - whole % GPU_ROWS
     if tokens > 128:
         tokens -= tokens % 128
     return Tile(int(min(tokens, most.tokens)), wide)
+
+
+def _narrower(wide: int) -> int:
+    half = wide // 2
+    return max(256, half if half % 128 == 0 else half - half % 256)
+
+
+def backward_plan(weight: Tensor, head: Head, n: int) -> Tile:
+    """The tile of a backward pass over ``n`` rows whose logits are not there any more.
+
+    On a GPU all rows at once, as long as a slice is wide enough beside them: the weight's gradient is then
+    one product a slice, and nothing is read and added again for each chunk.  A recomputed logit may differ
+    from that of the lse in its last bit, by the library's choice for another number of rows.
+    """
+    plan, device = tile_plan(weight, head), weight.device
+    if device.type == "cpu" or n <= plan.tokens or invariance.is_on():
+        return plan
+    return _backward_plan(
+        _Shape.of(weight, head), -(-n // GPU_ROWS) * GPU_ROWS, workspace.limit(device), plan
+    )
+
+
+@functools.lru_cache
+def _backward_plan(shape: _Shape, rows: int, limit: int, plan: Tile) -> Tile:
+    logits, operand = shape.logits_dtype.itemsize, shape.operand.itemsize
+    cell = logits + (0 if shape.logits_dtype == shape.operand else operand)
+    wide = min(shape.vocab, shape.most.vocab)
+    while wide > GPU_WHOLE_ROWS:
+        if rows * (cell * wide + shape.size * (operand + 4)) + wide * shape.size * shape.converted <= limit:
+            return Tile(rows, wide)
+        wide = _narrower(wide)
+    # not all rows: as many as one product profits from, beside fp32 sums of a slice of the weight's gradient
+    wide = plan.vocab
+    per_entry = shape.size * (shape.converted + (0 if shape.dtype == torch.float32 else 4))
+    room = (limit - wide * per_entry) // (cell * wide + shape.size * (operand + 4))
+    return plan._replace(tokens=max(plan.tokens, min(room - room % GPU_ROWS, rows)))
 
 
 def _whole_rows(shape: _Shape, wide: int) -> tuple[int, int]:
@@ -103,7 +143,7 @@ def _whole_rows(shape: _Shape, wide: int) -> tuple[int, int]:
 
 def one_pass_limit(weight: Tensor, head: Head) -> int:
     """The next larger workspace limit, in MiB, with which linear_policy_loss takes one pass over any rows."""
-    return _one_pass_limit(_Shape.of(weight, head), workspace.limit() // 2**20 + 1)
+    return _one_pass_limit(_Shape.of(weight, head), workspace.limit(weight.device) // 2**20 + 1)
 
 
 @functools.lru_cache
@@ -116,20 +156,42 @@ def _one_pass_limit(shape: _Shape, least: int) -> int:
     return next(mib for mib in itertools.count(least) if holds(mib))
 
 
-def kept_tiles(tiles: int, size: int, used: int) -> int:
-    """How many of ``tiles`` of ``size`` bytes the workspace can hold beside what is ``used`` of it."""
-    return max(min(tiles, (workspace.limit() - used) // size), 0)
+def kept_tiles(tiles: int, size: int, used: int, device: torch.device) -> int:
+    """How many of ``tiles`` of ``size`` bytes the workspace can hold beside what is ``used`` of it.
+
+    On a GPU all or none: backward takes larger tiles where it computes some of them anew.
+    """
+    room = max(min(tiles, (workspace.limit(device) - used) // size), 0)
+    return room if device.type == "cpu" or room == tiles else 0
 
 
 def product_kind(compute_dtype: torch.dtype, device: torch.device) -> str:
     """How a GEMM of ``compute_dtype`` gives fp32.
 
-    "direct": its operands are fp32; "out_dtype": the library takes low precision and writes fp32 (CUDA);
-    "upcast": the operands are converted to fp32 a tile at a time.
+    "direct": its operands are fp32; "out_dtype": the library takes low precision and writes fp32, on GPUs
+    where it says that it can; "upcast": the operands are converted to fp32 a tile at a time.
     """
     if compute_dtype == torch.float32:
         return "direct"
-    return "out_dtype" if device.type == "cuda" and torch.version.hip is None else "upcast"
+    return "out_dtype" if device.type == "cuda" and writes_fp32(compute_dtype, device) else "upcast"
+
+
+@functools.cache
+def writes_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the GPU's library multiplies this dtype into fp32, and adds to fp32: asked once, of 8 by 8.
+
+    In CUDA it does.  ROCm's builds of torch differ; converted to fp32 a product takes six times as long.
+    """
+    if torch.version.hip is None:
+        return True
+    a = torch.ones(8, 8, dtype=dtype, device=device)
+    out = torch.empty(8, 8, device=device)
+    try:
+        torch.ops.aten.mm.dtype_out(a, a, torch.float32, out=out)
+        torch.ops.aten.addmm.dtype_out(out, a, a, torch.float32, out=out)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def operand_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -147,22 +209,23 @@ class Scratch:
     def __init__(
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
         hidden_gradient: bool = False, weight_gradient: bool = False, keep: bool = False,
-        owner: Tensor | None = None,
+        owner: Tensor | None = None, plan: Tile | None = None,
     ) -> None:  # fmt: skip
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
-        self.plan = tile_plan(weight, head)
+        self.plan = plan or tile_plan(weight, head)
         self.product = product_kind(head.compute_dtype, hidden.device)
         self.operand = operand_dtype(head.compute_dtype, hidden.device)
         self._owner = owner
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
         self.size = self._carve(Carver())
         if keep and n:
-            self.size = max(self.size, self._size_of_backward())
+            used = max(self.size, self._size_of_backward())
             tiles = -(-n // self.plan.tokens) * -(-weight.shape[0] // self.plan.vocab)
             size = self._slot() * head.logits_dtype.itemsize
-            self._slots = kept_tiles(tiles, size, self.size)
-            self.size += self._slots * size
+            self._slots = kept_tiles(tiles, size, used, hidden.device)
+            if self._slots or hidden.device.type == "cpu":
+                self.size = used + self._slots * size
 
     def _size_of_backward(self) -> int:
         own = self._gradients, self._of_hidden, self._of_weight

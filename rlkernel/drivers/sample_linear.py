@@ -44,7 +44,7 @@ def plan(weight: Tensor, head: Head) -> Plan:
     convert = weight.dtype != operand or operand != head.compute_dtype or weight.stride(-1) != 1
     cell = stored_dtype(head).itemsize + (0 if stage is None else stage.itemsize)
     most = CPU_TILE if device.type == "cpu" else GPU_TILE
-    return _plan(*weight.shape, operand.itemsize, convert, cell, most, workspace.limit())
+    return _plan(*weight.shape, operand.itemsize, convert, cell, most, workspace.limit(device))
 
 
 @functools.lru_cache

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlkernel.runtime import gpu
 
 DEFAULT_LIMIT = 256 * 2**20
+GPU_LIMIT = 2**30  # of tens of GiB: tiles of 8192 rows fill every multiprocessor
 _MINIMUM = 2**20
 ALIGNMENT = 256  # bytes: what cuBLAS and 16-byte vector loads want of every part
 
@@ -50,12 +51,12 @@ _lock = threading.Lock()
 _buffers: dict[tuple[torch.device, int], _Buffer] = {}
 
 
-def limit() -> int:
-    """The most bytes that one op's tiles may take."""
+def limit(device: torch.device | None = None) -> int:
+    """The most bytes that one op's tiles may take on ``device``."""
     if _limit is not None:
         return _limit
     if (mib := os.environ.get("RLKERNEL_WORKSPACE_MIB")) is None:
-        return DEFAULT_LIMIT
+        return DEFAULT_LIMIT if device is None or device.type == "cpu" else GPU_LIMIT
     try:
         size = int(float(mib) * 2**20)
     except ValueError:
@@ -66,8 +67,8 @@ def limit() -> int:
 
 
 def set_limit(size: int | None) -> None:
-    """Set the most bytes that one op's tiles may take; None restores the environment's or the default 256
-    MiB.
+    """Set the most bytes that one op's tiles may take; None restores the environment's or the default, 256
+    MiB on a CPU and 1 GiB on a GPU.
 
     Tiles follow from this limit, so it decides the last bits of ``linear_logprob``: use the same in rollout
     and trainer.
@@ -138,6 +139,12 @@ def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> No
     buffer = _buffer(device)
     with buffer.lock:
         buffer.kept = _Kept(weakref.ref(owner), size, note)
+
+
+def keeps(device: torch.device, owner: Tensor) -> bool:
+    """Whether what was kept for ``owner`` is still there."""
+    kept = _buffer(device).kept
+    return kept is not None and kept.owner() is owner
 
 
 def _buffer(device: torch.device) -> _Buffer:
