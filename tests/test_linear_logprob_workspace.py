@@ -1,15 +1,19 @@
 """linear_logprob: which products it does, which logits it keeps from forward, and what memory it takes."""
 
+import types
+
 import linear_logprob_cases
 import pytest
 import torch
 from backends import of, running
 from bitwise import assert_equal
-from linear_logprob_cases import DTYPES, NAMES, Flops, able, run
+from linear_logprob_cases import DTYPES, NAMES, Flops, able, check_against_fp64, run
 from logprob_cases import upstream_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.calls.linear_logprob import Head
+from rlkernel.drivers import linear_logprob as driver
 from rlkernel.drivers import linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
@@ -136,3 +140,46 @@ def test_workspace_does_not_depend_on_the_number_of_tokens():
             run("native", inputs, [torch.ones(n), None, None], (True, True, False))
             sizes.append(sum(b.memory.numel() for b in workspace._buffers.values()))
     assert sizes[0] == sizes[1] <= 2**21
+
+
+@ON_EVERY_BACKEND
+def test_backward_in_larger_tiles_than_forward(backend, device, small_tiles, monkeypatch):
+    """As a GPU has it where the logits are not there any more."""
+    inputs = make_inputs(19, 16, 133, device=device, ignored=0.2)
+    able(backend, inputs)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: 0)
+    monkeypatch.setattr(driver, "backward_plan", lambda *_: Tile(64, 40))
+    check_against_fp64(backend, inputs, upstream_like(inputs["target_ids"]), return_entropy=True)
+
+
+def test_backward_on_a_gpu_takes_all_rows_that_leave_a_wide_slice():
+    head = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
+
+    def plan(n, limit, device="cuda"):
+        weight = types.SimpleNamespace(
+            device=torch.device(device), shape=(151936, 4096), dtype=torch.bfloat16
+        )
+        with workspace.limited(limit):
+            return linear_products.tile_plan(weight, head), linear_products.backward_plan(weight, head, n)
+
+    forward, backward = plan(8192, workspace.GPU_LIMIT)
+    assert forward == Tile(1536, 16896) and backward == Tile(8192, 16896)
+    assert plan(8000, workspace.GPU_LIMIT)[1] == Tile(8192, 16896)
+    assert plan(1500, workspace.GPU_LIMIT)[1] == forward
+    for n in (20_000, 30_000, 10**6):
+        _, (tokens, wide) = plan(n, workspace.GPU_LIMIT)
+        sums = 0 if tokens >= n else 4 * 4096 * wide
+        assert tokens >= forward.tokens and tokens * (6 * wide + 6 * 4096) + sums <= workspace.GPU_LIMIT, n
+    forward, backward = plan(8192, workspace.DEFAULT_LIMIT, "cpu")
+    assert forward == backward
+
+
+def test_rocm_is_asked_whether_its_library_writes_fp32(monkeypatch):
+    """Here the library of a CPU stands for it, which does not, and then a stand-in that does."""
+    asked = linear_products.writes_fp32.__wrapped__
+    assert asked(torch.bfloat16, torch.device("cpu")), "CUDA is not asked"
+    monkeypatch.setattr(torch.version, "hip", "7")
+    assert not asked(torch.bfloat16, torch.device("cpu"))
+    for product in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        monkeypatch.setattr(product, "dtype_out", lambda *arguments, out: out)
+    assert asked(torch.bfloat16, torch.device("cpu"))

@@ -64,14 +64,17 @@ def _logprob_backward(device: Device) -> list[Launch]:
     return [*_logprob(device), Launch("backward", _compiled(name), read=N * V * BF16, written=N * V * BF16)]
 
 
-def _tile() -> tuple[int, int]:
-    """Tokens and vocabulary of a tile, by the plan that the op itself makes for a GPU."""
+def _tile(backward: bool = False) -> tuple[int, int]:
+    """Tokens and vocabulary of a tile, by the plans that the op itself makes for a GPU."""
     from rlkernel.calls.linear_logprob import Head
     from rlkernel.drivers import linear_products
 
     weight = types.SimpleNamespace(device=torch.device("cuda"), shape=(V, H), dtype=torch.bfloat16)
     head = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
-    plan = linear_products.tile_plan(weight, head)  # type: ignore[arg-type]
+    if backward:
+        plan = linear_products.backward_plan(weight, head, N)  # type: ignore[arg-type]
+    else:
+        plan = linear_products.tile_plan(weight, head)  # type: ignore[arg-type]
     return min(plan.tokens, N), min(plan.vocab, V)
 
 
@@ -79,14 +82,16 @@ def _spans(whole: int, part: int) -> list[int]:
     return [min(part, whole - start) for start in range(0, whole, part)]
 
 
-def _tiles() -> int:
-    tokens, vocab = _tile()
+def _tiles(backward: bool = False) -> int:
+    tokens, vocab = _tile(backward)
     return len(_spans(N, tokens)) * len(_spans(V, vocab))
 
 
-def _products(name: str, device: Device, count: int, accumulated: float = 0.0) -> Launch:
+def _products(
+    name: str, device: Device, count: int, accumulated: float = 0.0, backward: bool = False
+) -> Launch:
     """``count`` GEMMs of a tile for every tile, in blocks of 128 x 256, the last wave of each not full."""
-    tokens, vocab = _tile()
+    tokens, vocab = _tile(backward)
     blocks = [-(-n // 128) * -(-v // 256) for n in _spans(N, tokens) for v in _spans(V, vocab)]
     waves = sum(-(-each // device.multiprocessors) for each in blocks)
     return Launch(
@@ -104,23 +109,45 @@ def _linear_tiled(device: Device) -> list[Launch]:
 
 def _linear_backward(device: Device) -> list[Launch]:
     kernel = _compiled("logprob: backward_kernel<float, bf16, 0>")
-    # the weight's gradient is read and written again by the products of every chunk of tokens
-    gradient = V * H * 4 * len(_spans(N, _tile()[0]))
+    # gradients in fp32 are read and written again: the weight's by every chunk of tokens, where there are
+    # several, that of the hidden states by every slice of the vocabulary
+    tokens, vocab = _tile(backward=True)
+    chunks, slices = len(_spans(N, tokens)), len(_spans(V, vocab))
+    gradient = 4.0 * H * ((V * chunks if chunks > 1 else 0) + N * slices)
     return [
         *_linear_tiled(device),
-        _products("logits, hidden, weight", device, 3, gradient),
-        Launch("rows of tiles again", kernel, read=N * V * 4, written=N * V * BF16, times=_tiles()),
+        _products("logits, hidden, weight", device, 3, gradient, backward=True),
+        Launch("rows of tiles again", kernel, read=N * V * 4, written=N * V * BF16, times=_tiles(True)),
     ]
 
 
 def _linear_fused(device: Device) -> list[Launch]:
     name = {"triton": "linear_logprob: fused bf16: product_kernel"}
     merge = {"triton": "linear_logprob: fused bf16: merge_kernel"}
-    parts = V // 128 // 64
+    parts = -(-V // 2048)
     return [
         Launch("product", name, read=(N + V) * H * BF16, flops=2 * N * H * V, blocks=N // 128 * parts),
         Launch("merge", merge, read=N * parts * 12),
     ]
+
+
+def _linear_fused_backward(device: Device) -> list[Launch]:
+    case = "linear_logprob: fused gradient bf16"
+    of_logits = {"triton": f"{case}: logits_gradient_kernel"}
+    of_hidden = {"triton": f"{case} entropy, in slices: gradient_product_kernel"}
+    of_weight = {"triton": f"{case} of weight: gradient_product_kernel"}
+    width = 50688  # that 1 GiB leaves for a slice
+    slices = -(-V // width)
+    blocks, flops = N // 128 * -(-V // 256), 2 * N * H * V
+    return [
+        *_linear_fused(device),
+        Launch("gradient of logits", of_logits, (N + V) * H * BF16, N * V * BF16, flops, slices, blocks),
+        Launch(
+            "hidden", of_hidden, N * V * BF16, 8.0 * N * H * slices, flops, slices,
+            slices * (N // 128) * (H // 128),
+        ),
+        Launch("weight", of_weight, N * V * BF16, V * H * BF16, flops, slices, V // 128 * (H // 256)),
+    ]  # fmt: skip
 
 
 def _sample(rows: int, filtered: bool) -> Callable[[Device], list[Launch]]:
@@ -185,6 +212,7 @@ def headlines() -> list[Headline]:
         Headline("linear_logprob", linear, "forward", "native", "tiled", _linear_tiled),
         Headline("linear_logprob", linear, "forward", "triton", "fused", _linear_fused),
         Headline("linear_logprob", linear, "forward+backward", "native", "tiled", _linear_backward),
+        Headline("linear_logprob", linear, "forward+backward", "triton", "fused", _linear_fused_backward),
         Headline("policy_loss", policy, "forward", "native", "", _policy),
     ]
     for rows in (1, 32, 64, 256):
