@@ -160,6 +160,11 @@ def test_a_row_has_the_same_bits_in_any_batch(backend, device, loading):
         again, (grad,) = run_wide(backend, part, [g[rows] for g in upstream], needs, temperature=0.7)
         for name, a, b in zip((*out._fields, "hidden"), (*again, grad), (*out, dhidden), strict=True):
             assert_equal(name, a, b[rows])
+    spread = torch.empty(140, 73, dtype=torch.bfloat16, device=device)[:, :72].copy_(inputs["hidden"])
+    with torch.no_grad():
+        again = run(backend, inputs | {"hidden": spread}, temperature=0.7, **FUSED)[0]
+    for name, a, b in zip(out._fields, again, out, strict=True):
+        assert_equal(f"{name} of rows apart", a, b)
     ids = inputs["target_ids"].clone()
     ids[:100] = -100
     again, (grad,) = run_wide(backend, inputs | {"target_ids": ids}, upstream, needs, temperature=0.7)

@@ -87,9 +87,8 @@ class Launch(NamedTuple):
             "BM": tile.rows, "BN": tile.columns, "BK": tile.step, "GROUP": GROUP,
             "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,
         }  # fmt: skip
-        if (
-            torch.version.hip is not None
-        ):  # AMD's instructions for tiles of 16 and of 32 rows add up in different orders
+        # AMD's instructions for tiles of 16 and of 32 rows add up in different orders
+        if torch.version.hip is not None:
             options |= {"matrix_instr_nonkdim": 16}
         return options
 
@@ -115,12 +114,12 @@ def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[
     ids, temperatures = rows.take(call.target_ids), rows.take(head.temperature)
     outputs = LogprobResults.empty(ids, call.return_entropy)
     statistics = _empty_statistics(call, n)
-    launch = _launch(0, hidden, weight, head)
     parts = triton.cdiv(vocab, PART)
     row_bytes = 4 * len(kernels.Extra) * parts + size * head.compute_dtype.itemsize
-    chunk = max(workspace.limit(hidden.device) // (row_bytes * launch.tile.rows), 1) * launch.tile.rows
+    chunk = max(workspace.limit(hidden.device) // (row_bytes * LARGE.rows), 1) * LARGE.rows
     carve = functools.partial(_carve_forward, min(chunk, n), size, parts, head)
     with _workspace(carve, hidden.device) as (states, part):
+        launch = _launch(0, states, weight, head)  # by rows that are dense, however the given ones lie
         for a in range(0, n, chunk):
             b = min(a + chunk, n)
             count, h = rows.number_from(a), _gather(hidden, rows.order[a:b], states, head)
@@ -176,15 +175,8 @@ class _Backward:
         )
         (self.n, self.size), self.vocab = self.hidden.shape, self.weight.shape[0]
         convert = self.weight.dtype != self.compute or self.weight.stride(1) != 1
-        self.cut = _cut(
-            self.n,
-            self.vocab,
-            self.size,
-            self.compute,
-            convert,
-            self.weight.dtype,
-            workspace.limit(self.weight.device),
-        )
+        limit = workspace.limit(self.weight.device)
+        self.cut = _cut(self.n, self.vocab, self.size, self.compute, convert, self.weight.dtype, limit)
         self.convert = convert
         self.several_slices, self.several_chunks = self.cut.width < self.vocab, self.cut.rows < self.n
         self.stride = -(-self.cut.width // 8) * 8  # rows of the gradient begin at multiples of 16 bytes
