@@ -19,9 +19,7 @@ import portable
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-# of gfx950 no figures are kept here, and the kernels of tiles alone are compiled
-COMPILED = portable.TARGETS
-TARGETS = COMPILED[:4]
+COMPILED, TARGETS = portable.TARGETS, portable.KEPT
 
 # registers a thread, per target in the order of TARGETS; None where the case launches another kernel
 REGISTERS = {
