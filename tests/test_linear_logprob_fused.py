@@ -1,6 +1,7 @@
 """linear_logprob(algorithm="fused"): against fp64, each option alone, by pointers and by descriptors,
 and its promises of bits: neither the batch nor the workspace shows in them."""
 
+import linear_policy
 import pytest
 import torch
 from bitwise import assert_equal
@@ -219,6 +220,29 @@ def test_statistics(backend, device):
         assert torch.equal(out.is_top1, truth.is_top1)
         for a, b in ((out.mean_logits, truth.mean_logits), (out.log_sum_sq_probs, truth.log_sum_sq_probs)):
             torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "clip_cov"]
+)  # the latter needs the logprobs of the whole batch
+@ON_TRITON
+def test_linear_policy_loss(backend, device, loss_type):
+    inputs = linear_policy.make_inputs(3, 7, 40, 300, dtype=torch.bfloat16, device=device)
+    options = {"loss_type": loss_type, "entropy_coef": 0.01, "temperature": 0.8, "algorithm": "fused"}
+    linear_policy.check_against_fp64(backend, linear_policy.with_bias(inputs), **options)
+    ids = torch.where(inputs["mask"] != 0, inputs["target_ids"], -100)
+    with rlkernel.use_backend(backend):
+        out = rlkernel.linear_policy_loss(**inputs, **options)
+        own = rlkernel.linear_logprob(inputs["hidden"], inputs["weight"], ids, temperature=0.8, **FUSED)
+    assert_equal("logprobs", out.logprobs, own.logprobs)
+    assert_equal("entropy", out.entropy, own.entropy)
+
+
+def test_linear_policy_loss_elsewhere_says_why_not():
+    inputs = linear_policy.make_inputs(2, 3, 8, 20)
+    refused = pytest.raises(NotImplementedError, match="reference: algorithm 'fused' is a Triton kernel")
+    with refused, rlkernel.use_backend("reference"):
+        rlkernel.linear_policy_loss(**inputs, algorithm="fused")
 
 
 def test_parts_that_follow_the_batch_are_seen(monkeypatch):

@@ -302,7 +302,10 @@ BAD = [
     (dict(advantages=torch.zeros(3)), r"advantages must have logprobs' shape \(2, 3\) or .* got \(3,\)"),
     (dict(temperature=-1), "temperature must be > 0 and finite, got -1"),
     (dict(loss_type="magic"), "loss_type must be one of grpo.*, got 'magic'"),
-    (dict(algorithm="magic"), "algorithm must be one of 'auto', 'one_pass', 'two_pass', got 'magic'"),
+    (
+        dict(algorithm="magic"),
+        "algorithm must be one of 'auto', 'one_pass', 'two_pass', 'fused', got 'magic'",
+    ),
     (dict(epsilonn=0.1), r"options must be among those of policy_loss \(.*epsilon, .*\), got 'epsilonn'"),
     (dict(entropy=torch.zeros(2, 3)), "options must be among those of policy_loss .*, got 'entropy'"),
     (dict(beta=0.1), "ref_logprobs must be given with beta = 0.1, got None"),

@@ -1,4 +1,4 @@
-"""``linear_policy_loss`` over Triton: library GEMMs and the kernels of ``logprob``."""
+"""``linear_policy_loss`` over Triton: library GEMMs and the kernels of ``logprob``, or the fused ones."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from rlkernel.triton_ops import logprob as kernels
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return linear_logprob.unsupported(*tensors, **options | {"algorithm": "tiled"})
+    algorithm = "fused" if options.get("algorithm") == "fused" else "tiled"
+    return linear_logprob.unsupported(*tensors, **options | {"algorithm": algorithm})
 
 
 def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:
-    return driver.forward(kernels, policy_loss, call)
+    return driver.forward(kernels, policy_loss, call, linear_logprob if call.algorithm == "fused" else None)

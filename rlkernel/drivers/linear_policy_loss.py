@@ -11,13 +11,14 @@ not hold the logits of as many whole rows as the loss needs at once.
 
 import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall
+from rlkernel.calls.linear_logprob import LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall, LinearPolicyLossResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State
 from rlkernel.drivers import linear_logprob
@@ -28,37 +29,53 @@ from rlkernel.drivers.linear_products import rows_of, select
 _log = logging.getLogger("rlkernel")
 
 
-def forward(kernels: Any, loss: ModuleType, call: LinearPolicyLossCall) -> LinearPolicyLossResults:
+def forward(
+    kernels: Any, loss: ModuleType, call: LinearPolicyLossCall, fused: ModuleType | None = None
+) -> LinearPolicyLossResults:
     """The forward pass of every tiled backend, by its kernels of ``logprob`` and its module of
-    ``policy_loss``."""
+    ``policy_loss``; or both passes of ``fused``, its ``linear_logprob``."""
     policy, algorithm = PolicyPass(loss, call), call.algorithm
+    if fused is not None:
+        return _two_passes(_Passes(fused.forward, fused.backward), call, policy, False)
+    tiled = _Passes(
+        functools.partial(linear_logprob.forward, kernels),
+        functools.partial(linear_logprob.backward, kernels),
+    )
     frozen_head = call.needs == (True, False, False) and not call.policy.entropy_gradient
     if not any(call.needs) or (frozen_head and algorithm != "one_pass"):
         # with a frozen head, linear_logprob's forward pass makes the direction of d hidden: two GEMMs
-        return _two_passes(kernels, call, policy, frozen_head)
+        return _two_passes(tiled, call, policy, frozen_head)
     plan = Plan(call, policy)
     if algorithm == "one_pass" and plan.obstacle:
         raise ValueError(f"algorithm must be 'auto' or 'two_pass' here, got 'one_pass': {plan.obstacle}")
     if algorithm == "two_pass" or plan.obstacle:
         _log.debug("linear_policy_loss in two passes: %s", plan.obstacle or "as asked")
-        return _two_passes(kernels, call, policy, False)
+        return _two_passes(tiled, call, policy, False)
     _log.debug("linear_policy_loss in one pass: %d rows at a time", plan.blocks * plan.scratch.plan.tokens)
     return _OnePass(kernels, call, plan).run()
 
 
+class _Passes(NamedTuple):
+    """Of a ``linear_logprob``."""
+
+    forward: Callable[[LinearLogprobCall], LinearLogprobResults]
+    backward: Callable[[LinearLogprobCall, LinearLogprobResults, RowGrads], LinearGrads]
+
+
 def _two_passes(
-    kernels: Any, call: LinearPolicyLossCall, policy: PolicyPass, need_direction: bool
+    passes: _Passes, call: LinearPolicyLossCall, policy: PolicyPass, need_direction: bool
 ) -> LinearPolicyLossResults:
     own = LinearLogprobCall.of(
         call.hidden, call.weight, call.target_ids, call.head, return_entropy=policy.with_entropy,
         need_direction=need_direction, keep=any(call.needs) and not need_direction, needs=call.needs,
+        algorithm="fused" if call.algorithm == "fused" else "tiled",
     )  # fmt: skip
-    stats = linear_logprob.forward(kernels, own)
+    stats = passes.forward(own)
     loss, metrics, upstream = policy.whole(stats.logprobs, stats.entropy)
     grads = LinearGrads()
     if any(call.needs):
         kept = stats if call.policy.entropy_gradient else stats._replace(entropy=None)
-        grads = linear_logprob.backward(kernels, own, kept, upstream)
+        grads = passes.backward(own, kept, upstream)
     return LinearPolicyLossResults(loss, metrics, stats.logprobs, stats.entropy, *grads)
 
 

@@ -11,7 +11,8 @@ from rlkernel.native import logprob as kernels
 
 
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
-    return linear_logprob.unsupported(*tensors, **options | {"algorithm": "tiled"})
+    algorithm = "fused" if options.get("algorithm") == "fused" else "tiled"
+    return linear_logprob.unsupported(*tensors, **options | {"algorithm": algorithm})
 
 
 def forward(call: LinearPolicyLossCall) -> LinearPolicyLossResults:

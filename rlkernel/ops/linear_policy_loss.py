@@ -26,7 +26,7 @@ from rlkernel.ops.policy_loss.rollout_correction import within_second_moment
 from rlkernel.runtime import debug
 from rlkernel.runtime.modes import without_autocast
 
-ALGORITHMS = ("auto", "one_pass", "two_pass")
+ALGORITHMS = ("auto", "one_pass", "two_pass", "fused")
 
 _log = logging.getLogger("rlkernel")
 
@@ -82,7 +82,8 @@ def linear_policy_loss(
         mask: as ``target_ids``, nonzero where a token counts.
         entropy_coef: factor of the entropy bonus, which has its gradient.
         return_entropy: also return the entropy when it is not part of the loss.
-        algorithm: "one_pass": three GEMMs or an error; "two_pass": four; "auto": one pass where it can.
+        algorithm: "one_pass": three GEMMs or an error; "two_pass": four; "auto": one pass where it can;
+            "fused": four, in the kernels and with the bits of ``linear_logprob(algorithm="fused")``.
         options: every other keyword of ``policy_loss``.
 
     Returns:
@@ -131,7 +132,8 @@ def linear_policy_loss(
         has_entropy = return_entropy or bool(entropy_coef)
         own = linear_logprob(
             hidden, weight, ids, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-            ignore_index=_OUTSIDE, return_entropy=has_entropy, logits_dtype=logits_dtype, algorithm="tiled",
+            ignore_index=_OUTSIDE, return_entropy=has_entropy, logits_dtype=logits_dtype,
+            algorithm="fused" if algorithm == "fused" else "tiled",
         )  # fmt: skip
         given["entropy"] = own.entropy
         loss, metrics = policy_loss(own.logprobs, old_logprobs, advantages, mask, **given)

@@ -14,6 +14,8 @@ from rlkernel.reference import linear_logprob, policy_loss
 def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     if options.get("algorithm") == "one_pass":
         return ["algorithm 'one_pass' needs the tile kernels of native or triton"]
+    if options.get("algorithm") == "fused":
+        return ["algorithm 'fused' is a Triton kernel"]
     return []
 
 
