@@ -39,8 +39,8 @@ def agrees(backend, inputs, largest_score=0.0, **options):
 def test_rows_see_what_they_see_alone(backend, device, step, option):
     options = options_of(option, device=device)
     inputs = make(STEPS[step], window=options.get("window"), device=device)
-    # what no row sees is NaN
-    assert agrees(backend, inputs, **options).isfinite().all()
+    # what no row sees is NaN; scores are of the size of 2, whose last digit the library's order decides
+    assert agrees(backend, inputs, largest_score=2.0, **options).isfinite().all()
 
 
 @every_backend

@@ -186,6 +186,7 @@ def linear_logprob_statistics(
 
     Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log.
     """
+    _validate.choice("algorithm", algorithm, ALGORITHMS)
     if isinstance(statistics, str) or not isinstance(statistics, Sequence):
         raise ValueError(f"statistics must be a tuple of names, got {statistics!r}")
     for name in statistics:
