@@ -134,21 +134,18 @@ def test_bits_are_those_of_linear_logprob(backend, device, room):
         assert (ours.logprobs[~inputs["mask"]] == 0).all()
 
 
-def test_one_pass_and_two_have_the_same_bits(room):
-    """The GEMMs are the same ones in another order, so where no row is left out, so are the gradients."""
+def test_one_pass_and_two_have_the_same_loss_and_gradients(room):
+    """The loss to the bit.  The GEMMs of the gradients are the same ones in another order and at other places in
+    memory, which shows in the last bit of the products of a library (seen with MKL on AVX2)."""
     inputs = with_bias(make_inputs(4, 16, 32, 133, full=True))
     able("native", inputs)
     for dtype in (torch.float32, torch.bfloat16):
         low = {k: v.to(dtype) if k in LEAVES else v for k, v in inputs.items()}
         one, two = (run("native", low, loss_type="reinforce", algorithm=a) for a in ("one_pass", "two_pass"))
-        for name, a, b in zip(
-            ("loss", "hidden"), (one[0].loss, one[1][0]), (two[0].loss, two[1][0]), strict=True
-        ):
-            assert_equal(name, a, b)
-        scale = two[1][1].abs().max().item()
-        torch.testing.assert_close(
-            one[1][1], two[1][1], rtol=0, atol=scale * (1e-6 if dtype == torch.float32 else 2**-8)
-        )
+        assert_equal("loss", one[0].loss, two[0].loss)
+        for a, b in zip(one[1][:2], two[1][:2], strict=True):  # hidden, weight
+            scale = b.abs().max().item() * (1e-6 if dtype == torch.float32 else 2**-8)
+            torch.testing.assert_close(a, b, rtol=0, atol=scale)
 
 
 @ON_EVERY_BACKEND

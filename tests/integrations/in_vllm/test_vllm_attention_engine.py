@@ -116,7 +116,7 @@ def test_half_precision_has_the_logprobs_of_vllm(model, dtype):
     params = SamplingParams(n=4, temperature=1.0, max_tokens=2, logprobs=0, seed=5, ignore_eos=True)
     theirs, _ = generated(model, prompts, False, params, dtype=dtype)
     ours, counts = generated(model, prompts, True, params, dtype=dtype)
-    assert counts["calls"]["attention"] or "instruction set" in str(counts["fallbacks"])
+    assert counts["calls"].get("attention") or "instruction set" in str(counts["fallbacks"])
     for mine, stock in zip(ours, theirs, strict=True):
         for (tokens, a), (wanted, b) in zip(mine, stock, strict=True):
             assert tokens != wanted or a == pytest.approx(b, abs=0.1)
