@@ -135,8 +135,8 @@ def test_bits_are_those_of_linear_logprob(backend, device, room):
 
 
 def test_one_pass_and_two_have_the_same_loss_and_gradients(room):
-    """The loss to the bit.  The GEMMs of the gradients are the same ones in another order and at other places in
-    memory, which shows in the last bit of the products of a library (seen with MKL on AVX2)."""
+    """The loss to the bit.  The GEMMs of the gradients are the same ones in another order and at other
+    places in memory, which shows in the last bit of the products of a library (seen with MKL on AVX2)."""
     inputs = with_bias(make_inputs(4, 16, 32, 133, full=True))
     able("native", inputs)
     for dtype in (torch.float32, torch.bfloat16):
