@@ -281,6 +281,8 @@ def _beside(inputs: dict[str, Any], want: Result, scale: float | None) -> dict[s
     delta = (want.out * inputs["grad_out"]).abs().sum(2)  # dq and dk sum p (dp - delta)
     largest = delta.max().item() * (scale or inputs["q"].shape[2] ** -0.5)
     found = {"dq": largest * inputs["k"].abs().max().item(), "dk": largest * inputs["q"].abs().max().item()}
+    # a weight is off by what its score is off by, and scores are of the size of 2
+    found["dv"] = 2 * want.dv.abs().max().item() if want.dv.numel() else 0.0
     if inputs["sinks"] is not None:
         gap = inputs["sinks"].double()[:, None] - want.lse  # dsinks sums exp(gap) delta
         found["dsinks"] = (gap.exp() * (1 - gap) * delta.T).sum(1).max().item()

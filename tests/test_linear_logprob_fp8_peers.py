@@ -107,7 +107,11 @@ def test_the_product_is_that_of_torch(scheme):
         codes, of_input = rounded(x, "token")
         of_weight, option = scale.view(1, -1), "token"
     for dtype in (torch.float32, torch.bfloat16) if scheme == "tensor" else (torch.bfloat16,):
-        logits = torch._scaled_mm(codes, weight.t(), scale_a=of_input, scale_b=of_weight, out_dtype=dtype)
+        try:
+            logits = torch._scaled_mm(codes, weight.t(), scale_a=of_input, scale_b=of_weight, out_dtype=dtype)
+        except RuntimeError as error:
+            assert "primitive" in str(error)
+            pytest.skip("torch's library has no FP8 product for this processor")
         want = rlkernel.logprob(logits, inputs["target_ids"]).logprobs
         for backend in ("native", "reference"):
             got, _ = run(backend, inputs, input_scale=option, logits_dtype=dtype)

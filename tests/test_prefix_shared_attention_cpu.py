@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 
 import bitwise
@@ -387,7 +388,11 @@ def test_bits_of_the_repeated_prompts_on_threads(number, dims):
         alone = parity(layout, rule, dtype, heads, dims[0], v_dim=dims[1])
         with threads(number):
             together = parity(layout, rule, dtype, heads, dims[0], v_dim=dims[1])
-        if dims[0] == dims[1]:  # plain products may be cut otherwise for another number of threads
+        # plain products may be cut otherwise for another number of threads; so are those of torch's kernel
+        # where MKL is held to AVX2 on an Intel processor that has more
+        if dims[0] != dims[1] or "MKL_ENABLE_INSTRUCTIONS" in os.environ:
+            torch.testing.assert_close(together[0], alone[0])
+        else:
             bitwise.assert_equal("out", together[0], alone[0])
             bitwise.assert_equal("lse", together[1], alone[1])
 
