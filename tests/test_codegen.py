@@ -1,6 +1,7 @@
 """The ledger of the compiled code: how a listing is read, and that what has become worse fails the check."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -222,7 +223,7 @@ def test_the_committed_ledger_is_what_it_writes():
     text = ledger.FILE.read_text()
     assert committed().text() == text  # sorted, and what follows from the rest is right
     assert len(text) < 400_000
-    assert not [part for part in ("/usr", "/home", "/root", "/work", "/tmp") if part in text]
+    assert not re.search(r"(^|[\s\"'])/\w", text), "a path of a machine"
 
 
 def test_the_committed_ledger_has_every_part():

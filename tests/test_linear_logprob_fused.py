@@ -261,9 +261,9 @@ def test_slices_that_are_added_up_are_seen(monkeypatch):
     out = run_wide("triton", inputs, upstream, needs)[1][0]
     product = fused._Backward._product
 
-    def apart(self, a, b, sums, into, where, rows, inner, count, *, of_weight):
-        part = torch.empty(rows, self.size)
-        product(self, a, b, None, part, None, rows, inner, count, of_weight=of_weight)
+    def apart(self, a, b, sums, into, where, count, *, of_weight):
+        part = torch.empty(len(a), self.size)
+        product(self, a, b, None, part, None, count, of_weight=of_weight)
         total = part if sums is None else sums + part
         if where is None:
             into.copy_(total)

@@ -206,7 +206,7 @@ class _Backward:
                     h = _gather(hidden, self.rows.order[a:b], self.states, self.head)
                     dz = self._logits_gradient(h, w, v0, v1, a, b)
                     if dhidden is not None:
-                        self._into_hidden(dhidden, sums, dz, w, v0, v1, a, b)
+                        self._into_hidden(dhidden, sums, dz, w, a, first=v0 == 0, last=v1 == self.vocab)
                     if dweight is not None:
                         self._into_weight(dweight[v0:v1], dz, h, a, b)
                     if dbias is not None:
@@ -249,23 +249,25 @@ class _Backward:
         return dz
 
     def _into_hidden(
-        self, out: Tensor, sums: Tensor | None, dz: Tensor, w: Tensor, v0: int, v1: int, a: int, b: int
+        self, out: Tensor, sums: Tensor | None, dz: Tensor, w: Tensor, a: int, *, first: bool, last: bool
     ) -> None:
         """In fp32 until the last slice of the vocabulary, whose rows go where they belong."""
-        last, before = v1 == self.vocab, None if sums is None or v0 == 0 else sums[a:b]
+        b = a + len(dz)
+        before = None if sums is None or first else sums[a:b]
         into, where = (out, self.rows.order[a:b]) if last else (sums[a:b], None)  # type: ignore[index]
-        self._product(dz, w, before, into, where, b - a, v1 - v0, self.rows.number_from(a), of_weight=False)
+        self._product(dz, w, before, into, where, self.rows.number_from(a), of_weight=False)
 
     def _into_weight(self, out: Tensor, dz: Tensor, h: Tensor, a: int, b: int) -> None:
         sums = out if self.weight.dtype == torch.float32 else self.weight_sums[: len(out)]
         into = out if b == self.n else sums
         before = None if a == 0 else sums
-        self._product(dz, h, before, into, None, len(out), b - a, self.rows.number_from(a), of_weight=True)
+        self._product(dz, h, before, into, None, self.rows.number_from(a), of_weight=True)
 
     def _product(
-        self, a: Tensor, b: Tensor, sums: Tensor | None, out: Tensor, where: Tensor | None, rows: int,
-        inner: int, count: Tensor, *, of_weight: bool,
+        self, a: Tensor, b: Tensor, sums: Tensor | None, out: Tensor, where: Tensor | None, count: Tensor,
+        *, of_weight: bool,
     ) -> None:  # fmt: skip
+        inner, rows = a.shape if of_weight else (a.shape[1], a.shape[0])
         wide = sums is not None or out.dtype == torch.float32
         launch = _launch(3 if wide else 2, a, b, self.head, across=of_weight)
         _run(
