@@ -54,9 +54,7 @@ test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its 
 test-trl-vllm:  ## the tests with the real TRL over the real vLLM, on a CPU, in an environment of its own: $(TRL_VLLM_VENV)
 	@$(MAKE) --no-print-directory VENV=$(TRL_VLLM_VENV) TORCH=torch==2.13.0 run-trl-vllm
 
-# A process for each file: engines of one process share more than they say. Status 5: ARGS leave nothing of a file.
-each_file = status=0; for file in $(patsubst %,tests/integrations/%/test_*.py,$(1)); do \
-	$(PY) -m pytest --confcutdir=$${file%/*} $$file $(ARGS) || [ $$? -eq 5 ] || status=1; done; exit $$status
+each_file = $(PY) tests/run_files.py --jobs $(JOBS) $(wildcard $(patsubst %,tests/integrations/%/test_*.py,$(1))) -- $(ARGS)
 
 .PHONY: run-vllm run-trl-vllm
 run-vllm: $(DONE)/build $(DONE)/vllm
