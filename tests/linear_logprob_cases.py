@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import check
-from backends import running, skip_unless_able
+from backends import is_slow, of, running, skip_unless_able
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
@@ -13,6 +13,23 @@ from rlkernel.drivers.linear_products import Tile
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
+
+
+def of_dtypes(op, *slow):
+    """Parametrize by backend, device and dtype: all three dtypes, but for ``slow`` ones alone where Python or
+    fibers play the GPU; the driver is the same, and products on a CPU give the kernels fp32 of any."""
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return pytest.mark.parametrize(
+        ("backend", "device", "dtype"),
+        [
+            pytest.param(*pair.values, dtype, id=f"{pair.id}-{name}", marks=pair.marks)
+            for pair in of(op)
+            for name, dtype in names.items()
+            if name in slow or not is_slow(*pair.values)
+        ],
+    )
+
+
 NAMES = ("hidden", "weight", "bias")
 
 

@@ -4,17 +4,24 @@ Every operator that hands a value to Python, or whose output's shape is data, is
 CPU tensors as it would on a GPU: ``debug.may_read`` says no.
 """
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from backends import of, running
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.drivers import linear_policy_loss_plan, linear_products
+from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference import (
     gae,
     group_advantages,
     kl_shaped_rewards,
     layer_norm,
+    linear_logprob,
+    linear_policy_loss,
     logprob,
     matmul,
     policy_loss,
@@ -27,7 +34,7 @@ from rlkernel.reference import (
     value_loss,
     whiten,
 )
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, gpu
 
 aten = torch.ops.aten
 READS = {
@@ -37,6 +44,22 @@ READS = {
 
 
 class _NoReads(TorchDispatchMode):
+    """``methods`` pass no operator on a CPU; Triton's interpreter calls ``cpu`` and ``numpy`` itself."""
+
+    def __init__(self, methods=("tolist",)):
+        super().__init__()
+        self.methods = {name: getattr(torch.Tensor, name) for name in methods}
+
+    def __enter__(self):
+        for name in self.methods:
+            setattr(torch.Tensor, name, None)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for name, method in self.methods.items():
+            setattr(torch.Tensor, name, method)
+        return super().__exit__(*exception)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indexed_by_mask = func.overloadpacket in (aten.index, aten.index_put_) and any(
             x is not None and x.dtype == torch.bool for x in args[1]
@@ -159,6 +182,71 @@ def test_logprob_over_supports_reads_no_value(backend, device, monkeypatch):
         inputs["logits"].requires_grad_()
         out = rlkernel.logprob(**inputs, **support, return_entropy=True)
         torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), inputs["logits"])
+
+
+QUIET = 3  # a row whose gradient is 0
+
+
+def _linear_results(inputs, of_policy, watched):
+    """Outputs and gradients of the ops that multiply in tiles."""
+    found = []
+    frozen = inputs | {"weight": inputs["weight"].clone()}
+    for op, given, options in (
+        ("linear_logprob", inputs, {"return_entropy": True, "softcap": 4.0}),
+        ("linear_logprob", frozen, {}),
+        ("linear_logprob_statistics", inputs, {}),
+        ("linear_policy_loss", of_policy, {}),
+        ("linear_policy_loss", of_policy, {"importance_sampling_level": "sequence"}),
+    ):
+        leaves = [given["hidden"].requires_grad_()]
+        if given is not frozen:
+            leaves.append(given["weight"].requires_grad_())
+        with watched():
+            out = getattr(rlkernel, op)(**given, **options)
+        upstream = (torch.arange(11, device=leaves[0].device) != QUIET).float() if len(given) == 3 else 1.0
+        loss = sum((x * upstream).sum() for x in out if x is not None and x.requires_grad)
+        # that of a policy loss is there already, and on a CPU it looks whether it is multiplied by 1
+        with watched() if op != "linear_policy_loss" else contextlib.nullcontext():
+            found += [(out.logprobs * upstream).detach(), *torch.autograd.grad(loss, leaves)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [pair for pair in of("linear_logprob") if "reference" not in str(pair)]
+)
+def test_rows_of_few_operations_are_not_counted(backend, device, monkeypatch):
+    """Those that are ignored or without a gradient are computed then, and whatever they hold, nothing shows
+    it."""
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)
+    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
+    inputs = linear_logprob.make_inputs(11, 16, 70, device=device, ignored=0.4)
+    of_policy = linear_policy_loss.make_inputs(2, 6, 16, 70, device=device)
+    with running("reference"):
+        want = _linear_results(inputs, of_policy, contextlib.nullcontext)
+    with running(backend):
+        ignored = inputs["target_ids"] == -100
+        assert not ignored[QUIET]
+        ignored[QUIET] = True
+        inputs["hidden"].detach()[ignored] = torch.nan
+        of_policy["hidden"].detach()[of_policy["mask"] == 0] = torch.inf
+        assert inputs["hidden"].isnan().any() and of_policy["hidden"].isinf().any()
+        monkeypatch.setattr(gpu, "runs_ahead", lambda device: True)
+        monkeypatch.setattr(linear_policy_loss_plan.Resident, "leaves_out", False)
+        methods = ("tolist", "cpu", "numpy") if backend == "native" else ("tolist",)
+        got = _linear_results(inputs, of_policy, functools.partial(_NoReads, methods))
+    for a, b in zip(got, want, strict=True):
+        a = a.nan_to_num(0) if a.shape == (11,) else a  # the logprob of the quiet row is none
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * max(1.0, b.abs().max().item()))
+        if a.shape == inputs["hidden"].shape:
+            assert (a[ignored] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["tolist", "cpu", "numpy"])
+def test_a_method_that_reads_would_be_seen(method):
+    with pytest.raises(TypeError), _NoReads((method,)):
+        getattr(torch.ones(3), method)()
+    assert getattr(torch.ones(2), method)()[0] == 1
 
 
 READERS = [lambda x: x.sum().item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x[x > 0], torch.unique]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
+from rlkernel.drivers.linear_chosen import Chosen, choose, choose_again, operations
 from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
 from rlkernel.drivers.linear_products import Scratch, backward_plan, rows_of, scatter, select
@@ -33,7 +34,7 @@ def forward(kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = N
     hidden, weight, target_ids = call.hidden, call.weight, call.target_ids
     head = with_wide_bias(call.head)
     kept = target_ids != head.ignore_index
-    rows = rows_to_compute(kept)
+    rows, mask = choose(kept, operations(weight, head, hidden.shape[0], 1))
     n = hidden.shape[0] if rows is None else rows.numel()
     ids, t = select(target_ids, rows), select(head.temperature, rows)
     state = hidden.new_empty(len(State), n, dtype=torch.float32)
@@ -70,8 +71,8 @@ def forward(kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = N
         outputs = LogprobResults(*(scatter(x, rows, hidden.shape[0]) for x in outputs))
         scratch.keep(outputs.log_sum)
     if direction is not None:
-        if rows is None:  # under capture, ignored rows were computed too
-            direction = torch.where(kept[:, None], direction, 0)
+        if mask is not None:
+            direction = torch.where(mask[:, None], direction, 0)
         others["direction"] = scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
     return LinearLogprobResults.of(outputs, **others)
 
@@ -90,13 +91,13 @@ def backward(
 
     bias_dtype, head = head.bias.dtype if head.bias is not None else None, with_wide_bias(head)
     nonzero = functools.reduce(torch.logical_or, [g != 0 for g in grads if g is not None])
-    rows = rows_to_compute((target_ids != head.ignore_index) & nonzero)
+    kept = target_ids != head.ignore_index
+    (rows, mask), there = _rows_of_backward(call, kept, kept & nonzero, log_sum)
     n = hidden.shape[0] if rows is None else rows.numel()
-    there = not gpu.capturing(hidden.device) and workspace.keeps(hidden.device, log_sum)
     scratch = _scratch(call, multiply)(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
         weight_gradient=need_weight, owner=log_sum if there else None,
-        plan=None if there else backward_plan(weight, head, n),
+        plan=None if there else backward_plan(weight, head, n), mask=mask if need_weight else None,
     )  # fmt: skip
     several = scratch.plan.vocab < weight.shape[0] or rows is not None
     # without a gather every element is written by the first product, else rows are added where they belong
@@ -109,6 +110,8 @@ def backward(
 
     stats = [select(x, rows) for x in (results.entropy, results.row_max, log_sum)]
     ids, t = select(target_ids, rows), select(head.temperature, rows)
+    if mask is not None:  # to the kernels those that do not count are ignored ones: they write zeros there
+        ids = torch.where(mask, ids, head.ignore_index)
     upstream = [select(g, rows) for g in grads]
     with scratch:
         for v0, v1, w in scratch.weight_slices():
@@ -143,16 +146,16 @@ def _scratch(call: LinearLogprobCall, multiply: Multiply | None) -> Any:
     return Scratch if call.weight_scale is None else functools.partial(Fp8Scratch, call, multiply)
 
 
-def rows_to_compute(wanted: Tensor) -> Tensor | None:
-    """Indices of the rows to compute, or None for all of them.
-
-    Their number is data: reading it synchronises a GPU.  Under capture every row is computed, and the kernels
-    write exact zeros where the result is zero.
-    """
-    if gpu.capturing(wanted.device):
-        return None
-    rows = wanted.nonzero()  # [n, 1]
-    return None if rows.shape[0] == wanted.shape[0] else rows[:, 0]
+def _rows_of_backward(
+    call: LinearLogprobCall, kept: Tensor, wanted: Tensor, log_sum: Tensor
+) -> tuple[Chosen, bool]:
+    """The rows to compute, and whether they may be those whose logits the forward pass kept."""
+    weight, head, device = call.weight, call.head, wanted.device
+    products = int(call.needs[0]) + int(call.needs[1])
+    note = None if gpu.capturing(device) else workspace.kept_for(device, log_sum)
+    if note is None:
+        return choose(wanted, operations(weight, head, wanted.shape[0], products + 1)), False
+    return choose_again(wanted, kept, note.rows, products, operations(weight, head, 1, 1))
 
 
 def with_wide_bias(head: Head) -> Head:

@@ -162,10 +162,10 @@ def add_products(
 def _used(offsets: Tensor, ids: Tensor) -> int:
     """How many ids there are: ``sample`` returns them in a buffer with room for the largest supports.
 
-    Their number is data: reading it synchronises a GPU, as ``rows_to_compute`` does.  Under
-    capture the room behind them is multiplied too.
+    Their number is data: reading it synchronises a GPU.  Where the host may not wait the room behind them is
+    multiplied too.
     """
-    return ids.numel() if gpu.capturing(ids.device) else int(offsets[-1])
+    return int(offsets[-1]) if gpu.may_wait(ids.device) else ids.numel()
 
 
 def _chunks(entries: Tensor, size: int, wide: torch.dtype) -> Iterator[tuple[int, int]]:

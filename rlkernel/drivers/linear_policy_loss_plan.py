@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
-from rlkernel.drivers import linear_logprob
+from rlkernel.drivers.linear_chosen import choose, operations
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
 from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
 from rlkernel.runtime import gpu, workspace
@@ -33,20 +33,20 @@ class Plan:
     def __init__(self, call: LinearPolicyLossCall, policy: PolicyPass) -> None:
         hidden, weight, head, needs = call.hidden, call.weight, call.head, call.needs
         self.obstacle, self.policy = "", policy
-        if call.policy.cu_seqlens is not None and gpu.capturing(hidden.device):
-            self.obstacle = "offsets of packed sequences cannot be read while a CUDA graph is captured"
-            return
         kept = call.target_ids != head.ignore_index
-        self.rows = linear_logprob.rows_to_compute(kept)
+        self.rows, mask = choose(kept, operations(weight, head, hidden.shape[0], 1))
         self.n = hidden.shape[0] if self.rows is None else self.rows.numel()
         make = functools.partial(
             Resident, hidden, weight, head, self.n, self.rows is not None, gradients=True,
-            hidden_gradient=needs[0], weight_gradient=needs[1],
+            hidden_gradient=needs[0], weight_gradient=needs[1], mask=mask if needs[1] else None,
         )  # fmt: skip
         one, two, limit = make(blocks=1), make(blocks=2), workspace.limit(hidden.device)
         tokens = one.plan.tokens
         total = -(-self.n // tokens)
-        need = list(range(total)) if policy.reach == "token" else self._whole_sequences(kept, tokens, total)
+        apart = total > 1 and policy.reach != "token"
+        if apart and not self._may_read_offsets(call):
+            return
+        need = self._whole_sequences(kept, tokens, total) if apart else list(range(total))
         least = max((last - k + 1 for k, last in enumerate(need)), default=1)
         room = 1 + (limit - one.size) // max(two.size - one.size, 1) if one.size <= limit else 0
         self.blocks = min(room, max(total, 1))
@@ -60,16 +60,25 @@ class Plan:
                 self.obstacle += f"; {one_pass_limit(weight, head)} MiB are enough"
             return
         self.steps = steps_of(need, self.blocks)
+        if len(self.steps) > 1 and not self._may_read_offsets(call):
+            return
         self.scratch: Resident = one if self.blocks == 1 else make(blocks=self.blocks)
         stages = needs[1] and weight.dtype != torch.float32 and len(self.steps) == 1
         if stages and (staged := make(blocks=self.blocks, staged=True)).size <= limit:
             self.scratch = staged
         edges = [min(k * tokens, self.n) for s in self.steps for k in (s.finish.start, s.finish.stop)]
-        if self.rows is None:
+        if self.rows is None or len(self.steps) < 2:  # one step asks for the loss of all rows
             self.edges = edges
         else:  # of the rows as they were given
-            last = [max(e - i % 2, 0) for i, e in enumerate(edges)]
-            self.edges = [x + i % 2 for i, x in enumerate(self.rows[last].tolist())] if self.n else edges
+            last = [e - i % 2 for i, e in enumerate(edges)]
+            self.edges = [x + i % 2 for i, x in enumerate(self.rows[last].tolist())]
+
+    def _may_read_offsets(self, call: LinearPolicyLossCall) -> bool:
+        """Whether it is known where sequences begin, or may be."""
+        if call.policy.cu_seqlens is None or gpu.may_wait(call.hidden.device):
+            return True
+        self.obstacle = "offsets of packed sequences cannot be read under capture or in sync debug mode"
+        return False
 
     def _whole_sequences(self, kept: Tensor, tokens: int, total: int) -> list[int]:
         """For each block the last block of the sequences that it has rows of."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.runtime import invariance, workspace
+from rlkernel.runtime import gpu, invariance, workspace
 from rlkernel.runtime.workspace import ALIGNMENT, Carver
 
 
 class Tile(NamedTuple):
-    """How many tokens and vocabulary entries a tile holds: from V, H, dtypes and the limit, never from N."""
+    """How many tokens and vocabulary entries a tile holds: from V, H, dtypes and the limit; from N on a GPU
+    where all rows are one chunk, or backward computes their logits anew."""
 
     tokens: int
     vocab: int
@@ -30,6 +31,13 @@ GPU_ROWS = 512
 # and reads and writes the weight's gradient, 8 V H bytes. At F operations and B bytes in a second that pays
 # from 4 F / B rows on: F / B is 150 to 300 in data sheets from A100 to B200 and MI300X, 10 to 30 on a CPU.
 CPU_WHOLE_ROWS, GPU_WHOLE_ROWS = 128, 1024
+
+
+class KeptLogits(NamedTuple):
+    """What the workspace holds of a forward pass."""
+
+    rows: int
+    slots: int
 
 
 class _Shape(NamedTuple):
@@ -58,21 +66,37 @@ class _Shape(NamedTuple):
         """Bytes that an entry of the weight takes as an operand, where it is none as it is."""
         return 0 if self.dtype == self.operand == self.compute_dtype else self.operand.itemsize
 
+    @property
+    def cell(self) -> int:
+        """Bytes of a logit, and of its gradient where that does not go over it."""
+        apart = self.logits_dtype != self.operand
+        return self.logits_dtype.itemsize + (self.operand.itemsize if apart else 0)
 
-def tile_plan(weight: Tensor, head: Head) -> Tile:
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the weight's gradient of one chunk is summed beside it, as the product cannot write it."""
+        return self.dtype not in (self.operand, torch.float32)
+
+
+def tile_plan(weight: Tensor, head: Head, n: int | None = None) -> Tile:
     """The tile: the same for forward and backward, or the recomputed logits would not be those of the lse.
 
     The widest slice of the vocabulary whose converted weight and fp32 gradient take at most half of the
-    limit, and as many tokens as fit beside it.
+    limit, and as many tokens as fit beside it.  On a GPU, ``n`` rows that are no more than those have wider
+    slices; where the bits of a row must not follow their number, ``n`` is not looked at.
     """
-    return _tile_plan(_Shape.of(weight, head), workspace.limit(weight.device))
+    shape, limit = _Shape.of(weight, head), workspace.limit(weight.device)
+    plan = _tile_plan(shape, limit)
+    if n is None or weight.device.type == "cpu" or not 0 < n <= plan.tokens or invariance.is_on():
+        return plan
+    return _few_rows(shape, limit, n, plan)
 
 
 @functools.lru_cache
 def _tile_plan(shape: _Shape, limit: int) -> Tile:
     vocab, size, most, operand = shape.vocab, shape.size, shape.most, shape.operand
     logits = shape.logits_dtype.itemsize
-    cell = logits + (0 if shape.logits_dtype == operand else operand.itemsize)
+    cell = shape.cell
     per_entry = size * (shape.converted + (0 if shape.dtype == torch.float32 else 4))
     per_token = size * (operand.itemsize + 4)
     wide = min(vocab, most.vocab)
@@ -94,6 +118,48 @@ def _tile_plan(shape: _Shape, limit: int) -> Tile:
     return Tile(int(min(tokens, most.tokens)), wide)
 
 
+@functools.lru_cache
+def _few_rows(shape: _Shape, limit: int, n: int, plan: Tile) -> Tile:
+    """``plan`` with the fewest slices of the vocabulary that few rows leave room for.
+
+    The host takes longer for a narrow one than the GPU, and each ends in a wave of blocks that is not full.
+    What the limit holds in the slices of ``plan`` it holds in these: the logits of all rows until backward,
+    or beside what linear_policy_loss needs.
+    """
+
+    def bytes_of(wide: int) -> tuple[int, int]:
+        fixed, row = _whole_rows(shape, wide)
+        kept = n * shape.vocab * shape.logits_dtype.itemsize
+        return _all_rows(shape, n, wide) + kept, fixed + n * row
+
+    of_hidden = n * shape.size * (shape.operand.itemsize + 4)  # which not every call has
+    held = [size - of_hidden <= limit for size in bytes_of(plan.vocab)]
+    for wide in _widths(shape, plan.vocab):
+        still = all(size <= limit or not before for size, before in zip(bytes_of(wide), held, strict=True))
+        if still and _all_rows(shape, n, wide) <= limit:
+            return plan._replace(vocab=wide)
+    return plan
+
+
+def _widths(shape: _Shape, least: int) -> Iterator[int]:
+    """Widths of slices, of the fewest slices first, down to ``least``: whole multiples of a GPU's slice."""
+    unit = shape.most.vocab
+    for count in range(1, -(-shape.vocab // unit)):
+        wide = -(-shape.vocab // count)
+        yield wide if count == 1 else -(-wide // unit) * unit
+    wide = min(shape.vocab, unit)
+    while wide > least:
+        yield wide
+        wide = _narrower(wide)
+
+
+def _all_rows(shape: _Shape, rows: int, wide: int) -> int:
+    """Bytes of a slice of the logits of all rows, forward and backward."""
+    of_slice = shape.converted + (4 if shape.sums_apart else 0)
+    of_row = shape.cell * wide + shape.size * (shape.operand.itemsize + 4)
+    return rows * of_row + wide * shape.size * of_slice + 8 * ALIGNMENT
+
+
 def _narrower(wide: int) -> int:
     half = wide // 2
     return max(256, half if half % 128 == 0 else half - half % 256)
@@ -107,26 +173,21 @@ def backward_plan(weight: Tensor, head: Head, n: int) -> Tile:
     from that of the lse in its last bit, by the library's choice for another number of rows.
     """
     plan, device = tile_plan(weight, head), weight.device
-    if device.type == "cpu" or n <= plan.tokens or invariance.is_on():
+    if device.type == "cpu" or n == 0 or invariance.is_on():
         return plan
-    return _backward_plan(
-        _Shape.of(weight, head), -(-n // GPU_ROWS) * GPU_ROWS, workspace.limit(device), plan
-    )
+    rows = n if n <= plan.tokens else -(-n // GPU_ROWS) * GPU_ROWS
+    return _backward_plan(_Shape.of(weight, head), rows, workspace.limit(device), plan)
 
 
 @functools.lru_cache
 def _backward_plan(shape: _Shape, rows: int, limit: int, plan: Tile) -> Tile:
-    logits, operand = shape.logits_dtype.itemsize, shape.operand.itemsize
-    cell = logits + (0 if shape.logits_dtype == shape.operand else operand)
-    wide = min(shape.vocab, shape.most.vocab)
-    while wide > GPU_WHOLE_ROWS:
-        if rows * (cell * wide + shape.size * (operand + 4)) + wide * shape.size * shape.converted <= limit:
-            return Tile(rows, wide)
-        wide = _narrower(wide)
+    for wide in _widths(shape, GPU_WHOLE_ROWS):
+        if _all_rows(shape, rows, wide) <= limit:
+            return Tile(max(rows, plan.tokens), wide)
     # not all rows: as many as one product profits from, beside fp32 sums of a slice of the weight's gradient
     wide = plan.vocab
     per_entry = shape.size * (shape.converted + (0 if shape.dtype == torch.float32 else 4))
-    room = (limit - wide * per_entry) // (cell * wide + shape.size * (operand + 4))
+    room = (limit - wide * per_entry) // (shape.cell * wide + shape.size * (shape.operand.itemsize + 4))
     return plan._replace(tokens=max(plan.tokens, min(room - room % GPU_ROWS, rows)))
 
 
@@ -209,11 +270,14 @@ class Scratch:
     def __init__(
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
         hidden_gradient: bool = False, weight_gradient: bool = False, keep: bool = False,
-        owner: Tensor | None = None, plan: Tile | None = None,
+        owner: Tensor | None = None, plan: Tile | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
+        """``mask`` [n]: operands of the other rows are 0, whatever the hidden states hold there."""
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
-        self.plan = plan or tile_plan(weight, head)
+        self.plan = plan or tile_plan(weight, head, n)
+        self._mask, self._may_be_masked = mask, False
+        self._held: int | None = None  # the first row of the chunk whose operands are there
         self.product = product_kind(head.compute_dtype, hidden.device)
         self.operand = operand_dtype(head.compute_dtype, hidden.device)
         self._owner = owner
@@ -230,8 +294,10 @@ class Scratch:
     def _size_of_backward(self) -> int:
         own = self._gradients, self._of_hidden, self._of_weight
         self._gradients = self._of_hidden = self._of_weight = True
+        self._may_be_masked = gpu.runs_ahead(self.source.device)
         size = self._carve(Carver())
         self._gradients, self._of_hidden, self._of_weight = own
+        self._may_be_masked = False
         return size
 
     def _slot(self) -> int:
@@ -262,24 +328,29 @@ class Scratch:
         convert = weight.dtype != operand or rounded or weight.stride(-1) != 1
         self._w = part(wide, size, dtype=operand) if convert else None
         convert = hidden.dtype != operand or rounded or self.gathered or hidden.stride(-1) != 1
+        convert = convert or self._mask is not None or self._may_be_masked
         self._h = part(rows, size, dtype=operand) if convert else None
 
     def __enter__(self) -> "Scratch":
         self._lease = workspace.lease(self.size, self.source.device, self._owner)
         lease = self._lease.__enter__()
         if lease.kept:
-            rows, slots = lease.note
-            self._known = rows == self.n  # the backward pass leaves out rows without a gradient
-            self._slots = slots if self._known else 0
+            self._known = lease.note.rows == self.n  # the backward pass leaves out rows without a gradient
+            self._slots = lease.note.slots if self._known else 0
         self._without_memory = dict(vars(self))
         self._carve(Carver(lease.memory))
         return self
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits stay until backward: on a GPU all or none."""
+        return self._slots > 0
 
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
         if self._slots:
             size = self._slots * self._slot() * self.head.logits_dtype.itemsize
-            workspace.keep(self.source.device, owner, size, (self.n, self._slots))
+            workspace.keep(self.source.device, owner, size, KeptLogits(self.n, self._slots))
 
     def __exit__(self, *exception: Any) -> None:
         vars(self).update(self._without_memory)  # no part outlives the lease
@@ -304,13 +375,21 @@ class Scratch:
 
     def hidden(self, rows: Tensor | None, a: int, b: int) -> Tensor:
         """The hidden states of a chunk as operands of a GEMM."""
-        return rows_of(self.source, a, b) if self._h is None else self._gather(rows, a, b, self._h[: b - a])
+        if self._h is None:
+            return rows_of(self.source, a, b)
+        if self._held != a:
+            self._gather(rows, a, b, self._h[: b - a])
+            self._held = a
+        return self._h[: b - a]
 
-    def _gather(self, rows: Tensor | None, a: int, b: int, out: Tensor) -> Tensor:
+    def _gather(self, rows: Tensor | None, a: int, b: int, out: Tensor) -> None:
         if rows is not None and self.source.dtype == self.operand == self.head.compute_dtype:
-            return torch.index_select(self.source, 0, rows[a:b], out=out)
-        h = self.source[a:b] if rows is None else self.source[rows[a:b]]
-        return out.copy_(h.to(self.head.compute_dtype))
+            torch.index_select(self.source, 0, rows[a:b], out=out)
+        else:
+            h = self.source[a:b] if rows is None else self.source[rows[a:b]]
+            out.copy_(h.to(self.head.compute_dtype))
+        if self._mask is not None:  # 0 times what is not a number would be none
+            out.masked_fill_(~self._mask[a:b, None], 0)
 
     def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
         """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""

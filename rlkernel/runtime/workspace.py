@@ -141,10 +141,10 @@ def keep(device: torch.device, owner: Tensor, size: int, note: Any = None) -> No
         buffer.kept = _Kept(weakref.ref(owner), size, note)
 
 
-def keeps(device: torch.device, owner: Tensor) -> bool:
-    """Whether what was kept for ``owner`` is still there."""
+def kept_for(device: torch.device, owner: Tensor) -> Any:
+    """The note beside what was kept for ``owner``; None where that is not there any more."""
     kept = _buffer(device).kept
-    return kept is not None and kept.owner() is owner
+    return kept.note if kept is not None and kept.owner() is owner else None
 
 
 def _buffer(device: torch.device) -> _Buffer:
