@@ -82,10 +82,21 @@ def test_every_headline_has_its_kernels_in_the_committed_ledger(name):
 def test_figures_are_those_that_were_reckoned_by_hand():
     """From the SASS of these kernels, before there was a tool: 0.83-0.90 ms, 17.9 ms and 69 ms on an H100."""
     found, _ = predict.predictions(H100, Ledger.load())
+    found = [p for p in found if p.headline.case.sizes.get("N") in (None, 8192)]
     times = {(p.headline.op, p.headline.note, p.headline.direction): p.seconds for p in found}
     assert 0.80e-3 < times["logprob", "", "forward"] < 0.90e-3
     assert 12e-3 < times["linear_logprob", "tiled", "forward"] < 19e-3
     assert 48e-3 < times["linear_logprob", "tiled", "forward+backward"] < 75e-3
+
+
+def test_fewer_rows_take_less_and_few_launches():
+    """A product of 256 rows reads the weight in the time that it multiplies; the host must be as fast."""
+    found, _ = predict.predictions(H100, Ledger.load())
+    tiled = [p for p in found if p.headline.note == "tiled"]
+    for direction, most in (("forward", 2), ("forward+backward", 5)):
+        of = {p.headline.case.sizes["N"]: p for p in tiled if p.headline.direction == direction}
+        assert of[256].seconds < of[1024].seconds / 2 < of[8192].seconds / 8
+        assert sum(launch.times for launch, _ in of[256].times) == most
 
 
 def stored(**changes):

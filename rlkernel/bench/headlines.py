@@ -11,6 +11,7 @@ import torch
 
 from rlkernel.bench.cases import Case
 from rlkernel.bench.devices import Device
+from rlkernel.calls.linear_logprob import Head
 
 N, H, V = 8192, 4096, 151936
 BF16 = 2
@@ -64,61 +65,86 @@ def _logprob_backward(device: Device) -> list[Launch]:
     return [*_logprob(device), Launch("backward", _compiled(name), read=N * V * BF16, written=N * V * BF16)]
 
 
-def _tile(backward: bool = False) -> tuple[int, int]:
-    """Tokens and vocabulary of a tile, by the plans that the op itself makes for a GPU."""
-    from rlkernel.calls.linear_logprob import Head
-    from rlkernel.drivers import linear_products
+@dataclass(frozen=True)
+class _Tiled:
+    """linear_logprob in tiles of ``rows`` rows, by the plans that the op itself makes for a GPU."""
 
-    weight = types.SimpleNamespace(device=torch.device("cuda"), shape=(V, H), dtype=torch.bfloat16)
-    head = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
-    if backward:
-        plan = linear_products.backward_plan(weight, head, N)  # type: ignore[arg-type]
-    else:
-        plan = linear_products.tile_plan(weight, head)  # type: ignore[arg-type]
-    return min(plan.tokens, N), min(plan.vocab, V)
+    rows: int
+
+    def tile(self, backward: bool = False) -> tuple[int, int]:
+        """Tokens and vocabulary of a tile."""
+        from rlkernel.drivers import linear_products
+
+        make = linear_products.backward_plan if backward else linear_products.tile_plan
+        plan = make(*_WEIGHT, self.rows)  # type: ignore[arg-type]
+        return min(plan.tokens, self.rows), min(plan.vocab, V)
+
+    def spans(self, backward: bool = False) -> list[tuple[int, int]]:
+        tokens, vocab = self.tile(backward)
+        return [(n, v) for n in _spans(self.rows, tokens) for v in _spans(V, vocab)]
+
+    def keeps(self) -> bool:
+        """Whether the workspace has room for all logits until backward."""
+        from rlkernel.drivers.linear_products import Scratch
+
+        weight, head = _WEIGHT
+        hidden = types.SimpleNamespace(**{**vars(weight), "shape": (self.rows, H)})
+        scratch = Scratch(hidden, weight, head, self.rows, False, gradients=False, keep=True)  # type: ignore[arg-type]
+        return scratch.keeps_logits
+
+    def products(
+        self, name: str, device: Device, count: int, moved: float = 0.0, backward: bool = False
+    ) -> Launch:
+        """``count`` GEMMs of a tile for every tile, in blocks of 128 x 256, the last wave of each not full.
+
+        ``moved``: what is read and written beside the weight, which every chunk of rows reads, and whose
+        gradient is written.
+        """
+        spans = self.spans(backward)
+        blocks = [-(-n // 128) * -(-v // 256) for n, v in spans]
+        waves = sum(-(-each // device.multiprocessors) for each in blocks)
+        weight = V * H * BF16 * len(_spans(self.rows, self.tile(backward)[0]))
+        gradients = weight if count > 1 else 0
+        return Launch(
+            name, None, read=moved + weight * count - gradients, written=moved + gradients,
+            flops=2 * self.rows * H * V * count, times=len(spans) * count, blocks=sum(blocks), waves=waves,
+        )  # fmt: skip
+
+    def forward(self, device: Device) -> list[Launch]:
+        tokens, vocab = self.tile()
+        kernel = _compiled("logprob: forward_kernel<float, 0, 0>")
+        read = 0.0 if tokens * vocab * 4 < device.cache else self.rows * V * 4  # what the GEMM left in the L2
+        rows = Launch("rows of tiles", kernel, read=read, times=len(self.spans()))
+        return [self.products("logits", device, 1), rows]
+
+    def train(self, device: Device) -> list[Launch]:
+        kernel = _compiled("logprob: backward_kernel<float, bf16, 0>")
+        kept = self.keeps()
+        # gradients in fp32 are read and written again: the weight's by every chunk of tokens, where there are
+        # several, that of the hidden states by every slice of the vocabulary
+        tokens, vocab = self.tile(backward=not kept)
+        chunks, slices = len(_spans(self.rows, tokens)), len(_spans(V, vocab))
+        gradient = 4.0 * H * ((V * chunks if chunks > 1 else 0) + self.rows * slices)
+        name, count = ("hidden, weight", 2) if kept else ("logits, hidden, weight", 3)
+        size = self.rows * V
+        times = len(self.spans(not kept))
+        return [
+            *self.forward(device),
+            self.products(name, device, count, gradient, backward=not kept),
+            Launch("rows of tiles again", kernel, read=size * 4, written=size * BF16, times=times),
+        ]
+
+
+_WEIGHT = (
+    types.SimpleNamespace(
+        device=torch.device("cuda"), shape=(V, H), dtype=torch.bfloat16, stride=lambda dim: 1
+    ),
+    Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16),
+)
 
 
 def _spans(whole: int, part: int) -> list[int]:
     return [min(part, whole - start) for start in range(0, whole, part)]
-
-
-def _tiles(backward: bool = False) -> int:
-    tokens, vocab = _tile(backward)
-    return len(_spans(N, tokens)) * len(_spans(V, vocab))
-
-
-def _products(
-    name: str, device: Device, count: int, accumulated: float = 0.0, backward: bool = False
-) -> Launch:
-    """``count`` GEMMs of a tile for every tile, in blocks of 128 x 256, the last wave of each not full."""
-    tokens, vocab = _tile(backward)
-    blocks = [-(-n // 128) * -(-v // 256) for n in _spans(N, tokens) for v in _spans(V, vocab)]
-    waves = sum(-(-each // device.multiprocessors) for each in blocks)
-    return Launch(
-        name, None, read=accumulated, written=accumulated, flops=2 * N * H * V * count,
-        times=len(blocks) * count, blocks=sum(blocks), waves=waves,
-    )  # fmt: skip
-
-
-def _linear_tiled(device: Device) -> list[Launch]:
-    tokens, vocab = _tile()
-    kernel = _compiled("logprob: forward_kernel<float, 0, 0>")
-    read = 0.0 if tokens * vocab * 4 < device.cache else N * V * 4  # what the GEMM left in the L2
-    return [_products("logits", device, 1), Launch("rows of tiles", kernel, read=read, times=_tiles())]
-
-
-def _linear_backward(device: Device) -> list[Launch]:
-    kernel = _compiled("logprob: backward_kernel<float, bf16, 0>")
-    # gradients in fp32 are read and written again: the weight's by every chunk of tokens, where there are
-    # several, that of the hidden states by every slice of the vocabulary
-    tokens, vocab = _tile(backward=True)
-    chunks, slices = len(_spans(N, tokens)), len(_spans(V, vocab))
-    gradient = 4.0 * H * ((V * chunks if chunks > 1 else 0) + N * slices)
-    return [
-        *_linear_tiled(device),
-        _products("logits, hidden, weight", device, 3, gradient, backward=True),
-        Launch("rows of tiles again", kernel, read=N * V * 4, written=N * V * BF16, times=_tiles(True)),
-    ]
 
 
 def _linear_fused(device: Device) -> list[Launch]:
@@ -209,12 +235,18 @@ def headlines() -> list[Headline]:
     found = [
         Headline("logprob", logits, "forward", "native", "", _logprob),
         Headline("logprob", logits, "forward+backward", "native", "", _logprob_backward),
-        Headline("linear_logprob", linear, "forward", "native", "tiled", _linear_tiled),
+        Headline("linear_logprob", linear, "forward", "native", "tiled", _Tiled(N).forward),
         Headline("linear_logprob", linear, "forward", "triton", "fused", _linear_fused),
-        Headline("linear_logprob", linear, "forward+backward", "native", "tiled", _linear_backward),
+        Headline("linear_logprob", linear, "forward+backward", "native", "tiled", _Tiled(N).train),
         Headline("linear_logprob", linear, "forward+backward", "triton", "fused", _linear_fused_backward),
         Headline("policy_loss", policy, "forward", "native", "", _policy),
     ]
+    for rows in (256, 1024):
+        case, tiled = linear.replace(sizes={"N": rows, "H": H, "V": V}), _Tiled(rows)
+        found += [
+            Headline("linear_logprob", case, "forward", "native", "tiled", tiled.forward),
+            Headline("linear_logprob", case, "forward+backward", "native", "tiled", tiled.train),
+        ]
     for rows in (1, 32, 64, 256):
         for note in ("unfiltered", "top_p 0.95"):
             options = {"temperature": 0.8} | ({} if note == "unfiltered" else {"top_p": 0.95})
