@@ -5,7 +5,7 @@ import pytest
 import torch
 from backends import is_slow, of, running
 from bitwise import assert_equal
-from linear_logprob_cases import DTYPES, NAMES, able, check_against_fp64, run, with_bias
+from linear_logprob_cases import DTYPES, NAMES, able, check_against_fp64, of_dtypes, run, with_bias
 from logprob_cases import upstream_like
 
 import rlkernel
@@ -55,8 +55,7 @@ def test_options(backend, device, option, bias, small_tiles):
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@DTYPES
-@ON_EVERY_BACKEND
+@of_dtypes("linear_logprob", "bf16")
 def test_frozen_head(backend, device, dtype, softcap, small_tiles):
     """Forward computes the direction of the hidden gradient; other upstream gradients recompute."""
     inputs = with_bias(make_inputs(19, 32, 133, dtype=dtype, device=device, ignored=0.2))
@@ -105,8 +104,7 @@ def test_only_the_needed_gradients(backend, device, needs, small_tiles):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "fused"])
-@DTYPES
-@ON_EVERY_BACKEND
+@of_dtypes("linear_logprob", "fp32", "bf16")
 def test_no_grad_gives_the_bits_of_grad(backend, device, dtype, algorithm, small_tiles):
     inputs = make_inputs(19, 32, 133, dtype=dtype, device=device)
     able(backend, inputs, algorithm=algorithm)
