@@ -1,10 +1,18 @@
 """GPU kernels for the operators of LLM reinforcement learning."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkernel import routing_replay
 from rlkernel._explain import explain, last_backend
+from rlkernel._frameworks import (
+    packed_logprobs,
+    patch_deepspeed,
+    patch_trl,
+    patch_vllm,
+    register_hf,
+    unpatch_all,
+)
 from rlkernel._version import __version__
 from rlkernel._warm_up import warm_up
 from rlkernel.calls.gae import GaeOutput
@@ -53,6 +61,10 @@ from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime import debug, workspace
+
+if TYPE_CHECKING:  # see __getattr__
+    from rlkernel import consistency as consistency
+    from rlkernel.consistency.mode import batch_invariant as batch_invariant
 
 __all__ = [
     "Dry",
@@ -133,49 +145,3 @@ def __getattr__(name: str) -> Any:
     if name == "batch_invariant":
         return importlib.import_module("rlkernel.consistency.mode").batch_invariant
     raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
-
-
-def patch_deepspeed(**options: Any) -> Any:
-    """Replace DeepSpeed's losses, and DeepSpeed-Chat's PPO; see ``rlkernel.integrations.deepspeed.patch``."""
-    from rlkernel.integrations import deepspeed  # needs DeepSpeed, which rlkernel itself does not
-
-    return deepspeed.patch(**options)
-
-
-def patch_trl(**options: Any) -> Any:
-    """Replace TRL's log-probability operators by rlkernel's; see ``rlkernel.integrations.trl.patch``."""
-    from rlkernel.integrations import trl  # needs TRL, which rlkernel itself does not
-
-    return trl.patch(**options)
-
-
-def unpatch_all() -> list[str]:
-    """Undo every patch that is on, of whatever framework, the last one first; returns their names.
-
-    Raises:
-        PatchError: what some of them replaced has been replaced again since.  The others are undone.
-    """
-    from rlkernel.integrations import _patch
-
-    return _patch.undo_all()
-
-
-def patch_vllm(**options: Any) -> Any:
-    """Put rlkernel under vLLM's sampler; see ``rlkernel.integrations.vllm.patch``."""
-    from rlkernel.integrations import vllm  # needs vLLM, which rlkernel itself does not
-
-    return vllm.patch(**options)
-
-
-def register_hf(name: str = "rlkernel") -> str:
-    """Register packed attention with transformers; see ``rlkernel.integrations.hf.register_hf``."""
-    from rlkernel.integrations import hf  # transformers, which rlkernel itself does not need
-
-    return hf.register_hf(name)
-
-
-def packed_logprobs(model: Any, batch: PrefixBatch, **options: Any) -> Any:
-    """Logprobs of a packed batch; see ``rlkernel.integrations.hf.packed_logprobs``."""
-    from rlkernel.integrations import hf
-
-    return hf.packed_logprobs(model, batch, **options)

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.types import Backend
+
 # Auto mode tries these in order, unless the op's public module has an ORDER of its own.  Adding a backend is
 # adding a line.
 BACKENDS = {
@@ -36,7 +38,7 @@ _last: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: Backend) -> Iterator[None]:
     """Run every op inside the block on backend ``name``, or raise with its reasons: it never falls back.
 
     ``"auto"`` inside the block of another backend restores the free choice.  Blocks nest; each restores what

@@ -194,10 +194,14 @@ def reference_imports(root: Path) -> list[str]:
     return problems
 
 
+DOORS = ("rlkernel", "rlkernel._frameworks")
+
+
 def import_circles(root: Path) -> list[str]:
     """Modules that import each other, also through others, when they are loaded or only for their types.
 
-    What a function imports when it is called makes no circle; a package is imported by its own name only.
+    What a function imports when it is called makes no circle; a package is imported by its own name only. Nor
+    do the types of what is behind a door: a framework's adapter uses the package that hands it out.
     """
     paths = {}
     for folder in ("rlkernel", *LINKS):
@@ -208,7 +212,7 @@ def import_circles(root: Path) -> list[str]:
     arrows = {}
     for module, path in paths.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        imported = list(_imports(path, package, _as_loaded(_parse(path))))
+        imported = list(_imports(path, package, _as_loaded(_parse(path), types=module not in DOORS)))
         named = [name if name in paths else name.rpartition(".")[0] for name in imported]
         arrows[module] = [name for name in named if name in paths and name != module]
     problems: list[str] = []
@@ -234,12 +238,13 @@ def _circle(start: str, arrows: dict[str, list[str]]) -> list[str]:
     return []
 
 
-def _as_loaded(node: ast.AST) -> Iterator[ast.AST]:
-    """What of a tree runs when its module is loaded: all but the bodies of its functions."""
+def _as_loaded(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """What of a tree runs when its module is loaded, or is there for its types: no bodies of functions."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and (types or not for_types):
             yield child
-            yield from _as_loaded(child)
+            yield from _as_loaded(child, types)
 
 
 def numbered(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs each file of tests in a process of its own, several at once: engines of one process share more than they say.
+"""Runs each file of tests in a process of its own, several at once; engines of one process share too much.
 
     python tests/run_files.py --jobs 2 tests/integrations/in_vllm/test_*.py [-- arguments of pytest]
 
@@ -20,7 +20,9 @@ COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 def run(file: Path, arguments: list[str]) -> tuple[Path, int, float, str]:
     command = [sys.executable, "-m", "pytest", f"--confcutdir={file.parent}", str(file), *arguments]
     start = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     return file, done.returncode, time.perf_counter() - start, done.stdout
 
 
@@ -35,7 +37,9 @@ def main() -> int:
     if "--" in ours:
         cut = ours.index("--")
         ours, theirs = ours[:cut], ours[cut + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args(ours)

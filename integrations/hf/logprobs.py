@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,20 @@ from rlkernel.integrations.hf.models import causal_lm, check_model, family, is_s
 from rlkernel.integrations.hf.registration import is_registered
 from rlkernel.prefix.batch import PrefixBatch
 
+if TYPE_CHECKING:
+    from rlkernel.calls.logprob import Entropy
 
-class PackedLogprobs(NamedTuple):
-    logprobs: Tensor  # [M], one a label of the batch
-    entropy: Tensor | None  # [M]
-    aux_loss: Tensor | None  # the load-balancing loss of a mixture of experts
+    class PackedLogprobs(NamedTuple, Generic[Entropy]):
+        logprobs: Tensor
+        entropy: Entropy
+        aux_loss: Tensor | None
+
+else:
+
+    class PackedLogprobs(NamedTuple):
+        logprobs: Tensor  # [M], one a label of the batch
+        entropy: Tensor | None  # [M]
+        aux_loss: Tensor | None  # the load-balancing loss of a mixture of experts
 
 
 def packed_logprobs(

@@ -48,7 +48,7 @@ class Head:
             )  # fmt: skip
         self.patch.count(self.patch.calls, HEAD)
         skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
-        also = tuple(name for name in OUTPUTS[1:] if name in outputs)
+        also: tuple[Any, ...] = tuple(name for name in OUTPUTS[1:] if name in outputs)
         support = None
         if self.patch.support is not None and not also:
             support = self.patch.support.rows(len(hidden), hidden.device)

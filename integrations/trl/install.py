@@ -16,14 +16,15 @@ from rlkernel.integrations.trl.rollouts import Rollouts
 from rlkernel.integrations.trl.support import Support, supported_method
 from rlkernel.integrations.trl.training_step import group_shuffle, watched_step
 from rlkernel.integrations.trl.trl_patch import TrlPatch
+from rlkernel.types import Dropout, Require
 
 
 def patch(
     *,
-    prefix_sharing: bool | str = False,
+    prefix_sharing: bool | Require = False,
     prefix_min_ratio: float | None = None,
-    dropout: str = "own",
-    vllm: bool | str = True,
+    dropout: Dropout = "own",
+    vllm: bool | Require = True,
     support: int = 0,
     batch_invariant: bool = False,
     strict: bool = True,

@@ -12,12 +12,13 @@ from rlkernel.integrations._patch import ABSENT, PatchError
 from rlkernel.integrations.vllm import switch
 from rlkernel.integrations.vllm.contract import require_version
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
+from rlkernel.types import VllmOp
 
 logger = logging.getLogger("rlkernel.patch_vllm")
 
 
 def patch(
-    ops: Iterable[str] | None = None,
+    ops: Iterable[VllmOp] | None = None,
     *,
     strict: bool = False,
     return_support: int = 0,

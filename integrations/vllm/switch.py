@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from rlkernel.types import VllmOp
+
 SWITCH = "VLLM_RLKERNEL"  # names of ops, with commas between them
 STRICT = "VLLM_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
 SUPPORT = "VLLM_RLKERNEL_SUPPORT"  # room for the kept tokens of each sampled one; 0, unset: only on request
@@ -18,7 +20,7 @@ PLUGINS = "VLLM_PLUGINS"  # vLLM's own: the entry points that it loads; all wher
 ENTRY_POINT = "rlkernel"
 
 OWN = (SWITCH, STRICT, SUPPORT, INVARIANT)
-OPS = ("sampler", "support", "prompt_logprobs", "rejection", "attention", "v2")
+OPS: tuple[VllmOp, ...] = ("sampler", "support", "prompt_logprobs", "rejection", "attention", "v2")
 DEFAULT = OPS[:4]  # attention pays for long shared prompts alone, and v2 has run in no engine: by name only
 
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import rlkernel
 from rlkernel.bench.cases import Call, Case
+from rlkernel.types import Backend
 
 _CHUNK_ELEMENTS = 2**24  # of one fp64 temporary of the oracle: 128 MiB
 
@@ -41,7 +42,7 @@ def ours(module: ModuleType, op: str, backend: str) -> Call:
     name = getattr(module, "FUNCTION", op)
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
-        with rlkernel.use_backend(backend):
+        with rlkernel.use_backend(cast(Backend, backend)):
             result = getattr(rlkernel, name)(**inputs, **case.options)
         outputs = {"out": result} if isinstance(result, Tensor) else result._asdict()
         return {name: value for name, value in outputs.items() if value is not None}

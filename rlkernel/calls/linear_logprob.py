@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobResults
+from rlkernel.types import Statistic
 
-STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+STATISTICS: tuple[Statistic, ...] = ("mean_logits", "is_top1", "log_sum_sq_probs")
 INPUT_SCHEMES = ("static", "token", "group", "group_ue8m0")  # how hidden is rounded to the FP8 of the weight
 Needs = tuple[bool, ...]  # whether the gradients of hidden, weight and bias are wanted
 

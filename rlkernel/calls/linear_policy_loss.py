@@ -1,6 +1,6 @@
 """What a backend is asked for ``linear_policy_loss``, and what it answers."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,18 +8,28 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import Head, LinearGrads, Needs
 from rlkernel.calls.policy_loss import PolicyLossCall
 
+if TYPE_CHECKING:
+    from rlkernel.calls.logprob import Entropy
 
-class LinearPolicyLossOutput(NamedTuple):
-    """``loss`` [] is differentiable; ``metrics`` [15] are named by ``POLICY_METRICS``.
+    class LinearPolicyLossOutput(NamedTuple, Generic[Entropy]):
+        loss: Tensor
+        metrics: Tensor
+        logprobs: Tensor
+        entropy: Entropy
 
-    ``logprobs`` and ``entropy`` (None unless it is part of the loss or asked for) have the shape of the
-    target ids, are 0 where the mask is not set, and are constants: no gradient passes through them.
-    """
+else:
 
-    loss: Tensor
-    metrics: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
+    class LinearPolicyLossOutput(NamedTuple):
+        """``loss`` [] is differentiable; ``metrics`` [15] are named by ``POLICY_METRICS``.
+
+        ``logprobs`` and ``entropy`` (None unless it is part of the loss or asked for) have the shape of the
+        target ids, are 0 where the mask is not set, and are constants: no gradient passes through them.
+        """
+
+        loss: Tensor
+        metrics: Tensor
+        logprobs: Tensor
+        entropy: Tensor | None
 
 
 class LinearPolicyLossCall(NamedTuple):

@@ -1,7 +1,7 @@
 """What a backend is asked for ``logprob``, and what it answers."""
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,30 @@ class State(IntEnum):
     at_target = 3
 
 
-class LogprobOutput(NamedTuple):
-    """Per-token statistics of a softmax over the vocabulary, in nats; fp32 (fp64 for fp64 input).
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-    ``logprobs`` of the target token, ``entropy`` of the whole distribution (None unless asked for) and
-    ``lse``, the log-sum-exp of the logits after temperature.  All have the shape of the target ids, are
-    differentiable, and are 0 on ignored rows.
-    """
+    # a Tensor where it is asked for, else None, as overloads tell; no NamedTuple of Python 3.10 is generic
+    Entropy = TypeVar("Entropy", bound=Tensor | None, default=Tensor | None, covariant=True)
 
-    logprobs: Tensor
-    entropy: Tensor | None
-    lse: Tensor
+    class LogprobOutput(NamedTuple, Generic[Entropy]):
+        logprobs: Tensor
+        entropy: Entropy
+        lse: Tensor
+
+else:
+
+    class LogprobOutput(NamedTuple):
+        """Per-token statistics of a softmax over the vocabulary, in nats; fp32 (fp64 for fp64 input).
+
+        ``logprobs`` of the target token, ``entropy`` of the whole distribution (None unless asked for) and
+        ``lse``, the log-sum-exp of the logits after temperature.  All have the shape of the target ids, are
+        differentiable, and are 0 on ignored rows.
+        """
+
+        logprobs: Tensor
+        entropy: Tensor | None
+        lse: Tensor
 
 
 class LogprobCall(NamedTuple):

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.types import LogprobKind
+
 FILTER_ORDERS = ("sequential", "joint", "top_k_first")  # rlkernel::FilterOrder
 METHODS = ("grouped", "gumbel")
-LOGPROBS = ("raw", "tempered", "processed")
+LOGPROBS: tuple[LogprobKind, ...] = ("raw", "tempered", "processed")
 RANKINGS = ("tempered", "raw", "processed")
 RANK_TIES = ("first", "max", "kept")  # rlkernel::RankTies; the last is "max" of processed ones
 GREEDY_LOGPROBS = ("argmax", "softmax")

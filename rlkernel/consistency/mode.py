@@ -12,6 +12,7 @@ import torch
 from rlkernel.consistency import aten, sharded
 from rlkernel.runtime import invariance
 from rlkernel.runtime.invariance import Setting
+from rlkernel.types import InvarianceLevel
 
 LEVELS = ("batch", sharded.LEVEL)
 
@@ -53,7 +54,7 @@ class batch_invariant(contextlib.ContextDecorator):
     ``rlkernel.batch_invariant_ops``.
     """
 
-    def __init__(self, level: str = "batch", strict: bool = True, vendor: bool = False) -> None:
+    def __init__(self, level: InvarianceLevel = "batch", strict: bool = True, vendor: bool = False) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(map(repr, LEVELS))}, got {level!r}")
         for name, flag in (("strict", strict), ("vendor", vendor)):
@@ -83,7 +84,7 @@ class batch_invariant(contextlib.ContextDecorator):
         return [ServedCall(op, backend, n) for (op, backend), n in self._last.calls.most_common()]
 
     @staticmethod
-    def enable(level: str = "batch", strict: bool = True, vendor: bool = False) -> None:
+    def enable(level: InvarianceLevel = "batch", strict: bool = True, vendor: bool = False) -> None:
         """As entering a block that ``disable`` leaves; again: with these settings instead."""
         batch_invariant(level, strict, vendor)  # what is off is named before anything changes
         with invariance.lock:

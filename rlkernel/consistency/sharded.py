@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from rlkernel.consistency.aten_call import BACKENDS, Refused, is_exact, need_flo
 from rlkernel.drivers.rank_tree import segments_of
 from rlkernel.ops.matmul import matmul
 from rlkernel.runtime import invariance
+from rlkernel.types import Backend
 
 LEVEL = "tensor_parallel"
 REDUCTIONS = (
@@ -55,7 +56,7 @@ def linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Ten
     used.backend = found[0]
     flat = x[None] if x.dim() == 1 else x
     columns, inner = weight.shape
-    with dispatch.use_backend(found[0]):
+    with dispatch.use_backend(cast(Backend, found[0])):
         out = matmul(flat, weight.t(), bias, segments=segments_of(inner), grad_segments=segments_of(columns))
     return out[0] if x.dim() == 1 else out
 

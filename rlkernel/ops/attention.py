@@ -3,15 +3,17 @@
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.attention import AttentionCall, AttentionResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
+from rlkernel.ops._options import AttentionOptions
 from rlkernel.ops._typed import typed
 from rlkernel.ops.paged_prefix_attention import paged_prefix_attention
 from rlkernel.ops.prefix_shared_attention import (
@@ -27,6 +29,39 @@ from rlkernel.prefix.layout import PrefixLayout
 
 # of these alone a row has the same bits in every batch
 ORDER = ("native", "triton", "reference")
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @typed

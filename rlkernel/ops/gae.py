@@ -8,6 +8,7 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.whiten import whiten as _whiten
+from rlkernel.types import Holes
 
 
 @typed
@@ -19,7 +20,7 @@ def gae(
     gamma: float = 1.0,
     lam: float | Tensor = 0.95,
     return_lam: float | Tensor | None = None,
-    holes: str = "skip",
+    holes: Holes = "skip",
     cu_seqlens: Tensor | None = None,
     last_values: Tensor | None = None,
     whiten: bool = False,

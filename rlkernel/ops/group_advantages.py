@@ -19,6 +19,7 @@ from rlkernel.ops import _packing, _validate
 from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
 from rlkernel.runtime import debug
+from rlkernel.types import AdvantageEstimator, EpsIn, ScaleRewards, Singletons
 
 ALONE = 32  # responses that are worked on together where none sees another
 
@@ -31,17 +32,17 @@ def group_advantages(
     group_ids: Tensor | None = None,
     group_size: int | None = None,
     group_offsets: Tensor | None = None,
-    estimator: str = "grpo",
+    estimator: AdvantageEstimator = "grpo",
     mask: Tensor | None = None,
     reward_weights: Tensor | None = None,
     baselines: Tensor | None = None,
     lengths: Tensor | None = None,
-    scale_rewards: str = "group",
+    scale_rewards: ScaleRewards = "group",
     unbiased: bool = True,
     eps: float = 1e-4,
-    singletons: str = "zero",
+    singletons: Singletons = "zero",
     batch_eps: float = 1e-8,
-    batch_eps_in: str = "variance",
+    batch_eps_in: EpsIn = "variance",
 ) -> Tensor:
     """One advantage per response, from its reward and those of the other responses to its prompt.
 

@@ -10,6 +10,7 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.ops.policy_loss.rule import optional
+from rlkernel.types import KlEstimator
 
 
 @typed
@@ -20,7 +21,7 @@ def kl_shaped_rewards(
     mask: Tensor | None = None,
     *,
     beta: float,
-    kl_estimator: str = "k1",
+    kl_estimator: KlEstimator = "k1",
     kl_input_clamp: float | None = None,
     kl_output_clamp: float | None = None,
     cu_seqlens: Tensor | None = None,

@@ -5,10 +5,11 @@ import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.linear_logprob import (
@@ -24,11 +25,46 @@ from rlkernel.drivers import linear_logprob_support as support_driver
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
 from rlkernel.ops import _fp8, _support, _validate, _vocab_parallel
+from rlkernel.ops._options import LinearLogprobOptions
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
 from rlkernel.runtime.modes import autocasts, without_autocast
+from rlkernel.types import InputScheme, LinearAlgorithm, Statistic
 
 ALGORITHMS = ("auto", "tiled", "fused")
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: Literal[True],
+    **options: Unpack[LinearLogprobOptions],
+) -> LogprobOutput[Tensor]: ...
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[LinearLogprobOptions],
+) -> LogprobOutput[None]: ...
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: bool,
+    **options: Unpack[LinearLogprobOptions],
+) -> LogprobOutput: ...
 
 
 @typed
@@ -44,14 +80,14 @@ def linear_logprob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: torch.dtype = torch.float32,
-    algorithm: str = "auto",
+    algorithm: LinearAlgorithm = "auto",
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
     group: Any = None,
     vocab_start: int | None = None,
     weight_scale: Tensor | None = None,
     weight_block_size: Sequence[int] = (128, 128),
-    input_scale: Tensor | str | None = None,
+    input_scale: Tensor | InputScheme | None = None,
 ) -> LogprobOutput:
     """Log-probability of each target token under the lm_head, without ever holding the ``[N, V]`` logits.
 
@@ -152,7 +188,7 @@ def linear_logprob_statistics(
     weight: Tensor,
     target_ids: Tensor,
     *,
-    statistics: tuple[str, ...] = STATISTICS,
+    statistics: tuple[Statistic, ...] = STATISTICS,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -160,7 +196,7 @@ def linear_logprob_statistics(
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: torch.dtype = torch.float32,
-    algorithm: str = "auto",
+    algorithm: LinearAlgorithm = "auto",
 ) -> LinearLogprobStatistics:
     """``linear_logprob``, with what trainers log of each row, from the same tiles.
 

@@ -3,10 +3,11 @@
 import functools
 import logging
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.linear_policy_loss import (
@@ -17,6 +18,7 @@ from rlkernel.calls.linear_policy_loss import (
 from rlkernel.calls.policy_loss import LEVELS, POLICY_METRICS, PolicyRule
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
+from rlkernel.ops._options import HandedOn, LinearPolicyLossOptions
 from rlkernel.ops._typed import typed
 from rlkernel.ops.linear_logprob import checked_head, checked_ids, linear_logprob
 from rlkernel.ops.policy_loss import DEFAULTS, policy_loss
@@ -25,6 +27,7 @@ from rlkernel.ops.policy_loss.inputs import check_values, checked
 from rlkernel.ops.policy_loss.rollout_correction import within_second_moment
 from rlkernel.runtime import debug
 from rlkernel.runtime.modes import without_autocast
+from rlkernel.types import LinearPolicyAlgorithm
 
 ALGORITHMS = ("auto", "one_pass", "two_pass", "fused")
 
@@ -32,6 +35,34 @@ _log = logging.getLogger("rlkernel")
 
 # what rows outside of the mask have as target: no number that a caller could mean
 _OUTSIDE = torch.iinfo(torch.int64).min
+
+
+@overload
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    return_entropy: Literal[True],
+    **options: Unpack[LinearPolicyLossOptions],
+) -> LinearPolicyLossOutput[Tensor]: ...
+
+
+@overload
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    return_entropy: bool = False,
+    **options: Unpack[LinearPolicyLossOptions],
+) -> LinearPolicyLossOutput: ...
 
 
 @functools.partial(typed, options=policy_loss)
@@ -50,9 +81,9 @@ def linear_policy_loss(
     entropy_coef: float = 0.0,
     return_entropy: bool = False,
     logits_dtype: torch.dtype = torch.float32,
-    algorithm: str = "auto",
+    algorithm: LinearPolicyAlgorithm = "auto",
     cu_seqlens: Tensor | None = None,
-    **options: Any,
+    **options: Unpack[HandedOn],
 ) -> LinearPolicyLossOutput:
     """A policy loss and its gradients from hidden states and the lm_head; each logit is computed once.
 
@@ -112,7 +143,7 @@ def linear_policy_loss(
     dtype = torch.promote_types(head.compute_dtype, torch.float32)
     shape = target_ids.shape
     like = torch.zeros(shape, dtype=dtype, device=hidden.device)
-    given = DEFAULTS | options | {"entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
+    given: dict[str, Any] = {**DEFAULTS, **options, "entropy_coef": entropy_coef, "cu_seqlens": cu_seqlens}
     given["entropy"] = like if entropy_coef else None
     policy, items = checked(like, old_logprobs, advantages, mask, **given)
     kept, rule = policy.mask, policy.rule

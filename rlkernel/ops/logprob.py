@@ -2,17 +2,49 @@
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel.calls.logprob import LogprobCall, LogprobOutput, LogprobResults, RowGrads
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
 from rlkernel.ops import _support, _validate, _vocab_parallel
 from rlkernel.ops._direct import direct
+from rlkernel.ops._options import LogprobOptions
 from rlkernel.ops._typed import typed
+
+
+@overload
+def logprob(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: Literal[True],
+    **options: Unpack[LogprobOptions],
+) -> LogprobOutput[Tensor]: ...
+
+
+@overload
+def logprob(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[LogprobOptions],
+) -> LogprobOutput[None]: ...
+
+
+@overload
+def logprob(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    return_entropy: bool,
+    **options: Unpack[LogprobOptions],
+) -> LogprobOutput: ...
 
 
 @direct

@@ -1,20 +1,65 @@
 """Attention of an engine's step on a paged KV cache, blocks that requests share read once for all of them."""
 
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.paged_prefix_attention import PagedCall, PagedPlan, PagedResults, PagedRule
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
+from rlkernel.ops._options import PagedAttentionOptions
 from rlkernel.ops._typed import typed
 from rlkernel.prefix import paged
 from rlkernel.runtime.modes import without_autocast
 
 # flashinfer's bits depend on what else is in the batch: it runs where it is asked for by name
 ORDER = ("native", "triton", "reference")
+
+
+@overload
+def paged_prefix_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedAttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def paged_prefix_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedAttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def paged_prefix_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedAttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @typed

@@ -2,9 +2,11 @@
 
 import math
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.prefix_shared_attention import (
@@ -16,16 +18,54 @@ from rlkernel.calls.prefix_shared_attention import (
 )
 from rlkernel.opaque import Grads, Op
 from rlkernel.ops import _validate
+from rlkernel.ops._options import PrefixAttentionOptions
 from rlkernel.ops._typed import typed
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime.modes import without_autocast
+from rlkernel.types import Parity
 
 # A pass without gradients runs where the one with them does, so that on-policy logprobs are the same bits on
 # both sides of a ratio: flashinfer, which has no backward, runs where it is asked for by name.
 ORDER = ("native", "triton", "reference")
 
 NO_NEEDS: tuple[bool, ...] = (False,) * 4
+
+
+@overload
+def prefix_shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PrefixBatch | PrefixLayout,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PrefixAttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def prefix_shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PrefixBatch | PrefixLayout,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PrefixAttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def prefix_shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PrefixBatch | PrefixLayout,
+    *,
+    return_lse: bool,
+    **options: Unpack[PrefixAttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @typed
@@ -40,7 +80,7 @@ def prefix_shared_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    parity: str = "fast",
+    parity: Parity = "fast",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from every row of a packed batch to its own sequence: shared prefix, then its own tokens.
 

@@ -12,6 +12,7 @@ from rlkernel.opaque import Grads, Op
 from rlkernel.ops import _norm, _validate
 from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
+from rlkernel.types import NormRounding
 
 
 @overload
@@ -22,7 +23,7 @@ def rms_norm(
     eps: float = 1e-6,
     residual: None = None,
     weight_offset: float = 0.0,
-    rounding: str = "before_weight",
+    rounding: NormRounding = "before_weight",
 ) -> Tensor: ...
 
 
@@ -34,7 +35,7 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Tensor,
     weight_offset: float = 0.0,
-    rounding: str = "before_weight",
+    rounding: NormRounding = "before_weight",
 ) -> RmsNormOutput: ...
 
 
@@ -47,7 +48,7 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
-    rounding: str = "before_weight",
+    rounding: NormRounding = "before_weight",
 ) -> Tensor | RmsNormOutput:
     """Divide each row by its root mean square and scale it, after adding a residual where one is given.
 

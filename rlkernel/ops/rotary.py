@@ -7,6 +7,7 @@ from rlkernel.calls.rotary import ROUNDINGS, RotaryCall, RotaryGrads, RotaryOutp
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.types import RotaryRounding
 
 
 @typed
@@ -20,7 +21,7 @@ def rotary(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
     interleaved: bool = False,
-    rounding: str = "before_sum",
+    rounding: RotaryRounding = "before_sum",
     inplace: bool = False,
 ) -> RotaryOutput:
     """Turn pairs of elements of every head of the queries and keys by the angles of their token.

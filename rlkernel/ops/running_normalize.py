@@ -11,6 +11,7 @@ from rlkernel.calls.whiten import EPS_PLACES
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.types import EpsIn
 
 
 @typed
@@ -23,7 +24,7 @@ def running_normalize(
     shift_mean: bool = True,
     unbiased: bool = True,
     eps: float = 1e-8,
-    eps_in: str = "variance",
+    eps_in: EpsIn = "variance",
     clip: float | None = None,
 ) -> RunningOutput:
     """Shift and scale ``x`` by the mean and variance of everything seen so far, ``x`` included.

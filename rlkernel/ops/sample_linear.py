@@ -21,6 +21,7 @@ from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import SampleOptions
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.runtime.modes import without_autocast
+from rlkernel.types import StoreLogits
 
 
 @takes_options_of_sample(SampleOptions)
@@ -32,7 +33,7 @@ def sample_linear(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
-    store_logits: bool | str = "auto",
+    store_logits: bool | StoreLogits = "auto",
     **options: Unpack[SampleOptions],
 ) -> SampleOutput:
     """Draw a token of each row of hidden states, with ``sample``'s statistics behind each tile of logits.
@@ -139,7 +140,7 @@ def _source(call: SampleLinearCall, vocab_start: int) -> sharded.Source:
     return sharded.Source("hidden", like, tiles, whole)
 
 
-def _store(store_logits: bool | str, reasons: list[str]) -> bool:
+def _store(store_logits: bool | StoreLogits, reasons: list[str]) -> bool:
     if not isinstance(store_logits, bool) and store_logits != "auto":
         raise ValueError(f"store_logits must be True, False or 'auto', got {store_logits!r}")
     if store_logits is False and reasons:

@@ -9,6 +9,7 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
+from rlkernel.types import Activation, SwigluRounding
 
 
 @direct
@@ -17,8 +18,8 @@ def swiglu(
     gate: Tensor,
     up: Tensor | None = None,
     *,
-    activation: str = "silu",
-    rounding: str = "before_product",
+    activation: Activation = "silu",
+    rounding: SwigluRounding = "before_product",
 ) -> Tensor:
     """Activate the gate of a gated MLP and multiply it with the other projection.
 

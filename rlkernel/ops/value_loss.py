@@ -11,6 +11,7 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _packing, _validate
 from rlkernel.ops._typed import typed
 from rlkernel.runtime import debug
+from rlkernel.types import LossAggMode, ValueLoss
 
 # loss_agg_mode: the unit that is summed
 UNITS = {
@@ -31,9 +32,9 @@ def value_loss(
     *,
     old_values: Tensor | None = None,
     cliprange_value: float | None = None,
-    loss: str = "mse",
+    loss: ValueLoss = "mse",
     huber_delta: float = 1.0,
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: LossAggMode = "token-mean",
     num_items_in_batch: float | Tensor | None = None,
     dp_size: int = 1,
     loss_scale_factor: float | None = None,

@@ -7,6 +7,7 @@ from rlkernel.calls.whiten import EPS_PLACES, WhitenCall, WhitenResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.types import EpsIn
 
 
 @typed
@@ -18,7 +19,7 @@ def whiten(
     shift_mean: bool = True,
     unbiased: bool = True,
     eps: float = 1e-8,
-    eps_in: str = "variance",
+    eps_in: EpsIn = "variance",
 ) -> Tensor:
     """Shift and scale ``x`` to mean 0 and variance 1 over the elements that count.
 

@@ -21,9 +21,10 @@ import rlkernel
 from rlkernel.bench.consistency import models
 from rlkernel.bench.consistency.models import Sample, Sizes
 from rlkernel.bench.consistency.pairs import MODES, Pairs, mode_named
+from rlkernel.types import VllmOp
 
 FAMILIES = ("Qwen3", "Qwen2", "Llama")
-OPS = ("sampler", "attention")
+OPS: tuple[VllmOp, ...] = ("sampler", "attention")
 SAMPLES, DECODED = 2, 32  # of each prompt; tokens of each request in a timed rollout
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

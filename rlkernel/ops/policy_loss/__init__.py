@@ -14,6 +14,15 @@ from rlkernel.ops.policy_loss import covariance
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.ops.policy_loss.inputs import check_values, checked
 from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection, within_second_moment
+from rlkernel.types import (
+    Correction,
+    ImportanceSamplingLevel,
+    KlFactor,
+    LossAggMode,
+    LossType,
+    PolicyKlEstimator,
+    PolicyPreset,
+)
 
 
 @typed
@@ -23,9 +32,9 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    loss_type: str = "grpo",
-    loss_agg_mode: str = "token-mean",
-    importance_sampling_level: str = "token",
+    loss_type: LossType = "grpo",
+    loss_agg_mode: LossAggMode = "token-mean",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
@@ -45,12 +54,12 @@ def policy_loss(
     seed: int = 0,
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
-    kl_estimator: str = "k3",
-    use_bias_correction_kl: bool | str = False,
+    kl_estimator: PolicyKlEstimator = "k3",
+    use_bias_correction_kl: bool | KlFactor = False,
     kl_input_clamp: float | None = None,
     kl_output_clamp: float | None = None,
     rollout_logprobs: Tensor | None = None,
-    correction: RolloutCorrection | str | None = None,
+    correction: RolloutCorrection | Correction | None = None,
     staleness: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
@@ -161,7 +170,7 @@ def policy_loss(
 DEFAULTS: dict[str, Any] = inspect.unwrap(policy_loss).__kwdefaults__
 
 
-def policy_loss_preset(name: str) -> dict[str, Any]:
+def policy_loss_preset(name: PolicyPreset) -> dict[str, Any]:
     """The arguments with which ``policy_loss`` is the loss of a paper: ``policy_loss(..., **preset)``.
 
     Raises:

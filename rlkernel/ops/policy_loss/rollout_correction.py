@@ -14,6 +14,7 @@ from rlkernel.calls.policy_loss import (
 )
 from rlkernel.ops import _validate
 from rlkernel.runtime import invariance
+from rlkernel.types import CorrectionDenominator, CorrectionLevel, CorrectionMode, Divergence
 
 T = TypeVar("T")
 Bounds = tuple[float, float]
@@ -75,15 +76,15 @@ class RolloutCorrection(NamedTuple):
         areal:m2po       m2_threshold 0.04, of its example
     """
 
-    level: str = "token"
-    mode: str = "truncate"
+    level: CorrectionLevel = "token"
+    mode: CorrectionMode = "truncate"
     low: float = 0.0
     high: float = 2.0
     veto: float | None = None
-    denominator: str = "keep"
+    denominator: CorrectionDenominator = "keep"
     reject: tuple[tuple[Any, ...], ...] = ()
     normalize: bool = False
-    dppo: tuple[str, float, float] | None = None
+    dppo: tuple[Divergence, float, float] | None = None
     two_sided: bool = False
     off_policy_threshold: float | None = None
     tv_threshold: float | None = None

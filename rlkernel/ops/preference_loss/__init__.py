@@ -15,6 +15,7 @@ from rlkernel.ops._typed import typed
 from rlkernel.ops.preference_loss import inputs
 from rlkernel.ops.preference_loss.rule import PRESETS, build
 from rlkernel.runtime import debug
+from rlkernel.types import FDivergence, PreferenceLossType, PreferencePreset
 
 _TENSORS = {
     "logprobs", "ref_logprobs", "mask", "log_sum_sq_probs", "nll_mask", "labels", "kl", "running_delta",
@@ -28,13 +29,13 @@ def preference_loss(
     ref_logprobs: Tensor | None,
     mask: Tensor,
     *,
-    loss_type: str | Sequence[str] = "sigmoid",
+    loss_type: PreferenceLossType | Sequence[PreferenceLossType] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
     beta: float = 0.1,
     label_smoothing: float | Sequence[float] = 0.0,
     gamma: float = 0.5,
     discopop_tau: float = 0.05,
-    f_divergence_type: str = "reverse_kl",
+    f_divergence_type: FDivergence = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
     use_weighting: bool = False,
@@ -178,7 +179,7 @@ def preference_loss(
 DEFAULTS: dict[str, Any] = inspect.unwrap(preference_loss).__kwdefaults__
 
 
-def preference_loss_preset(name: str) -> dict[str, Any]:
+def preference_loss_preset(name: PreferencePreset) -> dict[str, Any]:
     """The arguments with which ``preference_loss`` is the loss of a paper: ``preference_loss(...,
     **preset)``.
 

@@ -15,6 +15,7 @@ from rlkernel.ops.sampling.options import ScoreOptions
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import LogitBias
+from rlkernel.types import FilterOrder, GreedyLogprobs, LogprobKind, RankTies, SamplingMethod
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,16 +39,16 @@ def sample(
     token_bitmask: Tensor | None = None,
     logit_bias: LogitBias | None = None,
     penalties: Penalties | None = None,
-    filter_order: str = "sequential",
-    method: str = "grouped",
-    return_logprobs: tuple[str, ...] = LOGPROBS,
-    greedy_logprobs: str = "argmax",
+    filter_order: FilterOrder = "sequential",
+    method: SamplingMethod = "grouped",
+    return_logprobs: tuple[LogprobKind, ...] = LOGPROBS,
+    greedy_logprobs: GreedyLogprobs = "argmax",
     return_entropy: bool = False,
     return_rank: bool = False,
     top_logprobs: int = 0,
     logprob_token_ids: Tensor | None = None,
-    ranking: str = "tempered",
-    rank_ties: str = "first",
+    ranking: LogprobKind = "tempered",
+    rank_ties: RankTies = "first",
     return_support: int = 0,
     out: SampleOutput | None = None,
     group: Any = None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkernel.calls.sampling import SampleOutput
 from rlkernel.ops.sampling.penalties import Penalties
 from rlkernel.ops.sampling.token_bias import LogitBias
+from rlkernel.types import FilterOrder, GreedyLogprobs, LogprobKind, RankTies, SamplingMethod
 
 
 class _Distribution(TypedDict, total=False):
@@ -29,26 +30,26 @@ class _Distribution(TypedDict, total=False):
     token_bitmask: Tensor | None
     logit_bias: LogitBias | None
     penalties: Penalties | None
-    filter_order: str
-    return_logprobs: tuple[str, ...]
+    filter_order: FilterOrder
+    return_logprobs: tuple[LogprobKind, ...]
 
 
 class ChainOptions(_Distribution, total=False):
     """Those of ``verify_chain``: of a draw, without what else ``sample`` returns."""
 
-    method: str
+    method: SamplingMethod
 
 
 class ScoreOptions(_Distribution, total=False):
     """Those of ``score_tokens``, which draws nothing."""
 
-    greedy_logprobs: str
+    greedy_logprobs: GreedyLogprobs
     return_entropy: bool
     return_rank: bool
     top_logprobs: int
     logprob_token_ids: Tensor | None
-    ranking: str
-    rank_ties: str
+    ranking: LogprobKind
+    rank_ties: RankTies
     return_support: int
     out: SampleOutput | None
     group: Any
