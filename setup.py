@@ -25,6 +25,7 @@ from pathlib import Path
 import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent.resolve()
 CXX = os.environ.get("CXX", "g++")
@@ -245,5 +246,27 @@ class NinjaBuild(build_ext):
         super().copy_extensions_to_source()
 
 
+class LinkedSource(sdist):
+    """The folders that rlkernel has as links are in the archive once, and the links are links."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        links = [path for path in (ROOT / "rlkernel").iterdir() if path.is_symlink()]
+        behind = tuple(f"rlkernel/{link.name}/" for link in links)
+        super().make_release_tree(base_dir, [name for name in files if not name.startswith(behind)])
+        for link in links:
+            os.symlink(os.readlink(link), Path(base_dir, "rlkernel", link.name))
+
+
+def readme() -> str:
+    """README.md with links that hold on the page of a package index too."""
+    home = re.search(r'^Homepage = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    return re.sub(r"\]\((?!\w+:|#)", f"]({home}/blob/main/", (ROOT / "README.md").read_text())
+
+
 # optional: setuptools asks for no file where none was built; what fails to compile still raises
-setup(ext_modules=[Extension("rlkernel._C", sources=[], optional=True)], cmdclass={"build_ext": NinjaBuild})
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    ext_modules=[Extension("rlkernel._C", sources=[], optional=True)],
+    cmdclass={"build_ext": NinjaBuild, "sdist": LinkedSource},
+)

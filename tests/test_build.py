@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import types
 import zipfile
 from pathlib import Path
@@ -339,8 +340,34 @@ def test_the_wheel_holds_the_linked_folders(tree, tmp_path):
     assert {f"rlkernel/_C{SUFFIX}", "rlkernel/_C.pyi", "rlkernel/py.typed"} <= names
     assert "rlkernel/benchmarks/results/codegen.json" in names
     assert not any(name.startswith(("csrc/", "tests/", "build/")) for name in names)
+    fields, _, page = metadata.partition("\n\n")
+    assert "Author: rlkernel maintainers" in fields and "Project-URL: Documentation, https://" in fields
+    assert "](docs/" not in page and "/blob/main/docs/" in page  # links that hold on an index's page
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert [line for line in needed if "extra" not in line] == ["Requires-Dist: torch>=2.11"]
+
+
+def test_the_source_archive_is_the_repository(tmp_path):
+    """With tests, pages, examples and Makefile, so that the README's commands work in it; links are links."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("this tree is not a git checkout")
+    root = tmp_path / "tree"
+    for name in tracked:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (archive,) = tmp_path.glob("rlkernel-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        members = {m.name.partition("/")[2]: m for m in opened.getmembers()}
+    assert set(tracked) <= set(members)
+    links = {name: m.linkname for name, m in members.items() if m.issym()}
+    assert links == {
+        f"rlkernel/{folder}": f"../{folder}" for folder in ("benchmarks", "integrations", "triton_ops")
+    }
+    assert not any(name.endswith((".pyc", ".so")) for name in members)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the ops' tests run the CUDA functions")
