@@ -61,6 +61,9 @@ from rlkernel.ops.whiten import whiten
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime import debug, workspace
+from rlkernel.runtime import log as _log
+
+_log.set_up()
 
 if TYPE_CHECKING:  # see __getattr__
     from rlkernel import consistency as consistency

@@ -127,13 +127,14 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
         answer.update(reasons(op, *tensors, **options))
         raise _Answered
     forced = _forced.get()
-    rejected = {}
+    rejected: dict[str, list[str]] = {}
     for name in order(op) if forced == "auto" else (forced,):
         module, why_not = _load(name, op, tensors, options)
         if module is not None and not why_not:
             if _last.get(op) != name:
                 _last[op] = name
-                _log.debug("%s runs on %s", op, name)
+                passed_over = "".join(f"; not {other}: {'; '.join(why)}" for other, why in rejected.items())
+                _log.debug("%s runs on %s%s", op, name, passed_over)
             return module
         rejected[name] = why_not
     shapes = ", ".join(

@@ -1,4 +1,4 @@
-"""What this machine can run: ``python -m rlkernel.info [--json] [--require PART ...]``.
+"""What this machine can run: ``python -m rlkernel.info [--json] [--all] [--require PART ...]``.
 
 Versions, devices, the parts of the compiled extension, optional packages, and for every op the backend that
 would run on each device, with the reasons why the others would not. Needs torch alone.
@@ -10,9 +10,11 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import platform
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,18 @@ OPTIONAL = {
     "matplotlib": "matplotlib",
 }
 
+# What rlkernel reads while it runs; docs/build.md says what each does.
+ENVIRONMENT = (
+    "RLKERNEL_CPU_ISA",
+    "RLKERNEL_DEBUG",
+    "RLKERNEL_LOG",
+    "RLKERNEL_WORKSPACE_MIB",
+    "VLLM_RLKERNEL",
+    "VLLM_RLKERNEL_BATCH_INVARIANT",
+    "VLLM_RLKERNEL_STRICT",
+    "VLLM_RLKERNEL_SUPPORT",
+)
+
 # What decides which vector path of the CPU kernels runs.
 ISA_FLAGS = (
     "avx2",
@@ -61,6 +75,7 @@ def collect() -> dict[str, Any]:
         "cpu": _cpu(),
         "extension": _extension(),
         "optional": {module: _version(name, module) for module, name in OPTIONAL.items()},
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "ops": {op: {device: _choice(op, device) for device in _devices()} for op in dispatch.ops()},
     }
 
@@ -164,8 +179,8 @@ def _inputs(op: str, device: str) -> dict[str, Any]:
     return make_inputs(*sizes, device=device)
 
 
-def render(info: dict[str, Any]) -> str:
-    """``collect()``'s result as the text that ``python -m rlkernel.info`` prints."""
+def render(info: dict[str, Any], every: bool = False) -> str:
+    """``collect()``'s result as the text that ``python -m rlkernel.info`` prints; ``every``: op by op."""
     lines = [f"{name:<14}{value}" for name, value in info["versions"].items() if value]
     lines += [f"{name:<14}{value}" for name, value in info["devices"].items()]
     cpu = info["cpu"]
@@ -179,17 +194,50 @@ def render(info: dict[str, Any]) -> str:
         lines.append(f"{'extension':<14}not built: {extension['missing']}")
     lines.append("")
     lines += [f"{module:<14}{version or 'not installed'}" for module, version in info["optional"].items()]
-    for op, choices in info["ops"].items():
+    lines.append("")
+    width = max(map(len, info["environment"])) + 2
+    lines += [f"{name:<{width}}{value or 'not set'}" for name, value in info["environment"].items()]
+    lines += _op_by_op(info["ops"]) if every else _grouped(info["ops"])
+    return "\n".join(lines)
+
+
+def _op_by_op(ops: dict[str, dict[str, Any]]) -> list[str]:
+    lines = []
+    for op, choices in ops.items():
         for device, choice in choices.items():
             also = f" (also able: {', '.join(choice['also'])})" if choice["also"] else ""
             lines += ["", f"{op} on {device} runs on {choice['backend'] or 'no backend'}{also}"]
             lines += [f"  not {name}: {'; '.join(why)}" for name, why in choice["reasons"].items()]
-    return "\n".join(lines)
+    return lines
+
+
+def _grouped(ops: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each device: the ops by the backend that they run on, then each reason once."""
+    lines = []
+    for device in next(iter(ops.values())):
+        runs: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
+        for op, choices in ops.items():
+            runs.setdefault(choices[device]["backend"] or "no backend", []).append(op)
+            for name, why in choices[device]["reasons"].items():
+                reasons.setdefault(f"not {name}: {'; '.join(why)}", []).append(op)
+        lines += ["", f"on {device}"]
+        for backend, names in runs.items():
+            lines += _wrapped(f"  {backend} runs ", names, len(ops))
+        for reason, names in reasons.items():
+            lines += _wrapped(f"  {reason}: ", names, len(ops))
+    return lines
+
+
+def _wrapped(start: str, names: list[str], count: int) -> list[str]:
+    said = f"all {count} ops" if len(names) == count else ", ".join(names)
+    return textwrap.wrap(start + said, 110, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlkernel.info", description="What this machine can run.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--all", action="store_true", help="op by op, instead of each reason once")
     parser.add_argument(
         "--require",
         nargs="+",
@@ -199,7 +247,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     info = collect()
-    print(json.dumps(info, indent=2) if options.json else render(info))
+    try:
+        print(json.dumps(info, indent=2) if options.json else render(info, options.all), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left to be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     absent = [part for part in options.require if part not in info["extension"]["parts"]]
     if absent:
         print(f"the extension must have {', '.join(absent)}, got {info['extension']}", file=sys.stderr)

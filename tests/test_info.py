@@ -1,6 +1,8 @@
 """``python -m rlkernel.info``: what it shows is what dispatch does."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases
+from rlkernel.integrations.vllm import switch
+from rlkernel.runtime import log
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,13 +37,65 @@ def test_the_named_backend_is_the_one_that_runs(op):
     assert {choice["backend"], *choice["also"], *choice["reasons"]} == set(dispatch.BACKENDS)
 
 
-def test_text_names_every_op_and_every_reason(monkeypatch):
+def test_text_names_every_op_and_every_reason():
     shown = info.collect()
-    text = info.render(shown)
+    text = info.render(shown, every=True)
     for op, choices in shown["ops"].items():
         assert f"{op} on cpu runs on {choices['cpu']['backend']}" in text
         for name, why in choices["cpu"]["reasons"].items():
             assert f"  not {name}: {'; '.join(why)}" in text
+
+
+def test_reasons_are_grouped():
+    shown = info.collect()
+    assert set(shown["environment"]) == {name for name, stage in variables() if stage == "run"}
+    choice = {"backend": "native", "also": [], "reasons": {"triton": ["no GPU"]}}
+    other = {"backend": "reference", "also": [], "reasons": {"triton": ["no GPU"], "native": ["not built"]}}
+    shown["ops"] = {"gae": {"cpu": choice}, "whiten": {"cpu": other}, "swiglu": {"cpu": choice}}
+    shown["environment"]["RLKERNEL_DEBUG"] = "1"
+    lines = info.render(shown).splitlines()
+    start = lines.index("on cpu")
+    assert lines[start + 1 :] == [
+        "  native runs gae, swiglu",
+        "  reference runs whiten",
+        "  not triton: no GPU: all 3 ops",
+        "  not native: not built: whiten",
+    ]
+    assert "RLKERNEL_DEBUG                 1" in lines and "RLKERNEL_LOG                   not set" in lines
+
+
+def variables():
+    """Those of the page on building, and when each is read; vLLM's are on its own page."""
+    rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
+    return [*rows, *((name, "run") for name in switch.OWN)]
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m rlkernel.info --all | head -1"
+    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == "" and run.stdout.startswith("rlkernel")
+
+
+@pytest.mark.parametrize(
+    "level, said", [("debug", "[rlkernel DEBUG] gae runs on reference"), ("error", ""), ("", "")]
+)
+def test_a_variable_shows_the_log(level, said):
+    code = (
+        "import torch, rlkernel\n"
+        "with rlkernel.use_backend('reference'):\n"
+        "    rlkernel.gae(torch.ones(1, 3), torch.ones(1, 3))\n"
+    )
+    environment = {**os.environ, "RLKERNEL_LOG": level}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0 and run.stderr.strip() == said
+
+
+def test_a_level_that_is_none_is_an_error(monkeypatch):
+    monkeypatch.setenv("RLKERNEL_LOG", "loud")
+    with pytest.raises(ValueError, match="RLKERNEL_LOG must be one of 'debug', .*, got 'loud'"):
+        log.set_up()
 
 
 def test_it_works_without_the_extension_and_says_so(monkeypatch, capsys):

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read as floats
 ON_HOST = ("cpu", "emulated")  # parts without a stream
-BUILD = "build it with `pip install -e . --no-build-isolation` where a C++ compiler is, in the source tree"
+BUILD = "build it where a C++ compiler is, " + (
+    "with `make build` in the source tree"
+    if Path(__file__).parents[2].joinpath("setup.py").exists()
+    else "with `pip install --force-reinstall --no-deps --no-binary rlkernel rlkernel`"
+)
 
 
 def _openmp_runtime() -> str:
