@@ -7,13 +7,15 @@ import random
 import pytest
 import torch
 import varlen_stand_ins as vendors
-from varlen_stand_ins import KERNELS, install
+from varlen_stand_ins import KERNELS, install, replace
 
 import rlkernel
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
+from rlkernel.drivers import prefix_shared_attention_flash as driver
+from rlkernel.drivers import prefix_shared_attention_varlen as varlen
 from rlkernel.drivers.prefix_shared_attention import cascade, gathers
 from rlkernel.native import prefix_shared_attention as native
-from rlkernel.native.prefix_shared_attention import flash, varlen
+from rlkernel.native.prefix_shared_attention import flash
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.reference import prefix_shared_attention as reference
 
@@ -61,7 +63,7 @@ def kernel(request, monkeypatch):
 
 
 def force(monkeypatch, way):
-    monkeypatch.setattr(flash, "gathers", lambda *_: way == "gather")
+    monkeypatch.setattr(driver, "gathers", lambda *_: way == "gather")
 
 
 def inputs(layout, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, v_dim=None, **rule):
@@ -179,7 +181,7 @@ def test_launches(kernel, monkeypatch):
 
 
 def test_without_sharing_nothing_is_copied(kernel, monkeypatch):
-    monkeypatch.setattr(flash, "gather_kv", None)
+    replace(monkeypatch, gather_kv=None)
     case = inputs(LAYOUTS["no prompt"], window=2)
     assert error(both(flash, *case), both(reference, *case)) <= 1e-11
 
@@ -303,21 +305,21 @@ def worst(layout, monkeypatch, way="cascade"):
     ],
 )
 def test_mutants_of_the_calls_are_found(kernel, name, mutate, monkeypatch):
-    layout, real = LAYOUTS[name], flash.cascade
+    layout, real = LAYOUTS[name], driver.cascade
     assert worst(layout, monkeypatch) <= 1e-11
-    monkeypatch.setattr(flash, "cascade", lambda *a: real(*a)._replace(calls=mutate(real(*a).calls)))
+    monkeypatch.setattr(driver, "cascade", lambda *a: real(*a)._replace(calls=mutate(real(*a).calls)))
     assert worst(layout, monkeypatch) > 1e-3
 
 
 def test_mutants_of_the_sums_are_found(kernel, monkeypatch):
     layout = LAYOUTS["tree"]
-    merge, reduce = flash.attention_merge, flash.segment_reduce
-    monkeypatch.setattr(flash, "attention_merge", lambda *a: None)
+    merge, _, reduce = flash.AROUND
+    replace(monkeypatch, attention_merge=lambda *a: None)
     assert worst(layout, monkeypatch) > 1e-3
-    monkeypatch.setattr(flash, "attention_merge", lambda o, l, p, pl, *s: merge(o, l, p, pl + 0.1, *s))
+    replace(monkeypatch, attention_merge=lambda o, l, p, pl, *s: merge(o, l, p, pl + 0.1, *s))
     assert worst(layout, monkeypatch) > 1e-3
     assert worst(layout, monkeypatch, "gather") <= 1e-11
-    monkeypatch.setattr(flash, "segment_reduce", lambda k, v, i, o: reduce(k, v, i.flip(0), o))
+    replace(monkeypatch, segment_reduce=lambda k, v, i, o: reduce(k, v, i.flip(0), o))
     assert worst(layout, monkeypatch, "gather") > 1e-3
 
 
@@ -341,8 +343,8 @@ def test_the_parts_own_lse_is_wrong_in_backward(kernel, monkeypatch):
     tensors, _, rule, sinks, grad = inputs(layout)
     q, k, v = (x.clone().requires_grad_() for x in tensors)
     tables, n = cascade(layout), layout.n_prefix
-    own, own_lse = Naive.apply(q, k, v, flash._own(tables, rule))
-    part, part_lse = Naive.apply(q[n:], k[:n], v[:n], flash._above(tables, tables.calls[0], rule))
+    own, own_lse = Naive.apply(q, k, v, driver._own(tables, rule))
+    part, part_lse = Naive.apply(q[n:], k[:n], v[:n], driver._above(tables, tables.calls[0], rule))
     lse = torch.logaddexp(own_lse[:, n:], part_lse)
     merged = [torch.exp(x - lse).T[..., None] * o for x, o in ((own_lse[:, n:], own[n:]), (part_lse, part))]
     out = torch.cat([own[:n], merged[0] + merged[1]])

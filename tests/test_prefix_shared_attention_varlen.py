@@ -9,7 +9,9 @@ import varlen_stand_ins as vendors
 from varlen_stand_ins import KERNELS, install
 
 from rlkernel.calls.prefix_shared_attention import AttentionRule
-from rlkernel.native.prefix_shared_attention import flash, varlen
+from rlkernel.drivers import prefix_shared_attention_flash as driver
+from rlkernel.drivers import prefix_shared_attention_varlen as varlen
+from rlkernel.native.prefix_shared_attention import flash
 
 
 def changed(function, without=None, more=None):
@@ -105,11 +107,11 @@ def test_a_kernel_that_can_do_backward_goes_first(monkeypatch):
     q, rule = torch.zeros(3, 2, 256, dtype=torch.bfloat16), AttentionRule(1.0, 0.0, 0, False)
     fa3, aten = varlen.FlashAttention3(), varlen.Aten()
     monkeypatch.setattr(varlen, "KERNELS", (fa3, aten))
-    assert flash._kernel(q, rule) is aten and flash._kernel(q[..., :64], rule) is fa3
-    assert flash._kernel(q, rule._replace(softcap=1.0)) is fa3
+    assert driver._kernel(q, rule) is aten and driver._kernel(q[..., :64], rule) is fa3
+    assert driver._kernel(q, rule._replace(softcap=1.0)) is fa3
     monkeypatch.setattr(varlen, "KERNELS", (aten,))
     with pytest.raises(NotImplementedError, match="it has no softcap"):
-        flash._kernel(q, rule._replace(softcap=1.0))
+        driver._kernel(q, rule._replace(softcap=1.0))
 
 
 def test_cpu_tensors_are_refused():

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from rlkernel.native.prefix_shared_attention import flash, kernels, varlen
+from rlkernel.drivers import prefix_shared_attention_varlen as varlen
+from rlkernel.native.prefix_shared_attention import flash
 
 CALLS: list[str] = []
 
@@ -215,6 +216,11 @@ def reduce_fp64(k, v, index, offsets):
     return tuple(torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (k, v))
 
 
+def replace(monkeypatch, **kernels):
+    """Others in the place of the pass's own kernels around the vendors'."""
+    monkeypatch.setattr(flash, "AROUND", flash.AROUND._replace(**kernels))
+
+
 def by_dtype(kernel, of_fp64):
     """``kernel``, or ``of_fp64`` where the first tensor is fp64."""
     return lambda x, *rest: (of_fp64 if x.dtype == torch.float64 else kernel)(x, *rest)
@@ -223,8 +229,12 @@ def by_dtype(kernel, of_fp64):
 def install(name, monkeypatch, modules=MODULES):
     """The adapter ``name`` over its stand-in, on the CPU as if it were an H100, in any dtype."""
     monkeypatch.setattr(varlen, "library", lambda module: modules.get(module, f"{module} is not installed"))
-    monkeypatch.setattr(flash, "attention_merge", by_dtype(kernels.attention_merge, merge_fp64))
-    monkeypatch.setattr(flash, "segment_reduce", by_dtype(kernels.segment_reduce, reduce_fp64))
+    merge, _, reduce = flash.AROUND
+    replace(
+        monkeypatch,
+        attention_merge=by_dtype(merge, merge_fp64),
+        segment_reduce=by_dtype(reduce, reduce_fp64),
+    )
     monkeypatch.setattr(varlen, "capability", lambda device: (9, 0))
     monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
     adapter = KERNELS[name]()

@@ -1,17 +1,6 @@
-"""``prefix_shared_attention`` on NVIDIA GPUs over a vendor's varlen kernels, by gather or by cascade.
-
-Which way and why: ``rlkernel.drivers.prefix_shared_attention``.  Neither differentiates through a merge:
-vendors' kernels take no gradient of a lse.  Backward makes the calls of forward again, each with the whole
-row's out and lse, and what a key gets from different calls is added up in fp32, in the order of the calls,
-which the lengths decide.
-
-Vendors' backward kernels, and most of their forward ones, have one head dim: where that of the values is
-another than the keys', the narrower ones get zeros behind, which add nothing to a product, for a call's time.
-"""
+"""``prefix_shared_attention`` on NVIDIA GPUs: a vendor's varlen kernels, the compiled ones around them."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,174 +12,24 @@ from rlkernel.calls.prefix_shared_attention import (
     AttentionRule,
     OutGrads,
 )
-from rlkernel.drivers.prefix_shared_attention import Call, Cascade, cascade, gathers, widened
+from rlkernel.drivers import prefix_shared_attention_flash as driver
 from rlkernel.native import kernels_for
-from rlkernel.native.prefix_shared_attention import varlen
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
-from rlkernel.native.prefix_shared_attention.varlen import Grads, Saved, Sequences, Varlen
-from rlkernel.prefix.layout import Gathered, PrefixLayout, Run
+
+AROUND = driver.Around(attention_merge, gather_kv, segment_reduce)
 
 
 def unsupported_flash(q: Tensor, v: Tensor, rule: AttentionRule | None, needs_grad: bool) -> list[str]:
     if q.device.type != "cuda" or torch.version.hip is not None:
         return [f"q must be on an NVIDIA GPU, got {q.device}"]
-    softcap = rule.softcap if rule is not None else 0.0
-    width = max(q.shape[2], v.shape[2])
-    reasons: list[str] = []
-    for kernel in varlen.KERNELS:
-        if not (found := kernel.reasons(q, softcap, needs_grad, width)):
-            reasons = []
-            break
-        reasons += found
+    reasons = driver.reasons(q, v, rule, needs_grad)
     kernels = kernels_for(q.device)
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
 
 
 def forward(call: AttentionCall) -> AttentionResults:
-    q, k, v, layout, rule, sinks, _ = call
-    v_dim, width = v.shape[2], max(q.shape[2], v.shape[2])
-    if not layout.total:
-        out = q.new_empty(*q.shape[:2], v_dim)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return AttentionResults(out, q.new_empty(q.shape[1], 0, dtype=wide))
-    q, k, v = (widened(x, width) for x in (q, k, v))
-    way = _gather if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade
-    out, lse = way(_kernel(q, rule), q, k, v, layout, rule)
-    out = out[..., :v_dim].contiguous()
-    if sinks is not None:
-        attention_merge(out, lse, None, None, sinks)
-    return AttentionResults(out, lse)
+    return driver.forward(call, AROUND)
 
 
 def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
-    q, k, v, layout, rule, *_ = call
-    (out, lse), (grad_out,) = results, grads
-    if not layout.total:
-        return AttentionGrads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
-    dims, width = (q.shape[2], k.shape[2], v.shape[2]), max(q.shape[2], v.shape[2])
-    q, k, v, out, grad_out = (widened(x, width) for x in (q, k, v, out, grad_out))
-    way = _gather_backward if gathers(layout, rule, q.shape[1], k.shape[1]) else _cascade_backward
-    # the calls of a cascade read it again and again, some of them by 16 bytes: no copy each time
-    found = way(_kernel(q, rule), varlen.aligned(grad_out), Saved(q, k, v, out, lse), layout, rule)
-    return AttentionGrads(*(x[..., :d].contiguous() for x, d in zip(found, dims, strict=True)))
-
-
-def _kernel(q: Tensor, rule: AttentionRule) -> Varlen:
-    """The first that can do backward too, so that a trainer and its rollout take the same; else any."""
-    for needs_grad in (True, False):
-        for kernel in varlen.KERNELS:
-            if not kernel.reasons(q, rule.softcap, needs_grad):
-                return kernel
-    reasons = [reason for kernel in varlen.KERNELS for reason in kernel.reasons(q, rule.softcap, False)]
-    raise NotImplementedError("; ".join(reasons))
-
-
-# gather
-
-
-class Copies(NamedTuple):
-    """Where each row was copied to: ``places[offsets[r]:offsets[r + 1]]`` of the gathered keys."""
-
-    places: Tensor  # int64 [K]
-    offsets: Tensor  # int64 [T + 1]
-
-
-def copies(layout: PrefixLayout, device: torch.device | str = "cpu") -> Copies:
-    """The tables for the sum of what the copies of a row got, made once for each device."""
-    return layout._on(device, "copies", lambda: _copies(layout.gathered().keys))
-
-
-def _copies(keys: Tensor) -> Copies:
-    # stable: the copies of a row follow one another in the order of the segments that they were made for
-    places = torch.argsort(keys, stable=True)
-    counts = torch.bincount(keys)
-    return Copies(places, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
-
-
-def _sequences(gathered: Gathered, rule: AttentionRule) -> Sequences:
-    # vendors may choose a kernel by the longest sequence that asks: for the dense call's bits, its longest
-    longest = gathered.max_seqlen_k if rule.bitwise else gathered.max_seqlen_q
-    return Sequences(
-        gathered.cu_seqlens_q, gathered.cu_seqlens_k, longest, gathered.max_seqlen_k, rule.scale, True,
-        rule.window, rule.softcap,
-    )  # fmt: skip
-
-
-def _gathered(k: Tensor, v: Tensor, gathered: Gathered) -> tuple[Tensor, Tensor]:
-    if len(gathered.keys) == len(k):  # nothing is shared
-        return k, v
-    return gather_kv(k, v, gathered.keys)
-
-
-def _gather(
-    kernel: Varlen, q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    gathered = layout.gathered(q.device)
-    return kernel.forward(q, *_gathered(k, v, gathered), _sequences(gathered, rule))
-
-
-def _gather_backward(
-    kernel: Varlen, grad_out: Tensor, saved: Saved, layout: PrefixLayout, rule: AttentionRule
-) -> Grads:
-    q, k, v, out, lse = saved
-    gathered = layout.gathered(q.device)
-    # again, rather than kept from forward for each layer: they are as large as G prompts
-    ks, vs = _gathered(k, v, gathered)
-    dq, dk, dv = kernel.backward(grad_out, Saved(q, ks, vs, out, lse), _sequences(gathered, rule))
-    if ks is not k:
-        dk, dv = segment_reduce(dk, dv, *copies(layout, q.device))
-    return dq, dk, dv
-
-
-# cascade
-
-
-def _own(tables: Cascade, rule: AttentionRule) -> Sequences:
-    return Sequences(
-        tables.own, tables.own, tables.max_own, tables.max_own, rule.scale, True, 0, rule.softcap
-    )  # fmt: skip
-
-
-def _above(tables: Cascade, call: Call, rule: AttentionRule) -> Sequences:
-    cu_rows, cu_keys = (x[slice(*call.cu_seqlens)] for x in (tables.cu_rows, tables.cu_keys))
-    return Sequences(cu_rows, cu_keys, call.max_rows, call.max_keys, rule.scale, False, 0, rule.softcap)
-
-
-def _cascade(
-    kernel: Varlen, q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    tables = cascade(layout, q.device)
-    out, lse = kernel.forward(q, k, v, _own(tables, rule))
-    for call in tables.calls:
-        rows, keys = slice(*call.rows), slice(*call.keys)
-        part, part_lse = kernel.forward(q[rows], k[keys], v[keys], _above(tables, call, rule))
-        for run in call.asked:
-            to, at = slice(*run), _inside(run, call.rows)
-            attention_merge(out[to], lse[:, to], part[at], part_lse[:, at])
-    return out, lse
-
-
-def _cascade_backward(
-    kernel: Varlen, grad_out: Tensor, saved: Saved, layout: PrefixLayout, rule: AttentionRule
-) -> Grads:
-    q, k, v, out, lse = saved
-    tables = cascade(layout, q.device)
-    dq, dk, dv = kernel.backward(grad_out, saved, _own(tables, rule))
-    if len(tables.calls) > 1:  # more than two terms; two are added in fp32 and rounded once as they are
-        dq, dk, dv = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (dq, dk, dv))
-    for call in tables.calls:
-        rows, keys = slice(*call.rows), slice(*call.keys)
-        piece = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])
-        parts = kernel.backward(grad_out[rows], piece, _above(tables, call, rule))
-        for total, part, whole, runs in (
-            (dq, parts[0], call.rows, call.asked),
-            (dk, parts[1], call.keys, call.answered),
-            (dv, parts[2], call.keys, call.answered),
-        ):
-            for run in runs:
-                total[slice(*run)].add_(part[_inside(run, whole)])
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _inside(run: Run, whole: Run) -> slice:
-    return slice(run[0] - whole[0], run[1] - whole[0])
+    return driver.backward(call, results, grads, AROUND)
