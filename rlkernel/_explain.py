@@ -13,8 +13,10 @@ from torch import Tensor
 from rlkernel import dispatch
 
 
-def explain(op: str, *tensors: Tensor, **options: Any) -> dict[str, list[str]]:
+def explain(op: str, *tensors: Tensor, **options: Any) -> dispatch.Reasons:
     """Every backend's reasons for not running a call of ``op``; an empty list means that it can.
+
+    ``paths`` of the result says, of those that can and have several ways to run it, which one and why.
 
     ``op`` is the name of a public function, or of an op, and the rest what one would pass to it, up to what
     one knows: ``explain("sample", logits, top_p=0.9)``.  Tensors without options, and a call that lacks

@@ -31,9 +31,22 @@ BACKENDS = {
 }
 _ORDER = tuple(BACKENDS)
 
+
+class Reasons(dict[str, list[str]]):
+    """Every backend's reasons for not running a call; empty where it can.
+
+    ``paths`` says, of those that can and have several ways to run it, which one they would take and why: that
+    is what ``path(*tensors, **options)`` of such a module answers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: dict[str, str] = {}
+
+
 _log = logging.getLogger("rlkernel")
 _forced: ContextVar[str] = ContextVar("rlkernel_backend", default="auto")
-_asked: ContextVar[dict[str, list[str]] | None] = ContextVar("rlkernel_asked", default=None)
+_asked: ContextVar[Reasons | None] = ContextVar("rlkernel_asked", default=None)
 _last: dict[str, str] = {}
 
 
@@ -56,9 +69,14 @@ def use_backend(name: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
-def reasons(op: str, *tensors: Tensor, **options: Any) -> dict[str, list[str]]:
-    """Every backend's reasons for not running ``op`` on what ``pick`` gets; empty where it can."""
-    return {name: _load(name, op, tensors, options)[1] for name in BACKENDS}
+def reasons(op: str, *tensors: Tensor, **options: Any) -> Reasons:
+    """Every backend's reasons for not running ``op`` on what ``pick`` gets."""
+    found = Reasons()
+    for name in BACKENDS:
+        module, found[name] = _load(name, op, tensors, options)
+        if not found[name] and "path" in vars(module):
+            found.paths[name] = vars(module)["path"](*tensors, **options)
+    return found
 
 
 class _Answered(BaseException):
@@ -66,12 +84,12 @@ class _Answered(BaseException):
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[dict[str, list[str]]]:
+def asking() -> Iterator[Reasons]:
     """The first op that is picked inside the block ends it; the reasons of all backends are then in the dict.
 
     It stays empty where nothing was picked.
     """
-    answer: dict[str, list[str]] = {}
+    answer = Reasons()
     token = _asked.set(answer)
     try:
         yield answer
@@ -124,7 +142,9 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
     """
     answer = _asked.get()
     if answer is not None:
-        answer.update(reasons(op, *tensors, **options))
+        found = reasons(op, *tensors, **options)
+        answer.update(found)
+        answer.paths.update(found.paths)
         raise _Answered
     forced = _forced.get()
     rejected: dict[str, list[str]] = {}

@@ -161,6 +161,7 @@ def _choice(op: str, device: str) -> dict[str, Any]:
     able = [name for name in dispatch.order(op) if not reasons[name]]
     return {
         "backend": able[0] if able else None,
+        "path": reasons.paths.get(able[0]) if able else None,
         "also": able[1:],
         "reasons": {k: v for k, v in reasons.items() if v},
     }
@@ -206,7 +207,8 @@ def _op_by_op(ops: dict[str, dict[str, Any]]) -> list[str]:
     for op, choices in ops.items():
         for device, choice in choices.items():
             also = f" (also able: {', '.join(choice['also'])})" if choice["also"] else ""
-            lines += ["", f"{op} on {device} runs on {choice['backend'] or 'no backend'}{also}"]
+            over = f", over {choice['path']}" if choice["path"] else ""
+            lines += ["", f"{op} on {device} runs on {choice['backend'] or 'no backend'}{over}{also}"]
             lines += [f"  not {name}: {'; '.join(why)}" for name, why in choice["reasons"].items()]
     return lines
 

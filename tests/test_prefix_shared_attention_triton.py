@@ -84,8 +84,8 @@ def make(layout, heads, kv_heads, head_dim, dtype=torch.float32, device="cpu"):
 def run(inputs, layout, rule, sinks=None):
     *qkv, grad_out = inputs
     call = AttentionCall(*qkv, layout, rule, sinks)
-    results = triton_op.forward(call)
-    return *results, *triton_op.backward(call, results, OutGrads(grad_out))
+    results = triton_op.one_pass(call)
+    return *results, *triton_op.one_pass_backward(call, results, OutGrads(grad_out))
 
 
 def run_dense(inputs, layout, rule, dtype, sinks=None):
@@ -326,8 +326,8 @@ def bitwise_pair(layout, rule, dtype, device, sinks):
     q, k, v, _ = make(layout, 2, 1, 24, dtype, device)
     repeated, index = layout.repeated()
     index = index.to(device)
-    shared = triton_op.forward(AttentionCall(q, k, v, layout, rule, sinks))
-    alone = triton_op.forward(AttentionCall(q[index], k[index], v[index], repeated, rule, sinks))
+    shared = triton_op.one_pass(AttentionCall(q, k, v, layout, rule, sinks))
+    alone = triton_op.one_pass(AttentionCall(q[index], k[index], v[index], repeated, rule, sinks))
     return (shared[0][index], alone[0]), (shared[1][:, index], alone[1])
 
 

@@ -22,4 +22,4 @@ def forward(call: AttentionCall) -> AttentionResults:
 
 
 def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
-    return prefix_shared_attention.backward(call, results, grads)
+    return prefix_shared_attention.one_pass_backward(call, results, grads)

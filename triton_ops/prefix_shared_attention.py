@@ -1,12 +1,15 @@
 """``prefix_shared_attention`` over Triton: one pass forward, no merge, no copies of shared keys.
 
+On a GPU that has a vendor's flash kernels and not the compiled ones around them, it takes the vendor's, with
+Triton's around them: ``prefix_shared_attention_flash``.  The rest of this file is about its own.
+
 Backward has a kernel for the gradient of q and one for those of k and v, both without atomics, and one that
 adds up what several programs found for one tile of keys.  That takes 7 products of tiles where
 FlashAttention takes 5: the price of a fixed order.  Memory besides the results is delta [Hq, T] and fp32
 partial sums, at most ``PARTIAL_BYTES`` whatever the lengths.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +23,7 @@ from rlkernel.calls.prefix_shared_attention import (
     OutGrads,
 )
 from rlkernel.prefix.layout import PrefixLayout
+from rlkernel.triton_ops import prefix_shared_attention_flash as flash
 from rlkernel.triton_ops._device import dense_reasons, generation, tensor_reasons
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,
@@ -97,7 +101,23 @@ def unsupported(q: Tensor, *tensors: Tensor, **options: object) -> list[str]:
     return reasons
 
 
+def path(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    return flash.path(q, k, v, options.get("rule"))
+
+
 def forward(call: AttentionCall) -> AttentionResults:
+    return one_pass(call) if _is_own(call) else flash.forward(call)
+
+
+def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+    return one_pass_backward(call, results, grads) if _is_own(call) else flash.backward(call, results, grads)
+
+
+def _is_own(call: AttentionCall) -> bool:
+    return bool(flash.refusals(call.q, call.k, call.v, call.rule))
+
+
+def one_pass(call: AttentionCall) -> AttentionResults:
     q, k, v, layout, rule, sinks, _ = call
     total, heads, _ = q.shape
     out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
@@ -116,7 +136,7 @@ def forward(call: AttentionCall) -> AttentionResults:
     return AttentionResults(out, lse)
 
 
-def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
+def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
     (out, lse), (grad_out,) = results, grads
     total, heads, v_dim = out.shape
     found = AttentionGrads(

@@ -12,6 +12,7 @@ another than the keys', the narrower ones get zeros behind, which add nothing to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,14 +86,48 @@ class Around(NamedTuple):
 
 def reasons(q: Tensor, v: Tensor, rule: AttentionRule | None, needs_grad: bool) -> list[str]:
     """Why no vendor's kernel can run this: those of each; none where one can."""
-    softcap = rule.softcap if rule is not None else 0.0
-    width = max(q.shape[2], v.shape[2])
+    if wrong := device_reasons(q):
+        return wrong
     found: list[str] = []
-    for kernel in varlen.KERNELS:
-        if not (why := kernel.reasons(q, softcap, needs_grad, width)):
+    for _, why in _refusals(q, v, rule, needs_grad):
+        if not why:
             return []
         found += why
     return found
+
+
+def device_reasons(q: Tensor) -> list[str]:
+    """Why the vendors' kernels are not asked on a device.
+
+    On ROCm torch has ``aten::_flash_attention_forward`` too, with the same schema over AOTriton, but what it
+    does has changed with its releases: lse is [B, Hq, longest] in some of them and [Hq, T] in others (pytorch
+    issue 187872), and so are the side on which a causal mask is aligned and what windows do.  As long as
+    nobody has run it on such a device under these tests, it is not taken.
+    """
+    if q.device.type != "cuda":
+        return [f"q must be on an NVIDIA GPU, got {q.device}"]
+    if torch.version.hip is not None:
+        return [f"q must be on an NVIDIA GPU, got {q.device} of ROCm, whose flash attention no test has seen"]
+    return []
+
+
+def path(q: Tensor, v: Tensor, rule: AttentionRule | None) -> str:
+    """Whose kernels ``forward`` takes, and why not those before it; empty where there are none."""
+    before: list[str] = []
+    for kernel, why in _refusals(q, v, rule, needs_grad=True):
+        if not why:
+            return f"{kernel.name} ({'; '.join(before)})" if before else kernel.name
+        before += why
+    return ""
+
+
+def _refusals(
+    q: Tensor, v: Tensor, rule: AttentionRule | None, needs_grad: bool
+) -> Iterator[tuple[Varlen, list[str]]]:
+    softcap = rule.softcap if rule is not None else 0.0
+    width = max(q.shape[2], v.shape[2])
+    for kernel in varlen.KERNELS:
+        yield kernel, kernel.reasons(q, softcap, needs_grad, width)
 
 
 def forward(call: AttentionCall, around: Around) -> AttentionResults:

@@ -22,6 +22,15 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
     return flash.unsupported_flash(q, v, options.get("rule"), needs_grad=True)
 
 
+def path(*tensors: Tensor, **options: Any) -> str:
+    q, _, v = tensors
+    if q.device.type == "cpu":
+        return "torch's flash kernels for a CPU"
+    from rlkernel.drivers.prefix_shared_attention_flash import path
+
+    return path(q, v, options.get("rule"))
+
+
 def forward(call: AttentionCall) -> AttentionResults:
     return _path(call.q).forward(call)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlkernel.calls.prefix_shared_attention import (
@@ -20,8 +19,8 @@ AROUND = driver.Around(attention_merge, gather_kv, segment_reduce)
 
 
 def unsupported_flash(q: Tensor, v: Tensor, rule: AttentionRule | None, needs_grad: bool) -> list[str]:
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return [f"q must be on an NVIDIA GPU, got {q.device}"]
+    if wrong := driver.device_reasons(q):
+        return wrong
     reasons = driver.reasons(q, v, rule, needs_grad)
     kernels = kernels_for(q.device)
     return [*reasons, kernels] if isinstance(kernels, str) else reasons
