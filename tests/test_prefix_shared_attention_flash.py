@@ -4,12 +4,17 @@ import itertools
 import math
 import random
 
+import emulation
 import pytest
 import torch
 import varlen_stand_ins as vendors
-from varlen_stand_ins import KERNELS, install, replace
+from backends import EMULATED, INTERPRETED, NO_INTERPRETER
+from bitwise import assert_equal
+from varlen_stand_ins import KERNELS, PASSES, install, replace
 
 import rlkernel
+from rlkernel import dispatch
+from rlkernel import native as compiled
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
 from rlkernel.drivers import prefix_shared_attention_flash as driver
 from rlkernel.drivers import prefix_shared_attention_varlen as varlen
@@ -55,6 +60,9 @@ RULES = {
     "window": {"window": 5},
     "sinks": {"sinks": True},
 }
+
+
+needs_triton = pytest.mark.skipif(not INTERPRETED, reason=NO_INTERPRETER)
 
 
 @pytest.fixture(params=KERNELS)
@@ -144,7 +152,7 @@ def in_fp64(tensors, layout, rule, sinks, grad):
 @pytest.mark.parametrize("way", ["gather", "cascade"])
 @pytest.mark.usefixtures("poison")
 def test_narrow_types(kernel, way, dtype, monkeypatch):
-    """Over the native merge, gather and reduction: at most twice the error of the same kernel, dense."""
+    """Over the compiled merge, gather and reduction: at most twice the error of the same kernel, dense."""
     force(monkeypatch, way)
     case = inputs(LAYOUTS["ragged"], head_dim=64, dtype=dtype, sinks=True)
     got, truth, plain = both(flash, *case), both(reference, *in_fp64(*case)), both(reference, *case)
@@ -160,6 +168,24 @@ def test_narrow_types(kernel, way, dtype, monkeypatch):
         else:  # two terms are rounded before they are added up
             allowed = 2 * error([plain[at]], t) + 2 * unit * float(truth[at].abs().max())
         assert error(g, t) <= allowed, field
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "vendor, way, name, rule", [("fa2", "gather", "ragged", "window"), ("fa3", "cascade", "tree", "sinks")]
+)
+@pytest.mark.usefixtures("poison")
+def test_triton_has_the_bits_of_the_compiled_kernels(vendor, way, name, rule, dtype, monkeypatch):
+    """A whole pass and its gradients: so all that the tests of the compiled kernels show holds for it."""
+    install(vendor, monkeypatch)
+    force(monkeypatch, way)
+    case = inputs(LAYOUTS[name], head_dim=24, v_dim=16, dtype=dtype, **RULES[rule])
+    with compiled.emulated(emulation.module(EMULATED["emulated-warp32"])):
+        want = both(flash, *case)
+    for field, got, w in zip(NAMES, both(PASSES["triton"], *case), want, strict=True):
+        assert got.is_contiguous()
+        assert_equal(field, got, w)
 
 
 def test_launches(kernel, monkeypatch):
@@ -285,6 +311,66 @@ def test_the_public_op(kernel, name, monkeypatch):
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in leaves)])
     assert vendors.CALLS and error(*results) <= 1e-11
+
+
+@pytest.fixture
+def without_the_extension(monkeypatch):
+    """As on an NVIDIA GPU whose compiled kernels were not built, but for the device."""
+    monkeypatch.setattr(driver, "device_reasons", lambda q: [])
+    monkeypatch.setattr(native, "kernels_for", lambda device: "rlkernel._C cannot be loaded")
+
+
+@needs_triton
+@pytest.mark.parametrize("vendor, name", [("fa2", "ragged"), ("aten", "tree")])
+@pytest.mark.usefixtures("without_the_extension")
+def test_the_public_op_without_the_extension(vendor, name, monkeypatch):
+    """Nothing is asked for by name: it runs over the vendor's kernels, and so it does without gradients."""
+    install(vendor, monkeypatch)
+    tensors, layout, rule, sinks, grad = inputs(LAYOUTS[name], dtype=torch.float32, sinks=True)
+    want = both(reference, *in_fp64(tensors, layout, rule, sinks, grad))
+    leaves, results = [x.clone().requires_grad_() for x in tensors], []
+    for needs_grad in (True, False):
+        vendors.CALLS.clear()
+        with torch.set_grad_enabled(needs_grad):
+            options = {"scale": rule.scale, "sinks": sinks, "return_lse": True}
+            results.append(rlkernel.prefix_shared_attention(*leaves, layout, **options))
+        assert rlkernel.last_backend("prefix_shared_attention") == "triton" and vendors.CALLS
+    for a, b in zip(*results, strict=True):
+        assert_equal("a pass without gradients", a.detach(), b)
+    assert vendors.CALLS.count("backward") == 0
+    out, lse = results[0]
+    out.backward(grad)
+    assert vendors.CALLS.count("backward") > 0
+    assert error([out.detach(), lse.detach(), *(x.grad for x in leaves)], want) <= 1e-5
+
+
+@needs_triton
+def test_the_path_is_told(monkeypatch):
+    """By explain: whose kernels are taken, and why not others or not the vendors' at all."""
+    install("aten", monkeypatch)
+    layout = LAYOUTS["group"]
+    (q, k, v), *_ = inputs(layout, dtype=torch.float32)
+
+    def path(backend="triton", **options):
+        found = rlkernel.explain("prefix_shared_attention", q, k, v, layout, **options)
+        assert found["triton"] == [] and set(found.paths) <= {"native", "triton"}
+        return found.paths[backend]
+
+    own = "Triton's own kernels: "
+    assert path() == f"{own}q must be on an NVIDIA GPU, got cpu"
+    assert path("native") == "torch's flash kernels for a CPU"
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "device_reasons", lambda q: [])
+        assert path() == f"{own}the vendors' kernels are native's, which can run this"
+        patch.setattr(native, "kernels_for", lambda device: "rlkernel._C cannot be loaded")
+        assert path() == "torch's flash attention, with Triton's kernels around it"
+        assert path(softcap=3.0) == f"{own}torch's flash attention: it has no softcap"
+        patch.setattr(varlen, "KERNELS", (varlen.FlashAttention3(), varlen.Aten()))
+        patch.setattr(varlen, "library", lambda name: vendors.MODULES[name] if name == "torch" else "absent")
+        assert path() == "torch's flash attention (FlashAttention 3: absent), with Triton's kernels around it"
+        patch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16))
+        assert "q must be float16 or bfloat16, got float32" in path()
+    assert dispatch.reasons("logprob", q[0], torch.zeros(4, dtype=torch.int64)).paths == {}
 
 
 def worst(layout, monkeypatch, way="cascade"):

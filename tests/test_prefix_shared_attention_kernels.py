@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from backends import EMULATED
+from backends import EMULATED, INTERPRETED, NO_INTERPRETER
+from bitwise import assert_equal
 
 from rlkernel import native
 from rlkernel.native.prefix_shared_attention.kernels import attention_merge, gather_kv, segment_reduce
@@ -159,3 +160,124 @@ def test_reduce_sums_wide_and_in_order(device):
     result = segment_reduce(source, source, orders, offsets)[0]
     assert (result[0] == 2.0**-14).all()  # the first term is lost in fp32, the last is not
     assert (result[1] == 2.0**-13).all()
+
+
+# Triton's
+
+triton_around = None
+with contextlib.suppress(ImportError):
+    from rlkernel.triton_ops import prefix_shared_attention_around as triton_around
+    from rlkernel.triton_ops import prefix_shared_attention_around_kernels as triton_kernels
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def both(request):
+    """The device of the tensors, which the native kernels and Triton's both take."""
+    if triton_around is None or (request.param == "cpu" and not INTERPRETED):
+        pytest.skip(NO_INTERPRETER)
+    if isinstance(reason := native.kernels_for(request.param), str):
+        pytest.skip(reason)
+    return request.param
+
+
+def as_on_a_gpu(device):
+    """On a CPU the native kernels are the device's, emulated: the CPU's own have an exp of their own."""
+    if device != "cpu":
+        return contextlib.nullcontext()
+    import emulation
+
+    return native.emulated(emulation.module(32))
+
+
+def merged_by_both(out, lse, *rest):
+    """[out, lse] of the native kernel, and of Triton's."""
+    found = []
+    with as_on_a_gpu(out.device.type):
+        for merge in (attention_merge, triton_around.attention_merge):
+            mine = out.clone(), lse.clone()
+            merge(*mine, *rest)
+            found.append(mine)
+    return found
+
+
+def assert_same_merge(out, lse, *rest):
+    for name, want, got in zip(("out", "lse"), *merged_by_both(out, lse, *rest), strict=True):
+        assert_equal(name, got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", ["part", "sinks", "both"])
+def test_triton_merges_to_the_same_bits(both, dtype, given):
+    """Odd heads and widths, rows past a tile, views whose heads lie outside."""
+    for n, heads, head_dim in [(70, 3, 64), (33, 2, 5), (1, 1, 8)]:
+        out = normal(heads, n, head_dim + 3, dtype=dtype, device=both)[..., :head_dim].transpose(0, 1)
+        part = normal(n, heads, head_dim, dtype=dtype, device=both, seed=1)
+        lse, part_lse = (
+            8 * normal(heads, n + 9, device=both)[:, 5:-4],
+            8 * normal(heads, n, device=both, seed=2),
+        )
+        partial = (None, None) if given == "sinks" else (part, part_lse)
+        assert_same_merge(out, lse, *partial, None if given == "part" else normal(heads, device=both))
+
+
+def test_triton_merges_every_kind_of_lse_to_the_same_bits(both):
+    """Finite, huge, denormal, infinite of both signs and NaN, each with each and under each sink."""
+    kinds = torch.tensor([INF, -INF, float("nan"), 0.0, -0.0, 1.0, 88.5, -88.5, 3e38, -3e38, 1e-40, -86.99])
+    wide = torch.linspace(-90, 90, 1500)  # all of exp's range, and of log's
+    a = torch.cat([kinds.repeat_interleave(len(kinds)), torch.zeros_like(wide)])[None].to(both)
+    b = torch.cat([kinds.repeat(len(kinds)), wide])[None].to(both)
+    out, part = (normal(a.shape[1], 1, 2, device=both, seed=s) for s in (0, 1))
+    out[::5], part[::7] = float("nan"), INF
+    for sink in (None, INF, -INF, 0.5, float("nan")):
+        assert_same_merge(out, a, part, b, None if sink is None else torch.tensor([sink], device=both))
+
+
+def test_another_exp_has_other_bits(both, monkeypatch):
+    """So the tests above can fail: an exp that is within a unit of ours."""
+    if both != "cpu":
+        pytest.skip(NO_INTERPRETER)
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+    monkeypatch.setattr(triton_kernels, "exp_exact", exp)
+    out, part = normal(70, 3, 8), normal(70, 3, 8, seed=1)
+    want, got = merged_by_both(out, normal(3, 70), part, normal(3, 70, seed=2))
+    torch.testing.assert_close(got[0], want[0])
+    assert not torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_triton_gathers(both, dtype):
+    index = torch.tensor([*range(40), 0, 39, 5, 5], device=both)
+    for heads, head_dim in [(1, 8), (3, 5), (2, 128)]:
+        k = normal(40, heads, head_dim, dtype=dtype, device=both)
+        v = normal(heads, 40, 3 * head_dim, dtype=dtype, device=both)[..., :head_dim].transpose(0, 1)
+        for x, y in zip((k, v), triton_around.gather_kv(k, v, index), strict=True):
+            assert_equal("copies", y, x[index])
+    assert triton_around.gather_kv(k, v, index[:0])[0].shape == (0, heads, head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_reduces_to_the_same_bits(both, dtype):
+    index, offsets = table([1, 0, 9, 3, *([2] * 20), 5, 0], 30, both)
+    for heads, head_dim in [(3, 5), (1, 120)]:
+        sources = [normal(30, heads, head_dim, dtype=dtype, device=both, seed=s) for s in (0, 1)]
+        sources[0][3], sources[1][4] = INF, float("nan")
+        for wide in (None, torch.float32):
+            want = segment_reduce(*sources, index, offsets, wide)
+            got = triton_around.segment_reduce(*sources, index, offsets, wide)
+            for name, a, b in zip("kv", want, got, strict=True):
+                assert_equal(name, b, a)
+    nothing = triton_around.segment_reduce(*sources, index[:0], offsets[:1])
+    assert nothing[0].shape == (0, heads, head_dim)
+    flipped = triton_around.segment_reduce(*sources, index.flip(0), offsets, torch.float32)
+    assert not torch.equal(flipped[1].nan_to_num(), got[1].nan_to_num())
+
+
+def test_triton_merges_nothing(both):
+    out, lse = torch.empty(0, 2, 8, device=both), torch.empty(2, 0, device=both)
+    triton_around.attention_merge(out, lse, out, lse)

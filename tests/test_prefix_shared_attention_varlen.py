@@ -116,7 +116,15 @@ def test_a_kernel_that_can_do_backward_goes_first(monkeypatch):
 
 def test_cpu_tensors_are_refused():
     q = torch.zeros(3, 2, 64)
-    assert flash.unsupported_flash(q, q, None, False) == ["q must be on an NVIDIA GPU, got cpu"]
+    for reasons in (flash.unsupported_flash, driver.reasons):
+        assert reasons(q, q, None, False) == ["q must be on an NVIDIA GPU, got cpu"]
+
+
+def test_rocm_is_refused(monkeypatch):
+    """Its flash attention has the schema of CUDA's, and not yet one contract."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    (reason,) = driver.device_reasons(types.SimpleNamespace(device=torch.device("cuda", 0)))
+    assert reason.startswith("q must be on an NVIDIA GPU, got cuda:0 of ROCm")
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])

@@ -5,6 +5,7 @@ returns, what is written into memory of the caller, that no gradient of a lse is
 must start at 16 bytes.  ``CALLS`` lists what was launched.
 """
 
+import importlib.util
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,12 @@ import torch
 
 from rlkernel.drivers import prefix_shared_attention_varlen as varlen
 from rlkernel.native.prefix_shared_attention import flash
+
+PASSES = {"native": flash}  # backends that run over the vendors' kernels
+if importlib.util.find_spec("triton"):
+    from rlkernel.triton_ops import prefix_shared_attention_flash
+
+    PASSES["triton"] = prefix_shared_attention_flash
 
 CALLS: list[str] = []
 
@@ -216,9 +223,9 @@ def reduce_fp64(k, v, index, offsets):
     return tuple(torch.segment_reduce(x[index], "sum", offsets=offsets, axis=0) for x in (k, v))
 
 
-def replace(monkeypatch, **kernels):
-    """Others in the place of the pass's own kernels around the vendors'."""
-    monkeypatch.setattr(flash, "AROUND", flash.AROUND._replace(**kernels))
+def replace(monkeypatch, impl=flash, **kernels):
+    """Others in the place of a pass's own kernels around the vendors'."""
+    monkeypatch.setattr(impl, "AROUND", impl.AROUND._replace(**kernels))
 
 
 def by_dtype(kernel, of_fp64):
@@ -229,12 +236,10 @@ def by_dtype(kernel, of_fp64):
 def install(name, monkeypatch, modules=MODULES):
     """The adapter ``name`` over its stand-in, on the CPU as if it were an H100, in any dtype."""
     monkeypatch.setattr(varlen, "library", lambda module: modules.get(module, f"{module} is not installed"))
-    merge, _, reduce = flash.AROUND
-    replace(
-        monkeypatch,
-        attention_merge=by_dtype(merge, merge_fp64),
-        segment_reduce=by_dtype(reduce, reduce_fp64),
-    )
+    for impl in PASSES.values():
+        merge, _, reduce = impl.AROUND
+        of_dtype = by_dtype(merge, merge_fp64), by_dtype(reduce, reduce_fp64)
+        replace(monkeypatch, impl, attention_merge=of_dtype[0], segment_reduce=of_dtype[1])
     monkeypatch.setattr(varlen, "capability", lambda device: (9, 0))
     monkeypatch.setattr(varlen, "DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
     adapter = KERNELS[name]()
