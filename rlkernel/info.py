@@ -226,6 +226,9 @@ def _grouped(ops: dict[str, dict[str, Any]]) -> list[str]:
         lines += ["", f"on {device}"]
         for backend, names in runs.items():
             lines += _wrapped(f"  {backend} runs ", names, len(ops))
+        for op, choices in ops.items():
+            if path := choices[device]["path"]:
+                lines += _wrapped(f"  {op} runs over ", [path], len(ops))
         for reason, names in reasons.items():
             lines += _wrapped(f"  {reason}: ", names, len(ops))
     return lines

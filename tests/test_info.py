@@ -40,8 +40,11 @@ def test_the_named_backend_is_the_one_that_runs(op):
 def test_text_names_every_op_and_every_reason():
     shown = info.collect()
     text = info.render(shown, every=True)
+    assert shown["ops"]["prefix_shared_attention"]["cpu"]["path"] == "torch's flash kernels"
+    assert "  prefix_shared_attention runs over torch's flash kernels\n" in info.render(shown)
     for op, choices in shown["ops"].items():
-        assert f"{op} on cpu runs on {choices['cpu']['backend']}" in text
+        over = f", over {choices['cpu']['path']}" if choices["cpu"]["path"] else ""
+        assert f"{op} on cpu runs on {choices['cpu']['backend']}{over}" in text
         for name, why in choices["cpu"]["reasons"].items():
             assert f"  not {name}: {'; '.join(why)}" in text
 

@@ -214,6 +214,15 @@ REGISTERS = {
     ("prefix_shared_attention: fp32 D = 128", "attention_query_grad_kernel"): (109, 80, 78, 395),
     ("prefix_shared_attention: fp32 D = 128", "attention_key_grad_kernel"): (210, 206, 206, 218),
     ("prefix_shared_attention: fp32 D = 128", "attention_sum_kernel"): (62, 62, 64, 22),
+    ("prefix_shared_attention: around vendors, bf16 D = 128", "around_merge_kernel"): (32, 32, 36, 32),
+    ("prefix_shared_attention: around vendors, bf16 D = 128", "around_gather_kernel"): (26, 26, 26, 10),
+    ("prefix_shared_attention: around vendors, bf16 D = 128", "around_reduce_kernel"): (48, 48, 46, 28),
+    ("prefix_shared_attention: around vendors, bf16 D = 192", "around_merge_kernel"): (32, 32, 38, 31),
+    ("prefix_shared_attention: around vendors, bf16 D = 192", "around_gather_kernel"): (26, 26, 26, 10),
+    ("prefix_shared_attention: around vendors, bf16 D = 192", "around_reduce_kernel"): (48, 48, 48, 30),
+    ("prefix_shared_attention: around vendors, fp32 D = 64", "around_merge_kernel"): (44, 42, 48, 35),
+    ("prefix_shared_attention: around vendors, fp32 D = 64", "around_gather_kernel"): (34, 34, 34, 16),
+    ("prefix_shared_attention: around vendors, fp32 D = 64", "around_reduce_kernel"): (64, 64, 64, 33),
     ("layer_norm: fp32", "layer_forward_kernel"): (96, 96, 104, 35),
     ("layer_norm: fp32", "layer_backward_kernel"): (128, 104, 103, 52),
     ("layer_norm: fp32", "layer_sums_kernel"): (18, 30, 20, 12),
@@ -585,6 +594,7 @@ def test_lengths_temperatures_and_ignore_index_recompile_nothing(reports, target
         *("statistics_kernel", "finish_kernel"),
         *("attention_forward_kernel", "attention_delta_kernel", "attention_query_grad_kernel"),
         *("attention_key_grad_kernel", "attention_sum_kernel"),
+        *("around_merge_kernel", "around_gather_kernel", "around_reduce_kernel"),
         *("paged_attention_kernel", "paged_merge_kernel"),
     }
     assert set(binaries.values()) == {1}, f"more than one binary of a kernel on {target}: {binaries}"

@@ -127,6 +127,7 @@ def binaries_of_varied_calls() -> dict[str, int]:
         paged_prefix_attention,
         preference_loss,
         prefix_shared_attention,
+        prefix_shared_attention_around,
         rms_norm,
         sampling,
         value_loss,
@@ -194,6 +195,10 @@ def binaries_of_varied_calls() -> dict[str, int]:
             attention = AttentionCall(q, kv, kv, layout, rule, torch.ones(8))
             found = prefix_shared_attention.forward(attention)
             prefix_shared_attention.backward(attention, found, OutGrads(q))
+            part, index = q[: n + 8], torch.arange(n + 8)
+            around, rows = prefix_shared_attention_around, slice(length, length + n + 8)
+            around.attention_merge(q[rows], found.lse[:, rows], part, found.lse[:, : n + 8])
+            around.segment_reduce(*around.gather_kv(kv, kv, index), index, index)
             pages, starts = torch.arange(9).expand(n, -1).int(), torch.arange(n + 1).int()
             lens = torch.full((n,), 70 + n, dtype=torch.int32)
             step = pages, lens, starts, plan_of(pages, lens.tolist(), starts.tolist(), 16, 0)

@@ -24,11 +24,14 @@ def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
 
 def path(*tensors: Tensor, **options: Any) -> str:
     q, _, v = tensors
+    rule = options.get("rule")
+    if q.device.type == "cpu" and ((rule and rule.softcap) or q.shape[2] != v.shape[2]):
+        return "products over tiles of rows (torch's flash kernels: no softcap, and one head dim)"
     if q.device.type == "cpu":
-        return "torch's flash kernels for a CPU"
+        return "torch's flash kernels"
     from rlkernel.drivers.prefix_shared_attention_flash import path
 
-    return path(q, v, options.get("rule"))
+    return path(q, v, rule)
 
 
 def forward(call: AttentionCall) -> AttentionResults:
