@@ -52,8 +52,9 @@ def test_text_names_every_op_and_every_reason():
 def test_reasons_are_grouped():
     shown = info.collect()
     assert set(shown["environment"]) == {name for name, stage in variables() if stage == "run"}
-    choice = {"backend": "native", "also": [], "reasons": {"triton": ["no GPU"]}}
-    other = {"backend": "reference", "also": [], "reasons": {"triton": ["no GPU"], "native": ["not built"]}}
+    choice = {"backend": "native", "path": None, "also": [], "reasons": {"triton": ["no GPU"]}}
+    reasons = {"triton": ["no GPU"], "native": ["not built"]}
+    other = {"backend": "reference", "path": None, "also": [], "reasons": reasons}
     shown["ops"] = {"gae": {"cpu": choice}, "whiten": {"cpu": other}, "swiglu": {"cpu": choice}}
     shown["environment"]["RLKERNEL_DEBUG"] = "1"
     lines = info.render(shown).splitlines()
