@@ -1,4 +1,4 @@
-"""``readme``: the tables of README.md and docs, written from the committed reports between their markers.
+"""``readme``: tables and the picture of README.md and docs, written from the committed reports.
 
 ``<!-- bench:begin NAME -->`` ... ``<!-- bench:end NAME -->`` holds the newest
 ``benchmarks/results/<date>-NAME.json``; of the names in ``MADE``, what a function makes of all reports.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlkernel.bench import example_tables, render, report, status, trainer_step
+from rlkernel.bench import example_tables, picture, render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency import tables as consistency
 
@@ -37,6 +37,7 @@ def _of_an_example(name: str, markdown: Callable[[Any], str]) -> Callable[[Path]
 
 
 MADE = {
+    "picture": picture.svg,
     "status": status.table,
     "status-line": status.line,
     **{
@@ -52,9 +53,9 @@ MADE = {
 
 
 def pages(root: Path) -> list[Path]:
-    """README.md, and the pages of docs that hold a table."""
-    marked = (page for page in sorted((root / "docs").rglob("*.md")) if _MARKED.search(page.read_text()))
-    return [root / "README.md", *marked]
+    """README.md, and the pages and pictures of docs that hold a table or what is drawn from one."""
+    found = (page for page in sorted((root / "docs").rglob("*")) if page.suffix in (".md", ".svg"))
+    return [root / "README.md", *(page for page in found if _MARKED.search(page.read_text()))]
 
 
 def fill(text: str, results: Path) -> str:
