@@ -90,11 +90,11 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"\S+: RLKERNEL_PEERS names no folder with a checkout", always),
     (r"this kernel keeps no resettable high-water mark|this Linux is older than 5.14", always),
     (r"needs /proc|pages are Linux's", lambda: sys.platform != "linux"),
-    (r"this tree was not built in place|not a git checkout", always),
+    (r"this tree was not built in place|(this tree is )?not a git checkout", always),
     (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"tomllib needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (
-        r"(hypothesis|Triton) is not installed|vLLM|\S+: make fetches it|\S+: \S+ is not that of commit ",
+        r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|\S+: \S+ is not that of commit ",
         never,
     ),
     (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),

@@ -11,16 +11,10 @@ from rlkernel.bench import report
 # The report, its case and dtype, the pass, and what the bar is called.
 SPEED = (
     ("logprob", "logprob", "N=4096 V=32768 T=1.0 entropy", "bfloat16", "forward+backward"),
-    ("linear_logprob", "linear_logprob", "N=4096 H=1024 V=32768 T=0.8 entropy", "float32", "forward+backward"),
+    (*("linear_logprob",) * 2, "N=4096 H=1024 V=32768 T=0.8 entropy", "float32", "forward+backward"),
     ("losses", "policy_loss", "B=64 L=4096", "float32", "forward+backward"),
     ("sampling", "sampling", "B=64 V=151936 T=0.8 top_p 0.95", "bfloat16", "forward"),
-    (
-        "prefix_shared_attention",
-        "prefix_shared_attention",
-        "P=1024 L=64 G=16 Hq=8 Hkv=2 D=64",
-        "float32",
-        "forward+backward",
-    ),
+    (*("prefix_shared_attention",) * 2, "P=1024 L=64 G=16 Hq=8 Hkv=2 D=64", "float32", "forward+backward"),
 )
 MEMORY = ("linear_logprob", "N=16384 H=512 V=16032 T=0.8 group 256", "bfloat16", "forward+backward")
 WIDTH, ROW, LEFT, END = 470, 36, 16, 300
