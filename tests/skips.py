@@ -94,7 +94,8 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"tomllib needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (
-        r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|\S+: \S+ is not that of commit ",
+        r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|"
+        r"\S+: \S+ is not that of commit ",
         never,
     ),
     (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),
