@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel.calls.paged_prefix_attention import ITEM_ROWS, PagedCall, PagedResults
+from rlkernel.calls.paged_prefix_attention import PagedCall, PagedResults
 from rlkernel.triton_ops._device import tensor_reasons
 from rlkernel.triton_ops.paged_prefix_attention_kernels import paged_attention_kernel, paged_merge_kernel
 
@@ -30,10 +30,10 @@ class Blocks(NamedTuple):
 # (bytes of a number, wider head dim): the largest found that spill on none of sm_80, sm_90 and sm_100, and on
 # gfx942, whose shared memory has 64 KiB.  fp32 is exact, which on NVIDIA means ordinary multiply-adds.
 NVIDIA = {
-    (2, 64): Blocks(64, 32, 4, 2),
-    (2, 128): Blocks(64, 32, 4, 2),
-    (2, 256): Blocks(64, 16, 8, 2),
-    (4, 64): Blocks(16, 32, 8, 2),
+    (2, 64): Blocks(64, 32, 4, 3),
+    (2, 128): Blocks(64, 32, 4, 3),
+    (2, 256): Blocks(64, 16, 8, 3),
+    (4, 64): Blocks(16, 32, 8, 3),
     (4, 128): Blocks(16, 32, 8, 2),
     (4, 256): Blocks(16, 16, 8, 2),
 }
@@ -45,8 +45,8 @@ AMD = {
     (4, 128): Blocks(16, 32, 8, 1),
     (4, 256): Blocks(16, 16, 8, 1),
 }
-# that of NVIDIA for multi-head latent attention's (192, 128) spills on sm_100
-NARROW_VALUES = {(2, 256, 128): Blocks(64, 16, 4, 2)}
+# multi-head latent attention's (192, 128) on NVIDIA
+NARROW_VALUES = {(2, 256, 128): Blocks(64, 32, 4, 3)}
 
 
 def unsupported(query: Tensor, *tensors: Tensor, **options: object) -> list[str]:
@@ -72,24 +72,28 @@ def forward(call: PagedCall) -> PagedResults:
     out = torch.empty(total, heads, dv, dtype=query.dtype, device=device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=device)
     blocks = _blocks(query, value_cache)
-    # the page of every single key takes registers that a second stage would need
-    stages = 1 if page == 1 else blocks.stages
+    half = query.dtype.itemsize == 2
+    # in fp32 the page of every single key takes registers that copies ahead would need
+    stages = 1 if page == 1 and not half else blocks.stages
+    # masked blocks are rare and take fewer registers without copies ahead; ordinary multiply-adds want them
+    edge = 1 if half else stages
     shape = plan.slot_count, heads
     tops, totals = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     parts = torch.empty(*shape, dv, dtype=torch.float32, device=device)
-    tiles = triton.cdiv(ITEM_ROWS, blocks.q // group)
     v_width = _width(dv)
     merged = max(1, 512 // v_width)
     with torch.cuda.device_of(query):
-        for first_item, end_item, first_row, end_row in plan.launches.tolist():
-            items = end_item - first_item
-            paged_attention_kernel[(items * tiles * kv_heads,)](
+        for launch, widths in zip(plan.launches.tolist(), plan.widths.tolist(), strict=True):
+            first_item, end_item, first_row, end_row = launch
+            wide, tiles, programs = spread(end_item - first_item, *widths, blocks.q // group)
+            paged_attention_kernel[(programs * kv_heads,)](
                 query, *query.stride()[:2], key_cache, *key_cache.stride(),
                 value_cache, *value_cache.stride(), tops, totals, parts, plan.items,
-                plan.rows, plan.positions, plan.pages, first_item, items, rule.scale, rule.softcap or None,
+                plan.rows, plan.positions, plan.pages, first_item, wide, tiles, rule.scale, rule.softcap or None,
                 rule.window or NO_WINDOW,
                 KV_HEADS=kv_heads, GROUP=group, PAGE=page, D=d, WIDTH=_width(d), DV=dv, V_WIDTH=v_width,
                 BQ=blocks.q, BK=blocks.k, WINDOWED=rule.window > 0,
+                PLAIN=half or not rule.window, EDGE=edge,
                 num_warps=blocks.warps, num_stages=stages, enable_fp_fusion=False,
             )  # fmt: skip
             if first_row < end_row:
@@ -99,6 +103,14 @@ def forward(call: PagedCall) -> PagedResults:
                     HEADS=heads, DV=dv, V_WIDTH=v_width, BH=merged, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
     return PagedResults(out, lse)
+
+
+def spread(items: int, wide: int, most_rows: int, rows: int) -> tuple[int, int, int]:
+    """How many items of a launch take several programs of ``rows`` rows, how many each, and all programs."""
+    tiles = triton.cdiv(most_rows, rows)
+    if tiles == 1:
+        wide = 0
+    return wide, tiles, items + wide * (tiles - 1)
 
 
 def _width(head_dim: int) -> int:

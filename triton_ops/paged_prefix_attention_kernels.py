@@ -17,6 +17,7 @@ from rlkernel.triton_ops._names import Names
 from rlkernel.triton_ops.logprob_kernels import LN2, LOG2E, bounded, finite_or_zero
 from rlkernel.triton_ops.prefix_shared_attention_kernels import add_values
 
+AHEAD = tl.constexpr(4)  # states of a row that the merge has on their way at once
 # columns of the plan's items
 Item = Names(ITEM)
 ITEM_COLUMNS = tl.constexpr(len(Item))
@@ -42,8 +43,15 @@ def load_paged(x, page, token, page_stride, stride, step, D: tl.constexpr, WIDTH
 
 
 @triton.jit
+def pages_of(pages, start, first, last, PAGE: tl.constexpr, BK: tl.constexpr):
+    """The pages of BK keys from position ``start`` on, of which the item has ``first`` to ``last``."""
+    index = tl.minimum(tl.maximum(start + tl.arange(0, BK), first), last)
+    return tl.load(pages + (index // PAGE - first // PAGE))
+
+
+@triton.jit
 def attend_paged(
-    query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step, pages,
+    query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step, page,
     start, first, stop, top, total, sums, scale, softcap, window,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr,
     BK: tl.constexpr, MASKED: tl.constexpr,
@@ -56,7 +64,6 @@ def attend_paged(
         index = tl.minimum(tl.maximum(at, first), stop - 1)  # what the item does not have may be anything
         back = pos[:, None] - at[None, :]
         ok = (back >= 0) & (back < window) & (at == index)[None, :]
-    page = tl.load(pages + (index // PAGE - first // PAGE))
     token = (index % PAGE).to(tl.int64)
     key = load_paged(k, page, token, k_page, k_stride, k_step, D, WIDTH)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -73,70 +80,100 @@ def attend_paged(
     return new_top, total, add_values(p, value, ok, shrink, sums, MASKED)
 
 
-@triton.jit(do_not_specialize=["first_item", "items_here", "window"])
+@triton.jit
+def places_of(
+    item, head, skipped, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BQ: tl.constexpr, AGAIN: tl.constexpr
+):
+    """Of BQ places, behind the item's first ``skipped`` rows: plan row, query head, state, whether it is its own.
+
+    AGAIN reads the item anew, behind the loop that takes the time, where keeping all this costs registers.
+    """
+    ROWS: tl.constexpr = BQ // GROUP
+    begin = tl.load(item + Item.first, volatile=AGAIN) + skipped
+    end = tl.load(item + Item.end, volatile=AGAIN)
+    place = tl.arange(0, BQ)
+    own = begin + place // GROUP
+    inside = (own < end) & (place < ROWS * GROUP)
+    row = tl.minimum(tl.minimum(own, begin + ROWS - 1), end - 1)  # other places repeat the last row
+    member = head * GROUP + place % GROUP
+    slot = tl.load(item + Item.slot, volatile=AGAIN) + skipped + row - begin
+    return row, member, slot.to(tl.int64) * (KV_HEADS * GROUP) + member, inside
+
+
+@triton.jit(do_not_specialize=["first_item", "wide", "tiles", "window"])
 def paged_attention_kernel(
     q, q_stride: tl.int64, q_head: tl.int64,
     k, k_page: tl.int64, k_stride: tl.int64, k_head: tl.int64, k_step,
     v, v_page: tl.int64, v_stride: tl.int64, v_head: tl.int64, v_step,
-    tops, totals, parts, items, rows, positions, pages, first_item, items_here, scale, softcap, window,
+    tops, totals, parts, items, rows, positions, pages, first_item, wide, tiles, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, WINDOWED: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, WINDOWED: tl.constexpr, PLAIN: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """The states ``tops``, ``totals`` [slots, Hq] and ``parts`` [slots, Hq, DV] of a launch's items."""
-    ROWS: tl.constexpr = BQ // GROUP
-    # neighbours in the grid are heads of one item, whose keys lie beside each other; what programs find
-    # nothing to do, because their item has few rows, come last
+    # neighbours in the grid are heads of one item, whose keys lie beside each other, then its other rows,
+    # which read the same keys
     head = tl.program_id(0) % KV_HEADS
     number = tl.program_id(0) // KV_HEADS
-    item = items + (first_item + number % items_here) * ITEM_COLUMNS
-    skipped = number // items_here * ROWS
-    begin, end = tl.load(item + Item.first) + skipped, tl.load(item + Item.end)
-    if begin < end:
+    several = number < wide * tiles
+    place = tl.where(several, number // tiles, number - wide * (tiles - 1))
+    skipped = tl.where(several, number % tiles, 0) * (BQ // GROUP)
+    item = items + (first_item + place) * ITEM_COLUMNS
+    if tl.load(item + Item.first) + skipped < tl.load(item + Item.end):
         first = tl.load(item + Item.position)
         stop = first + tl.load(item + Item.keys)
         pages += tl.load(item + Item.page)
-        place = tl.arange(0, BQ)
-        own = begin + place // GROUP
-        inside = (own < end) & (place < ROWS * GROUP)
-        index = tl.minimum(tl.minimum(own, begin + ROWS - 1), end - 1)  # other places repeat the last row
-        member = head * GROUP + place % GROUP
+        index, member, state, inside = places_of(item, head, skipped, KV_HEADS, GROUP, BQ, False)
         row, pos = tl.load(rows + index).to(tl.int64), tl.load(positions + index)
         d, w = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
         at_q = q + (row * q_stride + member * q_head)[:, None] + d[None, :]
         query = tl.load(at_q, mask=d[None, :] < D, other=0.0)
         k += head.to(tl.int64) * k_head
         v += head.to(tl.int64) * v_head
-        slot = (tl.load(item + Item.slot) + skipped + index - begin).to(tl.int64) * (
-            KV_HEADS * GROUP
-        ) + member
-        at_part = parts + slot[:, None] * DV + w[None, :]
-        fits = inside[:, None] & (w[None, :] < DV)
-        carried = inside & (place < tl.load(item + Item.carry) * BQ)  # all of them or none
-        top = tl.load(tops + slot, mask=carried, other=float("-inf"))
-        total = tl.load(totals + slot, mask=carried, other=0.0)
-        sums = tl.load(at_part, mask=fits & carried[:, None], other=0.0)
-        oldest, newest = tl.min(pos), tl.max(pos)
+        carried = inside & (tl.arange(0, BQ) < tl.load(item + Item.carry) * BQ)  # all of them or none
+        top = tl.load(tops + state, mask=carried, other=float("-inf"))
+        total = tl.load(totals + state, mask=carried, other=0.0)
+        fits = carried[:, None] & (w[None, :] < DV)
+        sums = tl.load(parts + state[:, None] * DV + w[None, :], mask=fits, other=0.0)
+        oldest, newest, last = tl.min(pos), tl.max(pos), stop - 1
         low = first
-        plain = tl.minimum(stop, oldest + 1) // BK * BK  # keys in front of it are seen by every row
         if WINDOWED:
             low = tl.maximum(first, oldest - window + 1) // BK * BK
-            plain = low
-        for start in range(low, plain, BK):
+        # every row sees the keys of [plain, masked)
+        plain, masked = low, low
+        if PLAIN:
+            masked = tl.maximum(low, tl.minimum(stop, oldest + 1) // BK * BK)
+            if WINDOWED:
+                plain = tl.minimum(tl.cdiv(tl.maximum(low, newest - window + 1), BK) * BK, masked)
+                for start in tl.range(low, plain, BK, num_stages=EDGE):
+                    top, total, sums = attend_paged(
+                        query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step,
+                        pages_of(pages, start, first, last, PAGE, BK),
+                        start, first, stop, top, total, sums, scale, softcap, window,
+                        PAGE, D, WIDTH, DV, V_WIDTH, BK, True,
+                    )  # fmt: skip
+            # pages are read a turn ahead: what stands at an address that is loaded too is not copied ahead
+            page = pages_of(pages, plain, first, last, PAGE, BK)
+            for start in range(plain, masked, BK):
+                following = pages_of(pages, start + BK, first, last, PAGE, BK)
+                top, total, sums = attend_paged(
+                    query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step, page,
+                    start, first, stop, top, total, sums, scale, softcap, window,
+                    PAGE, D, WIDTH, DV, V_WIDTH, BK, False,
+                )  # fmt: skip
+                page = following
+        for start in tl.range(masked, tl.minimum(stop, newest + 1), BK, num_stages=EDGE):
             top, total, sums = attend_paged(
-                query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step, pages,
-                start, first, stop, top, total, sums, scale, softcap, window,
-                PAGE, D, WIDTH, DV, V_WIDTH, BK, False,
-            )  # fmt: skip
-        for start in range(tl.maximum(low, plain), tl.minimum(stop, newest + 1), BK):
-            top, total, sums = attend_paged(
-                query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step, pages,
+                query, pos, k, k_page, k_stride, k_step, v, v_page, v_stride, v_step,
+                pages_of(pages, start, first, last, PAGE, BK),
                 start, first, stop, top, total, sums, scale, softcap, window,
                 PAGE, D, WIDTH, DV, V_WIDTH, BK, True,
             )  # fmt: skip
-        tl.store(tops + slot, top, mask=inside)
-        tl.store(totals + slot, total, mask=inside)
-        tl.store(at_part, sums, mask=fits)
+        _, _, state, inside = places_of(item, head, skipped, KV_HEADS, GROUP, BQ, True)
+        tl.store(tops + state, top, mask=inside)
+        tl.store(totals + state, total, mask=inside)
+        fits = inside[:, None] & (w[None, :] < DV)
+        tl.store(parts + state[:, None] * DV + w[None, :], sums, mask=fits)
 
 
 @triton.jit(do_not_specialize=["first_row", "T"])
@@ -155,17 +192,21 @@ def paged_merge_kernel(
     top = tl.full((BH,), float("-inf"), tl.float32)
     total = tl.zeros((BH,), tl.float32)
     sums = tl.zeros((BH, V_WIDTH), tl.float32)
-    for at in range(tl.load(starts + plan_row), tl.load(starts + plan_row + 1)):
-        slot = tl.load(slots + at).to(tl.int64) * HEADS + head
-        found = tl.load(tops + slot, mask=inside, other=float("-inf"))
-        more = tl.load(totals + slot, mask=inside, other=0.0)
-        part = tl.load(parts + slot[:, None] * DV + w[None, :], mask=fits, other=0.0)
-        new_top = tl.maximum(top, found)
-        safe = finite_or_zero(new_top)
-        shrink, weight = tl.exp2((top - safe) * factor), tl.exp2((found - safe) * factor)
-        total = total * shrink + more * weight
-        sums = sums * shrink[:, None] + part * weight[:, None]
-        top = new_top
+    end = tl.load(starts + plan_row + 1)
+    for at in range(tl.load(starts + plan_row), end, AHEAD):
+        for i in tl.static_range(AHEAD):  # what is loaded waits for no sum
+            there = inside & (at + i < end)
+            slot = tl.load(slots + tl.minimum(at + i, end - 1)).to(tl.int64) * HEADS + head
+            found = tl.load(tops + slot, mask=there, other=float("-inf"))
+            more = tl.load(totals + slot, mask=there, other=0.0)
+            held = there[:, None] & (w[None, :] < DV)
+            part = tl.load(parts + slot[:, None] * DV + w[None, :], mask=held, other=0.0)
+            new_top = tl.maximum(top, found)
+            safe = finite_or_zero(new_top)
+            shrink, weight = tl.exp2((top - safe) * factor), tl.exp2((found - safe) * factor)
+            total = total * shrink + more * weight
+            sums = sums * shrink[:, None] + part * weight[:, None]
+            top = new_top
     top *= factor
     if sinks is not None:  # a key whose value is 0
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E

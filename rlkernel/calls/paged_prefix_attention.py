@@ -21,10 +21,13 @@ ITEM = ("first", "end", "page", "position", "keys", "slot", "carry")
 """Columns of ``items``; see PagedPlan."""
 LAUNCH = ("first_item", "end_item", "first_row", "end_row")
 """Columns of ``launches``; see PagedPlan."""
+WIDTH = ("wide_items", "most_rows")
+"""Columns of ``widths``; see PagedPlan."""
 
 
 class PagedPlan(NamedTuple):
-    """A step's work, made once on the host and used by each layer: int32, ``launches`` on the CPU.
+    """A step's work, made once on the host and used by each layer: int32, ``launches`` and ``widths`` on
+    the CPU.
 
     A plan row is a row of the query, ordered so that rows which share keys stand together.  An item is
 
@@ -41,6 +44,8 @@ class PagedPlan(NamedTuple):
     Launches follow each other: the items of one may run in any order, then, where first_row < end_row, the
     partial results ``slots[starts[i]:starts[i + 1]]`` of plan row i are merged in this order and written to
     row ``rows[i]`` of the output, after which the partial results of all slots are free again.
+    The items of a launch that have more than one row come first: ``widths`` says how many these are, and how
+    many rows its widest has, so that whoever gives an item's rows to several programs starts none in vain.
     """
 
     rows: Tensor  # [T]: the query's row of each plan row
@@ -50,6 +55,7 @@ class PagedPlan(NamedTuple):
     starts: Tensor  # [T + 1]
     slots: Tensor  # [S]
     launches: Tensor  # [L, LAUNCH]
+    widths: Tensor  # [L, WIDTH]
     slot_count: int  # partial results of each query head that are there at once
     block_size: int
     window: int  # positions that a row sees, itself included; 0: all

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.calls.paged_prefix_attention import CHUNK, ITEM, ITEM_ROWS, LAUNCH, TILE, PagedPlan
+from rlkernel.calls.paged_prefix_attention import CHUNK, ITEM, ITEM_ROWS, LAUNCH, TILE, WIDTH, PagedPlan
 from rlkernel.prefix.layout import ranges
 
+HOST = ("launches", "widths")  # tensors of a plan that are read here
 SLOTS = 1 << 13  # partial results of a head that are there at once, unless one item has more
 
 
@@ -121,6 +122,7 @@ class _Planner:
             _int32(starts),
             _int32(range(count)),
             _int32([0, count, 0, len(spans)] if spans else []).view(-1, len(LAUNCH)),
+            _int32([0, 1] if spans else []).view(-1, len(WIDTH)),
             count,
             self.block_size,
             self.window,
@@ -134,6 +136,7 @@ class _Planner:
         order: list[_Span] = []
         items: list[tuple[int, ...]] = []
         launches: list[list[int]] = []
+        widths: list[list[int]] = []
         starts, slots = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         count = 0
         for part in self._passes(self._ordered(spans)):
@@ -141,12 +144,15 @@ class _Planner:
             for spans_of in part:
                 order += [span for span, _ in spans_of]
                 self._tree(spans_of)
-            levels = sorted(self.items, key=lambda x: (x[0], -_cost(x[1])))
+            levels = sorted(self.items, key=lambda x: (x[0], _rows(x[1]) == 1, -_cost(x[1])))
             for i, (level, item) in enumerate(levels):
                 if i == 0 or level != levels[i - 1][0]:
                     launches.append([len(items), 0, self.rows, self.rows])
+                    widths.append([0, 0])
                 items.append(item)
                 launches[-1][1] = len(items)
+                wide, most = widths[-1]
+                widths[-1] = [wide + (_rows(item) > 1), max(most, _rows(item))]
             launches[-1][2] = before
             found, number = self._merges(before)
             starts.append(starts[-1][-1] + number.cumsum(0))
@@ -162,6 +168,7 @@ class _Planner:
             torch.cat(starts).int(),
             torch.cat(slots).int(),
             _int32(chain.from_iterable(launches)).view(-1, len(LAUNCH)),
+            _int32(chain.from_iterable(widths)).view(-1, len(WIDTH)),
             count,
             self.block_size,
             self.window,
@@ -323,9 +330,12 @@ def _pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
+def _rows(item: tuple[int, ...]) -> int:
+    return item[1] - item[0]
+
+
 def _cost(item: tuple[int, ...]) -> int:
-    first, end, _, _, keys, *_ = item
-    return (end - first + 4) * keys  # reading a key costs as much as some rows
+    return (_rows(item) + 4) * item[4]  # reading a key costs as much as some rows
 
 
 def _alike(a: bytes, b: bytes) -> int:
@@ -341,10 +351,10 @@ def _alike(a: bytes, b: bytes) -> int:
 
 
 def on(plan: PagedPlan, device: torch.device) -> PagedPlan:
-    """The plan with its tensors on a device, by one copy; ``launches`` stay."""
+    """The plan with its tensors on a device, by one copy; ``launches`` and ``widths`` stay."""
     if device.type == "cpu":
         return plan
-    names = [n for n in plan._fields if isinstance(getattr(plan, n), Tensor) and n != "launches"]
+    names = [n for n in plan._fields if isinstance(getattr(plan, n), Tensor) and n not in HOST]
     parts = [getattr(plan, name).flatten() for name in names]
     # each begins at a multiple of 16 bytes: Triton compiles anew where one does not
     padded = [torch.nn.functional.pad(x, (0, -len(x) % 4)) for x in parts]
