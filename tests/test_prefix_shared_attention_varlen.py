@@ -95,6 +95,12 @@ def test_limits(monkeypatch):
     assert not reasons("fa2", capability=(10, 0))
     assert "not deterministic above head dim 192" in reasons("fa3", head_dim=256)[0]
     assert not reasons("fa3", head_dim=256, needs_grad=False)
+    for wide, said in ((192, "must be at most 128, or 256, on 10 and 11, got 192"), (256, "no softcap")):
+        (reason,) = reasons("fa4", head_dim=wide, softcap=1.0, capability=(10, 0))
+        assert reason.startswith("FlashAttention 4: ") and said in reason
+    assert not reasons("fa4", head_dim=256, capability=(10, 3)) and not reasons("fa4", head_dim=192)
+    for major in (8, 12):
+        assert f"must be 9 to 11, got {major}.0" in reasons("fa4", capability=(major, 0))[0]
     q = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
     assert "got 264" in install("fa2", monkeypatch).reasons(q, 0.0, True, 264)[0]  # values are wider
     assert "it has no softcap" in reasons("aten", softcap=30.0)[0] and not reasons("fa2", softcap=30.0)
@@ -112,6 +118,26 @@ def test_a_kernel_that_can_do_backward_goes_first(monkeypatch):
     monkeypatch.setattr(varlen, "KERNELS", (aten,))
     with pytest.raises(NotImplementedError, match="it has no softcap"):
         driver._kernel(q, rule._replace(softcap=1.0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "first"), [((8, 0), "FlashAttention 2"), ((9, 0), "FlashAttention 3"), ((10, 0), "FlashAttention 4")]
+)  # fmt: skip
+def test_who_is_asked_first_where_all_are_there(monkeypatch, capability, first):
+    every = varlen.KERNELS
+    install("fa2", monkeypatch)
+    monkeypatch.setattr(varlen, "capability", lambda device: capability)
+    monkeypatch.setattr(varlen, "KERNELS", tuple(type(kernel)() for kernel in every))
+    q, rule = torch.zeros(3, 2, 64, dtype=torch.bfloat16), AttentionRule(1.0, 0.0, 0, False)
+    assert driver._kernel(q, rule).name == first
+    # one that lacks what backward needs, as releases before it had no deterministic one
+    older = vendors.FlashAttention4._flash_attn_bwd
+    monkeypatch.setattr(vendors.FlashAttention4, "_flash_attn_bwd", changed(older, without="deterministic"))
+    monkeypatch.setattr(varlen, "KERNELS", tuple(type(kernel)() for kernel in every))
+    assert driver._kernel(q, rule).name == ("FlashAttention 2" if capability == (10, 0) else first)
+    if capability == (10, 0):
+        said = "FlashAttention 2 (FlashAttention 3: compute capability must be 9, got 10.0; FlashAttention 4: its "
+        assert driver.path(q, q, rule).startswith(f"{said}_flash_attn_bwd has no parameter deterministic")
 
 
 def test_cpu_tensors_are_refused():

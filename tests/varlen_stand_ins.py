@@ -108,6 +108,12 @@ def grouped(x, k):
     return x.view(len(x), k.shape[1], -1, x.shape[2]).sum(2)
 
 
+def sides(causal, left, right):
+    """FlashAttention 4's windows, as 2 and 3 have them; two that add up to less than 0 would be none to it."""
+    assert (left is None or left >= 0) and right == (0 if causal else None), "None is all that there is"
+    return (-1 if left is None else left), (-1 if right is None else right)
+
+
 # fmt: off
 class FlashAttention2:
     """``flash_attn.flash_attn_interface`` of flash-attn 2.8.3."""
@@ -171,6 +177,44 @@ class FlashAttention3:
         return torch.empty(0)
 
 
+class FlashAttention4:
+    """``flash_attn.cute.interface`` of flash-attention's commit 0251105a."""
+
+    def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+                        seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+                        page_table=None, softmax_scale=None, causal=False, softcap=None,
+                        window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None,
+                        mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1,
+                        pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None,
+                        return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None,
+                        q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
+                        scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False):
+        CALLS.append("forward")
+        assert num_splits == 1 and q.shape[2] == v.shape[2]
+        left, right = sides(causal, window_size_left, window_size_right)
+        out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                          causal, left, right, softcap, -math.inf)
+        return out, lse if return_lse else None, None, None
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+                        window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128,
+                        num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False,
+                        dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
+                        AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
+                        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                        deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
+                        mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,
+                        dlse=None, learnable_sink=None):
+        CALLS.append("backward")
+        assert deterministic and dlse is None
+        left, right = sides(causal, window_size_left, window_size_right)
+        found = attend_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                max_seqlen_k, softmax_scale, causal, left, right, softcap)
+        for x, grad in zip((dq, dk, dv), found, strict=True):
+            x.copy_(grad)
+        return dq, dk, dv
+
+
 class Aten:
     """``torch.ops.aten`` of torch 2.13."""
 
@@ -200,9 +244,15 @@ class Aten:
 MODULES = {
     "flash_attn.flash_attn_interface": FlashAttention2,
     "flash_attn_interface": FlashAttention3,
+    "flash_attn.cute.interface": FlashAttention4,
     "torch": SimpleNamespace(ops=SimpleNamespace(aten=Aten)),
 }
-KERNELS = {"fa2": varlen.FlashAttention2, "fa3": varlen.FlashAttention3, "aten": varlen.Aten}
+KERNELS = {
+    "fa2": varlen.FlashAttention2,
+    "fa3": varlen.FlashAttention3,
+    "fa4": varlen.FlashAttention4,
+    "aten": varlen.Aten,
+}
 
 
 def merge_fp64(out, lse, part, part_lse, sinks=None):

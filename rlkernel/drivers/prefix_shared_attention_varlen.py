@@ -1,12 +1,12 @@
-"""Three vendors' varlen attention kernels behind one contract, forward and backward, each called by name.
+"""Vendors' varlen attention kernels behind one contract, forward and backward, each called by name.
 
-lse is [Hq, T] in natural log; a row without keys has +inf (FlashAttention 2, torch) or -inf (3).  backward
+lse is [Hq, T] in natural log; a row without keys has +inf (FlashAttention 2, torch) or -inf (3, 4).  backward
 takes the out and the lse of whole rows, so that the parts of a row's keys can be computed one by one; its
 gradients do not depend on how threads race.
 
-Signatures are those of ``flash_attn_interface.py`` in flash-attn 2.8 and in FlashAttention 3, and of
-``aten::_flash_attention_forward`` in torch 2.13.  They change: a function that lacks a parameter, or wants
-one more, is refused.
+Signatures are those of ``flash_attn_interface.py`` in flash-attn 2.8 and in FlashAttention 3, of
+``flash_attn/cute/interface.py`` at flash-attention's commit 0251105a, and of ``aten::_flash_attention_forward``
+in torch 2.13.  They change: a function that lacks a parameter, or wants one more, is refused.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class Sequences(NamedTuple):
         # FlashAttention 2 turns a batch of single rows to another kernel, whose bits depend on the device
         return self.cu_q, self.cu_k, max(2, self.max_q), self.max_k
 
-    @property
-    def sides(self) -> tuple[int, int]:
-        """What a row sees to its left and to its right besides itself, -1 for all."""
-        return (self.window - 1 if self.window else -1), (0 if self.causal else -1)
+    def sides(self, every: int | None) -> tuple[int | None, int | None]:
+        """What a row sees to its left and to its right besides itself, ``every`` for all."""
+        return (self.window - 1 if self.window else every), (0 if self.causal else every)
 
 
 class ByName:
@@ -116,6 +115,7 @@ class Varlen:
     devices: tuple[str, range]  # compute capabilities: in words, and the majors
     module: str
     calls: tuple[tuple[str, str], ...]  # forward, backward: the name in the module, the parameters
+    every: int | None = -1  # what it calls a window without an end
 
     @functools.cached_property
     def functions(self) -> tuple[ByName, ByName] | str:
@@ -163,7 +163,7 @@ class Varlen:
         return [function.reason for function in functions if function.reason]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._found()[0](_values(q, k, v, s))
+        out, lse, *_ = self._found()[0](_values(q, k, v, s, self.every))
         want = (q.shape[1], q.shape[0])
         if lse.shape != want:  # [B, H, longest] before FlashAttention 2.6
             raise RuntimeError(f"{self.name}'s lse must have shape [Hq, T] = {want}, got {tuple(lse.shape)}")
@@ -173,8 +173,9 @@ class Varlen:
         _, function = self._found()
         q, k, v, out, lse = saved
         grad_out, out, lse = aligned(grad_out), aligned(out), lse.contiguous()
-        values = _values(q, k, v, s)
-        values |= {"dout": grad_out, "grad_out": grad_out, "out": out, "softmax_lse": lse, "logsumexp": lse}
+        values = _values(q, k, v, s, self.every)
+        values |= {"dout": grad_out, "grad_out": grad_out, "out": out}
+        values |= {"lse": lse, "softmax_lse": lse, "logsumexp": lse}
         if "dq" in function.names:  # written into memory of the caller
             dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
             function(values | {"dq": dq, "dk": dk, "dv": dv})
@@ -192,11 +193,11 @@ class Varlen:
         return functions
 
 
-def _values(q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> dict[str, Any]:
+def _values(q: Tensor, k: Tensor, v: Tensor, s: Sequences, every: int | None) -> dict[str, Any]:
     """The arguments that forward and backward share, under each name that a vendor has for them."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     cu_q, cu_k, max_q, max_k = s.tables
-    left, right = s.sides
+    left, right = s.sides(every)
     return {
         "q": q, "k": k, "v": v,
         "query": q, "key": k, "value": v,
@@ -206,7 +207,7 @@ def _values(q: Tensor, k: Tensor, v: Tensor, s: Sequences) -> dict[str, Any]:
         "window_size_left": left, "window_size_right": right, "softcap": s.softcap,
         "dropout_p": 0.0, "alibi_slopes": None, "return_debug_mask": False, "deterministic": True,
         # left to itself, a version that can split keys over blocks does so by the batch's longest sequence
-        "num_splits": 1,
+        "num_splits": 1, "return_lse": True,
     }  # fmt: skip
 
 
@@ -230,6 +231,35 @@ class FlashAttention3(Varlen):
     def limits(self, q: Tensor, head_dim: int, softcap: float, needs_grad: bool) -> list[str]:
         is_wide = needs_grad and head_dim > 192  # rounded up to 256, which refuses deterministic=True
         return [f"backward is not deterministic above head dim 192, got {head_dim}"] if is_wide else []
+
+
+class FlashAttention4(Varlen):
+    """That of the CuTe DSL.  It could take a gradient of the lse, which whole rows have no need of."""
+
+    name = "FlashAttention 4"
+    # it has a forward on 8 and 12 too, but no backward on 8, and on 12 none that is deterministic
+    devices = ("9 to 11", range(9, 12))
+    module = "flash_attn.cute.interface"
+    calls = (
+        (
+            "_flash_attn_fwd",
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal "
+            "window_size_left window_size_right softcap num_splits return_lse",
+        ),
+        (
+            "_flash_attn_bwd",
+            "dout q k v out lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dq dk dv "
+            "softmax_scale causal window_size_left window_size_right softcap deterministic",
+        ),
+    )
+    every = None
+
+    def limits(self, q: Tensor, head_dim: int, softcap: float, needs_grad: bool) -> list[str]:
+        if capability(q.device)[0] == 9 or head_dim <= 128:
+            return []
+        if head_dim != 256:
+            return [f"the head dim must be at most 128, or 256, on 10 and 11, got {head_dim}"]
+        return ["it has no softcap at head dim 256 on 10 and 11"] if softcap else []
 
 
 class FlashAttention2(Varlen):
@@ -307,4 +337,5 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-KERNELS: tuple[Varlen, ...] = (FlashAttention3(), FlashAttention2(), Aten())
+# 3 runs on 9 alone, for which it was written; elsewhere 4 comes first
+KERNELS: tuple[Varlen, ...] = (FlashAttention3(), FlashAttention4(), FlashAttention2(), Aten())
