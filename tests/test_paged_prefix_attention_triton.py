@@ -4,7 +4,9 @@ import pytest
 import torch
 from accuracy import error
 from backends import NO_INTERPRETER, TRITON_DEVICES
-from paged_cases import STEPS, dense, differing, make, run
+from paged_cases import STEPS, TABLES, dense, differing, make, run
+
+import rlkernel
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not TRITON_DEVICES:
@@ -29,6 +31,29 @@ def test_tiles_that_shared_keys_do_not_fill_are_found(monkeypatch, device):
 def test_every_block_of_keys_divides_a_tile():
     for blocks in (*triton_op.NVIDIA.values(), *triton_op.AMD.values()):
         assert TILE % blocks.k == 0
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16, 64])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_row_of_an_item_has_a_program_and_a_decode_none_without_one(step, rows):
+    inputs = make(STEPS[step], head_dim=1)
+    plan = rlkernel.paged_prefix_plan(*(inputs[name] for name in TABLES), 16)
+    in_vain = 0
+    for (first, end, *_), widths in zip(plan.launches.tolist(), plan.widths.tolist(), strict=True):
+        counts = (plan.items[first:end, 1] - plan.items[first:end, 0]).tolist()
+        wide, tiles, programs = triton_op.spread(end - first, *widths, rows)
+        # as paged_attention_kernel reads its number
+        found = [
+            (n // tiles, n % tiles) if n < wide * tiles else (n - wide * (tiles - 1), 0)
+            for n in range(programs)
+        ]
+        assert len({*found}) == programs
+        working = {(i, t) for i, count in enumerate(counts) for t in range(-(-count // rows))}
+        assert working <= {*found}
+        in_vain += programs - len(working)
+    groups_fit = rows >= 16 and step != "many rows of a group"
+    if groups_fit and "prefill" not in step and step != "both at once":
+        assert not in_vain
 
 
 def test_reasons():

@@ -216,8 +216,8 @@ MATRIX_UNITS = re.compile(r"\bv_mfma_\w+")  # of AMD
 
 
 def resources(binary: Any) -> dict[str, Any]:
-    """Registers a thread, bytes a thread spills to memory, bytes of shared memory, UNITS that it uses, and
-    whether warps of their own copy."""
+    """Registers a thread, bytes a thread spills to memory, bytes of shared memory, UNITS that it uses,
+    whether warps of their own copy, and how many copies may be on their way when it goes on."""
     if "hsaco" in binary.asm:
         text = binary.asm["amdgcn"]
         field = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
@@ -226,7 +226,7 @@ def resources(binary: Any) -> dict[str, Any]:
         shared = binary.metadata.shared
         units = sorted(set(MATRIX_UNITS.findall(text)))
         found = {"registers": field["vgpr_count"], "spilled": spilled, "shared": shared}
-        return found | {"units": units, "specialized": False}
+        return found | {"units": units, "specialized": False, "ahead": 0}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -239,6 +239,7 @@ def resources(binary: Any) -> dict[str, Any]:
         "shared": binary.metadata.shared,
         "units": sorted(set(UNITS.findall(binary.asm["ptx"]))),
         "specialized": "setmaxnreg" in binary.asm["ptx"],  # warps of their own copy
+        "ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", binary.asm["ptx"])), default=0),
     }
 
 

@@ -32,6 +32,7 @@ class Device:
     warps: int = 64  # that a multiprocessor holds at most
     registers: int = 65536
     granule: int = 256  # registers that a warp is given at a time
+    shared: int = 228 * 1024  # bytes of a multiprocessor
     launch: float = 2e-6  # seconds from the end of a kernel to the start of the next of a stream, and a ramp
     latency: float = 6e-7  # seconds until a load has come
 
@@ -48,6 +49,10 @@ class Device:
         given = -(-max(registers, 1) * self.lanes // self.granule) * self.granule
         return min(self.warps, self.registers // given // 4 * 4)
 
+    def blocks(self, warps: int, registers: int, shared: int) -> int:
+        """Blocks of so many warps and bytes of shared memory that a multiprocessor holds."""
+        return max(1, min(self.resident(registers) // max(warps, 1), self.shared // max(shared, 1)))
+
 
 _NVIDIA: dict[str, Any] = {"lanes": 32, "issue": 4.0, "alu": 64, "special": 16}
 # The peak of a dense product from the tables of the makers; 4 KiB of bf16 operations a clock on sm_90.
@@ -60,7 +65,8 @@ DEVICES = {
     for device in (
         Device(
             "a100", ("sm_80",), "A100", 108, 1.41e9, 2.04e12, 312e12, 40 * 2**20, 5.0e12,
-            reads=0.90, copies=0.85, gemm=0.80, mma_sync=1.0, fma=64, fp64=32, **_NVIDIA,
+            reads=0.90, copies=0.85, gemm=0.80, mma_sync=1.0, fma=64, fp64=32, shared=164 * 1024,
+            **_NVIDIA,
         ),
         _HOPPER,
         Device(**{**vars(_HOPPER), "name": "h200", "matches": "H200", "bandwidth": 4.8e12, "gemm": 0.758}),
@@ -71,12 +77,12 @@ DEVICES = {
         Device(
             "mi300x", ("gfx942",), "MI300X", 304, 2.1e9, 5.3e12, 1307e12, 256 * 2**20, 14e12,
             reads=0.81, copies=0.77, gemm=0.55, mma_sync=1.0, lanes=64, issue=0.0, fma=64, alu=64, special=16,
-            fp64=64, warps=32, registers=131072, granule=512, launch=5e-6,
+            fp64=64, warps=32, registers=131072, granule=512, launch=5e-6, shared=64 * 1024,
         ),
         Device(
             "mi250x", ("gfx90a",), "MI250X", 110, 1.7e9, 1.6e12, 191e12, 8 * 2**20, 3.5e12,
             reads=0.81, copies=0.77, gemm=0.70, mma_sync=1.0, lanes=64, issue=0.0, fma=64, alu=64, special=16,
-            fp64=64, warps=32, registers=131072, granule=512, launch=5e-6,
+            fp64=64, warps=32, registers=131072, granule=512, launch=5e-6, shared=64 * 1024,
         ),
     )
 }  # fmt: skip

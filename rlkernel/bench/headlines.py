@@ -3,6 +3,7 @@
 A launch says what it must move and multiply; how well its code can do that says the ledger.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from rlkernel.bench.cases import Case
 from rlkernel.bench.devices import Device
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.calls.paged_prefix_attention import ITEM, PagedPlan
+from rlkernel.prefix.paged import plan_of
 
 N, H, V = 8192, 4096, 151936
 BF16 = 2
@@ -23,7 +26,9 @@ class Launch:
 
     ``kernel`` is what the ledger calls it, by the part that has it; a part that a device has none of is left
     out.  None is a product of the vendor's library.  ``alone`` is what each of ``blocks`` of ``warps`` reads
-    without help: a few blocks on many multiprocessors are as slow as one.
+    without help: a few blocks on many multiprocessors are as slow as one.  ``beside``: as many of them share a
+    multiprocessor as their registers and shared memory allow, each with the loads of ``ahead`` turns on their
+    way, behind ``lead`` loads of which one waits for the other.
     """
 
     name: str
@@ -36,6 +41,9 @@ class Launch:
     waves: int = 0  # in which they run, a block on a multiprocessor; 0: what blocks at a time fill
     warps: int = 0
     alone: float = 0.0
+    beside: bool = False
+    ahead: int = 1
+    lead: int = 0
     apart: bool = False  # products wait for what stands between them, with no other warps to fill in
 
 
@@ -215,6 +223,59 @@ def _attention_backward(device: Device) -> list[Launch]:
     ]
 
 
+# samples, those of one prompt, its tokens; the last step is one of the benchmark
+_STEPS = ((16, 8, 512), (16, 8, 4096), (64, 8, 1024), (64, 16, 8192), (256, 16, 8192), (128, 16, 4096))
+_OWN = 256  # tokens that each sample of a prompt has by then
+_PLACES = 64  # rows and query heads of a program
+
+
+@functools.cache
+def _step(samples: int, group: int, prompt: int) -> PagedPlan:
+    """Of a decode: one row for each sample, ``group`` of them behind each prompt."""
+    block = 16
+    own, shared = _OWN // block, prompt // block
+    width = shared + own
+    tables = torch.arange(samples * width, dtype=torch.int32).view(samples, width)
+    tables[:, :shared] = tables[: samples // group, :shared].repeat_interleave(group, 0)
+    return plan_of(tables, [prompt + _OWN] * samples, list(range(samples + 1)), block, 0)
+
+
+def _decode(samples: int, group: int, prompt: int) -> Callable[[Device], list[Launch]]:
+    heads, kv_heads, dim = _HEADS, _KV_HEADS, _DIM
+    state = heads * (dim + 2) * 4  # of a row: sums, top and total of each head
+    key = 2 * kv_heads * dim * BF16
+
+    def launches(device: Device) -> list[Launch]:
+        plan = _step(samples, group, prompt)
+        case = "paged_prefix_attention: bf16 D = 128"
+        attend, merge = ({"triton": f"{case}: paged_{name}_kernel"} for name in ("attention", "merge"))
+        found = []
+        for first, end, *_ in plan.launches.tolist():
+            items = [dict(zip(ITEM, item, strict=True)) for item in plan.items[first:end].tolist()]
+            rows = [item["end"] - item["first"] for item in items]
+            programs = [-(-n // (_PLACES * kv_heads // heads)) for n in rows]
+            keys = [item["keys"] for item in items]
+            carried = sum(n for n, item in zip(rows, items, strict=True) if item["carry"])
+            multiplied = sum(n * m for n, m in zip(programs, keys, strict=True))
+            found.append(
+                Launch(
+                    "items", attend, read=sum(keys) * key + carried * state, written=sum(rows) * state,
+                    flops=4.0 * _PLACES * dim * kv_heads * multiplied, blocks=sum(programs) * kv_heads,
+                    waves=-(-sum(programs) * kv_heads // device.multiprocessors), warps=4,
+                    alone=multiplied / sum(programs) * key / kv_heads, beside=True, ahead=2 if device.lanes == 32 else 1, lead=4,
+                )  # fmt: skip
+            )
+        chunks = len(plan.slots) // samples
+        part = state * dim // heads // dim * 4  # of 4 heads
+        merged = Launch(
+            "merge", merge, read=len(plan.slots) * state, written=samples * heads * dim * BF16,
+            blocks=samples * heads // 4, warps=4, alone=part * chunks, beside=True, lead=2 * -(-chunks // 4),
+        )  # fmt: skip
+        return [*found, merged]
+
+    return launches
+
+
 def _policy(device: Device) -> list[Launch]:
     tokens = 64 * 4096
     kernel = _compiled("policy_loss: policy_loss_kernel<0>")
@@ -253,6 +314,11 @@ def headlines() -> list[Headline]:
             case = Case({"B": rows, "V": V}, "bfloat16", options, note=note)
             launches = _sample(rows, note != "unfiltered")
             found.append(Headline("sampling", case, "forward", "native", "", launches))
+    for rows, group, prompt in _STEPS:
+        sizes = {"P": prompt, "L": _OWN, "N": rows // group, "G": group}
+        heads = {"Hq": _HEADS, "Hkv": _KV_HEADS, "D": _DIM}
+        case, step = Case(sizes | heads, "bfloat16"), _decode(rows, group, prompt)
+        found.append(Headline("paged_prefix_attention", case, "forward", "triton", "", step))
     return [
         *found,
         Headline("prefix_shared_attention", attention, "forward", "triton", "", _attention),

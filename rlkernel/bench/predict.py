@@ -101,11 +101,15 @@ def _apart(record: Record, device: Device) -> float:
 
 
 def _alone(launch: Launch, record: Record, device: Device) -> float:
-    """Seconds of blocks that read ``alone`` bytes each, a wave of one per multiprocessor after another."""
+    """Seconds of blocks that read ``alone`` bytes each, a wave of what multiprocessors hold after another."""
     turns = launch.alone / max(launch.warps * device.lanes * record.loaded, 1)
     busy = {name: x for name, x in ledger.clocks(record, device).items() if name != "memory"}
-    turn = max(device.latency, launch.warps * max(busy.values()) / device.clock)
-    return max(turns, 1) * turn * -(-launch.blocks // device.multiprocessors)
+    held = device.blocks(launch.warps, record.registers, record.shared) if launch.beside else 1
+    # no more than there are
+    held = min(held, -(-launch.blocks // device.multiprocessors))
+    turn = max(device.latency / launch.ahead, held * launch.warps * max(busy.values()) / device.clock)
+    waves = -(-launch.blocks // (device.multiprocessors * held))
+    return (launch.lead * device.latency + max(turns, 1) * turn) * waves
 
 
 def predictions(device: Device, known: Ledger) -> tuple[list[Prediction], list[str]]:

@@ -50,14 +50,17 @@ def counted(machine: Machine, listing: str, warps: int = 0) -> dict[str, Any]:
 
 
 def _busiest(graph: Graph, kinds: list[Kind]) -> list[int]:
-    """A turn of the loop in which the time goes: of the innermost ones that with most products, or bytes."""
+    """A turn of the loop in which the time goes: of the innermost ones that with most products, or bytes.
+
+    Of equal ones the shortest: a longer one does the same behind masks, at the edge.
+    """
     found = sorted(graph.loops().items(), key=lambda loop: (len(loop[1]), loop[0]))
     turns = {head: _way(graph, kinds, head, body) for head, body in found}
 
     def weight(head: int) -> tuple[int, ...]:
         inside = [kinds[i] for i in turns[head]]
         flops, tensor = sum(k.flops for k in inside), sum(k.tensor for k in inside)
-        return flops, tensor, sum(k.loaded + k.stored for k in inside), len(inside)
+        return flops, tensor, sum(k.loaded + k.stored for k in inside), -len(inside)
 
     # a loop that touches no memory is one of a reduction or of a slow case, inside of the one that counts
     worthy = [(head, body) for head, body in found if any(weight(head)[:3])] or found
