@@ -109,7 +109,7 @@ def grouped(x, k):
 
 
 def sides(causal, left, right):
-    """FlashAttention 4's windows, as 2 and 3 have them; two that add up to less than 0 would be none to it."""
+    """FlashAttention 4's windows as 2 and 3 have them; two that add up to less than 0 would be none to it."""
     assert (left is None or left >= 0) and right == (0 if causal else None), "None is all that there is"
     return (-1 if left is None else left), (-1 if right is None else right)
 

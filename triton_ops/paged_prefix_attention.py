@@ -89,8 +89,8 @@ def forward(call: PagedCall) -> PagedResults:
             paged_attention_kernel[(programs * kv_heads,)](
                 query, *query.stride()[:2], key_cache, *key_cache.stride(),
                 value_cache, *value_cache.stride(), tops, totals, parts, plan.items,
-                plan.rows, plan.positions, plan.pages, first_item, wide, tiles, rule.scale, rule.softcap or None,
-                rule.window or NO_WINDOW,
+                plan.rows, plan.positions, plan.pages, first_item, wide, tiles, rule.scale,
+                rule.softcap or None, rule.window or NO_WINDOW,
                 KV_HEADS=kv_heads, GROUP=group, PAGE=page, D=d, WIDTH=_width(d), DV=dv, V_WIDTH=v_width,
                 BQ=blocks.q, BK=blocks.k, WINDOWED=rule.window > 0,
                 PLAIN=half or not rule.window, EDGE=edge,

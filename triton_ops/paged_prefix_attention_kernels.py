@@ -84,7 +84,7 @@ def attend_paged(
 def places_of(
     item, head, skipped, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BQ: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """Of BQ places, behind the item's first ``skipped`` rows: plan row, query head, state, whether it is its own.
+    """Of BQ places behind the item's first ``skipped`` rows: plan row, query head, state, whether it is real.
 
     AGAIN reads the item anew, behind the loop that takes the time, where keeping all this costs registers.
     """

@@ -251,20 +251,20 @@ def _decode(samples: int, group: int, prompt: int) -> Callable[[Device], list[La
         attend, merge = ({"triton": f"{case}: paged_{name}_kernel"} for name in ("attention", "merge"))
         found = []
         for first, end, *_ in plan.launches.tolist():
-            items = [dict(zip(ITEM, item, strict=True)) for item in plan.items[first:end].tolist()]
-            rows = [item["end"] - item["first"] for item in items]
+            columns = [dict(zip(ITEM, item, strict=True)) for item in plan.items[first:end].tolist()]
+            rows = [item["end"] - item["first"] for item in columns]
             programs = [-(-n // (_PLACES * kv_heads // heads)) for n in rows]
-            keys = [item["keys"] for item in items]
-            carried = sum(n for n, item in zip(rows, items, strict=True) if item["carry"])
+            keys = [item["keys"] for item in columns]
+            carried = sum(n for n, item in zip(rows, columns, strict=True) if item["carry"])
             multiplied = sum(n * m for n, m in zip(programs, keys, strict=True))
-            found.append(
-                Launch(
-                    "items", attend, read=sum(keys) * key + carried * state, written=sum(rows) * state,
-                    flops=4.0 * _PLACES * dim * kv_heads * multiplied, blocks=sum(programs) * kv_heads,
-                    waves=-(-sum(programs) * kv_heads // device.multiprocessors), warps=4,
-                    alone=multiplied / sum(programs) * key / kv_heads, beside=True, ahead=2 if device.lanes == 32 else 1, lead=4,
-                )  # fmt: skip
-            )
+            blocks = sum(programs) * kv_heads
+            items = Launch(
+                "items", attend, read=sum(keys) * key + carried * state, written=sum(rows) * state,
+                flops=4.0 * _PLACES * dim * kv_heads * multiplied, blocks=blocks,
+                waves=-(-blocks // device.multiprocessors), warps=4, alone=multiplied * key / blocks,
+                beside=True, ahead=2 if device.lanes == 32 else 1, lead=4,
+            )  # fmt: skip
+            found.append(items)
         chunks = len(plan.slots) // samples
         part = state * dim // heads // dim * 4  # of 4 heads
         merged = Launch(

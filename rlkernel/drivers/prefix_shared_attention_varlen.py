@@ -5,8 +5,9 @@ takes the out and the lse of whole rows, so that the parts of a row's keys can b
 gradients do not depend on how threads race.
 
 Signatures are those of ``flash_attn_interface.py`` in flash-attn 2.8 and in FlashAttention 3, of
-``flash_attn/cute/interface.py`` at flash-attention's commit 0251105a, and of ``aten::_flash_attention_forward``
-in torch 2.13.  They change: a function that lacks a parameter, or wants one more, is refused.
+``flash_attn/cute/interface.py`` at flash-attention's commit 0251105a, and in torch 2.13 of
+``aten::_flash_attention_forward``.  They change: a function that lacks a parameter, or wants one more, is
+refused.
 """
 
 from __future__ import annotations
