@@ -26,9 +26,9 @@ class Launch:
 
     ``kernel`` is what the ledger calls it, by the part that has it; a part that a device has none of is left
     out.  None is a product of the vendor's library.  ``alone`` is what each of ``blocks`` of ``warps`` reads
-    without help: a few blocks on many multiprocessors are as slow as one.  ``beside``: as many of them share a
-    multiprocessor as their registers and shared memory allow, each with the loads of ``ahead`` turns on their
-    way, behind ``lead`` loads of which one waits for the other.
+    without help: a few blocks on many multiprocessors are as slow as one.  ``beside``: as many of them share
+    a multiprocessor as their registers and shared memory allow, each with the loads of ``ahead`` turns on
+    their way, behind ``lead`` loads of which one waits for the other.
     """
 
     name: str
