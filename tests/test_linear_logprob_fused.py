@@ -14,6 +14,7 @@ from rlkernel.reference.linear_logprob import make_inputs
 pytest.importorskip("triton", reason="Triton is not installed")
 from backends import of  # noqa: E402
 
+from rlkernel.triton_ops import _tiles  # noqa: E402
 from rlkernel.triton_ops import linear_logprob_fused as fused  # noqa: E402
 
 ON_TRITON = pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def loading(request, monkeypatch, device):
     if device == "cuda" and request.param:
         pytest.skip("the GPU decides how tiles are loaded")
     if request.param:
-        monkeypatch.setattr(fused, "generation", lambda: request.param)
+        monkeypatch.setattr(_tiles, "generation", lambda: request.param)
     return request.param
 
 
@@ -246,12 +247,15 @@ def test_linear_policy_loss_elsewhere_says_why_not():
         rlkernel.linear_policy_loss(**inputs, algorithm="fused")
 
 
-def test_parts_that_follow_the_batch_are_seen(monkeypatch):
-    inputs = make_inputs(9, 72, 2300, dtype=torch.bfloat16)
-    out = run("triton", inputs, **FUSED)[0]
-    monkeypatch.setattr(fused, "PART", 512)
-    again = run("triton", inputs, **FUSED)[0]
-    assert not torch.equal(out.lse, again.lse) or not torch.equal(out.entropy, again.entropy)
+def test_tiles_that_follow_the_batch_are_seen(monkeypatch):
+    """At the likeliest tokens, whose small log-probabilities show the last bits of the sums."""
+    inputs = make_inputs(40, 80, 2300, dtype=torch.bfloat16)
+    inputs["target_ids"] = (inputs["hidden"].float() @ inputs["weight"].float().T).argmax(-1)
+    out = run("triton", inputs, temperature=0.4, **FUSED)[0]
+    monkeypatch.setattr(fused, "SMALL", fused.SMALL._replace(columns=1024))
+    again = run("triton", inputs, temperature=0.4, **FUSED)[0]
+    assert not torch.equal(out.logprobs, again.logprobs)
+    torch.testing.assert_close(out.logprobs, again.logprobs, rtol=1e-5, atol=1e-6)
 
 
 def test_slices_that_are_added_up_are_seen(monkeypatch):

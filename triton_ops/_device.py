@@ -66,3 +66,11 @@ def taking_logits(*tensors: Tensor, **options: Any) -> list[str]:
     logits = tensors[0]
     reasons = tensor_reasons("logits", logits) + vocabulary_reasons(logits.shape[-1])
     return reasons + dense_reasons("logits", logits)
+
+
+def processors(device: torch.device) -> int:
+    """A grid has no more programs than run at a time: each takes tile after tile, in whatever order."""
+    if device.type != "cuda":
+        return 4
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)

@@ -2,26 +2,22 @@
 
 | pass | kernels | operations |
 |---|---|---|
-| forward | product and running softmax of parts of the vocabulary, merged in their order | ``2 N H V`` |
+| forward | product and softmax of tiles of the vocabulary, merged in their order | ``2 N H V`` |
 | backward | gradient of the logits of a slice, in the operands' dtype, from the same product | ``2 N H V`` |
 | | its products with the weight and with the hidden states | ``2 N H V`` each |
 
 Rows that are ignored, and in backward those whose upstream gradient is 0, are sorted behind the others on the
-device, and blocks of them are skipped: nothing synchronises.  Parts of the vocabulary follow from V alone; a
+device, and blocks of them are skipped: nothing synchronises.  Tiles of the vocabulary follow from V alone; a
 sum over the vocabulary or over the rows that is cut by the workspace is continued where it stopped.  So
 neither other rows nor the workspace's limit change a bit of the outputs, of ``hidden``'s gradient, or, for
 the same rows, of the weight's.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
@@ -31,69 +27,45 @@ from rlkernel.drivers.linear_rows import Rows
 from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops import linear_logprob_kernels as kernels
-from rlkernel.triton_ops._descriptors import aligned
-from rlkernel.triton_ops._device import generation
+from rlkernel.triton_ops._device import processors
+from rlkernel.triton_ops._tiles import (
+    COPIED,
+    HALVED,
+    LARGE,
+    NARROW,
+    OLDER,
+    SMALL,
+    Launch,
+    launch_of,
+    leased,
+    or_none,
+    run,
+    tl_type,
+)
 from rlkernel.triton_ops.logprob import per_row
 
-PART = 2048  # vocabulary entries of one program: many programs for a GPU, few sums to merge
-MERGED_ROWS = 64
-GROUP = 16  # blocks of rows: at 4096 hidden states of 16 bits each they take 16 MiB of the L2
+MERGED, MERGED_ROWS = 16, 32  # tiles and rows whose sums are merged at a time
+TABLED_ROWS = 64
 # A slice of the vocabulary is as wide as a multiple of 66 blocks of 256, which with 4 blocks of rows fill 132
 # multiprocessors twice; a narrower one of one block.
 WIDTHS = (16896, 256)
 LEAST_WIDTH = 2048  # below it rows are cut before the slice gets narrower still
 
 
-class Tile(NamedTuple):
-    """A block's rows, columns and step of K, warps and stages; ``specialized``: a warp of its own copies."""
-
-    rows: int
-    columns: int
-    step: int
-    warps: int
-    stages: int
-    specialized: bool = False
-
-
-LARGE, SMALL, NARROW = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 8, 3)
-COPIED = LARGE._replace(specialized=True)
-# On Hopper each of two groups of 4 warps takes half of the rows, where a third one copies.
-HALVED = LARGE._replace(warps=4, specialized=True)
+# On Blackwell a thread has a row: what it sums needs no other warps, and the place of none.
+TALL = LARGE._replace(rows=256, columns=128)
 # By generation: forward, gradient of the logits, products into 16 bits, products into or from fp32
 DESCRIBED = {
     9: (HALVED, HALVED, HALVED, HALVED._replace(columns=128)),
-    10: (LARGE, COPIED, COPIED, SMALL),
+    10: (TALL, COPIED, COPIED, SMALL),
 }
 # what a bias and a softcap want of registers, where they are asked for
 WITH_BIAS = (SMALL._replace(stages=4), NARROW._replace(stages=4))
+LESS = HALVED._replace(columns=128, stages=4)
 WITH_SOFTCAP = {
-    9: (HALVED, HALVED._replace(columns=128, stages=4)),
+    9: (LESS if OLDER else HALVED, LESS),
     10: (SMALL._replace(stages=4),) * 2,
 }
-
-
-class Launch(NamedTuple):
-    """How a kernel is launched: from H, V, dtypes and the GPU, never from the number of rows."""
-
-    described: bool
-    tile: Tile
-    whole_k: bool
-
-    @property
-    def options(self) -> dict[str, Any]:
-        tile = self.tile
-        options = {
-            "DESCRIBED": self.described, "WHOLE_K": self.whole_k, "SPECIALIZED": tile.specialized,
-            "BM": tile.rows, "BN": tile.columns, "BK": tile.step, "GROUP": GROUP,
-            "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,
-        }  # fmt: skip
-        # AMD's instructions for tiles of 16 and of 32 rows add up in different orders
-        if torch.version.hip is not None:
-            options |= {"matrix_instr_nonkdim": 16}
-        return options
-
-    def blocks(self, rows: int, columns: int) -> int:
-        return triton.cdiv(rows, self.tile.rows) * triton.cdiv(columns, self.tile.columns)
 
 
 def forward(call: LinearLogprobCall) -> LinearLogprobResults:
@@ -114,31 +86,32 @@ def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[
     ids, temperatures = rows.take(call.target_ids), rows.take(head.temperature)
     outputs = LogprobResults.empty(ids, call.return_entropy)
     statistics = _empty_statistics(call, n)
-    parts = triton.cdiv(vocab, PART)
+    # by rows that are dense, however the given ones lie
+    launch = _launch(0, hidden.new_empty(1, size, dtype=head.compute_dtype), weight, head)
+    parts = triton.cdiv(vocab, launch.tile.columns)
     row_bytes = 4 * len(kernels.Extra) * parts + size * head.compute_dtype.itemsize
     chunk = max(workspace.limit(hidden.device) // (row_bytes * LARGE.rows), 1) * LARGE.rows
     carve = functools.partial(_carve_forward, min(chunk, n), size, parts, head)
-    with _workspace(carve, hidden.device) as (states, part):
-        launch = _launch(0, states, weight, head)  # by rows that are dense, however the given ones lie
+    with leased(carve, hidden.device) as (states, part):
         for a in range(0, n, chunk):
             b = min(a + chunk, n)
             count, h = rows.number_from(a), _gather(hidden, rows.order[a:b], states, head)
             t, t_all = per_row(temperatures)
             t = None if t is None else t[a:b]
-            _run(
-                kernels.product_kernel, triton.cdiv(b - a, launch.tile.rows) * parts, hidden,
+            run(
+                kernels.product_kernel, min(launch.blocks(b - a, vocab), processors(hidden.device)), hidden,
                 h, h.stride(0), weight, weight.stride(0), b - a, vocab, size, count, ids[a:b],
-                t, t_all, head.bias, _or_none(head.logit_scale), head.softcap, part,
+                t, t_all, head.bias, or_none(head.logit_scale), head.softcap, part,
                 ENTROPY=call.return_entropy, SQUARES="log_sum_sq_probs" in statistics,
-                TOTAL="mean_logits" in statistics, COMPUTE=_tl(head.compute_dtype),
-                LOGITS=_tl(head.logits_dtype), PART=PART, **launch.options,
+                TOTAL="mean_logits" in statistics, COMPUTE=tl_type(head.compute_dtype),
+                LOGITS=tl_type(head.logits_dtype), **launch.options,
             )  # fmt: skip
             named = (statistics.get(name) for name in ("mean_logits", "is_top1", "log_sum_sq_probs"))
-            _run(
+            run(
                 kernels.merge_kernel, triton.cdiv(b - a, MERGED_ROWS), hidden,
                 part, b - a, vocab, parts, count, ids[a:b], t, t_all,
                 *(None if x is None else x[a:b] for x in (*outputs.statistics, *named)),
-                PART=PART, ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+                BN=launch.tile.columns, PARTS=MERGED, ROWS=MERGED_ROWS, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return outputs, statistics
 
@@ -192,7 +165,7 @@ class _Backward:
             sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
         if self.n == 0 and dweight is not None:
             dweight.zero_()
-        with _workspace(self._carve, hidden.device) as parts:
+        with leased(self._carve, hidden.device) as parts:
             self.states, self.table, self.dz, self.converted, self.weight_sums = parts
             if self.n:
                 self._tabulate()
@@ -226,25 +199,25 @@ class _Backward:
     def _tabulate(self) -> None:
         t, t_all = per_row(self.temperatures)
         found = self.results
-        _run(
-            kernels.row_gradient_kernel, triton.cdiv(self.n, MERGED_ROWS), self.hidden,
-            self.n, self.rows.number, t, t_all, _or_none(self.head.logit_scale),
+        run(
+            kernels.row_gradient_kernel, triton.cdiv(self.n, TABLED_ROWS), self.hidden,
+            self.n, self.rows.number, t, t_all, or_none(self.head.logit_scale),
             self.grads.logprobs, self.grads.entropy, self.grads.lse,
             found.logprobs, None if self.grads.entropy is None else found.entropy, found.log_sum, self.table,
-            ROWS=MERGED_ROWS, num_warps=2, enable_fp_fusion=False,
+            ROWS=TABLED_ROWS, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _logits_gradient(self, h: Tensor, w: Tensor, v0: int, v1: int, a: int, b: int) -> Tensor:
         head, dz = self.head, self.dz[: b - a, : v1 - v0]
         launch = _launch(1, h, w, head)
         bias = None if head.bias is None else head.bias[v0:v1]
-        _run(
+        run(
             kernels.logits_gradient_kernel, launch.blocks(b - a, v1 - v0), self.hidden,
             h, h.stride(0), w, w.stride(0), b - a, v1 - v0, self.size, self.rows.number_from(a), v0,
-            self.ids[a:b], bias, _or_none(head.logit_scale), head.softcap,
+            self.ids[a:b], bias, or_none(head.logit_scale), head.softcap,
             self.table[:, a:b], self.n, self.results.row_max[a:b], dz, dz.stride(0),
             SPREAD=self.grads.entropy is not None, TARGET=self.grads.logprobs is not None,
-            COMPUTE=_tl(self.compute), LOGITS=_tl(head.logits_dtype), **launch.options,
+            COMPUTE=tl_type(self.compute), LOGITS=tl_type(head.logits_dtype), **launch.options,
         )  # fmt: skip
         return dz
 
@@ -270,10 +243,10 @@ class _Backward:
         inner, rows = a.shape if of_weight else (a.shape[1], a.shape[0])
         wide = sums is not None or out.dtype == torch.float32
         launch = _launch(3 if wide else 2, a, b, self.head, across=of_weight)
-        _run(
+        run(
             kernels.gradient_product_kernel, launch.blocks(rows, self.size), self.hidden,
             a, a.stride(0), b, b.stride(0), rows, inner, self.size, count, sums, out, where,
-            OF_WEIGHT=of_weight, COMPUTE=_tl(self.compute), **launch.options,
+            OF_WEIGHT=of_weight, COMPUTE=tl_type(self.compute), **launch.options,
         )  # fmt: skip
 
 
@@ -299,26 +272,14 @@ def _cut(
 
 def _launch(kind: int, a: Tensor, b: Tensor, head: Head, *, across: bool = False) -> Launch:
     """How to multiply: 0 and 1, logits and their gradient; 2 and 3, gradients in 16 and in 32 bits."""
-    found = generation()
-    step = LARGE.step
-    if found in DESCRIBED and all(x.dtype == head.compute_dtype and aligned(x) for x in (a, b)):
-        tile = DESCRIBED[found][kind]
-        if kind < 2 and head.bias is not None:
-            tile = WITH_BIAS[kind]
-        elif kind < 2 and head.softcap is not None:
-            tile = WITH_SOFTCAP[found][kind]
-        return Launch(True, tile, True)
-    if (
-        a.stride(0) % 16 or b.stride(0) % 16
-    ):  # rows that cannot be loaded 16 bytes at a time pass through registers
-        tile = Tile(64, 64, 32, 4, 2)
-    elif (
-        torch.version.hip is not None
-    ):  # of 64 KiB of shared memory; its stages stay in registers but for one
-        tile = SMALL._replace(stages=2)
-    else:  # the gradient of the logits wants registers
-        tile = NARROW if kind == 1 else SMALL
-    return Launch(False, tile, not across and a.shape[1] % step == 0)
+    tiles = {found: described[kind] for found, described in DESCRIBED.items()}
+    if kind < 2 and head.bias is not None:
+        tiles = dict.fromkeys(DESCRIBED, WITH_BIAS[kind])
+    elif kind < 2 and head.softcap is not None:
+        tiles = {found: described[kind] for found, described in WITH_SOFTCAP.items()}
+    # the gradient of the logits wants registers, of which AMD has more
+    loaded = NARROW if kind == 1 and torch.version.hip is None else SMALL
+    return launch_of(a, b, head.compute_dtype, tiles, loaded, across=across)
 
 
 def _gather(hidden: Tensor, order: Tensor, states: Tensor, head: Head) -> Tensor:
@@ -334,37 +295,6 @@ def _carve_forward(rows: int, size: int, parts: int, head: Head, carver: Carver)
     return states, carver.part(len(kernels.Extra) * parts * rows, dtype=torch.float32)
 
 
-@contextlib.contextmanager
-def _workspace(carve: Callable[[Carver], Any], device: torch.device) -> Iterator[Any]:
-    counter = Carver()
-    carve(counter)
-    with workspace.lease(counter.size, device) as lease:
-        yield carve(Carver(lease.memory))
-
-
-def _run(kernel: Any, programs: int, like: Tensor, *arguments: Any, **options: Any) -> None:
-    if programs:
-        with torch.cuda.device_of(like):
-            # descriptors that kernels make stand in memory that Triton asks this context's allocator for
-            contextvars.copy_context().run(_allocating, kernel[(programs,)], like.device, arguments, options)
-
-
-def _allocating(launch: Any, device: torch.device, arguments: Any, options: Any) -> None:
-    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-
-    triton.set_allocator(allocate)
-    launch(*arguments, **options)
-
-
 def _empty_statistics(call: LinearLogprobCall, n: int) -> dict[str, Tensor | None]:
     new = functools.partial(torch.empty, n, device=call.hidden.device)
     return {name: new(dtype=torch.bool if name == "is_top1" else torch.float32) for name in call.statistics}
-
-
-def _or_none(scale: float) -> float | None:
-    return None if scale == 1.0 else scale
-
-
-def _tl(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -1,16 +1,15 @@
 """The Triton kernels of the fused ``linear_logprob``: no tile of logits leaves the registers as it is.
 
-One main loop, ``tile_product``, multiplies a block of rows with a block of the vocabulary.  Forward keeps the
-rows' running softmax of it, backward makes of it the gradient of the logits in the operands' dtype, and a
+One main loop, that of ``_tile_product``, multiplies a block of rows with a block of the vocabulary.  Forward
+keeps the rows' softmax of it, backward makes of it the gradient of the logits in the operands' dtype, and a
 third kernel multiplies that gradient with the weight and with the hidden states.  Every sum over H, V or the
 rows is one chain of fp32 in their order, whatever the tile around it: both passes see the same logits, to the
 bit, and a chain that is stored in fp32 and continued has the bits of one that was never cut.
 
 ``count`` is how many of the N rows there are, on the device: it is data, and nobody waits for it.
 
-Tiles are copied by tensor descriptors where the GPU has them, and by a warp of its own where ``SPECIALIZED``;
-such a loop stands alone, so nothing around it branches.  Programs walk the vocabulary under ``GROUP`` blocks
-of rows, whose hidden states stay in L2 while the weight passes once.
+A program of forward takes tile after tile: where warps of their own copy, what the next one needs arrives
+while this one is summed.
 """
 
 import triton
@@ -18,69 +17,22 @@ import triton.language as tl
 
 from rlkernel.calls.logprob import State as STATE
 from rlkernel.triton_ops._names import Names
+from rlkernel.triton_ops._tile_product import tile_place, tile_product
 from rlkernel.triton_ops.logprob_kernels import (
     LN2,
     LOG2E,
-    State,
     finish,
     finite_or_zero,
-    load_state,
     load_temperature,
-    merge,
     shift_from,
     store_statistics,
     transform,
 )
-from rlkernel.triton_ops.matmul_kernels import place_of_tile
 
-# planes of what a part of the vocabulary leaves of each row, behind those of State
+# planes of what a tile of the vocabulary leaves of each row, behind those of State
 Extra = Names((*STATE.__members__, "squares", "total"))
 # planes of what the gradient of a row's logits is made of
 Row = Names(("scale", "base", "pull", "spread", "at_target"))
-
-
-@triton.jit
-def tile_product(
-    a, a_stride, b, b_stride, first_row, first_column, rows, columns, upto, y,
-    ACROSS_A: tl.constexpr, ACROSS_B: tl.constexpr,
-    COMPUTE: tl.constexpr, DESCRIBED: tl.constexpr, WHOLE_K: tl.constexpr, SPECIALIZED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """``y`` plus the product of a block of rows and a block of columns over the first ``upto`` of K.
-
-    An operand has its K in the inner dimension, or ACROSS it.  Beyond ``rows`` and ``columns`` the last is
-    repeated, or there is 0: what stands there is not looked at.
-    """
-    if DESCRIBED:
-        for k in tl.range(0, upto, BK, warp_specialize=SPECIALIZED):
-            if ACROSS_A:
-                left = a.load([k, first_row]).T
-            else:
-                left = a.load([first_row, k])
-            if ACROSS_B:
-                right = b.load([k, first_column])
-            else:
-                right = b.load([first_column, k]).T
-            y = tl.dot(left, right, y)
-    else:
-        k = tl.arange(0, BK)
-        row = tl.minimum(first_row + tl.arange(0, BM), rows - 1).to(tl.int64)
-        column = tl.minimum(first_column + tl.arange(0, BN), columns - 1).to(tl.int64)
-        a_step = a_stride if ACROSS_A else 1
-        b_step = b_stride if ACROSS_B else 1
-        a_ptr = a + row[:, None] * (1 if ACROSS_A else a_stride) + k[None, :].to(tl.int64) * a_step
-        b_ptr = b + column[None, :] * (1 if ACROSS_B else b_stride) + k[:, None].to(tl.int64) * b_step
-        for start in range(0, upto, BK):
-            if WHOLE_K:
-                left = tl.load(a_ptr)
-                right = tl.load(b_ptr)
-            else:
-                left = tl.load(a_ptr, mask=k[None, :] + start < upto, other=0.0)
-                right = tl.load(b_ptr, mask=k[:, None] + start < upto, other=0.0)
-            y = tl.dot(left.to(COMPUTE), right.to(COMPUTE), y)
-            a_ptr += BK * a_step
-            b_ptr += BK * b_step
-    return y
 
 
 @triton.jit(do_not_specialize=["N", "V"])
@@ -88,77 +40,68 @@ def product_kernel(
     hidden, hidden_stride: tl.int64, weight, weight_stride: tl.int64, N, V, H, count, target_ids,
     temperatures, temperature: tl.float64, bias, logit_scale, softcap, part,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr,
-    COMPUTE: tl.constexpr, LOGITS: tl.constexpr, PART: tl.constexpr,
+    COMPUTE: tl.constexpr, LOGITS: tl.constexpr,
     DESCRIBED: tl.constexpr, WHOLE_K: tl.constexpr, SPECIALIZED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows with one part of the vocabulary: the part's maximum, sums and value at the target."""
-    _, row_block, index = place_of_tile(tl.program_id(0), tl.cdiv(N, BM), tl.cdiv(V, PART), GROUP)
-    rows = row_block * BM + tl.arange(0, BM)
-    inside = rows < N
-    row = tl.minimum(rows, N - 1)  # rows beyond the end repeat the last, and are not stored
-    targets = tl.load(target_ids + row)
-    targets = tl.where((targets >= 0) & (targets < V), targets, -1).to(tl.int32)
-    begin = index * PART
-    there = row_block * BM < tl.load(count)
-    end = tl.where(there, tl.minimum(begin + PART, V), begin)  # nothing is read for rows that there are not
-    c = tl.broadcast_to(
-        (1.0 / load_temperature(temperatures, temperature, row) * LOG2E).to(tl.float32), (BM,)
-    )
+    """Of each tile of the vocabulary and each row its maximum, its sums and its value at the target."""
+    row_tiles = tl.cdiv(tl.minimum(tl.load(count), N), BM)  # nothing is read for rows that there are not
+    column_tiles = tl.cdiv(V, BN)
+    plane = column_tiles.to(tl.int64) * N
     if DESCRIBED:
         hidden = tl.make_tensor_descriptor(hidden, [N, H], [hidden_stride, 1], [BM, BK])
         weight = tl.make_tensor_descriptor(weight, [V, H], [weight_stride, 1], [BN, BK])
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    s = tl.zeros((BM,), tl.float32)
-    w = tl.zeros((BM,), tl.float32)
-    y_target = tl.zeros((BM,), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    for start in tl.range(begin, end, BN):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        row_block, block = tile_place(tile, row_tiles, column_tiles, GROUP)
+        rows = row_block * BM + tl.arange(0, BM)
+        inside = rows < N
+        row = tl.minimum(rows, N - 1)  # rows beyond the end repeat the last, and are not stored
+        c = tl.broadcast_to(
+            (1.0 / load_temperature(temperatures, temperature, row) * LOG2E).to(tl.float32), (BM,)
+        )
+        target = tl.load(target_ids + row) - block * BN
+        target = tl.where((target >= 0) & (target < BN), target, -1).to(tl.int32)
         y = tile_product(
-            hidden, hidden_stride, weight, weight_stride, row_block * BM, start, N, V, H,
+            hidden, hidden_stride, weight, weight_stride, row_block * BM, block * BN, N, V, H,
             tl.zeros((BM, BN), tl.float32), False, False,
             COMPUTE, DESCRIBED, WHOLE_K, SPECIALIZED, BM, BN, BK,
         )  # fmt: skip
-        columns = start + tl.arange(0, BN)
-        y = y.to(LOGITS)
-        y = transform(y, bias, columns[None, :], (columns < V)[None, :], logit_scale, softcap)[0]
-        y_target += tl.sum(tl.where(columns[None, :] == targets[:, None], y, 0.0), axis=1)
+        within = tl.arange(0, BN)
+        columns = block * BN + within
+        known = (columns < V)[None, :]
+        y = transform(y.to(LOGITS), bias, columns[None, :], known, logit_scale, softcap)[0]
+        y_target = tl.sum(tl.where(within[None, :] == target[:, None], y, 0.0), axis=1)
         if TOTAL:
-            total += tl.sum(tl.where((columns < V)[None, :], y, 0.0), axis=1)
-        y = tl.where((columns < V)[None, :], y, float("-inf"))
-        top = tl.maximum(m, tl.max(y, axis=1))
-        safe = finite_or_zero(top)
-        shift = shift_from(m, safe, c)
-        a_row = tl.exp2(shift)
-        d = (y - safe[:, None]) * c[:, None]
+            total = tl.sum(tl.where(known, y, 0.0), axis=1)
+        y = tl.where(known, y, float("-inf"))
+        m = tl.max(y, axis=1)
+        d = (y - finite_or_zero(m)[:, None]) * c[:, None]
         e = tl.exp2(d)
+        s = tl.sum(e, axis=1)
         if ENTROPY:
             weighted = tl.sum(e * tl.maximum(d, -150.0), axis=1)  # as in logprob: 0 * -inf would be NaN
-            w = tl.fma(tl.fma(s, shift, w), a_row, weighted)
         if SQUARES:
-            squares = tl.fma(squares, a_row * a_row, tl.sum(e * e, axis=1))
-        s = tl.fma(s, a_row, tl.sum(e, axis=1))
-        m = top
-    out = part + index.to(tl.int64) * N + rows
-    plane = tl.cdiv(V, PART).to(tl.int64) * N
-    tl.store(out + Extra.maximum * plane, m, mask=inside)
-    tl.store(out + Extra.sum_exp * plane, s, mask=inside)
-    tl.store(out + Extra.weighted_sum * plane, w, mask=inside)
-    tl.store(out + Extra.at_target * plane, y_target, mask=inside)
-    if SQUARES:
-        tl.store(out + Extra.squares * plane, squares, mask=inside)
-    if TOTAL:
-        tl.store(out + Extra.total * plane, total, mask=inside)
+            squares = tl.sum(e * e, axis=1)
+        # all at once behind the sums: each store has a barrier, across which the tile would stay in registers
+        out = part + block.to(tl.int64) * N + rows
+        tl.store(out + Extra.maximum * plane, m, mask=inside)
+        tl.store(out + Extra.sum_exp * plane, s, mask=inside)
+        tl.store(out + Extra.at_target * plane, y_target, mask=inside)
+        if ENTROPY:
+            tl.store(out + Extra.weighted_sum * plane, weighted, mask=inside)
+        if SQUARES:
+            tl.store(out + Extra.squares * plane, squares, mask=inside)
+        if TOTAL:
+            tl.store(out + Extra.total * plane, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "V", "parts"])
 def merge_kernel(
     part, N, V, parts, count, target_ids, temperatures, temperature: tl.float64,
     logprobs, entropy, lse, row_max, log_sum, mean_logits, is_top1, log_sum_sq_probs,
-    PART: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of each row in the order of the vocabulary, in fp64."""
+    """The tiles of each row in the order of the vocabulary, PARTS at a time, in fp64."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tl.load(count)
     row = tl.where(inside, rows, 0).to(tl.int64)
@@ -171,20 +114,28 @@ def merge_kernel(
     w = tl.zeros((ROWS,), tl.float64)
     squares = tl.zeros((ROWS,), tl.float64)
     total = tl.zeros((ROWS,), tl.float64)
-    for index in range(parts):
-        at = part + tl.cast(index, tl.int64) * N + row
-        m1, s1, w1 = load_state(at, plane)
+    for start in range(0, parts, PARTS):
+        index = start + tl.arange(0, PARTS)
+        here = (index < parts)[:, None]
+        at = part + index.to(tl.int64)[:, None] * N + row[None, :]
+        m1 = tl.load(at + Extra.maximum * plane, mask=here, other=float("-inf"))
+        s1 = tl.load(at + Extra.sum_exp * plane, mask=here, other=0.0).to(tl.float64)
+        top = tl.maximum(m, tl.max(m1, axis=0))
+        safe = finite_or_zero(top)
+        shift0, shift = shift_from(m, safe, c), shift_from(m1, safe[None, :], c[None, :])
+        a0, a = tl.exp2(shift0).to(tl.float64), tl.exp2(shift).to(tl.float64)
+        if entropy is not None:
+            w1 = tl.load(at + Extra.weighted_sum * plane, mask=here, other=0.0).to(tl.float64)
+            w = (w + s * shift0) * a0 + tl.sum((w1 + s1 * shift) * a, axis=0)
+        s = s * a0 + tl.sum(s1 * a, axis=0)
         if mean_logits is not None:
-            total += tl.load(at + Extra.total * plane).to(tl.float64)
+            total += tl.sum(tl.load(at + Extra.total * plane, mask=here, other=0.0).to(tl.float64), axis=0)
         if log_sum_sq_probs is not None:
-            safe = finite_or_zero(tl.maximum(m, m1))
-            before, here = tl.exp2(shift_from(m, safe, c)), tl.exp2(shift_from(m1, safe, c))
-            more = tl.load(at + Extra.squares * plane).to(tl.float64)
-            before, here = before.to(tl.float64), here.to(tl.float64)
-            squares = squares * (before * before) + more * (here * here)
-        m, s, w = merge(m, s, w, m1, s1, w1, c)
+            more = tl.load(at + Extra.squares * plane, mask=here, other=0.0).to(tl.float64)
+            squares = squares * (a0 * a0) + tl.sum(more * (a * a), axis=0)
+        m = top
     known = (targets >= 0) & (targets < V)
-    at = part + State.at_target * plane + tl.where(known, targets // PART, 0) * N + row
+    at = part + Extra.at_target * plane + tl.where(known, targets // BN, 0) * N + row
     y_target = tl.load(at, mask=known, other=float("nan"))
     row_logprob, row_entropy, row_lse, row_log_sum = finish(m, s, w, y_target, t)
     values = row_logprob, row_entropy, row_lse, m, row_log_sum
@@ -249,7 +200,7 @@ def logits_gradient_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits of V entries from ``vocab_start`` on; 0 in rows behind ``count``."""
-    _, row_block, block = place_of_tile(tl.program_id(0), tl.cdiv(N, BM), tl.cdiv(V, BN), GROUP)
+    row_block, block = tile_place(tl.program_id(0), tl.cdiv(N, BM), tl.cdiv(V, BN), GROUP)
     rows = row_block * BM + tl.arange(0, BM)
     row = tl.minimum(rows, N - 1)
     there = row_block * BM < tl.load(count)
@@ -303,7 +254,7 @@ def gradient_product_kernel(
     ``count`` is of the rows of ``a``.  ``sums`` [M, columns] is fp32 or None.  Where ``out_rows`` is given,
     row r goes to ``out_rows[r]`` of ``out``, whose other rows are left as they are.
     """
-    _, row_block, block = place_of_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(columns, BN), GROUP)
+    row_block, block = tile_place(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(columns, BN), GROUP)
     live = tl.load(count)
     rows = row_block * BM + tl.arange(0, BM)
     column = block * BN + tl.arange(0, BN)

@@ -5,17 +5,17 @@ tile and in both kernels: rows and columns of a tile, and how they are loaded, f
 and the GPU, and change no bit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.drivers.matmul import gradients, summed
 from rlkernel.triton_ops._descriptors import aligned
-from rlkernel.triton_ops._device import generation, taking
+from rlkernel.triton_ops._device import generation, processors, taking
+from rlkernel.triton_ops._tiles import COPIED, HALVED, SMALL, run
 from rlkernel.triton_ops.matmul_kernels import matmul_descriptor_kernel, matmul_kernel
 
 unsupported = taking("a")
@@ -38,11 +38,13 @@ TILES = {
 SLOW = Tile(32, 32, 4, 2)  # of operands whose elements are loaded or converted one by one
 STEP = {16: 64, 32: 32}  # of K, in elements
 VECTOR = 16
-# For descriptors, by the bytes of an element of the output: on its way to memory a tile passes through shared
-# memory, beside the stages. Of fewer rows the one above.
-DESCRIBED = {2: Tile(128, 256, 8, 3), 4: Tile(128, 128, 8, 3)}
+# For descriptors, by the GPU's generation, Hopper or Blackwell, and the bytes of an element of the output: on
+# its way to memory a tile passes through shared memory, beside the stages. Of fewer rows the one above.
+DESCRIBED = {
+    9: {2: HALVED, 4: HALVED._replace(columns=128)},
+    10: {2: COPIED, 4: SMALL},
+}
 LEAST_DESCRIBED = 65  # rows and columns
-WITH_DESCRIPTORS = (9, 10)  # generations of NVIDIA's GPUs that copy tiles of a tensor: Hopper, Blackwell
 
 
 def forward(call: MatmulCall) -> MatmulResults:
@@ -61,7 +63,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = Non
         return out
     wide = torch.float32 in (a.dtype, b.dtype)  # a gradient in fp32 of operands in 16 bits
     with torch.cuda.device_of(a):
-        if not wide and batch == 1 and generation() in WITH_DESCRIPTORS and _describable(a[0], b[0]):
+        if not wide and batch == 1 and generation() in DESCRIBED and _describable(a[0], b[0]):
             _by_descriptors(a[0], b[0], bias, out)
         else:
             _by_pointers(a, b, bias, out, wide)
@@ -81,7 +83,7 @@ def _by_pointers(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, wide: b
     instruction = {} if nvidia else {"matrix_instr_nonkdim": 16}
     stages = tile.stages if nvidia else 2  # of 64 KiB of shared memory
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) * batch
-    matmul_kernel[(min(tiles, 2 * _processors(a.device)),)](
+    matmul_kernel[(min(tiles, 2 * processors(a.device)),)](
         a, *a.stride(), b, *b.stride(), bias, out, rows, columns, inner, tiles,
         WIDE=wide, WHOLE_K=inner % STEP[bits] == 0, DENSE_ROWS=dense_rows, DENSE_COLUMNS=dense_columns,
         BM=tile.rows, BN=tile.columns, BK=STEP[bits], VECTOR=VECTOR, GROUP=GROUP,
@@ -91,23 +93,18 @@ def _by_pointers(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, wide: b
 
 def _by_descriptors(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     (rows, inner), columns = a.shape, b.shape[1]
-    tile, step = DESCRIBED[out.dtype.itemsize], STEP[16]
+    tile = DESCRIBED[generation()][out.dtype.itemsize]
     if columns <= 128:
         tile = tile._replace(columns=128)
     across_a, across_b = a.stride(1) != 1, b.stride(0) != 1
-    left = _described(a.t(), step, tile.rows) if across_a else _described(a, tile.rows, step)
-    right = _described(b, step, tile.columns) if across_b else _described(b.t(), tile.columns, step)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    matmul_descriptor_kernel[(min(tiles, _processors(a.device)),)](
-        left, right, bias, out, rows, columns, inner, tiles,
-        ACROSS_A=across_a, ACROSS_B=across_b,
-        BM=tile.rows, BN=tile.columns, BK=step, GROUP=GROUP,
+    run(
+        matmul_descriptor_kernel, min(tiles, processors(a.device)), a,
+        a, a.stride(1 if across_a else 0), b, b.stride(0 if across_b else 1), bias, out, rows, columns, inner,
+        ACROSS_A=across_a, ACROSS_B=across_b, SPECIALIZED=tile.specialized,
+        BM=tile.rows, BN=tile.columns, BK=tile.step, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def _describable(a: Tensor, b: Tensor) -> bool:
@@ -119,11 +116,3 @@ def _describable(a: Tensor, b: Tensor) -> bool:
 def _dense(x: Tensor, dim: int) -> bool:
     """Whether vectors of elements are loaded along this dimension."""
     return x.stride(dim) == 1 and x.shape[dim] % VECTOR == 0
-
-
-def _processors(device: torch.device) -> int:
-    """A grid has no more programs than run at a time: each takes tile after tile, in whatever order."""
-    if device.type != "cuda":
-        return 4
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count)

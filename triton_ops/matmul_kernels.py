@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from rlkernel.triton_ops._tile_product import tile_place, tile_product
+
 
 @triton.jit
 def place_of_tile(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
@@ -68,21 +70,28 @@ def matmul_kernel(
         store_tile(out, sums, bias, z, rows, columns, M, N)
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
+@triton.jit(do_not_specialize=["M"])
 def matmul_descriptor_kernel(
-    a, b, bias, out, M, N, K, tiles,
-    ACROSS_A: tl.constexpr, ACROSS_B: tl.constexpr,
+    a, a_stride: tl.int64, b, b_stride: tl.int64, bias, out, M, N, K,
+    ACROSS_A: tl.constexpr, ACROSS_B: tl.constexpr, SPECIALIZED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same chains over descriptors, whose copies need no registers; beyond the ends they read 0."""
     row_tiles, column_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    # one loop over all steps of all tiles, so that those of the next tile arrive while this one is stored
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        z, row, column = place_of_tile(tile, row_tiles, column_tiles, GROUP)
-        row, column = row * BM, column * BN
-        sums = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, K, BK):
-            x = a.load([k0, row]).T if ACROSS_A else a.load([row, k0])
-            y = b.load([k0, column]) if ACROSS_B else b.load([column, k0]).T
-            sums = tl.dot(x, y, sums)
-        store_tile(out, sums, bias, z, row + tl.arange(0, BM), column + tl.arange(0, BN), M, N)
+    if ACROSS_A:
+        a = tl.make_tensor_descriptor(a, [K, M], [a_stride, 1], [BK, BM])
+    else:
+        a = tl.make_tensor_descriptor(a, [M, K], [a_stride, 1], [BM, BK])
+    if ACROSS_B:
+        b = tl.make_tensor_descriptor(b, [K, N], [b_stride, 1], [BK, BN])
+    else:
+        b = tl.make_tensor_descriptor(b, [N, K], [b_stride, 1], [BN, BK])
+    # what the next tile needs arrives while this one is stored
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        row, column = tile_place(tile, row_tiles, column_tiles, GROUP)
+        sums = tile_product(
+            a, a_stride, b, b_stride, row * BM, column * BN, M, N, K, tl.zeros((BM, BN), tl.float32),
+            ACROSS_A, ACROSS_B, tl.float32, True, True, SPECIALIZED, BM, BN, BK,
+        )  # fmt: skip
+        rows, columns = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+        store_tile(out, sums, bias, 0, rows.to(tl.int64), columns, M, N)

@@ -158,10 +158,11 @@ def _spans(whole: int, part: int) -> list[int]:
 def _linear_fused(device: Device) -> list[Launch]:
     name = {"triton": "linear_logprob: fused bf16: product_kernel"}
     merge = {"triton": "linear_logprob: fused bf16: merge_kernel"}
-    parts = -(-V // 2048)
+    tiles = -(-V // 256)  # which programs take one after the other, one program on a multiprocessor
+    sums = 12.0 * N * tiles
     return [
-        Launch("product", name, read=(N + V) * H * BF16, flops=2 * N * H * V, blocks=N // 128 * parts),
-        Launch("merge", merge, read=N * parts * 12),
+        Launch("product", name, (N + V) * H * BF16, sums, 2 * N * H * V, blocks=N // 128 * tiles),
+        Launch("merge", merge, read=sums),
     ]
 
 
