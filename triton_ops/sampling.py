@@ -51,7 +51,7 @@ def tile_statistics(
         statistics_kernel[(rows * splits,)](
             tile, tile.stride(0), *_rows_of(adjusted), *_rows_of(request.token_bitmask),
             width, vocab_start, splits, triton.cdiv(vocab, SPLIT), triton.cdiv(vocab, GROUP),
-            *_per_row(request.temperature), request.seeds, request.positions, request.token_ids,
+            *per_row(request.temperature), request.seeds, request.positions, request.token_ids,
             request.skip, records, group_max,
             RAW=request.raw, ENTROPY=request.entropy or request.thresholds is not None,
             SIGMA=request.may_use_sigma, GUMBEL=request.gumbel, SCATTERED=_scattered(tile, adjusted),
@@ -83,8 +83,8 @@ def finish(
         finish_kernel[(rows,)](
             *_rows_of(logits if rereads else None), *_rows_of(adjusted if rereads else None),
             *_rows_of(request.token_bitmask), vocab, triton.cdiv(vocab, SPLIT), groups,
-            *_per_row(request.temperature), *((top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)),
-            *_per_row(request.top_p), *_per_row(request.min_p), *_per_row(request.top_n_sigma),
+            *per_row(request.temperature), *((top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)),
+            *per_row(request.top_p), *per_row(request.min_p), *per_row(request.top_n_sigma),
             request.thresholds, request.band, request.seeds, request.positions, request.token_ids,
             request.skip, records, group_max,
             *stats[:9], request.support, *stats[9:], listed, candidates,
@@ -108,6 +108,6 @@ def _rows_of(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, 0 if x is None else x.stride(0)
 
 
-def _per_row(x: float | Tensor) -> tuple[Tensor | None, float]:
+def per_row(x: float | Tensor) -> tuple[Tensor | None, float]:
     """All numbers are fp32 in the kernels, one for all rows or one for each."""
     return (x, 1.0) if isinstance(x, Tensor) else (None, ctypes.c_float(x).value)

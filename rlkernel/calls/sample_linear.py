@@ -10,7 +10,8 @@ from rlkernel.calls.sampling import SampleStats, Sampling
 
 
 class SampleLinearCall(NamedTuple):
-    """``drawn``: tokens are wanted, and not the logits alone; ``store``: logits are."""
+    """``drawn``: tokens are wanted, and not the logits alone; ``store``: logits are; ``algorithm``
+    "fused" draws and stores none."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
@@ -18,6 +19,7 @@ class SampleLinearCall(NamedTuple):
     request: Sampling
     drawn: bool
     store: bool
+    algorithm: str = "auto"
 
 
 def stored_dtype(head: Head) -> torch.dtype:

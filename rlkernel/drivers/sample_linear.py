@@ -70,7 +70,7 @@ def unsupported(kernels: Any, hidden: Tensor, weight: Tensor, options: dict[str,
 
 
 def forward(kernels: Any, call: SampleLinearCall) -> SampleLinearResults:
-    hidden, weight, _, request, drawn, store = call
+    hidden, weight, _, request, drawn, store = call[:6]
     n, vocab = hidden.shape[0], weight.shape[0]
     logits = hidden.new_empty(n, vocab, dtype=stored_dtype(call.head)) if store else None
     if not drawn:

@@ -10,6 +10,8 @@ from rlkernel.native import sampling as kernels
 
 
 def unsupported(hidden: Tensor, weight: Tensor, *tensors: Tensor, **options: Any) -> list[str]:
+    if options.pop("algorithm", "auto") == "fused":
+        return ["algorithm 'fused' is a Triton kernel"]
     return driver.unsupported(kernels, hidden, weight, options)
 
 

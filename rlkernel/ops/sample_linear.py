@@ -14,14 +14,14 @@ from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, 
 from rlkernel.calls.sampling import SampleOutput, SampleStats, Sampling, SamplingCall
 from rlkernel.drivers import sample_linear as driver
 from rlkernel.opaque import Op
-from rlkernel.ops import _vocab_parallel
-from rlkernel.ops.linear_logprob import checked_head, linear_logprob
+from rlkernel.ops import _validate, _vocab_parallel
+from rlkernel.ops.linear_logprob import ALGORITHMS, checked_head, linear_logprob
 from rlkernel.ops.sampling import inputs, options_of_sample, sharded, takes_options_of_sample
 from rlkernel.ops.sampling.drawing import draw
 from rlkernel.ops.sampling.options import SampleOptions
 from rlkernel.ops.sampling.outputs import output
 from rlkernel.runtime.modes import without_autocast
-from rlkernel.types import StoreLogits
+from rlkernel.types import LinearAlgorithm, StoreLogits
 
 
 @takes_options_of_sample(SampleOptions)
@@ -34,6 +34,7 @@ def sample_linear(
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     store_logits: bool | StoreLogits = "auto",
+    algorithm: LinearAlgorithm = "auto",
     **options: Unpack[SampleOptions],
 ) -> SampleOutput:
     """Draw a token of each row of hidden states, with ``sample``'s statistics behind each tile of logits.
@@ -58,6 +59,9 @@ def sample_linear(
         logit_scale, softcap: as in ``linear_logprob``.
         logits_dtype: the dtype to which the product is rounded; None means fp32, which rounds nothing.
         store_logits: "auto", as said above; True: always; False: never, an error where they must be.
+        algorithm: "tiled", as said above; "fused": the draw behind the product in one Triton kernel, which is
+            batch-invariant, takes fp16 and bf16 and stores no logits, so an error where they must be and with
+            ``group``; "auto": "tiled", until a GPU has shown the other to be faster.
         options: those of ``sample``, from ``temperature`` on.  With ``group`` a rank has some rows of weight
             and bias, and the same ``hidden`` as the others; DTensors are taken as in ``linear_logprob``.
 
@@ -69,6 +73,7 @@ def sample_linear(
 
     Follows FlashSampling (arXiv 2603.15854), which has neither filters nor log-probabilities.
     """
+    _validate.choice("algorithm", algorithm, ALGORITHMS)
     chosen = options_of_sample("sample_linear", options)
     weight, bias, group, start = _vocab_parallel.local_head(
         weight, bias, chosen["group"], chosen["vocab_start"]
@@ -84,17 +89,23 @@ def sample_linear(
     flat = hidden.detach().reshape(rows.total, hidden.shape[-1])
     weight, head = weight.detach(), head._replace(bias=None if bias is None else bias.detach())
     if group is not None:
+        if algorithm == "fused":
+            raise ValueError("algorithm must be 'auto' or 'tiled' with group, got 'fused'")
         asked = SampleLinearCall(flat, weight, head, Sampling(), drawn=False, store=True)
         more = {"logit_scale": logit_scale, "softcap": softcap, "logits_dtype": logits_dtype}
         may_store = functools.partial(_store, store_logits)
         return sharded.sampled(_source(asked, start), group, start, rows, chosen | more, may_store=may_store)
     request, wanted, _ = inputs.asked(rows, chosen)
-    store = _store(store_logits, inputs.looks_again(request, wanted, chosen, vocab))
+    reasons = inputs.looks_again(request, wanted, chosen, vocab)
+    store = _store(store_logits, reasons)
+    if algorithm == "fused" and store:
+        given = ", ".join(reasons) or "store_logits=True"
+        raise ValueError(f"algorithm must be 'auto' or 'tiled' with {given}, got 'fused'")
     logit_bias, penalties = chosen["logit_bias"], chosen["penalties"]
     drawn = logit_bias is None and penalties is None
     with torch.no_grad():
         made = SampleLinearResults(
-            *op(SampleLinearCall(flat, weight, head, request, drawn, store or not drawn))
+            *op(SampleLinearCall(flat, weight, head, request, drawn, store or not drawn, algorithm))
         )
     logits, stats = made.logits, made.stats
     # what is stored behind a bias, a scale or a softcap was made by other operations than linear_logprob's
@@ -150,7 +161,7 @@ def _store(store_logits: bool | StoreLogits, reasons: list[str]) -> bool:
 
 def _pick(call: SampleLinearCall) -> ModuleType:
     request = call.request if call.drawn else None
-    options = {"compute_dtype": call.head.compute_dtype, "sampling": request}
+    options = {"compute_dtype": call.head.compute_dtype, "sampling": request, "algorithm": call.algorithm}
     return dispatch.pick("sample_linear", call.hidden, call.weight, **options)
 
 

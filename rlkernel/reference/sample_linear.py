@@ -3,12 +3,18 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype
 from rlkernel.calls.sampling import SamplingCall
 from rlkernel.reference import linear_logprob
 from rlkernel.reference import sampling as op
-from rlkernel.reference import unsupported as unsupported
+
+
+def unsupported(*tensors: Tensor, **options: Any) -> list[str]:
+    if options.get("algorithm") == "fused":
+        return ["algorithm 'fused' is a Triton kernel"]
+    return []
 
 
 def forward(call: SampleLinearCall) -> SampleLinearResults:
