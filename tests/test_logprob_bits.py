@@ -1,11 +1,17 @@
 """logprob: what its bits do not depend on: other rows, runs, options, threads."""
 
+import sys
+
+import instruction_sets
 import pytest
 import torch
 from backends import is_slow, of, skip_unless_able
 from bitwise import assert_batch_invariant, assert_equal, probe
 from logprob_cases import DTYPES, run, upstream_like
 
+from rlkernel import native
+from rlkernel.calls.logprob import LogprobCall, RowGrads
+from rlkernel.native import logprob as kernel
 from rlkernel.reference.logprob import make_inputs
 
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("logprob"))
@@ -78,3 +84,46 @@ def test_same_bits_on_any_number_of_threads():
         assert_equal("logprobs", out.logprobs, results[0][0].logprobs)
         assert_equal("entropy", out.entropy, results[0][0].entropy)
         assert_equal("grad", grad, results[0][1])
+
+
+def results() -> list[torch.Tensor]:
+    """Of more than a block of 4096 logits, with tails of a vector and of a step."""
+    found = []
+    for dtype in native.DTYPES:
+        inputs = make_inputs(3, 9001, dtype=dtype)
+        inputs["logits"][1, 17:4000] = -torch.inf
+        upstream = upstream_like(inputs["target_ids"])
+        for options in ({"return_entropy": True}, {"temperature": 0.7}):
+            out, grad = run("native", **inputs, upstream=upstream, **options)
+            found += [x for x in (*out, grad) if x is not None]
+    return found
+
+
+def test_avx2_has_the_bits_of_avx512(tmp_path):
+    if "avx2" not in native.extension().built()["cpu"]:
+        pytest.skip("this processor's kernels are baseline only")
+    instruction_sets.assert_not_seen(sys.modules[__name__], "avx2", tmp_path)
+
+
+@pytest.mark.parametrize("entropy_gradient", [0.0, 0.3])
+def test_a_gradient_of_bf16_is_that_of_fp32_rounded_to_nearest_even(entropy_gradient):
+    """Two numbers are rounded at once, in halves of 16 bits: as torch rounds them, ties and NaN included."""
+    logits = make_inputs(4, 4099, dtype=torch.bfloat16)["logits"]
+    logits[0] = 0.0  # each gradient is g * 2^-12, and g: ties of an even and an odd upper half, and NaN
+    logits[0, 4096:] = -torch.inf
+    target_ids = torch.tensor([4098, 7, 7, 4098])
+    temperature = torch.tensor([1.0, 1.0, 0.6, 1.4])
+    gradient = torch.tensor([1.0, 1.0, -3.7, 0.2])
+    halves = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-23, torch.nan]
+    for scale in halves if entropy_gradient == 0 else halves[-1:] + [0.9]:
+        gradient[0] = scale
+        found = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            call = LogprobCall(logits.to(dtype), target_ids, temperature, -100, True)
+            if dtype == torch.float32:
+                statistics = kernel.forward(call)
+            up = torch.full_like(gradient, entropy_gradient)
+            (found[dtype],) = kernel.backward(call, statistics, RowGrads(torch.zeros(4), up, gradient))
+        assert_equal(f"gradient {scale}", found[torch.bfloat16], found[torch.float32].bfloat16())
+        if entropy_gradient == 0:
+            assert found[torch.bfloat16][0, 0].isnan() == (scale != scale)

@@ -1,132 +1,15 @@
 // Log-probability, entropy and log-sum-exp of rows of logits, and their gradient. A row belongs to one thread and its
 // sums run in an order that follows from the position in the row alone: its bits depend neither on the other rows nor
 // on the threads nor on the alignment.
-#include <cmath>
-#include <limits>
-
+#include "logprob/softmax.h"
+#include "logprob/weights.h"
 #include "pages.h"
-#include "rlkernel/logprob/arguments.h"
-#include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
-constexpr int64_t kBlock = 2048;          // elements whose maximum is taken before their exp: they stay in the L1 cache
-constexpr int kChains = 4;                // independent accumulators
-constexpr int64_t kAhead = 1024;          // elements between the one that is read and the one that is prefetched
 constexpr int64_t kParallel = 1 << 15;    // elements from which waking the other threads pays
 constexpr int64_t kStream = 16 << 20;     // bytes of a result that no cache would keep for its reader
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-// One row of a tile as fp32: y = softcap * tanh(u / softcap), u = (x + bias) * logit_scale. Not kMapped: y = x.
-template <class T, bool kMapped>
-struct Row {
-  struct Value {
-    Floats y, slope;  // slope = dy / du
-  };
-
-  const T* x;
-  const float* bias;
-  float logit_scale, softcap;
-
-  Row(const LogprobTile& tile, int64_t r)
-      : x(static_cast<const T*>(tile.logits) + r / tile.inner * tile.outer_stride + r % tile.inner * tile.inner_stride),
-        bias(tile.bias), logit_scale(tile.logit_scale), softcap(tile.softcap) {}
-
-  Value map(Floats v, const float* b, int count) const {
-    if constexpr (kMapped) {
-      if (bias != nullptr) v += count == kWidth ? load(b) : load_part(b, count);
-      v *= broadcast(logit_scale);
-      if (softcap != 0) {
-        const Tanh tanh(v / broadcast(softcap));
-        return {broadcast(softcap) * tanh.value, tanh.slope};
-      }
-    }
-    return {v, broadcast(1.0f)};
-  }
-
-  Value at(int64_t i) const { return map(load(x + i), bias + i, kWidth); }
-  Value part(int64_t i, int count) const { return map(load_part(x + i, count), bias + i, count); }
-  float y(int64_t i) const { return part(i, 1).y[0]; }
-};
-
-// Calls body(i, chain) for the whole vectors of [0, count) and returns where they end.
-template <class Body>
-inline int64_t each_vector(int64_t count, Body body) {
-  int64_t i = 0;
-  for (; i + kChains * kWidth <= count; i += kChains * kWidth)
-    for (int chain = 0; chain < kChains; ++chain) body(i + chain * kWidth, chain);
-  for (; i + kWidth <= count; i += kWidth) body(i, 0);
-  return i;
-}
-
-// The running softmax of a row: max y, sum e, sum e * (y - max) / T with e = exp((y - max) / T).
-struct Softmax {
-  float max = -kInf;
-  double sum = 0, weighted = 0;
-
-  // Not inlined: forward with and without entropy must round alike, and a compiler may contract each copy differently.
-  __attribute__((noinline)) void raise(float to, double inverse_temperature) {
-    if (max != -kInf) {  // else sum is 0, or NaN
-      const double shift = (static_cast<double>(max) - to) * inverse_temperature;
-      const double factor = std::exp(shift);
-      weighted = factor == 0 ? 0 : (weighted + sum * shift) * factor;
-      sum *= factor;
-    }
-    max = to;
-  }
-};
-
-template <class T, bool kMapped, bool kEntropy>
-void accumulate(const Row<T, kMapped>& row, int64_t vocab, double inverse_temperature, const ScaledExp& exp,
-                Softmax& state) {
-  alignas(64) float mapped[kMapped ? kBlock : 1];
-  for (int64_t start = 0; start < vocab; start += kBlock) {
-    const int64_t count = vocab - start < kBlock ? vocab - start : kBlock;
-
-    // max(y, peak) is peak where y is NaN: the sum reports those
-    Floats peaks[kChains] = {broadcast(-kInf), broadcast(-kInf), broadcast(-kInf), broadcast(-kInf)};
-    const int64_t whole = each_vector(count, [&](int64_t i, int chain) {
-      const Floats y = row.at(start + i).y;
-      if constexpr (kMapped) store(mapped + i, y);
-      peaks[chain] = max(y, peaks[chain]);
-    });
-    const int rest = static_cast<int>(count - whole);
-    const Floats tail = rest ? fill_tail(row.part(start + whole, rest).y, rest, -kInf) : broadcast(-kInf);
-    peaks[0] = max(tail, max(max(peaks[0], peaks[1]), max(peaks[2], peaks[3])));
-    const float peak = largest(peaks[0]);
-
-    const auto y_at = [&](int64_t i) {
-      if constexpr (kMapped) return load(mapped + i);
-      return row.at(start + i).y;
-    };
-    if (peak == -kInf) {  // contributes 0, unless it hides a NaN
-      Bits nan = (Bits)(tail != tail);
-      each_vector(count, [&](int64_t i, int) { nan |= (Bits)(y_at(i) != y_at(i)); });
-      if (any(nan)) state.sum = kNan;
-      continue;
-    }
-    if (peak > state.max) state.raise(peak, inverse_temperature);
-
-    const Floats max_y = broadcast(state.max);
-    Floats sums[kChains] = {}, weighted[kChains] = {};
-    const auto add = [&](Floats y, int chain) {
-      const Floats d = exp.cut(y - max_y);
-      const Floats e = exp(d);
-      sums[chain] += e;
-      if constexpr (kEntropy) weighted[chain] = fma(e, d, weighted[chain]);
-    };
-    each_vector(count, [&](int64_t i, int chain) {
-      prefetch(row.x + start + kBlock + i);  // the next block streams in while this one is computed
-      add(y_at(i), chain);
-    });
-    if (rest) add(tail, kChains - 1);
-    state.sum += total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    if constexpr (kEntropy)
-      state.weighted += total((weighted[0] + weighted[1]) + (weighted[2] + weighted[3])) * inverse_temperature;
-  }
-}
 
 template <class T, bool kMapped>
 void forward_row(const LogprobForward& f, int64_t r) {
@@ -142,7 +25,7 @@ void forward_row(const LogprobForward& f, int64_t r) {
   }
   const double temperature = tile.temperatures != nullptr ? tile.temperatures[r] : tile.temperature;
   const Row<T, kMapped> row(tile, r);
-  const ScaledExp exp(temperature);
+  const FactorExp exp(temperature);
   Softmax state;
   float at_target = kNan;
   if (!f.first) {
@@ -176,58 +59,9 @@ void forward_row(const LogprobForward& f, int64_t r) {
 
 template <class Out>
 void fill(Out* out, int64_t count, float value) {
-  const Floats x = broadcast(value);
-  const int64_t whole = each_vector(count, [&](int64_t i, int) { store(out + i, x); });
-  store_part(out + whole, x, static_cast<int>(count - whole));
-}
-
-// out_i = exp(d / T) * (constant + linear * d / T) * dy_i / du_i with d = y_i - row_max, and `at_target * dy / du` at
-// `target`, a position in the row or -1. Where exp is 0, d is finite, so a logit of -inf gives 0.
-struct Weights {
-  float row_max;
-  double temperature, constant, linear;
-  int64_t target;
-  double at_target;
-};
-
-template <class In, class Out, bool kMapped>
-void weigh(const Row<In, kMapped>& source, Out* out, int64_t vocab, Weights weights, bool streams) {
-  const Row<In, kMapped> row = source;  // the compiler cannot know that `out` does not alias the source
-  const ScaledExp exp(weights.temperature);
-  const Floats max_y = broadcast(weights.row_max);
-  const Floats c0 = broadcast(static_cast<float>(weights.constant)), c1 = broadcast(static_cast<float>(weights.linear));
-  const Floats inverse = broadcast(static_cast<float>(1 / weights.temperature));  // linear / T overflows before d / T does
-  const int64_t target = weights.target;
-  if constexpr (kMapped)  // now: out may be the logits
-    if (target >= 0) weights.at_target *= row.part(target, 1).slope[0];
-  const auto value = [&](const typename Row<In, kMapped>::Value& v) {
-    const Floats d = exp.cut(v.y - max_y);
-    const Floats result = exp(d) * fma(d * inverse, c1, c0);
-    if constexpr (kMapped) return result * v.slope;
-    return result;
-  };
-  const auto some = [&](int64_t start, int64_t end) {
-    const int64_t rest = start + each_vector(end - start, [&](int64_t i, int) {
-      prefetch(row.x + start + i + kAhead);
-      store(out + start + i, value(row.at(start + i)));
-    });
-    const int count = static_cast<int>(end - rest);
-    if (count) store_part(out + rest, value(row.part(rest, count)), count);
-  };
-  if (streams) {
-    const int64_t lead = (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64 / sizeof(Out);
-    const int64_t end = lead + (vocab - lead) / kWidth * kWidth;
-    some(0, lead);
-    each_vector(end - lead, [&](int64_t i, int) {
-      prefetch(row.x + lead + i + kAhead);
-      stream(out + lead + i, value(row.at(lead + i)));
-    });
-    finish_streams();
-    some(end, vocab);
-  } else {
-    some(0, vocab);
-  }
-  if (target >= 0) store_part(out + target, broadcast(static_cast<float>(weights.at_target)), 1);
+  Out one[1];
+  store_part(one, broadcast(value), 1);
+  std::fill_n(out, count, one[0]);
 }
 
 // Whether the rows of `out` are worth writing past the caches.
@@ -310,7 +144,7 @@ void each_turn(const LogprobTile& tile, Body body) {
   const int64_t turn = 1 + (1 << 16) / (tile.vocab + 1);
 #pragma omp parallel if (tile.rows > 1 && tile.rows * tile.vocab >= kParallel)
   {
-    const FlushDenormals scope;
+    const FlushDenormals scope(FlushDenormals::operands);
 #pragma omp for schedule(static, 1)
     for (int64_t first = 0; first < tile.rows; first += turn)
       body(first, first + turn < tile.rows ? first + turn : tile.rows);

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "factor_exp.h"
 #include "rlkernel/logprob/arguments.h"
-#include "simd.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
@@ -87,7 +87,7 @@ void forward_row(const LogprobSupportForward& f, int64_t r) {
     return;
   }
   const double temperature = row_temperature(s, r);
-  const ScaledExp exp(temperature);
+  const FactorExp exp(temperature);
   const Floats max_y = broadcast(peak.max), unit = broadcast(kMassOne);
   const Floats inverse = broadcast(static_cast<float>(1 / temperature));
   Longs mass = {}, weighted = {};
@@ -138,7 +138,7 @@ void backward_row(const LogprobSupportBackward& b, int64_t r) {
   if (p != 0) at_target -= grad_entropy * p * (logprob + entropy);
   at_target *= scale;
 
-  const ScaledExp exp(temperature);
+  const FactorExp exp(temperature);
   const Floats max_y = broadcast(b.row_max[r]);
   const Floats c0 = broadcast(static_cast<float>(constant)), c1 = broadcast(static_cast<float>(linear));
   const Floats inverse = broadcast(static_cast<float>(scale));

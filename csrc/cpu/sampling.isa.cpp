@@ -52,7 +52,7 @@ struct Job {
 
 template <class Z>
 void draw(const SamplingInputs& in, const Job& job, const Groups<Z>& z, const Peaks& peaks, const PerGroup& masses,
-          const ScaledExp& exp) {
+          const FactorExp& exp) {
   double* record = job.record;
   record[kKey] = -kInf;
   record[kToken] = -1;
@@ -85,7 +85,7 @@ void draw(const SamplingInputs& in, const Job& job, const Groups<Z>& z, const Pe
 template <class Z>
 void look_at_z(const SamplingInputs& in, const Job& job, const Groups<Z>& z) {
   double* record = job.record;
-  const ScaledExp exp(job.temperature);
+  const FactorExp exp(job.temperature);
   const Peaks peaks = peaks_of(z);
   const int tail = z.count - z.whole;
   record[kMaxZ] = peaks.largest;
@@ -117,7 +117,7 @@ void look_at_x(const Job& job, const Groups<T>& x, bool known_max) {
   job.record[kSumX] = 0;
   if (top == -kInf) return;
   double unused = 0;
-  job.record[kSumX] = sum_of(masses_of<T, false>(x, top, ScaledExp(1), kSamplingSplit, unused));
+  job.record[kSumX] = sum_of(masses_of<T, false>(x, top, FactorExp(1), kSamplingSplit, unused));
 }
 
 template <class T>
@@ -159,7 +159,7 @@ void split(const SamplingInputs& in, int64_t row, int64_t index) {
 // A token drawn among the kept ones, because the winner of all is none of them.
 int64_t draw_kept(const SamplingInputs& in, int64_t row, const Filter& filter, const Softmax& softmax, float temperature,
                   float& token_z) {
-  const ScaledExp exp(temperature);
+  const FactorExp exp(temperature);
   const int64_t seed = in.seeds[row], position = position_of(in, row);
   const Floats max = broadcast(softmax.max);
   int64_t token = -1;

@@ -178,6 +178,15 @@ inline Halves low_halves(Bits b) {
 
 inline Floats load(const bf16* p) { return (Floats)(widen(load_halves(p)) << 16); }
 
+// Twice kWidth numbers, the even ones and the odd ones: two operations, where widening in order takes four, two of them across
+// lanes.
+inline void load_pairs(const bf16* p, Floats& even, Floats& odd) {
+  Bits pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  even = (Floats)(pairs << 16);
+  odd = (Floats)(pairs & 0xffff0000u);
+}
+
 inline Floats load(const fp16* p) {
 #if defined(__AVX512F__)
   return _mm512_maskz_cvtph_ps(kAll, (__m256i)load_halves(p));
@@ -352,18 +361,20 @@ struct Tanh {
   }
 };
 
-// Results below the normal range become 0 inside the scope: on x86 each of them would cost about 150 cycles, and peaked
-// distributions are full of them.
+// Results below the normal range become 0 inside the scope, and operands too where that is asked for: on x86 each of them would
+// cost about 150 cycles, and peaked distributions are full of them.
 class FlushDenormals {
  public:
 #if defined(__x86_64__)
-  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000u); }
+  enum What : unsigned { results = 0x8000, operands = 0x8040 };
+  explicit FlushDenormals(What what = results) : before_(_mm_getcsr()) { _mm_setcsr(before_ | what); }
   ~FlushDenormals() { _mm_setcsr(before_); }
 
  private:
   unsigned before_;
 #else
-  FlushDenormals() {}
+  enum What { results, operands };
+  explicit FlushDenormals(What = results) {}
 #endif
 };
 

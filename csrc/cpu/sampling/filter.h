@@ -185,15 +185,11 @@ class Filter {
   int64_t passing(Scope scope) {
     int32_t* const ids = c_.groups.data();
     int64_t n = 0, g = 0;
-#if defined(__AVX512F__)
     const Floats lowest = broadcast(scope.lowest), cutoff = broadcast(scope.cutoff), max = broadcast(max_);
     for (; g + kWidth <= groups_; g += kWidth) {
       const Floats top = load(group_max_ + g);
-      const Mask lanes = at_least(top, lowest) & at_least(top - max, cutoff);
-      _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(lanes, (__m512i)iota(static_cast<uint32_t>(g))));
-      n += __builtin_popcount(lanes);
+      append_ids(ids, n, bits_of(at_least(top, lowest) & at_least(top - max, cutoff)), g);
     }
-#endif
     for (; g < groups_; ++g) {
       ids[n] = static_cast<int32_t>(g);
       n += group_max_[g] >= scope.lowest && group_max_[g] - max_ >= scope.cutoff;
@@ -201,9 +197,9 @@ class Filter {
     return n;
   }
 
-  // Calls body(z, d, first token, lanes of the scope) for the vectors of the groups that pass.
-  template <class Body>
-  void each_vector_of(Scope scope, Body body) {
+  // Calls body(z, d, first token, lanes of the scope) for the vectors of the groups that pass, and flush() before MassSum needs it.
+  template <class Body, class Flush>
+  void each_vector_of(Scope scope, Body body, Flush flush) {
     const int64_t n = passing(scope);
     const Floats lowest = broadcast(scope.lowest), cutoff = broadcast(scope.cutoff), max = broadcast(max_);
     alignas(64) float buffer[kGroup];
@@ -215,15 +211,18 @@ class Filter {
         const Floats z = load(group + i * kWidth), d = z - max;
         body(z, d, g * kGroup + i * kWidth, at_least(z, lowest) & at_least(d, cutoff));
       }
+      if ((j + 1) % (MassSum::kMost / kVectors) == 0) flush();
     }
+    flush();
   }
 
   Prefix totals(Scope scope) {
     MassSum sum;
-    each_vector_of(scope, [&](Floats, Floats d, int64_t, Mask lanes) { sum.add(Masses(e_of(d)), lanes); });
+    each_vector_of(
+        scope, [&](Floats, Floats d, int64_t, Mask lanes) { sum.add(e_of(d), lanes); }, [&] { sum.flush(); });
     Prefix all;
     all.pivot = scope.lowest;
-    all.count = sum.count;
+    all.count = sum.count();
     all.mass = sum.value();
     return all;
   }
@@ -235,7 +234,7 @@ class Filter {
     int64_t n = 0;
     each_vector_of(scope, [&](Floats z, Floats, int64_t token, Mask lanes) {
       append(values, ids, n, z, bits_of(lanes), token);
-    });
+    }, [] {});
     c_.n = n;
     Prefix all;
     all.pivot = scope.lowest;
@@ -247,11 +246,8 @@ class Filter {
   // The candidates' masses and their sum.
   int64_t weigh() {
     int64_t sum = 0;
-    for (int64_t i = 0; i < c_.n; i += kWidth) {
-      alignas(64) float e[kWidth];
-      store(e, e_of(load(c_.z.data() + i) - broadcast(max_)));
-      for (int j = 0; j < kWidth; ++j) c_.masses[i + j] = stream_mass(e[j]);
-    }
+    for (int64_t i = 0; i < c_.n; i += kWidth)
+      Masses(e_of(load(c_.z.data() + i) - broadcast(max_))).store_to(c_.masses.data() + i);
     for (int64_t i = 0; i < c_.n; ++i) sum += c_.masses[i];
     return sum;
   }
@@ -306,15 +302,16 @@ class Filter {
       int64_t n = 0;
       const Floats from = broadcast(std::fmax(low, scope.cutoff)), to = broadcast(high);
       each_vector_of(scope, [&](Floats z, Floats d, int64_t token, Mask) {
-        const Masses masses(e_of(d));
         const Mask over = at_least(d, to);
-        total.add(masses);  // 0 of what is not in the scope
-        top.add(masses, over);
+        top.add(e_of(d), over, total);  // 0 of what is not in the scope
         append(values, ids, n, z, bits_of(without(at_least(d, from), over)), token);
+      }, [&] {
+        total.flush();
+        top.flush();
       });
       c_.n = n;
       Prefix above;
-      above.count = top.count;
+      above.count = top.count();
       above.mass = top.value();
       const int64_t target = share(p, static_cast<double>(total.value()));
       const int64_t candidates = weigh();
@@ -371,7 +368,7 @@ class Filter {
     }
   }
 
-  ScaledExp exp_;
+  FactorExp exp_;
   float temperature_;
   double sum_;
   float max_;

@@ -31,77 +31,117 @@ struct Masses {
     for (int i = 0; i < kWidth; ++i) each[i] = stream_mass(e[i]);
   }
 #endif
+  // One for each lane.
+  void store_to(int64_t* p) const {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(p, (__m512i)((Wide)low & kMassBits));
+    _mm512_storeu_si512(p + 8, (__m512i)((Wide)high & kMassBits));
+#elif defined(__AVX2__)
+    const __m256i bits = _mm256_set1_epi64x(kMassBits);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_and_si256(low, bits));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 4), _mm256_and_si256(high, bits));
+#else
+    std::memcpy(p, each, sizeof each);
+#endif
+  }
+  static constexpr int64_t kMassBits = 0xfffffffffffff;
   static constexpr double kScale = 0x1p40, kBias = 0x1p52;
   static constexpr uint64_t kBiasBits = 0x4330000000000000u;
 };
 
-// Exact, so in any order.
-struct MassSum {
-  int64_t count = 0;  // lanes that were added
+// The sum of the integer masses of e = exp(d / T), exact, so in any order. A mass is taken apart in floats: the multiple of 2^-20
+// that is nearest to e, and of what is left the nearest multiple of 2^-40. Both are integers in the low bits of a sum with 1.5
+// times a power of two, and those bits are summed in 32 bits, modulo 2^32, for as long as the sums themselves fit.
+class MassSum {
+ public:
+  static constexpr int kMost = 1024;  // vectors between two calls of flush(): a high part is up to 2^20
 
+  void add(Floats e) {
+    const Floats high = e + broadcast(kHigh), low = (e - (high - broadcast(kHigh))) + broadcast(kLow);
+    high_ += (Ints)high;
+    low_ += (Ints)low;
+    lanes_ += 1;
+  }
+  // Of the lanes of a mask; `rest` takes all of them.
+  void add(Floats e, Mask lanes, MassSum& rest) {
+    const Floats high = e + broadcast(kHigh), low = (e - (high - broadcast(kHigh))) + broadcast(kLow);
+    rest.high_ += (Ints)high;
+    rest.low_ += (Ints)low;
+    rest.lanes_ += 1;
+    high_ += (Ints)where(lanes, high);
+    low_ += (Ints)where(lanes, low);
 #if defined(__AVX512F__)
-  __m512i sum = _mm512_setzero_si512();
-  void add(const Masses& m, Mask lanes) {
-    sum = _mm512_mask_add_epi64(sum, static_cast<__mmask8>(lanes), sum, m.low);
-    sum = _mm512_mask_add_epi64(sum, static_cast<__mmask8>(lanes >> 8), sum, m.high);
-    count += __builtin_popcount(lanes);
-  }
-  void add(const Masses& m) {
-    sum = _mm512_add_epi64(sum, _mm512_add_epi64(m.low, m.high));
-    count += kWidth;
-  }
-  int64_t value() const { return unbiased<8>(&sum); }
-#elif defined(__AVX2__)
-  __m256i sum = _mm256_setzero_si256();
-  void add(const Masses& m, Mask lanes) {
-    const __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128((__m256i)lanes));
-    const __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256((__m256i)lanes, 1));
-    sum = _mm256_add_epi64(sum, _mm256_and_si256(m.low, low));
-    sum = _mm256_add_epi64(sum, _mm256_and_si256(m.high, high));
-    count += __builtin_popcount(bits_of(lanes));
-  }
-  void add(const Masses& m) {
-    sum = _mm256_add_epi64(sum, _mm256_add_epi64(m.low, m.high));
-    count += kWidth;
-  }
-  int64_t value() const { return unbiased<4>(&sum); }
+    lanes_ = (Ints)_mm512_mask_sub_epi32((__m512i)lanes_, lanes, (__m512i)lanes_, _mm512_set1_epi32(-1));
 #else
-  int64_t sum = 0;
-  void add(const Masses& m, Mask lanes) {
-    for (int i = 0; i < kWidth; ++i) sum += m.each[i] & static_cast<int64_t>(lanes[i]);
-    count += __builtin_popcount(bits_of(lanes));
-  }
-  void add(const Masses& m) {
-    for (int i = 0; i < kWidth; ++i) sum += m.each[i];
-    count += kWidth;
-  }
-  int64_t value() const { return sum; }
+    lanes_ -= lanes;
 #endif
+  }
+  void add(Floats e, Mask lanes) {
+    MassSum unused;
+    add(e, lanes, unused);
+  }
+  void flush() {
+    const Ints high = high_ - lanes_ * __builtin_bit_cast(int32_t, kHigh), low = low_ - lanes_ * __builtin_bit_cast(int32_t, kLow);
+    for (int i = 0; i < kWidth; ++i) {
+      count_ += lanes_[i];
+      sum_ += static_cast<int64_t>(static_cast<uint32_t>(high[i])) * (1 << 20) + low[i];
+    }
+    high_ = low_ = lanes_ = Ints{};
+  }
+  int64_t count() const { return count_; }  // lanes that were added, both as of the last flush()
+  int64_t value() const { return sum_; }
 
  private:
-  template <int kLanes>
-  int64_t unbiased(const void* sums) const {
-    uint64_t lanes[kLanes], result = 0;
-    std::memcpy(lanes, sums, sizeof lanes);
-    for (const uint64_t lane : lanes) result += lane;
-    return static_cast<int64_t>(result - static_cast<uint64_t>(count) * Masses::kBiasBits);
-  }
+  static constexpr float kHigh = 0x1.8p3f, kLow = 0x1.8p-17f;
+
+  Ints high_ = {}, low_ = {}, lanes_ = {};
+  int64_t count_ = 0, sum_ = 0;
 };
 
-// Appends the lanes of `mask`; up to kWidth - 1 elements behind the last one are overwritten.
-inline void append(float* z, int32_t* ids, int64_t& n, Floats v, unsigned mask, int64_t first) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each mask of eight lanes the places of those that it has, which AVX2 has no instruction to move together.
+struct Places {
+  uint8_t of[256][8] = {};
+
+  constexpr Places() {
+    for (int mask = 0; mask < 256; ++mask)
+      for (int lane = 0, n = 0; lane < 8; ++lane)
+        if (mask >> lane & 1) of[mask][n++] = static_cast<uint8_t>(lane);
+  }
+};
+constexpr Places kPlaces;
+
+inline __m256i places_of(unsigned mask) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kPlaces.of[mask])));
+}
+#endif
+
+// Appends the lanes of `mask`, counted from `first`; up to kWidth - 1 elements behind the last one are overwritten.
+inline void append_ids(int32_t* ids, int64_t& n, unsigned mask, int64_t first) {
 #if defined(__AVX512F__)
-  const __mmask16 lanes = static_cast<__mmask16>(mask);
-  _mm512_storeu_ps(z + n, _mm512_maskz_compress_ps(lanes, v));
-  _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(lanes, (__m512i)iota(static_cast<uint32_t>(first))));
+  const __m512i all = (__m512i)iota(static_cast<uint32_t>(first));
+  _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), all));
+  n += __builtin_popcount(mask);
+#elif defined(__AVX2__)
+  const Ints kept = (Ints)places_of(mask) + static_cast<int32_t>(first);
+  std::memcpy(ids + n, &kept, sizeof kept);
   n += __builtin_popcount(mask);
 #else
-  for (; mask != 0; mask &= mask - 1) {
-    const int lane = __builtin_ctz(mask);
-    z[n] = v[lane];
-    ids[n++] = static_cast<int32_t>(first + lane);
-  }
+  for (; mask != 0; mask &= mask - 1) ids[n++] = static_cast<int32_t>(first + __builtin_ctz(mask));
 #endif
+}
+
+// The same, and what stands in these lanes.
+inline void append(float* z, int32_t* ids, int64_t& n, Floats v, unsigned mask, int64_t first) {
+#if defined(__AVX512F__)
+  _mm512_storeu_ps(z + n, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), v));
+#elif defined(__AVX2__)
+  store(z + n, _mm256_permutevar8x32_ps(v, places_of(mask)));
+#else
+  int64_t end = n;
+  for (unsigned left = mask; left != 0; left &= left - 1) z[end++] = v[__builtin_ctz(left)];
+#endif
+  append_ids(ids, n, mask, first);
 }
 
 // Ascends with z; -0 and 0 are one.

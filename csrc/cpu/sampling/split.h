@@ -7,6 +7,7 @@
 
 #include "rlkernel/sampling/arguments.h"
 #include "rlkernel/sampling/stream.h"
+#include "../factor_exp.h"
 #include "../shuffles.h"
 #include "../philox.h"
 
@@ -44,6 +45,16 @@ struct Groups {
 
   const T* operator[](int g) const { return g < whole ? begin + g * kGroup : last; }
 };
+
+// The tokens of a group, in whatever order is cheapest. Not for sums: with a mask that allows all tokens they are fp32, and have the
+// same bits.
+template <class T>
+inline void load_group(const T* group, Floats (&v)[kVectors]) {
+  for (int i = 0; i < kVectors; ++i) v[i] = load(group + i * kWidth);
+}
+inline void load_group(const bf16* group, Floats (&v)[kVectors]) {
+  for (int i = 0; i < kVectors; i += 2) load_pairs(group + i * kWidth, v[i], v[i + 1]);
+}
 
 // Lane i of the result combines the lanes of v[i]: kWidth groups at a time become one number each.
 template <int kStep = 1, class Combine>
@@ -98,13 +109,14 @@ struct Peaks {
 // NaN is passed over: the sum reports it.
 template <class T>
 inline Peaks peaks_of(const Groups<T>& z) {
-  Floats parts[kGroups], least = broadcast(kInf);
+  Floats parts[kGroups], least[kVectors];  // one would wait for itself
+  for (Floats& each : least) each = broadcast(kInf);
   const auto one = [&](int g, const T* group) {
-    Floats top = broadcast(-kInf);
+    Floats v[kVectors], top = broadcast(-kInf);
+    load_group(group, v);
     for (int i = 0; i < kVectors; ++i) {
-      const Floats v = load(group + i * kWidth);
-      top = max(v, top);
-      if (g < z.whole) least = min(v, least);
+      top = max(v[i], top);
+      if (g < z.whole) least[i] = min(v[i], least[i]);
     }
     parts[g] = top;
   };
@@ -112,7 +124,8 @@ inline Peaks peaks_of(const Groups<T>& z) {
   if (z.whole < z.count) one(z.whole, z.last);
   for (int g = z.count; g < kGroups; ++g) parts[g] = broadcast(-kInf);
   const PerGroup groups(parts, [](Floats a, Floats b) { return max(a, b); });
-  return {groups, groups.largest(), !any((Bits)(least == broadcast(-kInf)))};
+  for (int i = 1; i < kVectors; ++i) least[0] = min(least[i], least[0]);
+  return {groups, groups.largest(), !any((Bits)(least[0] == broadcast(-kInf)))};
 }
 
 template <class T>
@@ -137,7 +150,7 @@ inline int finite_count(const Groups<T>& z) {
 
 // Masses of the groups relative to the split's maximum, and the sum of e * d.
 template <class T, bool kEntropy>
-inline PerGroup masses_of(const Groups<T>& z, float top, const ScaledExp& exp, int64_t ahead, double& weighted) {
+inline PerGroup masses_of(const Groups<T>& z, float top, const FactorExp& exp, int64_t ahead, double& weighted) {
   const Floats top_z = broadcast(top);
   Floats parts[kGroups], products[kVectors] = {};
   const auto one = [&](int g, const T* group) {
@@ -273,7 +286,7 @@ struct Draw {
 };
 
 template <class T>
-inline Draw draw_gumbel(const Groups<T>& z, float top, const ScaledExp& exp, float temperature, RowKey key,
+inline Draw draw_gumbel(const Groups<T>& z, float top, const FactorExp& exp, float temperature, RowKey key,
                         int64_t first) {
   Gumbel winner(stream_prefix(key.seed, key.position), temperature);
   const Floats top_z = broadcast(top);
@@ -314,7 +327,7 @@ struct GroupUniforms {
 
 // One exponential for each group: its best noisy logit is log(mass / exponential). Then one integer draw inside.
 template <class T>
-inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const ScaledExp& exp,
+inline Draw draw_grouped(const Groups<T>& z, const PerGroup& group_max, const PerGroup& masses, const FactorExp& exp,
                          RowKey key, uint32_t first_group) {
   // E = -log(1 - u) is from u to u / (1 - u), which tells most groups that they lose without a logarithm
   const GroupUniforms uniform{key};

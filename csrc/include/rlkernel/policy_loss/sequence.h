@@ -22,12 +22,20 @@ inline bool is_plain(const PolicyLoss& p) {
          p.rule.log_clip == __builtin_huge_valf() && p.entropy == nullptr && p.selected == nullptr;
 }
 
+// A copy on a CPU: through a reference its numbers would be read and spread anew after every gradient that is stored. A GPU has them
+// among its constants.
+#if defined(__CUDACC__) || defined(__HIP__)
+using RuleOfSequence = const PolicyLossRule&;
+#else
+using RuleOfSequence = const PolicyLossRule;
+#endif
+
 // `whole` says whether the ratio is that of the sequence: a bool, or a constant where the compiler is to know it.
 template <bool kPlain, class Team, class Whole>
 RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team& team, Whole whole) {
   using F = typename Team::Value;
   using M = MaskOf<F>;
-  const PolicyLossRule& rule = p.rule;
+  RuleOfSequence rule = p.rule;
   const F one = spread<F>(1.0f), zero{};
   const bool corrected = !kPlain && rule.correction != Correction::absent;
   const bool shrink = corrected && rule.shrink, vespo = !kPlain && rule.term == Term::vespo;

@@ -1,0 +1,156 @@
+// The running softmax of a row. With fused multiply-adds its bits are those of every instruction set.
+#pragma once
+
+#include "../shuffles.h"
+#include "../factor_exp.h"
+#include "row.h"
+
+namespace rlkernel::cpu::RLKERNEL_ISA {
+namespace {
+
+constexpr int64_t kBlock = 4096;  // logits whose maximum is taken before their exp: they stay in the L1 cache
+constexpr int64_t kNarrow = 1024;  // exponentials that are summed in fp32: 64 in each lane, or as many pairs
+
+typedef double Doubles __attribute__((vector_size(kWidth * 8)));
+
+// max y, sum e, sum e * (y - max) / T with e = exp((y - max) / T).
+struct Softmax {
+  float max = -kInf;
+  double sum = 0, weighted = 0;
+
+  // Not inlined: forward with and without entropy must round alike, and a compiler may contract each copy differently.
+  __attribute__((noinline)) void raise(float to, double inverse_temperature) {
+    if (max != -kInf) {  // else sum is 0, or NaN
+      const double shift = (static_cast<double>(max) - to) * inverse_temperature;
+      const double factor = std::exp(shift);
+      weighted = factor == 0 ? 0 : (weighted + sum * shift) * factor;
+      sum *= factor;
+    }
+    max = to;
+  }
+};
+
+// A sum of sixteen lanes in fp32 for a while, then in fp64.
+struct LaneSum {
+  Floats narrow[kParts] = {};
+  Doubles wide[kParts] = {};
+
+  void flush() {
+    for (int k = 0; k < kParts; ++k) {
+      wide[k] += __builtin_convertvector(narrow[k], Doubles);
+      narrow[k] = Floats{};
+    }
+  }
+  // Lanes i and i + 8, then i and i + 4, and so on.
+  double total() const {
+    double lane[kLanes];
+    std::memcpy(lane, wide, sizeof lane);
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+  }
+};
+
+// max(y, peak) is peak where y is NaN: the sum reports those.
+template <class T>
+Floats peaks_of(const T* x, int64_t whole) {
+  using S = Step<T>;
+  constexpr int kPeaks = 8, kSteps = kPeaks / S::kVectors > 1 ? kPeaks / S::kVectors : 1;
+  Floats peaks[kPeaks];
+  for (Floats& peak : peaks) peak = broadcast(-kInf);
+  int64_t i = 0;
+  const auto look = [&](int place) {
+    const S step(x + i);
+    for (int k = 0; k < S::kVectors; ++k) {
+      Floats& peak = peaks[(place * S::kVectors + k) % kPeaks];
+      peak = max(step.v[k], peak);
+    }
+    i += S::kElements;
+  };
+  while (i + kSteps * S::kElements <= whole)
+    for (int place = 0; place < kSteps; ++place) look(place);
+  while (i < whole) look(0);
+  for (int half = kPeaks / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) peaks[k] = max(peaks[k], peaks[k + half]);
+  return peaks[0];
+}
+
+template <class T>
+bool has_nan(const T* x, int64_t whole) {
+  Bits nan{};
+  for (int64_t i = 0; i < whole; i += Step<T>::kElements) {
+    const Step<T> step(x + i);
+    for (const Floats v : step.v) nan |= (Bits)(v != v);
+  }
+  return any(nan);
+}
+
+// Up to kBlock logits join the softmax; `next` is what will be read after them.
+template <class T, bool kEntropy>
+void accumulate(const T* x, int64_t count, const T* next, double inverse_temperature, const FactorExp& exp_of_row,
+                Softmax& state) {
+  using S = Step<T>;
+  const FactorExp exp = exp_of_row;  // the compiler cannot know that nothing here writes to it
+  const int64_t whole = count / S::kElements * S::kElements, rest = count - whole;
+  const Padded<T> tail(x + whole, rest);
+  Floats peaks = peaks_of(x, whole);
+  if (rest != 0) peaks = max(peaks, peaks_of(tail.logits, S::kElements));
+  const float peak = largest_lane(peaks);
+  if (peak == -kInf) {  // contributes 0, unless it hides a NaN
+    if (has_nan(x, whole) || has_nan(tail.logits, S::kElements)) state.sum = kNan;
+    return;
+  }
+  if (peak > state.max) state.raise(peak, inverse_temperature);
+
+  const Floats max_y = broadcast(state.max);
+  LaneSum sum, weighted;
+  const auto add = [&](const T* logits) {
+    const S step(logits);
+    for (int k = 0; k < S::kVectors; ++k) {
+      const Floats d = exp.cut(step.v[k] - max_y);
+      const Floats e = exp(d);
+      sum.narrow[k % kParts] += e;
+      if constexpr (kEntropy) weighted.narrow[k % kParts] = fma(e, d, weighted.narrow[k % kParts]);
+    }
+  };
+  const auto flush = [&] {
+    sum.flush();
+    if constexpr (kEntropy) weighted.flush();
+  };
+  for (int64_t i = 0; i < whole;) {
+    const int64_t stop = whole - i < kNarrow ? whole : i + kNarrow;
+    for (; i < stop; i += S::kElements) {
+      prefetch(next + i);  // the next block streams in while this one is computed
+      add(x + i);
+    }
+    flush();
+  }
+  if (rest != 0) {
+    add(tail.logits);
+    flush();
+  }
+  state.sum += sum.total();
+  if constexpr (kEntropy) state.weighted += weighted.total() * inverse_temperature;
+}
+
+template <class T, bool kMapped, bool kEntropy>
+void accumulate(const Row<T, kMapped>& row, int64_t vocab, double inverse_temperature, const FactorExp& exp, Softmax& state) {
+  alignas(64) float mapped[kMapped ? kBlock : 1];
+  for (int64_t start = 0; start < vocab; start += kBlock) {
+    const int64_t count = vocab - start < kBlock ? vocab - start : kBlock;
+    if constexpr (kMapped) {
+      int64_t i = 0;
+      for (; i + kWidth <= count; i += kWidth) {
+        prefetch(row.x + start + kBlock + i);
+        store(mapped + i, row.at(start + i).y);
+      }
+      if (i < count) store_part(mapped + i, row.part(start + i, static_cast<int>(count - i)).y, static_cast<int>(count - i));
+      accumulate<float, kEntropy>(mapped, count, mapped, inverse_temperature, exp, state);
+    } else {
+      accumulate<T, kEntropy>(row.x + start, count, row.x + start + kBlock, inverse_temperature, exp, state);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace rlkernel::cpu::RLKERNEL_ISA
