@@ -9,6 +9,7 @@ from backends import is_slow, of, skip_unless_able
 from bitwise import assert_batch_invariant, assert_equal, probe
 from logprob_cases import DTYPES, run, upstream_like
 
+import rlkernel
 from rlkernel import native
 from rlkernel.calls.logprob import LogprobCall, RowGrads
 from rlkernel.native import logprob as kernel
@@ -103,6 +104,19 @@ def test_avx2_has_the_bits_of_avx512(tmp_path):
     if "avx2" not in native.extension().built()["cpu"]:
         pytest.skip("this processor's kernels are baseline only")
     instruction_sets.assert_not_seen(sys.modules[__name__], "avx2", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_rows_have_the_bits_of_the_same_in_fp32(dtype):
+    """A rollout in bf16 and a trainer in fp32: each logit joins the same lane, in the same order, with any tail."""
+    for vocab in (1, 15, 16, 31, 33, 4096 + 17, 9001):
+        inputs = make_inputs(3, vocab, dtype=dtype)
+        wide = inputs | {"logits": inputs["logits"].float()}
+        with rlkernel.use_backend("native"):
+            got = rlkernel.logprob(**inputs, temperature=0.7, return_entropy=True)
+            want = rlkernel.logprob(**wide, temperature=0.7, return_entropy=True)
+        for name, value in got._asdict().items():
+            assert_equal(f"{name} of {vocab}", value, getattr(want, name))
 
 
 @pytest.mark.parametrize("entropy_gradient", [0.0, 0.3])

@@ -1,4 +1,4 @@
-// A row of a tile: vector by vector with what maps its logits, or as they are, in steps of the same lanes on every instruction set.
+// A row of a tile: vector by vector with what maps its logits, or as they are, in the same lanes on every instruction set.
 #pragma once
 
 #include <limits>
@@ -44,10 +44,40 @@ struct Row {
   float y(int64_t i) const { return part(i, 1).y[0]; }
 };
 
-// Sixteen lanes, in one vector or in several. A step is sixteen logits, of bf16 twice as many: the even ones and the odd ones of a
-// vector are then numbers of 32 bits after one operation each, where a widening load takes two and crosses the lanes.
+// Sixteen logits that join the sixteen lanes of a sum, in one vector or in several: logit i of a block belongs to lane i % 16, of
+// whatever dtype it is, so that equal logits have equal sums. place(i) is the lane of the i-th number of the vectors.
 constexpr int kLanes = 16, kParts = kLanes / kWidth;
 
+template <class T>
+struct Lanes {
+  static constexpr int place(int i) { return i; }
+
+  Floats v[kParts];
+
+  explicit Lanes(const T* p) {
+    for (int k = 0; k < kParts; ++k) v[k] = load(p + k * kWidth);
+  }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// With zeros below them they are fp32 after one operation for a vector, which stays in halves of 128 bits; a load that widens takes
+// two and crosses them.
+template <>
+struct Lanes<bf16> {
+  static constexpr int place(int i) { return (i & 3) | (i & 4) << 1 | (i & 8) >> 1; }
+
+  Floats v[kParts];
+
+  explicit Lanes(const bf16* p) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), zero = _mm256_setzero_si256();
+    v[0] = (Floats)_mm256_unpacklo_epi16(zero, all);
+    v[1] = (Floats)_mm256_unpackhi_epi16(zero, all);
+  }
+};
+#endif
+
+// What is computed for each logit alone, and in no sum: of bf16 twice as many, the even ones and the odd ones of a vector, which are
+// numbers of 32 bits after one operation each.
 template <class T>
 struct Step {
   static constexpr int kElements = kLanes, kVectors = kParts;
@@ -115,10 +145,10 @@ inline float minus_infinity(float) { return -kInf; }
 inline fp16 minus_infinity(fp16) { return {0xfc00}; }
 inline bf16 minus_infinity(bf16) { return {0xff80}; }
 
-// Less than a step of logits, which -inf makes a whole one.
+// Fewer than sixteen logits, which -inf makes as many.
 template <class T>
 struct Padded {
-  T logits[Step<T>::kElements];
+  T logits[kLanes];
 
   Padded(const T* p, int64_t count) {
     for (T& logit : logits) logit = minus_infinity(T{});

@@ -9,7 +9,7 @@ namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
 constexpr int64_t kBlock = 4096;  // logits whose maximum is taken before their exp: they stay in the L1 cache
-constexpr int64_t kNarrow = 1024;  // exponentials that are summed in fp32: 64 in each lane, or as many pairs
+constexpr int64_t kNarrow = 1024;  // exponentials that are summed in fp32: 64 in each lane
 
 typedef double Doubles __attribute__((vector_size(kWidth * 8)));
 
@@ -42,9 +42,11 @@ struct LaneSum {
     }
   }
   // Lanes i and i + 8, then i and i + 4, and so on.
+  template <class T>
   double total() const {
-    double lane[kLanes];
-    std::memcpy(lane, wide, sizeof lane);
+    double as_added[kLanes], lane[kLanes];
+    std::memcpy(as_added, wide, sizeof as_added);
+    for (int i = 0; i < kLanes; ++i) lane[Lanes<T>::place(i)] = as_added[i];
     for (int half = kLanes / 2; half > 0; half /= 2)
       for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];
@@ -54,20 +56,16 @@ struct LaneSum {
 // max(y, peak) is peak where y is NaN: the sum reports those.
 template <class T>
 Floats peaks_of(const T* x, int64_t whole) {
-  using S = Step<T>;
-  constexpr int kPeaks = 8, kSteps = kPeaks / S::kVectors > 1 ? kPeaks / S::kVectors : 1;
+  constexpr int kPeaks = 8, kSteps = kPeaks / kParts;
   Floats peaks[kPeaks];
   for (Floats& peak : peaks) peak = broadcast(-kInf);
   int64_t i = 0;
   const auto look = [&](int place) {
-    const S step(x + i);
-    for (int k = 0; k < S::kVectors; ++k) {
-      Floats& peak = peaks[(place * S::kVectors + k) % kPeaks];
-      peak = max(step.v[k], peak);
-    }
-    i += S::kElements;
+    const Lanes<T> logits(x + i);
+    for (int k = 0; k < kParts; ++k) peaks[place * kParts + k] = max(logits.v[k], peaks[place * kParts + k]);
+    i += kLanes;
   };
-  while (i + kSteps * S::kElements <= whole)
+  while (i + kSteps * kLanes <= whole)
     for (int place = 0; place < kSteps; ++place) look(place);
   while (i < whole) look(0);
   for (int half = kPeaks / 2; half > 0; half /= 2)
@@ -78,10 +76,8 @@ Floats peaks_of(const T* x, int64_t whole) {
 template <class T>
 bool has_nan(const T* x, int64_t whole) {
   Bits nan{};
-  for (int64_t i = 0; i < whole; i += Step<T>::kElements) {
-    const Step<T> step(x + i);
-    for (const Floats v : step.v) nan |= (Bits)(v != v);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (const Floats v : Lanes<T>(x + i).v) nan |= (Bits)(v != v);
   return any(nan);
 }
 
@@ -89,15 +85,14 @@ bool has_nan(const T* x, int64_t whole) {
 template <class T, bool kEntropy>
 void accumulate(const T* x, int64_t count, const T* next, double inverse_temperature, const FactorExp& exp_of_row,
                 Softmax& state) {
-  using S = Step<T>;
   const FactorExp exp = exp_of_row;  // the compiler cannot know that nothing here writes to it
-  const int64_t whole = count / S::kElements * S::kElements, rest = count - whole;
+  const int64_t whole = count / kLanes * kLanes, rest = count - whole;
   const Padded<T> tail(x + whole, rest);
   Floats peaks = peaks_of(x, whole);
-  if (rest != 0) peaks = max(peaks, peaks_of(tail.logits, S::kElements));
+  if (rest != 0) peaks = max(peaks, peaks_of(tail.logits, kLanes));
   const float peak = largest_lane(peaks);
   if (peak == -kInf) {  // contributes 0, unless it hides a NaN
-    if (has_nan(x, whole) || has_nan(tail.logits, S::kElements)) state.sum = kNan;
+    if (has_nan(x, whole) || has_nan(tail.logits, kLanes)) state.sum = kNan;
     return;
   }
   if (peak > state.max) state.raise(peak, inverse_temperature);
@@ -105,12 +100,12 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
   const Floats max_y = broadcast(state.max);
   LaneSum sum, weighted;
   const auto add = [&](const T* logits) {
-    const S step(logits);
-    for (int k = 0; k < S::kVectors; ++k) {
-      const Floats d = exp.cut(step.v[k] - max_y);
+    const Lanes<T> lanes(logits);
+    for (int k = 0; k < kParts; ++k) {
+      const Floats d = exp.cut(lanes.v[k] - max_y);
       const Floats e = exp(d);
-      sum.narrow[k % kParts] += e;
-      if constexpr (kEntropy) weighted.narrow[k % kParts] = fma(e, d, weighted.narrow[k % kParts]);
+      sum.narrow[k] += e;
+      if constexpr (kEntropy) weighted.narrow[k] = fma(e, d, weighted.narrow[k]);
     }
   };
   const auto flush = [&] {
@@ -119,7 +114,7 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
   };
   for (int64_t i = 0; i < whole;) {
     const int64_t stop = whole - i < kNarrow ? whole : i + kNarrow;
-    for (; i < stop; i += S::kElements) {
+    for (; i < stop; i += kLanes) {
       prefetch(next + i);  // the next block streams in while this one is computed
       add(x + i);
     }
@@ -129,8 +124,8 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
     add(tail.logits);
     flush();
   }
-  state.sum += sum.total();
-  if constexpr (kEntropy) state.weighted += weighted.total() * inverse_temperature;
+  state.sum += sum.total<T>();
+  if constexpr (kEntropy) state.weighted += weighted.total<T>() * inverse_temperature;
 }
 
 template <class T, bool kMapped, bool kEntropy>

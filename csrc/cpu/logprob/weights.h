@@ -35,22 +35,23 @@ class ConstantWeight {
   Floats max_;
 };
 
-// The exponential takes a power of two out of both numbers: linear / T overflows before linear * d / T does.
+// The exponential takes a power of two out of both numbers; d / T is a product of its own, because linear / T overflows before
+// linear * d / T does.
 class LinearWeight {
  public:
   explicit LinearWeight(const Weights& w) : LinearWeight(w, unit_of(w)) {}
   Floats operator()(Floats y) const {
     const Floats d = exp_.cut(y - max_);
-    return exp_(d) * fma(d, linear_, constant_);
+    return exp_(d) * fma(d * inverse_, linear_, constant_);
   }
 
  private:
   LinearWeight(const Weights& w, double unit)
-      : exp_(w.temperature, unit), max_(broadcast(w.row_max)), constant_(broadcast(number(w.constant / unit))),
-        linear_(broadcast(number(w.linear / w.temperature / unit))) {}
+      : exp_(w.temperature, unit), max_(broadcast(w.row_max)), inverse_(broadcast(static_cast<float>(1 / w.temperature))),
+        linear_(broadcast(number(w.linear / unit))), constant_(broadcast(number(w.constant / unit))) {}
 
   static double unit_of(const Weights& w) {
-    const double most = std::fmax(std::fabs(w.constant), std::fabs(w.linear / w.temperature));
+    const double most = std::fmax(std::fabs(w.constant), std::fabs(w.linear));
     if (!(most > FactorExp::kLeast)) return FactorExp::kLeast;
     return most < FactorExp::kMost ? std::exp2(std::floor(std::log2(most))) : FactorExp::kMost;
   }
@@ -58,7 +59,7 @@ class LinearWeight {
   static float number(double x) { return x != x ? kNan : static_cast<float>(x); }
 
   FactorExp exp_;
-  Floats max_, constant_, linear_;
+  Floats max_, inverse_, linear_, constant_;
 };
 
 template <class In, class Out, bool kMapped, class Weight>
