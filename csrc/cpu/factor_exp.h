@@ -39,6 +39,7 @@ class FactorExp {
 
   // Where exp is 0 the difference is cut to a finite one, so that 0 * d is 0 and not NaN. NaN stays.
   Floats cut(Floats d) const { return max(lowest_, d); }
+  bool is_uncut(float d) const { return d >= lowest_[0]; }  // then so is any larger one
 
   Floats operator()(Floats cut_d) const {
     // Adding 1.5 * 2^20 rounds to eighths, which are the low bits; the bias beside it makes those above them the exponent.
@@ -77,6 +78,7 @@ class FactorExp {
   explicit FactorExp(double temperature, double factor = 1)
       : exp_(temperature), factor_(broadcast(static_cast<float>(factor))) {}
   Floats cut(Floats d) const { return exp_.cut(d); }
+  bool is_uncut(float d) const { return d >= exp_.lowest[0]; }
   Floats operator()(Floats cut_d) const { return exp_(cut_d) * factor_; }
 
  private:

@@ -1,8 +1,11 @@
 // The running softmax of a row. With fused multiply-adds its bits are those of every instruction set.
 #pragma once
 
-#include "../shuffles.h"
+#include <type_traits>
+
 #include "../factor_exp.h"
+#include "../half_range.h"
+#include "../shuffles.h"
 #include "row.h"
 
 namespace rlkernel::cpu::RLKERNEL_ISA {
@@ -73,6 +76,27 @@ Floats peaks_of(const T* x, int64_t whole) {
   return peaks[0];
 }
 
+// Where whole logits lie.
+template <class T>
+Range range_of(const T* x, int64_t whole) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) == 2) {
+    HalfRange chains[2];  // one would wait for itself
+    constexpr int64_t kEach = HalfRange::kElements;
+    int64_t i = 0;
+    for (; i + 2 * kEach <= whole; i += 2 * kEach)
+      for (int k = 0; k < 2; ++k) chains[k].look(HalfRange::read(x + i + k * kEach));
+    chains[0].look(chains[1]);
+    Range range;
+    if (chains[0].find<T>(range)) {
+      if (i < whole) range = {-kInf, std::fmax(range.most, largest_lane(peaks_of(x + i, whole - i)))};
+      return range;
+    }
+  }
+#endif
+  return {-kInf, largest_lane(peaks_of(x, whole))};
+}
+
 template <class T>
 bool has_nan(const T* x, int64_t whole) {
   Bits nan{};
@@ -88,9 +112,8 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
   const FactorExp exp = exp_of_row;  // the compiler cannot know that nothing here writes to it
   const int64_t whole = count / kLanes * kLanes, rest = count - whole;
   const Padded<T> tail(x + whole, rest);
-  Floats peaks = peaks_of(x, whole);
-  if (rest != 0) peaks = max(peaks, peaks_of(tail.logits, kLanes));
-  const float peak = largest_lane(peaks);
+  const Range range = range_of(x, whole);
+  const float peak = rest != 0 ? std::fmax(range.most, largest_lane(peaks_of(tail.logits, kLanes))) : range.most;
   if (peak == -kInf) {  // contributes 0, unless it hides a NaN
     if (has_nan(x, whole) || has_nan(tail.logits, kLanes)) state.sum = kNan;
     return;
@@ -99,10 +122,11 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
 
   const Floats max_y = broadcast(state.max);
   LaneSum sum, weighted;
-  const auto add = [&](const T* logits) {
+  const auto add = [&](const T* logits, auto cuts) {
     const Lanes<T> lanes(logits);
     for (int k = 0; k < kParts; ++k) {
-      const Floats d = exp.cut(lanes.v[k] - max_y);
+      Floats d = lanes.v[k] - max_y;
+      if constexpr (cuts) d = exp.cut(d);
       const Floats e = exp(d);
       sum.narrow[k] += e;
       if constexpr (kEntropy) weighted.narrow[k] = fma(e, d, weighted.narrow[k]);
@@ -112,16 +136,20 @@ void accumulate(const T* x, int64_t count, const T* next, double inverse_tempera
     sum.flush();
     if constexpr (kEntropy) weighted.flush();
   };
-  for (int64_t i = 0; i < whole;) {
-    const int64_t stop = whole - i < kNarrow ? whole : i + kNarrow;
-    for (; i < stop; i += kLanes) {
-      prefetch(next + i);  // the next block streams in while this one is computed
-      add(x + i);
+  const auto add_whole = [&](auto cuts) {
+    for (int64_t i = 0; i < whole;) {
+      const int64_t stop = whole - i < kNarrow ? whole : i + kNarrow;
+      for (; i < stop; i += kLanes) {
+        prefetch(next + i);  // the next block streams in while this one is computed
+        add(x + i, cuts);
+      }
+      flush();
     }
-    flush();
-  }
+  };
+  if (exp.is_uncut(range.least - state.max)) add_whole(std::false_type{});
+  else add_whole(std::true_type{});
   if (rest != 0) {
-    add(tail.logits);
+    add(tail.logits, std::true_type{});
     flush();
   }
   state.sum += sum.total<T>();
