@@ -83,13 +83,13 @@ void draw(const SamplingInputs& in, const Job& job, const Groups<Z>& z, const Pe
 
 // What z alone says.
 template <class Z>
-void look_at_z(const SamplingInputs& in, const Job& job, const Groups<Z>& z) {
+Peaks look_at_z(const SamplingInputs& in, const Job& job, const Groups<Z>& z) {
   double* record = job.record;
   const FactorExp exp(job.temperature);
   const Peaks peaks = peaks_of(z);
   const int tail = z.count - z.whole;
   record[kMaxZ] = peaks.largest;
-  record[kFinite] = peaks.whole_groups_finite && tail == 0 ? job.count : finite_count(z);
+  record[kFinite] = peaks.least > -kInf && tail == 0 ? job.count : finite_count(z);
   if (job.group_max != nullptr)
     for (int g = 0; g < z.count; ++g) job.group_max[g] = peaks.groups.values()[g];
   const int group = peaks.groups.find(peaks.largest);
@@ -99,25 +99,26 @@ void look_at_z(const SamplingInputs& in, const Job& job, const Groups<Z>& z) {
 
   if (peaks.largest == -kInf) {
     record[kSumZ] = has_nan(z) ? kNan : 0;
-    return draw(in, job, z, peaks, peaks.groups, exp);
+    draw(in, job, z, peaks, peaks.groups, exp);
+    return peaks;
   }
   double weighted = 0;
-  const PerGroup masses = in.entropy ? masses_of<Z, true>(z, peaks.largest, exp, kSamplingSplit, weighted)
-                                     : masses_of<Z, false>(z, peaks.largest, exp, kSamplingSplit, weighted);
+  const PerGroup masses = in.entropy ? masses_of<Z, true>(z, peaks, exp, kSamplingSplit, weighted)
+                                     : masses_of<Z, false>(z, peaks, exp, kSamplingSplit, weighted);
   record[kSumZ] = sum_of(masses);
   record[kWeighted] = weighted / job.temperature;
   draw(in, job, z, peaks, masses, exp);
+  return peaks;
 }
 
 // The softmax of the logits as given, where it is another one.
 template <class T>
-void look_at_x(const Job& job, const Groups<T>& x, bool known_max) {
-  const float top = known_max ? static_cast<float>(job.record[kMaxZ]) : peaks_of(x).largest;
-  job.record[kMaxX] = top;
+void look_at_x(const Job& job, const Groups<T>& x, const Peaks& peaks) {
+  job.record[kMaxX] = peaks.largest;
   job.record[kSumX] = 0;
-  if (top == -kInf) return;
+  if (peaks.largest == -kInf) return;
   double unused = 0;
-  job.record[kSumX] = sum_of(masses_of<T, false>(x, top, FactorExp(1), kSamplingSplit, unused));
+  job.record[kSumX] = sum_of(masses_of<T, false>(x, peaks, FactorExp(1), kSamplingSplit, unused));
 }
 
 template <class T>
@@ -143,12 +144,12 @@ void split(const SamplingInputs& in, int64_t row, int64_t index) {
     const bool good = make_z(in, row, begin, job.start, job.count, z);
     look_at_z(in, job, Groups<float>(z, job.count));
     if (!good) job.record[kSumZ] = kNan;
+    if (in.raw) look_at_x(job, x, peaks_of(x));
   } else {
-    look_at_z(in, job, x);
+    const Peaks peaks = look_at_z(in, job, x);
+    if (in.raw && job.temperature != 1) look_at_x(job, x, peaks);
   }
-  if (in.raw && (mapped || job.temperature != 1)) {
-    look_at_x(job, x, !mapped);
-  } else {
+  if (!in.raw || (!mapped && job.temperature == 1)) {
     job.record[kMaxX] = job.record[kMaxZ];
     job.record[kSumX] = job.record[kSumZ];
   }

@@ -60,14 +60,14 @@ class MassSum {
     const Floats high = e + broadcast(kHigh), low = (e - (high - broadcast(kHigh))) + broadcast(kLow);
     high_ += (Ints)high;
     low_ += (Ints)low;
-    lanes_ += 1;
+    whole_ += 1;
   }
   // Of the lanes of a mask; `rest` takes all of them.
   void add(Floats e, Mask lanes, MassSum& rest) {
     const Floats high = e + broadcast(kHigh), low = (e - (high - broadcast(kHigh))) + broadcast(kLow);
     rest.high_ += (Ints)high;
     rest.low_ += (Ints)low;
-    rest.lanes_ += 1;
+    rest.whole_ += 1;
     high_ += (Ints)where(lanes, high);
     low_ += (Ints)where(lanes, low);
 #if defined(__AVX512F__)
@@ -81,12 +81,14 @@ class MassSum {
     add(e, lanes, unused);
   }
   void flush() {
+    lanes_ += whole_;
     const Ints high = high_ - lanes_ * __builtin_bit_cast(int32_t, kHigh), low = low_ - lanes_ * __builtin_bit_cast(int32_t, kLow);
     for (int i = 0; i < kWidth; ++i) {
       count_ += lanes_[i];
       sum_ += static_cast<int64_t>(static_cast<uint32_t>(high[i])) * (1 << 20) + low[i];
     }
     high_ = low_ = lanes_ = Ints{};
+    whole_ = 0;
   }
   int64_t count() const { return count_; }  // lanes that were added, both as of the last flush()
   int64_t value() const { return sum_; }
@@ -95,6 +97,7 @@ class MassSum {
   static constexpr float kHigh = 0x1.8p3f, kLow = 0x1.8p-17f;
 
   Ints high_ = {}, low_ = {}, lanes_ = {};
+  int32_t whole_ = 0;  // vectors that were added with all their lanes
   int64_t count_ = 0, sum_ = 0;
 };
 

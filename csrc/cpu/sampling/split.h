@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include <type_traits>
+
 #include "rlkernel/sampling/arguments.h"
 #include "rlkernel/sampling/stream.h"
 #include "../factor_exp.h"
@@ -46,15 +48,46 @@ struct Groups {
   const T* operator[](int g) const { return g < whole ? begin + g * kGroup : last; }
 };
 
-// The tokens of a group, in whatever order is cheapest. Not for sums: with a mask that allows all tokens they are fp32, and have the
-// same bits.
+// The tokens of a group, in the order that is cheapest; put_in_order() then makes of what was computed of the lanes of two vectors, an
+// even one and the next, what it would be in the order of the tokens. A sum needs that: the same tokens as fp32 have its bits.
 template <class T>
 inline void load_group(const T* group, Floats (&v)[kVectors]) {
   for (int i = 0; i < kVectors; ++i) v[i] = load(group + i * kWidth);
 }
+template <class T>
+inline void put_in_order(Floats&, Floats&) {}
+#if defined(__AVX512F__)
 inline void load_group(const bf16* group, Floats (&v)[kVectors]) {
-  for (int i = 0; i < kVectors; i += 2) load_pairs(group + i * kWidth, v[i], v[i + 1]);
+  const __m512i zero = _mm512_setzero_si512();
+  for (int i = 0; i < kVectors; i += 2) {
+    const __m512i both = _mm512_loadu_si512(group + i * kWidth);
+    v[i] = (Floats)_mm512_maskz_unpacklo_epi16(0xffffffff, zero, both);  // four tokens of each eight
+    v[i + 1] = (Floats)_mm512_maskz_unpackhi_epi16(0xffffffff, zero, both);
+  }
 }
+template <>
+inline void put_in_order<bf16>(Floats& a, Floats& b) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const Floats first = _mm512_maskz_permutex2var_ps(kAll, a, low, b);
+  b = _mm512_maskz_permutex2var_ps(kAll, a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  a = first;
+}
+#elif defined(__AVX2__)
+inline void load_group(const bf16* group, Floats (&v)[kVectors]) {
+  const __m256i zero = _mm256_setzero_si256();
+  for (int i = 0; i < kVectors; i += 2) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + i * kWidth));
+    v[i] = (Floats)_mm256_unpacklo_epi16(zero, both);  // tokens 0 to 3 and 8 to 11
+    v[i + 1] = (Floats)_mm256_unpackhi_epi16(zero, both);
+  }
+}
+template <>
+inline void put_in_order<bf16>(Floats& a, Floats& b) {
+  const Floats first = _mm256_permute2f128_ps(a, b, 0x20);
+  b = _mm256_permute2f128_ps(a, b, 0x31);
+  a = first;
+}
+#endif
 
 // Lane i of the result combines the lanes of v[i]: kWidth groups at a time become one number each.
 template <int kStep = 1, class Combine>
@@ -103,7 +136,7 @@ inline int find_in_group(const T* group, float value) {
 struct Peaks {
   PerGroup groups;
   float largest;
-  bool whole_groups_finite;
+  float least;  // of the whole groups
 };
 
 // NaN is passed over: the sum reports it.
@@ -125,7 +158,7 @@ inline Peaks peaks_of(const Groups<T>& z) {
   for (int g = z.count; g < kGroups; ++g) parts[g] = broadcast(-kInf);
   const PerGroup groups(parts, [](Floats a, Floats b) { return max(a, b); });
   for (int i = 1; i < kVectors; ++i) least[0] = min(least[i], least[0]);
-  return {groups, groups.largest(), !any((Bits)(least[0] == broadcast(-kInf)))};
+  return {groups, groups.largest(), folded(least[0], [](Floats a, Floats b) { return min(a, b); })};
 }
 
 template <class T>
@@ -150,32 +183,40 @@ inline int finite_count(const Groups<T>& z) {
 
 // Masses of the groups relative to the split's maximum, and the sum of e * d.
 template <class T, bool kEntropy>
-inline PerGroup masses_of(const Groups<T>& z, float top, const FactorExp& exp, int64_t ahead, double& weighted) {
-  const Floats top_z = broadcast(top);
+inline PerGroup masses_of(const Groups<T>& z, const Peaks& peaks, const FactorExp& exp, int64_t ahead, double& weighted) {
+  const Floats top_z = broadcast(peaks.largest);
   Floats parts[kGroups], products[kVectors] = {};
-  const auto one = [&](int g, const T* group) {
+  const auto one = [&](int g, const T* group, auto cuts) {
     Floats e[kVectors];
+    load_group(group, e);
     for (int i = 0; i < kVectors; ++i) {
-      const Floats d = exp.cut(load(group + i * kWidth) - top_z);
+      Floats d = e[i] - top_z;
+      if constexpr (cuts) d = exp.cut(d);
       e[i] = exp(d);
       if constexpr (kEntropy) products[i] = fma(e[i], d, products[i]);
     }
-    for (int half = kVectors / 2; half > 0; half /= 2)
+    for (int half = kVectors / 2; half > 1; half /= 2)
       for (int i = 0; i < half; ++i) e[i] += e[i + half];
-    parts[g] = e[0];
+    put_in_order<T>(e[0], e[1]);
+    parts[g] = e[0] + e[1];
   };
-  for (int g = 0; g < z.whole; ++g) {
-    // the next split streams in while this one is computed
-    for (unsigned line = 0; line < kGroup * sizeof(T); line += 64)
-      prefetch(reinterpret_cast<const char*>(z.begin + g * kGroup + ahead) + line);
-    one(g, z.begin + g * kGroup);
-  }
-  if (z.whole < z.count) one(z.whole, z.last);
+  const auto whole_groups = [&](auto cuts) {
+    for (int g = 0; g < z.whole; ++g) {
+      // the next split streams in while this one is computed
+      for (unsigned line = 0; line < kGroup * sizeof(T); line += 64)
+        prefetch(reinterpret_cast<const char*>(z.begin + g * kGroup + ahead) + line);
+      one(g, z.begin + g * kGroup, cuts);
+    }
+  };
+  if (exp.is_uncut(peaks.least - peaks.largest)) whole_groups(std::false_type{});
+  else whole_groups(std::true_type{});
+  if (z.whole < z.count) one(z.whole, z.last, std::true_type{});
   for (int g = z.count; g < kGroups; ++g) parts[g] = Floats{};
   if constexpr (kEntropy) {
-    for (int half = kVectors / 2; half > 0; half /= 2)
+    for (int half = kVectors / 2; half > 1; half /= 2)
       for (int i = 0; i < half; ++i) products[i] += products[i + half];
-    weighted = total(products[0]);
+    put_in_order<T>(products[0], products[1]);
+    weighted = total(products[0] + products[1]);
   }
   return PerGroup(parts, [](Floats a, Floats b) { return a + b; });
 }
