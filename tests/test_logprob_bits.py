@@ -1,5 +1,6 @@
 """logprob: what its bits do not depend on: other rows, runs, options, threads."""
 
+import os
 import sys
 
 import instruction_sets
@@ -101,22 +102,31 @@ def results() -> list[torch.Tensor]:
 
 
 def test_avx2_has_the_bits_of_avx512(tmp_path):
-    if "avx2" not in native.extension().built()["cpu"]:
+    if "avx2" not in native.extension().built()["cpu"] or os.environ.get("RLKERNEL_CPU_ISA") == "baseline":
         pytest.skip("this processor's kernels are baseline only")
     instruction_sets.assert_not_seen(sys.modules[__name__], "avx2", tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_rows_have_the_bits_of_the_same_in_fp32(dtype):
-    """A rollout in bf16 and a trainer in fp32: each logit joins the same lane, in the same order, with any tail."""
+    """A rollout in bf16 and a trainer in fp32: each logit joins the same lane, in the same order, with any tail. Where
+    numbers of 16 bits lie is seen by their bits, so there are rows without a number above 0, and NaN of either sign."""
     for vocab in (1, 15, 16, 31, 33, 4096 + 17, 9001):
-        inputs = make_inputs(3, vocab, dtype=dtype)
-        wide = inputs | {"logits": inputs["logits"].float()}
+        inputs = make_inputs(9, vocab, dtype=dtype, ignored=0.0)
+        logits, last = inputs["logits"], vocab - 1
+        logits[1] = -logits[1].abs() - 3
+        logits[2], logits[3], logits[4, 1::2] = -torch.inf, -0.0, -torch.inf
+        logits[5, last], logits[6, last] = torch.inf, torch.nan
+        logits.view(torch.int16)[7, last] = -1  # a NaN with a sign
+        logits[8] -= 1000  # a block whose exponentials are all of the normal range, and one of 0
+        logits[8, 0] = 0.0
+        wide = inputs | {"logits": logits.float()}
         with rlkernel.use_backend("native"):
             got = rlkernel.logprob(**inputs, temperature=0.7, return_entropy=True)
             want = rlkernel.logprob(**wide, temperature=0.7, return_entropy=True)
         for name, value in got._asdict().items():
             assert_equal(f"{name} of {vocab}", value, getattr(want, name))
+        assert got.lse.isfinite().logical_not().nonzero().flatten().tolist() == [2, 5, 6, 7], vocab
 
 
 @pytest.mark.parametrize("entropy_gradient", [0.0, 0.3])
