@@ -1,5 +1,5 @@
-// Between which numbers those of 16 bits lie, by their bits: the largest that are not negative are the largest integers with a sign,
-// the least that are negative the largest without one. Sixteen numbers for two operations, where fp32 takes six.
+// Between which numbers those of 16 bits lie, by their bits: the largest of those that are not negative is the largest integer with
+// a sign, the least of those that are negative the largest without one. A third of the operations that it takes in fp32.
 #pragma once
 
 #include <limits>
