@@ -109,7 +109,7 @@ def test_avx2_has_the_bits_of_avx512(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_rows_have_the_bits_of_the_same_in_fp32(dtype):
-    """A rollout in bf16 and a trainer in fp32: each logit joins the same lane in the same order, with any tail.
+    """A rollout in bf16, a trainer in fp32: each logit joins the same lane in the same order, with any tail.
 
     Where numbers of 16 bits lie is seen by their bits: so there are rows without a number above 0, and NaN of
     either sign."""
