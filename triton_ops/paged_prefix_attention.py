@@ -85,7 +85,8 @@ def forward(call: PagedCall) -> PagedResults:
     with torch.cuda.device_of(query):
         for launch, widths in zip(plan.launches.tolist(), plan.widths.tolist(), strict=True):
             first_item, end_item, first_row, end_row = launch
-            wide, tiles, programs = spread(end_item - first_item, *widths, blocks.q // group)
+            wide_items, most_rows = widths
+            wide, tiles, programs = spread(end_item - first_item, wide_items, most_rows, blocks.q // group)
             paged_attention_kernel[(programs * kv_heads,)](
                 query, *query.stride()[:2], key_cache, *key_cache.stride(),
                 value_cache, *value_cache.stride(), tops, totals, parts, plan.items,
