@@ -2,26 +2,15 @@
 
 import torch
 
+from rlkernel import testing
 
-def error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest absolute difference; NaN and infinities must stand at the same places."""
-    got, truth = got.detach().double().cpu(), truth.detach().double().cpu()
-    assert got.shape == truth.shape, f"shape {tuple(got.shape)}, truth has {tuple(truth.shape)}"
-    special = ~truth.isfinite()
-    same = torch.equal(got[special].nan_to_num(7e77), truth[special].nan_to_num(7e77))
-    assert same and bool(got[~special].isfinite().all()), f"non-finite values differ: {got} against {truth}"
-    return (got - truth)[~special].abs().max().item() if bool((~special).any()) else 0.0
+error = testing.largest_error
 
 
 def check(
     name: str, got: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, magnitude: float = 0.0
 ) -> None:
-    """``magnitude``: of the numbers whose difference the result is, where it may itself come out smaller."""
-    ours, theirs = error(got, truth), error(torchs, truth)
-    finite = truth[truth.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    ulp = torch.finfo(got.dtype).eps * max(largest, magnitude)
-    assert ours <= 2 * theirs + ulp, f"{name}: {ours:.3e} from fp64, PyTorch {theirs:.3e}, one ulp {ulp:.1e}"
+    testing.assert_within_budget(got, torchs, truth, name, magnitude=magnitude)
 
 
 def check_rounded_once(name: str, got: torch.Tensor, exact: torch.Tensor) -> None:

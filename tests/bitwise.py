@@ -2,19 +2,12 @@
 
 import torch
 
-from rlkernel.consistency import assert_invariant, bits
+from rlkernel import testing
+from rlkernel.consistency import assert_invariant
 
 
 def assert_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Same bits; NaN equals NaN, -0 is not 0.  Says where the first difference is and what stands there."""
-    assert got.shape == want.shape and got.dtype == want.dtype, (
-        f"{name}: {got.shape} {got.dtype}, not {want.shape}"
-    )
-    differs = bits.differ(got, want)
-    if bool(differs.any()):
-        where = tuple(differs.nonzero()[0].tolist())
-        count = int(differs.sum())
-        raise AssertionError(f"{name}{list(where)} is {got[where]!r}, want {want[where]!r}; {count} differ")
+    testing.assert_bitwise(got, want, name)
 
 
 def probe(rows: int, vocab: int, dtype: torch.dtype, device: str) -> torch.Tensor:
