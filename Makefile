@@ -79,7 +79,7 @@ format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff format .
 
 docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
-	@$(PY) -m mkdocs build --strict --site-dir build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
 
 check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a spill, or worse code than in the ledger, is an error
 	@$(PY) tests/codegen/check.py $(ARGS)

@@ -27,9 +27,9 @@ def patch(*, trainer_module: ModuleType | None = None, strict: bool = True) -> D
 
     Raises:
         ValueError: an argument is off.
-        ImportError: DeepSpeed is not installed. PatchError: the version of DeepSpeed is not supported, or
-        what is to be replaced is not what that version has, or the patch is on for another trainer.
-            Nothing is replaced then.
+        ImportError: DeepSpeed is not installed.
+        PatchError: the version of DeepSpeed is not supported, or what is to be replaced is not what that
+            version has, or the patch is on for another trainer.  Nothing is replaced then.
     """
     if trainer_module is not None and not isinstance(trainer_module, ModuleType):
         raise ValueError(f"trainer_module must be a module or None, got {type(trainer_module).__name__}")

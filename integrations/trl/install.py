@@ -55,9 +55,9 @@ def patch(
 
     Raises:
         ValueError: an option is not one of its values, or is given without ``prefix_sharing``.
-        ImportError: TRL is not installed. PatchError: the version of TRL is not supported, or what is to be
-        replaced is not what that version has, or the patch is on with other options.
-            Nothing is replaced then.
+        ImportError: TRL is not installed.
+        PatchError: the version of TRL is not supported, or what is to be replaced is not what that version
+            has, or the patch is on with other options.  Nothing is replaced then.
     """
     _check_options(prefix_sharing, prefix_min_ratio, dropout, vllm, strict)
     _check_support(support, vllm, prefix_sharing)

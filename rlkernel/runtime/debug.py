@@ -8,6 +8,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+__all__ = ["checks", "enabled"]  # what users call
+
 setting: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
 
 

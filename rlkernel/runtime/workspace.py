@@ -19,6 +19,8 @@ from torch import Tensor
 
 from rlkernel.runtime import gpu
 
+__all__ = ["limit", "limited", "release", "set_limit"]  # what users call
+
 DEFAULT_LIMIT = 256 * 2**20
 GPU_LIMIT = 2**30  # of tens of GiB: tiles of 8192 rows fill every multiprocessor
 _MINIMUM = 2**20
