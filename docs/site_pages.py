@@ -1,6 +1,6 @@
 """What mkdocs asks while it builds the site: the pages of the API, and the order of all pages.
 
-Both are read, and kept nowhere: the API from ``rlkernel/__init__.py``, the order from the landing page's links.
+Neither is kept anywhere: the API is that of ``rlkernel/__init__.py``, the order that of the landing page.
 """
 
 import ast
@@ -71,7 +71,7 @@ def directive(name):
 
 
 def api():
-    """The names of each page, functions first: those of ``rlkernel.__all__``, and what is loaded when asked for."""
+    """The names of each page: those of ``rlkernel.__all__``, and what is loaded when it is asked for."""
     tree = ast.parse((ROOT / "rlkernel/__init__.py").read_text(encoding="utf-8"))
     sources = {
         alias.asname or alias.name: f"{node.module}.{alias.name}" if is_module(node, alias) else node.module
@@ -89,7 +89,8 @@ def api():
     for name in sorted({*public, *sources} - {"TYPE_CHECKING", "Any"}, key=order):
         if name in sources:  # and not __version__
             pages.setdefault(page_of(sources[name]), []).append(f"rlkernel.{name}")
-    pages = {page: sorted(names, key=lambda name: name != f"rlkernel.{page}") for page, names in pages.items()}
+    for page, names in pages.items():
+        names.sort(key=lambda name: name != f"rlkernel.{page}")  # the op's own name first
     return {page: pages[page] for page in sorted(pages, key=lambda page: (page in OTHERS.values(), page))}
 
 

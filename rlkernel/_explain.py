@@ -25,6 +25,10 @@ def explain(op: str, *tensors: Tensor, **options: Any) -> dispatch.Reasons:
 
     Raises:
         ValueError: ``op`` is not known or has no such option; or an argument is off, as the function says.
+
+    Examples:
+        >>> rlkernel.explain("logprob", torch.randn(2, 8), torch.tensor([1, 5]))["reference"]
+        []
     """
     function, name = _function(op)
     parameters = list(inspect.signature(function).parameters.values())
@@ -56,7 +60,14 @@ def explain(op: str, *tensors: Tensor, **options: Any) -> dispatch.Reasons:
 
 def last_backend(op: str) -> str | None:
     """The backend that ran ``op``, or the op of that public function, most recently in this process, or None
-    when it has not run."""
+    when it has not run.
+
+    Examples:
+        >>> with rlkernel.use_backend("reference"):
+        ...     whitened = rlkernel.whiten(torch.randn(8))
+        >>> rlkernel.last_backend("whiten")
+        'reference'
+    """
     return dispatch.last(_function(op)[1])
 
 

@@ -28,7 +28,13 @@ class PackedOptions(TypedDict, total=False):
 
 
 def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = True) -> DeepSpeedPatch:
-    """Replace DeepSpeed's losses, and DeepSpeed-Chat's PPO; see ``rlkernel.integrations.deepspeed.patch``."""
+    """Replace DeepSpeed's losses, and DeepSpeed-Chat's PPO; see ``rlkernel.integrations.deepspeed.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_deepspeed() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
     from rlkernel.integrations import deepspeed
 
     return deepspeed.patch(trainer_module=trainer_module, strict=strict)
@@ -44,7 +50,13 @@ def patch_trl(
     batch_invariant: bool = False,
     strict: bool = True,
 ) -> TrlPatch:
-    """Replace TRL's log-probability operators by rlkernel's; see ``rlkernel.integrations.trl.patch``."""
+    """Replace TRL's log-probability operators by rlkernel's; see ``rlkernel.integrations.trl.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_trl() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
     from rlkernel.integrations import trl
 
     return trl.patch(
@@ -65,7 +77,13 @@ def patch_vllm(
     return_support: int = 0,
     batch_invariant: bool = False,
 ) -> VllmPatch:
-    """Put rlkernel under vLLM's sampler; see ``rlkernel.integrations.vllm.patch``."""
+    """Put rlkernel under vLLM's sampler; see ``rlkernel.integrations.vllm.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_vllm() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
     from rlkernel.integrations import vllm
 
     return vllm.patch(ops, strict=strict, return_support=return_support, batch_invariant=batch_invariant)
@@ -76,6 +94,10 @@ def unpatch_all() -> list[str]:
 
     Raises:
         PatchError: what some of them replaced has been replaced again since.  The others are undone.
+
+    Examples:
+        >>> rlkernel.unpatch_all()
+        []
     """
     from rlkernel.integrations import _patch
 
@@ -83,7 +105,12 @@ def unpatch_all() -> list[str]:
 
 
 def register_hf(name: str = "rlkernel") -> str:
-    """Register packed attention with transformers; see ``rlkernel.integrations.hf.register_hf``."""
+    """Register packed attention with transformers; see ``rlkernel.integrations.hf.register_hf``.
+
+    Examples:
+        >>> rlkernel.register_hf()
+        'rlkernel'
+    """
     from rlkernel.integrations import hf
 
     return hf.register_hf(name)
@@ -118,7 +145,17 @@ def packed_logprobs(
 def packed_logprobs(
     model: nn.Module, batch: PrefixBatch, *, return_entropy: bool = False, **options: Any
 ) -> PackedLogprobs:
-    """Logprobs of a packed batch; see ``rlkernel.integrations.hf.packed_logprobs``."""
+    """Logprobs of a packed batch; see ``rlkernel.integrations.hf.packed_logprobs``.
+
+    Examples:
+        >>> sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        >>> config = transformers.LlamaConfig(num_hidden_layers=1, **sizes)
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
+        >>> model.set_attn_implementation(rlkernel.register_hf())
+        >>> batch = rlkernel.PrefixBatch.pack([[5, 6, 7]], [[[1, 2], [3]]])
+        >>> batch.unpack(rlkernel.packed_logprobs(model, batch).logprobs).shape
+        torch.Size([2, 2])
+    """
     from rlkernel.integrations import hf
 
     return hf.packed_logprobs(model, batch, return_entropy=return_entropy, **options)

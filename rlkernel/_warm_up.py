@@ -36,6 +36,10 @@ def warm_up(
         ValueError: a name is no op, or no op that is called has such a size.
         NotImplementedError: no backend can run an op that is named; without names it is left out.
         RuntimeError: a CUDA graph is being captured.
+
+    Examples:
+        >>> sorted(rlkernel.warm_up("gae", "whiten"))
+        ['gae', 'whiten']
     """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if gpu.capturing(chosen):

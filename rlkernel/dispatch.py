@@ -59,6 +59,12 @@ def use_backend(name: Backend) -> Iterator[None]:
 
     Raises:
         ValueError: ``name`` is not a backend.
+
+    Examples:
+        >>> with rlkernel.use_backend("reference"):
+        ...     logprobs = rlkernel.logprob(torch.zeros(1, 4), torch.tensor([0])).logprobs
+        >>> rlkernel.last_backend("logprob"), logprobs
+        ('reference', tensor([-1.3863]))
     """
     if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ValueError(f"name must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")

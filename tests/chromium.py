@@ -1,4 +1,4 @@
-"""Chromium without a screen, driven over the DevTools protocol through a pair of pipes: no port, no package."""
+"""Chromium without a screen, driven over the DevTools protocol through pipes: no port, no package."""
 
 import base64
 import contextlib
@@ -13,6 +13,17 @@ import time
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # of a container, whose root may not make one
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
 ABSENT = "this machine has no Chromium"
 
 
@@ -27,14 +38,10 @@ class Browser:
     def __init__(self, patience=120):
         self.patience, self.number, self.events, self.rest = patience, 0, [], b""
         self.folder = tempfile.mkdtemp(prefix="chromium-")
-        # what Chromium reads is its file 3, what it writes its file 4; ours are above, so that none is overwritten
+        # Chromium reads its file 3 and writes its file 4; ours are above these, so that none is overwritten
         theirs, self.out = map(_above, os.pipe())
         self.inp, theirs_too = map(_above, os.pipe())
-        command = [
-            find(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-            "--no-first-run", "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
-            f"--user-data-dir={self.folder}", "about:blank",
-        ]  # fmt: skip
+        command = [find(), *OPTIONS, f"--user-data-dir={self.folder}", "about:blank"]
         null = os.open(os.devnull, os.O_RDWR)
         actions = [(os.POSIX_SPAWN_DUP2, null, 1), (os.POSIX_SPAWN_DUP2, null, 2)]
         actions += [(os.POSIX_SPAWN_DUP2, theirs, 3), (os.POSIX_SPAWN_DUP2, theirs_too, 4)]
@@ -81,9 +88,8 @@ class Browser:
         return [event["params"]["request"]["url"] for event in asked]
 
     def resize(self, width, height=900):
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def run(self, script):
         """The value of an expression of JavaScript, awaited."""

@@ -52,6 +52,13 @@ class batch_invariant(contextlib.ContextDecorator):
 
     The fixed order of each sum follows Thinking Machines' ``batch_invariant_ops`` (2025), whose names are in
     ``rlkernel.batch_invariant_ops``.
+
+    Examples:
+        >>> layer, x = torch.nn.Linear(64, 8), torch.randn(32, 64)
+        >>> with rlkernel.batch_invariant():
+        ...     whole, one = layer(x), layer(x[:1])
+        >>> torch.equal(whole[:1], one)
+        True
     """
 
     def __init__(self, level: InvarianceLevel = "batch", strict: bool = True, vendor: bool = False) -> None:

@@ -118,6 +118,12 @@ def attention(
 
     On a CPU a sequence's gradients have the same bits in every batch too; those of Triton are run-to-run.
     Splits of the keys whose size is fixed follow Thinking Machines' batch-invariant attention (2025).
+
+    Examples:
+        >>> q, k = torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16)
+        >>> whole, last = rlkernel.attention(q, k, k), rlkernel.attention(q[:, -1:], k, k)
+        >>> torch.equal(whole[:, -1:], last)
+        True
     """
     if batch is None and torch.compiler.is_compiling():
         raise ValueError("batch must be given under torch.compile, which cannot make one, got None")

@@ -69,6 +69,11 @@ def gae(
 
     Schulman et al. (arXiv 1506.02438); the mask as verl's ``compute_gae_advantage_return``, which whitens and
     leaves the carried advantage under the mask instead of 0.
+
+    Examples:
+        >>> rewards = torch.tensor([[0.0, 0.0, 1.0]])
+        >>> rlkernel.gae(rewards, torch.zeros(1, 3), gamma=0.5, lam=1.0).advantages
+        tensor([[0.2500, 0.5000, 1.0000]])
     """
     _validate.constant("rewards", rewards)
     _packing.form("rewards", rewards, cu_seqlens)

@@ -97,6 +97,11 @@ def group_advantages(
 
     GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, OPO 2505.23585, pass@k 2503.19595, GDPO
     2601.05242, REINFORCE++ 2501.03262, ReMax 2310.10505.
+
+    Examples:
+        >>> rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
+        >>> rlkernel.group_advantages(rewards, group_size=4, estimator="rloo")
+        tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
     """
     _validate.constant("rewards", rewards)
     _validate.choice("estimator", estimator, ESTIMATORS)

@@ -55,6 +55,11 @@ def kl_shaped_rewards(
         ValueError: an argument is off; says which, what it must be and what it is.
 
     Follows verl's ``apply_kl_penalty``.
+
+    Examples:
+        >>> rewards, logprobs = torch.tensor([[0.0, 1.0]]), torch.tensor([[-1.0, -2.0]])
+        >>> rlkernel.kl_shaped_rewards(rewards, logprobs, torch.tensor([[-1.5, -2.0]]), beta=0.1)
+        tensor([[-0.0500,  1.0000]])
     """
     for name, x in (("rewards", rewards), ("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         _validate.constant(name, x)

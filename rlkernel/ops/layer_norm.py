@@ -42,6 +42,11 @@ def layer_norm(
         ValueError: an argument is off; says which, what it must be and what it is.
 
     Follows ``torch.nn.functional.layer_norm`` over the last dimension.
+
+    Examples:
+        >>> rlkernel.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 1.0]]), weight=torch.tensor([2.0, 1.0]))
+        tensor([[-2.0000,  1.0000],
+                [ 2.0000, -1.0000]])
     """
     _norm.check_rows(x)
     weight, bias = _norm.parameter("weight", weight, x), _norm.parameter("bias", bias, x)

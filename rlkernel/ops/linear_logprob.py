@@ -160,6 +160,12 @@ def linear_logprob(
 
     Follows TRL's ``ChunkedLogProbFunction``, apple/ml-cross-entropy (arXiv 2411.09009) and Unsloth's
     frozen-head trick.
+
+    Examples:
+        >>> hidden, lm_head, ids = torch.randn(3, 16), torch.randn(100, 16), torch.tensor([7, 99, -100])
+        >>> out = rlkernel.linear_logprob(hidden, lm_head, ids, return_entropy=True)
+        >>> out.logprobs.shape, out.entropy.shape, out.logprobs[-1]
+        (torch.Size([3]), torch.Size([3]), tensor(0.))
     """
     block, is_fp8 = _fp8.block_size(weight_block_size), weight_scale is not None or _fp8.is_fp8(weight)
     if is_fp8 or input_scale is not None:
@@ -221,6 +227,11 @@ def linear_logprob_statistics(
         ValueError: as ``linear_logprob``; a statistic is not known.
 
     Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log.
+
+    Examples:
+        >>> hidden, lm_head = torch.eye(3), 5 * torch.eye(3)
+        >>> rlkernel.linear_logprob_statistics(hidden, lm_head, torch.tensor([0, 1, 0])).is_top1
+        tensor([ True,  True, False])
     """
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     if isinstance(statistics, str) or not isinstance(statistics, Sequence):

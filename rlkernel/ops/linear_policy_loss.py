@@ -124,6 +124,14 @@ def linear_policy_loss(
         ValueError: as ``linear_logprob`` and ``policy_loss``; "one_pass" is not possible, with the reason.
 
     Follows Liger's ``LigerFusedLinearGRPOLoss``, which computes gradients in forward too.
+
+    Examples:
+        >>> hidden, lm_head = torch.randn(1, 4, 16, requires_grad=True), torch.randn(100, 16)
+        >>> ids, advantages, mask = torch.tensor([[7, 0, 99, 3]]), torch.ones(1), torch.ones(1, 4)
+        >>> out = rlkernel.linear_policy_loss(hidden, lm_head, ids, None, advantages, mask)
+        >>> out.loss.backward()
+        >>> hidden.grad.shape
+        torch.Size([1, 4, 16])
     """
     if isinstance(hidden, Tensor):
         want, dims = ("[N, H] with cu_seqlens", 2) if cu_seqlens is not None else ("[B, L, H]", 3)

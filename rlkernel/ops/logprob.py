@@ -113,6 +113,11 @@ def logprob(
 
     Follows ``selective_log_softmax`` of TRL and ``logprobs_from_logits`` of verl; online softmax of Milakov
     and Gimelshein (arXiv 1805.02867).
+
+    Examples:
+        >>> out = rlkernel.logprob(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), return_entropy=True)
+        >>> out.logprobs, out.entropy
+        (tensor([-0.4076]), tensor([0.8324]))
     """
     _validate.floating("logits", logits)
     logits, group, vocab_start = _vocab_parallel.local_logits(logits, group, vocab_start)
@@ -145,6 +150,10 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
     TRL's name.
 
     ``index`` is [...] (one token a row) or [..., K] (K tokens a row); the result has its shape, in fp32.
+
+    Examples:
+        >>> rlkernel.selective_log_softmax(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[0, 2]]))
+        tensor([[-0.4076, -2.4076]])
     """
     _validate.floating("logits", logits)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
@@ -162,7 +171,12 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
 @typed
 def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-probabilities of ``labels``: ``logprob(logits, labels).logprobs``, under verl's and DeepSpeed-
-    Chat's name."""
+    Chat's name.
+
+    Examples:
+        >>> rlkernel.logprobs_from_logits(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([1]))
+        tensor([-1.4076])
+    """
     _validate.floating("logits", logits)
     labels = _validate.target_ids(labels, logits.shape[:-1], "the rows of logits", logits.device, "labels")
     return logprob(logits, labels, temperature=temperature).logprobs
@@ -170,7 +184,12 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float | Te
 
 @typed
 def entropy_from_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Entropy of ``softmax(logits / T)`` in nats, fp32, [...]: the name that TRL and verl share."""
+    """Entropy of ``softmax(logits / T)`` in nats, fp32, [...]: the name that TRL and verl share.
+
+    Examples:
+        >>> rlkernel.entropy_from_logits(torch.zeros(2, 8))
+        tensor([2.0794, 2.0794])
+    """
     no_target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     entropy = logprob(logits, no_target, temperature=temperature, return_entropy=True).entropy
     assert entropy is not None

@@ -56,6 +56,11 @@ def matmul(
 
     Follows thinking-machines' ``batch_invariant_ops``, whose product has no gradient, and the tree of TBIK
     (arXiv 2511.17826), whose nodes are in 16 bits.
+
+    Examples:
+        >>> a, b = torch.randn(64, 32), torch.randn(32, 8)
+        >>> torch.equal(rlkernel.matmul(a, b)[:1], rlkernel.matmul(a[:1], b))
+        True
     """
     _validate.floating("a", a)
     _validate.floating("b", b)

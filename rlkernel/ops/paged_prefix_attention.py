@@ -116,6 +116,13 @@ def paged_prefix_attention(
         ValueError: an argument is off; says which, what it must be and what it is.
 
     Sharing the reading follows Hydragen (arXiv 2402.05099) and FlashInfer's cascades.
+
+    Examples:
+        >>> cache = torch.randn(3, 16, 2, 8)
+        >>> table, lengths = torch.tensor([[0, 1], [0, 2]]).int(), torch.tensor([20, 17]).int()
+        >>> query, rows = torch.randn(2, 4, 8), torch.tensor([0, 1, 2]).int()
+        >>> rlkernel.paged_prefix_attention(query, cache, cache, table, lengths, rows).shape
+        torch.Size([2, 4, 8])
     """
     _check_tensors(query, key_cache, value_cache, sinks)
     block_table, seq_lens, cu_seqlens_q = _tables(block_table, seq_lens, cu_seqlens_q, query.device)
@@ -157,6 +164,13 @@ def paged_prefix_plan(
 
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.
+
+    Examples:
+        >>> table = torch.cat([torch.arange(64).repeat(8, 1), torch.arange(64, 72)[:, None]], 1).int()
+        >>> lengths, rows = torch.full((8,), 64 * 16 + 1).int(), torch.arange(9).int()
+        >>> plan = rlkernel.paged_prefix_plan(table, lengths, rows, block_size=16)
+        >>> plan.keys_read, plan.keys_apart
+        (1032, 8200)
     """
     block_table, seq_lens, cu_seqlens_q = _tables(block_table, seq_lens, cu_seqlens_q, block_table.device)
     try:

@@ -120,6 +120,12 @@ def prefix_shared_attention(
     The extra memory does not grow with the group: O(T) besides the result.  Follows Hydragen
     (arXiv 2402.05099) in splitting a row's keys, and ring attention in giving backward the whole row's lse;
     the tree of TRL's asynchronous GRPO trainer and PrefixGrouper (arXiv 2506.05433) do the same work.
+
+    Examples:
+        >>> batch = rlkernel.PrefixBatch.pack([[5, 6, 7]], [[[1, 2], [3, 4]]])
+        >>> q, k = torch.randn(batch.total, 4, 16), torch.randn(batch.total, 2, 16)
+        >>> rlkernel.prefix_shared_attention(q, k, k, batch).shape
+        torch.Size([6, 4, 16])
     """
     layout = check_tensors(q, k, v, batch, sinks)
     rule = check_options(scale, softcap, window, parity, q.shape[2])

@@ -82,6 +82,10 @@ def rms_norm(
 
     Follows ``LlamaRMSNorm`` and ``GemmaRMSNorm`` of transformers; with a residual, a decoder layer's sum and
     the norm behind it.
+
+    Examples:
+        >>> rlkernel.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
     """
     _norm.check_rows(x)
     if residual is not None:

@@ -59,6 +59,13 @@ def rotary(
         ValueError: an argument is off; says which, what it must be and what it is.
 
     Follows ``apply_rotary_pos_emb`` of transformers and ``RotaryEmbedding`` of vLLM.
+
+    Examples:
+        >>> angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1])).repeat(1, 2)[None]
+        >>> q, k = torch.randn(1, 4, 5, 4), torch.randn(1, 2, 5, 4)
+        >>> rotated = rlkernel.rotary(q, k, angles.cos(), angles.sin())
+        >>> torch.equal(rotated.q[:, :, 0], q[:, :, 0]), rotated.k.shape
+        (True, torch.Size([1, 2, 5, 4]))
     """
     _validate.floating("q", q)
     if q.dim() not in (3, 4):

@@ -58,6 +58,11 @@ def running_normalize(
     Raises:
         ValueError: an argument is off; says which, what it must be and what it is.  In debug mode also where
             a value that counts is not finite: it would stay in the state for ever.
+
+    Examples:
+        >>> out = rlkernel.running_normalize(torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3).double())
+        >>> out.normalized, out.state.tolist()
+        (tensor([-1.,  0.,  1.]), [3.0, 2.0, 2.0])
     """
     _validate.constant("x", x)
     mask = _validate.mask(mask, "x", x)
@@ -102,6 +107,11 @@ class RunningMoments:
     ``state`` keeps its address, so that a captured graph updates it at every replay.  With ``group`` every
     rank sees the same state: the batches of all ranks are gathered and merged in the order of the ranks,
     which makes it independent of timing.  ``options`` are those of ``running_normalize``.
+
+    Examples:
+        >>> moments = rlkernel.RunningMoments()
+        >>> moments.normalize(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([-1.,  0.,  1.])
     """
 
     def __init__(

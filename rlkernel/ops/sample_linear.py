@@ -72,6 +72,11 @@ def sample_linear(
         ValueError: as ``sample`` and ``linear_logprob``; ``store_logits`` is False and logits are needed.
 
     Follows FlashSampling (arXiv 2603.15854), which has neither filters nor log-probabilities.
+
+    Examples:
+        >>> hidden, lm_head = torch.eye(3), 5 * torch.eye(3)
+        >>> rlkernel.sample_linear(hidden, lm_head, temperature=0.0).token_ids
+        tensor([0, 1, 2])
     """
     _validate.choice("algorithm", algorithm, ALGORITHMS)
     chosen = options_of_sample("sample_linear", options)

@@ -51,6 +51,10 @@ def swiglu(
         ValueError: an argument is off; says which, what it must be and what it is.
 
     Follows ``LlamaMLP`` and ``GemmaMLP`` of transformers, and ``SiluAndMul`` and ``GeluAndMul`` of vLLM.
+
+    Examples:
+        >>> rlkernel.swiglu(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 2.0]]))
+        tensor([[0.0000, 1.4621]])
     """
     _validate.floating("gate", gate)
     if gate.dim() == 0:

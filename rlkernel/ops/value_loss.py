@@ -85,6 +85,11 @@ def value_loss(
             mode, else show in the loss and in the metric ``nonfinite``.
 
     Follows ``compute_value_loss`` of verl and ``ppo_critic_loss_fn`` of AReaL.
+
+    Examples:
+        >>> values, returns = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+        >>> rlkernel.value_loss(values, returns, torch.ones(1, 2)).loss
+        tensor(0.2500)
     """
     _check_tensors(values, returns, mask, old_values, cu_seqlens)
     _validate.choice("loss", loss, LOSSES)

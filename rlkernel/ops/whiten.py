@@ -51,6 +51,10 @@ def whiten(
             an element that counts is not finite; otherwise all results are NaN then.
 
     Follows verl's ``masked_whiten``, which raises where less than two elements count.
+
+    Examples:
+        >>> rlkernel.whiten(torch.tensor([1.0, 2.0, 3.0, 100.0]), torch.tensor([1, 1, 1, 0]))
+        tensor([-1.,  0.,  1.,  0.])
     """
     _validate.constant("x", x)
     mask = _validate.mask(mask, "x", x)

@@ -41,6 +41,11 @@ class PrefixBatch:
             also where nothing stands in front of it; of whole sequences all tokens.
         tokens_dense: tokens of all samples, each with its own copy of the prompt.
         longest: tokens of the longest sample that has a label, from its first to its last, 0 without one.
+
+    Examples:
+        >>> batch = rlkernel.PrefixBatch.pack([[5, 6, 7]], [[[1, 2], [3]]])
+        >>> batch.input_ids, batch.labels
+        (tensor([[5, 6, 7, 1, 7]]), tensor([1, 2, 3]))
     """
 
     def __init__(

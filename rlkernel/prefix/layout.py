@@ -66,6 +66,11 @@ class PrefixLayout:
     """Lengths, parents (-1: none) and part (True: completion) of non-empty segments, in the order of rows.
 
     ``PrefixLayout.of`` takes any forest; this constructor takes only the order described above.
+
+    Examples:
+        >>> layout = rlkernel.PrefixLayout((2, 3, 1), (-1, 0, 0), (False, True, True))
+        >>> layout.total, layout.offsets
+        (6, (0, 2, 2))
     """
 
     lengths: tuple[int, ...]

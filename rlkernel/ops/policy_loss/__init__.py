@@ -150,6 +150,15 @@ def policy_loss(
     CISPO 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GPG 2504.02546, DPPO 2602.04879, Clip-Cov and KL-Cov
     2505.22617, DRO 2405.19107, dual clip 1912.09729, two-sided clip 2505.07291; VESPO as TRL has it; KL
     estimators by Schulman, "Approximating KL divergence".
+
+    Examples:
+        >>> logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+        >>> advantages, mask = torch.tensor([1.0, -1.0]), torch.ones(2, 3)
+        >>> out = rlkernel.policy_loss(logprobs, logprobs.detach(), advantages, mask)
+        >>> out.loss.backward()
+        >>> logprobs.grad
+        tensor([[-0.1667, -0.1667, -0.1667],
+                [ 0.1667,  0.1667,  0.1667]])
     """
     call, items = checked(**locals())  # all arguments
     if correction is not None:
@@ -175,6 +184,10 @@ def policy_loss_preset(name: PolicyPreset) -> dict[str, Any]:
 
     Raises:
         ValueError: the name is not known; lists those that are.
+
+    Examples:
+        >>> rlkernel.policy_loss_preset("dr_grpo")
+        {'loss_type': 'dr_grpo', 'loss_agg_mode': 'seq-mean-token-sum-norm'}
     """
     return dict(policy_rule.choice("name", name, policy_rule.PRESETS))
 

@@ -74,6 +74,13 @@ class RolloutCorrection(NamedTuple):
         prime_rl:dppo, ipo    ("tv", 0.2, 0.2), and ("tv", 0.1, 0.1) on both sides, for which old_logprobs are
                          the rollout's
         areal:m2po       m2_threshold 0.04, of its example
+
+    Examples:
+        >>> old, rollout = torch.full((1, 2), -1.0), torch.tensor([[-1.0, -2.0]])
+        >>> correction = rlkernel.RolloutCorrection("token", "truncate", high=2.0)
+        >>> options = {"rollout_logprobs": rollout, "correction": correction}
+        >>> rlkernel.policy_loss(old, old, torch.ones(1), torch.ones(1, 2), **options).loss
+        tensor(-1.5000)
     """
 
     level: CorrectionLevel = "token"

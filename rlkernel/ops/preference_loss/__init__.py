@@ -134,6 +134,12 @@ def preference_loss(
     2402.05369, BCO 2404.04656, SPPO 2405.00675, AOT 2406.05882, APO 2408.06266, DiscoPOP 2406.08414, f-DPO
     2309.16240, LD-DPO 2409.06411, WPO 2406.11827, KTO 2402.01306, ORPO 2403.07691, SimPO 2405.14734, CPO
     2401.08417; names and conventions as ``DPOConfig`` and ``KTOConfig`` of TRL.
+
+    Examples:
+        >>> logprobs, ref_logprobs = torch.tensor([[-1.0, -1.0], [-3.0, -2.0]]), torch.full((2, 2), -1.5)
+        >>> out = rlkernel.preference_loss(logprobs, ref_logprobs, torch.ones(2, 2), beta=0.1)
+        >>> out.loss, out.chosen_rewards, out.rejected_rewards
+        (tensor(0.5544), tensor([0.1000]), tensor([-0.2000]))
     """
     options = {name: x for name, x in locals().items() if name not in _TENSORS}
     _validate.floating("logprobs", logprobs)
@@ -185,6 +191,10 @@ def preference_loss_preset(name: PreferencePreset) -> dict[str, Any]:
 
     Raises:
         ValueError: the name is not known; lists those that are.
+
+    Examples:
+        >>> rlkernel.preference_loss_preset("simpo")
+        {'loss_type': 'simpo', 'beta': 2.0, 'gamma': 1.0}
     """
     return dict(PRESETS[_validate.choice("name", name, PRESETS)])
 

@@ -139,6 +139,12 @@ def sample(
     top-p follows Holtzman et al. (arXiv 1904.09751), min-p Nguyen et al. (arXiv 2407.01082), top-n-sigma
     arXiv 2411.07641, epsilon and eta Hewitt et al. (arXiv 2210.15191), typical-p Meister et al. (arXiv
     2202.00666); XTC is text-generation-webui's and llama.cpp's.
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
+        >>> out = rlkernel.sample(logits, top_k=2, seeds=7, return_support=4)
+        >>> out.support_ids, bool(torch.isin(out.token_ids, out.support_ids))
+        (tensor([ 1,  2, -1, -1], dtype=torch.int32), True)
     """
     options = dict(locals())  # all that was given, by name
     return _sampled(options.pop("logits"), options)
@@ -195,5 +201,12 @@ def score_tokens(logits: Tensor, token_ids: Tensor, **options: Unpack[ScoreOptio
 
     Raises:
         ValueError: as ``sample``; a token id is outside [0, V); ``xtc_probability`` without ``seeds``.
+
+    Examples:
+        >>> logits = torch.randn(2, 8)
+        >>> out = rlkernel.sample(logits, top_p=0.9, seeds=7)
+        >>> scored = rlkernel.score_tokens(logits, out.token_ids, top_p=0.9)
+        >>> torch.equal(scored.processed_logprobs, out.processed_logprobs)
+        True
     """
     return _sampled(logits, options_of_sample("score_tokens", options), token_ids)

@@ -33,6 +33,11 @@ class Penalties(NamedTuple):
     = n > 0, which stand in the history already, or of one of ``bad_words`` (vLLM, HF), which are lists of
     token ids, the same for all requests, or a list of them (or None) for each.  The history is the prompt's
     tokens and the output's behind them, without the padding.
+
+    Examples:
+        >>> penalties = rlkernel.Penalties(torch.tensor([[1]]), repetition=2.0)
+        >>> rlkernel.sample(torch.tensor([[1.0, 3.0, 2.0]]), temperature=0.0, penalties=penalties).token_ids
+        tensor([2])
     """
 
     output_token_ids: Tensor

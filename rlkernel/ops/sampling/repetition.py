@@ -24,6 +24,11 @@ class Dry(NamedTuple):
 
     Follows the processor of text-generation-webui, where it is from; llama.cpp has the same with breakers
     that are strings.
+
+    Examples:
+        >>> penalties = rlkernel.Penalties(torch.tensor([[1, 2, 0, 1, 2]]), dry=rlkernel.Dry(multiplier=4.0))
+        >>> rlkernel.sample(torch.tensor([[3.0, 2.0, 0.0]]), temperature=0.0, penalties=penalties).token_ids
+        tensor([1])
     """
 
     multiplier: float | Tensor

@@ -23,6 +23,11 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
 
     Raises:
         ValueError: ``seeds`` are not integers; ``n`` is not an integer in [1, 2**31).
+
+    Examples:
+        >>> seeds = rlkernel.split_seeds(torch.tensor([7, 8]), 4)
+        >>> seeds.shape, seeds[:, 0]
+        (torch.Size([2, 4]), tensor([7, 8]))
     """
     number = numbers.whole("n", n, 1, 2**31 - 1, "an integer in [1, 2**31)")
     first = torch.as_tensor(numbers.int64("seeds", seeds)).to(torch.int64)[..., None]

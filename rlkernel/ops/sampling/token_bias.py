@@ -18,6 +18,11 @@ class TokenBias(NamedTuple):
     Equal to ``z[row, token_ids[row, k]] += values[row, k]``; ``-inf`` bans a token.  Ids outside [0, V) are
     padding.  Of a token that stands twice in a row the smaller value counts, so that no order of the entries
     does.  ``values`` are a number or have the shape of ``token_ids``.
+
+    Examples:
+        >>> ban = rlkernel.TokenBias(torch.tensor([1]), -torch.inf)
+        >>> rlkernel.sample(torch.tensor([[1.0, 3.0, 2.0]]), temperature=0.0, logit_bias=ban).token_ids
+        tensor([2])
     """
 
     token_ids: Tensor

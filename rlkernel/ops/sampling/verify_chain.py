@@ -73,6 +73,12 @@ def verify_chain(
             values of tensors there).
 
     Acceptance by Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318).
+
+    Examples:
+        >>> logits = 9 * torch.eye(4)[None, [2, 0, 3]]
+        >>> out = rlkernel.verify_chain(torch.tensor([[2, 1]]), logits, temperature=0.0)
+        >>> out.accepted, out.token_ids
+        (tensor([1]), tensor([[ 2,  0, -1]]))
     """
     chosen = options_of_sample("verify_chain", options)
     drafts, lengths = _checked(draft_token_ids, target_logits, draft_logprobs, draft_lengths)
