@@ -38,7 +38,7 @@ TRL_VLLM_TESTS ?= in_trl_vllm
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## build, run every test, count what ran and what was skipped and why
+test: $(DONE)/build $(DONE)/test $(DONE)/docs $(DONE)/frameworks  ## build, run every test, count what ran and what was skipped and why
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests.xml $(ARGS); status=$$?; \
 	$(PY) tests/summary.py build/tests.xml && exit $$status
@@ -78,7 +78,7 @@ format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-docs: $(DONE)/docs  ## the documentation site in build/site; a broken link is an error
+docs: $(DONE)/docs $(DONE)/lint  ## the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
 
 check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a spill, or worse code than in the ledger, is an error

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import chromium
 import required_parts
 
 NO_INTERPRETER = "Triton runs on the GPU here, or is too old to be interpreted"
@@ -84,6 +85,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
     (r"the ledger is of another Triton", other_triton),
     (r"this processor's kernels are ", not_x86),
+    (re.escape(chromium.ABSENT), lambda: chromium.find() is None),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
     # what runs on GPUs alone
     (r"(flashinfer|aiter|x) is (not )?installed|(flash-attn|flashinfer): not installed", always),
@@ -94,7 +96,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"tomllib needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (
-        r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|"
+        r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make (fetches|brings) it|"
         r"\S+: \S+ is not that of commit ",
         never,
     ),
