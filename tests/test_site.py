@@ -8,6 +8,7 @@ import fcntl
 import functools
 import http.server
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -134,15 +135,18 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def widest(site):
-    """The landing page, and those with the longest lines of code and of tables: what can overflow."""
+    """The landing page, and those with most columns and with the longest lines: what can overflow."""
+    text = {page: (site / page / "index.html").read_text(encoding="utf-8") for page in pages(site)}
 
-    def width(page):
-        text = (site / page / "index.html").read_text(encoding="utf-8")
-        rows = re.findall(r"<tr>(.*?)</tr>", text, re.S)  # a cell a line
-        lines = [line for code in re.findall(r"<code>(.*?)</code>", text, re.S) for line in code.split("\n")]
-        return max((len(re.sub(r"<[^>]+>", "", each)) for each in (*rows, *lines)), default=0)
+    def columns(page):
+        return max((row.count("<td") for row in re.findall(r"<tr>(.*?)</tr>", text[page], re.S)), default=0)
 
-    return [".", *sorted(pages(site), key=width)[-PAGES:]]
+    def line(page):
+        code = "\n".join(re.findall(r"<code>(.*?)</code>", text[page], re.S))
+        return max(map(len, re.sub(r"<[^>]+>", "", code).split("\n")))
+
+    by_both = (sorted(text, key=width)[-PAGES // 2 :] for width in (columns, line))
+    return sorted({".", *itertools.chain(*by_both)})
 
 
 def test_no_table_and_no_code_is_cut_off(site, served):
