@@ -65,7 +65,10 @@ def guide_of(page):
 
 def guide(page):
     place = guide_of(page)
-    return f"What it computes, and when to use it: [{page}](../{place})." if place else ""
+    if not place:
+        return ""
+    title = (ROOT / "docs" / place).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    return f"What it is for, and what it promises: [{title}](../{place})."
 
 
 def directive(name):
@@ -96,11 +99,15 @@ def api():
             pages.setdefault(page_of(sources[name]), []).append(f"rlkernel.{name}")
     for page, names in pages.items():
         names.sort(key=lambda name: name != f"rlkernel.{page}")  # the op's own name first
-    return {page: pages[page] for page in sorted(pages, key=lambda page: (page in OTHERS.values(), page))}
+    return {page: pages[page] for page in sorted(pages, key=lambda page: (not is_op(page), page))}
 
 
 def order(name):
     return (name.isupper(), not name.islower(), name)
+
+
+def is_op(page):
+    return (ROOT / "docs/ops" / f"{page}.md").is_file()
 
 
 def is_module(node, alias):

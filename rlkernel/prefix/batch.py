@@ -32,7 +32,8 @@ class PrefixBatch:
     Make one with ``pack``, ``pack_tree``, ``from_padded`` or ``from_sequences``.
 
     Attributes:
-        input_ids, position_ids: [1, T] int64.
+        input_ids: [1, T] int64.
+        position_ids: [1, T] int64.
         labels: [M] int64: the tokens that ``completion_rows`` predict.
         n_prefix: rows of prompts, in front.
         layout: PrefixLayout: who sees whom.
