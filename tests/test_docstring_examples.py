@@ -50,8 +50,13 @@ def test_the_example_prints_what_it_says(name):
     assert not told, told
 
 
-def test_vllm_has_one_too():
-    assert ">>> with rlkernel.patch_vllm(" in rlkernel.patch_vllm.__doc__
+@pytest.mark.parametrize("name", [n for n in NAMES if "\nArgs:" in inspect.getdoc(getattr(rlkernel, n))])
+def test_the_arguments_that_it_tells_of_are_there(name):
+    """``k, v: ...`` tells of two, which is more than tools that read docstrings can check."""
+    function = getattr(rlkernel, name)
+    section = re.split(r"\n(?=\S)", inspect.getdoc(function).partition("\nArgs:\n")[2])[0]
+    told = [word for line in re.findall(r"^    (\w[^:]*):", section, re.M) for word in line.split(", ")]
+    assert told and set(filter(str.isidentifier, told)) <= {*inspect.signature(function).parameters, "options"}
 
 
 def test_an_example_that_is_wrong_is_seen():

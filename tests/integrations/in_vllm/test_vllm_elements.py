@@ -1,6 +1,7 @@
 """rms_norm, swiglu and rotary against the layers of the vLLM that is installed."""
 
 import pytest
+import test_docstring_examples
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
@@ -74,3 +75,8 @@ def test_rotary_to_the_bit(dtype, neox, rotary_dim):
         assert torch.equal(ours.flatten(1), theirs)
     rlkernel.rotary(q.view(7, -1, 64), k.view(7, -1, 64), cos, sin, **options, inplace=True)
     assert torch.equal(q, want[0]) and torch.equal(k, want[1])
+
+
+def test_the_docstrings_example():
+    told, count = test_docstring_examples.failures("patch_vllm", rlkernel.patch_vllm.__doc__)
+    assert count and not told, told
