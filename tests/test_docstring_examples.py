@@ -56,7 +56,10 @@ def test_the_arguments_that_it_tells_of_are_there(name):
     function = getattr(rlkernel, name)
     section = re.split(r"\n(?=\S)", inspect.getdoc(function).partition("\nArgs:\n")[2])[0]
     told = [word for line in re.findall(r"^    (\w[^:]*):", section, re.M) for word in line.split(", ")]
-    assert told and set(filter(str.isidentifier, told)) <= {*inspect.signature(function).parameters, "options"}
+    assert told and set(filter(str.isidentifier, told)) <= {
+        *inspect.signature(function).parameters,
+        "options",
+    }
 
 
 def test_an_example_that_is_wrong_is_seen():

@@ -1,7 +1,9 @@
 """rms_norm, swiglu and rotary against the layers of the vLLM that is installed."""
 
+import doctest
+import inspect
+
 import pytest
-import test_docstring_examples
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
@@ -78,5 +80,7 @@ def test_rotary_to_the_bit(dtype, neox, rotary_dim):
 
 
 def test_the_docstrings_example():
-    told, count = test_docstring_examples.failures("patch_vllm", rlkernel.patch_vllm.__doc__)
-    assert count and not told, told
+    text = inspect.getdoc(rlkernel.patch_vllm)
+    example = doctest.DocTestParser().get_doctest(text, {"rlkernel": rlkernel}, "patch_vllm", None, 0)
+    result = doctest.DocTestRunner().run(example)
+    assert result.attempted and not result.failed
