@@ -78,7 +78,7 @@ format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-docs: $(DONE)/docs $(DONE)/lint  ## the documentation site in build/site; a broken link is an error
+docs: $(DONE)/docs $(DONE)/lint  ## the documentation site in build/site; a broken link is an error; needs Python 3.11
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
 
 check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a spill, or worse code than in the ledger, is an error
