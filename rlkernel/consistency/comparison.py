@@ -58,6 +58,12 @@ def compare(
 
     Raises:
         ValueError: a shape, dtype or device differs, or a bound is not a number that it can be.
+
+    Examples:
+        >>> train, rollout = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.0, -2.5, -3.0]])
+        >>> report = rlkernel.consistency.compare(train, rollout)
+        >>> report.tokens, report.equal, report.worst[0].difference
+        (3, 2, 0.5)
     """
     _validate.floating("train_logprobs", train_logprobs)
     _validate.floating("rollout_logprobs", rollout_logprobs)

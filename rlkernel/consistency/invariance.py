@@ -54,6 +54,10 @@ def assert_invariant(
         AssertionError: says in which arrangement which row differs, in how many elements and by how much, and
             whether the first run gives other bits when it is repeated.
         ValueError: an input has no rows, they differ in number, or an output has not one for each.
+
+    Examples:
+        >>> weight = torch.randn(32, 8)
+        >>> rlkernel.consistency.assert_invariant(lambda x: rlkernel.matmul(x, weight), torch.randn(64, 32))
     """
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     count = _rows(given)

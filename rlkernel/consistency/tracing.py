@@ -56,6 +56,11 @@ def trace(
         ValueError: a model is no module, or no module's name and calls are the same in both.
 
     The hooks are removed whatever happens.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> rlkernel.consistency.trace(model, model, torch.randn(2, 4)).identical
+        True
     """
     for name, model in (("model_a", model_a), ("model_b", model_b)):
         if not isinstance(model, nn.Module):
@@ -72,7 +77,13 @@ def trace(
 
 
 def padded_rows(mask: Tensor) -> Rows:
-    """The rows of [B, L, ...] where ``mask`` [B, L] is set; of other tensors none."""
+    """The rows of [B, L, ...] where ``mask`` [B, L] is set; of other tensors none.
+
+    Examples:
+        >>> rows = rlkernel.consistency.padded_rows(torch.tensor([[1, 1], [1, 0]]))
+        >>> rows(torch.zeros(2, 2, 8)).shape
+        torch.Size([3, 8])
+    """
     chosen = mask != 0
 
     def rows(x: Tensor) -> Tensor | None:
@@ -82,7 +93,13 @@ def padded_rows(mask: Tensor) -> Rows:
 
 
 def packed_rows(count: int) -> Rows:
-    """The rows of [1, N, ...] or [N, ...] up to ``count``; of other tensors none."""
+    """The rows of [1, N, ...] or [N, ...] up to ``count``; of other tensors none.
+
+    Examples:
+        >>> rows = rlkernel.consistency.packed_rows(3)
+        >>> rows(torch.zeros(1, 4, 8)).shape
+        torch.Size([3, 8])
+    """
 
     def rows(x: Tensor) -> Tensor | None:
         if x.dim() > 1 and x.shape[0] == 1 and x.shape[1] >= count:

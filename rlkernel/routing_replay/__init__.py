@@ -50,6 +50,12 @@ def record(model: nn.Module, *, deterministic: bool = False) -> Any:
     Raises:
         ValueError: the model is no mixture of experts, or one whose router is not known.
         PatchError: its router is not the one of the supported transformers.
+
+    Examples:
+        >>> with rlkernel.routing_replay.record(model) as record:
+        ...     logits = model(torch.tensor([[1, 2, 3]])).logits
+        >>> record.routes.experts.shape
+        torch.Size([2, 3, 2])
     """
     from rlkernel.integrations.hf import routing_record  # here: it loads all of integrations.hf
 
@@ -80,6 +86,13 @@ def replay(
     Raises:
         ValueError: another shape than the model's or the pass's; too small an overlap; a model that
             ``record`` refuses. PatchError: as for ``record``.
+
+    Examples:
+        >>> with rlkernel.routing_replay.record(model) as record:
+        ...     logits = model(torch.tensor([[1, 2, 3]])).logits
+        >>> with rlkernel.routing_replay.replay(model, record.routes):
+        ...     torch.equal(model(torch.tensor([[1, 2, 3]])).logits, logits)
+        True
     """
     from rlkernel.integrations.hf import routing_replayed
 
@@ -95,6 +108,11 @@ def deterministic(model: nn.Module) -> Any:
 
     Raises:
         ValueError, PatchError: as for :func:`record`.
+
+    Examples:
+        >>> with rlkernel.routing_replay.deterministic(model):
+        ...     model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 16])
     """
     from rlkernel.integrations.hf import routing_patch
 
@@ -102,7 +120,12 @@ def deterministic(model: nn.Module) -> Any:
 
 
 def moe_layers(model: nn.Module) -> list[int]:
-    """The numbers of the hidden layers that have a router: where an engine, which counts all, has them."""
+    """The numbers of the hidden layers that have a router: where an engine, which counts all, has them.
+
+    Examples:
+        >>> rlkernel.routing_replay.moe_layers(model)
+        [0, 1]
+    """
     from rlkernel.integrations.hf import routers
 
     return routers.moe_layers(model)

@@ -15,6 +15,10 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         values ``[..., k]``, differentiable, and indices ``[..., k]``.
+
+    Examples:
+        >>> rlkernel.routing_replay.top_k(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), 2)
+        (tensor([[3., 3.]]), tensor([[1, 2]]))
     """
     if not 1 <= k <= scores.shape[-1]:
         raise ValueError(f"k must be in [1, {scores.shape[-1]}], got {k}")
@@ -35,6 +39,11 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
 
     Returns:
         ``[..., H]`` in ``outputs``' dtype.
+
+    Examples:
+        >>> outputs, weights = torch.ones(1, 2, 3), torch.tensor([[0.75, 0.5]])
+        >>> rlkernel.routing_replay.combine(outputs, weights)
+        tensor([[1.2500, 1.2500, 1.2500]])
     """
     if outputs.shape[:-1] != weights.shape or not weights.shape[-1]:
         raise ValueError(

@@ -31,6 +31,12 @@ def from_vllm(
 
     Raises:
         ValueError: there is no record, it has another shape, or ids that are no expert's.
+
+    Examples:
+        >>> answer = np.zeros((4, 2, 1), dtype=np.int32)
+        >>> routes = rlkernel.routing_replay.from_vllm(answer, 8, tokens=5)
+        >>> routes.experts.shape, routes.known
+        (torch.Size([2, 5, 1]), tensor([ True,  True,  True,  True, False]))
     """
     if routed_experts is None:
         raise ValueError(
@@ -64,6 +70,11 @@ def from_sglang(
 
     Raises:
         ValueError: there is no record, its length does not fit, or ids that are no expert's.
+
+    Examples:
+        >>> text = base64.b64encode(np.zeros((4, 2, 1), dtype=np.int32).tobytes()).decode()
+        >>> rlkernel.routing_replay.from_sglang(text, 8, hidden_layers=2, top_k=1, tokens=5).experts.shape
+        torch.Size([2, 5, 1])
     """
     found: Any = answer
     if isinstance(found, Mapping):

@@ -183,7 +183,13 @@ def share_chosen(recorded: Tensor, chosen: Tensor, known: Tensor) -> Tensor:
 
 
 def cat(parts: Sequence[Routes]) -> Routes:
-    """One after the other: a prompt's and its completion's, or the sequences of a packed row."""
+    """One after the other: a prompt's and its completion's, or the sequences of a packed row.
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((4, 2, 1), dtype=np.int32), 8)
+        >>> rlkernel.routing_replay.cat([routes, routes]).experts.shape
+        torch.Size([2, 8, 1])
+    """
     if not parts:
         raise ValueError("parts must be one Routes or more, got none")
     first = parts[0]
@@ -199,13 +205,25 @@ def cat(parts: Sequence[Routes]) -> Routes:
 
 
 def pack(sequences: Sequence[Routes]) -> tuple[Routes, Tensor]:
-    """The sequences as one packed row, and its ``cu_seqlens [n + 1]`` (int32)."""
+    """The sequences as one packed row, and its ``cu_seqlens [n + 1]`` (int32).
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((4, 2, 1), dtype=np.int32), 8)
+        >>> rlkernel.routing_replay.pack([routes, routes])[1]
+        tensor([0, 4, 8], dtype=torch.int32)
+    """
     lengths = [0, *(len(sequence) for sequence in sequences)]
     return cat(sequences), torch.tensor(lengths).cumsum(0).int()
 
 
 def pad(sequences: Sequence[Routes], length: int | None = None, side: str = "right") -> Routes:
-    """The sequences as the rows of a padded batch, each of ``length`` (the longest's) tokens."""
+    """The sequences as the rows of a padded batch, each of ``length`` (the longest's) tokens.
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((4, 2, 1), dtype=np.int32), 8)
+        >>> rlkernel.routing_replay.pad([routes], length=6).known
+        tensor([ True,  True,  True,  True, False, False])
+    """
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', got {side!r}")
     longest = max((len(sequence) for sequence in sequences), default=0)
@@ -220,6 +238,11 @@ def pad_like(sequences: Sequence[Routes], mask: Tensor) -> Routes:
 
     A sequence may be one token shorter than its row: the last token, which an engine drew and never ran, has
     no record.
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((2, 2, 1), dtype=np.int32), 8)
+        >>> rlkernel.routing_replay.pad_like([routes], torch.tensor([[0, 1, 1]])).known
+        tensor([False,  True,  True])
     """
     if mask.dim() != 2 or len(mask) != len(sequences):
         raise ValueError(f"mask must be [{len(sequences)}, S], got {tuple(mask.shape)}")

@@ -27,6 +27,13 @@ def save(path: str | os.PathLike[str], sequences: Routes | Sequence[Routes]) -> 
     """Write routes, those of one sequence or of several of one model, as one file.
 
     The file appears when it is whole: a reader never sees a part of it.
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((4, 2, 1), dtype=np.int32), 8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rlkernel.routing_replay.save(f"{folder}/routes", routes)
+        ...     len(rlkernel.routing_replay.load(f"{folder}/routes"))
+        1
     """
     sequences = [sequences] if isinstance(sequences, Routes) else list(sequences)
     whole = cat(sequences).to("cpu")
@@ -70,6 +77,13 @@ def load(path: str | os.PathLike[str]) -> list[Routes]:
 
     Raises:
         ValueError: the file is not one, of another version, cut off, or holds ids that are no expert's.
+
+    Examples:
+        >>> routes = rlkernel.routing_replay.from_vllm(np.zeros((4, 2, 1), dtype=np.int32), 8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rlkernel.routing_replay.save(f"{folder}/routes", [routes, routes])
+        ...     len(rlkernel.routing_replay.load(f"{folder}/routes"))
+        2
     """
     data = Path(path).read_bytes()
     length = int.from_bytes(data[:8], "little")

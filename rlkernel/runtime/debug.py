@@ -15,14 +15,26 @@ setting: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
 
 def enabled() -> bool:
     """Whether debug checks are on: inside ``checks()``, else by the environment variable
-    ``RLKERNEL_DEBUG=1``."""
+    ``RLKERNEL_DEBUG=1``.
+
+    Examples:
+        >>> with rlkernel.debug.checks():
+        ...     rlkernel.debug.enabled()
+        True
+    """
     forced = setting.get()
     return os.environ.get("RLKERNEL_DEBUG", "0") not in ("", "0") if forced is None else forced
 
 
 @contextlib.contextmanager
 def checks(on: bool = True) -> Iterator[None]:
-    """Turn the debug checks on (or off) inside the block."""
+    """Turn the debug checks on (or off) inside the block.
+
+    Examples:
+        >>> with rlkernel.debug.checks(False):
+        ...     rlkernel.debug.enabled()
+        False
+    """
     token = setting.set(on)
     try:
         yield

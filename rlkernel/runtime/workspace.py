@@ -54,7 +54,12 @@ _buffers: dict[tuple[torch.device, int], _Buffer] = {}
 
 
 def limit(device: torch.device | None = None) -> int:
-    """The most bytes that one op's tiles may take on ``device``."""
+    """The most bytes that one op's tiles may take on ``device``.
+
+    Examples:
+        >>> rlkernel.workspace.limit(torch.device("cpu")) // 2**20
+        256
+    """
     if _limit is not None:
         return _limit
     if (mib := os.environ.get("RLKERNEL_WORKSPACE_MIB")) is None:
@@ -77,6 +82,12 @@ def set_limit(size: int | None) -> None:
 
     Raises:
         ValueError: ``size`` is less than 1 MiB.
+
+    Examples:
+        >>> rlkernel.workspace.set_limit(64 * 2**20)
+        >>> rlkernel.workspace.limit() // 2**20
+        64
+        >>> rlkernel.workspace.set_limit(None)
     """
     global _limit
     if size is not None and size < _MINIMUM:
@@ -87,7 +98,13 @@ def set_limit(size: int | None) -> None:
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[None]:
-    """``set_limit(size)`` inside the block."""
+    """``set_limit(size)`` inside the block.
+
+    Examples:
+        >>> with rlkernel.workspace.limited(64 * 2**20):
+        ...     rlkernel.workspace.limit() // 2**20
+        64
+    """
     before = _limit
     set_limit(size)
     try:
@@ -97,7 +114,11 @@ def limited(size: int) -> Iterator[None]:
 
 
 def release() -> None:
-    """Free the buffers. What a captured CUDA graph writes to is the graph's."""
+    """Free the buffers. What a captured CUDA graph writes to is the graph's.
+
+    Examples:
+        >>> rlkernel.workspace.release()
+    """
     with _lock:
         _buffers.clear()
 
