@@ -1,6 +1,6 @@
 """Replace attributes of modules and classes, and put them back.
 
-A :class:`Patch` is a plan: which attribute of which owner holds which object now, and what takes its place.
+A ``Patch`` is a plan: which attribute of which owner holds which object now, and what takes its place.
 ``apply()`` checks the whole plan before it touches anything; ``undo()`` checks the whole plan before it
 restores anything. So a patch is either all there or not there at all, and neither direction ever overwrites
 an object that it does not know.
@@ -53,7 +53,7 @@ class Patch:
     """A set of replacements that is applied and undone as one.
 
     A ``with`` over it leaves the patch as it found it: off, except inside another ``with`` or where a further
-    caller was handed a patch that was on already (:meth:`share`).
+    caller was handed a patch that was on already (``share``).
     """
 
     def __init__(self, name: str) -> None:
@@ -121,7 +121,7 @@ class Patch:
     def undo(self) -> None:
         """Restore everything in reverse order; without effect while nothing is replaced.
 
-        Raises :class:`PatchError`, and restores nothing, when an attribute no longer holds what this patch
+        Raises ``PatchError``, and restores nothing, when an attribute no longer holds what this patch
         put there.
         """
         if not self.active:

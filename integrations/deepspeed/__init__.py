@@ -2,7 +2,7 @@
 
 DeepSpeed looks its autograd functions up in their module at every call, so the order of imports does not
 matter, nor whether an engine exists already.  What is checked, reduced over ranks and divided by around them
-stays DeepSpeed's.  :func:`score` gives any engine's logprobs without its logits.
+stays DeepSpeed's.  ``score`` gives any engine's logprobs without its logits.
 """
 
 from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch

@@ -8,7 +8,7 @@ from rlkernel.integrations._counted_patch import CountedPatch
 
 
 class DeepSpeedPatch(CountedPatch):
-    """What :func:`patch` returns: undo it, or read what it replaced and which calls went where."""
+    """What ``patch`` returns: undo it, or read what it replaced and which calls went where."""
 
     def __init__(self, trainer_module: Any) -> None:
         super().__init__("rlkernel.patch_deepspeed", "DeepSpeed")

@@ -15,7 +15,7 @@ from rlkernel.integrations.vllm import VllmPatch
 
 
 class TrlPatch(CountedPatch):
-    """What :func:`patch` returns: undo it, or read what it replaced and which calls went where."""
+    """What ``patch`` returns: undo it, or read what it replaced and which calls went where."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
         super().__init__("rlkernel.patch_trl", "TRL")

@@ -18,7 +18,7 @@ from rlkernel.integrations.vllm import switch
 
 
 class VllmPatch(CountedPatch):
-    """What :func:`patch` returns: undo it, or read what it replaced and which calls went where.
+    """What ``patch`` returns: undo it, or read what it replaced and which calls went where.
 
     Its counts are those of this process.  ``stats(llm)`` asks the worker processes of an engine for theirs.
     """

@@ -40,12 +40,12 @@ __all__ = [
 def record(model: nn.Module, *, deterministic: bool = False) -> Any:
     """Record the experts that the routers of a model of transformers choose inside of a ``with``.
 
-    What the ``with`` gives has ``passes``, the :class:`Routes` of each forward pass, and ``routes``, of all
+    What the ``with`` gives has ``passes``, the ``Routes`` of each forward pass, and ``routes``, of all
     of them; ``replay`` takes it as it is. Nothing else changes: no bit of the outputs and of the gradients.
 
     Args:
         model: of transformers, whatever wraps it (PEFT, DDP, FSDP2).
-        deterministic: as :func:`deterministic`, and recorded.
+        deterministic: as ``deterministic``, and recorded.
 
     Raises:
         ValueError: the model is no mixture of experts, or one whose router is not known.
@@ -76,12 +76,12 @@ def replay(
     is the fraction in common.
 
     Args:
-        model: as for :func:`record`.
-        routes: :class:`Routes` of the tokens of a pass, as the model gets them, padding included (``pad``,
+        model: as for ``record``.
+        routes: ``Routes`` of the tokens of a pass, as the model gets them, padding included (``pad``,
             ``pack``), or what ``record`` gave.
         min_overlap: the least fraction of its experts, in any layer, that the model would choose itself; less
             is an error, with 0 it is not looked at. By default half way between chance and all.
-        deterministic: as :func:`deterministic`, and replayed.
+        deterministic: as ``deterministic``, and replayed.
 
     Raises:
         ValueError: another shape than the model's or the pass's; too small an overlap; a model that
@@ -100,14 +100,14 @@ def replay(
 
 
 def deterministic(model: nn.Module) -> Any:
-    """Inside of a ``with``, routers choose by :func:`top_k`, and :func:`combine` sums what the experts gave.
+    """Inside of a ``with``, routers choose by ``top_k``, and ``combine`` sums what the experts gave.
 
     So a tie goes to the lowest expert, and a token's experts are summed from its first slot to its last, in
     fp32, rounded once: none of both depends on the other tokens. The experts run slot by slot for it. Their
     products are the model's own; whether those depend on the batch is theirs to say.
 
     Raises:
-        ValueError, PatchError: as for :func:`record`.
+        ValueError, PatchError: as for ``record``.
 
     Examples:
         >>> with rlkernel.routing_replay.deterministic(model):

@@ -66,7 +66,7 @@ def from_sglang(
         num_experts: of the model.
         hidden_layers: ``config.num_hidden_layers``, those without a router as well.
         top_k: ``config.num_experts_per_tok``.
-        layers, tokens: as of :func:`from_vllm`.
+        layers, tokens: as of ``from_vllm``.
 
     Raises:
         ValueError: there is no record, its length does not fit, or ids that are no expert's.

@@ -73,7 +73,7 @@ def save(path: str | os.PathLike[str], sequences: Routes | Sequence[Routes]) -> 
 
 
 def load(path: str | os.PathLike[str]) -> list[Routes]:
-    """The sequences of a file of :func:`save`.
+    """The sequences of a file of ``save``.
 
     Raises:
         ValueError: the file is not one, of another version, cut off, or holds ids that are no expert's.
