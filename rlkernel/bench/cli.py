@@ -1,25 +1,43 @@
-"""Command line of ``python -m rlkernel.bench``."""
+"""Command line of ``python -m rlkernel.bench``: what each command of ``options`` does."""
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from rlkernel import dispatch
-from rlkernel.bench import amx, cases, compare, interpreter, plot, predict, readme, render, report
+from rlkernel.bench import (
+    amx,
+    cases,
+    compare,
+    doctor,
+    estimate,
+    interpreter,
+    kept,
+    options,
+    plot,
+    predict,
+    readme,
+    render,
+    report,
+    summary,
+)
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency import command as consistency
 from rlkernel.bench.devices import DEVICES
 from rlkernel.bench.progress import Progress
-from rlkernel.bench.run import Row, Settings, run, steps
+from rlkernel.bench.run import Row, Settings, one, steps
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ("parity", "memory", "speed", "consistency", "compare", "predict", "readme")
 QUICK_SECONDS, CAREFUL_SECONDS = 0.2, 5.0
+DOCTOR_SECONDS = 0.6  # before and after a run
+INTERRUPTED = 130  # the status of a shell whose command Ctrl-C ended
 # what `memory` measures when it is not told: the field's table of group sizes, and memory over N
 MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")}
 
@@ -27,170 +45,177 @@ MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
-        if options.command == "compare":
-            return _compare(options)
-        if options.command == "readme":
-            return _readme(options)
-        if options.command == "predict":
-            return _predict(options)
-        if options.device in DEVICES:
-            raise UsageError(f"--device must be cpu or cuda but for predict, got {options.device}")
-        if options.files:
-            raise UsageError(
-                f"{options.command or 'rlkernel.bench'} must be given no files, got {' '.join(options.files)}"
-            )
-        if options.command == "consistency":
-            return consistency.run(options, arguments)
-        if options.short or options.part:
-            raise UsageError("--short and --part must be given with the command consistency")
-        return _bench(options, arguments)
+        given = options.parse(arguments)
+        return _RUN.get(given.command, _bench)(given, arguments)
     except UsageError as error:
-        parser.print_usage(sys.stderr)
         print(f"rlkernel.bench: {error}", file=sys.stderr)
+        command = options.command_of(arguments)
+        print(
+            f"help: {' '.join([options.PROGRAM, *([command] if command else []), '--help'])}", file=sys.stderr
+        )
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlkernel.bench",
-        description="Parity, memory and speed of every op on every backend here, beside its peers.",
-    )
-    add = parser.add_argument
-    add(
-        "command",
-        nargs="?",
-        choices=COMMANDS,
-        help="one suite, `consistency`, `compare A.json B.json`, `predict`, or `readme`; default: all suites",
-    )
-    add(
-        "files",
-        nargs="*",
-        help="the two reports of compare; reports of a GPU for predict (those of benchmarks/results); "
-        "the files of readme (README.md and docs)",
-    )
-    add("--op", type=_names, default=(), help="ops, separated by commas; default: all")
-    add(
-        "--backend",
-        type=_names,
-        default=(),
-        help=f"of {', '.join(dispatch.BACKENDS)}; default: all that can run",
-    )
-    add("--dtype", type=_names, default=(), help=f"of {', '.join(cases.DTYPES)}")
-    add(
-        "--preset",
-        type=_names,
-        default=(),
-        help="models (llama-3-8b, qwen3-8b, ...) or cases by name; a wrong one lists all",
-    )
-    add("--shape", help="sizes as N=512,V=32000 or 512x32000; with --preset, those that differ from it")
-    add("--peers", type=_names, default=None, help="names, `all` (also those slow to start) or `none`")
-    add(
-        "--device",
-        choices=("cpu", "cuda", *DEVICES),
-        help="default: cuda where there is one; consistency: cpu; predict: the name of a GPU",
-    )
-    add(
-        "--threads",
-        type=int,
-        default=None,
-        help="CPU threads; default: all cores that torch uses, for consistency 1",
-    )
-    add("--seconds", type=float, default=None, help="time spent on the rounds of one pass")
-    add("--json", metavar="FILE", help="write the report; - is standard output, without tables")
-    add("--markdown", metavar="FILE", help="write the tables; - is standard output")
-    add("--plot", metavar="FILE.png", help="draw peak extra memory over the series of `memory`")
-    add(
-        "--gate",
-        type=float,
-        metavar="RATIO",
-        help="exit with 1 unless every peer takes RATIO times as long as we do",
-    )
-    add("--short", action="store_true", help="consistency: tiny models and few pairs, as in CI")
-    add(
-        "--part",
-        type=_names,
-        default=(),
-        help=f"consistency: of {', '.join(consistency.PARTS)}; default: all that can run",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="readme: exit with 1 instead of writing when the tables are not up to date",
-    )
-    return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
-def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def _on_device(given: argparse.Namespace) -> int:
+    """How many threads torch had; ``given.device`` and the threads are set."""
+    given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device must be one that torch finds here, cpu, got cuda")
     threads = torch.get_num_threads()
-    if options.threads is not None:
-        if options.threads < 1:
-            raise UsageError(f"--threads must be >= 1, got {options.threads}")
-        torch.set_num_threads(options.threads)
+    if given.threads is not None:
+        if given.threads < 1:
+            raise UsageError(f"--threads must be >= 1, got {given.threads}")
+        torch.set_num_threads(given.threads)
+    return threads
+
+
+def _bench(given: argparse.Namespace, arguments: list[str]) -> int:
+    threads = _on_device(given)
     try:
-        return _measure(options, arguments)
+        return _measure(given, arguments)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
-    benchmarks = cases.modules(options.op or None)
-    _known("--backend", options.backend, dispatch.BACKENDS)
-    _known("--dtype", options.dtype, cases.DTYPES)
+def _measure(given: argparse.Namespace, arguments: list[str]) -> int:
+    benchmarks = cases.modules(given.op or None)
+    _known("--backend", given.backend, dispatch.BACKENDS)
+    _known("--dtype", given.dtype, cases.DTYPES)
     peers = {peer.name for module in benchmarks.values() for peer in module.PEERS}
-    if options.peers is not None:
-        _known("--peers", options.peers, [*sorted(peers), "all", "none"])
-    chosen = _cases(options, benchmarks)
-    careful = bool(options.command or options.preset or options.shape)
+    if given.peers is not None:
+        _known("--peers", given.peers, [*sorted(peers), "all", "none"])
+    chosen = _cases(given, benchmarks)
+    careful = bool(given.command or given.preset or given.shape)
     settings = Settings(
-        suites=(options.command,) if options.command else cases.SUITES,
-        device=options.device,
-        backends=options.backend,
-        peers=options.peers,
-        seconds=options.seconds or (CAREFUL_SECONDS if careful else QUICK_SECONDS),
+        suites=(given.command,) if given.command else cases.SUITES,
+        device=given.device,
+        backends=given.backend,
+        peers=given.peers,
+        seconds=given.seconds or (CAREFUL_SECONDS if careful else QUICK_SECONDS),
         thorough=careful,
     )
     chosen = [case for case in chosen if set(case.suites) & set(settings.suites)]
     if not chosen:
         raise UsageError(
-            f"--preset must have a case for {', '.join(settings.suites)}, got {', '.join(options.preset)}"
+            f"--preset must have a case for {', '.join(settings.suites)}, got {', '.join(given.preset)}"
         )
-    if options.gate is not None and not any(
+    if given.gate is not None and not any(
         "speed" in set(case.suites) & set(settings.suites) for case in chosen
     ):
-        raise UsageError(f"--gate must have times to judge, got {options.command}: run `speed`")
-    if options.plot and not any(case.axis and "memory" in settings.suites for case in chosen):
-        raise UsageError("--plot must have a memory series to draw, got none: run `memory`")
-    if options.device == "cpu":
+        raise UsageError("--gate must have times to judge, got cases without: run `speed`")
+    if given.plot:
+        plot.pyplot()  # what is missing is said before anything is measured
+    if given.resume and given.json == "-":
+        raise UsageError("--resume must have a report that is a file, got --json -")
+    if given.device == "cpu":
         amx.avoid_broken_amx()
-    interpreted = interpreter.wanted(options, settings, benchmarks)
-    with Progress(steps(chosen, settings) + interpreted) as progress:
-        rows = run(chosen, benchmarks, settings, progress)
-        if interpreted:
-            progress.step("parity of the Triton kernels in the interpreter, on a tiny case")
-            rows += interpreter.rows(list(benchmarks))
-    if options.backend and all(row["skipped"] for row in rows):
+    store = _store(given, arguments, settings)
+    interpreted = interpreter.wanted(given, settings, benchmarks)
+    finished = _run(chosen, benchmarks, settings, store, interpreted)
+    rows = store.rows
+    if given.backend and rows and all(row["skipped"] for row in rows):
         reasons = sorted({f"{row['backend']}: {row['skipped']}" for row in rows})
         raise UsageError("--backend must be able to run a case here, got " + "; ".join(reasons))
-    return _report(options, arguments, rows)
+    status = _report(given, store) if rows else 0
+    return status if finished else INTERRUPTED
 
 
-def _cases(options: argparse.Namespace, benchmarks: dict[str, ModuleType]) -> list[cases.Case]:
+def _store(given: argparse.Namespace, arguments: list[str], settings: Settings) -> kept.Kept:
+    """Where the rows are kept from case to case."""
+    path = None if given.json == "-" else Path(given.json) if given.json else kept.usual_path(ROOT)
+    head = report.header([x for x in arguments if x != "--resume"], given.device)
+    asked = ("op", "dtype", "preset", "shape")
+    head["settings"] = {
+        **{name: _plain(getattr(given, name)) for name in asked},
+        **{name: _plain(value) for name, value in vars(settings).items()},
+    }
+    return kept.Kept(path, head, bool(given.json), given.resume)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _run(
+    chosen: Sequence[cases.Case],
+    benchmarks: dict[str, ModuleType],
+    settings: Settings,
+    store: kept.Kept,
+    interpreted: bool,
+) -> bool:
+    """Measure what the store does not have yet; False where Ctrl-C ended it."""
+    every = dict(zip(kept.keys(chosen), chosen, strict=True))
+    todo = {key: case for key, case in every.items() if key not in store}
+    guesses = {key: estimate.of_case(case, benchmarks[case.op], settings) for key, case in todo.items()}
+    interpreted = interpreted and interpreter.STEP not in store
+    if interpreted:
+        guesses[interpreter.STEP] = estimate.INTERPRETED * len(interpreter.ops(benchmarks))
+    if not guesses:
+        print("rlkernel.bench: the report is complete, nothing is measured again", file=sys.stderr)
+        return True
+    remaining = estimate.Remaining(guesses)
+    timed = "speed" in settings.suites
+    _say_first(len(todo), len(every), remaining(), settings, store)
+    if timed:
+        _look(store, settings, "before", remaining())
+    try:
+        with Progress(steps(todo.values(), settings) + interpreted, remaining=remaining) as progress:
+            for key, case in todo.items():
+                began = time.monotonic()
+                rows = one(case, benchmarks[case.op], settings, progress)
+                _done(store, remaining, key, rows, began)
+            if interpreted:
+                progress.step(interpreter.STEP)
+                began = time.monotonic()
+                _done(store, remaining, interpreter.STEP, interpreter.rows(list(benchmarks)), began)
+    except KeyboardInterrupt:
+        had = len(every) - sum(key not in store for key in every)
+        kept_in = f": the report is in {store.path}, and --resume goes on with it" if store.path else ""
+        _say(f"interrupted after {had} of {len(every)} cases{kept_in}")
+        return False
+    if timed:
+        _look(store, settings, "after", remaining.spent)
+    return True
+
+
+def _done(store: kept.Kept, remaining: estimate.Remaining, key: str, rows: list[Row], began: float) -> None:
+    seconds = time.monotonic() - began
+    remaining.done(key, seconds)
+    store.add(key, rows, seconds)
+
+
+def _say(text: str) -> None:
+    print(f"rlkernel.bench: {text}", file=sys.stderr, flush=True)
+
+
+def _say_first(todo: int, every: int, seconds: float, settings: Settings, store: kept.Kept) -> None:
+    threads = torch.get_num_threads()
+    on = settings.device if settings.device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of a CPU"
+    had = f" of {every}, of which the report has the others," if todo < every else ""
+    _say(f"{todo} cases{had} on {on}: about {estimate.words(seconds)} where nothing else runs")
+    if store.path:
+        _say(f"after every case the report is in {store.path}; --resume goes on with it")
+
+
+def _look(store: kept.Kept, settings: Settings, when: str, seconds: float) -> None:
+    """A look at the machine, short beside a run of so many seconds."""
+    reading = doctor.read(settings.device, min(DOCTOR_SECONDS, seconds / 20))
+    store.noise(when, reading.facts())
+    for problem in doctor.problems(reading) if when == "before" else ():
+        _say(f"this machine is busy: {problem}")
+
+
+def _cases(given: argparse.Namespace, benchmarks: dict[str, ModuleType]) -> list[cases.Case]:
     def select(preset: str | None) -> list[cases.Case]:
-        return cases.select(benchmarks, preset, options.shape, options.dtype, options.device)
+        return cases.select(benchmarks, preset, given.shape, given.dtype, given.device)
 
-    if options.command == "memory" and not options.preset and not options.shape:
+    if given.command == "memory" and not given.preset and not given.shape:
         own = cases.presets(benchmarks)
-        larger = [case for name in MEMORY_PRESETS[options.device] if name in own for case in select(name)]
+        larger = [case for name in MEMORY_PRESETS[given.device] if name in own for case in select(name)]
         return [case for case in select(None) if case.axis is None or not larger] + larger
-    return [case for preset in options.preset or (None,) for case in select(preset)]
+    return [case for preset in given.preset or (None,) for case in select(preset)]
 
 
 def _known(option: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -199,25 +224,36 @@ def _known(option: str, names: Iterable[str], known: Collection[str]) -> None:
             raise UsageError(f"{option} must be of {', '.join(known)}, got {name}")
 
 
-def _report(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
-    head = report.header(arguments, options.device)
-    if options.json:
-        report.save(options.json, head, rows)
-    if options.markdown:
-        report.write(options.markdown, render.markdown(rows, head))
-    if options.plot:
-        plot.save(options.plot, rows)
-    if "-" not in (options.json, options.markdown):
-        render.show(rows, head, sys.stdout)
+def _report(given: argparse.Namespace, store: kept.Kept) -> int:
+    if given.json == "-":
+        report.save("-", store.head, store.rows)
+    _pages(given, store.rows, store.head, quiet="-" in (given.json, given.markdown))
     failures = [
-        f"parity: {r['backend']} {r['op']} {r['case']} {r['dtype']}: {f}" for r in rows for f in r["failures"]
+        f"parity: {r['backend']} {r['op']} {r['case']} {r['dtype']}: {f}"
+        for r in store.rows
+        for f in r["failures"]
     ]
-    return _fail(failures + ([] if options.gate is None else _gate(rows, options.gate)))
+    return _fail(failures + ([] if given.gate is None else _gate(store.rows, given.gate)))
+
+
+def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], quiet: bool = False) -> None:
+    """The tables, the summary that closes them, and the picture."""
+    shown = rows if given.all else summary.without_oracle(rows)
+    if given.markdown:
+        report.write(given.markdown, render.markdown(shown, head))
+    if given.plot:
+        plot.save(given.plot, rows)
+    if quiet:
+        return
+    closing = summary.table(rows)
+    for reading in head.get("noise", ()):
+        closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
+    render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
 
 
 def _fail(failures: list[str]) -> int:
     for failure in failures:
-        print(f"rlkernel.bench: {failure}", file=sys.stderr)
+        _say(failure)
     return 1 if failures else 0
 
 
@@ -233,31 +269,62 @@ def _gate(rows: list[Row], gate: float) -> list[str]:
     ]
 
 
-def _compare(options: argparse.Namespace) -> int:
-    if len(options.files) != 2:
-        raise UsageError(f"compare must be given two reports, got {len(options.files)}")
-    before, after = (report.load(path) for path in options.files)
-    sys.stdout.write(compare.compare(before, after).text())
-    slower = [] if options.gate is None else compare.slower(before, after, options.gate)
-    return _fail([f"gate: {row}, not {options.gate:g}x" for row in slower])
-
-
-def _predict(options: argparse.Namespace) -> int:
-    if options.device not in DEVICES:
-        raise UsageError(f"predict must be given --device of {', '.join(DEVICES)}, got {options.device}")
-    report.write(options.markdown or "-", predict.text(options.device, options.files))
+def _show(given: argparse.Namespace, arguments: list[str]) -> int:
+    paths = given.files or [kept.usual_path(ROOT)]
+    if len(paths) > 1:
+        raise UsageError(f"show must be given one report, got {len(paths)}")
+    stored = report.load(paths[0])
+    if not all({"op", "backend", "pass", "axis"} <= set(row) for row in stored["rows"]) or not stored["rows"]:
+        raise UsageError(f"{paths[0]} must be a report of parity, memory or speed with rows, got another")
+    _pages(given, stored["rows"], stored["header"], quiet=given.markdown == "-")
     return 0
 
 
-def _readme(options: argparse.Namespace) -> int:
+def _doctor(given: argparse.Namespace, arguments: list[str]) -> int:
+    threads = _on_device(given)
+    try:
+        reading = doctor.read(given.device, given.seconds)
+    finally:
+        torch.set_num_threads(threads)
+    sys.stdout.write(doctor.text(reading))
+    return 1 if doctor.problems(reading) else 0
+
+
+def _compare(given: argparse.Namespace, arguments: list[str]) -> int:
+    if len(given.files) != 2:
+        raise UsageError(f"compare must be given two reports, got {len(given.files)}")
+    before, after = (report.load(path) for path in given.files)
+    sys.stdout.write(compare.compare(before, after).text())
+    slower = [] if given.gate is None else compare.slower(before, after, given.gate)
+    return _fail([f"gate: {row}, not {given.gate:g}x" for row in slower])
+
+
+def _predict(given: argparse.Namespace, arguments: list[str]) -> int:
+    if given.device not in DEVICES:
+        raise UsageError(f"predict must be given --device of {', '.join(DEVICES)}, got {given.device}")
+    report.write(given.markdown or "-", predict.text(given.device, given.files))
+    return 0
+
+
+def _readme(given: argparse.Namespace, arguments: list[str]) -> int:
     stale = []
-    for path in map(Path, options.files) if options.files else readme.pages(ROOT):
+    for path in map(Path, given.files) if given.files else readme.pages(ROOT):
         if not path.is_file():
             raise UsageError(f"readme must be given a file that is there, got {os.fspath(path)}")
         before = path.read_text()
         after = readme.fill(before, ROOT / "benchmarks" / "results")
-        if before != after and options.check:
+        if before != after and given.check:
             stale.append(f"the tables of {path.name} are not up to date: run make readme-tables")
         elif before != after:
             path.write_text(after)
     return _fail(stale)
+
+
+_RUN = {
+    "show": _show,
+    "doctor": _doctor,
+    "compare": _compare,
+    "predict": _predict,
+    "readme": _readme,
+    "consistency": consistency.run,
+}

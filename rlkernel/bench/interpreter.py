@@ -20,6 +20,7 @@ from rlkernel.bench.run import Row, Settings
 
 BACKEND = "triton"
 PRESET = "tiny"
+STEP = "parity of the Triton kernels in the interpreter, on a tiny case"
 _LIMIT = 300
 
 
@@ -36,18 +37,19 @@ def wanted(options: Namespace, settings: Settings, benchmarks: Mapping[str, Modu
     """Whether this run shows what the machine has, on a machine that can only interpret Triton."""
     broad = not (options.backend or options.preset or options.shape) and "parity" in settings.suites
     here = settings.device == "cpu" and "TRITON_INTERPRET" not in os.environ
-    return broad and here and works() and bool(_ops(benchmarks))
+    return broad and here and works() and bool(ops(benchmarks))
 
 
-def _ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
+def ops(benchmarks: Mapping[str, ModuleType] | list[str]) -> list[str]:
+    """Those that have a Triton kernel."""
     package = dispatch.BACKENDS.get(BACKEND)
     return [op for op in benchmarks if package and importlib.util.find_spec(f"{package}.{op}") is not None]
 
 
-def rows(ops: list[str]) -> list[Row]:
+def rows(names: list[str]) -> list[Row]:
     """The parity rows of every op that has a Triton kernel; says in the row why there are none."""
     command = [sys.executable, "-m", "rlkernel.bench", "parity", "--preset", PRESET, "--dtype", "float32"]
-    command += ["--peers", "none", "--op", ",".join(_ops(ops)), "--backend", BACKEND, "--json", "-"]
+    command += ["--peers", "none", "--op", ",".join(ops(names)), "--backend", BACKEND, "--json", "-"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
     if done.returncode == 2 or not done.stdout.strip():

@@ -5,7 +5,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -41,6 +41,14 @@ def interleave(
                 continue
             times[name].append(watches.get(name, _cpu_seconds)(calls[name]))
     return times
+
+
+def quartiles(values: Sequence[float]) -> list[float] | None:
+    """What the middle half of ``values`` lies between; None of fewer than three."""
+    if len(values) < 3:
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:

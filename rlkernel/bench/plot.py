@@ -1,40 +1,156 @@
-"""``--plot``: peak extra memory over a series of sizes, one line per implementation."""
+"""``--plot``: time and memory beside the best peer's as bars, or peak extra memory over a series as lines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from rlkernel.bench import summary
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.render import GIB, MIB, series
 from rlkernel.bench.run import Row
+from rlkernel.bench.summary import Best
+
+OURS, PEERS, WORSE = "#1f6f8b", "#c0c4c8", "#c8553d"
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd"}
 
 
-def save(path: str, rows: Sequence[Row]) -> None:
-    """Draw forward+backward memory of the rows' first series into ``path``.
+def pyplot() -> Any:
+    """Matplotlib without a display.
 
     Raises:
-        UsageError: matplotlib is missing.
+        UsageError: it is missing.
     """
-    rows = [row for row in rows if row["axis"] and row["pass"] == "forward+backward"]
     try:
         import matplotlib
 
-        matplotlib.use("Agg")  # a server has no display
-        from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as found
     except ImportError as error:
         raise UsageError(f"--plot must have matplotlib (pip install rlkernel[bench]), got {error}") from error
+    return found
 
+
+def save(path: str, rows: Sequence[Row]) -> None:
+    """Draw what ``rows`` hold into ``path``: bars where something was timed or there is no series.
+
+    Raises:
+        UsageError: matplotlib is missing, or there is nothing to draw, or ``path`` is no picture.
+    """
+    plt = pyplot()
+    staged = [row for row in rows if row["axis"] and row["pass"] == "forward+backward"]
+    if any(row["seconds"] for row in rows) or not staged:
+        figure = bars(plt, rows)
+    else:
+        figure = lines(plt, staged)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot must be a picture that can be written, got {path}: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def bars(plt: Any, rows: Sequence[Row]) -> Any:
+    """One line for every op, case and pass: the best peer's time over ours, and both memories."""
+    found = [each for each in summary.best(rows) if each.ratio is not None or each.peer_bytes is not None]
+    panels: list[Callable[[Any, list[Best]], None]] = []
+    if any(each.ratio is not None for each in found):
+        panels.append(_speed)
+    if any(each.peer_bytes is not None for each in found):
+        panels.append(_memory)
+    if not panels:
+        raise UsageError("--plot must have a case that ran beside a peer, got none")
+    size = (3.2 + 4.2 * len(panels), 1.4 + 0.27 * len(found))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, axis in zip(panels, axes[0], strict=True):
+        panel(axis, found)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+    axes[0][0].set_yticks(range(len(found)), _labels(found), fontsize=8)
+    axes[0][0].set_ylim(len(found) - 0.4, -0.6)  # the first on top
+    return figure
+
+
+def _labels(found: list[Best]) -> list[str]:
+    """The op and the pass; dtype and sizes only where an op has several, or labels would fill the page."""
+    labels = []
+    for each in found:
+        row = each.row
+        same = [other.row for other in found if other.row["op"] == row["op"]]
+        parts = [row["op"]]
+        if len({other["dtype"] for other in same}) > 1:
+            parts.append(DTYPES[row["dtype"]])
+        if len({other["case"] for other in same}) > 1:
+            parts.append(row["case"])
+        labels.append(f"{' '.join(parts)}, {PASSES[row['pass']]}")
+    return labels
+
+
+def _speed(axis: Any, found: list[Best]) -> None:
+    largest = max(each.ratio for each in found if each.ratio is not None)
+    axis.set_xscale("log", base=2)
+    for at, each in enumerate(found):
+        ratio = each.ratio
+        if ratio is None:
+            continue
+        low, high = each.ratio_quartiles or (ratio, ratio)
+        # a bar that begins at 1 and not at the edge: which way it points is what is to be seen
+        axis.barh(at, ratio - 1, left=1, height=0.62, color=OURS if ratio >= 1 else WORSE)
+        axis.plot([low, high], [at, at], color="black", linewidth=1)
+        end = max(ratio, high, 1.0)
+        axis.text(end * 1.04, at, f"{ratio:.2f}x {each.rival}", va="center", fontsize=7)
+    smallest = min(each.ratio for each in found if each.ratio is not None)
+    axis.set_xlim(min(0.9, smallest / 1.15), max(largest, 2.0) * 2.2)  # room for the words beside the bars
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.set_xlabel("time of the best peer / ours (line: middle half of the rounds)", fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
+
+
+def _memory(axis: Any, found: list[Best]) -> None:
+    pairs = [(each.row["peak_extra_bytes"] or 0, each.peer_bytes) for each in found]
+    least = min((size for pair in pairs for size in pair if size), default=MIB)
+    edge = max(2**-10 * MIB, least / 2)  # where an empty bar ends: a logarithm has no 0
+    largest = edge
+    for at, (each, (own, peer)) in enumerate(zip(found, pairs, strict=True)):
+        if peer is None:
+            continue
+        largest = max(largest, own, peer)
+        worse = own > peer
+        axis.barh(at - 0.17, max(own, edge) / MIB, height=0.32, color=WORSE if worse else OURS)
+        axis.barh(at + 0.17, max(peer, edge) / MIB, height=0.32, color=PEERS)
+        words = f"{_amount(own)} / {_amount(peer)} {each.spared}"
+        axis.text(max(own, peer, edge) / MIB * 1.15, at, words, va="center", fontsize=7)
+    axis.set_xscale("log")
+    axis.set_xlim(edge / MIB, max(largest, 10 * edge) / MIB * 20)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_xlabel("peak extra MiB: ours (colour), least of a peer (grey)", fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
+
+
+def _amount(size: int) -> str:
+    return "0" if not size else f"{size / MIB:.2g}" if size < 100 * MIB else f"{size / MIB:.0f}"
+
+
+def lines(plt: Any, rows: Sequence[Row]) -> Any:
+    """Forward+backward memory of the rows' first series."""
     axis = rows[0]["axis"][0]
     rows = [row for row in rows if row["axis"][0] == axis]
-    lines = series(rows)
+    drawn = series(rows)
     points = sorted({row["axis"][1] for row in rows})
-    smallest = min(peak for values in lines.values() for peak, _ in values.values() if peak)
+    smallest = min(peak for values in drawn.values() for peak, _ in values.values() if peak)
     unit, label = (GIB, "GiB") if smallest >= GIB else (MIB, "MiB")
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, values in lines.items():
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, values in drawn.items():
         peaks = {point: peak / unit for point, (peak, _) in sorted(values.items()) if peak}
         style = "o-" if name.startswith("rlkernel") else "s--"
-        drawn = axes.plot(list(peaks), list(peaks.values()), style, label=name)
+        line = axes.plot(list(peaks), list(peaks.values()), style, label=name)
         for point in (point for point in peaks if values[point][1]):  # foreseen, not run
-            colour = drawn[0].get_color()
+            colour = line[0].get_color()
             axes.annotate("out of memory", (point, peaks[point]), color=colour, ha="right", va="bottom")
     scale = rows[0]["scale"]
     if points[-1] > 16 * points[0]:
@@ -50,5 +166,4 @@ def save(path: str, rows: Sequence[Row]) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return figure

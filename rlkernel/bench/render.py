@@ -14,6 +14,7 @@ LEGEND = (
     "peer columns: the peer's time / ours (2.0x: we are twice as fast); floor: least possible time / ours",
 )
 ERROR_LEGEND = "peer columns: the peer's error (in brackets: divided by ours)"
+SPREAD_LEGEND = "spread: half of what the middle half of the rounds lies between, of their median"
 HOST_LEGEND = "ms: of the GPU, its launches queued before; host ms: what Python needs to queue them"
 BEATEN = (
     "floor above 100%: the call did less than the floor counts, or did it faster than the GEMMs and copies "
@@ -109,7 +110,7 @@ def _measured(peak: Peak, gradients: int) -> str:
         return "out of memory" if skipped else ""
     if skipped:
         return f"out of memory ({size / MIB:.0f})"
-    return f"{_mib(size)} ({_mib(max(0, size - gradients))})"
+    return f"{mib(size)} ({mib(max(0, size - gradients))})"
 
 
 def _full_size(peak: Peak, scale: int) -> str:
@@ -148,15 +149,25 @@ def _notes(rows: Iterable[Row]) -> list[str]:
 
 
 def _error(row: Row) -> str:
-    return ("FAILED " if row["failures"] else "") + _scientific(row["error"])
+    return ("FAILED " if row["failures"] else "") + scientific(row["error"])
 
 
-def _scientific(value: float | None) -> str:
+def scientific(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
 def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def spread(quartiles: Sequence[float] | None, median: float | None) -> float | None:
+    """Half of what the middle half lies between, of the median; None where it was not recorded."""
+    return (quartiles[1] - quartiles[0]) / 2 / median if quartiles and median else None
+
+
+def _spread(row: Row) -> str:
+    share = spread(row.get("seconds_quartiles"), row["seconds"])
+    return "" if share is None else f"{share:.0%}"
 
 
 def rate(row: Row) -> str:
@@ -168,7 +179,7 @@ def rate(row: Row) -> str:
     return f"{row['bytes'] / row['seconds'] / 1e9:.3g} GB/s"
 
 
-def _mib(size: int | None) -> str:
+def mib(size: int | None) -> str:
     return "" if size is None else f"{size / MIB:.1f}" if size < 100 * MIB else f"{size / MIB:.0f}"
 
 
@@ -184,7 +195,10 @@ def _legend(rows: Sequence[Row]) -> tuple[str, ...]:
         return ()
     if not any(row["seconds"] for row in rows):
         return LEGEND[0], ERROR_LEGEND
-    return (*LEGEND, HOST_LEGEND) if any(row.get("host_seconds") for row in rows) else LEGEND
+    said = [*LEGEND]
+    said += [SPREAD_LEGEND] if any(row.get("seconds_quartiles") for row in rows) else []
+    said += [HOST_LEGEND] if any(row.get("host_seconds") for row in rows) else []
+    return tuple(said)
 
 
 def _error_ratio(name: str, row: Row) -> str:
@@ -204,12 +218,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "backend": operator.itemgetter("backend"),
     "pass": operator.itemgetter("pass"),
     "error": _error,
-    "torch's": lambda row: _scientific(row["torch_error"]),
+    "torch's": lambda row: scientific(row["torch_error"]),
     "ms": lambda row: milliseconds(row["seconds"]),
+    "spread": _spread,
     "host ms": lambda row: milliseconds(row.get("host_seconds")),
     "rate": rate,
     "floor": lambda row: "" if row["floor_share"] is None else f"{row['floor_share']:.0%}",
-    "extra MiB": lambda row: _mib(row["peak_extra_bytes"]),
+    "extra MiB": lambda row: mib(row["peak_extra_bytes"]),
 }
 
 
@@ -239,27 +254,28 @@ def markdown(rows: Sequence[Row], head: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def text(rows: Sequence[Row], head: dict[str, Any]) -> str:
+def text(rows: Sequence[Row], head: dict[str, Any], closing: Sequence[Table] = ()) -> str:
     """Tables in plain text, aligned, for a pipe or a file."""
     lines = [*provenance(head), ""]
     for table in tables(rows):
         lines += [table.title, table.text()]
-    return "\n".join([*lines, *_legend(rows)]) + "\n"
+    lines += _legend(rows)
+    for table in closing:
+        lines += ["", table.title, table.text().rstrip("\n")]
+    return "\n".join(lines) + "\n"
 
 
-def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
-    """Print the tables: with rich on a terminal where it is installed, else as text."""
+def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO, closing: Sequence[Table] = ()) -> None:
+    """Print the tables, and those that close the page: with rich on a terminal where it is installed."""
     if (rich := _rich(stream)) is None:
-        stream.write(text(rows, head))
+        stream.write(text(rows, head, closing))
         return
     console, new_table = rich
 
     def say(line: str, style: str = "dim") -> None:
         console.print(line, style=style, markup=False, highlight=False)
 
-    for line in provenance(head):
-        say(line)
-    for table in tables(rows):
+    def draw(table: Table) -> None:
         drawn = new_table(title=table.title, title_justify="left")
         for column in table.columns:
             drawn.add_column(column, overflow="fold")
@@ -271,8 +287,15 @@ def show(rows: Sequence[Row], head: dict[str, Any], stream: TextIO) -> None:
             console.print(drawn)
         for note in table.notes:
             say(f"  {note}", style="red" if "FAILED" in note else "dim")
+
+    for line in provenance(head):
+        say(line)
+    for table in tables(rows):
+        draw(table)
     for line in _legend(rows):
         say(line)
+    for table in closing:
+        draw(table)
 
 
 def _rich(stream: TextIO) -> tuple[Any, Any] | None:

@@ -75,8 +75,15 @@ def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
 def write(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
-    else:
+    elif Path(path).exists() and not Path(path).is_file():  # a device is written to, not replaced
         Path(path).write_text(text)
+    else:  # at once or not at all: who is killed while writing has the report of the case before
+        whole = Path(f"{path}.{os.getpid()}.tmp")
+        try:
+            whole.write_text(text)
+            whole.replace(path)
+        finally:
+            whole.unlink(missing_ok=True)
 
 
 def load(path: str | Path) -> dict[str, Any]:

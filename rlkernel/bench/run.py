@@ -87,6 +87,7 @@ class Contender:
             ),
             "errors": {n: {"largest": e.largest, "relative": e.relative} for n, e in errors.items()},
             "seconds": statistics.median(self.seconds[p]) if p in self.seconds else None,
+            "seconds_quartiles": measure.quartiles(self.seconds.get(p, ())),
             "host_seconds": self.host.get(p),
             "peak_extra_bytes": self.peak.get(p, self.peak.get("foreseen")),
         }
@@ -94,29 +95,32 @@ class Contender:
 
 def steps(cases: Iterable[Case], settings: Settings) -> int:
     """How many progress steps ``run`` will make."""
-    return sum(1 + len(_suites(case, settings)) for case in cases)
+    return sum(1 + len(suites_of(case, settings)) for case in cases)
 
 
 def run(
     cases: Iterable[Case], modules: Mapping[str, ModuleType], settings: Settings, progress: Progress
 ) -> list[Row]:
     """Measure every case on every backend and peer; one that cannot run leaves its reason in the row."""
-    rows = []
-    for case in cases:
-        progress.step(f"{case.op} {case.name} {case.dtype}: inputs")
-        with contextlib.ExitStack() as scaled:
-            scaled.enter_context(workspace.limited(case.workspace or workspace.limit()))
-            bench = _Bench(case, modules[case.op], settings)
-            for contender in bench.contenders if case.scale > 1 else ():
-                if contender.peer is not None and contender.peer.shrink is not None:
-                    scaled.enter_context(contender.peer.shrink(case.scale))
-            rows += bench.rows(progress)
-        if settings.device == "cuda":
-            torch.cuda.empty_cache()
+    return [row for case in cases for row in one(case, modules[case.op], settings, progress)]
+
+
+def one(case: Case, module: ModuleType, settings: Settings, progress: Progress) -> list[Row]:
+    """The rows of one case."""
+    progress.step(f"{case.op} {case.name} {case.dtype}: inputs")
+    with contextlib.ExitStack() as scaled:
+        scaled.enter_context(workspace.limited(case.workspace or workspace.limit()))
+        bench = _Bench(case, module, settings)
+        for contender in bench.contenders if case.scale > 1 else ():
+            if contender.peer is not None and contender.peer.shrink is not None:
+                scaled.enter_context(contender.peer.shrink(case.scale))
+        rows = bench.rows(progress)
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
     return rows
 
 
-def _suites(case: Case, settings: Settings) -> list[str]:
+def suites_of(case: Case, settings: Settings) -> list[str]:
     wanted = [suite for suite in settings.suites if suite in case.suites]
     # nothing is timed that was not shown to be right
     return ["parity", *wanted] if "speed" in wanted and "parity" not in wanted else wanted
@@ -142,7 +146,7 @@ class _Bench:
         return [c for c in [*self.backends, *self.peers] if not c.skipped]
 
     def rows(self, progress: Progress) -> list[Row]:
-        suites = _suites(self.case, self.settings)
+        suites = suites_of(self.case, self.settings)
         self._probe()
         for suite in suites:
             progress.step(f"{self.case.op} {self.case.name} {self.case.dtype}: {suite}")
@@ -288,7 +292,7 @@ class _Bench:
             "scale": case.scale,
             "axis": list(case.axis) if case.axis else None,
             "preferred": backend is self._preferred,
-            "peers": {peer.name: self._peer_entry(peer, p) for peer in self.peers},
+            "peers": {peer.name: self._peer_entry(peer, backend, p) for peer in self.peers},
         }
 
     @property
@@ -297,9 +301,14 @@ class _Bench:
         able = {c.name: c for c in self.backends if not c.skipped}
         return next((able[name] for name in dispatch.order(self.case.op) if name in able), None)
 
-    def _peer_entry(self, contender: Contender, p: str) -> dict[str, Any]:
+    def _peer_entry(self, contender: Contender, backend: Contender, p: str) -> dict[str, Any]:
         note = contender.peer.cpu_note if contender.peer and self.settings.device == "cpu" else ""
-        return {**contender.found(p), "bare": contender.bare is not None, "note": note}
+        rounds = zip(
+            contender.seconds.get(p, ()), backend.seconds.get(p, ()), strict=False
+        )  # one may have less
+        ratios = measure.quartiles([peer / own for peer, own in rounds])
+        found = {**contender.found(p), "ratio_quartiles": ratios}
+        return {**found, "bare": contender.bare is not None, "note": note}
 
 
 def _backends(settings: Settings, case: Case) -> list[str]:

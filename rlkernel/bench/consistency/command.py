@@ -18,16 +18,6 @@ PARTS = ("operators", "models", "engines")
 NEEDS = {"models": "transformers", "engines": "vllm"}
 DTYPES = ("float32", "bfloat16", "float16")
 USUAL = ("float32", "bfloat16")
-UNUSED = (
-    "op",
-    "backend",
-    "preset",
-    "shape",
-    "peers",
-    "plot",
-    "gate",
-    "check",
-)  # options of the other commands
 Step = tuple[str, str, Callable[[], dict[str, Any]]]  # the part, what is said of it, and what makes its row
 
 
@@ -57,10 +47,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    given = [*(f"--{name}" for name in UNUSED if getattr(options, name)), *options.files]
-    if given:
-        known = "--short, --part, --dtype, --threads, --seconds, --json and --markdown"
-        raise UsageError(f"consistency must be given {known} alone, got {', '.join(given)}")
     for option, names, possible in (("--part", options.part, PARTS), ("--dtype", options.dtype, DTYPES)):
         for name in names:
             if name not in possible:
