@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -50,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _RUN.get(given.command, _bench)(given, arguments)
     except UsageError as error:
         print(f"rlkernel.bench: {error}", file=sys.stderr)
-        command = options.command_of(arguments)
-        print(
-            f"help: {' '.join([options.PROGRAM, *([command] if command else []), '--help'])}", file=sys.stderr
-        )
+        words = [options.PROGRAM, options.command_of(arguments) or "", "--help"]
+        print(f"help: {' '.join(filter(None, words))}", file=sys.stderr)
         return 2
 
 
@@ -155,6 +152,8 @@ def _run(
     if not guesses:
         print("rlkernel.bench: the report is complete, nothing is measured again", file=sys.stderr)
         return True
+    if todo and settings.peers != ("none",):
+        guesses[next(iter(todo))] += estimate.START
     remaining = estimate.Remaining(guesses)
     timed = "speed" in settings.suites
     _say_first(len(todo), len(every), remaining(), settings, store)
@@ -163,13 +162,14 @@ def _run(
     try:
         with Progress(steps(todo.values(), settings) + interpreted, remaining=remaining) as progress:
             for key, case in todo.items():
-                began = time.monotonic()
+                remaining.begin(key)
                 rows = one(case, benchmarks[case.op], settings, progress)
-                _done(store, remaining, key, rows, began)
+                store.add(key, rows, remaining.done())
             if interpreted:
+                remaining.begin(interpreter.STEP)
                 progress.step(interpreter.STEP)
-                began = time.monotonic()
-                _done(store, remaining, interpreter.STEP, interpreter.rows(list(benchmarks)), began)
+                rows = interpreter.rows(list(benchmarks))
+                store.add(interpreter.STEP, rows, remaining.done())
     except KeyboardInterrupt:
         had = len(every) - sum(key not in store for key in every)
         kept_in = f": the report is in {store.path}, and --resume goes on with it" if store.path else ""
@@ -178,12 +178,6 @@ def _run(
     if timed:
         _look(store, settings, "after", remaining.spent)
     return True
-
-
-def _done(store: kept.Kept, remaining: estimate.Remaining, key: str, rows: list[Row], began: float) -> None:
-    seconds = time.monotonic() - began
-    remaining.done(key, seconds)
-    store.add(key, rows, seconds)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,8 @@
 """How long a run will take: said before it begins, and corrected by what its cases have taken so far."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from rlkernel import dispatch
@@ -15,6 +16,7 @@ _GPU = 50  # times as much
 _CASE = 0.3  # seconds for inputs, peers that are imported and what is tried on a few rows
 _WEIGHED = 0.05  # for one pass of one contender whose memory is tracked
 _CALLS = {"parity": 4.0, "memory": 2.0, "speed": 4.0}  # of each contender; the oracle counts as several
+START = 8.0  # until peers, and what they import, are there
 INTERPRETED = 1.5  # seconds for an op in Triton's interpreter
 
 
@@ -40,19 +42,29 @@ def of_case(case: Case, module: ModuleType, settings: Settings) -> float:
 class Remaining:
     """Seconds that are left, from first guesses by key and what took how long."""
 
-    def __init__(self, guesses: Mapping[str, float]) -> None:
-        self.guesses = dict(guesses)
-        self.guessed = self.spent = 0.0  # of the cases that are done
+    def __init__(self, guesses: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
+        self.guesses, self._clock = dict(guesses), clock
+        self.guessed = self.spent = 0.0  # of what is done
+        self._running, self._began = "", 0.0
 
     def __call__(self) -> float:
         # a few seconds of the guess itself keep the first, short cases from having all the say
         share = (self.spent + 5.0) / (self.guessed + 5.0)
-        return sum(self.guesses.values()) * share
+        gone = self._clock() - self._began if self._running else 0.0
+        running = max(0.0, self.guesses.get(self._running, 0.0) * share - gone)
+        others = sum(guess for key, guess in self.guesses.items() if key != self._running)
+        return running + others * share
 
-    def done(self, key: str, seconds: float) -> None:
-        """``key`` took so long."""
-        self.guessed += self.guesses.pop(key)
+    def begin(self, key: str) -> None:
+        self._running, self._began = key, self._clock()
+
+    def done(self) -> float:
+        """How long took what began last."""
+        seconds = self._clock() - self._began
+        self.guessed += self.guesses.pop(self._running)
         self.spent += seconds
+        self._running = ""
+        return seconds
 
 
 def words(seconds: float) -> str:

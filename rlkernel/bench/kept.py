@@ -1,6 +1,7 @@
 """A report that is on disk after every case: a run that ends early keeps it, ``--resume`` goes on with it."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def usual_path(root: Path) -> Path:
     return Path(cache) / "rlkernel" / "bench.json"
 
 
-def keys(cases: list[Case]) -> list[str]:
+def keys(cases: Iterable[Case]) -> list[str]:
     """A name for each case: its own, and a number where another of the run has the same."""
     found: list[str] = []
     seen: dict[str, int] = {}

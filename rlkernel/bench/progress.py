@@ -1,4 +1,4 @@
-"""Says what is being measured and how long it will take yet: a bar with rich on a terminal, else plain lines."""
+"""Says what is being measured and how long it will take yet: a bar with rich on a terminal, else lines."""
 
 import sys
 import time

@@ -9,10 +9,7 @@ from rlkernel.bench.render import Table
 from rlkernel.bench.run import Row
 
 ORACLE = "reference"
-LEGEND = (
-    "peer's time / ours: of the best peer that ran (2.0x: we are twice as fast); least of a peer: its extra MiB; "
-    "a range is that of several cases",
-)
+LEGEND = "a range: of several cases; spread: the widest, of ratios or times; torch's: error of plain PyTorch"
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def table(rows: Sequence[Row]) -> Table:
     cells = {name: [cell(group) for group in groups.values()] for name, cell in COLUMNS.items()}
     shown = {name: column for name, column in cells.items() if any(column)}
     lines = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table("summary", list(shown), lines, _notes(rows))
+    return Table("summary", list(shown), lines, [*_notes(rows), LEGEND])
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -107,7 +104,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _range(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+def _range(values: Iterable[float | None], form: Callable[[Any], str]) -> str:
     known = sorted(value for value in values if value is not None)
     if not known:
         return ""
