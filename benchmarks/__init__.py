@@ -26,4 +26,6 @@ and, where tensors are not [rows, ...] of the sizes, or there is more to say,
 """
 
 if __name__ != "rlkernel.benchmarks":
-    raise ImportError("import rlkernel.benchmarks, not benchmarks")
+    raise ImportError(
+        "import rlkernel.benchmarks, not benchmarks; for pytest the files are rlkernel/benchmarks/<op>.py"
+    )

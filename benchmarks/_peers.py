@@ -13,9 +13,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import rlkernel
 from rlkernel.bench import parity
 from rlkernel.bench.cases import Case
-from rlkernel.bench.run import Contender
+from rlkernel.bench.run import PASSES, Contender
 
 
 def module(path: str) -> ModuleType:
@@ -254,12 +255,20 @@ def parametrize(metafunc: Any, cases: list[Case], names: tuple[str, ...]) -> Non
 
 
 def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: str) -> None:
-    """Time ``name`` ("rlkernel" or a peer) on ``case``; skipped with the reason where it cannot run."""
+    """Time ``name`` ("rlkernel" or a peer) on ``case``; skipped with the reason where it cannot run.
+
+    On the GPU where there is one: a call then ends when the GPU is done, so that what Python takes counts too
+    (``rlkernel.bench`` times the GPU alone).
+    """
     import pytest  # rlkernel.bench runs without it
+    import torch
 
     own = importlib.import_module(f"rlkernel.benchmarks.{op}")
     case = case.replace(op=op, gradients=case.gradients or own.GRADIENTS)
-    inputs = parity.make_inputs(own, case, "cpu")
+    if backward and not case.gradients:
+        pytest.skip(f"{op} has no gradient")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = parity.make_inputs(own, case, device)
     grads = parity.upstream(own, case, inputs)
     if name == "rlkernel":
         contender = Contender(name, parity.ours(own, op, "auto"))
@@ -269,4 +278,23 @@ def pytest_benchmark(benchmark: Any, op: str, case: Case, backward: bool, name: 
             contender = Contender(name, peer.load(), peer)
         except ImportError as error:
             pytest.skip(str(error))
-    benchmark(contender.step(inputs, case, grads, backward))
+    step = contender.step(inputs, case, grads, backward)
+
+    def finished() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    timed = step if device == "cpu" else finished
+    try:
+        timed()  # the first call compiles and allocates
+    except NotImplementedError as error:
+        pytest.skip(f"{name}: {error}")
+    direction = PASSES[backward]
+    benchmark.group = f"{op} {case.name} {case.dtype} {direction}"  # contenders stand beside each other
+    benchmark.extra_info.update(
+        op=op, name=name, sizes=dict(case.sizes), dtype=case.dtype, device=device,
+        bytes=own.bytes_moved(case, backward), flops=own.flops(case, backward), **{"pass": direction},
+    )  # fmt: skip
+    if name == "rlkernel":
+        benchmark.extra_info["backend"] = rlkernel.last_backend(op)
+    benchmark(timed)

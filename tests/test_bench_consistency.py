@@ -111,7 +111,7 @@ ERRORS = {
     "--dtype must be of float32, bfloat16, float16, got float64": ["--dtype", "float64"],
     "--threads must be >= 1, got 0": ["--threads", "0"],
     "--device must be cpu for consistency, got cuda": ["--device", "cuda"],
-    "alone, got --op, --gate": ["--op", "gae", "--gate", "1"],
+    "alone, got --op gae --gate 1": ["--op", "gae", "--gate", "1"],
 }
 
 

@@ -152,7 +152,7 @@ def _run(
     if not guesses:
         print("rlkernel.bench: the report is complete, nothing is measured again", file=sys.stderr)
         return True
-    if todo and settings.peers != ("none",):
+    if todo and (settings.peers is None or set(settings.peers) - {"torch", "none"}):
         guesses[next(iter(todo))] += estimate.START
     remaining = estimate.Remaining(guesses)
     timed = "speed" in settings.suites
@@ -188,7 +188,8 @@ def _say_first(todo: int, every: int, seconds: float, settings: Settings, store:
     threads = torch.get_num_threads()
     on = settings.device if settings.device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of a CPU"
     had = f" of {every}, of which the report has the others," if todo < every else ""
-    _say(f"{todo} cases{had} on {on}: about {estimate.words(seconds)} where nothing else runs")
+    plural = "" if todo == 1 else "s"
+    _say(f"{todo} case{plural}{had} on {on}: about {estimate.words(seconds)} where nothing else runs")
     if store.path:
         _say(f"after every case the report is in {store.path}; --resume goes on with it")
 
