@@ -275,17 +275,6 @@ def _inputs(case):
     return inputs, case, parity.upstream(module, case, inputs)
 
 
-@pytest.mark.slow
-def test_benchmarks_run_under_pytest_benchmark():
-    pytest.importorskip("pytest_benchmark")
-    root = cli.ROOT
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
-    command += ["rlkernel/benchmarks/logprob.py", "-k", "torch and float32"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
-
-
 def test_benchmark_files_need_no_pytest():
     """`python -m rlkernel.bench` works where pytest is not installed."""
     code = (

@@ -54,23 +54,15 @@ def second_case(monkeypatch):
 # a run that ends early
 
 
-@pytest.mark.parametrize("end", [Killed(), KeyboardInterrupt()], ids=["killed", "Ctrl-C"])
-def test_an_interrupted_run_keeps_its_report_and_resume_goes_on(end, second_case, tmp_path, capsys):
+def test_a_killed_run_keeps_its_report_and_resume_goes_on(second_case, tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = [*TWO, "--json", str(path)]
-    began = second_case(end)
-    if isinstance(end, Killed):
-        with pytest.raises(Killed):
-            cli.main(arguments)
-    else:
-        assert cli.main(arguments) == cli.INTERRUPTED
-        said = capsys.readouterr()
-        assert "interrupted after 1 of 2 cases" in said.err and "--resume goes on" in said.err
-        assert "summary" in said.out and "bfloat16" not in said.out  # what it has is shown
+    began = second_case(Killed())
+    with pytest.raises(Killed):
+        cli.main(arguments)
     assert began == ["float32", "bfloat16"]
-    stored = report.load(path)
-    assert {row["dtype"] for row in stored["rows"]} == {"float32"} and len(stored["rows"]) == 4
-    first = stored["rows"]
+    first = report.load(path)["rows"]
+    assert {row["dtype"] for row in first} == {"float32"} and len(first) == 4
 
     began.clear()
     second_case(None)
@@ -88,13 +80,18 @@ def test_an_interrupted_run_keeps_its_report_and_resume_goes_on(end, second_case
     assert "--resume must go on with a report of the same settings" in capsys.readouterr().err
 
 
-def test_a_run_that_names_no_file_keeps_its_report_too(second_case, tmp_path, monkeypatch, capsys):
+def test_a_run_that_names_no_file_keeps_its_report_when_interrupted(
+    second_case, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     second_case(KeyboardInterrupt())
-    cli.main(TWO)
+    assert cli.main(TWO) == cli.INTERRUPTED
+    said = capsys.readouterr()
+    assert "interrupted after 1 of 2 cases" in said.err and "--resume goes on" in said.err
+    assert "\nsummary\n" in said.out and "bfloat16" not in said.out  # what it has is shown
     path = kept.usual_path(tmp_path)
-    assert path == tmp_path / "cache" / "rlkernel" / "bench.json" and str(path) in capsys.readouterr().err
+    assert path == tmp_path / "cache" / "rlkernel" / "bench.json" and str(path) in said.err
     assert len(report.load(path)["rows"]) == 4
     assert cli.main(["show", "--all"]) == 0 and " reference " in capsys.readouterr().out
     assert cli.main(["show"]) == 0 and " reference " not in capsys.readouterr().out
@@ -126,7 +123,7 @@ def planted_row(backend, seconds, peers, **other):
     row = {"op": "logprob", "case": "N=4", "dtype": "float32", "pass": "forward", "backend": backend}
     row |= {"axis": None, "skipped": "", "failures": [], "preferred": backend == "native", "error": 1e-6}
     row |= {"torch_error": 2e-6, "peak_extra_bytes": 2**20, "seconds": seconds, "flops": 0, "bytes": 8}
-    row |= {"seconds_quartiles": [0.9 * seconds, 1.1 * seconds], "floor_share": None}
+    row |= {"seconds_quartiles": seconds and [0.9 * seconds, 1.1 * seconds], "floor_share": None}
     peer = {"skipped": "", "bare": False, "note": "", "error": 3e-6}
     row["peers"] = {
         name: {**peer, "seconds": time, "peak_extra_bytes": size, "ratio_quartiles": [1.8, 2.4], **more}
@@ -148,6 +145,7 @@ def test_the_summary_has_the_numbers_of_the_report():
         planted_row("native", 0.002, PEERS),
         planted_row("reference", 0.001, PEERS),  # an oracle, not what a user gets
         planted_row("triton", 0.0015, PEERS, preferred=False),
+        planted_row("triton (interpreter)", None, {}, preferred=False, case="N=3", error=1.0),
         planted_row("native", 0.001, PEERS, failures=["logprobs: wrong"], case="N=5"),
     ]
     table = summary.table(rows)
@@ -354,15 +352,15 @@ def test_pytest_benchmark_writes_its_json(tmp_path):
     pytest.importorskip("pytest_benchmark")
     path = tmp_path / "times.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "rlkernel/benchmarks/gae.py"]
-    command += ["-k", "rlkernel or torch", "--benchmark-max-time", "0.001", "--benchmark-min-rounds", "1"]
+    command += ["-k", "not trl and not verl", "--benchmark-max-time", "0.001", "--benchmark-min-rounds", "1"]
     done = subprocess.run(
         [*command, "--benchmark-json", str(path)], cwd=cli.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())["benchmarks"]
-    assert len(found) >= 4
+    assert len(found) == 2  # without a gradient there is one pass
     for each in found:
         extra = each["extra_info"]
         assert extra["op"] == "gae" and extra["sizes"] == {"B": 32, "L": 512} and each["stats"]["median"] > 0
-        assert each["group"] == f"gae B=32 L=512 float32 {extra['pass']}"
-    assert {each["extra_info"].get("backend") for each in found} >= {"native", None}
+        assert each["group"] == "gae B=32 L=512 float32 forward"
+    assert {each["extra_info"].get("backend") for each in found} == {"native", None}

@@ -136,9 +136,9 @@ def test_the_newest_measurement_counts():
     ("arguments", "message"),
     [
         (["predict"], "predict must be given --device of a100, h100, h200, b200, mi300x, mi250x, got None"),
-        (["predict", "--device", "cuda"], "predict must be given --device of a100, .*, got cuda"),
+        (["predict", "--device", "cuda"], "--device must be of a100, .*, got cuda"),
         (["predict", "nothing.json", "--device", "h100"], "nothing.json must be a report"),
-        (["speed", "--device", "h100"], "--device must be cpu or cuda but for predict, got h100"),
+        (["speed", "--device", "h100"], "--device must be of cpu, cuda, got h100"),
     ],
 )
 def test_usage(arguments, message, capsys):

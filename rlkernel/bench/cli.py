@@ -61,8 +61,6 @@ def _on_device(given: argparse.Namespace) -> int:
         raise UsageError("--device must be one that torch finds here, cpu, got cuda")
     threads = torch.get_num_threads()
     if given.threads is not None:
-        if given.threads < 1:
-            raise UsageError(f"--threads must be >= 1, got {given.threads}")
         torch.set_num_threads(given.threads)
     return threads
 
@@ -237,13 +235,19 @@ def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], qui
     if given.markdown:
         report.write(given.markdown, render.markdown(shown, head))
     if given.plot:
-        plot.save(given.plot, rows)
+        plot.save(given.plot, rows, _title(head))
     if quiet:
         return
     closing = summary.table(rows)
     for reading in head.get("noise", ()):
         closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
     render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
+
+
+def _title(head: dict[str, Any]) -> str:
+    gpu = head["machine"].get("cuda:0") if head["device"] == "cuda" else None
+    threads = f"{head['machine']['cpu']}, {head['threads']} thread{'s' * (head['threads'] > 1)}"
+    return f"{gpu or threads}; rlkernel {head['commit']}, {head['date']}"
 
 
 def _fail(failures: list[str]) -> int:

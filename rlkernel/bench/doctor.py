@@ -19,7 +19,7 @@ from rlkernel.bench import measure
 SPREAD = 0.05  # half of what the middle half of the rounds lies between, of the median
 SLOWER = 1.15  # the median over the fastest round
 WAITED = 0.05  # share of the time of one thread that it had no core
-OTHERS = 0.15  # cores that others kept busy, of each of ours
+OTHERS = 0.25, 0.05  # cores that other processes kept busy: of any machine, and of each core of a large one
 STOLEN = 0.02  # share of the time that a hypervisor gave to others
 FOREIGN = 2**30  # bytes of a GPU's memory that other processes hold
 
@@ -59,10 +59,10 @@ def problems(reading: Reading) -> list[str]:
             found.append(f"{name} took {ratio:.2f} times its fastest round, more than {SLOWER:g}")
     if reading.waited > WAITED:
         found.append(f"one thread waited for a core {reading.waited:.0%} of the time, more than {WAITED:.0%}")
-    if reading.others is not None and reading.others > OTHERS * reading.cores:
-        limit = OTHERS * reading.cores
+    limit = max(OTHERS[0], OTHERS[1] * reading.cores)
+    if reading.others is not None and reading.others > limit:
         found.append(
-            f"other processes kept {reading.others:.1f} of {reading.cores} cores busy, more than {limit:.1f}"
+            f"other processes kept {reading.others:.1f} of {reading.cores} cores busy, more than {limit:.2g}"
         )
     if reading.stolen is not None and reading.stolen > STOLEN:
         found.append(f"the hypervisor took {reading.stolen:.0%} of the time, more than {STOLEN:.0%}")

@@ -10,13 +10,14 @@ from rlkernel.bench.cases import Case
 from rlkernel.bench.run import PASSES, Settings, suites_of
 
 # What a core of a server does, roughly: it is for a first guess, which the first cases correct.
-_ELEMENTS = 4e8  # of a temporary of plain PyTorch, forward and backward, a second
-_FLOPS = 5e10
+_ELEMENTS = 1e9  # of a temporary of plain PyTorch, forward and backward, a second
+_FLOPS = 1e11
 _GPU = 50  # times as much
 _CASE = 0.3  # seconds for inputs, peers that are imported and what is tried on a few rows
 _WEIGHED = 0.05  # for one pass of one contender whose memory is tracked
 _CALLS = {"parity": 4.0, "memory": 2.0, "speed": 4.0}  # of each contender; the oracle counts as several
 START = 8.0  # until peers, and what they import, are there
+ON_CPU = ("native", "reference")  # the others ask for a GPU
 INTERPRETED = 1.5  # seconds for an op in Triton's interpreter
 
 
@@ -25,7 +26,11 @@ def of_case(case: Case, module: ModuleType, settings: Settings) -> float:
     faster = _GPU if settings.device == "cuda" else 1
     elements = module.row_elements(case) * case.rows
     call = (elements / _ELEMENTS + module.flops(case, True) / _FLOPS) / faster
-    backends = settings.backends or [name for name in dispatch.BACKENDS if dispatch.has(name, case.op)]
+    backends = settings.backends or [
+        name
+        for name in (ON_CPU if settings.device == "cpu" else dispatch.BACKENDS)
+        if dispatch.has(name, case.op) and not (case.axis and name == "reference")
+    ]
     peers = case.peers or settings.peers or [peer.name for peer in module.PEERS if not peer.on_request]
     contenders = len(backends) + len(peers)
     passes = len(PASSES) if case.gradients else 1
@@ -35,7 +40,7 @@ def of_case(case: Case, module: ModuleType, settings: Settings) -> float:
         if suite == "memory":
             total += contenders * passes * _WEIGHED
         if suite == "speed":
-            total += passes * settings.seconds + (1.0 if module.gemm(case) else 0.1)  # the floor's GEMMs
+            total += passes * settings.seconds + (0.8 if module.gemm(case) else 0.1)  # the floor's GEMMs
     return total
 
 

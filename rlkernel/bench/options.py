@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from rlkernel import dispatch
 from rlkernel.bench import cases
@@ -26,7 +27,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str):  # type: ignore[no-untyped-def]
-        raise UsageError(message.removeprefix("argument "))
+        # of a type that is below: "argument --device: must be of cpu, cuda, got x"
+        raise UsageError(message.removeprefix("argument ").replace(": must be ", " must be ", 1))
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -51,8 +53,31 @@ def _positive(text: str, what: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
+    return value
+
+
+def _one_of(*known: str) -> Callable[[str], str]:
+    def chosen(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {text}")
+        return text
+
+    return chosen
+
+
+def _device(parser: Parser, text: str = "default: cuda where there is one") -> None:
+    parser.add_argument("--device", type=_one_of("cpu", "cuda"), metavar="{cpu,cuda}", help=text)
+
+
 def _threads(parser: Parser, usual: str) -> None:
-    parser.add_argument("--threads", type=int, help=f"CPU threads; default: {usual}")
+    parser.add_argument("--threads", type=_count, metavar="N", help=f"CPU threads; default: {usual}")
 
 
 def _measuring(parser: Parser, plot: str | None) -> None:
@@ -65,7 +90,7 @@ def _measuring(parser: Parser, plot: str | None) -> None:
     add("--preset", type=names, default=(), help=presets)
     add("--shape", help="sizes as N=512,V=32000 or 512x32000; with --preset, those that differ from it")
     add("--peers", type=names, help="names, `all` (also those slow to start) or `none`")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    _device(parser)
     _threads(parser, "all cores that torch uses")
     add("--seconds", type=_seconds, help="time spent on the rounds of one pass")
     kept = "write the report, after every case; - is standard output at the end, without tables"
@@ -111,7 +136,7 @@ def _consistency(parser: Parser) -> None:
     parts = f"of {', '.join(consistency.PARTS)}; default: all that can run"
     add("--part", type=names, default=(), help=parts)
     add("--dtype", type=names, default=(), help=f"of {', '.join(consistency.DTYPES)}")
-    add("--device", choices=("cpu", "cuda"), help="cpu, the default; attention is not served on cuda")
+    _device(parser, "cpu, the default; attention is not served on cuda")
     _threads(parser, "1")
     add("--seconds", type=_seconds, help="time spent on the pairs of one measurement")
     add("--json", metavar="FILE", help="write the report; - is standard output, without tables")
@@ -136,13 +161,13 @@ def _predict(parser: Parser) -> None:
     add = parser.add_argument
     reports = "reports of a GPU to compare with; default: those of benchmarks/results"
     add("files", nargs="*", metavar="REPORT.json", help=reports)
-    add("--device", choices=tuple(DEVICES), help="the GPU")
+    add("--device", type=_one_of(*DEVICES), metavar="GPU", help=f"of {', '.join(DEVICES)}")
     add("--markdown", metavar="FILE", help="write the tables; - is standard output, the default")
 
 
 def _doctor(parser: Parser) -> None:
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    _device(parser)
     _threads(parser, "all cores that torch uses")
     add("--seconds", type=_seconds, default=3.0, help="how long to look; default: 3")
 
@@ -204,12 +229,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The command, which is the first word that is no option nor its value, and the other arguments."""
-    valued = {
-        option: action.nargs != 0
-        for command in COMMANDS
-        for action in parser(command)._actions
-        for option in action.option_strings
-    }
+    valued = _valued()
     at = 0
     while at < len(arguments):
         word = arguments[at]
@@ -220,6 +240,17 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
             return word, [*arguments[:at], *arguments[at + 1 :]]
         at += 2 if valued.get(word, False) else 1  # --option=value is one word
     return None, list(arguments)
+
+
+@cache
+def _valued() -> dict[str, bool]:
+    """Whether the next word is the value of an option; of two commands one name means one thing."""
+    return {
+        option: action.nargs != 0
+        for command in COMMANDS
+        for action in parser(command)._actions
+        for option in action.option_strings
+    }
 
 
 def command_of(arguments: Sequence[str]) -> str | None:

@@ -30,7 +30,7 @@ def pyplot() -> Any:
     return found
 
 
-def save(path: str, rows: Sequence[Row]) -> None:
+def save(path: str, rows: Sequence[Row], title: str = "") -> None:
     """Draw what ``rows`` hold into ``path``: bars where something was timed or there is no series.
 
     Raises:
@@ -40,6 +40,7 @@ def save(path: str, rows: Sequence[Row]) -> None:
     staged = [row for row in rows if row["axis"] and row["pass"] == "forward+backward"]
     if any(row["seconds"] for row in rows) or not staged:
         figure = bars(plt, rows)
+        figure.suptitle(title, fontsize=9)
     else:
         figure = lines(plt, staged)
     try:
@@ -91,6 +92,8 @@ def _labels(found: list[Best]) -> list[str]:
 
 
 def _speed(axis: Any, found: list[Best]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     largest = max(each.ratio for each in found if each.ratio is not None)
     axis.set_xscale("log", base=2)
     for at, each in enumerate(found):
@@ -106,7 +109,9 @@ def _speed(axis: Any, found: list[Best]) -> None:
     smallest = min(each.ratio for each in found if each.ratio is not None)
     axis.set_xlim(min(0.9, smallest / 1.15), max(largest, 2.0) * 2.2)  # room for the words beside the bars
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x" if value >= 1 else f"1/{1 / value:g}x")
     axis.set_xlabel("time of the best peer / ours (line: middle half of the rounds)", fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
 
@@ -120,7 +125,7 @@ def _memory(axis: Any, found: list[Best]) -> None:
         if peer is None:
             continue
         largest = max(largest, own, peer)
-        worse = own > peer
+        worse = own > 1.02 * peer  # not the rounding of a block
         axis.barh(at - 0.17, max(own, edge) / MIB, height=0.32, color=WORSE if worse else OURS)
         axis.barh(at + 0.17, max(peer, edge) / MIB, height=0.32, color=PEERS)
         words = f"{_amount(own)} / {_amount(peer)} {each.spared}"

@@ -46,6 +46,11 @@ def without_oracle(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["backend"] != ORACLE or _call(row) not in run]
 
 
+def _interpreted(row: Row) -> bool:
+    """A kernel of Triton on a CPU, of which parity alone is known, on a case that is its own."""
+    return row["backend"].endswith("(interpreter)")
+
+
 def _call(row: Row) -> tuple[Any, ...]:
     return row["op"], row["case"], row["dtype"], row["pass"]
 
@@ -53,6 +58,8 @@ def _call(row: Row) -> tuple[Any, ...]:
 def best(rows: Sequence[Row]) -> list[Best]:
     """One for every op, case, dtype and pass that ran, in the order of the rows; series are left out."""
     able = [row for row in rows if row["axis"] is None and not row["skipped"] and not row["failures"]]
+    here = {row["op"] for row in able if not _interpreted(row)}
+    able = [row for row in able if not (_interpreted(row) and row["op"] in here)]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in without_oracle(able):
         groups.setdefault(_call(row), []).append(row)
@@ -99,7 +106,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         for each, ratio in slower:
             notes.append(f"slower: {each.label} {each.row['pass']}: {ratio:.2f}x of {each.rival}")
     for each in found:
-        if each.row["seconds"] and not each.row["preferred"] and " (" not in each.row["backend"]:
+        if each.row["seconds"] and not each.row["preferred"]:
             notes.append(f"not what a call takes by itself: {each.row['backend']} for {each.label}")
     return notes
 

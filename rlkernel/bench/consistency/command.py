@@ -53,8 +53,6 @@ def _check(options: argparse.Namespace) -> None:
                 raise UsageError(f"{option} must be of {', '.join(possible)}, got {name}")
     if options.device == "cuda":
         raise UsageError("--device must be cpu for consistency, got cuda: attention is not served there")
-    if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads must be >= 1, got {options.threads}")
     for wanted in options.part:
         if not _able(wanted):
             raise UsageError(f"--part {wanted} must have {NEEDS[wanted]} installed, got none")
