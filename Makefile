@@ -65,7 +65,7 @@ run-trl-vllm: $(DONE)/build $(DONE)/trl-vllm
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 ifeq ($(ARGS),)
-	@echo "make: the benchmark, then GRPO training before and after, about a minute more: 4 minutes at most on 2 quiet cores"
+	@echo "make: the benchmark, then GRPO training before and after, a minute or two more: 4 minutes at most on 2 quiet cores"
 	@$(PY) -m rlkernel.bench
 	@if $(PY) -m pip show -q trl 2>/dev/null; then $(PY) examples/grpo_arithmetic.py --short; \
 	else echo "make: examples/grpo_arithmetic.py needs TRL, which needs Python 3.11 or newer"; fi

@@ -151,16 +151,22 @@ def test_the_summary_has_the_numbers_of_the_report():
     table = summary.table(rows)
     (cells,) = (dict(zip(table.columns, line, strict=True)) for line in table.rows)
     assert cells == {
-        "op": "logprob", "pass": "forward", "best backend": "triton", "ms": "1.5", "best peer": "trl",
-        "peer's time / ours": "2.00x", "spread": "15%", "extra MiB": "1.0", "least of a peer": "3.0",
+        "op": "logprob", "pass": "fwd", "backend": "triton", "ms": "1.5", "best peer": "trl",
+        "peer/ours": "2.00x", "spread": "15%", "MiB": "1.0", "peer MiB": "3.0",
         "error": "1.0e-06", "torch's": "2.0e-06",
     }  # fmt: skip
     notes = "\n".join(table.notes)
     assert "PARITY FAILED: native logprob N=5 float32: logprobs: wrong" in notes
-    assert "faster than the best peer in 1 of 1" in notes and "takes by itself: triton" in notes
-    rows = [planted_row("native", 0.006, PEERS), planted_row("native", 0.002, PEERS, dtype="bfloat16")]
+    assert "faster than the best peer in 1 of 1 cases" in notes and "takes by itself: triton" in notes
+    slow = {"trl": (0.003, 2**20, {"ratio_quartiles": [0.4, 0.9]})}
+    close = {"trl": (0.003, 2**20, {"ratio_quartiles": [0.9, 1.6]})}
+    rows = [planted_row("native", 0.006, slow), planted_row("native", 0.002, close, dtype="bfloat16")]
     table = summary.table(rows)
-    assert table.rows[0][table.columns.index("peer's time / ours")] == "0.50x - 1.50x"
+    assert (
+        "than the best peer in 0 of 2 cases and passes, slower in 1, within the spread of it in 1"
+        in table.notes[0]
+    )
+    assert table.rows[0][table.columns.index("peer/ours")] == "0.50x-1.50x"
     assert "slower: logprob N=4 float32 forward: 0.50x of trl" in table.notes
 
 
@@ -179,7 +185,11 @@ def test_a_run_closes_with_the_summary_of_its_report(tmp_path, capsys):
         low, high = row["seconds_quartiles"]
         assert low <= row["seconds"] <= high
         peer = row["peers"]["torch"]
-        (line,) = (x for x in closing.splitlines() if re.match(rf"  logprob +{re.escape(row['pass'])} ", x))
+        (line,) = (
+            x
+            for x in closing.splitlines()
+            if re.match(rf"  logprob +{re.escape(summary.PASSES[row['pass']])} ", x)
+        )
         for text in (
             render.milliseconds(row["seconds"]),
             f"{peer['seconds'] / row['seconds']:.2f}x",

@@ -11,7 +11,6 @@ from rlkernel.bench.summary import Best
 
 OURS, PEERS, WORSE = "#1f6f8b", "#c0c4c8", "#c8553d"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd"}
 
 
 def pyplot() -> Any:
@@ -87,7 +86,7 @@ def _labels(found: list[Best]) -> list[str]:
             parts.append(DTYPES[row["dtype"]])
         if len({other["case"] for other in same}) > 1:
             parts.append(row["case"])
-        labels.append(f"{' '.join(parts)}, {PASSES[row['pass']]}")
+        labels.append(f"{' '.join(parts)}, {summary.PASSES[row['pass']]}")
     return labels
 
 

@@ -9,7 +9,12 @@ from rlkernel.bench.render import Table
 from rlkernel.bench.run import Row
 
 ORACLE = "reference"
-LEGEND = "a range: of several cases; spread: the widest, of ratios or times; torch's: error of plain PyTorch"
+PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd"}
+LEGEND = (
+    "peer/ours: time of the best peer over ours; MiB: peak extra memory, and the least of a peer; "
+    "torch's: error of plain PyTorch",
+    "a range is that of several cases; spread: the widest, of the ratios or else of our times",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,13 @@ class Best:
     def ratio_quartiles(self) -> list[float] | None:
         """What the middle half of the rounds says of the ratio, where it was recorded."""
         return None if self.rival is None else self.row["peers"][self.rival].get("ratio_quartiles")
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """What the ratio is known to lie between; what straddles 1 is neither faster nor slower."""
+        ratio = self.ratio or 0.0
+        low, high = self.ratio_quartiles or (ratio, ratio)
+        return min(low, ratio), max(high, ratio)
 
     @property
     def peer_bytes(self) -> int | None:
@@ -87,7 +99,7 @@ def table(rows: Sequence[Row]) -> Table:
     cells = {name: [cell(group) for group in groups.values()] for name, cell in COLUMNS.items()}
     shown = {name: column for name, column in cells.items() if any(column)}
     lines = [list(row) for row in zip(*shown.values(), strict=True)]
-    return Table("summary", list(shown), lines, [*_notes(rows), LEGEND])
+    return Table("summary", list(shown), lines, [*_notes(rows), *LEGEND])
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -97,14 +109,17 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         for row in rows
         for failure in row["failures"]
     ]
-    raced = [(each, each.ratio) for each in found if each.ratio is not None]
+    raced = [each for each in found if each.ratio is not None]
+    slower = [each for each in raced if each.between[1] < 1]
     if raced:
-        slower = [(each, ratio) for each, ratio in raced if ratio < 1]
-        notes.append(
-            f"faster than the best peer in {len(raced) - len(slower)} of {len(raced)} cases and passes"
+        faster = sum(each.between[0] > 1 for each in raced)
+        level = len(raced) - faster - len(slower)
+        note = (
+            f"faster than the best peer in {faster} of {len(raced)} cases and passes, slower in {len(slower)}"
         )
-        for each, ratio in slower:
-            notes.append(f"slower: {each.label} {each.row['pass']}: {ratio:.2f}x of {each.rival}")
+        notes.append(note + (f", within the spread of it in {level}" if level else ""))
+    for each in slower:
+        notes.append(f"slower: {each.label} {each.row['pass']}: {each.ratio:.2f}x of {each.rival}")
     for each in found:
         if each.row["seconds"] and not each.row["preferred"]:
             notes.append(f"not what a call takes by itself: {each.row['backend']} for {each.label}")
@@ -116,7 +131,7 @@ def _range(values: Iterable[float | None], form: Callable[[Any], str]) -> str:
     if not known:
         return ""
     low, high = form(known[0]), form(known[-1])
-    return low if low == high else f"{low} - {high}"
+    return low if low == high else f"{low}-{high}"
 
 
 def _names(names: Iterable[str | None]) -> str:
@@ -146,14 +161,14 @@ def _worst(group: list[Best]) -> Row:
 
 COLUMNS: dict[str, Callable[[list[Best]], str]] = {
     "op": lambda group: group[0].row["op"],
-    "pass": lambda group: group[0].row["pass"],
-    "best backend": lambda group: _names(each.row["backend"] for each in group),
+    "pass": lambda group: PASSES[group[0].row["pass"]],
+    "backend": lambda group: _names(each.row["backend"] for each in group),
     "ms": lambda group: _range((each.row["seconds"] for each in group), render.milliseconds),
     "best peer": lambda group: _names(each.rival for each in group),
-    "peer's time / ours": _ratio,
+    "peer/ours": _ratio,
     "spread": _spread,
-    "extra MiB": lambda group: _range((each.row["peak_extra_bytes"] for each in group), render.mib),
-    "least of a peer": lambda group: _range((each.peer_bytes for each in group), render.mib),
+    "MiB": lambda group: _range((each.row["peak_extra_bytes"] for each in group), render.mib),
+    "peer MiB": lambda group: _range((each.peer_bytes for each in group), render.mib),
     "error": lambda group: render.scientific(_worst(group)["error"]),
     "torch's": lambda group: render.scientific(_worst(group)["torch_error"]),
 }
