@@ -209,7 +209,11 @@ def test_quartiles():
 
 def test_bars_are_of_what_ran_beside_a_peer(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
+    wild = {"sample": (0.004, 2**28, {"ratio_quartiles": [0.01, 99.0]})}
     rows = [planted_row("native", 0.002, PEERS), planted_row("native", 0.004, PEERS, op="gae")]
+    rows.append(
+        planted_row("native", 0.002, wild, op="prefix_shared_attention", **{"pass": "forward+backward"})
+    )
     figure = plot.bars(plot.pyplot(), rows)
     speed, memory = figure.axes
     figure.canvas.draw()  # what is drawn outside of the picture is clipped
@@ -217,9 +221,12 @@ def test_bars_are_of_what_ran_beside_a_peer(tmp_path):
     for text in [*speed.texts, *memory.texts, *speed.get_yticklabels()]:
         box = text.get_window_extent()
         assert edges.x0 <= box.x0 and box.x1 <= edges.x1, text.get_text()
-    assert [text.get_text() for text in speed.texts] == ["1.50x trl", "0.75x trl"]
-    assert [bar.get_width() for bar in speed.patches] == pytest.approx([0.5, -0.25])
-    assert len(memory.patches) == 4 and "1 / 3 torch" in memory.texts[0].get_text()
+    for axis in figure.axes:  # and within the panel of its bar
+        box = axis.get_window_extent()
+        assert all(text.get_window_extent().x1 <= box.x1 + 1 for text in axis.texts)
+    assert [text.get_text() for text in speed.texts] == ["1.50x trl", "0.75x trl", "2.00x sample"]
+    assert [bar.get_width() for bar in speed.patches] == pytest.approx([0.5, -0.25, 1.0])
+    assert len(memory.patches) == 6 and "1 / 3 torch" in memory.texts[0].get_text()
     pyplot.close(figure)
     with pytest.raises(cases.UsageError, match="--plot must have a case that ran beside a peer"):
         plot.save(str(tmp_path / "x.png"), [planted_row("native", 0.002, {})])

@@ -246,8 +246,7 @@ def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], qui
 
 def _title(head: dict[str, Any]) -> str:
     gpu = head["machine"].get("cuda:0") if head["device"] == "cuda" else None
-    threads = f"{head['machine']['cpu']}, {head['threads']} thread{'s' * (head['threads'] > 1)}"
-    return f"{gpu or threads}; rlkernel {head['commit']}, {head['date']}"
+    return f"{gpu or head['machine']['cpu']}; rlkernel {head['commit']}, {head['date']}"
 
 
 def _fail(failures: list[str]) -> int:

@@ -9,6 +9,7 @@ from rlkernel.bench.render import GIB, MIB, series
 from rlkernel.bench.run import Row
 from rlkernel.bench.summary import Best
 
+_ROOM = 0.4  # for the words beside the longest bar, of the logarithms that the bars take
 OURS, PEERS, WORSE = "#1f6f8b", "#c0c4c8", "#c8553d"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -93,20 +94,19 @@ def _labels(found: list[Best]) -> list[str]:
 def _speed(axis: Any, found: list[Best]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    largest = max(each.ratio for each in found if each.ratio is not None)
+    raced = [each.between for each in found if each.ratio is not None]
+    left, right = min(0.9, min(raced)[0] / 1.15), max(2.0, max(high for _, high in raced))
     axis.set_xscale("log", base=2)
     for at, each in enumerate(found):
         ratio = each.ratio
         if ratio is None:
             continue
-        low, high = each.ratio_quartiles or (ratio, ratio)
+        low, high = each.between
         # a bar that begins at 1 and not at the edge: which way it points is what is to be seen
         axis.barh(at, ratio - 1, left=1, height=0.62, color=OURS if ratio >= 1 else WORSE)
         axis.plot([low, high], [at, at], color="black", linewidth=1)
-        end = max(ratio, high, 1.0)
-        axis.text(end * 1.04, at, f"{ratio:.2f}x {each.rival}", va="center", fontsize=7)
-    smallest = min(each.ratio for each in found if each.ratio is not None)
-    axis.set_xlim(min(0.9, smallest / 1.15), max(largest, 2.0) * 2.2)  # room for the words beside the bars
+        axis.text(max(high, 1.0) * 1.04, at, f"{ratio:.2f}x {each.rival}", va="center", fontsize=7)
+    axis.set_xlim(left, right * (right / left) ** _ROOM)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -130,7 +130,8 @@ def _memory(axis: Any, found: list[Best]) -> None:
         words = f"{_amount(own)} / {_amount(peer)} {each.spared}"
         axis.text(max(own, peer, edge) / MIB * 1.15, at, words, va="center", fontsize=7)
     axis.set_xscale("log")
-    axis.set_xlim(edge / MIB, max(largest, 10 * edge) / MIB * 20)
+    largest = max(largest, 10 * edge)
+    axis.set_xlim(edge / MIB, largest / MIB * (largest / edge) ** _ROOM)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_xlabel("peak extra MiB: ours (colour), least of a peer (grey)", fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
@@ -148,7 +149,7 @@ def lines(plt: Any, rows: Sequence[Row]) -> Any:
     points = sorted({row["axis"][1] for row in rows})
     smallest = min(peak for values in drawn.values() for peak, _ in values.values() if peak)
     unit, label = (GIB, "GiB") if smallest >= GIB else (MIB, "MiB")
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
     for name, values in drawn.items():
         peaks = {point: peak / unit for point, (peak, _) in sorted(values.items()) if peak}
         style = "o-" if name.startswith("rlkernel") else "s--"
@@ -165,9 +166,9 @@ def lines(plt: Any, rows: Sequence[Row]) -> Any:
     axes.set_yscale("log", base=2)  # the lines are orders of magnitude apart
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     title = f"{rows[0]['op']}, {rows[0]['dtype']}"
-    axes.set_title(
+    figure.suptitle(
         title + (f", every length 1/{scale}: memory 1/{scale**2} of the full case" if scale > 1 else "")
     )
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # on no line
     return figure
