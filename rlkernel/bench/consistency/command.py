@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     finally:
         torch.set_num_threads(threads)
     if options.json:
-        report.write(options.json, json.dumps(stored, indent=1) + "\n")
+        _save(options.json, stored)
     if options.markdown:
         report.write(
             options.markdown,
@@ -44,6 +44,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     for line in broken:
         print(f"rlkernel.bench: {line}", file=sys.stderr)
     return 1 if broken else 0
+
+
+def _save(path: str, stored: dict[str, Any]) -> None:
+    report.write(path, json.dumps(stored, indent=1) + "\n")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -66,17 +70,20 @@ def _measured(options: argparse.Namespace, arguments: list[str]) -> dict[str, An
     parts = options.part or tuple(part for part in PARTS if _able(part))
     steps = list(_steps(options, parts))
     found: dict[str, Any] = {part: [] for part in PARTS}
-    with Progress(len(steps)) as progress:
-        for part, name, measure in steps:
-            progress.step(name)
-            found[part].append(measure())
     settings = {
         "short": options.short,
         "clock": "CPU time" if torch.get_num_threads() == 1 else "wall-clock time",
         "operators": _sizes(operators, options)._asdict(),
         "models": _sizes(models, options)._asdict(),
     }
-    return {"header": report.header(arguments, "cpu"), "settings": settings, **found}
+    stored = {"header": report.header(arguments, "cpu"), "settings": settings, **found}
+    with Progress(len(steps)) as progress:
+        for part, name, measure in steps:
+            progress.step(name)
+            found[part].append(measure())
+            if options.json and options.json != "-":  # who interrupts it keeps what there is
+                _save(options.json, stored)
+    return stored
 
 
 def _sizes(part: Any, options: argparse.Namespace) -> Any:
