@@ -270,7 +270,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         if mode == "patched":
             import rlkernel
 
-            rlkernel.workspace.set_limit(args.workspace * MIB)
+            stack.enter_context(rlkernel.workspace.limited(args.workspace * MIB))
             patch = stack.enter_context(rlkernel.patch_trl(batch_invariant=args.batch_invariant))
             say(args, f"  {patch}".replace("\n", "\n  "))
         trainer = MeasuredTrainer(

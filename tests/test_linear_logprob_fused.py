@@ -150,9 +150,8 @@ def run_wide(backend, inputs, upstream, needs, **options):
 
 
 @ON_TRITON
-def test_a_row_has_the_same_bits_in_any_batch(backend, device, loading, monkeypatch):
+def test_a_row_has_the_same_bits_in_any_batch(backend, device, loading):
     """Outputs and the gradient of hidden: alone, elsewhere, among ignored rows, with few or many others."""
-    monkeypatch.setattr(fused, "PART", 256)  # two parts of a vocabulary that Python can afford
     inputs = make_inputs(140, 72, 300, dtype=torch.bfloat16, device=device)
     upstream = upstream_like(inputs["target_ids"])
     needs = (True, False, False)
