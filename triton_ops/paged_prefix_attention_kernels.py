@@ -195,7 +195,7 @@ def paged_merge_kernel(
     end = tl.load(starts + plan_row + 1)
     for at in range(tl.load(starts + plan_row), end, AHEAD):
         for i in tl.static_range(AHEAD):  # what is loaded waits for no sum
-            there = inside & (tl.zeros_like(head) + (at + i) < end)  # a mask of blocks, as interpreters want it
+            there = inside & (tl.zeros_like(head) + (at + i) < end)  # blocks, as Triton 3.9 interprets
             slot = tl.load(slots + tl.minimum(at + i, end - 1)).to(tl.int64) * HEADS + head
             found = tl.load(tops + slot, mask=there, other=float("-inf"))
             more = tl.load(totals + slot, mask=there, other=0.0)
