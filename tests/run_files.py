@@ -6,7 +6,9 @@ What a file printed is shown whole, once it has ended. The closing lines are wha
 """
 
 import argparse
+import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +21,23 @@ COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 def run(file: Path, arguments: list[str]) -> tuple[Path, int, float, str]:
     command = [sys.executable, "-m", "pytest", f"--confcutdir={file.parent}", str(file), *arguments]
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}  # torch's own is one for all, TRL takes it
     start = time.perf_counter()
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     return file, done.returncode, time.perf_counter() - start, done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def counts(output: str) -> dict[str, int]:
