@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.calls import policy_loss as names
+from rlkernel.triton_ops._exact import expm1_small
 from rlkernel.triton_ops._names import Names
 
 Term = Names(names.POLICY_TERMS)
@@ -22,13 +23,7 @@ Verdict = Names(names.CORRECTION_MODES)
 @triton.jit
 def expm1(x):
     """Polynomial where exp(x) - 1 would cancel."""
-    p = tl.full(x.shape, 1.991993e-4, tl.float32)
-    p = tl.fma(p, x, 1.3945091e-3)
-    p = tl.fma(p, x, 8.3332649e-3)
-    p = tl.fma(p, x, 4.1666303e-2)
-    p = tl.fma(p, x, 1.6666667e-1)
-    p = tl.fma(p, x, 0.5)
-    return tl.where(tl.abs(x) < 0.346, tl.fma(p * x, x, x), tl.exp(x) - 1.0)
+    return tl.where(tl.abs(x) < 0.346, expm1_small(x), tl.exp(x) - 1.0)
 
 
 @triton.jit
