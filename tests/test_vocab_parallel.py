@@ -18,8 +18,11 @@ from rlkernel.reference import logprob as logits_reference
 pytestmark = [ranks.pytestmark, pytest.mark.slow]
 
 VOCAB = 133
+# In tiles of 8 rows two are left over, with and without those that have no gradient: one row alone is a
+# product with a vector, which a library may round otherwise than the product that the other pass makes.
+ROWS = 21
 CUTS = {2: (0, 37, VOCAB), 4: (0, 60, 61, 94, VOCAB)}  # uneven, one of a single entry
-PER_ROW = torch.rand(19, generator=torch.Generator().manual_seed(2)) + 0.3
+PER_ROW = torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) + 0.3
 
 # op, dtype, options; of linear_logprob with a bias
 CASES = {
@@ -46,9 +49,9 @@ ALSO_COMPILED = ("logits", "head")
 def _inputs(op, dtype, options):
     """Tensors by name, the whole vocabulary's; and upstream gradients, one of a row exactly 0."""
     if op == "logprob":
-        inputs = logits_reference.make_inputs(19, VOCAB, dtype=dtype, ignored=0.2)
+        inputs = logits_reference.make_inputs(ROWS, VOCAB, dtype=dtype, ignored=0.2)
     else:
-        inputs = with_bias(head_reference.make_inputs(19, 32, VOCAB, dtype=dtype, ignored=0.2))
+        inputs = with_bias(head_reference.make_inputs(ROWS, 32, VOCAB, dtype=dtype, ignored=0.2))
     if "ignore_index" in options:
         ids = inputs["target_ids"]
         ids[ids == -100] = options["ignore_index"]
