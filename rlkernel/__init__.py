@@ -62,8 +62,11 @@ from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime import debug, workspace
 from rlkernel.runtime import log as _log
+from rlkernel.runtime import ranges as _ranges
+from rlkernel.runtime.ranges import nvtx_ranges
 
 _log.set_up()
+_ranges.set_up()
 
 if TYPE_CHECKING:  # see __getattr__
     from rlkernel import consistency as consistency
@@ -109,6 +112,7 @@ __all__ = [
     "logprob",
     "logprobs_from_logits",
     "matmul",
+    "nvtx_ranges",
     "packed_logprobs",
     "paged_prefix_attention",
     "paged_prefix_plan",

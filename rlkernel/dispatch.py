@@ -195,6 +195,12 @@ def direct(op: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
         return None
 
 
+def backend_of(module: ModuleType) -> str:
+    """The backend that a module of an op belongs to."""
+    package = module.__name__.rpartition(".")[0]
+    return next((name for name, path in BACKENDS.items() if path == package), package)
+
+
 def order(op: str) -> tuple[str, ...]:
     """The order in which auto mode tries the backends for ``op``."""
     return vars(_public(op)).get("ORDER", _ORDER)

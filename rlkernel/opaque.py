@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from rlkernel import dispatch
+from rlkernel.runtime import ranges
 from rlkernel.runtime.modes import anchor, once_differentiable
 from rlkernel.runtime.schema import holds_tensor, is_told, part_of
 
@@ -97,7 +98,18 @@ class Op:
             for x in sources:
                 if x is not None and (dual or x.requires_grad):
                     return self.eager.apply(call, *sources)[: self.outputs]
-        return self.forward(self.pick(call), call)[: self.outputs]
+        watched = profiler._is_profiler_enabled or ranges.nvtx  # no function: a small op takes microseconds
+        return (self.named if watched else self.forward)(self.pick(call), call)[: self.outputs]
+
+    def named(self, impl: Any, call: Any) -> Any:
+        """``forward`` by its name in a profile."""
+        with ranges.of(self.name, impl):
+            return self.forward(impl, call)
+
+    def named_backward(self, impl: Any, call: Any, results: Any, grads: Grads) -> Grads:
+        assert self.backward is not None
+        with ranges.of(self.name, impl, backward=True):
+            return self.backward(impl, call, results, grads)
 
     def connected(self, computed: list[Any]) -> tuple[Any, ...]:
         """The caller's results of ``[impl, call, results]``, which was computed without their gradients."""
@@ -175,7 +187,8 @@ def _eager(op: Op) -> Any:
             ctx.impl, call, results = call
         else:
             ctx.impl = op.pick(call)
-            results = op.forward(ctx.impl, call)
+            watched = profiler._is_profiler_enabled or ranges.nvtx
+            results = (op.named if watched else op.forward)(ctx.impl, call)
         ctx.plain, saved = op.store.taken(call, results)
         outputs = results[: op.outputs]
         if op.overwrites is not None:
@@ -199,7 +212,9 @@ def _eager(op: Op) -> Any:
             # other users of the tensor in this graph then raise instead of computing nonsense
             torch.autograd.graph.increment_version(getattr(call, op.overwrites))
         assert op.backward is not None
-        return None, *op.backward(ctx.impl, call, results, grads[: op.outputs])
+        watched = profiler._is_profiler_enabled or ranges.nvtx
+        run = op.named_backward if watched else op.backward
+        return None, *run(ctx.impl, call, results, grads[: op.outputs])
 
     def backward_once(ctx: Any, *grads: Any) -> Any:
         if ctx.overwritten:
@@ -225,7 +240,7 @@ def _node(op: Op) -> Any:
         call = op.made(flat)
         if op.look is not None:
             op.look(call)
-        return _apart(op.forward(op.pick(call), call), flat)
+        return _apart(op.named(op.pick(call), call), flat)
 
     def fake(*flat: Any) -> Any:
         return _apart(op.like(op.made(flat, False)), ())
@@ -317,7 +332,8 @@ def _gradients(op: Op, impl: Any, grads: Any, needs: Any, results: Any, flat: An
     if op.needs is not None:
         call = call._replace(needs=tuple(needs))
     assert op.backward is not None
-    return op.backward(impl, call, op.results(*results), tuple(grads))
+    run = op.backward if impl is None else op.named_backward  # None: of a compiler's graph
+    return run(impl, call, op.results(*results), tuple(grads))
 
 
 def _apart(results: Any, inputs: Any) -> Tensor | tuple[Tensor, ...]:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import profiler
 
 from rlkernel import dispatch
+from rlkernel.runtime import ranges
 
 F = TypeVar("F", bound=Callable[..., Any])
 Short = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -27,7 +29,8 @@ def direct(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        # the long way names what it runs in a profile
+        if is_compiling() or profiler._is_profiler_enabled or ranges.nvtx:
             return function(*args, **kwargs)
         found = short(args, kwargs)
         if found is None:

@@ -25,7 +25,7 @@ from rlkernel.ops.policy_loss import DEFAULTS, policy_loss
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.ops.policy_loss.inputs import check_values, checked
 from rlkernel.ops.policy_loss.rollout_correction import within_second_moment
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, ranges
 from rlkernel.runtime.modes import without_autocast
 from rlkernel.types import LinearPolicyAlgorithm
 
@@ -169,13 +169,14 @@ def linear_policy_loss(
             _log.debug("linear_policy_loss in two passes: the loss needs the logprobs of the whole batch")
         ids = torch.where(kept, target_ids, _OUTSIDE)
         has_entropy = return_entropy or bool(entropy_coef)
-        own = linear_logprob(
-            hidden, weight, ids, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-            ignore_index=_OUTSIDE, return_entropy=has_entropy, logits_dtype=logits_dtype,
-            algorithm="fused" if algorithm == "fused" else "tiled",
-        )  # fmt: skip
-        given["entropy"] = own.entropy
-        loss, metrics = policy_loss(own.logprobs, old_logprobs, advantages, mask, **given)
+        with ranges.of("linear_policy_loss"):
+            own = linear_logprob(
+                hidden, weight, ids, bias=bias, temperature=temperature, logit_scale=logit_scale,
+                softcap=softcap, ignore_index=_OUTSIDE, return_entropy=has_entropy, logits_dtype=logits_dtype,
+                algorithm="fused" if algorithm == "fused" else "tiled",
+            )  # fmt: skip
+            given["entropy"] = own.entropy
+            loss, metrics = policy_loss(own.logprobs, old_logprobs, advantages, mask, **given)
         entropy = None if own.entropy is None else own.entropy.detach()
         return LinearPolicyLossOutput(loss, metrics, own.logprobs.detach(), entropy)
 

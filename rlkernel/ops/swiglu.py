@@ -9,6 +9,7 @@ from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._direct import direct
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import ranges
 from rlkernel.types import Activation, SwigluRounding
 
 
@@ -75,7 +76,9 @@ def activated(x: Tensor, activation: str) -> Tensor:
     """The activation alone with the bits that ``swiglu`` gives it, below autograd."""
     if x.dim() == 0:
         return activated(x[None], activation)[0]
-    found: Tensor = dispatch.pick("swiglu", x).forward(_alone(x, activation)).product
+    impl = dispatch.pick("swiglu", x)
+    with ranges.of("swiglu", impl):
+        found: Tensor = impl.forward(_alone(x, activation)).product
     return found
 
 
@@ -83,7 +86,9 @@ def activated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """The gradient of ``x`` from that of ``activated(x)``."""
     if x.dim() == 0:
         return activated_backward(grad[None], x[None], activation)[0]
-    found: Tensor = dispatch.pick("swiglu", x).backward(_alone(x, activation), grad).gate
+    impl = dispatch.pick("swiglu", x)
+    with ranges.of("swiglu", impl, backward=True):
+        found: Tensor = impl.backward(_alone(x, activation), grad).gate
     return found
 
 

@@ -18,7 +18,7 @@ from rlkernel.calls.matmul import MatmulCall
 from rlkernel.drivers import rank_tree
 from rlkernel.drivers.rank_tree import SEGMENTS, gathered, segments_of
 from rlkernel.ops import _validate
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, ranges
 from rlkernel.runtime.modes import autocasts, once_differentiable, without_autocast
 
 Group = dist.ProcessGroup | None
@@ -220,8 +220,9 @@ class _Shared(torch.autograd.Function):
 def _forward(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, segments: int) -> Tensor:
     """[..., K] with [K, N]."""
     call = MatmulCall(_rows(a), b[None], bias, dtype, segments)
-    with without_autocast(a.device):
-        out = dispatch.pick("matmul", call.a, call.b).forward(call).out
+    impl = dispatch.pick("matmul", call.a, call.b)
+    with without_autocast(a.device), ranges.of("matmul", impl):
+        out = impl.forward(call).out
     return out.view(*a.shape[:-1], b.shape[1])
 
 
@@ -231,8 +232,9 @@ def _gradients(
     """Of x, weight and bias, of sums that this rank has whole."""
     wanted = (needs[0], needs[1], needs[2] and bias is not None)
     call = MatmulCall(_rows(x), weight.mT[None], bias, x.dtype, grad_segments=segments, needs=wanted)
-    with without_autocast(x.device):
-        found = dispatch.pick("matmul", call.a, call.b).backward(call, None, _rows(grad))
+    impl = dispatch.pick("matmul", call.a, call.b)
+    with without_autocast(x.device), ranges.of("matmul", impl, backward=True):
+        found = impl.backward(call, None, _rows(grad))
     return (
         None if found.a is None else found.a.view(x.shape),
         None if found.b is None else found.b[0].mT,

@@ -7,11 +7,14 @@ import torch
 from rlkernel import dispatch
 from rlkernel.calls.sampling import SampleStats, SamplingCall
 from rlkernel.opaque import Op
+from rlkernel.runtime import ranges
 
 
 def draw(call: SamplingCall) -> SampleStats:
     if not torch.compiler.is_compiling():  # nothing of it has a gradient
-        stats: SampleStats = _pick(call).forward(call)
+        impl = _pick(call)
+        with ranges.of("sampling", impl):
+            stats: SampleStats = impl.forward(call)
         return stats
     # the outputs of a node do not depend on the backend
     return SampleStats(*op(call._replace(wants=(*call.wants, "every statistic"))))
