@@ -20,7 +20,7 @@ from rlkernel.integrations.hf.ordinary import NAMES_THAT_MODELS_KNOW
 from rlkernel.integrations.hf.packed_call import IGNORED, OPTIONS, is_causal
 from rlkernel.ops.attention import attention
 from rlkernel.ops.paged_prefix_attention import paged_prefix_attention
-from rlkernel.runtime import invariance
+from rlkernel.runtime import invariance, ranges
 
 
 class _Rows(NamedTuple):
@@ -58,7 +58,7 @@ def invariant_attention(
     keys, window = key.shape[2], kwargs.get("sliding_window") or 0
     scale = dim**-0.5 if (given := kwargs.get("scaling")) is None else given
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if rows == 1 and (step := _step()) is not None:
+    if rows == 1 and not ranges.watched() and (step := _step()) is not None:
         positions = kwargs.get("position_ids")
         out = step((query, key, value, mask, positions), _options(scale, softcap, window, sinks))
         if out is not None:

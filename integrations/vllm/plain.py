@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rlkernel import dispatch
 from rlkernel.integrations.vllm import adjustments, support
-from rlkernel.runtime import invariance
+from rlkernel.runtime import invariance, ranges
 
 
 def takes(logits: Tensor, metadata: Any) -> bool:
@@ -27,8 +27,9 @@ def takes(logits: Tensor, metadata: Any) -> bool:
 
 
 def sampled(logits: Tensor, metadata: Any, seeds: Tensor, positions: Tensor | None) -> SamplerOutput | None:
-    """None where a setting of rlkernel asks for the long way, as its first step does."""
-    if (draw := _draw()) is None:
+    """None where a setting of rlkernel asks for the long way, as its first step does, or a profiler, in which
+    that way has its name."""
+    if ranges.watched() or (draw := _draw()) is None:
         return None
     temperature = adjustments.temperature(metadata)
     heat = temperature if isinstance(temperature, Tensor) else None  # None: of 0

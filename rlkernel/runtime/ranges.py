@@ -37,9 +37,10 @@ def set_up() -> None:
         RuntimeError: torch was built without NVTX.
     """
     global _always
-    _always = os.environ.get(VARIABLE, "0") not in ("", "0")
-    if _always:
-        _need_nvtx(f"{VARIABLE}=1")
+    on = os.environ.get(VARIABLE, "0") not in ("", "0")
+    if on:
+        _need_nvtx(f"{VARIABLE}={os.environ[VARIABLE]}")
+    _always = on
     _settle()
 
 
