@@ -17,6 +17,10 @@ INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(DONE)/torch
 # torch stays what it is; a torch without Triton (the CPU wheel) gets the Triton that CI runs.
 PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
         any("triton" in r for r in m.requires("torch")) or print("triton==3.7.1")
+# What the two commands take is noted in build/commands.json, unless ARGS choose a part of them; set-up counts where there was none.
+BEGAN := $(shell date +%s)
+FRESH := $(if $(wildcard $(DONE)/venv),,--fresh)
+took = $(if $(ARGS),true,$(PY) -m rlkernel.bench.commands $(1) --began $(BEGAN) --ready $$ready $(FRESH))
 SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 
 # What the vendors' libraries (OpenBLAS under NumPy, MKL, oneDNN, torch) and our kernels do on a processor without AVX-512,
@@ -40,8 +44,9 @@ help:  ## this list
 
 test: $(DONE)/build $(DONE)/test $(DONE)/docs $(DONE)/frameworks  ## build, run every test, count what ran and what was skipped and why
 	@mkdir -p build
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests.xml $(ARGS); status=$$?; \
-	$(PY) tests/summary.py build/tests.xml && exit $$status
+	@$(if $(ARGS),,$(PY) -m rlkernel.bench.commands test)
+	@ready=$$(date +%s); OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests.xml $(ARGS); status=$$?; \
+	$(PY) tests/summary.py build/tests.xml && $(call took,test) --jobs $(JOBS) --status $$status && exit $$status
 
 test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, parity and rounding as on a processor without AVX-512
 	@mkdir -p build
@@ -65,9 +70,9 @@ run-trl-vllm: $(DONE)/build $(DONE)/trl-vllm
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 ifeq ($(ARGS),)
-	@echo "make: the benchmark, then GRPO training before and after, a minute or two more: 4 minutes at most on 2 quiet cores"
-	@$(PY) -m rlkernel.bench
-	@if $(PY) -m pip show -q trl 2>/dev/null; then $(PY) examples/grpo_arithmetic.py --short; \
+	@$(PY) -m rlkernel.bench.commands bench
+	@ready=$$(date +%s); $(PY) -m rlkernel.bench && \
+	if $(PY) -m pip show -q trl 2>/dev/null; then $(PY) examples/grpo_arithmetic.py --short && $(call took,bench); \
 	else echo "make: examples/grpo_arithmetic.py needs TRL, which needs Python 3.11 or newer"; fi
 else
 	@$(PY) -m rlkernel.bench $(ARGS)

@@ -12,7 +12,19 @@ from backends import needs_interpreter
 
 import rlkernel
 from rlkernel import dispatch
-from rlkernel.bench import cases, cli, compare, interpreter, memory, plot, readme, render, report, run
+from rlkernel.bench import (
+    cases,
+    cli,
+    compare,
+    interpreter,
+    memory,
+    plot,
+    readme,
+    render,
+    report,
+    run,
+    trainer_step,
+)
 from rlkernel.bench.cases import Case, Peer
 from rlkernel.bench.progress import Progress
 
@@ -343,6 +355,29 @@ def test_a_floor_that_was_beaten_is_never_printed_without_a_word(head, shares, s
         f"{share:.0%}" for share in shares
     ]
     assert [note.startswith("floor above 100%") for note in table.notes] == [True] * said
+
+
+def test_no_time_stands_without_a_word_on_its_spread(head):
+    row = series({64: 2**20})[0] | {"axis": None, "seconds": 2.0, "flops": 10, "bytes": 10, "error": None}
+    row |= {"torch_error": None, "peers": {}, "floor_share": None}
+    known, old = ({**row, **more} for more in ({"seconds_quartiles": [1.8, 2.0]}, {}))
+    assert "| 5% |" in render.markdown([known, old], head)
+    for rows, legend in (([known, old], render.SPREAD_LEGEND), ([old], render.NO_SPREAD_LEGEND)):
+        said = [line for line in render.markdown(rows, head).splitlines() if line.startswith("- spread: ")]
+        assert said == [f"- {legend}"]
+        assert legend in render.text(rows, head)
+    assert "spread: " not in render.markdown([old | {"seconds": None}], head)
+
+
+def test_the_report_of_an_example_says_what_its_steps_lie_between(head):
+    ways = {
+        mode: {"seconds": [9.0, *steps], "summary": {"seconds": steps[1], "mib": 7.0}}
+        for mode, steps in (("stock", (1.0, 2.0, 4.0)), ("ours", (0.5, 1.0, 1.5)))
+    }
+    stored = {"header": head, **ways}
+    rows = trainer_step.measured(stored, ways, {"s": ("seconds", "{:.1f}"), "MiB": ("mib", "{:.0f}")})
+    assert rows == [["s", "2.0 (1.0 to 4.0)", "1.0 (0.5 to 1.5)", "2.0x"], ["MiB", "7", "7", "1.0x"]]
+    assert "medians of 3 measurements after one" in trainer_step.spread_of(stored, ways)
 
 
 def test_compare_prints_commits_and_ratios(reports, capsys):

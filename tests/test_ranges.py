@@ -50,7 +50,9 @@ def composed():
     ids, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 
     def loss(hidden):
-        return rlkernel.linear_policy_loss(hidden, lm_head, ids, None, mask[:, 0], mask, loss_type="kl_cov").loss
+        return rlkernel.linear_policy_loss(
+            hidden, lm_head, ids, None, mask[:, 0], mask, loss_type="kl_cov"
+        ).loss
 
     return loss, hidden
 

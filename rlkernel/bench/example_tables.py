@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rlkernel.bench.trainer_step import measured, page
+from rlkernel.bench import measure
+from rlkernel.bench.trainer_step import measured, page, spread_of
 
 Stored = dict[str, Any]
 
@@ -59,7 +60,7 @@ def vllm_attention(stored: Stored) -> str:
         )
         for what in ("attention", "step"):
             rows[-1] += [f"{found[f'{what}_ms_{mode}']:.1f}" for mode in ("stock", "patched")]
-            rows[-1].append(f"{found[f'{what}_ratio']:.2f}x")
+            rows[-1].append(f"{found[f'{what}_ratio']:.2f}x{_between(case, what)}")
         rows[-1].append(f"{found['fewer_bytes']:.1f}x")
     figures = [
         f"{what}, {of}" for what in ("attention", "step") for of in ("vLLM, ms", "ours, ms", "vLLM / ours")
@@ -72,7 +73,14 @@ def vllm_attention(stored: Stored) -> str:
         rows,
         "attention is all layers', with vLLM's metadata and our plan; "
         "where nothing is shared both are vLLM's kernel",
+        "in brackets what the middle half of the pairs' own ratios lies between",
     )
+
+
+def _between(case: Stored, what: str) -> str:
+    pairs = zip(case["stock"][what], case["patched"][what], strict=True)
+    quartiles = measure.quartiles([stock / patched for stock, patched in pairs])
+    return f" ({quartiles[0]:.2f} to {quartiles[1]:.2f})" if quartiles else ""
 
 
 def packed_grpo(stored: Stored) -> str:
@@ -99,4 +107,4 @@ def _two_ways(
 ) -> str:
     """A table of both modes, and the first one's figures over the second one's."""
     columns = ["", *modes.values(), " / ".join(modes)]
-    return page(stored, about, columns, measured(stored, modes, wanted), note)
+    return page(stored, about, columns, measured(stored, modes, wanted), note, spread_of(stored, modes))

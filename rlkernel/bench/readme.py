@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlkernel.bench import example_tables, picture, render, report, status, trainer_step
+from rlkernel.bench import commands, example_tables, picture, render, report, status, trainer_step
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency import tables as consistency
 
@@ -37,6 +37,7 @@ def _of_an_example(name: str, markdown: Callable[[Any], str]) -> Callable[[Path]
 
 
 MADE = {
+    "commands": commands.table,
     "picture": picture.svg,
     "status": status.table,
     "status-line": status.line,

@@ -15,6 +15,9 @@ LEGEND = (
 )
 ERROR_LEGEND = "peer columns: the peer's error (in brackets: divided by ours)"
 SPREAD_LEGEND = "spread: half of what the middle half of the rounds lies between, of their median"
+NO_SPREAD_LEGEND = (
+    "spread: unknown, since this report is older than the tool's record of its rounds; ms are medians"
+)
 HOST_LEGEND = "ms: of the GPU, its launches queued before; host ms: what Python needs to queue them"
 BEATEN = (
     "floor above 100%: the call did less than the floor counts, or did it faster than the GEMMs and copies "
@@ -196,7 +199,7 @@ def _legend(rows: Sequence[Row]) -> tuple[str, ...]:
     if not any(row["seconds"] for row in rows):
         return LEGEND[0], ERROR_LEGEND
     said = [*LEGEND]
-    said += [SPREAD_LEGEND] if any(row.get("seconds_quartiles") for row in rows) else []
+    said += [SPREAD_LEGEND if any(row.get("seconds_quartiles") for row in rows) else NO_SPREAD_LEGEND]
     said += [HOST_LEGEND] if any(row.get("host_seconds") for row in rows) else []
     return tuple(said)
 

@@ -28,6 +28,7 @@ def markdown(stored: dict[str, Any]) -> str:
         + [[label, "", "", "", f"{stored[key]:.1f}x"] for label, key in COUNTED.items()],
         f"largest difference of a logprob in the first step: {stored['logprob_difference']:.1e}; "
         f"passes left to TRL: {left}",
+        spread_of(stored, MODES),
     )
 
 
@@ -37,12 +38,33 @@ def measured(
     """What each mode took, and the first one's over the last one's."""
     rows = []
     for label, (key, form) in wanted.items():
+        cells = [_cell(stored[mode], key, form) for mode in modes]
         values = [stored[mode]["summary"][key] for mode in modes]
-        rows.append([label, *(form.format(value) for value in values), f"{values[0] / values[-1]:.1f}x"])
+        rows.append([label, *cells, f"{values[0] / values[-1]:.1f}x"])
     return rows
 
 
-def page(stored: dict[str, Any], about: str, columns: list[str], rows: list[list[str]], note: str) -> str:
+def _cell(record: dict[str, Any], key: str, form: str) -> str:
+    """The median, and what the steps lie between where they were kept one by one."""
+    value = form.format(record["summary"][key])
+    if not isinstance(steps := record.get(key), list):
+        return value
+    return f"{value} ({form.format(min(steps[1:]))} to {form.format(max(steps[1:]))})"
+
+
+def spread_of(stored: dict[str, Any], modes: Iterable[str]) -> str:
+    counts = {len(steps) - 1 for mode in modes for steps in stored[mode].values() if _is_series(steps)}
+    return (
+        f"times are medians of {' or '.join(map(str, sorted(counts)))} measurements after one that warms up; "
+        "in brackets the least and the most"
+    )
+
+
+def _is_series(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1
+
+
+def page(stored: dict[str, Any], about: str, columns: list[str], rows: list[list[str]], *notes: str) -> str:
     head = "  \n".join(f"`{line}`" for line in render.provenance(stored["header"]))
     table = render.markdown_table(columns, rows)
-    return "\n".join([head, "", about, "", *table, "", f"- {note}", ""])
+    return "\n".join([head, "", about, "", *table, "", *(f"- {note}" for note in notes), ""])
