@@ -1,7 +1,7 @@
 """Names of ops in a profile: ranges of torch's profilers, and of NVTX for a profiler outside of the process.
 
-``rlkernel::gae[native]`` is a forward pass over that backend, ``rlkernel::logprob.backward[triton]`` a backward
-pass.  While nobody looks, an op asks two variables for that and nothing else.
+``rlkernel::gae[native]`` is a forward pass over that backend, ``rlkernel::logprob.backward[triton]``
+a backward pass.  While nobody looks, an op asks two variables for that and nothing else.
 """
 
 import contextlib
