@@ -102,8 +102,10 @@ def test_nobody_pays_who_does_not_look(monkeypatch):
         monkeypatch.setattr(ranges, name, asked)
     rlkernel.rms_norm(x)  # the short way, in C++
     rlkernel.whiten(x)
+    ids = torch.zeros(3, dtype=torch.int64)
+    rlkernel.sample(x, seeds=ids)
     logits = x.clone().requires_grad_()
-    rlkernel.logprob(logits, torch.zeros(3, dtype=torch.int64)).logprobs.sum().backward()
+    rlkernel.logprob(logits, ids).logprobs.sum().backward()
     with pytest.raises(AssertionError, match="of every call"):
         seen(lambda: rlkernel.rms_norm(x))
 

@@ -20,6 +20,7 @@ VARIABLE = "RLKERNEL_NVTX"
 nvtx = False  # of the process: on a GPU autograd runs backward on a thread of its own
 
 _NOTHING = contextlib.nullcontext()
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _always = False
 _blocks: list["_Block"] = []  # the last one counts
 _lock = threading.Lock()
@@ -86,7 +87,9 @@ def _need_nvtx(what: str) -> None:
 
 def watched() -> bool:
     """Whether anybody looks; never a compiler, which is to see neither the question nor the range."""
-    return not torch.compiler.is_compiling() and (profiler._is_profiler_enabled or nvtx)
+    if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or nvtx):
+        return False
+    return not torch.compiler.is_compiling()
 
 
 def of(op: str, impl: Any = None, backward: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 import torch
+from torch.autograd import profiler
 
 from rlkernel import dispatch
 from rlkernel.calls.sampling import SampleStats, SamplingCall
@@ -12,9 +13,8 @@ from rlkernel.runtime import ranges
 
 def draw(call: SamplingCall) -> SampleStats:
     if not torch.compiler.is_compiling():  # nothing of it has a gradient
-        impl = _pick(call)
-        with ranges.of("sampling", impl):
-            stats: SampleStats = impl.forward(call)
+        impl, watched = _pick(call), profiler._is_profiler_enabled or ranges.nvtx
+        stats: SampleStats = op.named(impl, call) if watched else impl.forward(call)
         return stats
     # the outputs of a node do not depend on the backend
     return SampleStats(*op(call._replace(wants=(*call.wants, "every statistic"))))
