@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_arithmetic import MIB, PeakMemory
+from before_after import MIB, PeakMemory
 
 MODES = ("stock", "score")
 

@@ -30,7 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_arithmetic import BOS, EOS, MIB, PAD, PeakMemory, make_tokenizer
+from arithmetic import BOS, EOS, PAD, make_tokenizer
+from before_after import MIB, PeakMemory
 
 MODES = ("stock", "head", "packed")
 HEAD_DIM = 64
