@@ -114,10 +114,11 @@ def measured(base: Any, mode: str, args: argparse.Namespace) -> Any:
             return inputs
 
         def _get_per_token_logps_and_entropies(
-            self, model: Any, input_ids: Any, *rest: Any, **options: Any
+            self, model: Any, ids: Any, mask: Any, length: int, *rest: Any, **options: Any
         ) -> Any:
-            scores = super()._get_per_token_logps_and_entropies(model, input_ids, *rest, **options)
-            self.scored.append((input_ids.cpu(), scores[0].detach().clone().cpu()))
+            scores = super()._get_per_token_logps_and_entropies(model, ids, mask, length, *rest, **options)
+            logprobs = scores[0].detach().where(mask[:, -length:].bool(), 0)
+            self.scored.append((ids.cpu(), logprobs.cpu()))
             return scores
 
     MeasuredTrainer.__name__ = base.__name__  # which TRL and its reports name
@@ -162,6 +163,8 @@ def compare(
     script = str(Path(sys.argv[0]).resolve())
     if not getattr(args, "model", None):
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed, where it is installed, warns that it finds none
     environment = {
         "OMP_WAIT_POLICY": "passive",  # on a busy machine, spinning threads slow both runs by far
         **os.environ,
@@ -192,8 +195,14 @@ def logprob_differences(stock: list[Any], patched: list[Any]) -> dict[str, Any]:
     import torch
 
     differences = []
-    for (ids, logprobs), (other_ids, other_logprobs) in zip(stock, patched, strict=True):
-        if not torch.equal(ids, other_ids):
+    for passes in zip(stock, patched, strict=True):
+        # samples may stand in another order
+        (ids, logprobs), (others, other_logprobs) = (
+            (found[order], scores[order])
+            for found, scores in passes
+            for order in [sorted(range(len(found)), key=found.tolist().__getitem__)]
+        )
+        if not torch.equal(ids, others):
             break  # one sample fell the other way; from here on the runs go their own ways
         differences.append((logprobs - other_logprobs).abs().max().item())
     return {

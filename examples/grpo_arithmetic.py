@@ -93,6 +93,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
         seed=args.seed,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,

@@ -1,0 +1,112 @@
+"""GRPO with a model that DeepSpeed's ZeRO-3 or FSDP 2 spreads over two processes, stock and under patch_trl().
+
+    python examples/grpo_sharded.py zero3             # both runs, and what they say side by side
+    python examples/grpo_sharded.py fsdp2 --short
+    accelerate launch --config_file examples/zero3.yaml examples/grpo_sharded.py zero3 --worker patched --folder MODEL
+
+The first two start the third, once for each mode: a plain `accelerate launch` with one of the two configurations beside
+this file. With `patch_trl(prefix_sharing=True)` every rank makes as many passes as TRL would, whatever it could
+pack, so that ranks gather parameters together; the head is gathered once more for its gradient. Losses and
+gradient norms are those of stock TRL.
+
+Without GPUs the processes talk over gloo, and accelerate, which shards on GPUs alone, is told that CPUs are
+some. Each process has its own part of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import arithmetic
+import before_after
+
+KINDS = ("zero3", "fsdp2")
+
+
+def shard_on_cpus() -> None:
+    """What a machine with GPUs needs nothing of."""
+    import accelerate.state as state
+    import torch
+
+    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
+    state.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    with contextlib.suppress(ImportError):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for most of a minute
+
+
+def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
+    """One run in the processes that accelerate has started; the trainer, with what it has seen."""
+    import torch
+
+    if not torch.cuda.is_available():
+        shard_on_cpus()
+    from trl import GRPOConfig, GRPOTrainer
+
+    import rlkernel
+
+    torch.set_num_threads(args.threads)
+    config = GRPOConfig(
+        output_dir=str(folder / mode),
+        per_device_train_batch_size=args.batch // int(os.environ["WORLD_SIZE"]),
+        num_generations=8,
+        max_completion_length=arithmetic.ANSWER,
+        max_steps=args.steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=5,
+        optim="adamw_torch",
+        logging_steps=1,
+        seed=args.seed,
+        bf16=torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    with contextlib.ExitStack() as stack:
+        if mode == "patched":
+            stack.enter_context(rlkernel.workspace.limited(args.workspace * before_after.MIB))
+            patch = stack.enter_context(rlkernel.patch_trl(prefix_sharing=True))
+        trainer = before_after.measured(GRPOTrainer, mode, args)(
+            model=str(folder),
+            reward_funcs=arithmetic.correct_sum,
+            args=config,
+            train_dataset=arithmetic.dataset(args.largest),
+            processing_class=arithmetic.make_tokenizer(),
+        )
+        trainer.train()
+        trainer.record["sharding"] = type(trainer.model_wrapped).__name__
+        if mode == "patched":
+            trainer.record |= before_after.told(patch)
+            trainer.record["tokens a row"] = patch.prefix.ratio
+    return trainer
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = before_after.options(__doc__, steps=32, batch=128)
+    parser.add_argument("kind", choices=KINDS, help="how the model is spread")
+    return before_after.parse(parser, arguments, steps=8, batch=64)
+
+
+def main() -> None:
+    args = parse()
+    os.environ.setdefault("ACCELERATE_LOG_LEVEL", "error")
+    config = Path(__file__).with_name(f"{args.kind}.yaml")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    result = before_after.compare(args, train, lambda folder: arithmetic.warm_up(folder, args), launcher)
+    before_after.report(result, args)
+    if result:
+        ratio = result["patched"]["tokens a row"]
+        print(f"Sharded as {result['patched']['sharding']}; TRL had {ratio:.1f} tokens for each row that ran.")
+
+
+if __name__ == "__main__":
+    main()
