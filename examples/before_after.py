@@ -244,20 +244,21 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     ):
         stock, patched = (result[mode]["summary"][key] * scale for mode in MODES)
         print(f"{label:40}{stock:>9.0f}{patched:>9.0f}{stock / patched:>7.1f}x")
-    saved = [result[mode]["summary"] for mode in MODES]
-    print(
-        f"\nSaved: {saved[0]['peak_mib'] - saved[1]['peak_mib']:.0f} MiB of the peak, "
-        f"{1e3 * (saved[0]['step_seconds'] - saved[1]['step_seconds']):.0f} ms a step."
+    (step, peak), (step_after, peak_after) = (
+        (result[mode]["summary"]["step_seconds"], result[mode]["summary"]["peak_mib"]) for mode in MODES
     )
+    faster = "less" if step_after < step else "more"
+    print(f"\nSaved: {peak - peak_after:.0f} MiB. A step takes {1e3 * abs(step - step_after):.0f} ms {faster}.")
 
     logprobs, patched = result["logprobs"], result["patched"]
-    same = logprobs["same_tokens"]
-    print(f"Both runs sampled the same tokens in the first {same} of {logprobs['passes']} passes.")
-    if same:
+    if same := logprobs["same_tokens"]:
         print(
-            f"Largest logprob difference: {logprobs['first']:.1e} with the same weights (first pass), "
+            f"Both runs sampled the same tokens in the first {same} of {logprobs['passes']} passes. "
+            f"Largest logprob difference:\n{logprobs['first']:.1e} with the same weights (first pass), "
             f"{logprobs['largest']:.1e} over these {same}, as the weights drift apart."
         )
+    else:
+        print("The runs sampled different tokens from the first pass on.")
     calls = ", ".join(f"{name} {count} times" for name, count in patched["calls"].items())
     left = ", ".join(f"{name} {count} times" for name, count in patched["fallbacks"].items())
     print(f"rlkernel ran for {calls or 'no call'} on backend {patched['backend']}.")
