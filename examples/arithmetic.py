@@ -6,7 +6,6 @@ so that its head weighs as much as it does in a real model. The reward adds the 
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -75,17 +74,19 @@ def make_model(vocabulary: int, hidden: int) -> Any:
     )
 
 
-def warm_up(folder: Path, args: argparse.Namespace) -> float:
-    """Supervised training until the expected reward of a sample is `args.start`, which it returns.
+def warm_up(
+    folder: Path, *, largest: int, vocabulary: int, hidden: int, start: float, seed: int = 0
+) -> float:
+    """Supervised training until the expected reward of a sample is `start`; returns what it is.
 
     Model and tokenizer are saved in `folder`."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    tokenizer, model = make_tokenizer(), make_model(args.vocabulary, args.hidden)
-    rows = [tokenizer(question + answer)["input_ids"] + [EOS] for question, answer in sums(args.largest)]
+    torch.manual_seed(seed)
+    tokenizer, model = make_tokenizer(), make_model(vocabulary, hidden)
+    rows = [tokenizer(question + answer)["input_ids"] + [EOS] for question, answer in sums(largest)]
     ids = torch.tensor([row + [PAD] * (PROMPT + ANSWER - len(row)) for row in rows])
     targets, scored = ids[:, PROMPT:], (ids[:, PROMPT:] != PAD).float()
 
@@ -97,11 +98,11 @@ def warm_up(folder: Path, args: argparse.Namespace) -> float:
         states = model.model(input_ids=ids[:, :-1]).last_hidden_state[:, PROMPT - 1 :]
         logits = states @ head[:used].T
         # The padding rows are zero, and so are their logits: together they add a constant to the softmax.
-        padding = torch.full_like(logits[..., :1], math.log(args.vocabulary - used))
+        padding = torch.full_like(logits[..., :1], math.log(vocabulary - used))
         logprobs = torch.cat([logits, padding], -1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         logprobs = logprobs * scored
         expected = logprobs.sum(-1).exp().mean().item()
-        if expected >= args.start:
+        if expected >= start:
             break
         (-logprobs.sum() / scored.sum()).backward()
         optimizer.step()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import arithmetic
+
 MODES = ("stock", "patched")
 MIB = 1 << 20
 
@@ -139,10 +141,16 @@ def told(patch: Any) -> dict[str, Any]:
 # The two together
 
 
+def warmed_up(folder: Path, args: argparse.Namespace) -> float:
+    """The model of the command line, made and taught in `folder`; the expected reward of its samples."""
+    names = ("largest", "vocabulary", "hidden", "start", "seed")
+    return arithmetic.warm_up(folder, **{name: getattr(args, name) for name in names})
+
+
 def compare(
     args: argparse.Namespace,
     train: Callable[[str, Path, argparse.Namespace], Any],
-    prepare: Callable[[Path], float],
+    prepare: Callable[[Path, argparse.Namespace], float] = warmed_up,
     launcher: Sequence[str] = (sys.executable,),
 ) -> dict[str, Any] | None:
     """`prepare` a model, `train` in each mode from it, each time in fresh processes; what both say.
@@ -174,7 +182,7 @@ def compare(
     }
     with tempfile.TemporaryDirectory(prefix="before-after-") as name:
         folder = Path(name)
-        result: dict[str, Any] = {"start": prepare(folder)}
+        result: dict[str, Any] = {"start": prepare(folder, args)}
         seconds = time.perf_counter() - begin
         if result["start"]:
             say(args, f"Warm-up done in {seconds:.0f} s; {result['start']:.2f} of samples are right.")

@@ -141,7 +141,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    result = before_after.compare(args, train, lambda folder: arithmetic.warm_up(folder, args))
+    result = before_after.compare(args, train)
     before_after.report(result, args)
     if result and args.batch_invariant:
         show_rollout(result)

@@ -84,9 +84,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    result = before_after.compare(
-        args, train, lambda folder: 0.0 if args.model else arithmetic.warm_up(folder, args)
-    )
+    given = (lambda *_: 0.0) if args.model else before_after.warmed_up
+    result = before_after.compare(args, train, given)
     before_after.report(result, args)
     if result:
         run = result["patched"]

@@ -142,7 +142,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> float:
     """The model, in bf16."""
     from transformers import AutoModelForCausalLM
 
-    start = arithmetic.warm_up(folder, args)
+    start = before_after.warmed_up(folder, args)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     shutil.rmtree(folder)
     model.save_pretrained(folder)
@@ -174,7 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    result = before_after.compare(args, train, lambda folder: prepare(folder, args))
+    result = before_after.compare(args, train, prepare)
     before_after.report(result, args)
     if result:
         show(result)
