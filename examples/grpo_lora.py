@@ -73,13 +73,13 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = before_after.options(__doc__, steps=48, batch=128)
+    parser = before_after.options(__doc__, steps=24, batch=288)
     parser.add_argument("--model", help="of the hub or on the disk, in place of the one that is made")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--targets", default="all-linear", help="modules that have an adapter, as PEFT names them")
     parser.add_argument("--completion", type=int, default=arithmetic.ANSWER, help="most tokens of a completion")
     parser.add_argument("--lr", type=float, default=5e-3)
-    return before_after.parse(parser, arguments, steps=16, batch=64)
+    return before_after.parse(parser, arguments, **before_after.SHORT)
 
 
 def main() -> None:

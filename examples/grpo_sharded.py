@@ -91,9 +91,9 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = before_after.options(__doc__, steps=32, batch=128)
+    parser = before_after.options(__doc__, steps=24, batch=288)
     parser.add_argument("kind", choices=KINDS, help="how the model is spread")
-    return before_after.parse(parser, arguments, steps=8, batch=64)
+    return before_after.parse(parser, arguments, **before_after.SHORT)
 
 
 def main() -> None:

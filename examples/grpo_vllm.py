@@ -162,14 +162,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = before_after.options(__doc__, steps=32, batch=128)
+    parser = before_after.options(__doc__, steps=24, batch=288)
     parser.set_defaults(hidden=256, vocabulary=8192)  # heads of 64, which vLLM wants on a CPU
     parser.add_argument("--top-p", type=float, default=0.9)
     parser.add_argument(
         "--batch-invariant", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(),
         help="the same bits in rollout and trainer; on a CPU alone",
     )  # fmt: skip
-    return before_after.parse(parser, arguments, steps=8, batch=64)
+    return before_after.parse(parser, arguments, **before_after.SHORT)
 
 
 def main() -> None:

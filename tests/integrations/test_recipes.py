@@ -9,7 +9,7 @@ import torch
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 recipes = pytest.importorskip("recipes")
 
-SMALL = "--short --largest 2 --hidden 64 --vocabulary 16384 --batch 32 --threads 1 --workspace 4 --quiet".split()
+SHORT = ["--short", "--threads", "1", "--workspace", "4", "--quiet"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def assert_saved(found, printed):
 
 def test_lora(capsys):
     pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
-    found = recipes.run("grpo_lora", *SMALL)
+    found = recipes.run("grpo_lora", *SHORT)
     printed = capsys.readouterr().out
     assert_saved(found, printed)
     assert max(found["stock"]["kl"]) > 1e-3  # the adapter moves from its base, which is the reference
@@ -51,7 +51,7 @@ def test_an_adapter_on_the_head_is_refused(capsys):
     """By TRL, whose loss would leave it out, and so the patch: nothing is trained that is not scored."""
     pytest.importorskip("peft", reason="needs PEFT, which rlkernel does not depend on")
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        recipes.run("grpo_lora", *SMALL, "--targets", "lm_head")
+        recipes.run("grpo_lora", *SHORT, "--targets", "lm_head")
 
 
 def _launched(rank, kind, command):
@@ -93,7 +93,7 @@ def test_sharded(kinds, tmp_path, capsys):
         if len(modes) == 1:  # the same processes run both
             ranks.run(_launched, kinds, tmp_path, command)
 
-    found = recipes.run("grpo_sharded", kind, *SMALL, "--steps", "12", start=start)
+    found = recipes.run("grpo_sharded", kind, *SHORT, start=start)
     assert modes == ["stock", "patched"]
     assert_saved(found, capsys.readouterr().out)
     name = {"zero3": "DeepSpeedEngine", "fsdp2": "FSDPQwen2ForCausalLM"}[kind]
