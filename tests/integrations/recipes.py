@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def run(name, *arguments, start=None, inspect=None):
         return result
 
     with pytest.MonkeyPatch.context() as here:
-        here.setattr(before_after.subprocess, "run", started)
+        here.setattr(before_after, "subprocess", types.SimpleNamespace(run=started))
         here.setattr(before_after, "compare", compared)
         here.setenv("DS_ACCELERATOR", "cpu")
         here.setenv("HF_HUB_OFFLINE", "1")

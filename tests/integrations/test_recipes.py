@@ -9,7 +9,7 @@ import torch
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 recipes = pytest.importorskip("recipes")
 
-SHORT = ["--short", "--threads", "1", "--workspace", "4", "--quiet"]
+SHORT = ["--short", "--steps", "8", "--threads", "1", "--workspace", "4", "--quiet"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def assert_saved(found, printed):
     """Rewards of both runs rise, the steps are those of stock TRL, and the peak of memory falls."""
     stock, patched, logprobs = found["stock"], found["patched"], found["logprobs"]
     # later on one sample may fall the other way, and then the runs go their own ways
-    assert logprobs["same_tokens"] >= 4 and logprobs["first"] < 1e-5
+    assert logprobs["same_tokens"] >= 3 and logprobs["first"] < 1e-5
     for name in ("reward", "loss", "grad_norm"):
         assert patched[name][:2] == pytest.approx(stock[name][:2], rel=1e-3, abs=1e-5), name
     assert min(recipes.rise(stock["reward"]), recipes.rise(patched["reward"])) > 0.1
