@@ -1,7 +1,7 @@
 """Runs the cells of a notebook in a fresh process, without Jupyter.
 
-    python tests/notebook.py examples/rlkernel.ipynb            # prints what each cell prints
-    python tests/notebook.py examples/rlkernel.ipynb --write    # and keeps it in the notebook
+    python tests/run_notebook.py examples/rlkernel.ipynb            # prints what each cell prints
+    python tests/run_notebook.py examples/rlkernel.ipynb --write    # and keeps it in the notebook
 
 A cell may hold Python alone. What it prints becomes its output; the last expression is shown as Jupyter shows it.
 """

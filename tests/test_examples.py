@@ -1,0 +1,78 @@
+"""What stands beside the recipes: their page, and the Dockerfile, of which no engine is needed for most that can break."""
+
+import re
+from pathlib import Path
+
+import dockerfile
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TEXT = (EXAMPLES / "Dockerfile").read_text()
+PATTERNS = (EXAMPLES / "Dockerfile.dockerignore").read_text().split()
+HELPERS = {"arithmetic.py", "before_after.py"}  # which recipes import
+
+
+def test_every_example_is_on_the_page_and_the_ratio_comes_first():
+    page = (ROOT / "docs/examples.md").read_text()
+    named = re.findall(r"examples/([\w.]+)", page)
+    assert named[0] == "rollout_ratio.py"
+    assert re.findall(r"examples/(\w+\.\w+)", (ROOT / "README.md").read_text())[0] == "rollout_ratio.py"
+    here = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert here - set(named) == HELPERS | {"Dockerfile.dockerignore", "README.md"}
+    assert set(named) <= here
+
+
+@pytest.fixture
+def faults(tmp_path):
+    files = dockerfile.tracked(ROOT)
+    if files is None:
+        pytest.skip("not a git checkout")
+
+    def find(text=TEXT, patterns=PATTERNS, **build_args):
+        return dockerfile.faults(text, ROOT, files, patterns, tmp_path, **build_args)
+
+    return find
+
+
+def test_the_image(faults):
+    found, ran = faults()
+    assert not found
+    assert [line.split()[0] for line in ran].count("pip") == 3
+    assert "pip wheel --no-deps --wheel-dir /wheels ." in ran
+    (frameworks,) = (line for line in ran if "-c /tmp/constraints.txt" in line)
+    pinned = (ROOT / "requirements/constraints.txt").read_text()
+    for name in frameworks.split("constraints.txt ")[1].split(" /tmp")[0].split():
+        assert f"\n{name}==" in pinned
+    assert (ROOT / "requirements/constraints.txt").exists() and "torch>=2.11" in str(ran)
+
+
+def test_the_image_with_cuda(faults):
+    found, ran = faults(BACKENDS="cpu,cuda")
+    assert not found
+    (line,) = (line for line in ran if "nvidia-cuda-nvcc" in line)
+    assert {word.split("==")[1] for word in line.split()[2:]} == {"13.0.*"}, "pieces of one version"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("COPY requirements/constraints.txt", "COPY constraints.txt", "COPY constraints.txt, which is not in"),
+        ("COPY --from=build", "COPY --from=builder", "COPY from builder, which is no stage"),
+        ("RUN useradd", "RUN adduser", "RUN adduser --create-home rl: "),
+        ("${FRAMEWORKS}", "${FRAMEWORK}", "FRAMEWORK"),
+        ("rlkernel.info\n", "rlkernel.information\n", "no module rlkernel.information"),
+        ('"rollout_ratio.py"', '"ratio.py"', "CMD ratio.py, which is not in examples"),
+    ],
+)
+def test_a_fault_is_seen(faults, before, after, said):
+    assert TEXT.count(before) >= 1
+    found, _ = faults(TEXT.replace(before, after))
+    assert any(said in fault for fault in found), found
+
+
+def test_a_file_that_the_build_needs_must_be_sent(faults):
+    found, _ = faults(patterns=[*PATTERNS, "csrc"])
+    assert any("leaves out csrc/bindings.cpp" in fault for fault in found)
+    found, _ = faults(BACKEND="cpu")
+    assert found == ["no ARG BACKEND"]
