@@ -1,7 +1,8 @@
 """Sums, as a task that the recipes of this folder train: its data, its reward, and a model that can learn it.
 
-Everything is made on the spot: a character tokenizer, and a Qwen2 of two layers whose vocabulary can be padded,
-so that its head weighs as much as it does in a real model. The reward adds the two numbers and compares.
+Everything is made on the spot: a character tokenizer, and a Qwen2 of two layers whose vocabulary can be
+padded, so that its head weighs as much as it does in a real model. The reward adds the two numbers and
+compares.
 """
 
 from __future__ import annotations

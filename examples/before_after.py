@@ -1,4 +1,4 @@
-"""What the recipes of this folder print: the same training by the framework alone and with rlkernel, side by side.
+"""What the recipes of this folder print: the same training by the framework alone and with rlkernel.
 
 `measured(GRPOTrainer)` is the trainer as it is, looked at from outside. `compare` runs a recipe once for each
 mode, in fresh processes, so that no run finds memory or caches of another; `show` prints both: reward curves,
@@ -258,12 +258,15 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
         (result[mode]["summary"]["step_seconds"], result[mode]["summary"]["peak_mib"]) for mode in MODES
     )
     faster = "less" if step_after < step else "more"
-    print(f"\nSaved: {peak - peak_after:.0f} MiB. A step takes {1e3 * abs(step - step_after):.0f} ms {faster}.")
+    print(
+        f"\nSaved: {peak - peak_after:.0f} MiB. A step takes {1e3 * abs(step - step_after):.0f} ms {faster}."
+    )
 
     logprobs, patched = result["logprobs"], result["patched"]
     same = logprobs["same_tokens"]
     if same:
-        print(f"Largest logprob difference in the first pass, whose weights are the same: {logprobs['first']:.1e}.")
+        first = logprobs["first"]
+        print(f"Largest logprob difference in the first pass, whose weights are the same: {first:.1e}.")
     print(f"The runs sampled the same tokens in the first {same} of {logprobs['passes']} passes.")
     calls = ", ".join(f"{name} {count} times" for name, count in patched["calls"].items())
     left = ", ".join(f"{name} {count} times" for name, count in patched["fallbacks"].items())
@@ -285,7 +288,9 @@ def options(description: str, steps: int, batch: int) -> argparse.ArgumentParser
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="fewer and smaller steps")
-    parser.add_argument("--steps", type=int, default=steps, help="GRPO steps of each run (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="GRPO steps of each run (default %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=batch, help="completions a step (default %(default)s)")
     parser.add_argument("--every", type=int, help="steps a line of the curve (default: an eighth)")
     parser.add_argument("--vocabulary", type=int, default=32768, help="rows of the head")
@@ -302,9 +307,7 @@ def options(description: str, steps: int, batch: int) -> argparse.ArgumentParser
     return parser
 
 
-def parse(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, **short: Any
-) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, **short: Any) -> argparse.Namespace:
     """With the defaults ``short`` where ``--short`` is given."""
     if parser.parse_args(arguments).short:
         parser.set_defaults(**short)

@@ -1,14 +1,14 @@
 """GRPO with LoRA: TRL's GRPOTrainer and an adapter of PEFT, as they are and under rlkernel.patch_trl().
 
-    python examples/grpo_lora.py                  # a small model that learns to add, made on the spot
-    python examples/grpo_lora.py --short          # its beginning
-    python examples/grpo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 20 --batch 32     # a model of yours
+    python examples/grpo_lora.py              # a small model that learns to add, made on the spot
+    python examples/grpo_lora.py --short      # its beginning: a minute or two
+    python examples/grpo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct --completion 8 --steps 20 --batch 32
 
-Two lines are rlkernel's, a third bounds its memory; everything else is TRL's and PEFT's. The adapter is on all linear
-layers of attention and MLP. Behind it the reference of the KL penalty is the same model with the adapter off,
-so that each step scores its samples twice, and neither pass builds logits of the whole vocabulary. An adapter
-on the head itself, `lm_head`, is an error in TRL with and without the patch: its loss multiplies by the head's
-weight, and would not train what stands beside it.
+Two lines are rlkernel's: the patch, and a bound for its memory. Everything else is TRL's and PEFT's. The
+adapter is on all linear layers of attention and MLP. The reference of the KL penalty is the same model with
+the adapter off, so each step scores its samples twice, and neither pass builds logits of the whole
+vocabulary. An adapter on the head itself, `lm_head`, is an error in TRL with the patch and without: its loss
+multiplies by the head's weight, and would not train what stands beside it.
 
 Both runs start from the same weights and the same seed, each in a process of its own. The reward is 1 where
 the completion is the sum, else 0.
@@ -76,8 +76,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = before_after.options(__doc__, steps=24, batch=288)
     parser.add_argument("--model", help="of the hub or on the disk, in place of the one that is made")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
-    parser.add_argument("--targets", default="all-linear", help="modules that have an adapter, as PEFT names them")
-    parser.add_argument("--completion", type=int, default=arithmetic.ANSWER, help="most tokens of a completion")
+    parser.add_argument(
+        "--targets", default="all-linear", help="modules that have an adapter, as PEFT names them"
+    )
+    parser.add_argument(
+        "--completion", type=int, default=arithmetic.ANSWER, help="most tokens of a completion"
+    )
     parser.add_argument("--lr", type=float, default=5e-3)
     return before_after.parse(parser, arguments, **before_after.SHORT)
 

@@ -1,16 +1,14 @@
-"""GRPO with a model that DeepSpeed's ZeRO-3 or FSDP 2 spreads over two processes, stock and under patch_trl().
+"""GRPO with a model that ZeRO-3 or FSDP 2 spreads over two processes, stock and under patch_trl().
 
     python examples/grpo_sharded.py zero3             # both runs, and what they say side by side
-    python examples/grpo_sharded.py fsdp2 --short
-    accelerate launch --config_file examples/zero3.yaml examples/grpo_sharded.py zero3 --worker patched --folder MODEL
+    python examples/grpo_sharded.py fsdp2 --short     # a minute or two
 
-The first two start the third, once for each mode: a plain `accelerate launch` with one of the two configurations beside
-this file. With `patch_trl(prefix_sharing=True)` every rank makes as many passes as TRL would, whatever it could
-pack, so that ranks gather parameters together; the head is gathered once more for its gradient. Losses and
-gradient norms are those of stock TRL.
+Each run is a plain `accelerate launch` of this file with `zero3.yaml` or `fsdp2.yaml` beside it, as for a
+script of your own. With `patch_trl(prefix_sharing=True)` a prompt runs once for its group, and every rank
+makes as many passes as TRL would, whatever it could pack, because ranks gather parameters together.
 
 Without GPUs the processes talk over gloo, and accelerate, which shards on GPUs alone, is told that CPUs are
-some. Each process has its own part of the batch.
+some. Each process has its own part of the batch. The reward is 1 where the completion is the sum, else 0.
 """
 
 from __future__ import annotations
@@ -105,7 +103,9 @@ def main() -> None:
     before_after.report(result, args)
     if result:
         ratio = result["patched"]["tokens a row"]
-        print(f"Sharded as {result['patched']['sharding']}; TRL had {ratio:.1f} tokens for each row that ran.")
+        print(
+            f"Sharded as {result['patched']['sharding']}; TRL had {ratio:.1f} tokens for each row that ran."
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""GRPO with rollouts of vLLM: what the rollout says of a token, and what the trainer says of the same token.
+"""GRPO with rollouts of vLLM: what rollout and trainer say of the same token, stock and with rlkernel.
 
-    python examples/grpo_vllm.py               # where TRL and vLLM are installed; on a CPU, .venv-trl-vllm/bin/python
-    python examples/grpo_vllm.py --short       # of `make test-trl-vllm`
+    python examples/grpo_vllm.py             # where TRL and vLLM are; on a CPU `make test-trl-vllm` makes
+    python examples/grpo_vllm.py --short     # an environment with both, .venv-trl-vllm
 
-TRL's GRPOTrainer with an engine of vLLM in its process (`vllm_mode="colocate"`), a small bf16 model that learns
-to add, and rollouts with top-p. The two programs have the same weights, so before the first update on a sample the
-importance ratio of each of its tokens ought to be 1 and the KL of rollout and trainer 0. Under stock TRL they are not:
-vLLM's log-probability is over the tokens that top-p has kept and TRL's over all, and the two round otherwise. With
-`patch_trl(support=...)` the kept tokens travel with the samples; with `batch_invariant=True` rollout and trainer
-compute the same bits, on a CPU so far: on a GPU leave it out, and what remains is the rounding.
+TRL's GRPOTrainer with an engine of vLLM in its process (`vllm_mode="colocate"`), a small bf16 model that
+learns to add, and rollouts with top-p. The two programs have the same weights, so before an update on a
+sample the importance ratio of each of its tokens ought to be 1, and the KL of rollout and trainer 0. Under
+stock TRL they are not: vLLM's log-probability is over the tokens that top-p has kept, TRL's over all, and the
+two round differently. With `patch_trl(support=...)` the kept tokens travel with the samples. With
+`batch_invariant=True` both programs compute the same bits, so far on a CPU alone, where that takes time; on a
+GPU it is off, and the rounding remains.
 
-Both runs have a process of their own. The reward is 1 where the completion is the sum, else 0.
+Each run has a process of its own. The reward is 1 where the completion is the sum, else 0.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ import before_after
 
 @contextlib.contextmanager
 def on_a_cpu(reload: bool) -> Any:
-    """What TRL has no options for: an engine that is not compiled, and with ``reload`` weights that are loaded
-    together, because vLLM packs them there and TRL's way loads them one by one."""
+    """What TRL has no options for: an engine that is not compiled, and with `reload` weights that are loaded
+    together, because vLLM packs them there and TRL loads them one by one."""
     from trl.generation import vllm_generation
 
     def sync_weights(self: Any) -> None:
@@ -126,7 +127,8 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
         trainer.train()
         if mode == "patched":
             trainer.record |= before_after.told(patch)
-    old, sampled = (torch.cat([torch.tensor(x) for x in side]) for side in zip(*trainer.record.pop("pairs")))
+    pairs = zip(*trainer.record.pop("pairs"), strict=True)
+    old, sampled = (torch.cat([torch.tensor(step) for step in side]) for side in pairs)
     report, ratio = rlkernel.consistency.compare(old[None], sampled[None]), (old - sampled).exp()
     trainer.record["rollout"] = {
         "tokens": report.tokens,
@@ -151,7 +153,8 @@ def prepare(folder: Path, args: argparse.Namespace) -> float:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{'rollout and trainer':20} {'same number':>16} {'largest difference':>19} {'importance ratios':>20} {'KL':>9}")
+    titles = f"{'same number':>16} {'largest difference':>19} {'importance ratios':>20} {'KL':>9}"
+    print(f"\n{'rollout and trainer':20} {titles}")
     for mode in before_after.MODES:
         r = result[mode]["rollout"]
         low, high = r["ratios"]

@@ -1,4 +1,4 @@
-"""What can be said of a Dockerfile without Docker: its stages, what it copies, and its commands, run with stand-ins."""
+"""What can be said of a Dockerfile without Docker: stages, what it copies, commands run with stand-ins."""
 
 import fnmatch
 import importlib.util
@@ -28,14 +28,16 @@ def ignored(path, patterns):
     parts = path.split("/")
     heads = ["/".join(parts[: i + 1]) for i in range(len(parts))]
     return any(
-        fnmatch.fnmatch(head.rpartition("/")[2] if pattern.startswith("**/") else head, pattern.removeprefix("**/"))
+        fnmatch.fnmatch(
+            head.rpartition("/")[2] if pattern.startswith("**/") else head, pattern.removeprefix("**/")
+        )
         for pattern in patterns
         for head in heads
     )
 
 
 def faults(text, root, files, patterns, folder, **build_args):
-    """``(what is wrong, the commands that ran)``; ``files`` are those of the context, ``build_args`` as given."""
+    """``(what is wrong, the commands that ran)``; ``files`` are those of the context."""
     found, ran = [], []
     stages, defaults, values = {}, {}, None
     sent = {file for file in files if not ignored(file, patterns)}

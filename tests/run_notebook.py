@@ -3,7 +3,8 @@
     python tests/run_notebook.py examples/rlkernel.ipynb            # prints what each cell prints
     python tests/run_notebook.py examples/rlkernel.ipynb --write    # and keeps it in the notebook
 
-A cell may hold Python alone. What it prints becomes its output; the last expression is shown as Jupyter shows it.
+A cell may hold Python alone. What it prints becomes its output; the last expression is shown as Jupyter
+shows it.
 """
 
 import argparse
@@ -58,7 +59,9 @@ def main():
     args = parser.parse_args()
     notebook, file, kept = read(args.notebook), args.notebook.resolve(), args.json and args.json.resolve()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, prints what it has found
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # DeepSpeed, where it is installed, prints what it has found
     warnings.simplefilter("ignore", FutureWarning)  # of transformers about its own arguments
     os.chdir(file.parent)
     sys.path.insert(0, str(file.parent))  # as the kernel of a notebook has it

@@ -1,4 +1,4 @@
-"""What stands beside the recipes: their page, and the Dockerfile, of which no engine is needed for most that can break."""
+"""What stands beside the recipes: their page, and the Dockerfile, as far as no Docker is needed."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,11 @@ def test_the_image_with_cuda(faults):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("COPY requirements/constraints.txt", "COPY constraints.txt", "COPY constraints.txt, which is not in"),
+        (
+            "COPY requirements/constraints.txt",
+            "COPY constraints.txt",
+            "COPY constraints.txt, which is not in",
+        ),
         ("COPY --from=build", "COPY --from=builder", "COPY from builder, which is no stage"),
         ("RUN useradd", "RUN adduser", "RUN adduser --create-home rl: "),
         ("${FRAMEWORKS}", "${FRAMEWORK}", "FRAMEWORK"),

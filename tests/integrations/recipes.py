@@ -17,10 +17,11 @@ def load(name):
     return importlib.import_module(name)
 
 
-def run(name, *arguments, start=None, inspect=None):
+def run(name, *arguments, start=None):
     """What ``python examples/<name>.py <arguments>`` finds, as ``before_after.compare`` returns it.
 
-    ``start(command)`` stands in for each process that it would start; by default that command's ``main`` runs here.
+    ``start(command)`` stands in for each process that it would start; by default the recipe's ``main`` runs
+    here.
     """
     recipe, found = load(name), []
     compare = before_after.compare

@@ -1,18 +1,12 @@
 """The example of GRPO: inside batch_invariant the KL of TRL's rollout and of its trainer is 0."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import recipes
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-_SPEC = importlib.util.spec_from_file_location(
-    "grpo_arithmetic", Path(__file__).parents[2] / "examples" / "grpo_arithmetic.py"
-)
-example = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(example)
+example = recipes.load("grpo_arithmetic")
 
 
 @pytest.fixture
@@ -31,10 +25,10 @@ def test_the_kl_is_zero_in_every_step(tmp_path, quiet_transformers):
         ["--batch-invariant", "--steps", "4", "--batch", "32", "--vocabulary", "256", "--hidden", "64"]
         + ["--largest", "2", "--start", "0.1", "--threads", threads, "--quiet"]
     )
-    example.warm_up(tmp_path, args)
-    found = example.train("patched", tmp_path, args)["rollout"]
+    recipes.before_after.warmed_up(tmp_path, args)
+    found = example.train("patched", tmp_path, args).record["rollout"]
     assert found["equal"] == found["tokens"] > 4 * 32
     assert found["max"] == found["kl"] == 0
     # the very same run without the mode
-    found = example.train("stock", tmp_path, args)["rollout"]
+    found = example.train("stock", tmp_path, args).record["rollout"]
     assert found["equal"] < found["tokens"] and found["max"] > 0

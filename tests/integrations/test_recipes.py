@@ -4,10 +4,10 @@ import os
 
 import pytest
 import ranks
+import recipes
 import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
-recipes = pytest.importorskip("recipes")
 
 SHORT = ["--short", "--steps", "8", "--threads", "1", "--workspace", "4", "--quiet"]
 
@@ -71,7 +71,9 @@ def _launched(rank, kind, command):
         told = prepare_deepspeed_cmd_env(args)[1]
     else:
         told = prepare_multi_gpu_env(args)
-    os.environ.update({name: value for name, value in told.items() if name.startswith(("ACCELERATE", "FSDP"))})
+    os.environ.update(
+        {name: value for name, value in told.items() if name.startswith(("ACCELERATE", "FSDP"))}
+    )
     recipe = recipes.load("grpo_sharded")
     argv = [args.training_script, *args.training_script_args]
     assert argv[0] == recipe.__file__

@@ -1,4 +1,4 @@
-"""The recipe of GRPO with rollouts of vLLM, in its short form: what it prints of rollout and trainer is so."""
+"""The recipe of GRPO with rollouts of vLLM, in its short form: what it says of rollout and trainer is so."""
 
 import recipes
 
