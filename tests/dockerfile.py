@@ -49,7 +49,7 @@ def faults(text, root, files, patterns, folder, **build_args):
         elif name == "FROM":
             image, _, stage = filled(rest, defaults).partition(" AS ")
             stages[stage or "the last"] = image
-            values = {"HOME": "/root"}
+            values = {}
         elif name == "ENV":
             for pair in rest.split():
                 key, _, value = pair.partition("=")
