@@ -8,6 +8,7 @@ import recipes
 import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
+TRAINER = trl.GRPOTrainer  # imported here, and by that before ranks are forked
 
 SHORT = ["--short", "--steps", "8", "--threads", "1", "--workspace", "4", "--quiet"]
 
