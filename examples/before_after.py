@@ -8,6 +8,7 @@ how far the log-probabilities are apart as long as both runs sample the same tok
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -127,6 +128,17 @@ def measured(base: Any, mode: str, args: argparse.Namespace) -> Any:
 
     MeasuredTrainer.__name__ = base.__name__  # which TRL and its reports name
     return MeasuredTrainer
+
+
+def bounded(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """rlkernel's workspace, small on a CPU: its own limit there is more than these models need at all."""
+    import torch
+
+    import rlkernel
+
+    if args.workspace is None and torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return rlkernel.workspace.limited((args.workspace or 32) * MIB)
 
 
 def told(patch: Any) -> dict[str, Any]:
@@ -297,7 +309,9 @@ def options(description: str, steps: int, batch: int) -> argparse.ArgumentParser
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
     parser.add_argument("--largest", type=int, default=5, help="largest number to add, at most 9")
     parser.add_argument("--start", type=float, default=0.3, help="expected reward that ends the warm-up")
-    parser.add_argument("--workspace", type=int, default=32, help="rlkernel's workspace in MiB")
+    parser.add_argument(
+        "--workspace", type=int, help="rlkernel's, in MiB (default: 32 on a CPU, the library's own on a GPU)"
+    )
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")

@@ -9,12 +9,12 @@ rows, so that the head weighs as much as it does in a real model, and the sums u
 of a second or two teaches the format and some of the sums. Both runs then start from the same weights and the
 same seed, each in a process of its own, and GRPO has one reward: 1 if the completion is the sum, else 0.
 
-A reader sees the reward of both runs rise, how far their logprobs are apart as long as they sample the same
-tokens, the time of a step, the time of the loss and its gradient within it, and the memory that these two
-took at their peak. The ratios are those of a CPU, where TRL folds each tile of logits with torch operators;
-on a GPU it has Triton kernels for that. With `--batch-invariant` the second run is
-under `rlkernel.patch_trl(batch_invariant=True)`, and both say how far the trainer's log-probability of each
-sampled token is from the one that it was sampled with.
+A reader sees the reward of both runs rise, how far their logprobs are apart with the same weights, the time of
+a step, the time of the loss and its gradient within it, and the memory that these two took at their peak. The
+ratios are those of a CPU, where TRL folds each tile of logits with torch operators; on a GPU it has Triton
+kernels for that. With `--batch-invariant` the second run is under `rlkernel.patch_trl(batch_invariant=True)`,
+and both say how far the trainer's log-probability of each sampled token is from the one that it was sampled
+with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import arithmetic
 import before_after
 from arithmetic import ANSWER, EOS, PROMPT
-from before_after import MIB, MODES
+from before_after import MODES
 
 
 def watch_rollout(model: Any) -> list[dict[tuple[int, ...], Any]]:
@@ -100,7 +100,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     )
     with contextlib.ExitStack() as stack:
         if mode == "patched":
-            stack.enter_context(rlkernel.workspace.limited(args.workspace * MIB))
+            stack.enter_context(before_after.bounded(args))
             patch = stack.enter_context(rlkernel.patch_trl(batch_invariant=args.batch_invariant))
             before_after.say(args, f"  {patch}".replace("\n", "\n  "))
         trainer = before_after.measured(GRPOTrainer, mode, args)(

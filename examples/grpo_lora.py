@@ -2,13 +2,13 @@
 
     python examples/grpo_lora.py              # a small model that learns to add, made on the spot
     python examples/grpo_lora.py --short      # its beginning: a minute or two
-    python examples/grpo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct --completion 8 --steps 20 --batch 32
+    python examples/grpo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct --completion 8 --batch 32
 
 Two lines are rlkernel's: the patch, and a bound for its memory. Everything else is TRL's and PEFT's. The
 adapter is on all linear layers of attention and MLP. The reference of the KL penalty is the same model with
-the adapter off, so each step scores its samples twice, and neither pass builds logits of the whole
-vocabulary. An adapter on the head itself, `lm_head`, is an error in TRL with the patch and without: its loss
-multiplies by the head's weight, and would not train what stands beside it.
+the adapter off, so each step scores its samples twice, both times through rlkernel. An adapter on the head
+itself, `lm_head`, is an error in TRL with the patch and without: its loss multiplies by the head's weight, and
+would not train what stands beside it.
 
 Both runs start from the same weights and the same seed, each in a process of its own. The reward is 1 where
 the completion is the sum, else 0.
@@ -40,7 +40,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
         num_generations=8,
         max_completion_length=args.completion,
         max_steps=args.steps,
-        learning_rate=args.lr,
+        learning_rate=args.lr or (1e-5 if args.model else 5e-3),
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=5,
         beta=0.01,  # of the KL penalty, so that there is a reference
@@ -56,7 +56,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     adapter = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=args.targets)
     with contextlib.ExitStack() as stack:
         if mode == "patched":
-            stack.enter_context(rlkernel.workspace.limited(args.workspace * before_after.MIB))
+            stack.enter_context(before_after.bounded(args))
             patch = stack.enter_context(rlkernel.patch_trl())
         trainer = before_after.measured(GRPOTrainer, mode, args)(
             model=args.model or str(folder),
@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--completion", type=int, default=arithmetic.ANSWER, help="most tokens of a completion"
     )
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--lr", type=float, help="default 5e-3, or 1e-5 with --model")
     return before_after.parse(parser, arguments, **before_after.SHORT)
 
 

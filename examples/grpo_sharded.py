@@ -62,7 +62,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
         optim="adamw_torch",
         logging_steps=1,
         seed=args.seed,
-        bf16=torch.cuda.is_available(),
+        bf16=False,  # as in the configurations: both say what the products are in
         gradient_checkpointing=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
@@ -71,7 +71,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     )
     with contextlib.ExitStack() as stack:
         if mode == "patched":
-            stack.enter_context(rlkernel.workspace.limited(args.workspace * before_after.MIB))
+            stack.enter_context(before_after.bounded(args))
             patch = stack.enter_context(rlkernel.patch_trl(prefix_sharing=True))
         trainer = before_after.measured(GRPOTrainer, mode, args)(
             model=str(folder),

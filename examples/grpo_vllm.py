@@ -114,7 +114,7 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
         if not on_gpu:
             stack.enter_context(on_a_cpu(reload=not exact))
         if mode == "patched":
-            stack.enter_context(rlkernel.workspace.limited(args.workspace * before_after.MIB))
+            stack.enter_context(before_after.bounded(args))
             patch = stack.enter_context(rlkernel.patch_trl(support=args.vocabulary, batch_invariant=exact))
         trainer = compared(before_after.measured(GRPOTrainer, mode, args))(
             model=str(folder),
