@@ -7,8 +7,8 @@
 Two lines are rlkernel's: the patch, and a bound for its memory. Everything else is TRL's and PEFT's. The
 adapter is on all linear layers of attention and MLP. The reference of the KL penalty is the same model with
 the adapter off, so each step scores its samples twice, both times through rlkernel. An adapter on the head
-itself, `lm_head`, is an error in TRL with the patch and without: its loss multiplies by the head's weight, and
-would not train what stands beside it.
+itself, `lm_head`, is an error in TRL with the patch and without: its loss multiplies by the head's weight,
+and would not train what stands beside it.
 
 Both runs start from the same weights and the same seed, each in a process of its own. The reward is 1 where
 the completion is the sum, else 0.
