@@ -11,10 +11,10 @@ same seed, each in a process of its own, and GRPO has one reward: 1 if the compl
 
 A reader sees the reward of both runs rise, how far their logprobs are apart with the same weights, the time
 of a step, the time of the loss and its gradient within it, and the memory that these two took at their peak.
-The ratios are those of a CPU, where TRL folds each tile of logits with torch operators; on a GPU it has Triton
-kernels for that. With `--batch-invariant` the second run is under `rlkernel.patch_trl(batch_invariant=True)`,
-and both say how far the trainer's log-probability of each sampled token is from the one that it was sampled
-with.
+The ratios are those of a CPU, where TRL folds each tile of logits with torch operators; on a GPU it has
+Triton kernels for that. With `--batch-invariant` the second run is under
+`rlkernel.patch_trl(batch_invariant=True)`, and both say how far the trainer's log-probability of each sampled
+token is from the one that it was sampled with.
 """
 
 from __future__ import annotations
