@@ -4,8 +4,10 @@
     RLKERNEL_CUDA_ARCHS   default 80;90a;100;120, those that nvcc knows, and PTX of the newest for later ones
     RLKERNEL_HIP_ARCHS    default gfx90a;gfx942
     MAX_JOBS              compilers at a time
+    LDFLAGS               what the linker gets besides: `make wheels` hands it an older C library
 
-Objects stay in build/native-*, with depfiles: what did not change is not compiled again, whoever asks.
+Objects stay in build/native-<machine>, with depfiles: what did not change is not compiled again, whoever
+asks. Kernels know no Python, so all Pythons share their objects; each has its own bindings.
 No torch is needed: kernels see pointers, and one binary serves every torch version.
 """
 
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 
 import pybind11
@@ -35,12 +38,14 @@ COMMON = "-O3 -std=c++17 -fPIC -fvisibility=hidden"
 # loop has the bits of the main loop. errno and traps are given up because they only block vectorisation. No
 # vector crosses the border of a file, so how an instruction set passes them (-Wpsabi) concerns nobody.
 CPU_MATH = "-ffp-contract=off -fno-math-errno -fno-trapping-math"
+LINK = f"{CXX} -shared {os.environ.get('LDFLAGS', '')}".rstrip()
 CPU_FLAGS = f"{COMMON} -fopenmp {CPU_MATH} -Wall -Wextra -Wno-psabi {INCLUDE}"
 X86_ISAS = {"baseline": "", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
 # What only the matrix product has, and is compiled for it alone: RLKERNEL_CPU_DISPATCH_BF16.
 BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("matmul.isa.cpp",)
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
 PARTS = ("cpu", "cuda", "hip")
+COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 
 
 @dataclass
@@ -50,7 +55,6 @@ class Part:
     rules: dict[str, str] = field(default_factory=dict)
     sources: list[tuple[str, Path, str, str]] = field(default_factory=list)  # rule, source, suffix, flags
     archs: list[str] = field(default_factory=list)
-    linker: str = ""
     libraries: str = ""
 
 
@@ -70,11 +74,12 @@ def find_tool(names: list[str], homes: list[str], folders: list[str]) -> str | N
     return next((tool for name in names if (tool := shutil.which(name, path=path))), None)
 
 
-def probe(build_dir: Path, suffix: str, compiling: str, linking: str, libraries: str = "") -> None:
+def probe(build_dir: Path, suffix: str, compiling: str, libraries: str) -> None:
     """Compile and link an empty kernel, once per compiler and flags: the verdict is kept on disk."""
     source = build_dir / f"probe{suffix}"
     source.write_text("__global__ void empty() {}\nint launch() { empty<<<1, 1>>>(); return 0; }\n")
     compiler = shlex.split(compiling)[0]
+    linking = f"{LINK} -Wl,--no-undefined"
     key = f"{compiling}\n{linking}\n{libraries}\n{Path(compiler).stat().st_mtime_ns}"
     verdict = build_dir / f"probe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
     if not verdict.exists():
@@ -112,6 +117,14 @@ def cpu_part(build_dir: Path) -> Part:
     return part
 
 
+def cuda_libraries(nvcc: str) -> str:
+    """The folders that may hold the runtime: PyPI's packages have it in lib, a toolkit in targets or lib64."""
+    home = Path(nvcc).resolve().parent.parent
+    asked = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    folders = re.findall(r"-L\"?([^\s\"]+)", asked)
+    return " ".join(f"-L{folder}" for folder in dict.fromkeys([*folders, str(home / "lib"), str(home / "lib64")]))
+
+
 def cuda_part(build_dir: Path) -> Part:
     # site-packages stand in no sys.path while pip builds in isolation
     installed = sorted(
@@ -125,20 +138,54 @@ def cuda_part(build_dir: Path) -> Part:
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
     known = [arch for arch in ("80", "90a", "100", "120") if f"compute_{arch.rstrip('a')}" in listed]
     archs = arch_list("RLKERNEL_CUDA_ARCHS", known)
-    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    if plain := [arch for arch in archs if arch.isdecimal()]:
-        newest = max(plain, key=int)
-        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-        archs.append(f"{newest}+PTX")
+    plain = [arch for arch in archs if arch.isdecimal()]
     compiler = (
         f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
-        f"-Xfatbin=-compress-all --threads {len(codes)} {' '.join(codes)} {INCLUDE}"
+        f"-Xfatbin=-compress-all --threads {len(archs)} {INCLUDE}"
     )
-    # PyPI's packages have cudart_static and cudadevrt in lib, where the nvcc of some looks into lib64 alone
-    linker = f"{nvcc} -ccbin {CXX} -shared -cudart static -L{Path(nvcc).resolve().parent.parent / 'lib'}"
-    probe(build_dir, ".cu", compiler, linker)
-    sources = [("nvcc", source, "", "") for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    return Part({"nvcc": f"{compiler} -MD -MF $out.d -c $in -o $out"}, sources, archs, linker)
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    named = [*archs, *(f"{arch}+PTX" for arch in sorted(plain, key=int)[-1:])]
+    codes = {source: cuda_codes(source, archs) for source in sources}
+    libraries = f"{cuda_libraries(nvcc)} -lcudart_static -lrt -lpthread -ldl"
+    probe(build_dir, ".cu", f"{compiler} {max(codes.values(), default='')}", libraries)
+    rules = {"nvcc": f"{compiler} $extra -MD -MF $out.d -c $in -o $out"}
+    suffix = f".{'-'.join(named)}"
+    return Part(rules, [("nvcc", source, suffix, codes[source]) for source in sources], named, libraries)
+
+
+def headers_of(source: Path, found: set[Path] | None = None) -> set[Path]:
+    """A source and our headers that it includes, directly or not."""
+    found = set() if found is None else found
+    found.add(source)
+    for name in re.findall(r'^#include "(.*)"', source.read_text(), re.MULTILINE):
+        for header in (ROOT / "csrc/include" / name, source.parent / name):
+            if header.exists() and header.resolve() not in found:
+                headers_of(header.resolve(), found)
+    return found
+
+
+def cuda_codes(source: Path, archs: list[str]) -> str:
+    """What nvcc makes of a source, PTX once for all architectures for which it would be the same, and that of
+    the newest for later ones.
+
+    nvcc has one compiler for those before sm_100 and another one from there on; within each of the two only
+    what the sources themselves ask of __CUDA_ARCH__ makes a difference, as tests/test_build.py sees.
+    """
+    text = "".join(path.read_text() for path in sorted(headers_of(source)))
+    asked = sorted(set(re.findall(r"__CUDA_ARCH__\s*([<>=!]=|<|>)\s*(\d+)", text)))
+    special = re.search(r"__CUDA_ARCH_(FEAT|SPECIFIC|FAMILY)", text)
+    numbers = {arch: int(re.match(r"\d+", arch)[0]) for arch in archs}
+    groups: dict[object, list[str]] = {}
+    for arch, number in numbers.items():
+        answers = [COMPARISONS[sign](10 * number, int(bound)) for sign, bound in asked]
+        groups.setdefault(arch if special else (number >= 100, *answers), []).append(arch)
+    newest = max((arch for arch in archs if arch.isdecimal()), key=int, default=None)
+    codes = []
+    for group in groups.values():
+        virtual = f"compute_{group[0] if len(group) == 1 else min(numbers[arch] for arch in group)}"
+        made = [f"sm_{arch}" for arch in group] + [virtual] * (newest in group)
+        codes.append(f"-gencode=arch={virtual},code=[{','.join(made)}]")
+    return " ".join(codes)
 
 
 def hip_part(build_dir: Path) -> Part:
@@ -152,9 +199,9 @@ def hip_part(build_dir: Path) -> Part:
     compiler = f"{hip} {language}{COMMON} -ffp-contract=off {offload} {INCLUDE}"
     library_folder = Path(hip).resolve().parent.parent / "lib"
     libraries = f"-L{library_folder} -lamdhip64"
-    probe(build_dir, ".hip", compiler, f"{CXX} -shared -Wl,--no-undefined", libraries)
-    sources = [("hip", source, "", "") for source in sorted((ROOT / "csrc/hip").glob("*.hip"))]
-    return Part({"hip": f"{compiler} -MMD -MF $out.d -c $in -o $out"}, sources, archs, libraries=libraries)
+    probe(build_dir, ".hip", compiler, libraries)
+    sources = [("hip", source, f".{'-'.join(archs)}", "") for source in sorted((ROOT / "csrc/hip").glob("*.hip"))]
+    return Part({"hip": f"{compiler} -MMD -MF $out.d -c $in -o $out"}, sources, archs, libraries)
 
 
 def chosen_parts(build_dir: Path) -> dict[str, Part]:
@@ -183,6 +230,9 @@ def chosen_parts(build_dir: Path) -> dict[str, Part]:
 
 
 def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
+    """The rules of one extension: `build.ninja` in a folder of this Python and these parts."""
+    own = build_dir / "-".join([sys.implementation.cache_tag, *parts])
+    own.mkdir(exist_ok=True)
     # pip's build isolation puts pybind11 under a new path each time; a copy keeps the commands the same.
     headers = build_dir / f"pybind11-{pybind11.__version__}"
     if not headers.exists():
@@ -194,26 +244,25 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
     rules = {"bindings": f"{CXX} {flags} -O1 -MMD -MF $out.d -c $in -o $out"}
     builds, objects = [], []
 
-    def add(rule: str, source: Path, suffix: str = "", extra: str = "") -> None:
+    def add(folder: Path, rule: str, source: Path, suffix: str = "", extra: str = "") -> None:
         name = source.relative_to(ROOT / "csrc").as_posix().replace("/", "-")
-        objects.append(f"{build_dir}/{name}{suffix}.o")
+        objects.append(f"{folder}/{name}{suffix}.o")
         builds.extend([f"build {objects[-1]}: {rule} {source}", f"  extra = {extra}"])
 
-    add("bindings", ROOT / "csrc/bindings.cpp")
+    add(own, "bindings", ROOT / "csrc/bindings.cpp")
     for part in parts.values():
         rules.update(part.rules)
         for source in part.sources:
-            add(*source)
-    linker = parts["cuda"].linker if "cuda" in parts else f"{CXX} -shared"
+            add(build_dir, *source)
     libraries = " ".join(part.libraries for part in parts.values())
     # -fopenmp is not given to the linker: rlkernel/native/__init__.py binds torch's OpenMP runtime; a second
     # one in the process would bring its own threads and its own idea of how many there are.
-    lines = [f"builddir = {build_dir}"]
+    lines = [f"builddir = {build_dir}"]  # with ninja's log of what was compiled how, which all share
     for rule, command in rules.items():
         lines.extend([f"rule {rule}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"])
-    lines.extend(["rule link", f"  command = {linker} $in {libraries} -o $out"])
-    lines.extend([*builds, f"build {build_dir}/_C.so: link {' '.join(objects)}"])
-    ninja_file = build_dir / "build.ninja"
+    lines.extend(["rule link", f"  command = {LINK} $in {libraries} -o $out"])
+    lines.extend([*builds, f"build {own}/_C.so: link {' '.join(objects)}"])
+    ninja_file = own / "build.ninja"
     ninja_file.write_text("\n".join(lines) + "\n")
     return ninja_file
 
@@ -221,7 +270,7 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
 class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}-{platform.machine()}"
+        build_dir = ROOT / "build" / f"native-{platform.machine()}"
         build_dir.mkdir(parents=True, exist_ok=True)
         with open(build_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one tree take turns
@@ -234,7 +283,7 @@ class NinjaBuild(build_ext):
             subprocess.run([sys.executable, "-m", "ninja", "-f", str(ninja_file), *jobs], check=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             # A new file beside it, then a rename: a process that has the old one mapped keeps it whole.
-            shutil.copy2(build_dir / "_C.so", target.with_suffix(".tmp"))
+            shutil.copy2(ninja_file.with_name("_C.so"), target.with_suffix(".tmp"))
             os.replace(target.with_suffix(".tmp"), target)
         built = "; ".join(f"{name} for {' '.join(part.archs)}" for name, part in parts.items())
         print(f"rlkernel: built {built}", flush=True)

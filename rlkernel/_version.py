@@ -1,3 +1,8 @@
-"""The version: its one home, read by `rlkernel.__version__` and by the build."""
+"""The version: that of the tag, which setuptools-scm wrote into the metadata of what is installed."""
 
-__version__ = "0.1.0.dev0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("rlkernel")
+except PackageNotFoundError:  # sources on a path, never installed
+    __version__ = "0+unknown"
