@@ -37,7 +37,7 @@ TRL_VLLM_VENV ?= .venv-trl-vllm
 # The folders of tests that test-trl-vllm runs: in_vllm too takes minutes more.
 TRL_VLLM_TESTS ?= in_trl_vllm
 
-.PHONY: help build test test-avx2 test-vllm test-trl-vllm bench lint format docs check-codegen readme-tables info clean
+.PHONY: help build test test-avx2 test-vllm test-trl-vllm bench lint format docs check-codegen readme-tables wheels sdist release-tools info clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,14 @@ check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every 
 readme-tables: $(DONE)/build $(DONE)/bench  ## rewrite the tables of README and docs from the newest reports in benchmarks/results
 	@$(PY) -m rlkernel.bench readme $(ARGS)
 
+wheels: $(DONE)/release  ## wheels for manylinux_2_28 in dist, for every Python that is here, with CUDA where nvcc is; ARGS goes to .ci/wheels.py
+	@$(PY) .ci/wheels.py $(ARGS)
+
+sdist: $(DONE)/release  ## the source archive in dist
+	@$(PY) -m build --sdist
+
+release-tools: $(DONE)/release
+
 info: $(DONE)/build  ## what this machine can run
 	@$(PY) -m rlkernel.info
 
@@ -135,6 +143,11 @@ $(DONE)/test $(DONE)/bench $(DONE)/docs: $(DONE)/%: pyproject.toml requirements/
 $(DONE)/lint: requirements/lint.txt requirements/constraints.txt | $(DONE)/torch
 	@echo "make: installing ruff and mypy"
 	@$(INSTALL) -r requirements/lint.txt
+	@touch $@
+
+$(DONE)/release: requirements/release.txt requirements/constraints.txt | $(DONE)/venv
+	@echo "make: installing what builds and audits packages"
+	@$(PY) -m pip install -qq --disable-pip-version-check -c requirements/constraints.txt -r requirements/release.txt
 	@touch $@
 
 $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constraints.txt tests/fetch_peers.py | $(DONE)/torch

@@ -119,7 +119,8 @@ def stubs(folder: Path, compiler: str = "g++") -> str:
         stem.symlink_to(library)
     nonshared, loader = _file(compiler, "libc_nonshared.a"), _file(compiler, "ld-linux-x86-64.so.2")
     (folder / "libc.so").unlink()
-    (folder / "libc.so").write_text(f"GROUP ( {folder}/libc.so.6 {nonshared} AS_NEEDED ( {loader} ) )\n")
+    moved = " ".join(str(folder / library) for library in MOVED)
+    (folder / "libc.so").write_text(f"GROUP ( {folder}/libc.so.6 {nonshared} AS_NEEDED ( {moved} {loader} ) )\n")
     newer = folder / "newer.cpp"
     newer.write_text(NEWER)
     _run(compiler, "-O2", "-fPIC", "-c", newer, "-o", folder / "newer.o")

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import manylinux
+import release
 
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
@@ -71,14 +72,13 @@ def cuda_version() -> str | None:
     return f"{found[1]}{found[2]}" if found else None
 
 
-def local_version(version: str, parts: str) -> str:
-    """The version of a wheel: with the toolkit's where it has CUDA kernels."""
+def version_of(parts: str) -> str:
+    """That of a wheel: with the toolkit's where it has CUDA kernels."""
     if "cuda" not in parts.split(","):
-        return version
-    toolkit = cuda_version()
-    if toolkit is None:
+        return release.version()
+    if (toolkit := cuda_version()) is None:
         raise SystemExit("wheels: nvcc was not found, which a wheel with CUDA kernels needs")
-    return f"{version}{'.' if '+' in version else '+'}cu{toolkit}"
+    return release.with_local(release.version(), f"cu{toolkit}")
 
 
 def newer_than_image() -> bool:
@@ -137,14 +137,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    known = [sys.executable, "-m", "setuptools_scm", "--root", str(ROOT)]
-    version = subprocess.run(known, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]
     rows = []
     for parts in asked.parts or ["cpu", *["cpu,cuda"] * (cuda_version() is not None)]:
         for python in asked.python or pythons():
             started, before = time.monotonic(), seconds()
             with tempfile.TemporaryDirectory() as folder:
-                wheel = audited(build(python, parts, local_version(version, parts), Path(folder)), asked.out)
+                wheel = audited(build(python, parts, version_of(parts), Path(folder)), asked.out)
             row = {
                 "wheel": wheel.name,
                 "parts": parts,

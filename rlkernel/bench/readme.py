@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlkernel.bench import commands, example_tables, picture, render, report, status, trainer_step
+from rlkernel.bench import (
+    build_tables,
+    commands,
+    example_tables,
+    picture,
+    render,
+    report,
+    status,
+    trainer_step,
+)
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency import tables as consistency
 
@@ -45,6 +54,9 @@ MADE = {
         name: _of_an_example(name, consistency.markdown)
         for name in ("consistency", "consistency-engines", "consistency-operators")
     },
+    "build": _of_an_example("build", build_tables.build),
+    "wheels": _of_an_example("wheels", build_tables.wheels),
+    "clean_machine": _of_an_example("clean_machine", build_tables.clean_machine),
     "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),

@@ -23,13 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / "build/codegen"
 FLAGS = ["-O3", "-std=c++17", f"-I{ROOT / 'csrc/include'}"]
 # NVIDIA's compiler in pieces: the driver, its headers, its optimiser, the runtime's headers, the C++ library.
-NVCC_WHEELS = (
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-cccl==13.0.85",
-)
+NVCC_WHEELS = ROOT / "requirements/nvcc.txt"
 
 
 class Missing(Exception):
@@ -147,7 +141,7 @@ def _fetch_nvcc() -> Path:
     nvcc = folder / "nvidia/cu13/bin/nvcc"
     if not nvcc.exists():
         pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--disable-pip-version-check"]
-        _run([*pip, "--target", str(folder), *NVCC_WHEELS])
+        _run([*pip, "--target", str(folder), "-r", str(NVCC_WHEELS)])
     if not nvcc.exists():
         raise Missing(f"the wheels of nvcc hold no {nvcc.relative_to(folder)}")
     return nvcc
