@@ -43,6 +43,9 @@ CPU_FLAGS = f"{COMMON} -fopenmp {CPU_MATH} -Wall -Wextra -Wno-psabi {INCLUDE}"
 X86_ISAS = {"baseline": "", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
 # What only the matrix product has, and is compiled for it alone: RLKERNEL_CPU_DISPATCH_BF16.
 BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("matmul.isa.cpp",)
+# What most kernels include, parsed once for each instruction set: <immintrin.h> alone takes as long as the kernel
+# in many of them. A compiler that does not know GCC's precompiled headers reads the header itself.
+PRECOMPILED = ("algorithm", "cmath", "immintrin.h", "memory", "vector")
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
 PARTS = ("cpu", "cuda", "hip")
 COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
@@ -54,6 +57,7 @@ class Part:
 
     rules: dict[str, str] = field(default_factory=dict)
     sources: list[tuple[str, Path, str, str]] = field(default_factory=list)  # rule, source, suffix, flags
+    headers: dict[str, tuple[str, str]] = field(default_factory=dict)  # by suffix: to precompile, flags
     archs: list[str] = field(default_factory=list)
     libraries: str = ""
 
@@ -107,22 +111,34 @@ def check_host() -> None:
 
 def cpu_part(build_dir: Path) -> Part:
     bf16 = BF16_ISA if ISAS is X86_ISAS else {}
-    part = Part({"cxx": f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"}, archs=[*ISAS, *bf16])
+    compiler = f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"
+    part = Part(
+        {"cxx": compiler, "header": compiler.replace(" -c ", " -x c++-header ")}, archs=[*ISAS, *bf16]
+    )
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
         if source.name.endswith(".isa.cpp"):
             for isa, flags in (ISAS | bf16 if source.name in BF16_SOURCES else ISAS).items():
                 part.sources.append(("cxx", source, f".{isa}", f"-DRLKERNEL_ISA={isa} {flags}"))
         else:
             part.sources.append(("cxx", source, "", ""))
+    if ISAS is X86_ISAS:
+        for isa, flags in ISAS.items():
+            header = build_dir / f"precompiled.{isa}.h"
+            text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
+            if not header.exists() or header.read_text() != text:
+                header.write_text(text)
+            part.headers[f".{isa}"] = str(header), f"-DRLKERNEL_ISA={isa} {flags}"
     return part
 
 
 def cuda_libraries(nvcc: str) -> str:
-    """The folders that may hold the runtime: PyPI's packages have it in lib, a toolkit in targets or lib64."""
+    """Folders that may hold the runtime: PyPI's packages have it in lib, a toolkit in targets or lib64."""
     home = Path(nvcc).resolve().parent.parent
     asked = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     folders = re.findall(r"-L\"?([^\s\"]+)", asked)
-    return " ".join(f"-L{folder}" for folder in dict.fromkeys([*folders, str(home / "lib"), str(home / "lib64")]))
+    return " ".join(
+        f"-L{folder}" for folder in dict.fromkeys([*folders, str(home / "lib"), str(home / "lib64")])
+    )
 
 
 def cuda_part(build_dir: Path) -> Part:
@@ -200,7 +216,9 @@ def hip_part(build_dir: Path) -> Part:
     library_folder = Path(hip).resolve().parent.parent / "lib"
     libraries = f"-L{library_folder} -lamdhip64"
     probe(build_dir, ".hip", compiler, libraries)
-    sources = [("hip", source, f".{'-'.join(archs)}", "") for source in sorted((ROOT / "csrc/hip").glob("*.hip"))]
+    sources = [
+        ("hip", source, f".{'-'.join(archs)}", "") for source in sorted((ROOT / "csrc/hip").glob("*.hip"))
+    ]
     return Part({"hip": f"{compiler} -MMD -MF $out.d -c $in -o $out"}, sources, archs, libraries)
 
 
@@ -244,16 +262,22 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
     rules = {"bindings": f"{CXX} {flags} -O1 -MMD -MF $out.d -c $in -o $out"}
     builds, objects = [], []
 
-    def add(folder: Path, rule: str, source: Path, suffix: str = "", extra: str = "") -> None:
+    def add(
+        folder: Path, rule: str, source: Path, suffix: str = "", extra: str = "", header: str = ""
+    ) -> None:
         name = source.relative_to(ROOT / "csrc").as_posix().replace("/", "-")
         objects.append(f"{folder}/{name}{suffix}.o")
-        builds.extend([f"build {objects[-1]}: {rule} {source}", f"  extra = {extra}"])
+        after, extra = (f" | {header}.gch", f"{extra} -include {header}") if header else ("", extra)
+        builds.extend([f"build {objects[-1]}: {rule} {source}{after}", f"  extra = {extra}"])
 
     add(own, "bindings", ROOT / "csrc/bindings.cpp")
     for part in parts.values():
         rules.update(part.rules)
-        for source in part.sources:
-            add(build_dir, *source)
+        for header, extra in part.headers.values():
+            builds.extend([f"build {header}.gch: header {header}", f"  extra = {extra}"])
+        for rule, source, suffix, extra in part.sources:
+            header, _ = part.headers.get(suffix, ("", ""))
+            add(build_dir, rule, source, suffix, extra, header)
     libraries = " ".join(part.libraries for part in parts.values())
     # -fopenmp is not given to the linker: rlkernel/native/__init__.py binds torch's OpenMP runtime; a second
     # one in the process would bring its own threads and its own idea of how many there are.

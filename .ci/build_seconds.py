@@ -1,4 +1,4 @@
-"""CPU seconds of each source of the extension: `python .ci/build_seconds.py now --json FILE`, minutes on an idle machine.
+"""CPU seconds of each source of the extension, in minutes: `python .ci/build_seconds.py now --json FILE`.
 
     before|now       which of the two columns of docs/build.md is measured; the other one stays as FILE has it
     --tree FOLDER    another checkout, such as one of an earlier commit
@@ -57,7 +57,9 @@ def measure(tree: Path, only: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("column", choices=("before", "now"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=ROOT)

@@ -1,8 +1,8 @@
-"""From a wheel to GRPO on a machine with neither compiler nor GPU: `python .ci/clean_machine.py dist/rlkernel-...whl`.
+"""From a wheel to GRPO on a machine with neither compiler nor GPU: `python .ci/clean_machine.py WHEEL`.
 
-Runs the commands of docs/build.md, section "From nothing to GRPO", as they stand there, in a new folder outside of the
-checkout and with a PATH on which nothing is; only the name of the package becomes the wheel, and --json keeps the
-seconds of each.
+Runs the commands of docs/build.md, section "From nothing to GRPO", as they stand there, in a new folder
+outside of the checkout and with a PATH on which nothing is; only the name of the package becomes the wheel.
+--json keeps the seconds of each.
 """
 
 import argparse
@@ -39,8 +39,7 @@ def environment(empty: Path) -> dict[str, str]:
 def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) -> list[dict[str, object]]:
     """Each command and its seconds.
 
-    instead: what takes the place of a command, by a word of it, and of no other machine's business: tests borrow
-        packages that they have rather than download them again.
+    instead: what takes the place of a command, by a word of it: tests borrow packages that they have.
     """
     python = Path(sys.executable)
     scripts = {path.name: path for path in (ROOT / "examples").glob("*.py")}
@@ -59,12 +58,20 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
         done = subprocess.run(given, cwd=folder, env=clean, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{shlex.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        rows.append({"command": shlex.join(words), "seconds": round(time.monotonic() - started, 1), "said": done.stdout})
+        rows.append(
+            {
+                "command": shlex.join(words),
+                "seconds": round(time.monotonic() - started, 1),
+                "said": done.stdout,
+            }
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()

@@ -1,13 +1,13 @@
-"""manylinux_2_28 by a newer system's compiler: link against what an older C library had, and look that it held.
+"""manylinux_2_28 by a newer compiler: link against what an older C library had, and look that it held.
 
     python .ci/manylinux.py stubs FOLDER      libraries to link against; prints the LDFLAGS that use them
-    python .ci/manylinux.py audit FILE ...    extensions or wheels: an error if one needs more than manylinux_2_28
+    python .ci/manylinux.py audit FILE ...    extensions or wheels: an error if one needs what is newer
 
 A library's symbols have versions, and the linker takes the newest: on a newer system that of the day when a
-function last changed, though the older one is there too. The stubs have the names of the system's libraries and
-of each symbol the newest version that manylinux_2_28 has; nothing of them is in what was linked. What GCC's
-headers use and no older library has is defined in `newer.cpp`, hidden in the extension. A manylinux image
-needs none of this, and `wheels.py` does none of it there.
+function last changed, though the older one is there too. The stubs have the names of the system's libraries
+and of each symbol the newest version that manylinux_2_28 has; nothing of them is in what was linked. What
+GCC's headers use and no older library has is defined in `newer.cpp`, hidden in the extension. A manylinux
+image needs none of this, and `wheels.py` does none of it there.
 """
 
 import re
@@ -22,7 +22,17 @@ from pathlib import Path
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 LIBRARIES = ("libc.so.6", "libm.so.6", "libstdc++.so.6")
 MOVED = {  # by 2.34 into libc.so.6
-    "libpthread.so.0": ("pthread_", "__pthread_", "_pthread_", "sem_", "thrd_", "mtx_", "cnd_", "tss_", "call_once"),
+    "libpthread.so.0": (
+        "pthread_",
+        "__pthread_",
+        "_pthread_",
+        "sem_",
+        "thrd_",
+        "mtx_",
+        "cnd_",
+        "tss_",
+        "call_once",
+    ),
     "libdl.so.2": ("dl",),
     "librt.so.1": ("shm_", "timer_", "mq_", "__mq_", "aio_", "lio_"),
 }
@@ -68,7 +78,7 @@ def _symbols(library: Path) -> Iterator[tuple[str, str, str, str, bool]]:
 
 
 def _home(name: str, library: str, versions: set[str]) -> str | None:
-    """The library of an older system: 2.34 put those of threads, of loading and of shared memory into libc."""
+    """The library of an older system: 2.34 moved threads, loading and shared memory into libc."""
     if library != "libc.so.6" or "GLIBC_2.34" not in versions:
         return library
     return next((home for home, prefixes in MOVED.items() if name.startswith(prefixes)), None)
@@ -99,28 +109,39 @@ def _file(compiler: str, name: str) -> Path:
 
 
 def stubs(folder: Path, compiler: str = "g++") -> str:
-    """Writes the libraries of an older system into ``folder``, and answers the LDFLAGS that link with them."""
+    """Writes the libraries of an older system into ``folder``; returns the LDFLAGS that use them."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for library, versions in _contents(compiler).items():
         assembly, script = [], []
         for version, names in sorted(versions.items()):
             for name, kind in sorted(names.items()):
-                data = kind == "OBJECT"
-                assembly.append(f".{'data' if data else 'text'}\n.globl {name}\n.type {name}, @{'object' if data else 'function'}")
-                assembly.append(f"{name}: .quad 0\n.size {name}, 8")
+                section, of = ("data", "object") if kind == "OBJECT" else ("text", "function")
+                assembly.append(
+                    f".{section}\n.globl {name}\n.type {name}, @{of}\n{name}: .quad 0\n.size {name}, 8"
+                )
             script.append(f"{version} {{ global: {'; '.join(sorted(names))}; }};")
         source, exports = folder / f"{library}.s", folder / f"{library}.map"
         source.write_text("\n".join([*assembly, ".section .note.GNU-stack"]) + "\n")
         exports.write_text("\n".join(script) + "\n")
-        _run(compiler, "-shared", "-nostdlib", f"-Wl,--version-script={exports},-soname,{library}", source, "-o", folder / library)
+        _run(
+            compiler,
+            "-shared",
+            "-nostdlib",
+            f"-Wl,--version-script={exports},-soname,{library}",
+            source,
+            "-o",
+            folder / library,
+        )
         stem = folder / (library.partition(".so")[0] + ".so")
         stem.unlink(missing_ok=True)
         stem.symlink_to(library)
     nonshared, loader = _file(compiler, "libc_nonshared.a"), _file(compiler, "ld-linux-x86-64.so.2")
     (folder / "libc.so").unlink()
     moved = " ".join(str(folder / library) for library in MOVED)
-    (folder / "libc.so").write_text(f"GROUP ( {folder}/libc.so.6 {nonshared} AS_NEEDED ( {moved} {loader} ) )\n")
+    (folder / "libc.so").write_text(
+        f"GROUP ( {folder}/libc.so.6 {nonshared} AS_NEEDED ( {moved} {loader} ) )\n"
+    )
     newer = folder / "newer.cpp"
     newer.write_text(NEWER)
     _run(compiler, "-O2", "-fPIC", "-c", newer, "-o", folder / "newer.o")
@@ -142,7 +163,9 @@ def problems(extension: Path) -> list[str]:
             found.append(f"{name} must be of manylinux_2_28, got {version}")
         if not version and not UNVERSIONED.match(name):
             found.append(f"{name} must have a version, got none")
-    listed = subprocess.run(["readelf", "-d", "-W", str(extension)], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["readelf", "-d", "-W", str(extension)], capture_output=True, text=True, check=True
+    )
     for tag, value in re.findall(r"\((\w+)\).*\[(.*)\]", listed.stdout):
         if tag == "NEEDED" and value not in NEEDED:
             found.append(f"it must need only libraries of manylinux_2_28, got {value}")

@@ -1,8 +1,10 @@
-"""What a release asks of its tag: steps of .github/workflows/release.yml, and of a person who makes one by hand.
+"""What a release asks of its tag: steps of .github/workflows/release.yml, and of who makes one by hand.
 
     python .ci/release.py version            the version of this checkout, from its newest tag
-    python .ci/release.py version --cuda     with the toolkit of requirements/nvcc.txt in it: that of a wheel with CUDA
-    python .ci/release.py check v0.1.0       an error unless the tag, this checkout and CHANGELOG.md are of that version
+    python .ci/release.py version --cuda     that of a wheel with CUDA: the toolkit is in it
+    python .ci/release.py check v0.1.0       an error unless tag, checkout and CHANGELOG.md agree
+
+What the version is, setuptools-scm says.
 """
 
 import re
@@ -42,7 +44,9 @@ def problems(tag: str, root: Path = ROOT) -> list[str]:
         found.append(f"the version of the checkout must be that of the tag {tag}, got {of_checkout}")
     changes = (root / "CHANGELOG.md").read_text()
     released = re.match(r"v?[\d.]*\d", tag)
-    if released and not re.search(rf"^## \[?{re.escape(released[0].removeprefix('v'))}\b", changes, re.MULTILINE):
+    if released and not re.search(
+        rf"^## \[?{re.escape(released[0].removeprefix('v'))}\b", changes, re.MULTILINE
+    ):
         found.append(f"CHANGELOG.md must have a section of {released[0].removeprefix('v')}, got none")
     return found
 

@@ -1,14 +1,14 @@
 """Wheels for every Python of this machine: `make wheels`, or `python .ci/wheels.py`.
 
-    --parts LIST     cpu, or cpu,cuda; may be given several times. Without it: cpu, and with CUDA where nvcc is
-    --python PATH    may be given several times. Without it: every version that pyproject.toml names and that is in
-                     /opt/python (a manylinux image), under pyenv, or on PATH
+    --parts LIST     cpu, or cpu,cuda; may be given several times. Default: cpu, and with CUDA where nvcc is
+    --python PATH    may be given several times. Default: every version that pyproject.toml names and that is
+                     in /opt/python (a manylinux image), under pyenv, or on PATH
     --out FOLDER     default dist
     --json FILE      what was built, its sizes and seconds: the tables of docs/build.md
 
-Kernels are compiled once, by the first of these builds; each Python adds its own bindings. Every wheel is audited
-twice: by auditwheel, and by manylinux.py, which also sees to it that no library is bundled. A wheel with CUDA has the
-version of its toolkit in its own: +cu130.
+Kernels are compiled once, by the first of these builds; each Python adds its own bindings. Every wheel is
+audited twice: by auditwheel, and by manylinux.py, which also sees to it that no library is bundled. A wheel
+with CUDA has the version of its toolkit in its own: +cu130.
 """
 
 import argparse
@@ -43,7 +43,10 @@ def pythons() -> list[str]:
     for version in supported_pythons():
         tag = f"cp{version.replace('.', '')}"
         pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-        places = [Path(f"/opt/python/{tag}-{tag}/bin/python"), *sorted(pyenv.glob(f"versions/{version}.*/bin/python"))]
+        places = [
+            Path(f"/opt/python/{tag}-{tag}/bin/python"),
+            *sorted(pyenv.glob(f"versions/{version}.*/bin/python")),
+        ]
         places += [Path(path) for path in [shutil.which(f"python{version}")] if path]
         if chosen := next((str(path) for path in places if _builds_for(path, version)), None):
             found.append(chosen)
@@ -102,7 +105,18 @@ def build(python: str, parts: str, version: str, folder: Path) -> Path:
         "DIST_EXTRA_CONFIG": str(settings),
         "SETUPTOOLS_SCM_PRETEND_VERSION_FOR_RLKERNEL": version,
     }
-    command = [python, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w", folder, ROOT]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "-w",
+        folder,
+        ROOT,
+    ]
     subprocess.run(command, cwd=folder, env=environment, check=True)
     (wheel,) = folder.glob("rlkernel-*.whl")
     return wheel
@@ -113,7 +127,11 @@ def audited(wheel: Path, out: Path) -> Path:
     tool = [sys.executable, "-m", "auditwheel"]
     with tempfile.TemporaryDirectory() as folder:
         repair = [*tool, "repair", "--plat", PLATFORM, "--only-plat", "-w", folder, str(wheel)]
-        run = subprocess.run(repair, capture_output=True, text=True)
+        beside = {
+            **os.environ,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        }
+        run = subprocess.run(repair, env=beside, capture_output=True, text=True)  # it looks for patchelf
         if run.returncode:
             raise SystemExit(f"wheels: auditwheel refuses {wheel.name}: {(run.stderr or run.stdout).strip()}")
         (repaired,) = Path(folder).glob("*.whl")
@@ -131,7 +149,9 @@ def seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", action="append")
     parser.add_argument("--python", action="append")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
@@ -153,10 +173,18 @@ def main() -> None:
             rows.append(row)
             print(f"{wheel.name}: {row['bytes'] / 1e6:.1f} MB, {row['cpu_seconds']} CPU seconds", flush=True)
     if not rows:
-        raise SystemExit(f"wheels: no Python of {', '.join(supported_pythons())} with pip and headers was found")
+        raise SystemExit(
+            f"wheels: no Python of {', '.join(supported_pythons())} with pip and headers was found"
+        )
     if asked.json:
-        machine = {"processor": platform.machine(), "cores": os.cpu_count(), "libc": "-".join(platform.libc_ver())}
-        asked.json.write_text(json.dumps({"command": "make wheels", "machine": machine, "wheels": rows}, indent=1) + "\n")
+        machine = {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "libc": "-".join(platform.libc_ver()),
+        }
+        asked.json.write_text(
+            json.dumps({"command": "make wheels", "machine": machine, "wheels": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

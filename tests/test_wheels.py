@@ -1,4 +1,4 @@
-"""Wheels and releases: what they need of a system, where their version comes from, and that a bare machine trains."""
+"""Wheels and releases: what they need, where their version comes from, and that a bare machine trains."""
 
 import os
 import platform
@@ -23,7 +23,9 @@ import manylinux  # noqa: E402
 import release  # noqa: E402
 import wheels  # noqa: E402
 
-linux = pytest.mark.skipif(platform.machine() != "x86_64", reason="manylinux_2_28 stubs are made on x86_64 alone")
+linux = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="manylinux_2_28 stubs are made on x86_64 alone"
+)
 
 PROGRAM = """
 #include <cmath>
@@ -49,7 +51,9 @@ def older(tmp_path_factory):
 
 
 @linux
-@pytest.mark.skipif(not wheels.newer_than_image(), reason="this system's C library is no newer than manylinux_2_28's")
+@pytest.mark.skipif(
+    not wheels.newer_than_image(), reason="this system's C library is no newer than manylinux_2_28's"
+)
 def test_the_audit_sees_what_is_too_new_and_the_stubs_prevent_it(older, tmp_path):
     (tmp_path / "program.cpp").write_text(PROGRAM)
     compile_ = ["g++", "-O2", "-fPIC", "-shared", tmp_path / "program.cpp", "-o"]
@@ -59,7 +63,9 @@ def test_the_audit_sees_what_is_too_new_and_the_stubs_prevent_it(older, tmp_path
     subprocess.run([*compile_, tmp_path / "old.so", *older], check=True)
     assert manylinux.problems(tmp_path / "old.so") == []
     # what no older library has stays without a version, and is seen
-    (tmp_path / "program.cpp").write_text('extern "C" int arc4random_of_2_36(); int g() { return arc4random_of_2_36(); }')
+    (tmp_path / "program.cpp").write_text(
+        'extern "C" int arc4random_of_2_36(); int g() { return arc4random_of_2_36(); }'
+    )
     subprocess.run([*compile_, tmp_path / "unknown.so", *older], check=True)
     assert manylinux.problems(tmp_path / "unknown.so") == ["arc4random_of_2_36 must have a version, got none"]
     # and so is a library of its own
@@ -129,11 +135,15 @@ def test_pythons_share_the_kernels(tmp_path, monkeypatch):
     kernels = made["cpython-310"] & made["cpython-399"]
     assert len(kernels) > 10
     for source in (ROOT / "csrc/cpu").glob("*.cpp"):  # or they would be of one Python
-        assert not re.search(r"pybind11|Python\.h", "".join(p.read_text() for p in setup["headers_of"](source)))
+        assert not re.search(
+            r"pybind11|Python\.h", "".join(p.read_text() for p in setup["headers_of"](source))
+        )
 
 
 ARCHS = ["80", "90a", "100", "120"]
-TWICE = "-gencode=arch=compute_80,code=[sm_80,sm_90a] -gencode=arch=compute_100,code=[sm_100,sm_120,compute_100]"
+TWICE = (
+    "-gencode=arch=compute_80,code=[sm_80,sm_90a] -gencode=arch=compute_100,code=[sm_100,sm_120,compute_100]"
+)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +163,9 @@ def test_ptx_is_made_once_unless_the_source_asks_for_an_architecture(tmp_path, g
     (tmp_path / "kernel.cu").write_text('#include "asking.cuh"\n')
     codes = re.findall(r"code=\[([^\]]*)\]", setup["cuda_codes"](tmp_path / "kernel.cu", ARCHS))
     assert [" ".join(re.findall(r"sm_(\w+)", code)) for code in codes] == groups
-    assert [code.partition("compute_")[2] for code in codes] == [""] * (len(codes) - 1) + [groups[-1].split()[0]]
+    assert [code.partition("compute_")[2] for code in codes] == [""] * (len(codes) - 1) + [
+        groups[-1].split()[0]
+    ]
     assert setup["cuda_codes"](tmp_path / "kernel.cu", ["90a"]) == "-gencode=arch=compute_90a,code=[sm_90a]"
 
 
@@ -164,7 +176,15 @@ def test_ptx_is_the_same_where_it_is_made_once(tmp_path):
     assert build_seconds.setup_of(ROOT)["cuda_codes"](source, ARCHS) == TWICE
     texts = {}
     for arch in ARCHS:
-        command = [nvcc, f"-arch=compute_{arch}", "-ptx", "-O3", "-std=c++17", "--fmad=false", f"-I{ROOT}/csrc/include"]
+        command = [
+            nvcc,
+            f"-arch=compute_{arch}",
+            "-ptx",
+            "-O3",
+            "-std=c++17",
+            "--fmad=false",
+            f"-I{ROOT}/csrc/include",
+        ]
         subprocess.run([*command, source, "-o", tmp_path / arch], check=True)
         lines = (tmp_path / arch).read_text().splitlines()
         texts[arch] = [line for line in lines if not line.startswith((".target", "//"))]
@@ -206,7 +226,9 @@ def test_versions_are_those_of_tags(checkout, tmp_path):
     subprocess.run(["tar", "xf", tmp_path / "archive.tar", "-C", archive], check=True)
     assert release.version(archive) == "1.2.0"  # what git wrote into .git_archival.txt
     shutil.copy2(ROOT / ".git_archival.txt", archive)
-    fallback = re.search(r'^fallback_version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    fallback = re.search(r'^fallback_version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
+        1
+    ]
     assert release.version(archive) == fallback  # a copy of the files, of which nothing is known
 
 
@@ -258,9 +280,63 @@ def test_the_release_builds_every_python_and_audits(monkeypatch):
     repair = settings["linux"]["repair-wheel-command"]
     assert f"--plat {wheels.PLATFORM}" in repair[0] and ".ci/manylinux.py audit" in repair[1]
     environment = {**os.environ, "PYTHON": sys.executable}
-    lines = subprocess.run([ROOT / ".ci/cuda-settings"], env=environment, capture_output=True, text=True).stdout
+    lines = subprocess.run(
+        [ROOT / ".ci/cuda-settings"], env=environment, capture_output=True, text=True
+    ).stdout
     told = dict(line.split("=", 1) for line in lines.splitlines())
     assert "-r requirements/nvcc.txt" in told["CIBW_BEFORE_ALL_LINUX"]
     assert "RLKERNEL_BACKENDS=cpu,cuda" in told["CIBW_ENVIRONMENT_LINUX"]
     assert told["SETUPTOOLS_SCM_PRETEND_VERSION_FOR_RLKERNEL"].endswith(f"cu{release.toolkit()}")
     assert settings["environment-pass"] == ["SETUPTOOLS_SCM_PRETEND_VERSION_FOR_RLKERNEL"]
+
+
+# From the wheel to a training run
+
+
+@linux
+def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
+    """The commands of docs/build.md without compiler and GPU, outside of the checkout.
+
+    Only torch and TRL are lent by this environment, where the page downloads them, and the run is shorter.
+    """
+    pytest.importorskip("trl", reason="TRL is not installed")
+    if not list((ROOT / "build").glob("native-*/*/_C.so")):
+        pytest.skip("this tree was not built in place")
+    assert [words[-1] for words in clean_machine.commands()] == ["env", "trl", "rlkernel", "--short"]
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "-w", tmp_path, ROOT], check=True)  # its objects are there already
+    (wheel,) = tmp_path.glob("rlkernel-*.whl")
+    lend = "import site, sys; open(site.getsitepackages()[0] + '/lent.pth', 'w').write(sys.argv[1])"
+    lent = "\n".join(path for path in sys.path if path.endswith("-packages"))
+    example = [
+        "--steps",
+        "2",
+        "--batch",
+        "16",
+        "--vocabulary",
+        "256",
+        "--hidden",
+        "32",
+        "--largest",
+        "1",
+        "--start",
+        "0.01",
+    ]
+    instead = {
+        "torch==2.13.0": ["env/bin/python", "-c", lend, lent],
+        "rlkernel": ["env/bin/pip", "install", "-q", "--no-deps", "--no-index", "rlkernel"],
+        "--short": ["env/bin/python", "grpo_arithmetic.py", *example],
+    }
+    (tmp_path / "machine").mkdir()
+    rows = clean_machine.run(wheel, tmp_path / "machine", instead)
+    assert "patched" in rows[-1]["said"]
+    script = (
+        "import rlkernel; from rlkernel import native; "
+        "print(rlkernel.__file__, rlkernel.__version__, *native.extension().built())"
+    )
+    python, clean = tmp_path / "machine/env/bin/python", clean_machine.environment(tmp_path / "none")
+    run = subprocess.run([python, "-c", script], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    where, version, *parts = run.stdout.split()
+    assert (
+        where.startswith(str(tmp_path)) and wheel.name.startswith(f"rlkernel-{version}-") and "cpu" in parts
+    )

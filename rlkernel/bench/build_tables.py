@@ -15,7 +15,10 @@ def build(stored: Stored) -> str:
     long.sort(key=lambda name: -before.get(name, 0))
     rows = [[f"`{name}`", *(_seconds(of.get(name, 0)) for of in (before, now))] for name in long]
     rest = [sum(of.values()) - sum(of.get(name, 0) for name in long) for of in (before, now)]
-    rows += [["all others", *map(_seconds, rest)], ["**all**", *(_seconds(sum(of.values())) for of in (before, now))]]
+    rows += [
+        ["all others", *map(_seconds, rest)],
+        ["**all**", *(_seconds(sum(of.values())) for of in (before, now))],
+    ]
     columns = ("source", f"{stored['before']['commit']}, s", f"{stored['now']['commit']}, s")
     return _table(stored["command"], columns, rows)
 
@@ -33,7 +36,8 @@ def _seconds(value: float) -> str:
 
 def wheels(stored: Stored) -> str:
     rows = [
-        [f"`{row['wheel']}`", f"{row['bytes'] / 1e6:.1f}", _seconds(row["cpu_seconds"])] for row in stored["wheels"]
+        [f"`{row['wheel']}`", f"{row['bytes'] / 1e6:.1f}", _seconds(row["cpu_seconds"])]
+        for row in stored["wheels"]
     ]
     return _table(stored["command"], ("wheel", "MB", "CPU seconds of its build, in this order"), rows)
 
