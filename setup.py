@@ -43,8 +43,8 @@ CPU_FLAGS = f"{COMMON} -fopenmp {CPU_MATH} -Wall -Wextra -Wno-psabi {INCLUDE}"
 X86_ISAS = {"baseline": "", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
 # What only the matrix product has, and is compiled for it alone: RLKERNEL_CPU_DISPATCH_BF16.
 BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("matmul.isa.cpp",)
-# What most kernels include, parsed once for each instruction set: <immintrin.h> alone takes as long as the kernel
-# in many of them. A compiler that does not know GCC's precompiled headers reads the header itself.
+# What most kernels include, parsed once for each instruction set: <immintrin.h> alone takes as long as many a
+# kernel. A compiler that does not take the precompiled file reads the header itself.
 PRECOMPILED = ("algorithm", "cmath", "immintrin.h", "memory", "vector")
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
 PARTS = ("cpu", "cuda", "hip")
@@ -53,13 +53,16 @@ COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 
 @dataclass
 class Part:
-    """What one part adds to the ninja file."""
+    """What one part adds to the ninja file.
+
+    sources are (rule, source, suffix, flags); headers, by suffix, what is precompiled for it, with its flags.
+    """
 
     rules: dict[str, str] = field(default_factory=dict)
-    sources: list[tuple[str, Path, str, str]] = field(default_factory=list)  # rule, source, suffix, flags
-    headers: dict[str, tuple[str, str]] = field(default_factory=dict)  # by suffix: to precompile, flags
+    sources: list[tuple[str, Path, str, str]] = field(default_factory=list)
     archs: list[str] = field(default_factory=list)
     libraries: str = ""
+    headers: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Unavailable(Exception):

@@ -46,7 +46,8 @@ def measure(tree: Path, only: list[str]) -> dict[str, float]:
         commands = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
         for command in commands:
             source = re.search(r" -c (\S+)", command)
-            name = Path(source[1]).relative_to(tree / "csrc").as_posix() if source else "the link"
+            other = "precompiled headers" if " c++-header " in command else "the link"
+            name = Path(source[1]).relative_to(tree / "csrc").as_posix() if source else other
             if only and not any(word in name for word in only):
                 continue
             before = used()

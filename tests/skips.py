@@ -65,6 +65,12 @@ def not_x86() -> bool:
     return platform.machine() not in ("x86_64", "AMD64")
 
 
+def old_libc() -> bool:
+    """No newer than that of the images which wheels are built in, or another library than glibc."""
+    name, number = platform.libc_ver()
+    return name != "glibc" or tuple(map(int, number.split("."))) <= (2, 28)
+
+
 # the beginning of a reason, and when it holds; the first that fits decides
 RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"the reference (promises|says|computes|picks|takes) ", always),
@@ -86,6 +92,10 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"the ledger is of another Triton", other_triton),
     (r"this processor's kernels are ", not_x86),
     (re.escape(chromium.ABSENT), lambda: chromium.find() is None),
+    (r"manylinux_2_28 stubs are made on x86_64 alone", not_x86),
+    (r"this system's C library is no newer than manylinux_2_28's", old_libc),
+    (r"tomllib comes with Python 3.11", lambda: sys.version_info < (3, 11)),
+    (r"PyYAML is not installed", never),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
     # what runs on GPUs alone
     (r"(flashinfer|aiter|x) is (not )?installed|(flash-attn|flashinfer): not installed", always),

@@ -35,11 +35,13 @@ def _seconds(value: float) -> str:
 
 
 def wheels(stored: Stored) -> str:
-    rows = [
-        [f"`{row['wheel']}`", f"{row['bytes'] / 1e6:.1f}", _seconds(row["cpu_seconds"])]
-        for row in stored["wheels"]
-    ]
-    return _table(stored["command"], ("wheel", "MB", "CPU seconds of its build, in this order"), rows)
+    rows = []
+    for row in stored["wheels"]:
+        _, _, python, _, platform = row["wheel"].removesuffix(".whl").split("-")
+        kernels = row["parts"].replace(",", ", ")
+        rows.append([python, kernels, platform, f"{row['bytes'] / 1e6:.1f}", _seconds(row["cpu_seconds"])])
+    columns = ("Python", "kernels", "platform", "MB", "CPU seconds, built in this order")
+    return _table(stored["command"], columns, rows)
 
 
 def clean_machine(stored: Stored) -> str:
