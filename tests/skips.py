@@ -94,7 +94,6 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (re.escape(chromium.ABSENT), lambda: chromium.find() is None),
     (r"manylinux_2_28 stubs are made on x86_64 alone", not_x86),
     (r"this system's C library is no newer than manylinux_2_28's", old_libc),
-    (r"tomllib comes with Python 3.11", lambda: sys.version_info < (3, 11)),
     (r"PyYAML is not installed", never),
     (r"this machine has no nvcc", lambda: "cuda" not in required_parts.required()),
     # what runs on GPUs alone

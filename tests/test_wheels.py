@@ -272,7 +272,7 @@ def test_the_steps_of_a_workflow_are_commands_of_this_repository(name):
 
 
 def test_the_release_builds_every_python_and_audits(monkeypatch):
-    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    tomllib = pytest.importorskip("tomllib", reason="tomllib needs Python 3.11")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     minors = re.search(r"cp3\{(.*)\}-manylinux_x86_64", settings["build"])[1].split(",")
     assert [f"3.{minor}" for minor in minors] == wheels.supported_pythons()
