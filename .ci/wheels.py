@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import manylinux
@@ -142,6 +143,37 @@ def audited(wheel: Path, out: Path) -> Path:
     return out / repaired.name
 
 
+# torch.Tensor is asked for its DLPack functions; a stand-in has their version, and none that is called here.
+LOADS = """
+import ctypes, importlib.util, sys, types
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+table = (ctypes.c_uint64 * 16)(1, *[1] * 15)  # version 1.0, then functions
+table[1] = 0
+capsule = new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+Tensor = type("Tensor", (), {"__dlpack_c_exchange_api__": capsule, "__torch_dispatch__": None})
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].Tensor = Tensor
+ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)  # which torch brings
+spec = importlib.util.spec_from_file_location("rlkernel._C", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert sys.argv[2].split(",") == [*module.built()], module.built()
+try:
+    module.cpu.whiten(x=1)
+except TypeError:  # raised in C++
+    sys.exit(0)
+sys.exit("a wrong argument must be refused")
+"""
+
+
+def check_that_it_loads(python: str, wheel: Path, parts: str) -> None:
+    """The extension in the wheel, in its own Python, which may have no torch."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if re.fullmatch(r"rlkernel/_C\..*\.so", name))
+        subprocess.run([python, "-S", "-c", LOADS, archive.extract(name, folder), parts], check=True)
+
+
 def seconds() -> float:
     """Of processors, by the processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -163,6 +195,7 @@ def main() -> None:
             started, before = time.monotonic(), seconds()
             with tempfile.TemporaryDirectory() as folder:
                 wheel = audited(build(python, parts, version_of(parts), Path(folder)), asked.out)
+            check_that_it_loads(python, wheel, parts)
             row = {
                 "wheel": wheel.name,
                 "parts": parts,
