@@ -307,7 +307,9 @@ class NinjaBuild(build_ext):
                 return
             jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
             ninja_file = write_ninja(build_dir, parts)
-            subprocess.run([sys.executable, "-m", "ninja", "-f", str(ninja_file), *jobs], check=True)
+            # ninja holds the lock too: it may outlive this process, and two of them spoil their log
+            command = [sys.executable, "-m", "ninja", "-f", str(ninja_file), *jobs]
+            subprocess.run(command, check=True, pass_fds=[lock.fileno()])
             target.parent.mkdir(parents=True, exist_ok=True)
             # A new file beside it, then a rename: a process that has the old one mapped keeps it whole.
             shutil.copy2(ninja_file.with_name("_C.so"), target.with_suffix(".tmp"))
