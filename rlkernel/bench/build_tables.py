@@ -40,7 +40,7 @@ def wheels(stored: Stored) -> str:
         _, _, python, _, platform = row["wheel"].removesuffix(".whl").split("-")
         kernels = row["parts"].replace(",", ", ")
         rows.append([python, kernels, platform, f"{row['bytes'] / 1e6:.1f}", _seconds(row["cpu_seconds"])])
-    columns = ("Python", "kernels", "platform", "MB", "CPU seconds, built in this order")
+    columns = ("Python", "kernels", "platform", "MB", "CPU seconds")
     return _table(stored["command"], columns, rows)
 
 
