@@ -286,6 +286,7 @@ def test_the_release_builds_every_python_and_audits(monkeypatch):
 
 
 @linux
+@pytest.mark.slow
 def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
     """The commands of docs/build.md without compiler and GPU, outside of the checkout.
 
