@@ -9,13 +9,15 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +51,21 @@ def build_module(warp: int, faults: Faults | None = None, sanitizers: Sequence[s
     return _link(objects, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", flags)
 
 
+@contextmanager
+def left_out(kernels: types.ModuleType, header: str, barrier: str) -> Iterator[None]:
+    """Without the barrier of a header whose comment starts so: a fault that costs no compile."""
+    lines = (CSRC / "include/rlkernel" / header).read_text().splitlines()
+    start = re.compile(rf"(syncthreads|barrier)\(\);  // {re.escape(barrier)}")
+    found = [number for number, line in enumerate(lines, 1) if start.search(line)]
+    assert len(found) == 1, f"{header} must hold one barrier {barrier!r}, got {len(found)}"
+    kernels.leave_out(header, found[0])
+    try:
+        yield
+    finally:
+        kernels.leave_out()
+        kernels.configure()
+
+
 def run_sanitized(warp: int, faults: Faults | None = None) -> subprocess.CompletedProcess[str]:
     """Calls of every kernel under the sanitizers, in a process of their own."""
     modules = build_module(warp, faults, SANITIZERS), build_module(warp)
@@ -73,22 +90,34 @@ def load(path: Path) -> types.ModuleType:
 def _objects(
     hosts: list[str], warp: int, faults: Faults | None, host_flags: list[str], op_flags: list[str]
 ) -> list[Path]:
-    """Of the hosts and of every op; that of a fault first, where a linker takes inline functions from."""
+    """Of the hosts and of every op; those of a fault first, where a linker takes inline functions from."""
     define = f"-DRLKERNEL_WARP={warp}"
     op_flags = [*op_flags, define, "-x", "c++"]
     ops = {p.stem: p for p in sorted((CSRC / VENDOR[warp]).iterdir()) if p.stem != "errors"}
     jobs = [(CSRC / "emulation" / host, [*host_flags, define], None) for host in hosts]
-    if faults:
-        jobs.insert(0, (ops.pop(_op_of(next(iter(faults)), ops)), [*op_flags, "-O0"], faults))
+    for name in _showing(next(iter(faults)), ops) if faults else ():
+        jobs.insert(0, (ops.pop(name), [*op_flags, "-O0"], faults))
     jobs += [(path, op_flags, None) for path in ops.values()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda job: _compile(*job), jobs))
 
 
-def _op_of(header: str, ops: Iterable[str]) -> str:
-    """The op whose kernels show a fault in `header`; what all ops share is shown by logprob."""
+def _showing(header: str, ops: Mapping[str, Path]) -> list[str]:
+    """Whose kernels show a fault in `header`: sources of its op; what all ops share is shown by logprob."""
     folder = header.partition("/")[0]
-    return folder if folder in ops else "logprob"
+    of_op = [name for name in ops if name == folder or name.startswith(f"{folder}_")]
+    return [name for name in of_op if header in _reached(ops[name])] or ["logprob"]
+
+
+def _reached(source: Path) -> set[str]:
+    """The headers that a source includes, and those that they include."""
+    found: set[str] = set()
+    texts = [path.read_text() for path in _sources(source)]
+    for text in texts:
+        new = set(re.findall(r'#include "rlkernel/(.+)"', text)) - found
+        found |= new
+        texts += [(CSRC / "include/rlkernel" / name).read_text() for name in sorted(new)]
+    return found
 
 
 def _compile(source: Path, flags: list[str], faults: Faults | None) -> Path:

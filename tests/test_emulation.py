@@ -95,6 +95,43 @@ def test_primitives(kernels):
     assert kernels.histogram(3, 96, 7) == [3 * len(range(i, 96, 7)) for i in range(7)]
 
 
+@pytest.mark.parametrize("pushed", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_clusters(kernels, size, pushed):
+    """Blocks of a cluster have memories of their own, which the others read and write."""
+    expected = [sum(b * b for b in range(c, c + size)) for c in range(0, 3 * size, size) for _ in range(size)]
+    for seed in range(6):
+        kernels.configure(seed)
+        assert kernels.cluster_sums(3, size, 64, pushed) == expected
+    kernels.configure()
+
+
+def schedules_that_find(kernels, fault, pushed):
+    """How many of twelve schedules give wrong sums, and the errors of the others that are found."""
+    expected = [sum(b * b for b in range(4))] * 4
+    wrong, errors = 0, set()
+    for seed in range(12):
+        kernels.configure(seed)
+        try:
+            wrong += kernels.cluster_sums(1, 4, 64, pushed, fault) != expected
+        except RuntimeError as error:
+            errors.add(str(error))
+    kernels.configure()
+    return wrong, errors
+
+
+@pytest.mark.parametrize("pushed", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("fault", ["no barrier", "a barrier of the block"])
+def test_a_missing_barrier_of_a_cluster_is_found(kernels, fault, pushed):
+    wrong, errors = schedules_that_find(kernels, fault, pushed)
+    assert wrong > 0 and not errors
+
+
+def test_memory_of_a_block_that_has_left_is_found(kernels):
+    _, errors = schedules_that_find(kernels, "it leaves early", pushed=False)
+    assert len(errors) > 0 and all("of a cluster is used when it has left the kernel" in e for e in errors)
+
+
 def test_elementary_functions(kernels):
     x = np.random.default_rng(0).uniform(0, 1, 4000)
 
@@ -228,20 +265,19 @@ def disagreements(kernels, logits, target_ids, max_blocks):
     return wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "barrier, max_blocks",
     [
-        ("__syncthreads();  // the partials are written", 8),
-        ("__syncthreads();  // the partials are read", 1),  # shows where a block goes on to another row
+        ("the partials are written", 8),
+        ("the partials are read", 1),  # shows where a block goes on to another row
     ],
 )
 def test_a_missing_barrier_is_found(barrier, max_blocks):
     logits, target_ids = rows_of(8, 5000)
-    assert disagreements(emulation.module(32), logits, target_ids, max_blocks) == 0
-    emulation.module(32).configure()
-    kernels = broken("reduce.cuh", barrier, "//")
-    assert disagreements(kernels, logits, target_ids, max_blocks) > 0
+    kernels = emulation.module(32)
+    assert disagreements(kernels, logits, target_ids, max_blocks) == 0
+    with emulation.left_out(kernels, "reduce.cuh", barrier):
+        assert disagreements(kernels, logits, target_ids, max_blocks) > 0
 
 
 def value_losses(kernels, schedules):
@@ -269,19 +305,19 @@ def test_value_loss_has_the_same_bits_with_both_warp_sizes():
     assert torch.equal(first, second)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "barrier, max_blocks",
     [
-        ("__syncthreads();  // the chunk's partials are written", 8),
-        ("__syncthreads();  // the chunk's partials are read: the next chunk may overwrite them", 1),
-        ("__syncthreads();  // the groups' totals are written", 8),
+        ("the chunk's partials are written", 8),
+        ("the chunk's partials are read: the next chunk may overwrite them", 1),
+        ("the groups' totals are written", 8),
     ],
 )
 def test_a_barrier_missing_in_value_loss_is_found(barrier, max_blocks):
-    right = value_losses(emulation.module(32), [(0, 8)])[0]
-    kernels = broken("value_loss/kernel.cuh", barrier, "//")
-    results = value_losses(kernels, [(s, max_blocks) for s in range(8)])
+    kernels = emulation.module(32)
+    right = value_losses(kernels, [(0, 8)])[0]
+    with emulation.left_out(kernels, "value_loss/kernel.cuh", barrier):
+        results = value_losses(kernels, [(s, max_blocks) for s in range(8)])
     assert not all(torch.equal(right, result) for result in results)
 
 
@@ -308,13 +344,13 @@ def test_supports_do_not_depend_on_the_schedule(kernels):
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.slow
 def test_a_barrier_missing_in_supports_is_found():
     """The one that only a block shows which goes on to another row, after a row that holds NaN."""
-    right = supports(emulation.module(32), [(0, 6)])[0]
-    kernels = broken("logprob/support.cuh", "__syncthreads();  // what a former row left is read", "//")
+    kernels = emulation.module(32)
+    right = supports(kernels, [(0, 6)])[0]
     try:
-        results = supports(kernels, [(seed, 1) for seed in range(8)])
+        with emulation.left_out(kernels, "logprob/support.cuh", "what a former row left is read"):
+            results = supports(kernels, [(seed, 1) for seed in range(8)])
     except RuntimeError as error:  # a row that some threads take for a broken one
         assert "divergent barrier" in str(error)
     else:
@@ -343,20 +379,20 @@ def test_preference_loss_does_not_depend_on_the_schedule(kernels):
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "barrier, max_blocks",
     [
-        ("__syncthreads();  // the groups' sums are written", 6),
-        ("__syncthreads();  // the groups' sums are read: the next ones may overwrite them", 1),
-        ("__syncthreads();  // the place is written", 6),
+        ("the groups' sums are written", 6),
+        ("the groups' sums are read: the next ones may overwrite them", 1),
+        ("the place is written", 6),
     ],
 )
 def test_a_barrier_missing_in_preference_loss_is_found(barrier, max_blocks):
-    right = preference_losses(emulation.module(32), [(0, 8)])[0]
-    kernels = broken("preference_loss/kernel.cuh", barrier, "//")
+    kernels = emulation.module(32)
+    right = preference_losses(kernels, [(0, 8)])[0]
     try:
-        results = preference_losses(kernels, [(seed, max_blocks) for seed in range(8)])
+        with emulation.left_out(kernels, "preference_loss/kernel.cuh", barrier):
+            results = preference_losses(kernels, [(seed, max_blocks) for seed in range(8)])
     except RuntimeError as error:  # a sum that decides where to go on, and not all threads have the same
         assert "divergent barrier" in str(error)
     else:
@@ -393,22 +429,27 @@ def test_prefix_kernels_have_the_same_bits_with_both_warp_sizes():
     assert torch.equal(first, second)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "text, fault, max_blocks",
+    "barrier, max_blocks",
     [
-        ("__syncthreads();  // the rows' weights are written", "//", 8),
-        ("__syncthreads();  // the rows' weights are read: the next turn may overwrite them", "//", 1),
-        ("k < end; ++k", "k < end - 1; ++k", 8),  # a row's last source left out
+        ("the rows' weights are written", 8),
+        ("the rows' weights are read: the next turn may overwrite them", 1),
     ],
-    ids=["weights not written", "weights overwritten", "a source left out"],
 )
-def test_a_fault_in_the_prefix_kernels_is_found(text, fault, max_blocks):
-    right = prefix_kernels(emulation.module(32), [(0, 8)])[0]
-    results = prefix_kernels(
-        broken("prefix_shared_attention/kernel.cuh", text, fault), [(s, max_blocks) for s in range(8)]
-    )
+def test_a_barrier_missing_in_the_prefix_kernels_is_found(barrier, max_blocks):
+    kernels = emulation.module(32)
+    right = prefix_kernels(kernels, [(0, 8)])[0]
+    with emulation.left_out(kernels, "prefix_shared_attention/kernel.cuh", barrier):
+        results = prefix_kernels(kernels, [(s, max_blocks) for s in range(8)])
     assert not all(torch.equal(right, result) for result in results)
+
+
+@pytest.mark.slow
+def test_a_fault_in_the_prefix_kernels_is_found():
+    """A row's last source left out."""
+    right = prefix_kernels(emulation.module(32), [(0, 8)])[0]
+    kernels = broken("prefix_shared_attention/kernel.cuh", "k < end; ++k", "k < end - 1; ++k")
+    assert not torch.equal(right, prefix_kernels(kernels, [(0, 8)])[0])
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ constexpr size_t kStack = 256 << 10;
 constexpr unsigned kGroup = 32;
 constexpr size_t kSharedMemory = 48 << 10;  // what every GPU gives a block without being asked
 
-enum class State { ready, at_barrier, exchanging, voting, done };
+enum class State { ready, at_barrier, at_cluster_barrier, exchanging, voting, done };
 
 struct Fiber {
   Context context;
   Index index;
+  unsigned block = 0;  // of the cluster
   State state = State::ready;
   Site site = {};
   uint64_t value = 0;  // given to the lanes that meet, then what this lane got
@@ -34,38 +35,47 @@ bool same_place(const Fiber& a, const Fiber& b) {
   return a.state == b.state && a.site.line == b.site.line && std::strcmp(a.site.file, b.site.file) == 0;
 }
 
-class Block {
+// Blocks that run at once: one, where the grid has no clusters.
+class Cluster {
  public:
-  Block(unsigned threads, const std::function<void()>& kernel)
-      : fibers_(threads), stacks_(new char[threads * kStack]), shared_(kSharedMemory + 16), kernel_(kernel) {
+  Cluster(unsigned blocks, unsigned threads, const std::function<void()>& kernel)
+      : fibers_(blocks * threads), stacks_(new char[blocks * threads * kStack]), shared_(blocks), running_(blocks), kernel_(kernel) {
     size_.x = threads;
+    for (std::vector<char>& memory : shared_) memory.resize(kSharedMemory + 16);
   }
 
-  void run(Index index, Index grid, std::mt19937_64* random) {
-    index_ = index;
+  void run(Index first, Index grid, std::mt19937_64* random) {
+    first_ = first;
     grid_ = grid;
     sites_.clear();
     used_ = 0;
-    std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xff));  // NaN in every word
+    fault_.clear();
+    for (unsigned b = 0; b < blocks(); ++b) wipe(b);
+    std::fill(running_.begin(), running_.end(), size_.x);
     ready_.resize(fibers_.size());
-    for (unsigned t = 0; t < fibers_.size(); ++t) {
-      fibers_[t].index.x = t;
-      fibers_[t].state = State::ready;
-      fibers_[t].context.prepare(stacks_.get() + t * kStack, kStack, &Block::enter);
-      ready_[t] = static_cast<unsigned>(fibers_.size()) - 1 - t;  // taken from the end: in order where nothing is drawn
+    for (unsigned f = 0; f < fibers_.size(); ++f) {
+      fibers_[f].index.x = f % size_.x;
+      fibers_[f].block = f / size_.x;
+      fibers_[f].state = State::ready;
+      fibers_[f].context.prepare(stacks_.get() + f * kStack, kStack, &Cluster::enter);
+      ready_[f] = static_cast<unsigned>(fibers_.size()) - 1 - f;  // taken from the end: in order where nothing is drawn
     }
     rank_.clear();
     if (random && (*random)() % 2) {
-      rank_.resize((fibers_.size() + kGroup - 1) / kGroup);
+      ranked_ = kGroup;
+      if (blocks() > 1 && (*random)() % 2) ranked_ = size_.x;  // blocks by themselves, each as far as it gets
+      rank_.resize((fibers_.size() + ranked_ - 1) / ranked_);
       std::iota(rank_.begin(), rank_.end(), 0u);
       std::shuffle(rank_.begin(), rank_.end(), *random);
     }
-    running_block = this;
+    if (!rank_.empty()) std::make_heap(ready_.begin(), ready_.end(), Later{this});
+    running_cluster = this;
     while (!ready_.empty()) {
-      if (random) std::swap(ready_[draw(*random)], ready_.back());
+      choose(random);
       current_ = &fibers_[ready_.back()];
       ready_.pop_back();
       scheduler_.switch_to(current_->context);
+      if (!fault_.empty()) throw std::runtime_error(fault_);
     }
     if (std::any_of(fibers_.begin(), fibers_.end(), [](const Fiber& f) { return f.state != State::done; }))
       throw std::runtime_error(stuck());
@@ -74,55 +84,85 @@ class Block {
   void wait(State state, Site site) {
     current_->state = state;
     current_->site = site;
-    if (state == State::at_barrier) meet(0, fibers_.size());
-    else meet(current_->index.x / current_->width * current_->width, current_->width);
+    const size_t block = current_->block * size_.x;
+    if (state == State::at_cluster_barrier) meet(0, fibers_.size());
+    else if (state == State::at_barrier) meet(block, size_.x);
+    else meet(block + current_->index.x / current_->width * current_->width, current_->width);
     current_->context.switch_to(scheduler_);
   }
 
   void* shared_memory(const void* site, size_t bytes) {
     for (const auto& [known, offset] : sites_)
-      if (known == site) return base() + offset;
-    if (used_ + bytes > kSharedMemory) throw std::runtime_error("a block must use at most 48 KiB of shared memory");
+      if (known == site) return base(current_->block) + offset;
+    if (used_ + bytes > kSharedMemory) fail("a block must use at most 48 KiB of shared memory");
     sites_.emplace_back(site, used_);
     used_ += (bytes + 15) / 16 * 16;
-    return base() + sites_.back().second;
+    return base(current_->block) + sites_.back().second;
+  }
+
+  void* of_block(void* mine, unsigned rank) {
+    const std::ptrdiff_t offset = static_cast<char*>(mine) - base(current_->block);
+    if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(used_)) fail("what another block has must lie in shared memory");
+    if (rank >= blocks()) fail("block " + std::to_string(rank) + " is none of a cluster of " + std::to_string(blocks()));
+    if (running_[rank] == 0) fail("the shared memory of block " + std::to_string(rank) + " of a cluster is used when it has left the kernel");
+    return base(rank) + offset;
   }
 
   Fiber& current() { return *current_; }
-  const Index& index() const { return index_; }
-  const Index& size() const { return size_; }
-  const Index& grid() const { return grid_; }
+  Index block_index() const { return {first_.x + current_->block}; }
+  Index size() const { return size_; }
+  Index grid() const { return grid_; }
+  unsigned blocks() const { return static_cast<unsigned>(shared_.size()); }
 
-  static thread_local Block* running_block;
+  static thread_local Cluster* running_cluster;
 
  private:
-  // Which ready thread goes on. Half of the blocks draw among all, which keeps them abreast; the others let the groups of
-  // 32 run in a drawn order of rank, so that some are a row ahead of others where no barrier holds them.
-  size_t draw(std::mt19937_64& random) const {
-    if (rank_.empty()) return random() % ready_.size();
-    const auto rank = [this](unsigned thread) { return rank_[thread / kGroup]; };
-    const auto first = std::min_element(ready_.begin(), ready_.end(), [&](unsigned a, unsigned b) { return rank(a) < rank(b); });
-    return first - ready_.begin();
+  // Which ready thread goes on. Half of the clusters draw among all, which keeps them abreast; the others let the groups of
+  // 32, or the blocks, run in a drawn order of rank, so that some are a row ahead of others where no barrier holds them.
+  void choose(std::mt19937_64* random) {
+    if (!rank_.empty()) std::pop_heap(ready_.begin(), ready_.end(), Later{this});
+    else if (random) std::swap(ready_[(*random)() % ready_.size()], ready_.back());
   }
 
+  struct Later {
+    const Cluster* cluster;
+    bool operator()(unsigned a, unsigned b) const {
+      return cluster->rank_[a / cluster->ranked_] > cluster->rank_[b / cluster->ranked_];
+    }
+  };
+
   static void enter() {
-    Block& block = *running_block;
-    Context::entered(block.scheduler_);
-    block.kernel_();
-    block.current_->state = State::done;
-    block.current_->context.switch_to(block.scheduler_);
+    Cluster& cluster = *running_cluster;
+    Context::entered(cluster.scheduler_);
+    cluster.kernel_();
+    Fiber& fiber = *cluster.current_;
+    fiber.state = State::done;
+    if (--cluster.running_[fiber.block] == 0) cluster.wipe(fiber.block);  // a pointer into it may be left
+    fiber.context.switch_to(cluster.scheduler_);
     std::abort();  // a finished fiber is never resumed
   }
 
-  char* base() {
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared_.data()) + 15) & ~uintptr_t{15});
+  // The stack of a fiber cannot be unwound, so the scheduler throws.
+  [[noreturn]] void fail(const std::string& fault) {
+    fault_ = fault;
+    current_->context.switch_to(scheduler_);
+    std::abort();  // the cluster runs no further
+  }
+
+  void wipe(unsigned block) {
+    std::fill(shared_[block].begin(), shared_[block].end(), static_cast<char>(0xff));  // NaN in every word
+  }
+
+  char* base(unsigned block) {
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared_[block].data()) + 15) & ~uintptr_t{15});
   }
 
   // Lets the threads [begin, begin + count) go on when all of them stand where the current one does.
   void meet(size_t begin, size_t count) {
-    if (begin + count > fibers_.size()) return;  // lanes that do not exist never come: reported as divergence
+    const size_t end = current_->state == State::at_cluster_barrier ? fibers_.size() : (current_->block + 1) * size_.x;
+    if (begin + count > end) return;  // lanes that do not exist never come: reported as divergence
     Fiber* const lanes = &fibers_[begin];
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = count; i-- > 0;)  // from the end: in order the last one comes last
       if (!same_place(lanes[i], *current_)) return;
     std::vector<uint64_t> results(count);
     for (size_t i = 0; i < count; ++i) {
@@ -134,6 +174,7 @@ class Block {
       lanes[i].value = results[i];
       lanes[i].state = State::ready;
       ready_.push_back(static_cast<unsigned>(begin + count - 1 - i));
+      if (!rank_.empty()) std::push_heap(ready_.begin(), ready_.end(), Later{this});
     }
   }
 
@@ -149,7 +190,8 @@ class Block {
       if (known == places.end()) places.emplace_back(place, 1);
       else ++known->second;
     }
-    std::string text = "divergent barrier in block " + std::to_string(index_.x);
+    std::string text = "divergent barrier in block " + std::to_string(first_.x);
+    if (blocks() > 1) text += " to " + std::to_string(first_.x + blocks() - 1);
     for (size_t i = 0; i < places.size(); ++i)
       text += (i ? ", " : ": ") + std::to_string(places[i].second) + " threads " + places[i].first;
     return text;
@@ -157,17 +199,20 @@ class Block {
 
   std::vector<Fiber> fibers_;
   std::unique_ptr<char[]> stacks_;
-  std::vector<char> shared_;
+  std::vector<std::vector<char>> shared_;  // of each block; a site lies at the same place in all
+  std::vector<unsigned> running_;          // threads of each block that are in the kernel
   const std::function<void()>& kernel_;
   std::vector<std::pair<const void*, size_t>> sites_;
   size_t used_ = 0;
   std::vector<unsigned> ready_, rank_;
+  unsigned ranked_ = kGroup;  // threads that share a rank
+  std::string fault_;
   Context scheduler_;
   Fiber* current_ = nullptr;
-  Index index_, size_, grid_;
+  Index first_, size_, grid_;
 };
 
-thread_local Block* Block::running_block = nullptr;
+thread_local Cluster* Cluster::running_cluster = nullptr;
 
 }  // namespace
 
@@ -176,44 +221,73 @@ Settings& settings() {
   return value;
 }
 
-const Index& thread_index() { return Block::running_block->current().index; }
-const Index& block_index() { return Block::running_block->index(); }
-const Index& block_size() { return Block::running_block->size(); }
-const Index& grid_size() { return Block::running_block->grid(); }
+const Index& thread_index() { return Cluster::running_cluster->current().index; }
+Index block_index() { return Cluster::running_cluster->block_index(); }
+Index block_size() { return Cluster::running_cluster->size(); }
+Index grid_size() { return Cluster::running_cluster->grid(); }
 
-void barrier(Site site) { Block::running_block->wait(State::at_barrier, site); }
+unsigned cluster_size() { return Cluster::running_cluster->blocks(); }
+unsigned cluster_rank() { return Cluster::running_cluster->current().block; }
 
-void* shared_memory(const void* site, size_t bytes) { return Block::running_block->shared_memory(site, bytes); }
+namespace {
+bool is_missing(Site site) {
+  const auto& missing = settings().missing;
+  if (site.line != missing.line) return false;
+  const std::string file = site.file;
+  return file.size() >= missing.file.size() &&
+         file.compare(file.size() - missing.file.size(), std::string::npos, missing.file) == 0;
+}
+
+void wait_unless_missing(State state, Site site) {
+  if (!is_missing(site)) Cluster::running_cluster->wait(state, site);
+}
+}  // namespace
+
+void barrier(Site site) { wait_unless_missing(State::at_barrier, site); }
+
+void cluster_barrier(Site site) { wait_unless_missing(State::at_cluster_barrier, site); }
+
+void* of_block(void* mine, unsigned rank) { return Cluster::running_cluster->of_block(mine, rank); }
+
+void* shared_memory(const void* site, size_t bytes) { return Cluster::running_cluster->shared_memory(site, bytes); }
 
 uint64_t exchange(uint64_t value, int source_lane, int width, Site site) {
-  Fiber& fiber = Block::running_block->current();
+  Fiber& fiber = Cluster::running_cluster->current();
   fiber.value = value;
   fiber.source = source_lane;
   fiber.width = width;
-  Block::running_block->wait(State::exchanging, site);
+  Cluster::running_cluster->wait(State::exchanging, site);
   return fiber.value;
 }
 
 uint64_t vote(bool value, int width, Site site) {
-  Fiber& fiber = Block::running_block->current();
+  Fiber& fiber = Cluster::running_cluster->current();
   fiber.value = value;
   fiber.width = width;
-  Block::running_block->wait(State::voting, site);
+  Cluster::running_cluster->wait(State::voting, site);
   return fiber.value;
 }
 
-void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
-  launch_all(std::min(blocks, settings().max_blocks), threads, kernel);
-}
-
-void launch_all(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
+namespace {
+void run_grid(unsigned clusters, unsigned size, unsigned threads, const std::function<void()>& kernel) {
   const Settings now = settings();
-  Block block(threads, kernel);
-  std::vector<unsigned> order(blocks);
+  Cluster cluster(size, threads, kernel);
+  std::vector<unsigned> order(clusters);
   std::iota(order.begin(), order.end(), 0u);
   std::mt19937_64 random(now.seed);
   if (now.seed) std::shuffle(order.begin(), order.end(), random);
-  for (const unsigned b : order) block.run({b}, {blocks}, now.seed ? &random : nullptr);
+  for (const unsigned c : order) cluster.run({c * size}, {clusters * size}, now.seed ? &random : nullptr);
+}
+}  // namespace
+
+void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
+  run_grid(std::min(blocks, settings().max_blocks), 1, threads, kernel);
+}
+
+void launch_all(unsigned blocks, unsigned threads, const std::function<void()>& kernel) { run_grid(blocks, 1, threads, kernel); }
+
+void launch_clusters(unsigned clusters, unsigned size, unsigned threads, const std::function<void()>& kernel) {
+  run_grid(std::min(clusters, settings().max_blocks), size, threads, kernel);
 }
 
 }  // namespace rlkernel::emulation

@@ -2,13 +2,16 @@
 // others. Which fiber goes on is drawn by `seed`, so that a missing barrier shows under some order; shared memory starts
 // with NaN in every word; a barrier that some threads never reach is an error, not a hang.
 //
-// Not modelled: lockstep of a warp, the memory model, several blocks at once.
+// The blocks of a cluster run at once, each with shared memory of its own, which the others reach through of_block.
+//
+// Not modelled: lockstep of a warp, the memory model, several clusters at once.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string>
 
 #ifndef RLKERNEL_WARP
 #define RLKERNEL_WARP 32
@@ -43,16 +46,21 @@ struct Index {
 
 struct Settings {
   uint64_t seed = 0;             // 0: threads and blocks in order
-  unsigned max_blocks = 1 << 20; // of a grid, to drive the kernels' loops over the grid
+  unsigned max_blocks = 1 << 20; // of a grid, to drive the kernels' loops over the grid; of clusters, where blocks form them
+  unsigned room = 0;             // blocks that the device runs at a time; 0: for all, and it has no clusters
+  struct {
+    std::string file;  // the end of its path
+    int line = 0;
+  } missing;  // a barrier that nobody waits at: a fault that needs no compiler
 };
 
 Settings& settings();
 
 // The indices of the running fiber.
 const Index& thread_index();
-const Index& block_index();
-const Index& block_size();
-const Index& grid_size();
+Index block_index();
+Index block_size();
+Index grid_size();
 
 // Where a thread waits. Threads that meet must stand at the same place.
 struct Site {
@@ -61,6 +69,14 @@ struct Site {
 };
 
 void barrier(Site site);
+
+// The cluster of the running block, its place there, and the wait for all threads of all its blocks.
+unsigned cluster_size();
+unsigned cluster_rank();
+void cluster_barrier(Site site = {__builtin_FILE(), __builtin_LINE()});
+
+// What lies at `mine`, in shared memory, in that of the block `rank` of the cluster: an error when it has left the kernel.
+void* of_block(void* mine, unsigned rank);
 
 // Memory of the block, the same for each of its threads that names the same site.
 void* shared_memory(const void* site, size_t bytes);
@@ -72,6 +88,7 @@ uint64_t vote(bool value, int width, Site site);
 // Throws std::runtime_error where threads wait for others that never come.
 void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel);
 void launch_all(unsigned blocks, unsigned threads, const std::function<void()>& kernel);  // whatever max_blocks is
+void launch_clusters(unsigned clusters, unsigned size, unsigned threads, const std::function<void()>& kernel);
 
 inline int lane() { return static_cast<int>(thread_index().x % RLKERNEL_WARP); }
 

@@ -5,6 +5,8 @@
 
 #include <pybind11/stl.h>
 
+#include <string>
+
 namespace py = pybind11;
 using namespace rlkernel;
 
@@ -41,17 +43,49 @@ std::vector<int> histogram(unsigned blocks, unsigned threads, unsigned bins) {
   return counts;
 }
 
+// Each block adds up what all blocks of its cluster have, by reads or by writes of their memory. Faults that are planted: the
+// barrier between writing and reading is missing, or is one of a block; a block leaves while others read it.
+std::vector<int> cluster_sums(unsigned clusters, unsigned size, unsigned threads, bool pushed, const std::string& fault) {
+  std::vector<int> sums(clusters * size);
+  emulation::launch_clusters(clusters, size, threads, [&] {
+    using Parts = int[8];
+    RLKERNEL_SHARED(Parts, parts);
+    const unsigned rank = emulation::cluster_rank(), thread = threadIdx.x;
+    const int own = static_cast<int>(blockIdx.x * blockIdx.x);
+    if (pushed) {
+      if (thread < size) static_cast<int*>(emulation::of_block(parts, thread))[rank] = own;
+    } else if (thread == 0) {
+      parts[rank] = own;
+    }
+    if (fault == "a barrier of the block") __syncthreads();
+    else if (fault != "no barrier") emulation::cluster_barrier();
+    if (thread == 0) {
+      for (unsigned b = 0; b < size; ++b)
+        sums[blockIdx.x] += pushed ? parts[b] : static_cast<int*>(emulation::of_block(parts, b))[b];
+    }
+    if (fault != "it leaves early") emulation::cluster_barrier();
+  });
+  return sums;
+}
+
 }  // namespace
 
 #define DEFINE(name) bind::define<calls::name>(m, #name, dlpack::kCpu, emulated::name, describe);
 
 PYBIND11_MODULE(emulated, m) {
   m.attr("warp_size") = RLKERNEL_WARP;
-  m.def("configure", [](uint64_t seed, unsigned max_blocks) { emulation::settings() = {seed, max_blocks}; },
-        py::arg("seed") = 0, py::arg("max_blocks") = 1 << 20);
+  m.def("configure",
+        [](uint64_t seed, unsigned max_blocks, unsigned room) {
+          emulation::settings() = {seed, max_blocks, room, emulation::settings().missing};
+        },
+        py::arg("seed") = 0, py::arg("max_blocks") = 1 << 20, py::arg("room") = 0);
+  m.def("leave_out", [](const std::string& file, int line) { emulation::settings().missing = {file, line}; }, py::arg("file") = "",
+        py::arg("line") = 0);
   m.def("ballots", &ballots);
   m.def("neighbours", &neighbours);
   m.def("histogram", &histogram);
+  m.def("cluster_sums", &cluster_sums, py::arg("clusters"), py::arg("size"), py::arg("threads"), py::arg("pushed"),
+        py::arg("fault") = "");
   m.def("log", [](double x) { return emulated::log_exact(x); });
   m.def("exp", [](float x) { return emulated::exp_exact(x); });
   m.def("expm1", [](float x) { return emulated::expm1_exact(x); });
