@@ -67,6 +67,14 @@ SWITCH = """\
         /*0070*/                   FFMA R1, R1, R2, R3 ;
         /*0080*/                   RET.REL.NODEC R4 0x0 ;
 """
+# How lanes of sm_80 leave a loop: a call over the next instruction, from which nothing returns.
+LEFT = """\
+        /*0000*/                   LDG.E.128 R4, [R2.64] ;
+        /*0010*/              @!P5 CALL.REL.NOINC 0x0030 ;
+        /*0020*/                   BRA 0x0000 ;
+        /*0030*/                   STG.E [R2.64], R4 ;
+        /*0040*/                   EXIT ;
+"""
 AMD = """\
 \t.text
 forward:                                ; @forward
@@ -114,6 +122,11 @@ def test_a_product_of_tcgen05_has_the_tile_of_its_descriptor():
 
 def test_a_jump_through_a_table_reaches_its_cases_and_no_function():
     assert counted(sass.MACHINE, SWITCH)["size"] == 7
+
+
+def test_a_loop_that_is_left_by_a_call_is_no_end_of_the_code():
+    found = counted(sass.MACHINE, LEFT)
+    assert (found["size"], found["turn"]) == (5, 3)
 
 
 def test_code_without_a_loop_that_ends_in_one_of_single_elements():

@@ -94,7 +94,12 @@ def code(listing: str) -> Code:
         elif name.startswith("BRX"):
             switches.append(len(instructions))
         places[match["address"].lstrip("0") or "0"] = len(instructions)
-        instructions.append(_instruction(match["guard"], name, rest))
+        instruction = _instruction(match["guard"], name, rest)
+        if name.startswith("CALL"):  # over the next instruction: lanes of sm_80 leave a loop so
+            here = int(match["address"], 16)
+            jumps = tuple(x for x in _TARGET.findall(rest) if here < int(x, 16) <= here + 32)
+            instruction = dataclasses.replace(instruction, targets=jumps)
+        instructions.append(instruction)
     targets = {target for x in instructions for target in x.targets}
     for i in switches:
         cases = _cases(instructions, places, targets | called, i)
