@@ -29,7 +29,7 @@ MORE_HEADERS = {
     "preference_loss": ("math.h",),
     "sampling": (
         "stream.h", "mass.cuh", "row.cuh", "tokens.cuh", "statistics.cuh", "finish.cuh", "search.cuh",
-        "filter.cuh", "kept.cuh",
+        "filter.cuh", "kept.cuh", "launch.cuh",
     ),
     "whiten": ("moments.cuh",),
 }  # fmt: skip

@@ -1,12 +1,13 @@
 """predict: times from the ledger, beside those that a report of the GPU has."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from rlkernel.bench import cli, ledger, predict
 from rlkernel.bench.devices import DEVICES
-from rlkernel.bench.headlines import Launch, headlines
+from rlkernel.bench.headlines import BF16, FILTER_STEPS, Launch, V, filter_launch, headlines
 from rlkernel.bench.ledger import Ledger, Record
 
 H100 = DEVICES["h100"]
@@ -55,6 +56,47 @@ def test_few_blocks_are_as_slow_as_one():
     )
     assert one.bound == many.bound == "one block's time"
     assert many.seconds - H100.launch == pytest.approx(2 * (one.seconds - H100.launch))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 66, 67, 108, 128, 132, 148, 149, 256, 265, 305, 1024])
+def test_a_filtered_row_is_shared_only_where_that_pays(name, rows):
+    """By clusters of few rows and half blocks of many: never slower than a whole block a row."""
+    device, ledger_of = DEVICES[name], Ledger.load()
+    launch = filter_launch(rows, device)
+    waits = FILTER_STEPS * device.step
+    whole = replace(launch, blocks=rows, warps=512 // device.lanes, alone=V * BF16, waits=waits)
+    shared, alone = (predict.time_of(each, device, ledger_of).seconds for each in (launch, whole))
+    assert shared <= 1.01 * alone  # waves that just miss each other
+    if 2 * rows <= device.multiprocessors and device.cluster > 1:
+        assert shared < alone
+
+
+def test_waits_stay_however_many_help():
+    launch = {"warps": 8, "alone": 2**17, "waits": 5e-6}
+    one, eight = (
+        predict.time_of(Launch("rows", KERNEL, blocks=n, **{**launch, "alone": 2**17 / n}), H100, known())
+        for n in (1, 8)
+    )
+    waits = launch["waits"] + H100.launch
+    assert one.seconds - waits == pytest.approx(8 * (eight.seconds - waits))
+
+
+def test_a_turn_reads_what_the_launch_says():
+    turns = [
+        predict.time_of(Launch("x", KERNEL, blocks=1, warps=8, alone=2**20, turn=n), H100, known()).seconds
+        for n in (RECORD.loaded, 2 * RECORD.loaded)
+    ]
+    assert turns[0] - H100.launch == pytest.approx(2 * (turns[1] - H100.launch))
+
+
+def test_what_is_read_again_comes_from_the_l2_where_it_fits():
+    def again(rows):
+        launch = Launch("rows", KERNEL, blocks=rows, warps=64, alone=2**19, again=True)
+        return predict.time_of(launch, H100, known(loaded=2**10))
+
+    assert again(96).bound == "L2" and again(104).bound == "bandwidth"
+    assert again(96).seconds == pytest.approx(96 * 2**19 / H100.cache_bandwidth + H100.launch)
 
 
 def test_launches_count_where_there_is_little_to_do():

@@ -35,6 +35,10 @@ class Device:
     shared: int = 228 * 1024  # bytes of a multiprocessor
     launch: float = 2e-6  # seconds from the end of a kernel to the start of the next of a stream, and a ramp
     latency: float = 6e-7  # seconds until a load has come
+    step: float = 3.5e-7  # seconds until what the L2 has is read, and all threads of a block have met
+    # Seconds more of a cluster: two ways between multiprocessors of some 180 clocks (arXiv 2402.13499).
+    meeting: float = 2e-7
+    cluster: int = 1  # blocks that share their memories at most, of those that every such GPU runs
 
     @property
     def label(self) -> str:
@@ -58,7 +62,7 @@ _NVIDIA: dict[str, Any] = {"lanes": 32, "issue": 4.0, "alu": 64, "special": 16}
 # The peak of a dense product from the tables of the makers; 4 KiB of bf16 operations a clock on sm_90.
 _HOPPER = Device(
     "h100", ("sm_90a", "sm_90"), "H100", 132, 1.83e9, 3.35e12, 989e12, 50 * 2**20, 7.0e12,
-    reads=0.90, copies=0.85, gemm=0.735, mma_sync=0.62, fma=128, fp64=64, **_NVIDIA,
+    reads=0.90, copies=0.85, gemm=0.735, mma_sync=0.62, fma=128, fp64=64, cluster=8, **_NVIDIA,
 )  # fmt: skip
 DEVICES = {
     device.name: device
@@ -72,7 +76,7 @@ DEVICES = {
         Device(**{**vars(_HOPPER), "name": "h200", "matches": "H200", "bandwidth": 4.8e12, "gemm": 0.758}),
         Device(
             "b200", ("sm_100",), "B200", 148, 1.85e9, 8.0e12, 2250e12, 126 * 2**20, 14e12,
-            reads=0.90, copies=0.85, gemm=0.75, mma_sync=0.35, fma=128, fp64=64, **_NVIDIA,
+            reads=0.90, copies=0.85, gemm=0.75, mma_sync=0.35, fma=128, fp64=64, cluster=8, **_NVIDIA,
         ),
         Device(
             "mi300x", ("gfx942",), "MI300X", 304, 2.1e9, 5.3e12, 1307e12, 256 * 2**20, 14e12,

@@ -28,7 +28,9 @@ class Launch:
     out.  None is a product of the vendor's library.  ``alone`` is what each of ``blocks`` of ``warps`` reads
     without help: a few blocks on many multiprocessors are as slow as one.  ``beside``: as many of them share
     a multiprocessor as their registers and shared memory allow, each with the loads of ``ahead`` turns on
-    their way, behind ``lead`` loads of which one waits for the other.
+    their way, behind ``lead`` loads of which one waits for the other and ``waits`` seconds of other waits.
+    ``turn``: bytes that a lane reads in a turn, where the code has several ways to read them and the ledger
+    counts more than one.  ``again``: another kernel has just read it all, and the L2 has it where it fits.
     """
 
     name: str
@@ -44,6 +46,9 @@ class Launch:
     beside: bool = False
     ahead: int = 1
     lead: int = 0
+    waits: float = 0.0
+    turn: int = 0
+    again: bool = False
     apart: bool = False  # products wait for what stands between them, with no other warps to fill in
 
 
@@ -191,12 +196,31 @@ def _sample(rows: int, filtered: bool) -> Callable[[Device], list[Launch]]:
         read = Launch("statistics", _compiled("sampling: statistics_kernel<bf16, 0>"), read=rows * row)
         if not filtered:
             return [read, Launch("finish", _compiled("sampling: finish_kernel"), read=rows * V / 1024 * 80)]
-        again = Launch(
-            "filter", _compiled("sampling: filter_kernel<bf16>"), blocks=rows, warps=16, alone=row
-        )  # the row once more, which the L2 has
-        return [read, again]
+        return [read, filter_launch(rows, device)]
 
     return launches
+
+
+# Waits of a nucleus, each of which begins when the one before has ended: three reads for the statistics, the
+# threshold, the masses of all (maxima, sums, bins), bins again within one bin, the prefix, the last of the
+# ties (two reads and their sum), and the end. Those at which the blocks of a cluster meet: sums, bins of all,
+# bins again, the ties' sum, the last of them, and the end.
+FILTER_STEPS, FILTER_MEETINGS = 14, 6
+FILTER_TURN = 8 * 16 + 4  # vectors, and the largest logit of a group
+
+
+def filter_launch(rows: int, device: Device) -> Launch:
+    """The rows once more, by clusters, blocks or half blocks as ``sampling/launch.cuh`` has it."""
+    size = device.cluster
+    while size > 1 and rows * size > device.multiprocessors:
+        size //= 2
+    threads = 256 if device.lanes == 32 and rows > device.multiprocessors else 512
+    meetings = FILTER_MEETINGS if size > 1 else 0
+    return Launch(
+        "filter", _compiled("sampling_bf16: filter_kernel<bf16>"), blocks=rows * size,
+        warps=threads // device.lanes, alone=V * BF16 / size, beside=True, turn=FILTER_TURN, again=True,
+        waits=FILTER_STEPS * device.step + meetings * device.meeting,
+    )  # fmt: skip
 
 
 _PROMPT, _LENGTH, _GROUP, _HEADS, _KV_HEADS, _DIM = 4096, 512, 16, 32, 8, 128
@@ -309,7 +333,7 @@ def headlines() -> list[Headline]:
             Headline("linear_logprob", case, "forward", "native", "tiled", tiled.forward),
             Headline("linear_logprob", case, "forward+backward", "native", "tiled", tiled.train),
         ]
-    for rows in (1, 32, 64, 256):
+    for rows in (1, 8, 32, 64, 128, 256):
         for note in ("unfiltered", "top_p 0.95"):
             options = {"temperature": 0.8} | ({} if note == "unfiltered" else {"top_p": 0.95})
             case = Case({"B": rows, "V": V}, "bfloat16", options, note=note)

@@ -66,6 +66,11 @@ def time_of(launch: Launch, device: Device, known: Ledger) -> Time:
         )
     if launch.alone and record:
         parts["one block's time"] = _alone(launch, record, device)
+    if launch.again:
+        moved_again = launch.alone * launch.blocks
+        fits = moved_again <= device.cache
+        rate = device.cache_bandwidth if fits else device.bandwidth * device.reads
+        parts["L2" if fits else "bandwidth"] = moved_again / rate
     parts["launches"] = 0.0
     bound = max(parts, key=lambda name: parts[name])
     pauses = launch.times * device.launch
@@ -102,14 +107,14 @@ def _apart(record: Record, device: Device) -> float:
 
 def _alone(launch: Launch, record: Record, device: Device) -> float:
     """Seconds of blocks that read ``alone`` bytes each, a wave of what multiprocessors hold after another."""
-    turns = launch.alone / max(launch.warps * device.lanes * record.loaded, 1)
+    turns = launch.alone / max(launch.warps * device.lanes * (launch.turn or record.loaded), 1)
     busy = {name: x for name, x in ledger.clocks(record, device).items() if name != "memory"}
     held = device.blocks(launch.warps, record.registers, record.shared) if launch.beside else 1
     # no more than there are
     held = min(held, -(-launch.blocks // device.multiprocessors))
     turn = max(device.latency / launch.ahead, held * launch.warps * max(busy.values()) / device.clock)
     waves = -(-launch.blocks // (device.multiprocessors * held))
-    return (launch.lead * device.latency + max(turns, 1) * turn) * waves
+    return (launch.waits + launch.lead * device.latency + max(turns, 1) * turn) * waves
 
 
 def predictions(device: Device, known: Ledger) -> tuple[list[Prediction], list[str]]:

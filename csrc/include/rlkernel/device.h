@@ -98,6 +98,15 @@ __device__ __forceinline__ int lowest_bit(uint32_t mask) {
 #endif
 }
 
+// The value, of which nvcc knows nothing: what follows from it is computed again, not kept in registers from where it was computed
+// before. clang for AMD has registers enough, and keeps others in their place where it meets assembly.
+__device__ __forceinline__ uint32_t hidden(uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // Adds to a word of shared memory; what it held. Integers only: their sums do not depend on the order.
 __device__ __forceinline__ uint32_t atomic_add(uint32_t* address, uint32_t value) {
 #if defined(RLKERNEL_EMULATION)

@@ -43,6 +43,7 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
   const float scale = power_scale(temperature);
   const double none = static_cast<double>(-infinity());
   double max = none, max_x = none;
+#pragma unroll 2
   for (int s = lane; s < splits; s += kLanes) {
     const double* record = records + int64_t{s} * kRecord;
     max = record[kMaxZ] > max ? record[kMaxZ] : max;
@@ -53,8 +54,22 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
   max_x = reduce_lanes(max_x, larger);
 
   RowSummary row = {};
+  if (in.sigma) {  // by themselves: they take many registers
+#pragma unroll 1
+    for (int s = lane; s < splits; s += kLanes) {
+      const double* record = records + int64_t{s} * kRecord;
+      row.moments = merge(row.moments, {record[kFinite], record[kMean], record[kM2]});
+    }
+#pragma unroll 1
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const Moments other = from_lane(row.moments, distance);
+      // the same order in both lanes, or they would not end with the same bits
+      row.moments = (lane & distance) != 0 ? merge(other, row.moments) : merge(row.moments, other);
+    }
+  }
   double best = none;
   int argmax = static_cast<int>(in.whole_vocab), winner = splits;
+#pragma unroll 1
   for (int s = lane; s < splits; s += kLanes) {
     const double* record = records + int64_t{s} * kRecord;
     const double own = record[kMaxZ], apart = own == none ? 0.0 : own - max;
@@ -67,7 +82,6 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
       const double moved = at_maximum(weighted, own, max, scale);
       row.weighted += own == none ? 0.0 : moved;
     }
-    if (in.sigma) row.moments = merge(row.moments, {record[kFinite], record[kMean], record[kM2]});
     const double key = record[kKey] + apart / static_cast<double>(temperature);
     if (key > best) {
       best = key;
@@ -83,14 +97,6 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
   row.sum_x = shuffle(sum, kLanes / 4);
   row.finite = shuffle(sum, kLanes / 2);
   row.weighted = shuffle(sum, kLanes / 4 * 3);
-  if (in.sigma) {
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      const Moments other = from_lane(row.moments, distance);
-      // the same order in both lanes, or they would not end with the same bits
-      row.moments = (lane & distance) != 0 ? merge(other, row.moments) : merge(row.moments, other);
-    }
-  }
   const double key = reduce_lanes(best, larger);
   winner = reduce_lanes(best == key && winner < splits ? winner : splits, Least());
   row.token = {-1, nan(), nan()};
@@ -103,10 +109,10 @@ __device__ __forceinline__ RowSummary combine(const SamplingInputs& in, int64_t 
 
 // What the filters keep: all tokens with a larger z and those with this one up to the id `last`, but none above `high`.
 struct KeptSet {
-  bool filtered;  // false: the row is whole, or greedy
+  int filtered;  // 0: the row is whole, or greedy. No bool, whose padding clang would copy by way of scratch memory
   float z;
-  int last;
-  int64_t count, mass;
+  int last, count;
+  int64_t mass;
   float high;
 
   __device__ __forceinline__ bool has(float value, int id) const {
@@ -160,18 +166,6 @@ __device__ __forceinline__ void write_short_support(const SamplingOutputs& out, 
 
 __device__ __forceinline__ bool is_valid(const SamplingInputs& in, int64_t r, const RowSummary& row) {
   return row.sum == row.sum && row.finite > 0 && parameters_hold(in, r);
-}
-
-static __global__ void RLKERNEL_LAUNCH_BOUNDS(kLanes, 16) finish_kernel(SamplingInputs in, SamplingOutputs out) {
-  for (int64_t r = blockIdx.x; r < in.rows; r += gridDim.x) {
-    if (in.skip != nullptr && in.skip[r]) continue;
-    const float temperature = of_row(in.temperature, r);
-    const bool greedy = temperature == 0.0f;
-    const RowSummary row = combine(in, r, softmax_temperature(temperature));
-    const bool valid = is_valid(in, r, row);
-    write_short_support(out, r, valid && greedy ? row.argmax : -1);
-    if (threadIdx.x == 0) write_row(in, out, r, row, {}, row.token, 1, valid);
-  }
 }
 
 }  // namespace rlkernel::RLKERNEL_DEVICE

@@ -1,15 +1,28 @@
 // Sampling: the launches of its two passes.
 #pragma once
 
-#include "rlkernel/sampling/kept.cuh"
+#include "rlkernel/sampling/finish.cuh"
 #include "rlkernel/sampling/statistics.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
-// Positions in a row are 32-bit in the kernels.
+// Positions in a row are 32-bit in the kernels, and so are rows.
 inline bool runs(const SamplingInputs& in) {
   return in.vocab > 0 && in.vocab_start >= 0 && in.vocab_start % kSplit == 0 && in.vocab_start + in.vocab <= in.whole_vocab &&
-         in.whole_vocab < (int64_t{1} << 31) - 2 * kSplit;
+         in.whole_vocab < (int64_t{1} << 31) - 2 * kSplit && in.rows < int64_t{1} << 31;
+}
+
+// Of rows that nobody filters.
+static __global__ void RLKERNEL_LAUNCH_BOUNDS(kLanes, 16) finish_kernel(SamplingInputs in, SamplingOutputs out) {
+  for (int64_t r = blockIdx.x; r < in.rows; r += gridDim.x) {
+    if (in.skip != nullptr && in.skip[r]) continue;
+    const float temperature = of_row(in.temperature, r);
+    const bool greedy = temperature == 0.0f;
+    const RowSummary row = combine(in, r, softmax_temperature(temperature));
+    const bool valid = is_valid(in, r, row);
+    write_short_support(out, r, valid && greedy ? row.argmax : -1);
+    if (threadIdx.x == 0) write_row(in, out, r, row, {}, row.token, 1, valid);
+  }
 }
 
 int sampling_statistics(const SamplingInputs& in, void* stream) {
@@ -30,11 +43,9 @@ int sampling_statistics(const SamplingInputs& in, void* stream) {
   });
 }
 
+// launch.cuh
 template <class T>
-inline int launch_filter(const SamplingInputs& in, const SamplingOutputs& out, unsigned blocks, void* stream) {
-  RLKERNEL_LAUNCH((filter_kernel<T>), blocks, kFinishThreads, stream, in, out);
-  return launch_error();
-}
+int launch_filter(const SamplingInputs& in, const SamplingOutputs& out, unsigned rows, void* stream);
 
 int sampling_finish(const SamplingInputs& in, const SamplingOutputs& out, void* stream) {
   if (in.rows == 0) return 0;

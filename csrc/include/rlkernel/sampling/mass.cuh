@@ -35,21 +35,26 @@ struct Mass {
 };
 
 struct Sums {
-  int64_t count, mass;
+  int count;  // of tokens of a row
+  int64_t mass;
+
+  __device__ __forceinline__ void add(const Sums& other) {
+    count += other.count;
+    mass += other.mass;
+  }
 };
 
 // What a search ended with: the key at which the running sum reaches the target.
 struct Crossing {
   bool found;
   uint32_t key;
-  Sums above, at;  // of tokens with a larger key, and of those with this one
-  Sums total;      // of all that were searched
+  Sums above, at;  // of tokens with a larger key, and of those with this one; above: of all where it is not found
 };
 
 // All tokens above `key` and the first `ties` of those at it. Sums are -1 where they are not known.
 struct Prefix {
   uint32_t key;
-  int64_t ties, at;  // at: how many there are
+  int ties, at;  // at: how many there are
   Sums sums;
 };
 

@@ -121,13 +121,6 @@ __device__ __forceinline__ int alignment_of(const T* p) {
   return address % 16 == 0 ? 16 : address % 4 == 0 ? 4 : 2;
 }
 
-// The elements [place, place + kVector<T>) of a row, of which `rest` are there: aligned or not, the same elements.
-template <int kAlign, class T>
-__device__ __forceinline__ Bytes16 read_vector(const T* p, int rest) {
-  if (rest >= kVector<T>) return read_again<kAlign>(reinterpret_cast<const char*>(p));
-  return rest > 0 ? read_part(p, rest) : Bytes16{};
-}
-
 // 16 bytes of -inf.
 template <class T>
 __device__ __forceinline__ Bytes16 nothing() {
@@ -149,11 +142,19 @@ __device__ __forceinline__ Bytes16 read_end(const T* p, int count) {
   return bytes;
 }
 
+// The first `count` elements of a vector, which may start anywhere, and -inf behind them: a read for each, none waits for another.
 template <class T>
-__device__ __forceinline__ Bytes16 read_vector(const T* p, int rest, int align) {
-  if (align == 16) return read_vector<16>(p, rest);
-  if (sizeof(T) == 4 || align == 4) return read_vector<4>(p, rest);
-  return read_vector<sizeof(T) == 2 ? 2 : 4>(p, rest);
+__device__ __forceinline__ Bytes16 read_few(const T* p, int count) {
+  Bytes16 bytes = nothing<T>();
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) {
+    if (i < count) {
+      uint32_t& word = bytes.word[i * static_cast<int>(sizeof(T)) / 4];
+      if constexpr (sizeof(T) == 4) word = to_bits(p[i]);
+      else word = i % 2 != 0 ? (word & 0xffffu) | static_cast<uint32_t>(p[i].bits) << 16 : (word & 0xffff0000u) | p[i].bits;
+    }
+  }
+  return bytes;
 }
 
 // Reduces kCount values of each of kSpan lanes, both powers of 2. Lane l of the kSpan gets value l / (kSpan / kCount). Each

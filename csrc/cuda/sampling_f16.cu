@@ -1,0 +1,3 @@
+#include "rlkernel/sampling/launch.cuh"
+
+RLKERNEL_SAMPLING_FILTER(f16)

@@ -1,0 +1,1 @@
+#include "../cuda/sampling_bf16.cu"

@@ -1,0 +1,1 @@
+#include "../cuda/sampling_f16.cu"

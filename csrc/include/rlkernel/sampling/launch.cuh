@@ -1,0 +1,37 @@
+// The launch of the second read of a row. A source is the code of one dtype, so that compilers work at them beside each other.
+#pragma once
+
+#include "rlkernel/sampling/kept.cuh"
+
+namespace rlkernel::RLKERNEL_DEVICE {
+
+// Who reads a row: the bits are the same in any shape.
+struct Shape {
+  unsigned blocks, threads;
+};
+
+// Fewer rows than a device has room for would leave the rest of it idle: the largest cluster, of which all rows' run at a time.
+// Of more rows than it has room for half a block each: two share a multiprocessor, and one reads while the other waits.
+template <class T>
+inline Shape shape_of(int64_t rows) {
+  static ActiveClusters active;
+  for (unsigned size = kLargestCluster; size > 1; size /= 2)
+    if (rows <= active(filter_kernel<T>, size, kFinishThreads)) return {size, kFinishThreads};
+  const int room = active(filter_kernel<T>, 1, kFinishThreads);
+  if (room != 0 && rows > room) return {1, kFinishThreads / 2};
+  return {1, kFinishThreads};
+}
+
+template <class T>
+int launch_filter(const SamplingInputs& in, const SamplingOutputs& out, unsigned rows, void* stream) {
+  const Shape row = shape_of<T>(in.rows);
+  RLKERNEL_LAUNCH_CLUSTERS((filter_kernel<T>), rows, row.blocks, row.threads, stream, in, out);
+  return launch_error();
+}
+
+}  // namespace rlkernel::RLKERNEL_DEVICE
+
+#define RLKERNEL_SAMPLING_FILTER(T)        \
+  namespace rlkernel::RLKERNEL_DEVICE {    \
+  template int launch_filter<T>(const SamplingInputs&, const SamplingOutputs&, unsigned, void*); \
+  }
