@@ -42,7 +42,7 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
     instead: what takes the place of a command, by a word of it: tests borrow packages that they have.
     """
     python = Path(sys.executable)
-    scripts = {path.name: path for path in (ROOT / "examples").glob("*.py")}
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     clean = environment(folder / "nothing")
     rows = []
     for words in commands():
@@ -51,9 +51,6 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
             given = other if word in given else given
         given = [str(wheel.resolve()) if word == "rlkernel" else word for word in given]
         given[0] = {"python3": str(python)}.get(given[0], str(folder / given[0]))
-        for word in given:
-            if word in scripts:
-                shutil.copy2(scripts[word], folder / word)
         started = time.monotonic()
         done = subprocess.run(given, cwd=folder, env=clean, capture_output=True, text=True)
         if done.returncode:

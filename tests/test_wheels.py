@@ -318,7 +318,7 @@ def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
     instead = {
         "torch==2.13.0": ["env/bin/python", "-c", lend, lent],
         "rlkernel": ["env/bin/pip", "install", "-q", "--no-deps", "--no-index", "rlkernel"],
-        "--short": ["env/bin/python", "grpo_arithmetic.py", *example],
+        "--short": ["env/bin/python", "examples/grpo_arithmetic.py", *example],
     }
     (tmp_path / "machine").mkdir()
     rows = clean_machine.run(wheel, tmp_path / "machine", instead)
