@@ -1,7 +1,7 @@
 """From a wheel to GRPO on a machine with neither compiler nor GPU: `python .ci/clean_machine.py WHEEL`.
 
 Runs the commands of docs/build.md, section "From nothing to GRPO", as they stand there, in a new folder
-outside of the checkout and with a PATH on which nothing is; only the name of the package becomes the wheel.
+outside of the checkout and with a PATH on which nothing is; only the pattern becomes the wheel.
 --json keeps the seconds of each.
 """
 
@@ -49,7 +49,7 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
         given = words
         for word, other in (instead or {}).items():
             given = other if word in given else given
-        given = [str(wheel.resolve()) if word == "rlkernel" else word for word in given]
+        given = [str(wheel.resolve()) if word == "rlkernel-*.whl" else word for word in given]
         given[0] = {"python3": str(python)}.get(given[0], str(folder / given[0]))
         started = time.monotonic()
         done = subprocess.run(given, cwd=folder, env=clean, capture_output=True, text=True)
@@ -57,7 +57,7 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
             raise SystemExit(f"{shlex.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
         rows.append(
             {
-                "command": shlex.join(words),
+                "command": " ".join(words),
                 "seconds": round(time.monotonic() - started, 1),
                 "said": done.stdout,
             }

@@ -295,7 +295,7 @@ def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     if not list((ROOT / "build").glob("native-*/*/_C.so")):
         pytest.skip("this tree was not built in place")
-    assert [words[-1] for words in clean_machine.commands()] == ["env", "trl", "rlkernel", "--short"]
+    assert [words[-1] for words in clean_machine.commands()] == ["env", "trl", "rlkernel-*.whl", "--short"]
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "-w", tmp_path, ROOT], check=True)  # its objects are there already
     (wheel,) = tmp_path.glob("rlkernel-*.whl")
@@ -317,7 +317,7 @@ def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
     ]
     instead = {
         "torch==2.13.0": ["env/bin/python", "-c", lend, lent],
-        "rlkernel": ["env/bin/pip", "install", "-q", "--no-deps", "--no-index", "rlkernel"],
+        "rlkernel-*.whl": ["env/bin/pip", "install", "-q", "--no-deps", "--no-index", "rlkernel-*.whl"],
         "--short": ["env/bin/python", "examples/grpo_arithmetic.py", *example],
     }
     (tmp_path / "machine").mkdir()
