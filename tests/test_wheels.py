@@ -285,6 +285,13 @@ def test_the_release_builds_every_python_and_audits(monkeypatch):
 # From the wheel to a training run
 
 
+def test_the_script_of_the_page_finds_what_it_imports(tmp_path):
+    nothing, script = ["python3", "-c", "pass"], clean_machine.commands()[-1][1]
+    instead = {"venv": nothing, "trl": nothing, "rlkernel": nothing, "--short": ["python3", script, "--help"]}
+    rows = clean_machine.run(tmp_path / "a.whl", tmp_path, instead)
+    assert "--short" in rows[-1]["said"]
+
+
 @linux
 @pytest.mark.slow
 def test_a_bare_machine_goes_from_the_wheel_to_grpo(tmp_path):
