@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 
@@ -116,8 +117,9 @@ def cpu_part(build_dir: Path) -> Part:
     bf16 = BF16_ISA if ISAS is X86_ISAS else {}
     compiler = f"{CXX} {CPU_FLAGS} $extra -MMD -MF $out.d -c $in -o $out"
     part = Part(
-        {"cxx": compiler, "header": compiler.replace(" -c ", " -x c++-header ")}, archs=[*ISAS, *bf16]
-    )
+        {"cxx": compiler, "header": compiler.replace(" -c ", " -x c++-header ").replace("-MMD", "-MD")},
+        archs=[*ISAS, *bf16],
+    )  # -MD: a clang refuses what was precompiled of the system's headers before they changed
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
         if source.name.endswith(".isa.cpp"):
             for isa, flags in (ISAS | bf16 if source.name in BF16_SOURCES else ISAS).items():
@@ -237,6 +239,8 @@ def chosen_parts(build_dir: Path) -> dict[str, Part]:
             raise SystemExit(f"rlkernel: RLKERNEL_BACKENDS asks for {asked[0]}, but {reason}") from None
         print(f"rlkernel: rlkernel._C is not built: {reason}; ops run on Triton and PyTorch", flush=True)
         return {}
+    if re.search(r"[\s:$]", str(ROOT)):
+        raise SystemExit(f"rlkernel: the folder of the sources must have no space, colon or $, got {ROOT}")
     parts = {"cpu": cpu_part(build_dir)}
     for name, make in (("cuda", cuda_part), ("hip", hip_part)):
         if name not in names and "auto" not in names:
@@ -335,6 +339,14 @@ class LinkedSource(sdist):
             os.symlink(os.readlink(link), Path(base_dir, "rlkernel", link.name))
 
 
+def version() -> dict[str, str]:
+    """The fallback where setuptools-scm is absent, as on a machine without network: setuptools says 0.0.0."""
+    if find_spec("setuptools_scm"):
+        return {}
+    text = (ROOT / "pyproject.toml").read_text()
+    return {"version": re.search(r'^fallback_version = "(.*?)"', text, re.MULTILINE)[1]}
+
+
 def readme() -> str:
     """README.md with links that hold on the page of a package index too."""
     home = re.search(r'^Homepage = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
@@ -343,6 +355,7 @@ def readme() -> str:
 
 # optional: setuptools asks for no file where none was built; what fails to compile still raises
 setup(
+    **version(),
     long_description=readme(),
     long_description_content_type="text/markdown",
     ext_modules=[Extension("rlkernel._C", sources=[], optional=True)],

@@ -1,5 +1,6 @@
 """Wheels and releases: what they need, where their version comes from, and that a bare machine trains."""
 
+import importlib.util
 import os
 import platform
 import re
@@ -185,6 +186,22 @@ def test_ptx_is_the_same_where_it_is_made_once(tmp_path):
 
 
 # Versions and the release
+
+
+def test_a_machine_without_setuptools_scm_builds_the_fallback_version(monkeypatch):
+    """setuptools alone would call it 0.0.0."""
+    setup = build_seconds.setup_of(ROOT)
+    assert setup["version"]() == {} or importlib.util.find_spec("setuptools_scm") is None
+    monkeypatch.setitem(setup["version"].__globals__, "find_spec", lambda name: None)
+    said = setup["version"]()["version"]
+    assert f'fallback_version = "{said}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_folder_that_ninja_cannot_name_is_refused(tmp_path, monkeypatch):
+    setup = build_seconds.setup_of(ROOT)
+    monkeypatch.setitem(setup["chosen_parts"].__globals__, "ROOT", tmp_path / "a folder")
+    with pytest.raises(SystemExit, match="folder of the sources must have no space, colon or .*/a folder"):
+        setup["chosen_parts"](tmp_path)
 
 
 @pytest.fixture(scope="module")
