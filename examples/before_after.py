@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import statistics
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import arithmetic
@@ -170,10 +172,11 @@ def compare(
     train: Callable[[str, Path, argparse.Namespace], Any],
     prepare: Callable[[Path, argparse.Namespace], float] = warmed_up,
     launcher: Sequence[str] = (sys.executable,),
+    needs: Sequence[str] = ("trl",),
 ) -> dict[str, Any] | None:
     """`prepare` a model, `train` in each mode from it, each time in fresh processes; what both say.
 
-    None in such a process, which is the same script with `--worker`."""
+    None in such a process, which is the same script with `--worker`. `needs` are the packages it imports."""
     if args.worker:
         trainer = train(args.worker, args.folder, args)
         if trainer.is_world_process_zero():
@@ -182,6 +185,9 @@ def compare(
             torch.save(trainer.scored, args.folder / f"{args.worker}.pt")
             (args.folder / f"{args.worker}.json").write_text(json.dumps(trainer.record))
         return None
+    name = Path(sys.argv[0]).name
+    if missing := [package for package in needs if importlib.util.find_spec(package) is None]:
+        raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
     import torch
 
     torch.set_num_threads(args.threads)
@@ -198,15 +204,18 @@ def compare(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::FutureWarning",  # of transformers about its own arguments, through TRL
     }
-    with tempfile.TemporaryDirectory(prefix="before-after-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="before-after-") as made:
+        folder = Path(made)
         result: dict[str, Any] = {"start": prepare(folder, args)}
         seconds = time.perf_counter() - begin
         if result["start"]:
             say(args, f"Warm-up done in {seconds:.0f} s; {result['start']:.2f} of samples are right.")
         for mode in MODES:
             command = [*launcher, script, *sys.argv[1:], "--worker", mode, "--folder", str(folder)]
-            subprocess.run(command, env=environment, check=True)
+            try:
+                subprocess.run(command, env=environment, check=True)
+            except CalledProcessError as error:
+                raise SystemExit(f"{name}: the run {mode} failed, status {error.returncode}") from None
             result[mode] = json.loads((folder / f"{mode}.json").read_text())
             result[mode]["summary"] = summary(result[mode])
         stock, patched = (torch.load(folder / f"{mode}.pt") for mode in MODES)
@@ -330,6 +339,17 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, **short:
     if parser.parse_args(arguments).short:
         parser.set_defaults(**short)
     args = parser.parse_args(arguments)
+    for wrong, text in (
+        (not 0 <= args.largest <= 9, f"--largest must be from 0 to 9, got {args.largest}"),
+        (args.steps < 1, f"--steps must be 1 or more, got {args.steps}"),
+        (args.batch < 8 or args.batch % 8, f"--batch must be a multiple of 8, got {args.batch}"),
+        (
+            args.json and not args.json.resolve().parent.is_dir(),
+            f"--json must name a file in a folder that is there, got {args.json}",
+        ),
+    ):
+        if wrong:
+            parser.error(text)
     args.every = args.every or max(1, args.steps // 8)
     return args
 

@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse()
     given = (lambda *_: 0.0) if args.model else before_after.warmed_up
-    result = before_after.compare(args, train, given)
+    result = before_after.compare(args, train, given, needs=("trl", "peft"))
     before_after.report(result, args)
     if result:
         run = result["patched"]

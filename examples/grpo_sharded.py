@@ -99,7 +99,8 @@ def main() -> None:
     os.environ.setdefault("ACCELERATE_LOG_LEVEL", "error")
     config = Path(__file__).with_name(f"{args.kind}.yaml")
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    result = before_after.compare(args, train, launcher=launcher)
+    needs = ("trl", "deepspeed") if args.kind == "zero3" else ("trl",)
+    result = before_after.compare(args, train, launcher=launcher, needs=needs)
     before_after.report(result, args)
     if result:
         ratio = result["patched"]["tokens a row"]

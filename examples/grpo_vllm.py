@@ -177,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    result = before_after.compare(args, train, prepare)
+    result = before_after.compare(args, train, prepare, needs=("trl", "vllm"))
     before_after.report(result, args)
     if result:
         show(result)

@@ -1,6 +1,8 @@
 """What stands beside the recipes: their page, and the Dockerfile, as far as no Docker is needed."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import dockerfile
@@ -80,3 +82,23 @@ def test_a_file_that_the_build_needs_must_be_sent(faults):
     assert any("leaves out csrc/bindings.cpp" in fault for fault in found)
     found, _ = faults(BACKEND="cpu")
     assert found == ["no ARG BACKEND"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--largest", "10"], "--largest must be from 0 to 9, got 10"),
+        (["--batch", "12"], "--batch must be a multiple of 8, got 12"),
+        (
+            ["--json", "nowhere/found.json"],
+            "--json must name a file in a folder that is there, got nowhere/found.json",
+        ),
+        ([], "grpo_lora.py needs packages that are not here: pip install trl peft"),
+    ],
+)
+def test_what_cannot_run_is_said_at_once(words, said):
+    """Not after the warm-up, by a traceback of a process that was started."""
+    command = [sys.executable, "-E", "-S", EXAMPLES / "grpo_lora.py", *words]  # without any package
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode and run.stderr.splitlines()[-1].endswith(said), run.stderr
+    assert "Traceback" not in run.stderr
