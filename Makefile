@@ -1,4 +1,4 @@
-# Every target does its own set-up in $(VENV); the second run is quick. Needs python3 >= 3.10 with venv, gcc and make.
+# Every target does its own set-up in $(VENV); the second run is quick. Needs python3 >= 3.10 with venv, g++ and make.
 #   make test ARGS="-k linear_logprob"     ARGS goes to pytest, or to rlkernel.bench
 #   make bench TORCH=torch==2.12.0         another torch; without TORCH, one that is already installed is used as it is
 SHELL := /bin/bash

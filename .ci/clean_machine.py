@@ -1,7 +1,8 @@
-"""From a wheel to GRPO on a machine with neither compiler nor GPU: `python .ci/clean_machine.py WHEEL`.
+"""From a wheel to GRPO on a machine with neither compiler nor GPU: `python .ci/clean_machine.py WHEEL ...`.
 
 Runs the commands of docs/build.md, section "From nothing to GRPO", as they stand there, in a new folder
-outside of the checkout and with a PATH on which nothing is; only the pattern becomes the wheel.
+outside of the checkout and with a PATH on which nothing is; only the pattern becomes the wheel: of several
+wheels the newest one for this Python, for CPUs if there is one.
 --json keeps the seconds of each.
 """
 
@@ -65,21 +66,31 @@ def run(wheel: Path, folder: Path, instead: dict[str, list[str]] | None = None) 
     return rows
 
 
+def fitting(wheels: list[Path]) -> Path:
+    """The one to install: `make wheels` leaves one for every Python, and for CUDA too."""
+    tag = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    found = [wheel for wheel in wheels if tag in wheel.name]
+    if not found:
+        raise SystemExit(f"clean_machine: there must be a wheel with {tag[1:-1]} in its name, got none")
+    return max(found, key=lambda wheel: (not re.search(r"\bcu\d+-", wheel.name), wheel.stat().st_mtime))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheels", type=Path, nargs="+", metavar="WHEEL")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    wheel = fitting(asked.wheels)
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(asked.wheel, Path(folder))
+        rows = run(wheel, Path(folder))
     for row in rows:
         print(f"{row['seconds']:8.1f} s  {row['command']}")
     print(rows[-1]["said"])
     if asked.json:
         kept = [{"command": row["command"], "seconds": row["seconds"]} for row in rows]
-        asked.json.write_text(json.dumps({"wheel": asked.wheel.name, "commands": kept}, indent=1) + "\n")
+        asked.json.write_text(json.dumps({"wheel": wheel.name, "commands": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -302,9 +302,28 @@ def test_the_release_builds_every_python_and_audits(monkeypatch):
 # From the wheel to a training run
 
 
+def test_of_all_wheels_the_one_for_this_python_and_for_cpus_is_taken(tmp_path):
+    """As `dist/rlkernel-*.whl` of the page names them."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    files = [
+        tmp_path / f"rlkernel-1.0{local}-{of}-{of}-x.whl" for local in ("+cu130", "") for of in ("cp39", tag)
+    ]
+    for time, file in enumerate(files):
+        file.touch()
+        os.utime(file, (-time, -time))
+    assert clean_machine.fitting(files) == files[3] and clean_machine.fitting(files[:2]) == files[1]
+    with pytest.raises(SystemExit, match=f"there must be a wheel with {tag} in its name, got none"):
+        clean_machine.fitting(files[:1])
+
+
 def test_the_script_of_the_page_finds_what_it_imports(tmp_path):
     nothing, script = ["python3", "-c", "pass"], clean_machine.commands()[-1][1]
-    instead = {"venv": nothing, "trl": nothing, "rlkernel": nothing, "--short": ["python3", script, "--help"]}
+    instead = {
+        "venv": nothing,
+        "trl": nothing,
+        "rlkernel-*.whl": nothing,
+        "--short": ["python3", script, "--help"],
+    }
     rows = clean_machine.run(tmp_path / "a.whl", tmp_path, instead)
     assert "--short" in rows[-1]["said"]
 
