@@ -194,7 +194,9 @@ def cuda_codes(source: Path, archs: list[str]) -> str:
     """
     text = "".join(path.read_text() for path in sorted(headers_of(source)))
     asked = sorted(set(re.findall(r"__CUDA_ARCH__\s*([<>=!]=|<|>)\s*(\d+)", text)))
-    special = re.search(r"__CUDA_ARCH_(FEAT|SPECIFIC|FAMILY)", text)
+    # any other word about architectures, such as 900 <= __CUDA_ARCH__, may make a difference for each
+    understood = r"(defined\s*\(?|#\s*ifn?def)\s*__CUDA_ARCH__\b|__CUDA_ARCH__\s*([<>=!]=|<|>)\s*\d+\b"
+    special = "__CUDA_ARCH_" in re.sub(understood, "", text)
     numbers = {arch: int(re.match(r"\d+", arch)[0]) for arch in archs}
     groups: dict[object, list[str]] = {}
     for arch, number in numbers.items():

@@ -148,6 +148,8 @@ TWICE = (
         ("#if __CUDA_ARCH__ > 1000", ["80 90a", "100", "120"]),
         ("#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ < 1200", ["80", "90a", "100", "120"]),
         ("#ifdef __CUDA_ARCH_FEAT_SM90_ALL", ARCHS),
+        ("#if 900 <= __CUDA_ARCH__", ARCHS),
+        ("#ifndef __CUDA_ARCH__\n#elif defined(__CUDA_ARCH__)", ["80 90a", "100 120"]),
     ],
 )
 def test_ptx_is_made_once_unless_the_source_asks_for_an_architecture(tmp_path, guard, groups):
