@@ -47,7 +47,7 @@ def measured(
 def _cell(record: dict[str, Any], key: str, form: str) -> str:
     """The median, and what the steps lie between where they were kept one by one."""
     value = form.format(record["summary"][key])
-    if not isinstance(steps := record.get(key), list):
+    if not isinstance(steps := record.get(key), list) or len(steps) < 2:
         return value
     return f"{value} ({form.format(min(steps[1:]))} to {form.format(max(steps[1:]))})"
 
