@@ -4,6 +4,7 @@
     RLKERNEL_CUDA_ARCHS   default 80;90a;100;120, those that nvcc knows, and PTX of the newest for later ones
     RLKERNEL_HIP_ARCHS    default gfx90a;gfx942
     MAX_JOBS              compilers at a time
+    CUDAFLAGS             what nvcc gets besides, such as -lineinfo for a profiler that shows lines
     LDFLAGS               what the linker gets besides: `make wheels` hands it an older C library
 
 Objects stay in build/native-<machine>, with depfiles: what did not change is not compiled again, whoever
@@ -47,6 +48,21 @@ BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("mat
 # What most kernels include, parsed once for each instruction set: <immintrin.h> alone takes as long as many a
 # kernel. A compiler that does not take the precompiled file reads the header itself.
 PRECOMPILED = ("algorithm", "cmath", "immintrin.h", "memory", "vector")
+# What nvcc compiles as one source: the passes for each architecture take more than a second of a file, whatever
+# it holds. Two, not one: a change compiles the half that it is in.
+TOGETHER = {
+    "rows": ("layer_norm", "rms_norm", "rotary", "swiglu"),
+    "sequences": (
+        "errors",
+        "gae",
+        "group_advantages",
+        "kl_shaped_rewards",
+        "preference_loss",
+        "prefix_shared_attention",
+        "value_loss",
+        "whiten",
+    ),
+}
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ""}
 PARTS = ("cpu", "cuda", "hip")
 COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
@@ -160,11 +176,12 @@ def cuda_part(build_dir: Path) -> Part:
     known = [arch for arch in ("80", "90a", "100", "120") if f"compute_{arch.rstrip('a')}" in listed]
     archs = arch_list("RLKERNEL_CUDA_ARCHS", known)
     plain = [arch for arch in archs if arch.isdecimal()]
+    # -O1 for the host, whose functions only launch. Lines cost a tenth of the time, and few look at them.
     compiler = (
-        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden --fmad=false -lineinfo "
-        f"-Xfatbin=-compress-all --threads {len(archs)} {INCLUDE}"
+        f"{nvcc} -ccbin {CXX} -O3 -std=c++17 -Xcompiler -O1,-fPIC,-fvisibility=hidden --fmad=false "
+        f"-Xfatbin=-compress-all --threads {len(archs)} {os.environ.get('CUDAFLAGS', '')} {INCLUDE}"
     )
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    sources = together(build_dir, sorted((ROOT / "csrc/cuda").glob("*.cu")))
     named = [*archs, *(f"{arch}+PTX" for arch in sorted(plain, key=int)[-1:])]
     codes = {source: cuda_codes(source, archs) for source in sources}
     libraries = f"{cuda_libraries(nvcc)} -lcudart_static -lrt -lpthread -ldl"
@@ -172,6 +189,19 @@ def cuda_part(build_dir: Path) -> Part:
     rules = {"nvcc": f"{compiler} $extra -MD -MF $out.d -c $in -o $out"}
     suffix = f".{'-'.join(named)}"
     return Part(rules, [("nvcc", source, suffix, codes[source]) for source in sources], named, libraries)
+
+
+def together(build_dir: Path, sources: list[Path]) -> list[Path]:
+    """The sources, with those of TOGETHER replaced by one that includes them."""
+    (build_dir / "cuda").mkdir(exist_ok=True)
+    for name, ops in TOGETHER.items():
+        parts = [source for source in sources if source.stem in ops]
+        joined = build_dir / "cuda" / f"{name}.cu"
+        text = "".join(f'#include "{part}"\n' for part in parts)
+        if not joined.exists() or joined.read_text() != text:
+            joined.write_text(text)
+        sources = [source for source in sources if source not in parts] + [joined] * bool(parts)
+    return sources
 
 
 def headers_of(source: Path, found: set[Path] | None = None) -> set[Path]:
@@ -274,7 +304,8 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
     def add(
         folder: Path, rule: str, source: Path, suffix: str = "", extra: str = "", header: str = ""
     ) -> None:
-        name = source.relative_to(ROOT / "csrc").as_posix().replace("/", "-")
+        written = source.is_relative_to(build_dir)
+        name = source.relative_to(build_dir if written else ROOT / "csrc").as_posix().replace("/", "-")
         objects.append(f"{folder}/{name}{suffix}.o")
         after, extra = (f" | {header}.gch", f"{extra} -include {header}") if header else ("", extra)
         builds.extend([f"build {objects[-1]}: {rule} {source}{after}", f"  extra = {extra}"])

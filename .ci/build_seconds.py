@@ -36,8 +36,8 @@ def used() -> float:
     return ended.ru_utime + ended.ru_stime
 
 
-def measure(tree: Path, only: list[str]) -> dict[str, float]:
-    """Of each source the seconds of all that is compiled from it; those of the link are its own."""
+def measure(tree: Path, only: list[str], kept: dict[str, float]) -> dict[str, float]:
+    """Of each source the seconds of all that is compiled from it, or `kept` of those that are not asked for."""
     setup = setup_of(tree)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -47,8 +47,12 @@ def measure(tree: Path, only: list[str]) -> dict[str, float]:
         for command in commands:
             source = re.search(r" -c (\S+)", command)
             other = "precompiled headers" if " c++-header " in command else "the link"
-            name = Path(source[1]).relative_to(tree / "csrc").as_posix() if source else other
+            path = Path(source[1]) if source else Path(other)
+            for root in (tree / "csrc", Path(folder)):  # of sources, and of what joins several of them
+                path = path.relative_to(root) if path.is_relative_to(root) else path
+            name = path.as_posix()
             if only and not any(word in name for word in only):
+                found |= {name: kept[name]} if name in kept else {}
                 continue
             before = used()
             subprocess.run(command, shell=True, check=True)
@@ -69,7 +73,7 @@ def main() -> None:
     tree = asked.tree.resolve()
     stored = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     column = stored.setdefault(asked.column, {"cpu_seconds": {}})
-    column["cpu_seconds"] |= measure(tree, asked.only)
+    column["cpu_seconds"] = measure(tree, asked.only, column["cpu_seconds"])
     log = subprocess.run(["git", "log", "-1", "--format=%h"], cwd=tree, capture_output=True, text=True)
     column["commit"] = log.stdout.strip()
     stored["command"] = "python .ci/build_seconds.py now --json FILE"
