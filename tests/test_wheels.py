@@ -164,6 +164,20 @@ def test_ptx_is_made_once_unless_the_source_asks_for_an_architecture(tmp_path, g
     assert setup["cuda_codes"](tmp_path / "kernel.cu", ["90a"]) == "-gencode=arch=compute_90a,code=[sm_90a]"
 
 
+def test_every_cuda_source_is_compiled_once(tmp_path):
+    setup = build_seconds.setup_of(ROOT)
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    compiled = setup["together"](tmp_path, sources)
+    written = [source for source in compiled if source.is_relative_to(tmp_path)]
+    assert [source.stem for source in written] == list(setup["TOGETHER"])
+    inside = [Path(name) for source in written for name in re.findall(r'#include "(.*)"', source.read_text())]
+    assert sorted([*inside, *(source for source in compiled if source not in written)]) == sources
+    assert {source.stem for source in inside} == {op for ops in setup["TOGETHER"].values() for op in ops}
+    for source in written:  # that one of its ops asks for an architecture would cost all of them
+        assert setup["cuda_codes"](source, ARCHS) == TWICE
+    assert setup["together"](tmp_path, []) == []
+
+
 def test_ptx_is_the_same_where_it_is_made_once(tmp_path):
     if (nvcc := shutil.which("nvcc")) is None:
         pytest.skip("this machine has no nvcc")
