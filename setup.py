@@ -48,8 +48,8 @@ BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("mat
 # What most kernels include, parsed once for each instruction set: <immintrin.h> alone takes as long as many a
 # kernel. A compiler that does not take the precompiled file reads the header itself.
 PRECOMPILED = ("algorithm", "cmath", "immintrin.h", "memory", "vector")
-# What nvcc compiles as one source: the passes for each architecture take more than a second of a file, whatever
-# it holds. Two, not one: a change compiles the half that it is in.
+# What nvcc compiles as one source: its passes for each architecture take more than a second, whatever a file
+# holds. Two, not one: a change compiles the half that it is in.
 TOGETHER = {
     "rows": ("layer_norm", "rms_norm", "rotary", "swiglu"),
     "sequences": (
@@ -298,7 +298,7 @@ def write_ninja(build_dir: Path, parts: dict[str, Part]) -> Path:
     includes = f"{INCLUDE} -isystem {headers} -isystem {sysconfig.get_path('include')}"
     flags = " ".join([COMMON, "-Wall -Wextra", includes, *built])
     # -O1: these functions only hand arguments on, and take half the time to compile.
-    # g++ may fill half a GB before it collects garbage, which saves another tenth; clang does not know the option.
+    # g++ may fill half a GB before it collects garbage, which saves a tenth; clang does not know the option.
     later = "" if "clang" in CXX else "--param ggc-min-heapsize=524288 "
     rules = {"bindings": f"{CXX} {flags} -O1 {later}-MMD -MF $out.d -c $in -o $out"}
     builds, objects = [], []

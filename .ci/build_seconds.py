@@ -37,7 +37,7 @@ def used() -> float:
 
 
 def measure(tree: Path, only: list[str], kept: dict[str, float]) -> dict[str, float]:
-    """Of each source the seconds of all that is compiled from it, or `kept` of those that are not asked for."""
+    """Of each source the seconds of all that is compiled from it, or `kept` of those not asked for."""
     setup = setup_of(tree)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
