@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import rlkernel
+from rlkernel.bench import parity
 from rlkernel.bench.cases import Call, Case, Peer
 from rlkernel.benchmarks import _draws, _peers
 
@@ -76,6 +77,16 @@ def exact(inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> dict[st
     return {"raw_logprobs": scored.raw_logprobs, "tempered_logprobs": scored.tempered_logprobs}
 
 
+def of_every_token(inputs: dict[str, Any], case: Case) -> dict[str, parity.Error]:
+    """PyTorch's errors over the whole vocabulary, not those of the few tokens that it happened to draw."""
+    exact, options = _logits(inputs, case)
+    logits = _product(inputs, case)
+    return {
+        name: parity.compare((logits / t).log_softmax(-1), (exact / t).log_softmax(-1))
+        for name, t in (("raw_logprobs", 1.0), ("tempered_logprobs", options["temperature"]))
+    }
+
+
 def _logits(inputs: dict[str, Any], case: Case) -> tuple[Tensor, dict[str, Any]]:
     """In fp64, and the options that are the sampler's."""
     logits = inputs["hidden"].double() @ inputs["weight"].double().T
@@ -106,9 +117,7 @@ def _torch() -> Call:
 
 def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
     # What one writes by hand: a product, a sort where top_p asks for one, Gumbel's trick, three softmaxes.
-    x = (inputs["hidden"] @ inputs["weight"].T).to(torch.promote_types(case.torch_dtype, torch.float32))
-    if softcap := case.options.get("softcap"):
-        x = softcap * torch.tanh(x / softcap)
+    x = _product(inputs, case)
     z = x / case.options["temperature"]
     kept = z
     if "top_k" in case.options:
@@ -122,6 +131,12 @@ def _naive(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
     names = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
     found = {n: y.log_softmax(-1).gather(-1, token)[:, 0] for n, y in zip(names, (x, z, kept), strict=True)}
     return {"token_ids": token[:, 0], **found}
+
+
+def _product(inputs: dict[str, Any], case: Case) -> Tensor:
+    x = (inputs["hidden"] @ inputs["weight"].T).to(torch.promote_types(case.torch_dtype, torch.float32))
+    softcap = case.options.get("softcap")
+    return softcap * torch.tanh(x / softcap) if softcap else x
 
 
 def _two_ops() -> Call:

@@ -91,6 +91,12 @@ def exact(inputs: dict[str, Any], case: Case, got: dict[str, Tensor]) -> dict[st
     }
 
 
+def magnitude(inputs: dict[str, Any], case: Case) -> float:
+    """Of the logits, before the temperature and after: a log-probability is a difference of two of that size,
+    and PyTorch's error is that of the few tokens that it happened to draw."""
+    return inputs["logits"].abs().max().item() * max(1.0, 1 / (case.options.get("temperature") or 1.0))
+
+
 def _scoring(case: Case) -> dict[str, Any]:
     """The options that change the distribution."""
     return {k: v for k, v in case.options.items() if k != "method" and not k.startswith("return_")}

@@ -22,7 +22,7 @@ class Error:
 
     largest: float
     relative: float
-    budget_unit: float  # one unit in the last place of the tensor's dtype at the truth's largest value
+    budget_unit: float  # one unit in the last place of the tensor's dtype, see ``compare``
 
     def within(self, torch_error: "Error") -> bool:
         """At most twice PyTorch's own error in the same dtype, plus one unit in the last place."""
@@ -143,17 +143,20 @@ class Truth:
             exact = self.module.exact(self.slices.inputs, self.slices.case, got)
         else:
             exact = self.of(tuple(name for name in self.grads if name in got))
-        return {name: compare(value, exact[name]) for name, value in got.items() if name in exact}
+        of = getattr(self.module, "magnitude", None)
+        magnitude = of(self.slices.inputs, self.slices.case) if of else 0.0
+        return {name: compare(value, exact[name], magnitude) for name, value in got.items() if name in exact}
 
 
-def compare(got: Tensor, exact: Tensor) -> Error:
+def compare(got: Tensor, exact: Tensor, magnitude: float = 0.0) -> Error:
+    """The error of ``got``; its unit is that of the largest value, or of numbers whose difference it is."""
     difference = got.double().sub_(exact)
     scale = exact.abs().max().item() if exact.numel() else 0.0
     largest = difference.abs().max().item() if got.numel() else 0.0
     norm = exact.norm().item()
     relative = difference.norm().item() / norm if norm else largest
     largest, relative = (math.inf if math.isnan(x) else x for x in (largest, relative))  # NaN never passes
-    return Error(largest, relative, torch.finfo(got.dtype).eps * scale)
+    return Error(largest, relative, torch.finfo(got.dtype).eps * max(scale, magnitude))
 
 
 def failures(errors: Mapping[str, Error], torch_errors: Mapping[str, Error]) -> list[str]:
