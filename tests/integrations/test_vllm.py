@@ -1,6 +1,7 @@
 """``patch_vllm`` without vLLM: idle, or an error that says so. With it: tests/integrations/in_vllm."""
 
 import importlib.metadata
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_without_vllm_the_call_says_what_is_missing_and_the_entry_point_logs_it_
     with pytest.raises(ImportError, match="needs vLLM: pip install 'vllm>="):
         rlkernel.patch_vllm()
     monkeypatch.setenv(switch.SWITCH, "sampler")
+    warned = logging.getLogger("rlkernel.patch_vllm")
+    while warned is not None:  # another test's framework may have configured logging, as some do for all
+        monkeypatch.setattr(warned, "disabled", False)
+        monkeypatch.setattr(warned, "propagate", True)
+        warned = warned.parent
+    caplog.set_level(logging.WARNING, logger="rlkernel.patch_vllm")
     integration.register()
     integration.register()
     assert [r.getMessage() for r in caplog.records if "leaves everything to vLLM" in r.getMessage()] == [
