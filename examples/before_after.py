@@ -136,6 +136,31 @@ def measured(base: Any, mode: str, args: argparse.Namespace) -> Any:
     return MeasuredTrainer
 
 
+def config(mode: str, folder: Path, args: argparse.Namespace, **settings: Any) -> Any:
+    """TRL's GRPOConfig with `settings`; else what all recipes have: the command line's, and no reports."""
+    import torch
+    from trl import GRPOConfig
+
+    common = {
+        "output_dir": str(folder / mode),
+        "per_device_train_batch_size": args.batch,
+        "num_generations": 8,
+        "max_completion_length": arithmetic.ANSWER,
+        "max_steps": args.steps,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "logging_steps": 1,
+        "seed": args.seed,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**{**common, **settings})
+
+
 def bounded(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
     """rlkernel's workspace, small on a CPU: its own limit there is more than these models need at all."""
     import torch

@@ -26,7 +26,7 @@ from typing import Any
 
 import arithmetic
 import before_after
-from arithmetic import ANSWER, EOS, PROMPT
+from arithmetic import EOS, PROMPT
 from before_after import MODES
 
 
@@ -75,29 +75,12 @@ def against_rollout(
 def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     """One GRPO run in this process; the trainer, with what it has seen."""
     import torch
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     import rlkernel
 
     torch.set_num_threads(args.threads)
-    config = GRPOConfig(
-        output_dir=str(folder / mode),
-        per_device_train_batch_size=args.batch,
-        num_generations=8,
-        max_completion_length=ANSWER,
-        max_steps=args.steps,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=10,
-        logging_steps=1,
-        seed=args.seed,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    config = before_after.config(mode, folder, args, learning_rate=1e-3, warmup_steps=10)
     with contextlib.ExitStack() as stack:
         if mode == "patched":
             stack.enter_context(before_after.bounded(args))

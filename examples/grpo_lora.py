@@ -29,29 +29,19 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     """One run in this process; the trainer, with what it has seen."""
     import torch
     from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     import rlkernel
 
     torch.set_num_threads(args.threads)
-    config = GRPOConfig(
-        output_dir=str(folder / mode),
-        per_device_train_batch_size=args.batch,
-        num_generations=8,
+    config = before_after.config(
+        mode,
+        folder,
+        args,
         max_completion_length=args.completion,
-        max_steps=args.steps,
         learning_rate=args.lr or (1e-5 if args.model else 5e-3),
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
         beta=0.01,  # of the KL penalty, so that there is a reference
-        logging_steps=1,
-        seed=args.seed,
-        use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
     adapter = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=args.targets)
     with contextlib.ExitStack() as stack:

@@ -45,29 +45,21 @@ def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
 
     if not torch.cuda.is_available():
         shard_on_cpus()
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     import rlkernel
 
     torch.set_num_threads(args.threads)
-    config = GRPOConfig(
-        output_dir=str(folder / mode),
+    config = before_after.config(
+        mode,
+        folder,
+        args,
         per_device_train_batch_size=args.batch // int(os.environ["WORLD_SIZE"]),
-        num_generations=8,
-        max_completion_length=arithmetic.ANSWER,
-        max_steps=args.steps,
         learning_rate=1e-3,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
         optim="adamw_torch",
-        logging_steps=1,
-        seed=args.seed,
-        bf16=False,  # as in the configurations: both say what the products are in
+        use_cpu=False,  # the device is the configuration's
+        bf16=False,  # as there: both say what the products are in
         gradient_checkpointing=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
     with contextlib.ExitStack() as stack:
         if mode == "patched":

@@ -78,36 +78,24 @@ def compared(base: Any) -> Any:
 
 def train(mode: str, folder: Path, args: argparse.Namespace) -> Any:
     """One run in this process; the trainer, with what it has seen."""
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     import rlkernel
 
     torch.set_num_threads(args.threads)
     on_gpu = torch.cuda.is_available()
-    config = GRPOConfig(
-        output_dir=str(folder / mode),
+    config = before_after.config(
+        mode,
+        folder,
+        args,
         model_init_kwargs={"dtype": "bfloat16"},  # weights and products in the dtype of the engine
-        bf16=False,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=64,
         vllm_gpu_memory_utilization=0.3,
         temperature=0.9,
         top_p=args.top_p,
-        per_device_train_batch_size=args.batch,
-        num_generations=8,
-        max_completion_length=arithmetic.ANSWER,
-        max_steps=args.steps,
         learning_rate=5e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
-        logging_steps=1,
-        seed=args.seed,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
     exact = mode == "patched" and args.batch_invariant
     with contextlib.ExitStack() as stack:
