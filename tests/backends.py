@@ -35,9 +35,13 @@ REFUSALS = {
 
 
 def of(op: str) -> list:
-    """Pairs (backend, device) to parametrize a test of ``op`` with."""
+    """Pairs (backend, device) to parametrize a test of ``op`` with.
+
+    An op whose compiled kernel is one for CPUs alone has none for a GPU, where ``native`` refuses every call.
+    """
     names = [name for name in dispatch.BACKENDS if name not in LIBRARIES and dispatch.has(name, op)]
-    pairs = [(name, device) for name in names for device in DEVICES]
+    absent = [("native", "cuda")] if op in status.CPU_ONLY else []
+    pairs = [(name, device) for name in names for device in DEVICES if (name, device) not in absent]
     if dispatch.has("native", op) and op not in status.CPU_ONLY:
         pairs += [(name, "cpu") for name in EMULATED]
     return [pytest.param(*pair, id="-".join(pair), marks=_marks(*pair)) for pair in pairs]

@@ -136,7 +136,7 @@ def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, dev
 
 @ON_EVERY_BACKEND
 def test_reinforce_plus_plus_is_whitening(backend, device):
-    r, lengths = torch.randn(10), torch.arange(1, 11)
+    r, lengths = torch.randn(10).to(device), torch.arange(1, 11, device=device)
     assert_equal("whiten", run(backend, r, estimator="reinforce_plus_plus"), rlkernel.whiten(r))
     tokens = r.repeat_interleave(lengths)
     ours = run(backend, r, estimator="reinforce_plus_plus", lengths=lengths)

@@ -18,9 +18,11 @@ from rlkernel.reference.group_advantages import make_inputs
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("group_advantages"))
 
 
-def run(backend, rewards, **options):
+def run(backend, device, rewards, **options):
+    """On the device; the functions that it is compared with run on a CPU."""
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with running(backend):
-        return rlkernel.group_advantages(rewards, **options)
+        return rlkernel.group_advantages(rewards.to(device), **there).cpu()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_verl_says_the_same(backend, device, verl, function, options):
     extra = {"lengths": lengths} if whitens or options["estimator"] == "opo" else {}
     if options["estimator"] == "gdpo":
         extra["reward_weights"], r = torch.ones(1), r[:, None]
-    ours = run(backend, r, group_ids=ids, **(VERL | options), **extra)
+    ours = run(backend, device, r, group_ids=ids, **(VERL | options), **extra)
     torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -83,11 +85,11 @@ def test_verl_says_the_same_of_passk_and_remax(backend, device, verl):
         config = {"norm_adv_by_std_in_grpo": scaled}
         expected, _ = verl.compute_grpo_passk_outcome_advantage(scores, mask, ids.numpy(), config=config)
         scale = "group" if scaled else "none"
-        ours = run(backend, r, group_ids=ids, estimator="grpo_passk", scale_rewards=scale, eps=1e-6)
+        ours = run(backend, device, r, group_ids=ids, estimator="grpo_passk", scale_rewards=scale, eps=1e-6)
         torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
     baselines = torch.rand(12)
     expected, _ = verl.compute_remax_outcome_advantage(scores, baselines, mask)
-    ours = run(backend, r, estimator="remax", baselines=baselines)
+    ours = run(backend, device, r, estimator="remax", baselines=baselines)
     torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -106,10 +108,10 @@ def test_trl_says_the_same(backend, device, scale):
     std = trl_nanstd(r, dim=1)[:, None] if scale == "group" else trl_nanstd(r)
     expected = r - r.nanmean(1, keepdim=True)
     expected = (expected if scale == "none" else expected / (std + 1e-4)).nan_to_num(nan=0.0)
-    ours = run(backend, r, mask=~r.isnan(), scale_rewards=scale)
+    ours = run(backend, device, r, mask=~r.isnan(), scale_rewards=scale)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     others = (r.nansum(1, keepdim=True) - r) / ((~r.isnan()).sum(1, keepdim=True) - 1)
-    rloo = run(backend, r, mask=~r.isnan(), estimator="rloo")
+    rloo = run(backend, device, r, mask=~r.isnan(), estimator="rloo")
     torch.testing.assert_close(rloo, (r - others).nan_to_num(nan=0.0), rtol=1e-4, atol=1e-5)
 
 
@@ -122,7 +124,7 @@ def test_trls_gdpo_says_the_same(backend, device):
     each = (r - r.nanmean(1, keepdim=True)) / (trl_nanstd(r, dim=1)[:, None] + 1e-4)
     total = torch.where(r.isnan().all(-1), torch.nan, (each * weights).nansum(-1))
     expected = ((total - total.nanmean()) / (trl_nanstd(total) + 1e-4)).nan_to_num(nan=0.0)
-    ours = run(backend, r, mask=~r.isnan(), reward_weights=weights, estimator="gdpo", batch_eps=1e-4,
+    ours = run(backend, device, r, mask=~r.isnan(), reward_weights=weights, estimator="gdpo", batch_eps=1e-4,
                batch_eps_in="std")  # fmt: skip
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
@@ -134,7 +136,7 @@ def test_verls_gpg_is_dr_grpo_times_a_number(backend, device, verl):
     r[[2, 5]] = 0
     scores = torch.zeros_like(scores).scatter(1, (mask.sum(1, keepdim=True) - 1).long(), r[:, None])
     expected, _ = verl.compute_gpg_outcome_advantage(scores, mask, ids.numpy())
-    ours = run(backend, r, group_ids=ids, estimator="dr_grpo", singletons="reward")
+    ours = run(backend, device, r, group_ids=ids, estimator="dr_grpo", singletons="reward")
     ours = ours * (len(r) / r.count_nonzero().clamp(min=1))
     torch.testing.assert_close(ours[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
 
@@ -153,7 +155,7 @@ def test_verls_optimal_token_baseline_is_opo_at_every_timestep(backend, device, 
     weights = ((1 - 2 * logprobs.exp() + squared) * mask).cumsum(1)
     steps = mask.shape[1]
     ours = run(
-        backend, returns.flatten(), group_ids=(ids[:, None] * steps + torch.arange(steps)).flatten(),
+        backend, device, returns.flatten(), group_ids=(ids[:, None] * steps + torch.arange(steps)).flatten(),
         estimator="opo", lengths=weights.flatten(), mask=mask.flatten(), singletons="reward",
     ).view(mask.shape)  # fmt: skip
     if not zero_tail:  # a group of one at a timestep has no baseline here; verl's is its own return
@@ -268,7 +270,7 @@ def test_nemo_rl_says_the_same(backend, device, normalize, leave_one_out):
         (True, False): "grpo",
         (False, False): "dr_grpo",
     }
-    ours = run(backend, r, group_ids=ids, estimator=names[normalize, leave_one_out], eps=1e-6)
+    ours = run(backend, device, r, group_ids=ids, estimator=names[normalize, leave_one_out], eps=1e-6)
     # it takes the mean of squares less the square of the mean
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
     if normalize and leave_one_out:

@@ -223,9 +223,8 @@ def test_offsets_beyond_32_bits(backend, device):
         leaf = logits.detach().requires_grad_()
         rlkernel.logprob(leaf * 1.0, target_ids, inplace_backward=True).logprobs.sum().backward()
     assert_equal("logprobs", got.logprobs, want.logprobs)
-    assert_equal(
-        "grad", leaf.grad, run(backend, logits.contiguous(), target_ids, [torch.ones(3), None, None])[1]
-    )
+    upstream = [torch.ones(3, device=device), None, None]
+    assert_equal("grad", leaf.grad, run(backend, logits.contiguous(), target_ids, upstream)[1])
 
 
 @ON_EVERY_BACKEND

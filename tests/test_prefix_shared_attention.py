@@ -217,27 +217,34 @@ def test_large_scores(backend, device):
     assert not bool(low.dsinks.any())
     high = run(backend, shape.layout(), inputs | {"sinks": -inputs["sinks"]})
     assert not bool(high.out.any() or high.dq.any() or high.dk.any() or high.dv.any())
-    assert bool((high.lse == 1e4).all())
+    assert bool((high.lse == -inputs["sinks"].to(high.lse)[:, None]).all())  # 9984 in bf16
 
 
 @ON_EVERY_BACKEND
 def test_a_batch_without_rows_and_with_one(backend, device):
     empty = PrefixLayout((), (), ())
-    inputs = {name: torch.zeros(0, 2, 16, device=device) for name in ("q", "k", "v", "grad_out")}
-    for sinks in (None, torch.ones(2, device=device)):
+    half = (backend, device) == ("native", "cuda")  # the vendors' kernels know no fp32
+    options = {"device": device, "dtype": torch.bfloat16 if half else torch.float32}
+    inputs = {name: torch.zeros(0, 2, 16, **options) for name in ("q", "k", "v", "grad_out")}
+    skip_unless_it_can(backend, empty, inputs | {"sinks": torch.ones(2, **options)})
+    for sinks in (None, torch.ones(2, **options)):
         got = run(backend, empty, inputs | {"sinks": sinks})
         assert got.out.shape == got.dq.shape == got.dk.shape == (0, 2, 16) and got.lse.shape == (2, 0)
         assert sinks is None or got.dsinks.tolist() == [0, 0]
-    one = inputs_of(FORESTS["one row"], 2, 1, device=device)
+    one = inputs_of(FORESTS["one row"], 2, 1, **options)
     got = run(backend, FORESTS["one row"].layout(), one)
     assert_equal("out", got.out, one["v"].expand(-1, 2, -1))
-    assert got.dq.abs().max() < 1e-6 and got.dk.abs().max() < 1e-6
+    # of one key they are a sum less the same sum in another order
+    assert got.dq.abs().max() < 1e-5 and got.dk.abs().max() < 1e-5
 
 
 @ON_EVERY_BACKEND
 def test_a_batch_may_stand_for_its_layout(backend, device):
     batch = PrefixBatch.pack([[5, 6, 7, 8]], [[[1, 2, 3], [4]]], device=device)
-    inputs = {n: torch.randn(batch.total, h, 16, device=device) for n, h in (("q", 2), ("k", 1), ("v", 1))}
+    half = (backend, device) == ("native", "cuda")  # the vendors' kernels know no fp32
+    options = {"device": device, "dtype": torch.bfloat16 if half else torch.float32}
+    inputs = {n: torch.randn(batch.total, h, 16, **options) for n, h in (("q", 2), ("k", 1), ("v", 1))}
+    skip_unless_it_can(backend, batch.layout, inputs | {"sinks": None})
     with running(backend):
         a = rlkernel.prefix_shared_attention(**inputs, batch=batch)
         b = rlkernel.prefix_shared_attention(**inputs, batch=batch.layout)
@@ -282,7 +289,7 @@ def test_expanded_gradients(backend, device):
 @ON_EVERY_BACKEND
 def test_the_inputs_stay_as_they_are(backend, device):
     shape = FORESTS["ragged"]
-    inputs = inputs_of(shape, device=device, sinks=True)
+    inputs = widest(backend, device, shape, sinks=True, window=6)
     before = {name: x.clone() for name, x in inputs.items()}
     run(backend, shape.layout(), inputs, window=6)
     for name, x in inputs.items():

@@ -297,6 +297,7 @@ def test_forced_tokens_have_the_statistics_that_drawn_ones_have(backend, device)
     logits, filters, t = grid(333, is_slow(backend, device), torch.float32, device, seed=9)
     t[::7] = 0
     options = {"temperature": t, **per_row(filters, device), **everything(333)}
+    options["logprob_token_ids"] = options["logprob_token_ids"].to(device)
     drawn = sample(backend, logits, **options)
     with running(backend):
         forced = rlkernel.score_tokens(logits, drawn.token_ids, **options)
