@@ -275,15 +275,18 @@ def check_against_dense(
 
 
 def _beside(inputs: dict[str, Any], want: Result, scale: float | None) -> dict[str, float]:
-    """Gradients that are differences, in fp32, of numbers larger than themselves: how large those are."""
-    if inputs["q"].dtype != torch.float32:
-        return {}
+    """Gradients that are differences, in fp32, of numbers larger than themselves: how large those are.
+
+    ``check`` counts in units of the inputs' dtype; a backend has these differences in fp32 for halves too.
+    """
     delta = (want.out * inputs["grad_out"]).abs().sum(2)  # dq and dk sum p (dp - delta)
     largest = delta.max().item() * (scale or inputs["q"].shape[2] ** -0.5)
     found = {"dq": largest * inputs["k"].abs().max().item(), "dk": largest * inputs["q"].abs().max().item()}
-    # a weight is off by what its score is off by, and scores are of the size of 2
-    found["dv"] = 2 * want.dv.abs().max().item() if want.dv.numel() else 0.0
+    # a weight exp(score - lse) is off by what these two are off by; scores are of the size of 2 at least
+    sizes = [x.abs().max().item() if x.numel() else 0.0 for x in (want.lse, want.dv)]
+    found["dv"] = max(2.0, sizes[0]) * sizes[1]
     if inputs["sinks"] is not None:
         gap = inputs["sinks"].double()[:, None] - want.lse  # dsinks sums exp(gap) delta
         found["dsinks"] = (gap.exp() * (1 - gap) * delta.T).sum(1).max().item()
-    return found
+    units = torch.finfo(torch.float32).eps / torch.finfo(inputs["q"].dtype).eps
+    return {name: size * units for name, size in found.items()}

@@ -121,9 +121,10 @@ def test_a_large_offset_costs_no_digits_and_equal_rewards_give_zero(backend, dev
     torch.testing.assert_close(
         run(backend, r, group_size=4).double(), by_hand(r, "grpo"), rtol=1e-6, atol=1e-7
     )
-    naive = (r - r.mean()) / ((r.square().mean() - r.mean().square()).clamp(min=1e-6).sqrt())
+    x = r.cpu()  # how much is lost is luck, and differs between devices
+    naive = (x - x.mean()) / ((x.square().mean() - x.mean().square()).clamp(min=1e-6).sqrt())
     if dtype == torch.float32:
-        assert (naive - by_hand(r, "grpo")).abs().max() > 1  # the mutant
+        assert (naive - by_hand(x, "grpo")).abs().max() > 1  # the mutant
     for value in (0.1, 1000.1, -3e30):
         same = torch.full((21,), value, dtype=dtype, device=device)
         for estimator in ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "grpo_passk", "gdpo"):

@@ -88,7 +88,8 @@ def test_padding_behind_the_last_sequence_counts_nowhere(op, backend, device, re
     got, more = run(op, backend, with_tail(inputs))
     for x, y in zip(got, tokens, strict=True):
         assert len(x) == N + 7 and not x[N:].any()
-        if backend == "reference":
+        # a GPU multiplies padding too, and cuBLAS sums by the number of rows
+        if backend == "reference" or (op, device) == ("linear_policy_loss", "cuda"):
             torch.testing.assert_close(x[:N], y)
         else:
             assert_equal("tokens", x[:N], y)

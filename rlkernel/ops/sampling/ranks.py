@@ -52,7 +52,9 @@ def ranked(call: SamplingCall, stats: SampleStats, wanted: Wanted) -> tuple[Tens
             rank = found.rank if again else rank
     assert row_max is not None and log_sum is not None
     z = logits.to(row_max.dtype) if adjusted is None else adjusted
-    values = _Values(z, request.token_bitmask, row_max, log_sum, t)
+    # on a GPU torch multiplies by the reciprocal of a number, and divides by a tensor
+    divisor = t if isinstance(t, Tensor) or t == 1.0 else row_max.new_full((), t)
+    values = _Values(z, request.token_bitmask, row_max, log_sum, divisor)
 
     def logprobs(ids: Tensor, at: Tensor, before: Callable[[], Tensor]) -> Tensor:
         if ranking != "processed":
