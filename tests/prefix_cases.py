@@ -261,7 +261,7 @@ def check_against_dense(
     want = truth(forest, inputs, **options)
     exact = inputs["q"].dtype == torch.float64
     theirs = None if exact else torchs(forest, inputs, **options)
-    beside = _beside(inputs, want, options.get("scale")) if not exact else {}
+    magnitudes = beside(inputs, want, options.get("scale")) if not exact else {}
     for i, name in enumerate(Result._fields):
         if want[i] is None:
             assert got[i] is None
@@ -270,11 +270,11 @@ def check_against_dense(
             size = max(1.0, want[i].abs().max().item()) if want[i].numel() else 1.0
             assert (wrong := error(got[i], want[i])) <= 1e-11 * size, f"{name}: {wrong:.3e} from dense"
         else:
-            check(name, got[i], theirs[i], want[i], magnitude=beside.get(name, 0.0))
+            check(name, got[i], theirs[i], want[i], magnitude=magnitudes.get(name, 0.0))
     return got
 
 
-def _beside(inputs: dict[str, Any], want: Result, scale: float | None) -> dict[str, float]:
+def beside(inputs: dict[str, Any], want: Result, scale: float | None) -> dict[str, float]:
     """Gradients that are differences, in fp32, of numbers larger than themselves: how large those are.
 
     ``check`` counts in units of the inputs' dtype; a backend has these differences in fp32 for halves too.

@@ -182,7 +182,9 @@ def test_shapes_and_strides_of_users(backend, device, small_tiles):
     with running(backend):
         got = rlkernel.linear_logprob(**(inputs | changed), input_scale="group")
     assert got.logprobs.shape == (2, 3)
-    torch.testing.assert_close(got.logprobs.view(-1), want.logprobs, rtol=0, atol=2e-6)
+    # a unit or two of the logits, of which the reference's product on a GPU may have others
+    atol = 8e-6 if (backend, device) == ("reference", "cuda") else 2e-6
+    torch.testing.assert_close(got.logprobs.view(-1), want.logprobs, rtol=0, atol=atol)
 
 
 def test_the_gradient_passes_the_rounding():

@@ -10,6 +10,7 @@ from backends import NO_INTERPRETER, TRITON_DEVICES
 from bitwise import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_cases import Result, beside
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not TRITON_DEVICES:
@@ -103,8 +104,12 @@ def check_accuracy(inputs, layout, rule, sinks=None):
     got = run(inputs, layout, rule, sinks)
     theirs = run_dense(inputs, layout, rule, inputs[0].dtype, sinks)
     truth = run_dense(inputs, layout, rule, torch.float64, sinks)
+    magnitudes = {}
+    if inputs[0].is_cuda:  # whose sums and exp2 round otherwise than those of the CPU that has the other numbers
+        on_cpu = {name: x.cpu() for name, x in zip(("q", "k", "v", "grad_out"), inputs, strict=True)}
+        magnitudes = beside(on_cpu | {"sinks": None}, Result(*truth, dsinks=None), rule.scale)
     for name, a, b, c in zip(NAMES, got, theirs, truth, strict=True):
-        check(name, a, b, c)
+        check(name, a, b, c, magnitude=magnitudes.get(name, 0.0))
 
 
 # plans

@@ -119,7 +119,10 @@ def test_what_stands_between_the_product_and_the_softmax(backend, device, head, 
     skip_unless_able(backend, "sample_linear", inputs["hidden"], inputs["weight"])
     options = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in HEADS[head].items()}
     key = {name: inputs[name] for name in ("seeds", "positions")}
-    want = draw(backend, rlkernel.sample, logits_of(inputs, **options), **key, **filters)
+    logits = logits_of(inputs, **options)
+    if head == "bf16 rounded":  # as they lie in memory: a GPU's kernel takes powers of halves in another way
+        logits = logits.bfloat16()
+    want = draw(backend, rlkernel.sample, logits, **key, **filters)
     got = draw(backend, rlkernel.sample_linear, **inputs, **options, **filters)
     if head == "softcap, rounded":  # tanh of torch has its own last bits in place and in other shapes
         assert_equal("token_ids", got.token_ids, want.token_ids)
