@@ -54,7 +54,8 @@ def _torch() -> Call:
         squares = squares + var * n + delta.square() * (count * n / total)
         mean = mean + delta * n / total
         out = (inputs["x"] - mean) / (squares / (total - 1) + 1e-8).sqrt()
-        state = torch.stack([torch.as_tensor(v, dtype=torch.float64) for v in (total, mean, squares)])
+        made = {"dtype": torch.float64, "device": inputs["state"].device}
+        state = torch.stack([torch.as_tensor(v, **made) for v in (total, mean, squares)])
         return {"normalized": torch.where(inputs["mask"], out, 0), "state": state}
 
     return call

@@ -19,7 +19,7 @@ def bits(x):
 
 
 class Load:
-    """Products on a stream of their own, of sizes that leave a kernel now many multiprocessors and now few."""
+    """Products on a stream of their own, of sizes that leave a kernel many multiprocessors or few."""
 
     def __init__(self):
         self.stream = torch.cuda.Stream()

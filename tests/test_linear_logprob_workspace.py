@@ -102,7 +102,7 @@ def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypa
             cases["saved elsewhere"] = gradients(score)
     for name, grads in cases.items():
         for leaf, a, b in zip(NAMES, grads, none, strict=False):
-            if device == "cuda":  # tiles are larger where nothing was kept, and cuBLAS sums by the shape of one
+            if device == "cuda":  # tiles are larger where nothing was kept, and the library sums by shape
                 rounding = torch.finfo(dtype).eps
                 torch.testing.assert_close(a, b, rtol=rounding, atol=1e-5 * b.abs().max().item())
             else:

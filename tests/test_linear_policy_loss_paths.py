@@ -24,9 +24,9 @@ from linear_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.drivers import linear_chosen, linear_products
 from rlkernel.drivers import linear_policy_loss as policy_driver
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
-from rlkernel.drivers import linear_chosen, linear_products
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.runtime import gpu, workspace

@@ -1,7 +1,7 @@
 """Ops never look at a value on the host: what a CUDA graph asks for, seen without a GPU.
 
-Every operator that hands a value to Python, or whose output's shape is data, is refused while the op runs on
-CPU tensors as it would on a GPU: ``debug.may_read`` says no.
+Every operator that hands a value to Python, or whose output's shape is data, is refused while the op runs,
+also on CPU tensors as it would on a GPU: ``debug.may_read`` says no.
 """
 
 import contextlib
@@ -80,16 +80,16 @@ def _differentiated(function, inputs, leaf, **options):
     torch.autograd.grad(out.loss, inputs[leaf])
 
 
-def _grouped(estimator="grpo"):
-    inputs = group_advantages.make_inputs(6, 4)
+def _grouped(device, estimator="grpo"):
+    inputs = group_advantages.make_inputs(6, 4, device=device)
     rlkernel.group_advantages(**{**inputs, "estimator": estimator})
 
 
-def _policy_losses():
+def _policy_losses(device):
     for loss_type in ("ppo", "gmpo", "vespo", "clip_cov", "kl_cov"):
         _differentiated(
             rlkernel.policy_loss,
-            policy_loss.make_inputs(5, 70, extras=True),
+            policy_loss.make_inputs(5, 70, extras=True, device=device),
             "logprobs",
             loss_type=loss_type,
             importance_sampling_level="sequence" if loss_type == "gmpo" else "token",
@@ -98,29 +98,33 @@ def _policy_losses():
         )
 
 
-def _samples():
-    inputs = sampling.make_inputs(4, 300)
-    rows = {"temperature": torch.tensor([0.0, 0.7, 1.0, 2.0]), "top_k": torch.tensor([5, 0, 40, 9])}
+def _samples(device):
+    inputs = sampling.make_inputs(4, 300, device=device)
+    rows = {"temperature": [0.0, 0.7, 1.0, 2.0], "top_k": [5, 0, 40, 9]}
+    rows = {name: torch.tensor(values, device=device) for name, values in rows.items()}
     options = {"return_entropy": True, "return_rank": True, "return_support": 64, "top_logprobs": 2}
-    penalties = rlkernel.Penalties(torch.tensor([[1, 2], [3, -1], [4, 4], [-1, -1]]), presence=0.5)
-    bitmask = torch.full((4, 10), -1, dtype=torch.int32)
+    history = torch.tensor([[1, 2], [3, -1], [4, 4], [-1, -1]], device=device)
+    penalties = rlkernel.Penalties(history, presence=0.5)
+    bitmask = torch.full((4, 10), -1, dtype=torch.int32, device=device)
     out = rlkernel.sample(**inputs, **rows, **options, top_p=0.9, penalties=penalties, token_bitmask=bitmask)
     rlkernel.sample(inputs["logits"], temperature=0.8, out=out, **options)  # and seeds of torch's own
-    rlkernel.score_tokens(inputs["logits"], out.token_ids, min_p=0.1, logit_bias=torch.zeros(300))
-    band = {"typical_p": 0.9, "xtc_probability": torch.tensor([0.0, 0.5, 1.0, 1.0])}
-    rlkernel.sample(**inputs, **band, ranking="processed", logprob_token_ids=torch.tensor([3, 5]))
+    bias = torch.zeros(300, device=device)
+    rlkernel.score_tokens(inputs["logits"], out.token_ids, min_p=0.1, logit_bias=bias)
+    band = {"typical_p": 0.9, "xtc_probability": torch.tensor([0.0, 0.5, 1.0, 1.0], device=device)}
+    given = torch.tensor([3, 5], device=device)
+    rlkernel.sample(**inputs, **band, ranking="processed", logprob_token_ids=given)
 
 
-def _linear_samples():
-    inputs = sample_linear.make_inputs(3, 16, 300)
+def _linear_samples(device):
+    inputs = sample_linear.make_inputs(3, 16, 300, device=device)
     for filters in ({}, {"top_p": 0.9, "return_support": 9, "return_rank": True, "top_logprobs": 2}):
         rlkernel.sample_linear(**inputs, **filters, logits_dtype=torch.bfloat16)
 
 
-def _products():
-    inputs = matmul.make_inputs(5, 70, 9)
+def _products(device):
+    inputs = matmul.make_inputs(5, 70, 9, device=device)
     inputs["a"].requires_grad_()
-    rlkernel.matmul(**inputs, bias=torch.zeros(9, requires_grad=True)).sum().backward()
+    rlkernel.matmul(**inputs, bias=torch.zeros(9, device=device, requires_grad=True)).sum().backward()
 
 
 def _norm(function, inputs):
@@ -129,31 +133,36 @@ def _norm(function, inputs):
     torch.autograd.grad(sum(x.sum() for x in outputs), list(inputs.values()))
 
 
-def _turned():
-    inputs = rotary.make_inputs(1, 4, 2, 8, packed=True)
+def _turned(device):
+    inputs = rotary.make_inputs(1, 4, 2, 8, packed=True, device=device)
     inputs["q"].requires_grad_()
-    rlkernel.rotary(**inputs, positions=torch.tensor([0, 2, 1, 1])).q.sum().backward()
+    rlkernel.rotary(**inputs, positions=torch.tensor([0, 2, 1, 1], device=device)).q.sum().backward()
 
 
 CALLS = {
     "matmul": _products,
     "sampling": _samples,
     "sample_linear": _linear_samples,
-    "preference_loss": lambda: _differentiated(
-        rlkernel.preference_loss, preference_loss.make_inputs(6, 70), "logprobs"
+    "preference_loss": lambda on: _differentiated(
+        rlkernel.preference_loss, preference_loss.make_inputs(6, 70, device=on), "logprobs"
     ),
     "group_advantages": _grouped,
-    "gae": lambda: rlkernel.gae(**gae.make_inputs(5, 70)),
-    "whiten": lambda: rlkernel.whiten(**whiten.make_inputs(5, 70)),
-    "kl_shaped_rewards": lambda: rlkernel.kl_shaped_rewards(**kl_shaped_rewards.make_inputs(5, 70)),
-    "value_loss": lambda: _differentiated(
-        rlkernel.value_loss, value_loss.make_inputs(5, 70, clipped=True), "values", cliprange_value=0.2
+    "gae": lambda on: rlkernel.gae(**gae.make_inputs(5, 70, device=on)),
+    "whiten": lambda on: rlkernel.whiten(**whiten.make_inputs(5, 70, device=on)),
+    "kl_shaped_rewards": lambda on: rlkernel.kl_shaped_rewards(
+        **kl_shaped_rewards.make_inputs(5, 70, device=on)
+    ),
+    "value_loss": lambda on: _differentiated(
+        rlkernel.value_loss,
+        value_loss.make_inputs(5, 70, clipped=True, device=on),
+        "values",
+        cliprange_value=0.2,
     ),
     "policy_loss": _policy_losses,
-    "layer_norm": lambda: _norm(rlkernel.layer_norm, layer_norm.make_inputs(5, 70)),
+    "layer_norm": lambda on: _norm(rlkernel.layer_norm, layer_norm.make_inputs(5, 70, device=on)),
     "rotary": _turned,
-    "swiglu": lambda: _norm(rlkernel.swiglu, swiglu.make_inputs(5, 70)),
-    "rms_norm": lambda: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True)),
+    "swiglu": lambda on: _norm(rlkernel.swiglu, swiglu.make_inputs(5, 70, device=on)),
+    "rms_norm": lambda on: _norm(rlkernel.rms_norm, rms_norm.make_inputs(5, 70, residual=True, device=on)),
 }
 
 
@@ -163,7 +172,7 @@ CALLS = {
 def test_no_value_is_read_on_the_host(op, backend, device, monkeypatch):
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
     with running(backend), _NoReads():
-        CALLS[op]()
+        CALLS[op](device)
     assert rlkernel.last_backend(op) == ("native" if backend.startswith("emulated") else backend)
 
 
@@ -173,10 +182,10 @@ def test_logprob_over_supports_reads_no_value(backend, device, monkeypatch):
     if backend == "reference":
         pytest.skip("the reference picks its entries by a mask")
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
-    inputs = logprob.make_inputs(6, 70)
+    inputs = logprob.make_inputs(6, 70, device=device)
     support = {
-        "support_ids": torch.arange(30) % 7,
-        "support_offsets": torch.tensor([0, 7, 7, 14, 14, 21, 28]),
+        "support_ids": torch.arange(30, device=device) % 7,
+        "support_offsets": torch.tensor([0, 7, 7, 14, 14, 21, 28], device=device),
     }
     with running(backend), _NoReads():
         inputs["logits"].requires_grad_()

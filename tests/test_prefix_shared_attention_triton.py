@@ -105,7 +105,7 @@ def check_accuracy(inputs, layout, rule, sinks=None):
     theirs = run_dense(inputs, layout, rule, inputs[0].dtype, sinks)
     truth = run_dense(inputs, layout, rule, torch.float64, sinks)
     magnitudes = {}
-    if inputs[0].is_cuda:  # whose sums and exp2 round otherwise than those of the CPU that has the other numbers
+    if inputs[0].is_cuda:  # whose sums and exp2 round otherwise than those of the CPU, where torch runs
         on_cpu = {name: x.cpu() for name, x in zip(("q", "k", "v", "grad_out"), inputs, strict=True)}
         magnitudes = beside(on_cpu | {"sinks": None}, Result(*truth, dsinks=None), rule.scale)
     for name, a, b, c in zip(NAMES, got, theirs, truth, strict=True):
