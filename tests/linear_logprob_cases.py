@@ -82,7 +82,7 @@ def check_against_fp64(backend, inputs, upstream=None, needs=(True, True, True),
             assert a.dtype == torch.float32
             check(name, a, b, c, magnitude=1)
     wanted = [n for n, need in zip(NAMES, needs, strict=True) if need and n in inputs]
-    # On a GPU a tile of backward and the one that lse is of may differ in shape, and the library sums by shape: a
+    # On a GPU a tile of backward and the one that lse is of may differ in shape, by which the library sums: a
     # probability exp(logit - lse) is off by a unit of lse, and PyTorch has one product for both
     apart = inputs["hidden"].dtype == torch.float32 and inputs["hidden"].device.type == "cuda"
     largest = truth.lse[truth.lse.isfinite()].abs().max().item() if apart else 0.0
