@@ -82,6 +82,8 @@ def test_batch_invariant(backend, device, dtype, method):
         (torch.bfloat16, "gumbel"),
     ):
         pytest.skip(f"{backend} on a CPU takes milliseconds a row")
+    if (backend, device) == ("reference", "cuda"):
+        pytest.skip("the reference promises no bits on a GPU, where torch adds by the number of rows")
     for vocab in (333,) if is_slow(backend, device) else (37, 333, 9001):
         logits = probe(len(FEW), vocab, dtype, device)
         assert_batch_invariant(runner(backend, method), logits, *rows_for(logits, FEW))
