@@ -16,11 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlkernel.types import Backend
 
-# Auto mode tries these in order, unless the op's public module has an ORDER of its own.  Adding a backend is
+# Auto mode tries these in order, unless the op's public module has an order of its own.  Adding a backend is
 # adding a line.
 BACKENDS = {
     "native": "rlkernel.native",  # csrc/: CPU, CUDA or HIP, by the tensor's device
@@ -154,7 +155,7 @@ def pick(op: str, *tensors: Tensor, **options: Any) -> ModuleType:
         raise _Answered
     forced = _forced.get()
     rejected: dict[str, list[str]] = {}
-    for name in order(op) if forced == "auto" else (forced,):
+    for name in order(op, tensors[0].device) if forced == "auto" else (forced,):
         module, why_not = _load(name, op, tensors, options)
         if module is not None and not why_not:
             if _last.get(op) != name:
@@ -201,9 +202,16 @@ def backend_of(module: ModuleType) -> str:
     return next((name for name, path in BACKENDS.items() if path == package), package)
 
 
-def order(op: str) -> tuple[str, ...]:
-    """The order in which auto mode tries the backends for ``op``."""
-    return vars(_public(op)).get("ORDER", _ORDER)
+def order(op: str, device: torch.device) -> tuple[str, ...]:
+    """The order in which auto mode tries the backends for ``op`` on a device.
+
+    An op's public module may have an ``ORDER`` of its own, or a function ``order_on`` of the device.
+    """
+    public = vars(_public(op))
+    if "order_on" in public:
+        chosen: tuple[str, ...] = public["order_on"](device)
+        return chosen
+    return public.get("ORDER", _ORDER)
 
 
 @functools.cache

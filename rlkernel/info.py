@@ -159,7 +159,7 @@ def _choice(op: str, device: str) -> dict[str, Any]:
     """The backend that would run ``op`` on small inputs on ``device``, and why the others would not."""
     tensors = [x for x in _inputs(op, device).values() if isinstance(x, Tensor)]
     reasons = dispatch.reasons(op, *tensors)
-    able = [name for name in dispatch.order(op) if not reasons[name]]
+    able = [name for name in dispatch.order(op, tensors[0].device) if not reasons[name]]
     return {
         "backend": able[0] if able else None,
         "path": reasons.paths.get(able[0]) if able else None,

@@ -489,8 +489,8 @@ TILED = ("product_kernel", "logits_gradient_kernel", "gradient_product_kernel")
 
 
 @pytest.mark.skipif(OLDER, reason="what was measured is Triton 3.7.1")
-def test_hoppers_fused_tiles_are_copied_by_warps_of_their_own(reports):
-    """Of 128 x 256, but where a softcap, a bias or fp32 sums want room."""
+def test_hoppers_fused_tiles_are_copied_by_descriptors(reports):
+    """Of 128 x 256 where the sums have room; by no warps of their own, which gave wrong sums there."""
     wide = 0
     for case, kernels in reports["sm_90"]["cases"].items():
         if case.startswith("linear_logprob: fused") and "odd H" not in case:
@@ -498,8 +498,8 @@ def test_hoppers_fused_tiles_are_copied_by_warps_of_their_own(reports):
                 copies, multiplies = kernels[kernel]["units"]
                 assert copies == "cp.async.bulk.tensor" and multiplies.startswith("wgmma"), (case, kernel)
                 wide += multiplies.endswith("m64n256k16")
-                assert kernels[kernel]["specialized"] or "head" in case, (case, kernel)
-    assert wide >= 10
+                assert not kernels[kernel]["specialized"], (case, kernel)
+    assert wide >= 5
 
 
 @pytest.mark.parametrize("target", [name for name in COMPILED if name.startswith("gfx")])
@@ -553,7 +553,7 @@ def test_tensor_cores_take_sixteen_of_k_at_a_time(reports, target):
     ("target", "fp8", "decoded"),
     [
         ("sm_80", "m16n8k16", "m16n8k16"),
-        ("sm_90", "k32", "k16"),
+        ("sm_90", "k16", "k16"),  # whose tensor cores keep too few bits of a sum of FP8
         ("sm_100", "kind::f8f6f4", "kind::f16"),
     ],
 )

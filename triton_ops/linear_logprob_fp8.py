@@ -58,7 +58,7 @@ def multiply(
             rows, vocab, size, first, block[0],
             HIDDEN_GROUP=groups[0], WEIGHT_GROUP=groups[1], DECODE=decode,
             FNUZ=hidden.values.dtype == torch.float8_e4m3fnuz,
-            IN_FP32=step if _is_hopper() and groups == [None, None] else None,
+            EXACT=_is_hopper(),
             WHOLE_K=size % step == 0, ONE_BLOCK=one_block,
             BM=BM, BN=columns, BK=step, num_warps=8, num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.drivers.matmul import gradients, summed
 from rlkernel.triton_ops._descriptors import aligned
 from rlkernel.triton_ops._device import generation, processors, taking
-from rlkernel.triton_ops._tiles import COPIED, HALVED, SMALL, run
+from rlkernel.triton_ops._tiles import COPIED, LARGE, SMALL, run
 from rlkernel.triton_ops.matmul_kernels import matmul_descriptor_kernel, matmul_kernel
 
 unsupported = taking("a")
@@ -41,7 +41,7 @@ VECTOR = 16
 # For descriptors, by the GPU's generation, Hopper or Blackwell, and the bytes of an element of the output: on
 # its way to memory a tile passes through shared memory, beside the stages. Of fewer rows the one above.
 DESCRIBED = {
-    9: {2: HALVED, 4: HALVED._replace(columns=128)},
+    9: {2: LARGE, 4: SMALL},
     10: {2: COPIED, 4: SMALL},
 }
 LEAST_DESCRIBED = 65  # rows and columns

@@ -25,10 +25,8 @@ from rlkernel.triton_ops import sampling
 from rlkernel.triton_ops._device import processors
 from rlkernel.triton_ops._tiles import (
     COPIED,
-    HALVED,
     LARGE,
     NARROW,
-    OLDER,
     SMALL,
     Launch,
     launch_of,
@@ -39,9 +37,8 @@ from rlkernel.triton_ops._tiles import (
 )
 
 ENTRIES = 512  # tiles times rows of a program that makes records: what holds them in registers
-# What holds its values in registers, by generation; on Hopper 256 columns, which Triton 3.6 cannot share out
-# among groups of warps: its pass knows no reshape.
-DESCRIBED = {9: SMALL if OLDER else HALVED, 10: COPIED._replace(columns=128, stages=4)}
+# What holds its values in registers, by generation.
+DESCRIBED = {9: SMALL, 10: COPIED._replace(columns=128, stages=4)}
 CROWDED = {9: SMALL, 10: NARROW}  # a bias or a softcap
 NOISY = {9: NARROW, 10: NARROW}  # the noise of every token
 

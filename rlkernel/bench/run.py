@@ -301,7 +301,8 @@ class _Bench:
     def _preferred(self) -> Contender | None:
         """The backend that a user gets: the first able one in the op's order."""
         able = {c.name: c for c in self.backends if not c.skipped}
-        return next((able[name] for name in dispatch.order(self.case.op) if name in able), None)
+        order = dispatch.order(self.case.op, torch.device(self.settings.device))
+        return next((able[name] for name in order if name in able), None)
 
     def _peer_entry(self, contender: Contender, backend: Contender, p: str) -> dict[str, Any]:
         note = contender.peer.cpu_note if contender.peer and self.settings.device == "cpu" else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -340,3 +341,16 @@ def aligned(x: Tensor) -> Tensor:
 
 # 3 runs on 9 alone, for which it was written; elsewhere 4 comes first
 KERNELS: tuple[Varlen, ...] = (FlashAttention3(), FlashAttention4(), FlashAttention2(), Aten())
+
+
+@functools.cache
+def has_newer() -> bool:
+    """Whether FlashAttention 3 or 4 is installed, be it able to run here or not."""
+
+    def installed(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ImportError:  # the package around it is not there
+            return False
+
+    return any(installed(kernel.module) for kernel in KERNELS[:2])
