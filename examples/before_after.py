@@ -66,7 +66,8 @@ def _gpu() -> Any:
     return torch.cuda if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds, with what a GPU has still to do."""
     if gpu := _gpu():
         gpu.synchronize()
     return time.perf_counter()
@@ -108,9 +109,9 @@ def measured(base: Any, mode: str, args: argparse.Namespace) -> Any:
             self.add_callback(Progress(self.record))
 
         def training_step(self, *inputs: Any, **options: Any) -> Any:
-            begin = _now()
+            begin = now()
             loss = super().training_step(*inputs, **options)
-            end = _now()
+            end = now()
             self.record["peak_bytes"].append(self.peak.stop())
             self.record["step_seconds"].append(end - begin)
             self.record["loss_seconds"].append(end - self.sampled)
@@ -121,7 +122,7 @@ def measured(base: Any, mode: str, args: argparse.Namespace) -> Any:
             if mode == "patched":  # a workspace that is there already would not show in the peak
                 rlkernel.workspace.release()
             self.peak.start()
-            self.sampled = _now()
+            self.sampled = now()
             return inputs
 
         def _get_per_token_logps_and_entropies(

@@ -21,7 +21,7 @@ def markdown(stored: dict[str, Any]) -> str:
     return page(
         stored,
         f"A step of `GRPOTrainer` without generation: {settings['groups']} group(s), "
-        f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, fp32, "
+        f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, {settings.get('dtype', 'fp32')}, "
         f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
         ["", *MODES.values(), "stock / packed"],
         measured(stored, MODES, MEASURED)
