@@ -71,6 +71,7 @@ PRESETS = {
     ],
     "linear-gpu": [
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS),
+        Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", {**OPTIONS, "algorithm": "fused"}, "fused"),
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", ENTROPY),
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS, "frozen head", gradients=("hidden",)),
     ],

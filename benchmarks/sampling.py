@@ -50,8 +50,8 @@ PRESETS = {
     "sampling-cpu": [case for dtype in ("float32", "bfloat16") for case in _cases(64, 151936, dtype)],
     "sampling-gpu": [
         case
-        for dtype in ("float16", "bfloat16")
-        for rows in (32, 64, 128, 256)
+        for dtype, batches in (("bfloat16", (1, 8, 32, 64, 128, 256)), ("float16", (64,)))
+        for rows in batches
         for case in _cases(rows, 151936, dtype)
     ],
 }
