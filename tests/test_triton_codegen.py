@@ -422,7 +422,7 @@ SHARED = {
     "paged_prefix_attention: fp32 D = 128 window": (59456, 59456, 59456, 16384),
     "paged_prefix_attention: fp32 D = 256": (66624, 66624, 66624, 16384),
     "prefix_shared_attention: bf16 D = 64": (49664, 66048, 82496, 16384),
-    "prefix_shared_attention: bf16 D = 128": (98304, 131584, 164416, 32768),
+    "prefix_shared_attention: bf16 D = 128": (98304, 164864, 164416, 32768),
     "prefix_shared_attention: bf16 D = 128 bitwise": (50176, 66432, 74656, 32768),
     "prefix_shared_attention: bf16 D = 256 softcap": (102400, 131072, 147488, 32768),
     "prefix_shared_attention: bf16 D = 192, Dv = 128": (86016, 196608, 180272, 32768),
