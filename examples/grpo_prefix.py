@@ -13,8 +13,8 @@ Three runs: "stock" is TRL alone, "head" is patch_trl(), "packed" adds prefix_sh
 P - 1 + G L rows for a group where TRL has G (P + L) tokens; the FLOP ratio counts layers, attention and the
 rows that the lm_head scores (off GPUs, TRL scores the prompts' rows too).
 
-On a GPU the runs train there, under autocast to bf16; `--hidden 896 --layers 24 --vocabulary 151936` is a model
-of the size of Qwen2.5-0.5B.
+On a GPU the runs train there, under autocast to bf16; `--hidden 896 --layers 24 --vocabulary 151936` is a
+model of the size of Qwen2.5-0.5B.
 """
 
 from __future__ import annotations

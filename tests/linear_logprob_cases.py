@@ -77,7 +77,7 @@ def check_against_fp64(backend, inputs, upstream=None, needs=(True, True, True),
     truth, true_grads = run("reference", wide, upstream, needs, **wide_options)
     torchs, torch_grads = run("reference", inputs, upstream, needs, **options)
     ours, grads = run(backend, inputs, upstream, needs, **options, algorithm=algorithm)
-    # a log-probability is the difference of two numbers as large as lse, of which PyTorch may have hit the one row
+    # a logprob is a difference of two numbers as large as lse; of a single row PyTorch may have the lucky one
     size = max(1.0, largest(truth.lse)) if inputs["hidden"].device.type == "cuda" else 1
     for name, a, b, c in zip(ours._fields, ours, torchs, truth, strict=True):
         if a is not None:

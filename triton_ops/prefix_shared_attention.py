@@ -83,8 +83,8 @@ AMD = {
 # (generation, kernel) -> (bytes, head dims of q and of v, 64 at least) -> blocks.  Each four warps of Hopper
 # multiply 64 rows at a time, and with fewer than 64 columns their operands' way out of shared memory takes
 # longer than the product.  Keys are the rows of the key gradient's scores: 128 of them are two such groups,
-# each with rows of its own, and 64 queries fill the columns.  At head dim 128 Hopper's are the fastest of ten on
-# an H200, by 4 to 13% before those that had been reckoned.
+# each with rows of its own, and 64 queries fill the columns.  At head dim 128 Hopper's are the fastest of ten
+# on an H200, by 4 to 13% before those that had been reckoned.
 OF_GENERATION = {
     (9, "forward"): {(2, 128, 128): Blocks(64, 64, 4, 3)},
     (9, "query grad"): {(2, 128, 128): Blocks(128, 64, 8, 3), (2, 256, 128): Blocks(128, 64, 8, 2)},

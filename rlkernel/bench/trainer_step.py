@@ -21,8 +21,9 @@ def markdown(stored: dict[str, Any]) -> str:
     return page(
         stored,
         f"A step of `GRPOTrainer` without generation: {settings['groups']} group(s), "
-        f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, {settings.get('dtype', 'fp32')}, "
-        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        f"P={settings['prompt']}, L={settings['completion']}, G={settings['group']}, "
+        f"{settings.get('dtype', 'fp32')}, {settings['layers']} layers of {settings['hidden']}, "
+        f"V={settings['vocabulary']}.",
         ["", *MODES.values(), "stock / packed"],
         measured(stored, MODES, MEASURED)
         + [[label, "", "", "", f"{stored[key]:.1f}x"] for label, key in COUNTED.items()],
