@@ -72,6 +72,8 @@ PRESETS = {
     "linear-gpu": [
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS),
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", {**OPTIONS, "algorithm": "fused"}, "fused"),
+    ],
+    "linear-gpu-more": [
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", ENTROPY),
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS, "frozen head", gradients=("hidden",)),
     ],

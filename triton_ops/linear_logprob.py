@@ -1,6 +1,7 @@
 """``linear_logprob`` over Triton: library GEMMs with the kernels of ``logprob``, or the fused kernels.
 
-``algorithm="auto"`` is "tiled": no result file shows yet that the fused kernels are faster on some device.
+``algorithm="auto"`` is "tiled", whose bits are those of ``linear_policy_loss`` in one pass; on an H200 the
+fused kernels are faster forward alone.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """``prefix_shared_attention`` over a vendor's varlen kernels, Triton's in the place of the compiled ones.
 
 For machines without the compiled extension: where it could run a call over these kernels, one that is asked
-of Triton by name is for Triton's own.
+of Triton by name is for Triton's own.  Those run, too, where auto mode takes Triton first.
 """
 
 from torch import Tensor
@@ -27,6 +27,8 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule | None) -> lis
     """
     if reasons := driver.reasons(q, v, rule, needs_grad=True):
         return reasons
+    if dispatch.order("prefix_shared_attention", q.device)[0] == "triton":
+        return ["on this GPU Triton's own are the faster ones"]
     if dispatch.able("prefix_shared_attention", ("native",), q, k, v, rule=rule):
         return ["the vendors' kernels are native's, which can run this"]
     return []

@@ -117,8 +117,7 @@ def linear_logprob(
         return_entropy: also compute the entropy.
         logits_dtype: the dtype to which the product is rounded before the softmax; fp32 rounds nothing.
         algorithm: "tiled": a library GEMM per tile and one fused kernel over it; "fused": one Triton kernel
-            for the forward pass; "auto": the one that was measured faster on this device.  The choice never
-            depends on whether gradients are needed.
+            for the forward pass; "auto": "tiled", whose bits are those of ``linear_policy_loss``.
         support_ids: int32 or int64, the tokens that a filtered rollout kept; each once in its row.
         support_offsets: [N + 1] int32 or int64: row r keeps
             ``support_ids[support_offsets[r] : support_offsets[r + 1]]``.  A row that keeps none is whole.
