@@ -28,8 +28,8 @@ MORE_HEADERS = {
     "policy_loss": ("math.h", "correction.h", "sequence.h", "selection.h", "selection.cuh"),
     "preference_loss": ("math.h",),
     "sampling": (
-        "stream.h", "mass.cuh", "row.cuh", "tokens.cuh", "statistics.cuh", "finish.cuh", "search.cuh",
-        "filter.cuh", "kept.cuh", "launch.cuh",
+        "stream.h", "mass.cuh", "row.cuh", "tokens.cuh", "statistics.cuh", "finish.cuh", "walk.cuh",
+        "search.cuh", "filter.cuh", "kept.cuh", "launch.cuh",
     ),
     "whiten": ("moments.cuh",),
 }  # fmt: skip

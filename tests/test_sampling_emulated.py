@@ -141,7 +141,7 @@ def test_bits_do_not_depend_on_schedule_warp_or_alignment(name, dtype):
         assert_same(run, runs[0])
 
 
-HALF = 0.5  # a block of half the threads a row, where not all rows' blocks have room
+HALF = 0.7  # a block of half the threads a row, where two of three rows' blocks have room
 
 
 def clustered(kernels, size, call, seed=0):
@@ -290,6 +290,39 @@ def test_many_tokens_of_little_mass_decide_a_nucleus(dtype):
             assert got == want and len(set(want)) > 2, options
 
 
+def threshold_row(dtype):
+    """Tokens that a threshold keeps, each in a group whose others it drops but have more mass together."""
+    x = torch.full((1, 20032), 5.0)
+    x[0, ::64], x[0, 9000:9100], x[0, 777] = 7.0, 13.0, 20.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_threshold_drops_is_in_no_share(dtype):
+    call = SamplingCall(threshold_row(dtype), None, request_of(1, min_p=1e-6, top_p=0.95))
+    with native.emulated(emulation.module(32)):
+        counts = [backend.forward(call).kept_count.tolist() for backend in (kernels_of, reference)]
+    assert counts == [[42], [42]]
+
+
+def crowded_row(vocab=1 << 17):
+    """Where nearly every vector has a kept token: more than a block's short lists hold."""
+    return (torch.arange(vocab) * 7919 % 100 / 50).to(torch.bfloat16).expand(2, -1)
+
+
+def crowded_call():
+    return SamplingCall(crowded_row(), None, request_of(2, top_p=0.9, rank=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0.5, 1, 8])
+def test_a_row_with_too_many_kept_tokens_for_the_lists(size):
+    """By half a block and by one they do not fit, by a cluster they do."""
+    got = clustered(emulation.module(32), size, crowded_call())
+    want = reference.forward(crowded_call())
+    assert got.kept_count.tolist() == want.kept_count.tolist() and got.rank.tolist() == want.rank.tolist()
+
+
 def far_logits_are_right():
     worst = [errors_far_from_zero(torch.bfloat16, *case) for case in FAR]
     return all(flat < 1e-6 and peaked < 1e-5 for flat, peaked in worst)
@@ -302,7 +335,8 @@ def light_mass_is_right():
 
 IN_STATISTICS = far_logits_are_right, "sampling/statistics.cuh"
 IN_SEARCH = light_mass_is_right, "sampling/search.cuh"
-LIGHT = "own.mass += light_mass(floor, heavy);"
+IN_WALK = light_mass_is_right, "sampling/walk.cuh"
+LIGHT = "own += light_mass(floor, heavy);"
 FAULTS = {
     "the factor of a fused step is forgotten":
         (*IN_STATISTICS, "sums[kSumOfZ] /= static_cast<double>(factors.of_z);", ""),
@@ -310,7 +344,9 @@ FAULTS = {
     "light mass is left out": (*IN_SEARCH, LIGHT, ";"),
     "light mass is counted twice": (*IN_SEARCH, LIGHT, f"{LIGHT} {LIGHT}"),
     "a batch of light mass too few":
-        (*IN_SEARCH, "base < place.last; base += kGroups", "base + kGroups < place.last; base += kGroups"),
+        (*IN_WALK, "if (base >= place.last)", "if (base + kGroups >= place.last)"),
+    "the last tokens that wait are not weighed":
+        (*IN_SEARCH, "if (lane < count) weigh(waiting(lane).z());", ";"),
 }  # fmt: skip
 
 

@@ -89,6 +89,26 @@ __device__ __forceinline__ uint32_t ballot(bool value) {
 #endif
 }
 
+// What the lanes have written to shared memory is seen by each other. Every lane of the group of 32 must call it.
+__device__ __forceinline__ void sync_lanes() {
+#if defined(RLKERNEL_EMULATION)
+  static_cast<void>(emulation::ballot(true, kLanes));
+#elif defined(__HIP__)
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");  // its lanes are in step, but clang may not know it
+  __builtin_amdgcn_wave_barrier();
+#else
+  __syncwarp();
+#endif
+}
+
+__device__ __forceinline__ int count_bits(uint32_t mask) {
+#if defined(RLKERNEL_EMULATION)
+  return __builtin_popcount(mask);
+#else
+  return __popc(mask);
+#endif
+}
+
 // The lowest bit that is set; there must be one.
 __device__ __forceinline__ int lowest_bit(uint32_t mask) {
 #if defined(RLKERNEL_EMULATION)

@@ -3,8 +3,8 @@
 // Each keeps a prefix of (z descending, id ascending), which is known by the z where it ends and the last id there. The top k
 // tokens cannot lie below the k-th largest of the groups' maxima. Top-p needs the exact mass of all tokens above 2^-42 of the
 // largest: a read of nearly the whole row, by then in the L2 cache where the batch's logits fit it, at some 8 instructions a
-// token in groups without one of 2^-18 of the largest, some 15 in the others, and two atomics on shared memory for each that
-// may be in the nucleus.
+// token in groups without one of 2^-18 of the largest, some 18 in the others, and some 60 with three atomics on shared memory for
+// each that may be in the nucleus. A list of what may be kept is made after it, which all that follows reads.
 #pragma once
 
 #include "rlkernel/sampling/search.cuh"
@@ -20,7 +20,7 @@ struct Filter : Search<T> {
   using Base::kSize, Base::in, Base::shared, Base::r, Base::again, Base::row, Base::vocab, Base::groups, Base::temperature, Base::powers;
   using Base::bins_of, Base::clear, Base::count_groups, Base::count_in, Base::counted, Base::cross, Base::first_key;
   using Base::key_in, Base::narrow, Base::no_bins, Base::scan_warps, Base::search, Base::sums_from, Base::tell, Base::walk;
-  using Base::each_kept, Base::whole_mass;
+  using Base::each_kept, Base::kIdle, Base::make_list, Base::whole_mass;
 
   __device__ __forceinline__ Filter(const SamplingInputs& in, FilterShared& shared) : Base(in, shared) {}
 
@@ -82,7 +82,7 @@ struct Filter : Search<T> {
       bins = bins_of(likely, high, true);
     }
     clear();
-    aim.target = share_of(p, whole_mass(bins, joint ? low_mass : low));
+    aim.target = share_of(p, whole_mass(bins, joint ? low_mass : low, joint || low == low_mass));
     if (joint) return aim;
     int bin = 0;
     aim.crossing = cross(counted(true), {0, 0}, true, aim.target, &bin);
@@ -97,26 +97,27 @@ struct Filter : Search<T> {
 
   // The id of the tie that is number `ties`, from 1, in order of ids.
   __device__ __forceinline__ int last_tie(float z, int ties) const {
-    int64_t own = 0;
+    int own = 0;
     walk(z, [&](const float(&values)[kSize], int) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) own += values[i] == z;
     });
-    const int64_t of_warp = reduce_lanes(own, Add());
+    const int of_warp = reduce_lanes(own, Add());
     const Scan scan = scan_warps(of_warp);
-    int64_t wanted = ties - scan.before;
+    int wanted = ties - static_cast<int>(scan.before);
     if (wanted > 0 && wanted <= of_warp) {
       walk(z, [&](const float(&values)[kSize], int id) {
-        int64_t here = 0;
+        int here = 0;
 #pragma unroll
         for (int i = 0; i < kSize; ++i) here += values[i] == z;
-        const int64_t upto = running_sum(here), all = shuffle(upto, kLanes - 1);
-        int64_t left = wanted - (upto - here);
+        const int upto = running_sum(here), all = shuffle(upto, kLanes - 1);
+        int left = wanted - (upto - here);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           if (values[i] == z && --left == 0) tell(&shared.last, id + i);
         }
         wanted -= all;
+        return wanted > 0;
       });
     }
     cluster_barrier();  // the last tie is written
@@ -269,6 +270,7 @@ struct Filter : Search<T> {
         aim = {bound_of(k, shared.prefix.key, ordered(again(row().max))), ordered(again(row().max)), k, {}};
       }
       Crossing& c = aim.crossing;
+      make_list(from_key((c.found ? c.key : aim.low) & ~kIdle));
       if (!c.found) c = search(aim.low, aim.high, by_mass != 0, aim.target, c.above);
       change(shared.prefix, [&](Prefix& prefix) {
         if (c.found) prefix = cut(prefix, c, by_mass != 0, aim.target);

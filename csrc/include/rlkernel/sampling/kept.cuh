@@ -11,31 +11,30 @@ __device__ __forceinline__ void draw_kept(const Filter<T>& filter) {
   constexpr int kSize = Filter<T>::kSize;
   const KeptSet kept = filter.shared.kept;
   const auto exp = filter.powers();
+  const auto mass_of = [&](float z) { return Mass(exp(z)).value(); };
   int64_t own = 0;
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) own += kept.has(z[i], id + i) ? Mass(exp(z[i])).value() : 0;
+    filter.each_kept(kept, z, id, [&](float value, int) { own += mass_of(value); });
   });
   const int64_t of_warp = reduce_lanes(own, Add());
   const auto scan = filter.scan_warps(of_warp);
   const StreamBits bits = stream_bits(kKeptDomain, filter.in.seeds[filter.r()], position_of(filter.in, filter.r()));
   int64_t t = stream_below(bits, scan.total) - scan.before;
   if (t < 0 || t >= of_warp) return;
-  const auto mass_of = [&](float z, int id) { return kept.has(z, id) ? Mass(exp(z)).value() : 0; };
   filter.walk(kept.z, [&](const float(&z)[kSize], int id) {
     int64_t here = 0;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) here += mass_of(z[i], id + i);
+    filter.each_kept(kept, z, id, [&](float value, int) { here += mass_of(value); });
     const int64_t upto = running_sum(here), all = shuffle(upto, kLanes - 1);
     int64_t left = t - (upto - here);
     t -= all;
-    if (left < 0 || left >= here) return;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {  // their masses again: in registers they would be too many
-      const int64_t mass = mass_of(z[i], id + i);
-      if (left >= 0 && left < mass) filter.tell(&filter.shared.token, {id + i, z[i], 0.0f});
-      left -= mass;
+    if (left >= 0 && left < here) {
+      filter.each_kept(kept, z, id, [&](float value, int token) {  // their masses again: in registers they would be too many
+        const int64_t mass = mass_of(value);
+        if (left >= 0 && left < mass) filter.tell(&filter.shared.token, {token, value, 0.0f});
+        left -= mass;
+      });
     }
+    return t >= 0;
   });
 }
 
@@ -136,6 +135,7 @@ __device__ __forceinline__ uint32_t filter_row(const SamplingInputs& in, const S
       shared.token = summary.token;
     }
   }
+  Filter<T>::forget_list(shared);
   __syncthreads();  // the summary is written
   // None of these is in the registers of each thread.
   const RowSummary& row = shared.row;

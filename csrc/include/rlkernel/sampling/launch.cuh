@@ -11,15 +11,17 @@ struct Shape {
 };
 
 // Fewer rows than a device has room for would leave the rest of it idle: the largest cluster, of which all rows' run at a time.
-// Of more rows than it has room for half a block each: two share a multiprocessor, and one reads while the other waits.
+// Of more rows than it has room for half a block each: two share a multiprocessor, and one reads while the other waits. Alone half
+// a block takes 1.75 times as long as a whole one: in an odd number of waves, if these are few, whole ones end first.
 template <class T>
 inline Shape shape_of(int64_t rows) {
   static ActiveClusters active;
   for (unsigned size = kLargestCluster; size > 1; size /= 2)
     if (rows <= active(filter_kernel<T>, size, kFinishThreads)) return {size, kFinishThreads};
   const int room = active(filter_kernel<T>, 1, kFinishThreads);
-  if (room != 0 && rows > room) return {1, kFinishThreads / 2};
-  return {1, kFinishThreads};
+  const int64_t waves = room != 0 ? (rows + room - 1) / room : 1;
+  const unsigned threads = waves > 6 || waves % 2 == 0 ? kFinishThreads / 2 : kFinishThreads;
+  return {1, threads};
 }
 
 template <class T>

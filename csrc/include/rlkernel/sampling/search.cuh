@@ -1,200 +1,26 @@
-// The tokens of a row read a second time, and the search among them for the z where a sum of counts, or of masses, ends.
+// The search among the tokens of a row for the z where a sum of counts, or of masses, ends.
 //
-// One block a row or, of few rows, a cluster of blocks; smaller blocks of many rows. That z is searched in the ordered bits of a float: a histogram of 256
-// bins, counts and integer masses, tells which bin holds the end, and is made again of that bin alone: two rounds for 16 bits,
-// four for 32, less where the largest bits are known. Only groups of 64 tokens whose maximum reaches the interval are read:
-// V / 64 floats tell which.
+// It is searched in the ordered bits of a float: a histogram of 256 bins, counts and integer masses, tells which bin holds the end,
+// and is made again of that bin alone: two rounds for 16 bits, four for 32, less where the largest bits are known.
 //
 // All sums are of integers, so their order, that of the atomics on shared memory and the number of blocks and threads are free.
 #pragma once
 
-#include "rlkernel/cluster.cuh"
-#include "rlkernel/sampling/finish.cuh"
-#include "rlkernel/sampling/mass.cuh"
+#include "rlkernel/sampling/walk.cuh"
 
 namespace rlkernel::RLKERNEL_DEVICE {
 
-// Of a block, at most: the launch decides.
-constexpr int kFinishThreads = 512, kFinishWarps = kFinishThreads / kLanes;
-constexpr int kBins = 256, kBinsPerLane = kBins / kLanes;
-
-// Masses of 64 bits are added as two words: CUDA has no 64-bit addition in shared memory but a loop of compare-and-swap.
-struct Histogram {
-  uint32_t count[kBins], low[kBins], high[kBins];
-
-  __device__ __forceinline__ Sums at(int bin) const {
-    return {static_cast<int>(count[bin]), static_cast<int64_t>(static_cast<uint64_t>(high[bin]) << 32 | low[bin])};
-  }
-};
-
-// What threads and blocks tell each other comes in turns, of which each has a barrier of all between writing and reading: with
-// two copies what is written in a turn does not overwrite what somebody still reads of the turn before.
-struct FilterShared {
-  static constexpr int kOfCluster = 2;
-  Histogram bins[3];  // of this block, in turns; of the cluster
-  int64_t parts[2][kFinishWarps][2], of_block[2][2];
-  uint32_t r;
-  RowSummary row;
-  float temperature, scale;  // of its powers
-  bool valid;
-  uint32_t lowest;  // key that the thresholds keep
-  bool cuts;        // they are on
-  Prefix prefix;
-  KeptSet kept;
-  Drawn token;
-  int last;
-};
-
-__device__ __forceinline__ unsigned threads_of_block() {
-#if defined(__HIP__) && !defined(RLKERNEL_EMULATION)
-  return kFinishThreads;
-#else
-  return blockDim.x;
-#endif
-}
-__device__ __forceinline__ int warps_of_block() { return static_cast<int>(threads_of_block()) / kLanes; }
-
 template <class T>
-struct Search {
-  static constexpr int kSize = kVector<T>, kSpan = kGroup / kSize, kPick = kLanes / kSpan;
-  // The low bits of a key that say nothing: 0 where z is positive, 1 where it is negative.
-  static constexpr int kResolution = sizeof(T) == 4 ? 0 : kIsBf16<T> ? 16 : 13;
-  static constexpr uint32_t kIdle = (uint32_t{1} << kResolution) - 1;
+struct Search : Walk<T> {
+  using Base = Walk<T>;
+  using typename Base::Place, typename Base::Powers;
+  using Base::kSize, Base::kBatch, Base::kResolution, Base::kIdle, Base::in, Base::shared, Base::again, Base::r;
+  using Base::row, Base::vocab, Base::groups, Base::temperature, Base::powers, Base::place_in_cluster, Base::threads_of_cluster;
+  using Base::walk, Base::mend, Base::each, Base::forget_list, Base::waiting;
 
-  const SamplingInputs& in;
-  FilterShared& shared;
   mutable int turn = 0, turn_of_bins = 0;  // of the copies in shared memory
 
-  __device__ __forceinline__ Search(const SamplingInputs& in, FilterShared& shared) : in(in), shared(shared) {}
-
-  // What all threads know of the row is read from shared memory where it is needed: kept from one walk to the next it would fill
-  // the registers of all that lies between. Hence volatile; clang for AMD forgets of a volatile read that it is of shared memory.
-  template <class Value>
-  __device__ __forceinline__ static Value again(const Value& value) {
-#if defined(__HIP__) && !defined(RLKERNEL_EMULATION)
-    return __hip_atomic_load(&value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
-#else
-    return *const_cast<const volatile Value*>(&value);
-#endif
-  }
-  __device__ __forceinline__ uint32_t r() const { return again(shared.r); }
-
-  __device__ __forceinline__ const RowSummary& row() const { return shared.row; }
-  __device__ __forceinline__ int vocab() const { return static_cast<int>(in.vocab); }
-  __device__ __forceinline__ int groups() const { return (vocab() + kGroup - 1) / kGroup; }
-  __device__ __forceinline__ float temperature() const { return again(shared.temperature); }
-
-  // exp((z - max z) / T)
-  struct Powers {
-    float max, scale;
-    __device__ __forceinline__ float operator()(float z) const { return exp2_fast((z - max) * scale); }
-  };
-  __device__ __forceinline__ Powers powers() const { return {again(row().max), again(shared.scale)}; }
-
-  // What a warp has to know of the row to read it, and the groups that it reads: consecutive ones. Found again for each walk.
-  struct Place {
-    Logits<T> logits;
-    const float* group_max;
-    bool aligned;
-    int first, last;
-
-    __device__ __forceinline__ Place(const SamplingInputs& in, uint32_t r, int groups)
-        : logits(in, in.adjusted != nullptr ? static_cast<const void*>(in.adjusted) : in.logits,
-                 in.adjusted != nullptr ? in.adjusted_stride : in.row_stride, r),
-          group_max(in.group_max + static_cast<int64_t>(r) * groups), aligned(alignment_of(logits.z) == 16) {
-      const unsigned in_block = threads_of_block() / kLanes;
-      const int shift = lowest_bit(cluster_size() * in_block), warps = 1 << shift;  // a power of 2
-      const int each = (((groups + warps - 1) >> shift) + kPick - 1) / kPick * kPick;
-      const int warp = static_cast<int>(cluster_rank() * in_block + hidden(threadIdx.x) / kLanes);
-      first = warp * each < groups ? warp * each : groups;
-      last = first + each < groups ? first + each : groups;
-    }
-
-    __device__ __forceinline__ float peak_at(int group) const { return group < last ? group_max[group] : nan(); }
-
-    // The rows of odd vocabularies start anywhere, and are read token by token: an instruction more for each, where a way of
-    // its own for every alignment is a third of the kernel's code.
-    __device__ __forceinline__ Bytes16 read(int id) const {
-      const int rest = logits.vocab - id;
-      if (aligned && rest >= kSize) return read_again<16>(reinterpret_cast<const char*>(logits.z + id));
-      return read_few(logits.z + id, rest);
-    }
-  };
-  __device__ __forceinline__ Place place() const { return Place(in, r(), groups()); }
-
-  // Of this thread among all of the cluster.
-  __device__ __forceinline__ static unsigned place_in_cluster() { return cluster_rank() * threads_of_block() + threadIdx.x; }
-  __device__ __forceinline__ static unsigned threads_of_cluster() { return cluster_size() * threads_of_block(); }
-
-  // What a lane reads in one step of a walk.
-  struct Vector {
-    Bytes16 bytes;
-    uint32_t allowed;
-    int id;  // of the first token; the vocabulary's size: none
-  };
-
-  // Calls visit(z, id) for vectors of this warp's tokens, ids ascending from lane to lane and from call to call, in those
-  // groups whose maximum reaches `lowest`. All lanes make all calls. Where there is no token, z is NaN. The next vectors, and
-  // the next groups' maxima, are on their way while visit runs.
-  template <class Visit>
-  __device__ __forceinline__ void walk(float lowest, Visit visit) const {
-    const Place place = this->place();
-    const int lane = static_cast<int>(hidden(threadIdx.x)) % kLanes;
-    int base = place.first - kLanes;
-    uint32_t mask = 0;
-    float peak = place.peak_at(place.first + lane);
-    const auto next = [&](Vector& vector) {
-      while (mask == 0) {
-        base += kLanes;
-        if (base >= place.last) return false;
-        mask = ballot(peak >= lowest);
-        peak = place.peak_at(base + kLanes + lane);
-      }
-      uint32_t mine = mask;
-#pragma unroll
-      for (int i = 0; i < kPick; ++i) {
-        if (i == lane / kSpan) mine = mask;
-        mask &= mask - 1;  // 0 stays 0
-      }
-      const int id = mine != 0 ? (base + lowest_bit(mine)) * kGroup + lane % kSpan * kSize : vocab();
-      vector = {place.read(id), id < vocab() ? place.logits.allowed(id) : 0, id};
-      return true;
-    };
-    // All that a step may leave alone starts as something: else it would keep its registers from one walk to the next.
-    Vector vector = {{}, 0, 0};
-    for (bool is_read = false;; is_read = true) {
-      Vector ahead = {{}, 0, 0};
-      const bool more = next(ahead);
-      if (is_read) {
-        float z[kSize];
-        const int rest = vocab() - vector.id;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const float value = (vector.allowed >> i & 1u) != 0 ? element<T>(vector.bytes, i) : -infinity();
-          z[i] = i < rest ? value : nan();
-        }
-        visit(z, vector.id);
-      }
-      if (!more) break;
-      vector = ahead;
-    }
-  }
-
-  // Calls visit(z, id) for each kept token of a vector: one copy of what takes many instructions.
-  template <class Visit>
-  __device__ __forceinline__ static void each_kept(const KeptSet& kept, const float (&z)[kSize], int id, Visit visit) {
-    uint32_t mine = 0;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) mine |= static_cast<uint32_t>(kept.has(z[i], id + i)) << i;
-    while (mine != 0) {
-      const int place = lowest_bit(mine);
-      mine &= mine - 1;
-      float value = z[0];
-#pragma unroll
-      for (int i = 1; i < kSize; ++i) value = i == place ? z[i] : value;
-      visit(value, id + place);
-    }
-  }
+  __device__ __forceinline__ Search(const SamplingInputs& in, FilterShared& shared) : Base(in, shared) {}
 
   // Two sums over the 32 lanes; every lane gets both.
   struct Pair {
@@ -323,113 +149,142 @@ struct Search {
     if (high != 0) atomic_add(&bins.high[bin], high);
   }
 
-  // Tokens: the histogram, and with kTotal the sums of all with z >= floor, in groups whose maximum reaches `from`.
-  template <bool kTotal>
-  __device__ __forceinline__ Sums count_tokens(const Bins& bins, float floor, float from) const {
+  // The tokens of the bins, of all of this walk.
+  __device__ __forceinline__ void count_tokens(const Bins& bins) const {
     const float low = from_key(bins.low), above = from_key(bins.high + 1);
     const Powers exp = powers();
-    Sums total = {0, 0};
-    uint32_t high_sum = 0, low_sum = 0, visited = 0;
-    walk(from, [&](const float(&z)[kSize], int) {
+    walk(low, [&](const float(&z)[kSize], int id) {
+      uint32_t inside = 0;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const bool inside = z[i] >= low && z[i] < above;
-        if constexpr (kTotal) {
-          const bool counts = z[i] >= floor;
-          const Mass mass(counts ? exp(z[i]) : 0.0f);
-          high_sum += mass.high;
-          low_sum += mass.low;
-          total.count += counts;
-          if (inside) count_in(bins.of(z[i]), mass.value());
-        } else {
-          if (inside) count_in(bins.of(z[i]), Mass(exp(z[i])).value());
-        }
-      }
-      if constexpr (kTotal) {  // a thread sees few enough tokens before the words run over
-        visited += kSize;
-        if (visited == 1024) {
-          total.mass += Mass::value(high_sum - visited * Mass::kZero, low_sum - visited * Mass::kZero);
-          high_sum = low_sum = visited = 0;
-        }
-      }
+      for (int i = 0; i < kSize; ++i) inside |= static_cast<uint32_t>(z[i] >= low && z[i] < above) << i;
+      each(inside, z, id, [&](float value, int) { count_in(bins.of(value), Mass(exp(value)).value()); });
     });
-    if constexpr (kTotal) total.mass += Mass::value(high_sum - visited * Mass::kZero, low_sum - visited * Mass::kZero);
-    return total;
   }
 
   __device__ __forceinline__ static Bins no_bins() { return {1, 0, 0, false, 0.0f, 0.0f}; }
 
   // Over the cluster: the sums of all tokens from a key on.
   __device__ __forceinline__ Sums sums_from(uint32_t key) const {
-    return sum_cluster(count_tokens<true>(no_bins(), from_key(key), from_key(key)));
+    const float floor = from_key(key);
+    const Powers exp = powers();
+    Sums own = {0, 0};
+    uint32_t high = 0, low = 0, visited = 0;
+    walk(floor, [&](const float(&z)[kSize], int) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const bool counts = z[i] >= floor;
+        const Mass mass(counts ? exp(z[i]) : 0.0f);
+        high += mass.high;
+        low += mass.low;
+        own.count += counts;
+      }
+      visited += kSize;
+      if (visited == 1024) {  // a thread sees few enough tokens before the words run over
+        own.mass += Mass::value(high - visited * Mass::kZero, low - visited * Mass::kZero);
+        high = low = visited = 0;
+      }
+    });
+    own.mass += Mass::value(high - visited * Mass::kZero, low - visited * Mass::kZero);
+    return sum_cluster(own);
   }
 
-  // What 2^40 times the powers of a vector add up to, each to the nearest integer, plus 2^23's bits for each.
+  // 2^40 times the power of a token with less than 2^-17, to the nearest integer, plus 2^23's bits.
   static constexpr uint32_t kLightZero = 0x4B000000u;  // the bits of 2^23: adding that leaves the nearest integer in the low bits
-  __device__ __forceinline__ static uint32_t light_word(const Bytes16& bytes, const Powers& exp) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) word += to_bits(fmaf(exp(element<T>(bytes, i)), 0x1p40f, from_bits(kLightZero)));
-    return word;
+  __device__ __forceinline__ static uint32_t light_word(float z, const Powers& exp) {
+    return to_bits(fmaf(exp(z), 0x1p40f, from_bits(kLightZero)));
   }
 
   // This thread's part of the mass of the groups whose maximum is in [floor, heavy), where every token has less than 2^-17: one
   // word holds its mass, and no bin wants it.
   __device__ __forceinline__ int64_t light_mass(float floor, float heavy) const {
-    constexpr int kBatch = 16 / static_cast<int>(sizeof(T)), kGroups = kBatch * kPick;  // vectors on their way
-    const Place place = this->place();
     const Powers exp = powers();
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
     int64_t sum = 0;
-    float peak = lane < kGroups ? place.peak_at(place.first + lane) : nan();
-    for (int base = place.first; base < place.last; base += kGroups) {
-      const uint32_t light = ballot(peak >= floor && peak < heavy);
-      peak = lane < kGroups ? place.peak_at(base + kGroups + lane) : nan();
-      if (light == 0) continue;
-      // Of four groups at a time, this lane's vector, and whether it is to be read.
-      const int id = base * kGroup + lane * kSize;
-      const T* const first = place.logits.z + id;
-      const uint32_t mine = light >> lane / kSpan;
-      Bytes16 bytes[kBatch];
-      if (place.aligned && (base + kGroups) * kGroup <= vocab()) {
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          bytes[k] = nothing<T>();
-          if ((mine >> (k * kPick) & 1u) != 0)
-            bytes[k] = read_again<16>(reinterpret_cast<const char*>(first + k * kPick * kGroup));
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          const int rest = (mine >> (k * kPick) & 1u) != 0 ? vocab() - id - k * kPick * kGroup : 0;
-          bytes[k] = read_few(first + k * kPick * kGroup, rest);
-        }
-      }
+    this->template walk_batches<kBatch, false>(floor, heavy, [&](const Bytes16(&bytes)[kBatch], int) {
       uint32_t word = 0;
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) word += light_word(bytes[k], exp);
+      for (int i = 0; i < kBatch * kSize; ++i) word += light_word(element<T>(bytes[i / kSize], i % kSize), exp);
       sum += word - kBatch * kSize * kLightZero;
-    }
+    });
     return sum;
   }
 
-  // Over the cluster: the mass of all tokens, those of the bins counted in the histogram. `low`: no token below this key has one.
-  __device__ __forceinline__ int64_t whole_mass(const Bins& bins, uint32_t low) const {
-    const float floor = from_key(low);
+  // This thread's part of the mass of the groups whose maximum reaches `from`, those of the bins counted in the histogram: of
+  // tokens from `heavy` on and, where they have one, of those below, which have less than 2^-17 and are in no bin. Heavy ones take
+  // eight times the instructions, and some lane has one nearly always: so they wait until there is one for every lane.
+  __device__ __forceinline__ int64_t heavy_mass(const Bins& bins, float from, float heavy, bool all) const {
+    const float low = from_key(bins.low), above = from_key(bins.high + 1);
+    const Powers exp = powers(), light = {all ? exp.max : infinity(), exp.scale};
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    int64_t sum = 0;
+    int count = 0;  // of those that wait
+    const auto weigh = [&](float z) {
+      const int64_t mass = Mass(exp(z)).value();
+      sum += mass;
+      if (z >= low && z < above) count_in(bins.of(z), mass);
+    };
+    if constexpr (!kLists) {
+      walk(from, [&](const float(&z)[kSize], int id) {
+        uint32_t word = 0, mine = 0;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          mine |= static_cast<uint32_t>(z[i] >= heavy) << i;
+          word += z[i] < heavy ? light_word(z[i], light) : kLightZero;
+        }
+        sum += word - kSize * kLightZero;
+        each(mine, z, id, [&](float value, int) { weigh(value); });
+      });
+      return sum;
+    }
+    forget_list(shared);  // its memory is needed
+    this->template walk_batches<2, true>(from, nan(), [&](Bytes16(&bytes)[2], int id) {
+      mend(bytes, id);
+      const auto z_of = [&](int i) { return element<T>(bytes[i / kSize], i % kSize); };
+      uint32_t word = 0;  // the mass of the light ones, and from 2^27 on how many are not
+#pragma unroll
+      for (int i = 0; i < 2 * kSize; ++i) {
+        const uint32_t own = hidden(light_word(z_of(i), light));  // of each, or nvcc makes it a branch that waits for every power
+        word += z_of(i) >= heavy ? kLightZero + (1u << 27) : own;
+      }
+      word -= 2 * kSize * kLightZero;
+      sum += word % (1u << 27);
+      const int own = static_cast<int>(word >> 27), upto = running_sum(own);
+      waiting(count + upto).put(bytes, heavy);
+      count += shuffle(upto, kLanes - 1);
+      sync_lanes();  // they are written
+#pragma unroll 1
+      for (; count >= kLanes; count -= kLanes) weigh(waiting(count - kLanes + lane).z());
+      sync_lanes();  // those that have been weighed are overwritten
+    });
+    if (lane < count) weigh(waiting(lane).z());
+    return sum;
+  }
+
+  // Over the cluster: the mass of all tokens from a key on, those of the bins counted in the histogram. `all`: those below the key
+  // have none.
+  __device__ __forceinline__ int64_t whole_mass(const Bins& bins, uint32_t key, bool all) const {
+    const float floor = from_key(key);
     float heavy = floor;
-    if (in.bitmask == nullptr) heavy = fmaxf(floor, fminf(row().max - 18.0f / shared.scale, from_key(bins.low)));
-    Sums own = count_tokens<true>(bins, floor, heavy);
-    if (heavy > floor) own.mass += light_mass(floor, heavy);
-    return sum_cluster(own).mass;
+    if (all) heavy = fmaxf(floor, fminf(row().max - 18.0f / shared.scale, from_key(bins.low)));
+    const bool apart = in.bitmask == nullptr && heavy > floor;
+    int64_t own = heavy_mass(bins, apart ? heavy : floor, heavy, all);
+    if (apart) own += light_mass(floor, heavy);
+    return scan_warps(reduce_lanes(own, Add())).total;
   }
 
   // The groups' maxima, counted.
   __device__ __forceinline__ void count_groups(const Bins& bins) const {
     const int groups = this->groups();
     const float* const group_max = in.group_max + static_cast<int64_t>(r()) * groups;
-    for (int g = static_cast<int>(place_in_cluster()); g < groups; g += static_cast<int>(threads_of_cluster())) {
-      const float z = group_max[g];
-      if (z >= from_key(bins.low) && z < from_key(bins.high + 1)) atomic_add(&shared.bins[turn_of_bins].count[bins.of(z)], 1u);
+    const float low = from_key(bins.low), above = from_key(bins.high + 1);
+    constexpr int kAtOnce = 4;  // on their way
+    const int threads = static_cast<int>(threads_of_cluster());
+    for (int g = static_cast<int>(place_in_cluster()); g < groups; g += kAtOnce * threads) {
+      float z[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) z[i] = g + i * threads < groups ? group_max[g + i * threads] : nan();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (z[i] >= low && z[i] < above) atomic_add(&shared.bins[turn_of_bins].count[bins.of(z[i])], 1u);
     }
   }
 
@@ -536,7 +391,7 @@ struct Search {
     for (;;) {
       const Bins bins = bins_of(low, high, false);
       clear();
-      count_tokens<false>(bins, 0.0f, from_key(bins.low));
+      count_tokens(bins);
       int bin = 0;
       Crossing crossing = cross(counted(), above, by_mass, target, &bin);
       if (!crossing.found) return crossing;
