@@ -82,6 +82,16 @@ def test_waits_stay_however_many_help():
     assert one.seconds - waits == pytest.approx(8 * (eight.seconds - waits))
 
 
+def test_instructions_that_a_launch_names_are_issued_at_the_pace_of_a_warp():
+    launch = {"blocks": 1, "alone": 2**20, "turn": 16, "issued": 300.0}
+    few, many = (
+        predict.time_of(Launch("x", KERNEL, warps=n, **launch), H100, known()).seconds - H100.launch
+        for n in (4, 32)
+    )
+    assert few == pytest.approx(2**20 / (4 * 32 * 16) * 300 * H100.pace / H100.clock)
+    assert many == pytest.approx(2**20 / (32 * 32 * 16) * 300 * 8 / H100.clock)  # four are issued in a clock
+
+
 def test_a_turn_reads_what_the_launch_says():
     turns = [
         predict.time_of(Launch("x", KERNEL, blocks=1, warps=8, alone=2**20, turn=n), H100, known()).seconds

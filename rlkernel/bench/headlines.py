@@ -30,7 +30,9 @@ class Launch:
     a multiprocessor as their registers and shared memory allow, each with the loads of ``ahead`` turns on
     their way, behind ``lead`` loads of which one waits for the other and ``waits`` seconds of other waits.
     ``turn``: bytes that a lane reads in a turn, where the code has several ways to read them and the ledger
-    counts more than one.  ``again``: another kernel has just read it all, and the L2 has it where it fits.
+    counts more than one.  ``issued``: instructions of a warp for a turn, in all loops over what it reads, of
+    which the ledger has but one; each waits for some before it.  ``again``: another kernel has just read it
+    all, and the L2 has it where it fits.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Launch:
     lead: int = 0
     waits: float = 0.0
     turn: int = 0
+    issued: float = 0.0
     again: bool = False
     apart: bool = False  # products wait for what stands between them, with no other warps to fill in
 
@@ -206,19 +209,27 @@ def _sample(rows: int, filtered: bool) -> Callable[[Device], list[Launch]]:
 # ties (two reads and their sum), and the end. Those at which the blocks of a cluster meet: sums, bins of all,
 # bins again, the ties' sum, the last of them, and the end.
 FILTER_STEPS, FILTER_MEETINGS = 14, 6
-FILTER_TURN = 8 * 16 + 4  # vectors, and the largest logit of a group
+# Instructions of a warp for 16 bytes of every lane of a row of randn * 3 at T = 0.8, of whose bf16 vectors
+# 14% have a token of the nucleus, where the first token is not in it, as of some row of a batch. By the code
+# for sm_90: 206 for the masses of all, 36 for the lists, and over these bins again (265), the ties (180), the
+# last of them by one warp (172), the kept masses (370) and the draw by one warp (300). Code for AMD's GPUs
+# has no lists, and bins what it meets: 300, and all other walks over all vectors.
+FILTER_ISSUED = {32: 206 + 36 + 0.14 * (265 + 180 + 172 + 370 + 300), 64: 1600.0}
 
 
 def filter_launch(rows: int, device: Device) -> Launch:
     """The rows once more, by clusters, blocks or half blocks as ``sampling/launch.cuh`` has it."""
     size = device.cluster
-    while size > 1 and rows * size > device.multiprocessors:
+    # an H200 has no room for 32 clusters of 4: some of a GPC's multiprocessors are left over
+    while size > 1 and rows * size > device.multiprocessors - (8 if size > 2 else 0):
         size //= 2
-    threads = 256 if device.lanes == 32 and rows > device.multiprocessors else 512
+    waves = -(-rows // device.multiprocessors)
+    threads = 256 if device.lanes == 32 and (waves % 2 == 0 or waves > 6) else 512
     meetings = FILTER_MEETINGS if size > 1 else 0
     return Launch(
         "filter", _compiled("sampling_bf16: filter_kernel<bf16>"), blocks=rows * size,
-        warps=threads // device.lanes, alone=V * BF16 / size, beside=True, turn=FILTER_TURN, again=True,
+        warps=threads // device.lanes, alone=V * BF16 / size, beside=True, turn=16,
+        issued=FILTER_ISSUED[device.lanes], again=True,
         waits=FILTER_STEPS * device.step + meetings * device.meeting,
     )  # fmt: skip
 

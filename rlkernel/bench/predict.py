@@ -16,6 +16,8 @@ from rlkernel.bench.devices import DEVICES, Device
 from rlkernel.bench.headlines import Headline, Launch, headlines
 from rlkernel.bench.ledger import FILE, Ledger, Record
 
+_SCHEDULERS = 4  # of a multiprocessor, each of which issues one instruction a clock
+
 COLUMNS = ("op", "shape", "pass", "code", "bound by", "floor", "predicted", "measured")
 
 
@@ -113,6 +115,8 @@ def _alone(launch: Launch, record: Record, device: Device) -> float:
     # no more than there are
     held = min(held, -(-launch.blocks // device.multiprocessors))
     turn = max(device.latency / launch.ahead, held * launch.warps * max(busy.values()) / device.clock)
+    if launch.issued:
+        turn = launch.issued * max(device.pace, held * launch.warps / _SCHEDULERS) / device.clock
     waves = -(-launch.blocks // (device.multiprocessors * held))
     return (launch.waits + launch.lead * device.latency + max(turns, 1) * turn) * waves
 
