@@ -333,9 +333,28 @@ def light_mass_is_right():
     return got == want
 
 
+def lists_are_right():
+    """Of rows one after the other, each of fewer tokens and likelier ones, and for ranks far below them."""
+    x = logits_of(3, 5000, torch.bfloat16)
+    x[2] += 8 * (torch.arange(5000) < 40)
+    ids = torch.tensor([7, 1234, 4321])
+    requests = [
+        request_of(3, top_k=torch.tensor([70, 40, 5]), rank=True, token_ids=ids),
+        request_of(3, top_p=0.95, rank=True, token_ids=ids),
+        request_of(3, top_p=0.9, token_ids=ids, order="joint", top_k=1000, min_p=1e-9),
+    ]
+    for request in requests:
+        call = SamplingCall(x, None, request)
+        got, want = kernels_of.forward(call), reference.forward(call)
+        same = torch.equal(got.kept_count, want.kept_count)
+        if not same or (want.rank is not None and not torch.equal(got.rank, want.rank)):
+            return False
+    return True
+
+
 IN_STATISTICS = far_logits_are_right, "sampling/statistics.cuh"
-IN_SEARCH = light_mass_is_right, "sampling/search.cuh"
-IN_WALK = light_mass_is_right, "sampling/walk.cuh"
+WALK, SEARCH, FILTER, KEPT = (f"sampling/{name}.cuh" for name in ("walk", "search", "filter", "kept"))
+IN_SEARCH, IN_WALK = (light_mass_is_right, SEARCH), (light_mass_is_right, WALK)
 LIGHT = "own += light_mass(floor, heavy);"
 FAULTS = {
     "the factor of a fused step is forgotten":
@@ -347,6 +366,10 @@ FAULTS = {
         (*IN_WALK, "if (base >= place.last)", "if (base + kGroups >= place.last)"),
     "the last tokens that wait are not weighed":
         (*IN_SEARCH, "if (lane < count) weigh(waiting(lane).z());", ";"),
+    "a list that begins higher is read":
+        (lists_are_right, WALK, "list.from[warp()]) <= lowest;", "list.from[warp()]) > -1e9f;"),
+    "the list of the row before is read":
+        (lists_are_right, KEPT, "Filter<T>::forget_list(shared);", ""),
 }  # fmt: skip
 
 
@@ -354,10 +377,12 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name):
     is_right, header, *fault = FAULTS[name]
-    with native.emulated(emulation.module(32)):
-        assert is_right()
-    with native.emulated(emulation.load(emulation.build_module(32, {header: tuple(fault)}))):
-        assert not is_right()
+    for planted in ({}, {header: tuple(fault)}):
+        kernels = emulation.load(emulation.build_module(32, planted)) if planted else emulation.module(32)
+        kernels.configure(1, 1)  # a row after the other
+        with native.emulated(kernels):
+            assert is_right() == (not planted)
+        kernels.configure()
 
 
 def in_a_process(found, *arguments):
@@ -380,7 +405,6 @@ def in_a_process(found, *arguments):
 
 SOME_ROWS = {"top_p": torch.tensor([1.0, 0.9, 0.9])}
 REDRAWN = {"temperature": 2.0, "top_p": 0.1}  # whose first token is not among the kept
-SEARCH, FILTER, KEPT = (f"sampling/{name}.cuh" for name in ("search", "filter", "kept"))
 BARRIERS = {
     "the warps' maxima are written": ("sampling/statistics.cuh", {}),
     "the warps' sums and winners are written": ("sampling/statistics.cuh", {}),
