@@ -211,10 +211,10 @@ def _sample(rows: int, filtered: bool) -> Callable[[Device], list[Launch]]:
 FILTER_STEPS, FILTER_MEETINGS = 14, 6
 # Instructions of a warp for 16 bytes of every lane of a row of randn * 3 at T = 0.8, of whose bf16 vectors
 # 14% have a token of the nucleus, where the first token is not in it, as of some row of a batch. By the code
-# for sm_90: 206 for the masses of all, 36 for the lists, and over these bins again (265), the ties (180), the
+# for sm_90: 200 for the masses of all, 36 for the lists, and over these bins again (265), the ties (180), the
 # last of them by one warp (172), the kept masses (370) and the draw by one warp (300). Code for AMD's GPUs
 # has no lists, and bins what it meets: 300, and all other walks over all vectors.
-FILTER_ISSUED = {32: 206 + 36 + 0.14 * (265 + 180 + 172 + 370 + 300), 64: 1600.0}
+FILTER_ISSUED = {32: 200 + 36 + 0.14 * (265 + 180 + 172 + 370 + 300), 64: 1600.0}
 
 
 def filter_launch(rows: int, device: Device) -> Launch:

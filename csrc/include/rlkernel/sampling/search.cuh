@@ -132,10 +132,7 @@ struct Search : Walk<T> {
     float top, per_z;
 
     __device__ __forceinline__ int of(float z) const {
-      if (even) {
-        const float distance = (top - z) * per_z;
-        return distance < kBins - 1 ? static_cast<int>(distance) : kBins - 1;
-      }
+      if (even) return static_cast<int>(fminf((top - z) * per_z, static_cast<float>(kBins - 1)));  // NaN, of 0 * inf: the last
       return static_cast<int>((high - ordered(z)) >> shift);
     }
   };
