@@ -321,14 +321,14 @@ struct Walk {
     return shared.list.vector + warp() * (kListed >> lowest_bit(static_cast<uint32_t>(warps_of_block())));
   }
 
-  __device__ __forceinline__ static auto bits_of(const Bytes16& bytes, int i) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  __device__ __forceinline__ static Bits bits_of(const Bytes16& bytes, int i) {
     if constexpr (sizeof(T) == 4) return bytes.word[i];
     else return static_cast<uint16_t>(bytes.word[i / 2] >> i % 2 * 16);
   }
 
   // A place among the tokens that wait, or behind them.
   struct Waiting {
-    using Bits = decltype(bits_of({}, 0));
     Bits* at;
 
     __device__ __forceinline__ float z() const { return element<T>(Bytes16{{*at, 0, 0, 0}}, 0); }
