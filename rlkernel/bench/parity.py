@@ -42,8 +42,11 @@ def ours(module: ModuleType, op: str, backend: str) -> Call:
     name = getattr(module, "FUNCTION", op)
 
     def call(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
+        options = dict(case.options)
+        if backend == "reference":  # it has the meaning of a call, and no ways to compute it
+            options.pop("algorithm", None)
         with rlkernel.use_backend(cast(Backend, backend)):
-            result = getattr(rlkernel, name)(**inputs, **case.options)
+            result = getattr(rlkernel, name)(**inputs, **options)
         outputs = {"out": result} if isinstance(result, Tensor) else result._asdict()
         return {name: value for name, value in outputs.items() if value is not None}
 

@@ -28,6 +28,7 @@ LEGEND = (
     "shuffles; for GEMMs and attention of the vendors' libraries torch's for the CPU stand in",
     "interpreted: Triton's interpreter runs the kernels on a CPU",
     "compiled: for every architecture that is named, and nothing spills (`make check-codegen`, `make test`)",
+    "run on a GPU: there it agreed with fp64, in a report under `benchmarks/results`",
     "not run: needs a GPU and a library; its adapter runs against a stand-in",
 )
 Runs = dict[tuple[str, str], list[str]]  # of (op, column): the GPUs that ran it
