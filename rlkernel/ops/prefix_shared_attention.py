@@ -33,7 +33,7 @@ HOPPER = 9  # its compute capability
 
 def order_on(device: torch.device) -> tuple[str, ...]:
     """On NVIDIA GPUs from Hopper on the Triton kernels come before FlashAttention 2 and torch's, whose
-    deterministic backward takes 1.1 to 2.4 times as long on an H200; behind FlashAttention 3 and 4."""
+    deterministic backward takes 1.2 to 2.7 times as long on an H200; behind FlashAttention 3 and 4."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return ORDER
     from rlkernel.drivers import prefix_shared_attention_varlen as varlen
