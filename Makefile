@@ -89,7 +89,7 @@ format: $(DONE)/lint  ## format, and repair what ruff can repair by itself
 	@$(PY) -m ruff format .
 
 docs: $(DONE)/docs $(DONE)/lint  ## the documentation site in build/site; a broken link is an error; needs Python 3.11
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site || { rm -f build/site/sitemap.xml; exit 1; }
 
 check-codegen: $(DONE)/build $(DONE)/test  ## compile the device code for every GPU architecture; a spill, or worse code than in the ledger, is an error
 	@$(PY) tests/codegen/check.py $(ARGS)

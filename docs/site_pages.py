@@ -134,7 +134,7 @@ def navigation(landing):
                 group = []
                 section.append({heading[2]: group})
         elif group is not None:
-            links = re.findall(r"\[`?([^]`]+)`?\]\(([\w/]+\.md)\)", line)
+            links = re.findall(r"\[`?([^]`]+)`?\]\(([\w/-]+\.md)\)", line)
             if links and (line.startswith("|") or line.startswith("- ")):
                 group.append({links[0][0]: links[0][1]})
     nav = [entry for entry in nav if [*entry.values()] != [[]]]
