@@ -109,11 +109,14 @@ def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypa
                 assert_equal(f"{leaf} {name}", a, b)
 
 
-def test_workspace_is_all_the_memory_there_is(monkeypatch):
+@pytest.mark.parametrize("ignored", [0, 0.3], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_workspace_is_all_the_memory_there_is(dtype, head, ignored, monkeypatch):
     """What forward and backward make, beside gradients and per-row numbers, lies in the workspace."""
     monkeypatch.setattr(linear_products, "CPU_TILE", Tile(64, 128))
-    n, h, v = 512, 32, 1000
-    inputs = make_inputs(n, h, v, ignored=0)
+    n, h, v = 512, 40, 1000
+    inputs = make_inputs(n, h, v, dtype=dtype, ignored=ignored)
     able("native", inputs)
 
     class Storages(TorchDispatchMode):
@@ -127,6 +130,7 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
             return out
 
     hidden, weight = (inputs[k].clone().requires_grad_() for k in ("hidden", "weight"))
+    weight.requires_grad_(head == "trained")
     with rlkernel.use_backend("native"):
         rlkernel.linear_logprob(
             hidden, weight, inputs["target_ids"]
@@ -134,11 +138,60 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
         buffers = {b.memory.untyped_storage().data_ptr() for b in workspace._buffers.values()}
         with Storages() as storages:
             out = rlkernel.linear_logprob(hidden, weight, inputs["target_ids"], return_entropy=True)
-            out.logprobs.sum().backward()
+            # of a frozen head the gradient of the entropy wants the logits again
+            (out.logprobs.sum() + out.entropy.sum()).backward()
     assert buffers == {b.memory.untyped_storage().data_ptr() for b in workspace._buffers.values()}
     known = buffers | {x.untyped_storage().data_ptr() for x in (hidden, weight)}
     sizes = {size for address, size in storages.seen.items() if address not in known and size > 4 * 4 * n}
-    assert sizes == {4 * n * h, 4 * v * h}, f"made tensors of {sorted(sizes)} bytes beside the two gradients"
+    gradients = {dtype.itemsize * n * h} | ({dtype.itemsize * v * h} if head == "trained" else set())
+    pieces = {bytes * rows * h for rows in (64, 128, v % 128) for bytes in (2, 4)}  # of a chunk or a slice
+    assert gradients <= sizes <= gradients | pieces, f"made tensors of {sorted(sizes)} bytes, not {gradients}"
+
+
+@ON_EVERY_BACKEND
+@pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "with entropy"])
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=["trained", "frozen"])
+def test_rounds_of_the_hidden_gradient_change_no_bit(backend, device, needs, entropy, small_tiles, monkeypatch):
+    """Where the limit does not hold the fp32 sums of all rows, some are summed at a time."""
+    if backend == "reference":
+        pytest.skip("the reference says what the op means, not how to compute it")
+    inputs = make_inputs(45, 24, 133, dtype=torch.bfloat16, device=device, ignored=0.2)
+    inputs = linear_logprob_cases.with_bias(inputs)
+    able(backend, inputs)
+    upstream = upstream_like(inputs["target_ids"])
+    upstream = [upstream[0], upstream[1] if entropy else None, None]
+
+    def gradients(rows):
+        monkeypatch.setattr(
+            linear_products.Scratch, "_rows_of_sums", lambda self, tokens, used: min(rows, self.n)
+        )
+        return run(backend, inputs, upstream, needs, return_entropy=entropy)[1]
+
+    whole = gradients(64)
+    for rows in (8, 16, 40):
+        for name, a, b in zip(NAMES, gradients(rows), whole, strict=False):
+            assert_equal(f"{name} by {rows} rows", a, b)
+
+
+def test_rounds_of_the_hidden_gradient_want_logits_again(small_tiles, monkeypatch):
+    """Those of the rows behind the first round, and only where the weight's gradient wants all rows at once."""
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: 0)
+    n, h, v = 40, 16, 96
+    inputs = make_inputs(n, h, v, dtype=torch.bfloat16, ignored=0)
+    able("native", inputs)
+
+    def products(rows, needs):
+        monkeypatch.setattr(linear_products.Scratch, "_rows_of_sums", lambda *_: rows)
+        with Flops() as counter:
+            run("native", inputs, [torch.ones(n), torch.ones(n), None], needs, return_entropy=True)
+        return counter.total / (2 * n * h * v)
+
+    assert products(40, (True, True, False)) == 4
+    assert products(24, (True, True, False)) == 4 + 16 / 40
+    assert products(8, (True, True, False)) == 4 + 32 / 40
+    assert products(8, (False, True, False)) == 3
+    # with a frozen head: logits and direction, then again, as the entropy has a gradient
+    assert products(8, (True, False, False)) == products(40, (True, False, False)) == 4
 
 
 def test_workspace_does_not_depend_on_the_number_of_tokens():

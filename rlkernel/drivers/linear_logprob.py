@@ -39,41 +39,51 @@ def forward(kernels: Any, call: LinearLogprobCall, multiply: Multiply | None = N
     ids, t = select(target_ids, rows), select(head.temperature, rows)
     state = hidden.new_empty(len(State), n, dtype=torch.float32)
     outputs = LogprobResults.empty(ids, call.return_entropy)
-    direction = hidden.new_empty(n, hidden.shape[1], dtype=torch.float32) if call.need_direction else None
+    direction = None
+    if call.need_direction:
+        direction = (hidden.new_empty if rows is None else hidden.new_zeros)(hidden.shape)
     also = TileStatistics(kernels, call, head, ids) if call.statistics else None
     # a graph may be replayed after others took the workspace
     keep = call.keep and not gpu.capturing(hidden.device)
-    gathered = rows is not None
+    gathered, aims = rows is not None, call.need_direction
     made = _scratch(call, multiply)
-    with made(hidden, weight, head, n, gathered, gradients=call.need_direction, keep=keep) as scratch:
-        for v0, v1, w in scratch.weight_slices():
-            first, last = v0 == 0, v1 == weight.shape[0]
-            for a, b in scratch.chunks():
-                h = scratch.hidden(rows, a, b)
-                logits = scratch.logits(h, w, v0, a)
-                tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
-                states = state if b - a == n else state[:, a:b]
-                before = None if direction is None or first else states[State.maximum].clone()
-                results = LogprobResults(*(rows_of(x, a, b) for x in outputs))
-                kernels.tile_forward(tile, states, first, last, results)
-                if also is not None:
-                    also.tile(tile, h, w, a, b)
-                if direction is not None:
+    with made(hidden, weight, head, n, gathered, gradients=aims, direction=aims, keep=keep) as scratch:
+        for begin, end in scratch.rounds():
+            for v0, v1, w in scratch.weight_slices():
+                first, last = v0 == 0, v1 == weight.shape[0]
+                for a, b in scratch.chunks(begin, end):
+                    h = scratch.hidden(rows, a, b)
+                    logits = scratch.logits(h, w, v0, a)
+                    tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
+                    states = state if b - a == n else state[:, a:b]
+                    before = None if direction is None or first else states[State.maximum].clone()
+                    results = LogprobResults(*(rows_of(x, a, b) for x in outputs))
+                    kernels.tile_forward(tile, states, first, last, results)
+                    if also is not None:
+                        also.tile(tile, h, w, a, b)
+                    if direction is None:
+                        continue
                     exps = scratch.gradient(logits)
                     kernels.tile_exp(tile, states[State.maximum], exps)
+                    sums = scratch.round_sums(direction, a, b, begin)
                     if before is not None:
-                        _rescale(direction[a:b], before, states[State.maximum], tile.temperature)
-                    scratch.accumulate(direction[a:b], exps, w, first)
-        if direction is not None:
-            _finish_direction(direction, ids, t, state[State.at_target], outputs, scratch)
+                        _rescale(sums, before, states[State.maximum], tile.temperature)
+                    scratch.accumulate(sums, exps, w, first)
+            if direction is not None:
+                of_round = LogprobResults(*(rows_of(x, begin, end) for x in outputs))
+                sums = scratch.round_sums(direction, begin, end, begin)
+                at_target = state[State.at_target][begin:end]
+                _finish_direction(sums, ids[begin:end], rows_of(t, begin, end), at_target, of_round, scratch)
+                if mask is not None:
+                    sums.masked_fill_(~mask[begin:end, None], 0)
+                for a, b in scratch.chunks(begin, end):
+                    scratch.store_round(direction, rows, a, b, rows_of(sums, a - begin, b - begin))
         others = {} if also is None else also.finish(t, state, outputs.log_sum)
         others = {name: scatter(x, rows, hidden.shape[0]) for name, x in others.items()}
         outputs = LogprobResults(*(scatter(x, rows, hidden.shape[0]) for x in outputs))
         scratch.keep(outputs.log_sum)
     if direction is not None:
-        if mask is not None:
-            direction = torch.where(mask[:, None], direction, 0)
-        others["direction"] = scatter(direction.to(hidden.dtype), rows, hidden.shape[0])
+        others["direction"] = direction
     return LinearLogprobResults.of(outputs, **others)
 
 
@@ -99,12 +109,9 @@ def backward(
         weight_gradient=need_weight, owner=log_sum if there else None,
         plan=None if there else backward_plan(weight, head, n), mask=mask if need_weight else None,
     )  # fmt: skip
-    several = scratch.plan.vocab < weight.shape[0] or rows is not None
-    # without a gather every element is written by the first product, else rows are added where they belong
+    # without a gather every element is written, else rows go where they belong
     new_hidden = hidden.new_empty if rows is None and n else hidden.new_zeros
-    dhidden = (
-        new_hidden(hidden.shape, dtype=torch.float32 if several else hidden.dtype) if need_hidden else None
-    )
+    dhidden = new_hidden(hidden.shape) if need_hidden else None
     dweight = (weight.new_empty if n else weight.new_zeros)(weight.shape) if need_weight else None
     dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if need_bias else None
 
@@ -114,31 +121,32 @@ def backward(
         ids = torch.where(mask, ids, head.ignore_index)
     upstream = [select(g, rows) for g in grads]
     with scratch:
-        for v0, v1, w in scratch.weight_slices():
-            dw_slice = rows_of(dweight, v0, v1)
-            dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
-            for a, b in scratch.chunks():
-                h = scratch.hidden(rows, a, b)
-                logits = scratch.logits(h, w, v0, a)
-                dz = scratch.gradient(logits)
-                tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
-                row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
-                row_stats = LogprobResults.for_backward(*(rows_of(x, a, b) for x in stats))
-                kernels.tile_backward(tile, row_grads, row_stats, dz)
-                if dhidden is not None:
-                    if rows is None:
-                        scratch.accumulate(rows_of(dhidden, a, b), dz, w, v0 == 0)
-                    else:
-                        dh = scratch.accumulate(scratch.hidden_gradient(b - a), dz, w, True)
-                        dhidden.index_add_(0, rows[a:b], dh)
-                if dw is not None:
-                    scratch.accumulate(dw, dz.T, h, a == 0)
-                if dbias is not None:
-                    dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
-            if dw is not None and dw_slice is not None and dw is not dw_slice:
-                dw_slice.copy_(dw)
-    if dhidden is not None and dhidden.dtype != hidden.dtype:
-        dhidden = dhidden.to(hidden.dtype)  # in memory of its own: a view would keep that of fp32 alive
+        for begin, end in scratch.rounds():
+            # after one round the weight's and the bias's are complete
+            into_weight, into_bias = (dweight, dbias) if begin == 0 else (None, None)
+            of_all = into_weight is not None or into_bias is not None
+            for v0, v1, w in scratch.weight_slices():
+                dw_slice = rows_of(into_weight, v0, v1)
+                dw = None if dw_slice is None else scratch.weight_gradient(dw_slice)
+                for a, b in scratch.chunks() if of_all else scratch.chunks(begin, end):
+                    h = scratch.hidden(rows, a, b)
+                    logits = scratch.logits(h, w, v0, a)
+                    dz = scratch.gradient(logits)
+                    tile = tile_of(logits, head, ids[a:b], rows_of(t, a, b), v0, v1)
+                    row_grads = RowGrads(*(rows_of(x, a, b) for x in upstream))
+                    row_stats = LogprobResults.for_backward(*(rows_of(x, a, b) for x in stats))
+                    kernels.tile_backward(tile, row_grads, row_stats, dz)
+                    if dhidden is not None and a < end:
+                        sums = scratch.round_sums(dhidden, a, b, begin)
+                        scratch.accumulate(sums, dz, w, v0 == 0)
+                        if v1 == weight.shape[0]:
+                            scratch.store_round(dhidden, rows, a, b, sums)
+                    if dw is not None:
+                        scratch.accumulate(dw, dz.T, h, a == 0)
+                    if into_bias is not None:
+                        into_bias[v0:v1] += dz.sum(0, dtype=torch.float32)
+                if dw is not None and dw_slice is not None and dw is not dw_slice:
+                    dw_slice.copy_(dw)
     return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(bias_dtype))
 
 
@@ -194,5 +202,5 @@ def _finish_direction(
     pull = -torch.expm1(results.logprobs) * slope
     direction.mul_(-torch.exp(-results.log_sum)[:, None])
     inside = torch.where((ids >= 0) & (ids < vocab), ids, 0)
-    for a, b in scratch.chunks():
+    for a, b in scratch.chunks(0, len(direction)):
         direction[a:b].add_(scratch.rows_at(inside[a:b]).mul_(pull[a:b, None]))

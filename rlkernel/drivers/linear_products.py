@@ -269,18 +269,21 @@ class Scratch:
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, head: Head, n: int, gathered: bool, *, gradients: bool,
-        hidden_gradient: bool = False, weight_gradient: bool = False, keep: bool = False,
-        owner: Tensor | None = None, plan: Tile | None = None, mask: Tensor | None = None,
+        hidden_gradient: bool = False, weight_gradient: bool = False, direction: bool = False,
+        keep: bool = False, owner: Tensor | None = None, plan: Tile | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``mask`` [n]: operands of the other rows are 0, whatever the hidden states hold there."""
+        """``direction``: rows of the hidden states' size are summed in forward.  ``mask`` [n]: operands of
+        the other rows are 0, whatever the hidden states hold there."""
         self.source, self.weight, self.head, self.n, self.gathered = hidden, weight, head, n, gathered
         self._gradients, self._of_hidden, self._of_weight = gradients, hidden_gradient, weight_gradient
+        self._direction = direction
         self.plan = plan or tile_plan(weight, head, n)
         self._mask, self._may_be_masked = mask, False
         self._held: int | None = None  # the first row of the chunk whose operands are there
         self.product = product_kind(head.compute_dtype, hidden.device)
         self.operand = operand_dtype(head.compute_dtype, hidden.device)
         self._owner = owner
+        self._summed = 0  # rows of hidden states whose sums are there at a time
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
         self.size = self._carve(Carver())
         if keep and n:
@@ -311,12 +314,38 @@ class Scratch:
         tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, vocab)
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
         self._kept = part(self._slots, self._slot(), dtype=dtype) if self._slots else None
+        kept = carver.size
         self._logits = part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
-        self._dh = part(tokens, size, dtype=torch.float32) if self._of_hidden and self.gathered else None
         accumulate = self._of_weight and several and weight_dtype != torch.float32
         self._dw = part(wide, size, dtype=torch.float32) if accumulate else None
+        self._dh = None
+        if self._sums_hidden:
+            if carver.buffer is None:
+                self._summed = self._rows_of_sums(tokens, carver.size - kept)
+            self._dh = part(self._summed, size, dtype=torch.float32)
         return carver.size
+
+    @property
+    def _sums_hidden(self) -> bool:
+        """Whether rows of the hidden states' gradient, or of its direction, are summed beside what becomes of
+        them, as several products make a row and it is not fp32, or lies elsewhere."""
+        wide = self.source.dtype == torch.float32
+        if self._direction:
+            return self.gathered or not wide
+        return self._of_hidden and (self.gathered or (self._is_cut and not wide))
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether there is more than one slice of the vocabulary."""
+        return self.plan.vocab < self.weight.shape[0]
+
+    def _rows_of_sums(self, tokens: int, used: int) -> int:
+        """Of how many rows the sums are there at a time: of all, or of as many chunks as the limit holds."""
+        if not (self._is_cut or self._direction):
+            return tokens  # each chunk's are complete at once
+        room = (workspace.limit(self.source.device) - used) // (4 * self.source.shape[1])
+        return min(self.n, max(room - room % self.plan.tokens, tokens))
 
     def _carve_operands(self, carver: Carver, rows: int, wide: int) -> None:
         hidden, weight, head = self.source, self.weight, self.head
@@ -369,9 +398,22 @@ class Scratch:
         """These rows of the weight in fp32, with the values that they have as operands."""
         return self.weight[index].to(self.head.compute_dtype).float()
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each chunk of tokens."""
-        return ((a, min(a + self.plan.tokens, self.n)) for a in range(0, self.n, self.plan.tokens))
+    def rounds(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of the rows of hidden states whose sums are there at a time, whole chunks of them.
+
+        Where that is not all, each round wants the logits of its rows again.
+        """
+        at_once = self._dh is None or not (self._is_cut or self._direction)
+        step = max(self.n if at_once else self._summed, 1)
+        for begin in range(0, self.n, step):
+            yield begin, min(begin + step, self.n)
+            # gradients went over the logits that forward had kept
+            self._known = self._known and self._dz is not None
+
+    def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each chunk of tokens, of all or of those of a round."""
+        end = self.n if end is None else end
+        return ((a, min(a + self.plan.tokens, end)) for a in range(begin, end, self.plan.tokens))
 
     def hidden(self, rows: Tensor | None, a: int, b: int) -> Tensor:
         """The hidden states of a chunk as operands of a GEMM."""
@@ -412,9 +454,23 @@ class Scratch:
         """Where the gradient of this tile of logits goes: over it, where the dtypes allow."""
         return logits if self._dz is None else dense(self._dz, *logits.shape)
 
-    def hidden_gradient(self, tokens: int) -> Tensor:
-        assert self._dh is not None
-        return rows_of(self._dh, 0, tokens)
+    def round_sums(self, out: Tensor, a: int, b: int, begin: int) -> Tensor:
+        """Where the rows [a, b) of the hidden states' gradient are summed in the round from ``begin`` on: in
+        fp32 beside ``out`` [N, H], or there."""
+        if self._dh is None:
+            return rows_of(out, a, b)
+        if not (self._is_cut or self._direction):
+            begin = a
+        return rows_of(self._dh, a - begin, b - begin)
+
+    def store_round(self, out: Tensor, rows: Tensor | None, a: int, b: int, sums: Tensor) -> None:
+        """The sums of the rows [a, b) of a chunk, to where they belong."""
+        if self._dh is None:
+            return
+        if rows is None:
+            rows_of(out, a, b).copy_(sums)
+        else:
+            out.index_copy_(0, rows_of(rows, a, b), sums.to(out.dtype))
 
     def weight_gradient(self, out: Tensor) -> Tensor:
         """The accumulator for a slice of the weight's gradient: an fp32 part, or the slice itself."""
