@@ -151,7 +151,9 @@ def test_workspace_is_all_the_memory_there_is(dtype, head, ignored, monkeypatch)
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "with entropy"])
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=["trained", "frozen"])
-def test_rounds_of_the_hidden_gradient_change_no_bit(backend, device, needs, entropy, small_tiles, monkeypatch):
+def test_rounds_of_the_hidden_gradient_change_no_bit(
+    backend, device, needs, entropy, small_tiles, monkeypatch
+):
     """Where the limit does not hold the fp32 sums of all rows, some are summed at a time."""
     if backend == "reference":
         pytest.skip("the reference says what the op means, not how to compute it")
@@ -173,8 +175,8 @@ def test_rounds_of_the_hidden_gradient_change_no_bit(backend, device, needs, ent
             assert_equal(f"{name} by {rows} rows", a, b)
 
 
-def test_rounds_of_the_hidden_gradient_want_logits_again(small_tiles, monkeypatch):
-    """Those of the rows behind the first round, and only where the weight's gradient wants all rows at once."""
+def test_rounds_of_hidden_gradients_want_logits_again(small_tiles, monkeypatch):
+    """Of the rows behind the first round, and only where the weight's gradient wants all rows at once."""
     monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: 0)
     n, h, v = 40, 16, 96
     inputs = make_inputs(n, h, v, dtype=torch.bfloat16, ignored=0)

@@ -153,36 +153,49 @@ class _Backward:
         self.several_slices, self.several_chunks = self.cut.width < self.vocab, self.cut.rows < self.n
         self.stride = -(-self.cut.width // 8) * 8  # rows of the gradient begin at multiples of 16 bytes
         self.sum_weight = self.need_weight and self.several_chunks and self.weight.dtype != torch.float32
+        self.summed = 0
+        if self.need_hidden and self.several_slices:
+            self.summed = self._rows_of_sums(limit)
+
+    def _rows_of_sums(self, limit: int) -> int:
+        """Of how many rows fp32 sums of the hidden gradient are there at a time: whole chunks of them."""
+        used = Carver()
+        self._carve(used)
+        room = (limit - used.size) // (4 * self.size)
+        return min(self.n, max(room - room % self.cut.rows, self.cut.rows))
 
     def run(self) -> LinearGrads:
         hidden, weight = self.hidden, self.weight
         dhidden = hidden.new_zeros(hidden.shape) if self.need_hidden else None
         dweight = weight.new_empty(weight.shape) if self.need_weight else None
         dbias = weight.new_zeros(self.vocab, dtype=torch.float32) if self.need_bias else None
-        sums = None
-        if self.need_hidden and self.several_slices:
-            sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
         if self.n == 0 and dweight is not None:
             dweight.zero_()
         with leased(self._carve, hidden.device) as parts:
-            self.states, self.table, self.dz, self.converted, self.weight_sums = parts
+            self.states, self.table, self.dz, self.converted, self.weight_sums, self.hidden_sums = parts
             if self.n:
                 self._tabulate()
-            for v0 in range(0, self.vocab, self.cut.width):
-                v1 = min(v0 + self.cut.width, self.vocab)
-                w = weight[v0:v1]
-                if self.convert:
-                    w = self.converted[: v1 - v0].copy_(w)
-                for a in range(0, self.n, self.cut.rows):
-                    b = min(a + self.cut.rows, self.n)
-                    h = _gather(hidden, self.rows.order[a:b], self.states, self.head)
-                    dz = self._logits_gradient(h, w, v0, v1, a, b)
-                    if dhidden is not None:
-                        self._into_hidden(dhidden, sums, dz, w, a, first=v0 == 0, last=v1 == self.vocab)
-                    if dweight is not None:
-                        self._into_weight(dweight[v0:v1], dz, h, a, b)
-                    if dbias is not None:
-                        dbias[v0:v1] += dz.sum(0, dtype=torch.float32)
+            step = self.summed or max(self.n, 1)
+            for begin in range(0, self.n, step):
+                end = min(begin + step, self.n)
+                # after one round the weight's and the bias's are complete
+                into_weight, into_bias = (dweight, dbias) if begin == 0 else (None, None)
+                last_row = end if into_weight is None and into_bias is None else self.n
+                for v0 in range(0, self.vocab, self.cut.width):
+                    v1 = min(v0 + self.cut.width, self.vocab)
+                    w = weight[v0:v1]
+                    if self.convert:
+                        w = self.converted[: v1 - v0].copy_(w)
+                    for a in range(begin, last_row, self.cut.rows):
+                        b = min(a + self.cut.rows, self.n)
+                        h = _gather(hidden, self.rows.order[a:b], self.states, self.head)
+                        dz = self._logits_gradient(h, w, v0, v1, a, b)
+                        if dhidden is not None and a < end:
+                            self._into_hidden(dhidden, dz, w, a, begin, first=v0 == 0, last=v1 == self.vocab)
+                        if into_weight is not None:
+                            self._into_weight(into_weight[v0:v1], dz, h, a, b)
+                        if into_bias is not None:
+                            into_bias[v0:v1] += dz.sum(0, dtype=torch.float32)
         return LinearGrads(dhidden, dweight, None if dbias is None else dbias.to(self.bias_dtype))
 
     def _carve(self, carver: Carver) -> tuple[Tensor, ...]:
@@ -193,6 +206,7 @@ class _Backward:
             carver.part(rows, self.stride, dtype=self.compute),
             carver.part(width if self.convert else 0, self.size, dtype=self.compute),
             carver.part(width if self.sum_weight else 0, self.size, dtype=torch.float32),
+            carver.part(self.summed, self.size, dtype=torch.float32),
         )
 
     def _tabulate(self) -> None:
@@ -221,12 +235,13 @@ class _Backward:
         return dz
 
     def _into_hidden(
-        self, out: Tensor, sums: Tensor | None, dz: Tensor, w: Tensor, a: int, *, first: bool, last: bool
+        self, out: Tensor, dz: Tensor, w: Tensor, a: int, begin: int, *, first: bool, last: bool
     ) -> None:
         """In fp32 until the last slice of the vocabulary, whose rows go where they belong."""
         b = a + len(dz)
-        before = None if sums is None or first else sums[a:b]
-        into, where = (out, self.rows.order[a:b]) if last else (sums[a:b], None)  # type: ignore[index]
+        sums = self.hidden_sums[a - begin : b - begin]
+        before = None if first else sums
+        into, where = (out, self.rows.order[a:b]) if last else (sums, None)
         self._product(dz, w, before, into, where, self.rows.number_from(a), of_weight=False)
 
     def _into_weight(self, out: Tensor, dz: Tensor, h: Tensor, a: int, b: int) -> None:
@@ -259,12 +274,12 @@ def _cut(
         if rows < n and weight_dtype != torch.float32:
             entry += 4 * size
         fixed = rows * size * compute.itemsize + 4 * len(kernels.Row) * n
-        width = (limit - fixed) // entry
+        if (limit - fixed) // entry >= vocab:
+            return _Cut(rows, vocab)
+        width = (limit - fixed - 4 * rows * size) // entry  # slices, and sums over them
         if width >= min(vocab, LEAST_WIDTH) or rows <= LARGE.rows:
             break
         rows = -(-rows // (2 * LARGE.rows)) * LARGE.rows
-    if width >= vocab:
-        return _Cut(rows, vocab)
     unit = next((unit for unit in WIDTHS if width >= unit), WIDTHS[-1])
     return _Cut(rows, min(vocab, max(width // unit, 1) * unit))
 
