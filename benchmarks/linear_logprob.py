@@ -76,6 +76,8 @@ PRESETS = {
     "linear-gpu-more": [
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", ENTROPY),
         Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS, "frozen head", gradients=("hidden",)),
+        # where the workspace holds all logits until backward
+        Case({"N": 8192, "H": 4096, "V": 128256}, "bfloat16", OPTIONS, "6 GiB", workspace=6 * 2**30),
     ],
     **{f"group-{scale}": [_group(size, scale) for size in GROUPS] for scale in (1, 2, 4, 8, 16)},
     "lengths": [_length(tokens) for tokens in (1024, 16384, 65536)],
