@@ -46,12 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         given = options.parse(arguments)
+        _places(given)
         return _RUN.get(given.command, _bench)(given, arguments)
     except UsageError as error:
         print(f"rlkernel.bench: {error}", file=sys.stderr)
         words = [options.PROGRAM, options.command_of(arguments) or "", "--help"]
         print(f"help: {' '.join(filter(None, words))}", file=sys.stderr)
         return 2
+
+
+def _places(given: argparse.Namespace) -> None:
+    """What cannot be written is said before minutes of measuring, and not by a traceback after them."""
+    for name in ("json", "markdown", "plot"):
+        path = getattr(given, name, None)
+        if path in (None, "-"):
+            continue
+        file = Path(path)
+        place = (
+            file if file.exists() and not file.is_file() else file.resolve().parent
+        )  # a device, or a folder
+        if file.is_dir() or not os.access(place, os.W_OK):
+            raise UsageError(
+                f"--{name} must be a file that can be written, in a folder that is there, got {path}"
+            )
 
 
 def _on_device(given: argparse.Namespace) -> int:
@@ -232,16 +249,18 @@ def _report(given: argparse.Namespace, store: kept.Kept) -> int:
 def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], quiet: bool = False) -> None:
     """The tables, the summary that closes them, and the picture."""
     shown = rows if given.all else summary.without_oracle(rows)
+    if not quiet:  # first: a disk that is full takes no picture, and the tables are here all the same
+        closing = summary.table(rows)
+        for reading in head.get("noise", ()):
+            closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
+        render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
     if given.markdown:
-        report.write(given.markdown, render.markdown(shown, head))
+        try:
+            report.write(given.markdown, render.markdown(shown, head))
+        except OSError as error:
+            raise UsageError(f"--markdown must be a file that can be written, got {error}") from error
     if given.plot:
         plot.save(given.plot, rows, _title(head))
-    if quiet:
-        return
-    closing = summary.table(rows)
-    for reading in head.get("noise", ()):
-        closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
-    render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
 
 
 def _title(head: dict[str, Any]) -> str:
