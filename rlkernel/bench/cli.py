@@ -62,13 +62,10 @@ def _places(given: argparse.Namespace) -> None:
         if path in (None, "-"):
             continue
         file = Path(path)
-        place = (
-            file if file.exists() and not file.is_file() else file.resolve().parent
-        )  # a device, or a folder
-        if file.is_dir() or not os.access(place, os.W_OK):
-            raise UsageError(
-                f"--{name} must be a file that can be written, in a folder that is there, got {path}"
-            )
+        is_device = file.exists() and not file.is_file()
+        if file.is_dir() or not os.access(file if is_device else file.resolve().parent, os.W_OK):
+            want = "a file that can be written, in a folder that is there"
+            raise UsageError(f"--{name} must be {want}, got {path}")
 
 
 def _on_device(given: argparse.Namespace) -> int:
