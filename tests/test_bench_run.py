@@ -85,6 +85,15 @@ def test_a_killed_run_keeps_its_report_and_resume_goes_on(second_case, tmp_path,
     )
 
 
+def test_ctrl_c_is_no_traceback_where_there_are_no_cases(monkeypatch, capsys):
+    def read(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor, "read", read)
+    assert cli.main(["doctor", "--device", "cpu"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "rlkernel.bench: interrupted\n"
+
+
 def test_a_run_that_names_no_file_keeps_its_report_when_interrupted(
     second_case, tmp_path, monkeypatch, capsys
 ):

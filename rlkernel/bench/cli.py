@@ -42,7 +42,7 @@ MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage."""
+    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         given = options.parse(arguments)
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [options.PROGRAM, options.command_of(arguments) or "", "--help"]
         print(f"help: {' '.join(filter(None, words))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # outside of the cases, which keep what they have
+        _say("interrupted")
+        return INTERRUPTED
 
 
 def _places(given: argparse.Namespace) -> None:
