@@ -42,7 +42,7 @@ MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage, 130 after Ctrl-C."""
+    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage, 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         given = options.parse(arguments)
