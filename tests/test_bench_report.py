@@ -331,6 +331,13 @@ def test_bad_usage(arguments, message, capsys):
     assert "in a folder" not in message or "about" not in said.err, "said before anything is measured"
 
 
+def test_a_run_outside_of_a_checkout_states_no_commit():
+    head = {"machine": {"cpu": "a", "cpu details": "b"}, "device": "cpu", "versions": {"rlkernel": "0.1"}}
+    head |= {"command": "c", "date": "2026-01-01", "commit": None}
+    assert render.provenance(head)[1] == "rlkernel 0.1; 2026-01-01"
+    assert cli._title(head) == "a; rlkernel 0.1, 2026-01-01"
+
+
 def test_module_entry():
     command = [sys.executable, "-m", "rlkernel.bench", "faster"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})

@@ -142,6 +142,14 @@ def test_it_works_without_the_extension_and_says_so(monkeypatch, capsys):
     assert "the extension must have cpu" in output.err
 
 
+def test_the_hint_of_a_wheel_asks_no_package_index():
+    """Nothing is on one yet, so what is there under this name would be somebody else's."""
+    text = (ROOT / "rlkernel/native/__init__.py").read_text()
+    hints = re.findall(r"`(pip install [^`]+)`", text)
+    assert hints and all(hint.endswith(" .") for hint in hints)
+    assert "Nothing is on a package index yet" in (ROOT / "README.md").read_text()
+
+
 def test_require_accepts_what_was_built(monkeypatch, capsys):
     monkeypatch.setattr(
         info, "_extension", lambda: {"parts": {"cpu": ["avx2"], "cuda": ["90a"]}, "missing": None}
