@@ -265,7 +265,8 @@ def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], qui
 
 def _title(head: dict[str, Any]) -> str:
     gpu = head["machine"].get("cuda:0") if head["device"] == "cuda" else None
-    return f"{gpu or head['machine']['cpu']}; rlkernel {head['commit'] or head['versions']['rlkernel']}, {head['date']}"
+    version = head["commit"] or head["versions"]["rlkernel"]
+    return f"{gpu or head['machine']['cpu']}; rlkernel {version}, {head['date']}"
 
 
 def _fail(failures: list[str]) -> int:
