@@ -89,6 +89,7 @@ def test_a_file_that_the_build_needs_must_be_sent(faults):
     [
         (["--largest", "10"], "--largest must be from 0 to 9, got 10"),
         (["--batch", "12"], "--batch must be a multiple of 8, got 12"),
+        (["--short", "--largest", "2"], "--batch must be at most 8 x the 9 sums up to 2, got 128"),
         (
             ["--json", "nowhere/found.json"],
             "--json must name a file in a folder that is there, got nowhere/found.json",
