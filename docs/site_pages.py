@@ -21,8 +21,14 @@ OTHERS = {
     "rlkernel.routing_replay": "routing_replay",
     "rlkernel.runtime": "backends",
 }
-TITLES = {"backends": "Backends, memory, checks", "frameworks": "Frameworks"}
+TITLES = {
+    "backends": "Backends, memory, checks",
+    "frameworks": "Frameworks",
+    "testing": "Assertions for tests",
+}
 # What a public name stands for, where its own docstring points to another.
+# A public module that is not loaded by ``import rlkernel``.
+APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",
@@ -97,6 +103,8 @@ def api():
     for name in sorted({*public, *sources} - {"TYPE_CHECKING", "Any"}, key=order):
         if name in sources:  # and not __version__
             pages.setdefault(page_of(sources[name]), []).append(f"rlkernel.{name}")
+    for page, name in APART.items():
+        pages[page] = [name]
     for page, names in pages.items():
         names.sort(key=lambda name: name != f"rlkernel.{page}")  # the op's own name first
     return {page: pages[page] for page in sorted(pages, key=lambda page: (not is_op(page), page))}

@@ -365,10 +365,15 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, **short:
     if parser.parse_args(arguments).short:
         parser.set_defaults(**short)
     args = parser.parse_args(arguments)
+    prompts = (args.largest + 1) ** 2
     for wrong, text in (
         (not 0 <= args.largest <= 9, f"--largest must be from 0 to 9, got {args.largest}"),
         (args.steps < 1, f"--steps must be 1 or more, got {args.steps}"),
         (args.batch < 8 or args.batch % 8, f"--batch must be a multiple of 8, got {args.batch}"),
+        (  # TRL makes no step of fewer prompts than a batch has
+            args.batch > 8 * prompts,
+            f"--batch must be at most 8 x the {prompts} sums up to {args.largest}, got {args.batch}",
+        ),
         (
             args.json and not args.json.resolve().parent.is_dir(),
             f"--json must name a file in a folder that is there, got {args.json}",

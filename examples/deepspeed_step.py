@@ -119,6 +119,11 @@ def main() -> None:
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    if args.json and not args.json.resolve().parent.is_dir():
+        parser.error(f"--json must name a file in a folder that is there, got {args.json}")
     if args.worker:
         record = train(args.worker, args)
         (args.folder / f"{args.worker}.json").write_text(json.dumps(record))

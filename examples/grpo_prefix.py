@@ -261,7 +261,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    if args.json and not args.json.resolve().parent.is_dir():
+        parser.error(f"--json must name a file in a folder that is there, got {args.json}")
+    return args
 
 
 def main() -> None:

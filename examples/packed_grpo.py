@@ -118,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument(
+        "--group", type=int, default=8, help="of one: no advantage, and no gradient to compare"
+    )
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -126,6 +128,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     options = parser.parse_args()
+    for name, value in vars(options).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json must name a file in a folder that is there, got {options.json}")
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(options.layers, options.hidden).to(device)

@@ -111,6 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--updates", type=int, default=10)
     options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     batch = make_batch(options.batch, options.length, device)

@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--top-p", type=float, default=0.8)
     arguments = parser.parse_args()
+    for name, value in vars(arguments).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     policy = (2.5 * torch.randn(arguments.vocab, arguments.vocab, generator=generator)).to(device)

@@ -66,6 +66,7 @@ from rlkernel.runtime import ranges as _ranges
 from rlkernel.runtime.ranges import nvtx_ranges
 
 _log.set_up()
+debug.set_up()
 _ranges.set_up()
 
 if TYPE_CHECKING:  # see __getattr__

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.integrations.vllm import switch
 from rlkernel.prefix.layout import PrefixLayout
+from rlkernel.runtime import workspace
 
 # module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
@@ -77,6 +79,7 @@ def collect() -> dict[str, Any]:
         "extension": _extension(),
         "optional": {module: _version(name, module) for module, name in OPTIONAL.items()},
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "wrong": _wrong(),
         "ops": {op: {device: _choice(op, device) for device in _devices()} for op in dispatch.ops()},
     }
 
@@ -155,6 +158,20 @@ def _extension() -> dict[str, Any]:
     return {"parts": {part: list(archs) for part, archs in built.items()}, "missing": None}
 
 
+def _wrong() -> dict[str, str]:
+    """What is the matter with variables that the first call which reads them would refuse."""
+    found = {}
+    isas = _extension()["parts"].get("cpu", [])
+    if (isa := os.environ.get("RLKERNEL_CPU_ISA")) and isas and isa not in isas:
+        found["RLKERNEL_CPU_ISA"] = f"RLKERNEL_CPU_ISA must be one of {', '.join(isas)}, got {isa!r}"
+    for name, read in (("RLKERNEL_WORKSPACE_MIB", workspace.limit), (switch.SWITCH, switch.asked)):
+        try:
+            read()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def _choice(op: str, device: str) -> dict[str, Any]:
     """The backend that would run ``op`` on small inputs on ``device``, and why the others would not."""
     tensors = [x for x in _inputs(op, device).values() if isinstance(x, Tensor)]
@@ -199,6 +216,7 @@ def render(info: dict[str, Any], every: bool = False) -> str:
     lines.append("")
     width = max(map(len, info["environment"])) + 2
     lines += [f"{name:<{width}}{value or 'not set'}" for name, value in info["environment"].items()]
+    lines += [f"wrong: {why}" for why in info["wrong"].values()]
     lines += _op_by_op(info["ops"]) if every else _grouped(info["ops"])
     return "\n".join(lines)
 

@@ -32,13 +32,20 @@ __all__ = [
     "ulps",
 ]
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_bitwise(got: Tensor, want: Tensor, name: str = "result") -> None:
     """Raise AssertionError unless the two have the same bits; NaN equals NaN, and -0 is not 0.
 
     The message says how many elements differ, where the first one stands, and what is there in each.
+
+    Examples:
+        >>> x = torch.tensor([1.0, torch.nan])
+        >>> testing.assert_bitwise(x * 2, x + x)
+        >>> testing.assert_bitwise(torch.tensor([-0.0]), torch.tensor([0.0]))
+        Traceback (most recent call last):
+        AssertionError: result[0] is tensor(-0.), want tensor(0.); 1 differ
     """
     _same_kind(got, want, name)
     differs = bits.differ(got, want)
@@ -55,8 +62,12 @@ def ulps(got: Tensor, want: Tensor) -> Tensor:
     other signs count as 2**61 from 0 at most.
 
     Args:
-        got: floating-point, of two, four or eight bytes an element.
+        got: floating-point, of one, two, four or eight bytes an element.
         want: of the same shape and dtype.
+
+    Examples:
+        >>> testing.ulps(torch.tensor([1.0, 0.0]), torch.tensor([1.0 + 2**-22, -0.0]))
+        tensor([2, 0])
     """
     _same_kind(got, want, "got")
     if not got.is_floating_point():
@@ -70,7 +81,12 @@ def ulps(got: Tensor, want: Tensor) -> Tensor:
 
 
 def assert_close_ulps(got: Tensor, want: Tensor, most: int, name: str = "result") -> None:
-    """Raise AssertionError where two elements are more than ``most`` units in the last place apart."""
+    """Raise AssertionError where two elements are more than ``most`` units in the last place apart.
+
+    Examples:
+        >>> x = torch.rand(100)
+        >>> testing.assert_close_ulps(x * 3, x + x + x, 1)
+    """
     _same_kind(got, want, name)
     distance = ulps(got, want)
     if distance.numel() and int(distance.max()) > most:
@@ -95,6 +111,11 @@ def assert_within_budget(
         torchs: the same by PyTorch, in the dtype of the inputs.
         truth: the same in fp64.
         magnitude: of the numbers whose difference the result is, where it may itself come out smaller.
+
+    Examples:
+        >>> x = torch.randn(4, 32)
+        >>> mine = x - rlkernel.logprob(x, torch.zeros(4, dtype=torch.int64)).lse[:, None]
+        >>> testing.assert_within_budget(mine, x.log_softmax(-1), x.double().log_softmax(-1))
     """
     ours, theirs = largest_error(got, truth), largest_error(torchs, truth)
     finite = truth[truth.isfinite()]
@@ -117,8 +138,17 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-    """An output that nothing has written yet, so that what is forgotten shows: NaN, or the least integer."""
-    worst: Any = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    """An output that nothing has written yet, so that what is forgotten shows: NaN, the least integer, True.
+
+    Examples:
+        >>> testing.poisoned(2, 3)
+        tensor([[nan, nan, nan],
+                [nan, nan, nan]])
+    """
+    if dtype == torch.bool:
+        worst: Any = True
+    else:
+        worst = torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
     return torch.full(shape, worst, dtype=dtype, device=device)
 
 
@@ -131,6 +161,13 @@ def shapes(
         dimensions: the smallest and the largest of each dimension.
         width: of a vector, a warp or a tile.
         make: of the numbers drawn, for example a function that makes the inputs.
+
+    Examples:
+        >>> from hypothesis import given
+        >>> @given(testing.shapes((0, 5), (1, 100)))
+        ... def holds(shape):
+        ...     testing.assert_close_ulps(torch.ones(shape).exp().log(), torch.ones(shape), 1)
+        >>> holds()
     """
     from hypothesis import strategies
 
@@ -151,6 +188,8 @@ def _same_kind(got: Tensor, want: Tensor, name: str) -> None:
 
 def _place(x: Tensor) -> Tensor:
     """Where a number stands among all of its dtype, 0 in the middle."""
+    if x.dtype == torch.float8_e8m0fnu:  # of scales: a power of two without a sign
+        return x.contiguous().view(torch.uint8).long()
     whole = x.contiguous().view(_INTEGERS[x.element_size()]).long()
     least = -(1 << (8 * x.element_size() - 1))
     return torch.where(whole < 0, least - whole, whole)

@@ -310,7 +310,11 @@ def test_gate_ignores_bare_gemms_and_backends_that_are_not_preferred():
         (["speed", "--seconds", "0"], "--seconds must be seconds above 0, got 0"),
         (["speed", "--threads", "two"], "--threads must be >= 1, got two"),
         (["--resume", "--json", "-"], "--resume must have a report that is a file"),
-        (["--json", "absent/x.json", *TINY], "--json must be a file that can be written"),
+        (["--json", "absent/x.json", *TINY], "in a folder that is there, got absent/x.json"),
+        (["--markdown", "absent/x.md", *TINY], "--markdown must be a file that can be written, in a folder"),
+        (["--plot", "absent/x.png", *TINY], "--plot must be a file that can be written, in a folder"),
+        (["consistency", "--json", "."], "--json must be a file that can be written, in a folder"),
+        (["predict", "--device", "h100", "--markdown", "absent/x.md"], "--markdown must be a file"),
         (["faster"], "the command must be of parity, memory, speed, show"),
         (["show", "a.json", "b.json"], "show must be given one report, got 2"),
         (["doctor", "--op", "gae"], "doctor must be given --help, --device, --threads, --seconds alone"),
@@ -322,7 +326,16 @@ def test_gate_ignores_bare_gemms_and_backends_that_are_not_preferred():
 )
 def test_bad_usage(arguments, message, capsys):
     assert cli.main(arguments) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err and "None" not in said.err and not said.out
+    assert "in a folder" not in message or "about" not in said.err, "said before anything is measured"
+
+
+def test_a_run_outside_of_a_checkout_states_no_commit():
+    head = {"machine": {"cpu": "a", "cpu details": "b"}, "device": "cpu", "versions": {"rlkernel": "0.1"}}
+    head |= {"command": "c", "date": "2026-01-01", "commit": None}
+    assert render.provenance(head)[1] == "rlkernel 0.1; 2026-01-01"
+    assert cli._title(head) == "a; rlkernel 0.1, 2026-01-01"
 
 
 def test_module_entry():

@@ -78,7 +78,20 @@ def test_a_killed_run_keeps_its_report_and_resume_goes_on(second_case, tmp_path,
     assert cli.main([*arguments, "--resume"]) == 0 and not began
     assert "the report is complete" in capsys.readouterr().err
     assert cli.main([*arguments, "--seconds", "0.02", "--resume"]) == 2
-    assert "--resume must go on with a report of the same settings" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "--resume must go on with a report of the same settings ({'seconds': 0.01}), got {'seconds': 0.02}"
+        in said
+    )
+
+
+def test_ctrl_c_is_no_traceback_where_there_are_no_cases(monkeypatch, capsys):
+    def read(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor, "read", read)
+    assert cli.main(["doctor", "--device", "cpu"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "rlkernel.bench: interrupted\n"
 
 
 def test_a_run_that_names_no_file_keeps_its_report_when_interrupted(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import rlkernel
+from rlkernel import testing
 
 # Their examples need the framework; vLLM's runs in its own environment (tests/integrations/in_vllm).
 FRAMEWORK = {
@@ -24,7 +25,7 @@ FRAMEWORK = {
     "patch_vllm": "vllm",
     "register_hf": "transformers",
 }
-MODULES = ("consistency", "debug", "routing_replay", "workspace")
+MODULES = ("consistency", "debug", "routing_replay", "testing", "workspace")
 PUBLIC = [
     *rlkernel.__all__,
     "batch_invariant",
@@ -63,6 +64,7 @@ def model():
 def failures(name, text):
     """What differs from what the examples of a docstring say, and how many there are."""
     names = {"torch": torch, "rlkernel": rlkernel, "np": numpy, "base64": base64, "tempfile": tempfile}
+    names["testing"] = testing
     if name.startswith("routing_replay.") and name.endswith(OF_MODELS):
         names["model"] = model()
     if FRAMEWORK.get(name) == "transformers":

@@ -89,6 +89,7 @@ def test_a_file_that_the_build_needs_must_be_sent(faults):
     [
         (["--largest", "10"], "--largest must be from 0 to 9, got 10"),
         (["--batch", "12"], "--batch must be a multiple of 8, got 12"),
+        (["--short", "--largest", "2"], "--batch must be at most 8 x the 9 sums up to 2, got 128"),
         (
             ["--json", "nowhere/found.json"],
             "--json must name a file in a folder that is there, got nowhere/found.json",
@@ -102,3 +103,20 @@ def test_what_cannot_run_is_said_at_once(words, said):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode and run.stderr.splitlines()[-1].endswith(said), run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollout_ratio.py --batch 0", "--batch must be 1 or more, got 0"),
+        ("packed_grpo.py --steps 0", "--steps must be 1 or more, got 0"),
+        ("packed_grpo.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
+        ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
+    ],
+)
+def test_a_count_of_none_is_refused(words, said):
+    name, *arguments = words.split()
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 2 and run.stderr.splitlines()[-1].endswith(said), run.stderr

@@ -102,6 +102,35 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         log.set_up()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RLKERNEL_CPU_ISA", "avx3", "RLKERNEL_CPU_ISA must be one of baseline, .*got 'avx3'"),
+        ("RLKERNEL_WORKSPACE_MIB", "lots", "RLKERNEL_WORKSPACE_MIB must be a number >= 1, got 'lots'"),
+        (switch.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
+    ],
+)
+def test_a_variable_that_the_first_call_would_refuse_is_named(name, value, said, monkeypatch):
+    monkeypatch.setattr(info, "_extension", lambda: {"parts": {"cpu": ["baseline", "avx2"]}, "missing": None})
+    assert not info.collect()["wrong"]
+    monkeypatch.setenv(name, value)
+    shown = info.collect()
+    assert list(shown["wrong"]) == [name] and re.search(f"\nwrong: {said}", info.render(shown))
+
+
+@pytest.mark.parametrize("name", ["RLKERNEL_DEBUG", "RLKERNEL_NVTX"])
+def test_a_flag_that_is_neither_0_nor_1_is_an_error(name):
+    """RLKERNEL_DEBUG=false had turned the checks on."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import rlkernel"],
+        cwd=ROOT,
+        env={**os.environ, name: "false"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode and f"ValueError: {name} must be 0 or 1, got 'false'" in run.stderr
+
+
 def test_it_works_without_the_extension_and_says_so(monkeypatch, capsys):
     def absent():
         raise ImportError("rlkernel._C cannot be loaded: no such file")
@@ -111,6 +140,14 @@ def test_it_works_without_the_extension_and_says_so(monkeypatch, capsys):
     output = capsys.readouterr()
     assert "not built: rlkernel._C cannot be loaded: no such file" in output.out
     assert "the extension must have cpu" in output.err
+
+
+def test_the_hint_of_a_wheel_asks_no_package_index():
+    """Nothing is on one yet, so what is there under this name would be somebody else's."""
+    text = (ROOT / "rlkernel/native/__init__.py").read_text()
+    hints = re.findall(r"`(pip install [^`]+)`", text)
+    assert hints and all(hint.endswith(" .") for hint in hints)
+    assert "Nothing is on a package index yet" in (ROOT / "README.md").read_text()
 
 
 def test_require_accepts_what_was_built(monkeypatch, capsys):

@@ -327,16 +327,29 @@ def test_names_that_users_know(device, temperature):
     want = logp.gather(-1, index[..., None])[..., 0]
     close = dict(rtol=0, atol=2e-6)
     torch.testing.assert_close(rlkernel.selective_log_softmax(logits, index, temperature), want, **close)
-    torch.testing.assert_close(rlkernel.logprobs_from_logits(logits, index, temperature), want, **close)
+    torch.testing.assert_close(
+        rlkernel.logprobs_from_logits(logits, index, temperature=temperature), want, **close
+    )
     got = rlkernel.selective_log_softmax(logits, several, temperature)
     torch.testing.assert_close(got, logp.gather(-1, several), **close)
     grad = torch.autograd.grad(got.pow(2).sum(), logits, retain_graph=True)[0]
     want_grad = torch.autograd.grad(logp.gather(-1, several).pow(2).sum(), logits, retain_graph=True)[0]
     torch.testing.assert_close(grad, want_grad, rtol=0, atol=2e-5)
     entropy = -(logp.exp() * logp).sum(-1)
-    torch.testing.assert_close(rlkernel.entropy_from_logits(logits, temperature), entropy, **close)
+    torch.testing.assert_close(
+        rlkernel.entropy_from_logits(logits, temperature=temperature), entropy, **close
+    )
     with pytest.raises(ValueError, match=r"index must have shape \(3, 4\)"):
         rlkernel.selective_log_softmax(logits, index[:2])
+
+
+def test_what_peers_mean_by_the_next_argument_is_no_temperature():
+    """TRL's ``entropy_from_logits(logits, chunk_size)``, verl's ``logprobs_from_logits(x, i, inplace)``."""
+    logits, index = torch.randn(3, 50), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        rlkernel.entropy_from_logits(logits, 64)
+    with pytest.raises(TypeError, match="takes 2 positional arguments"):
+        rlkernel.logprobs_from_logits(logits, index, True)
 
 
 def test_against_the_real_trl():

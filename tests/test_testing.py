@@ -56,6 +56,24 @@ def test_bitwise_tells_zeros_apart_and_no_nan():
         testing.assert_bitwise(x * torch.tensor([-1.0, 1.0, 1.0]), x, "out")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_fp8_has_bits_and_ulps(dtype):
+    one, two = (torch.tensor([x]).to(dtype) for x in (1.0, 2.0))
+    testing.assert_bitwise(one, one.clone())
+    with pytest.raises(AssertionError, match="1 differ"):
+        testing.assert_bitwise(one, two)
+    mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2, torch.float8_e8m0fnu: 0}[dtype]
+    assert testing.ulps(one, two).item() == 2**mantissa
+    testing.assert_close_ulps(one, two, 2**mantissa)
+
+
+def test_bits_of_complex_numbers():
+    x = torch.tensor([0j, complex(1, math.nan)])
+    testing.assert_bitwise(x, x.clone())
+    with pytest.raises(AssertionError, match="1 differ"):
+        testing.assert_bitwise(torch.tensor([complex(-0.0, 0.0), complex(1, math.nan)]), x)
+
+
 def test_budget_is_twice_torchs_error_and_a_unit():
     truth = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)
     torchs = (truth + 1e-5).float()
@@ -77,6 +95,7 @@ def test_a_batch_that_shows_is_found():
 def test_poison_is_no_result():
     assert testing.poisoned(2, 3).isnan().all() and testing.poisoned(2, dtype=torch.bfloat16).isnan().all()
     assert testing.poisoned(2, dtype=torch.int32).tolist() == [-(2**31)] * 2
+    assert testing.poisoned(2, dtype=torch.bool).all() and testing.poisoned(1, dtype=torch.complex64).isnan()
 
 
 def test_shapes_find_tails():

@@ -149,7 +149,8 @@ def select(
         raise UsageError(f"--preset must be one of {', '.join(presets(benchmarks))}, got {preset}")
     if not chosen:
         letters = "; ".join(f"{op}: {','.join(module.DIMS)}" for op, module in benchmarks.items())
-        raise UsageError(f"an op must take these sizes ({letters}), got --shape {shape} --preset {preset}")
+        with_preset = "" if preset is None else f" --preset {preset}"
+        raise UsageError(f"an op must take these sizes ({letters}), got --shape {shape}{with_preset}")
     return chosen
 
 

@@ -42,16 +42,33 @@ MEMORY_PRESETS = {"cpu": ("group-16", "lengths"), "cuda": ("group-1", "lengths")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage."""
+    """Run the command; 0 when all is well, 1 when parity or the gate fails, 2 on bad usage, 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         given = options.parse(arguments)
+        _places(given)
         return _RUN.get(given.command, _bench)(given, arguments)
     except UsageError as error:
         print(f"rlkernel.bench: {error}", file=sys.stderr)
         words = [options.PROGRAM, options.command_of(arguments) or "", "--help"]
         print(f"help: {' '.join(filter(None, words))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # outside of the cases, which keep what they have
+        _say("interrupted")
+        return INTERRUPTED
+
+
+def _places(given: argparse.Namespace) -> None:
+    """What cannot be written is said before minutes of measuring, and not by a traceback after them."""
+    for name in ("json", "markdown", "plot"):
+        path = getattr(given, name, None)
+        if path in (None, "-"):
+            continue
+        file = Path(path)
+        is_device = file.exists() and not file.is_file()
+        if file.is_dir() or not os.access(file if is_device else file.resolve().parent, os.W_OK):
+            want = "a file that can be written, in a folder that is there"
+            raise UsageError(f"--{name} must be {want}, got {path}")
 
 
 def _on_device(given: argparse.Namespace) -> int:
@@ -232,21 +249,24 @@ def _report(given: argparse.Namespace, store: kept.Kept) -> int:
 def _pages(given: argparse.Namespace, rows: list[Row], head: dict[str, Any], quiet: bool = False) -> None:
     """The tables, the summary that closes them, and the picture."""
     shown = rows if given.all else summary.without_oracle(rows)
+    if not quiet:  # first: a disk that is full takes no picture, and the tables are here all the same
+        closing = summary.table(rows)
+        for reading in head.get("noise", ()):
+            closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
+        render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
     if given.markdown:
-        report.write(given.markdown, render.markdown(shown, head))
+        try:
+            report.write(given.markdown, render.markdown(shown, head))
+        except OSError as error:
+            raise UsageError(f"--markdown must be a file that can be written, got {error}") from error
     if given.plot:
         plot.save(given.plot, rows, _title(head))
-    if quiet:
-        return
-    closing = summary.table(rows)
-    for reading in head.get("noise", ()):
-        closing.notes += [f"busy {reading['when']} the run: {problem}" for problem in reading["problems"]]
-    render.show(shown, head, sys.stdout, [closing] if closing.rows else [])
 
 
 def _title(head: dict[str, Any]) -> str:
     gpu = head["machine"].get("cuda:0") if head["device"] == "cuda" else None
-    return f"{gpu or head['machine']['cpu']}; rlkernel {head['commit']}, {head['date']}"
+    version = head["commit"] or head["versions"]["rlkernel"]
+    return f"{gpu or head['machine']['cpu']}; rlkernel {version}, {head['date']}"
 
 
 def _fail(failures: list[str]) -> int:

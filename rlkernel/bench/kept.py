@@ -68,9 +68,10 @@ class Kept:
         before = stored["header"]
         for name in SAME:
             if before.get(name) != self.head[name]:
+                had, got = _differing(before.get(name), self.head[name])
                 raise UsageError(
-                    f"--resume must go on with a report of the same {name} ({before.get(name)}), "
-                    f"got {self.head[name]}: leave --resume out, or name another --json"
+                    f"--resume must go on with a report of the same {name} ({had}), "
+                    f"got {got}: leave --resume out, or name another --json"
                 )
         self.rows = stored["rows"]
         self.head |= {name: before[name] for name in ("took", "noise")}
@@ -86,3 +87,11 @@ class Kept:
             if self.asked:
                 raise UsageError(f"--json must be a file that can be written, got {error}") from error
             self.path = None  # the run is worth more than a copy that nobody asked for
+
+
+def _differing(before: Any, now: Any) -> tuple[Any, Any]:
+    """Of two mappings only what is not the same, as a reader would look for."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before, now
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return {name: before.get(name) for name in names}, {name: now.get(name) for name in names}

@@ -236,9 +236,10 @@ def provenance(head: dict[str, Any]) -> list[str]:
     machine = head["machine"].get("cuda:0") if head["device"] == "cuda" else head["machine"]["cpu"]
     details = "" if head["device"] == "cuda" else f" ({head['machine']['cpu details']})"
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    commit = f"commit {head['commit']}, " if head["commit"] else ""  # none outside of a checkout
     return [
         f"{machine}{details}",
-        f"{versions}; commit {head['commit']}, {head['date']}",
+        f"{versions}; {commit}{head['date']}",
         f"$ {head['command']}",
     ]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST = torch.iinfo(torch.int64).max
 
 
@@ -39,6 +39,8 @@ def bit_lengths(x: Tensor) -> Tensor:
 
 def differ(a: Tensor, b: Tensor) -> Tensor:
     """Where two tensors of one dtype and shape have other bits.  All NaNs are alike; -0 is not 0."""
+    if a.is_complex():
+        return differ(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())).any(-1)
     if not a.is_floating_point():
         return a != b
     return (as_integers(a) != as_integers(b)) & ~(a.isnan() & b.isnan())

@@ -43,7 +43,7 @@ ON_HOST = ("cpu", "emulated")  # parts without a stream
 BUILD = "build it where a C++ compiler is, " + (
     "with `make build` in the source tree"
     if Path(__file__).parents[2].joinpath("setup.py").exists()
-    else "with `pip install --force-reinstall --no-deps --no-binary rlkernel rlkernel`"
+    else "with `pip install --force-reinstall --no-deps .` in a checkout or its source archive"
 )
 
 

@@ -31,7 +31,8 @@ def typed(function: F, options: Callable[..., Any] | None = None) -> F:
     is a name, a sequence or a record stays the function's affair, as all values do.
     ``options``: the function that takes the keywords that this one hands on.
     """
-    names = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     wanted = _wanted(function) if options is None else _wanted(options) | _wanted(function)
     places = tuple(wanted.get(name) for name in names)
     is_compiling = torch.compiler.is_compiling

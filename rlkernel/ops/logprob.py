@@ -169,9 +169,9 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
 
 
 @typed
-def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def logprobs_from_logits(logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-probabilities of ``labels``: ``logprob(logits, labels).logprobs``, under verl's and DeepSpeed-
-    Chat's name.
+    Chat's name.  ``temperature`` is a keyword, because verl's third argument is ``inplace_backward``.
 
     Examples:
         >>> rlkernel.logprobs_from_logits(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([1]))
@@ -183,8 +183,10 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float | Te
 
 
 @typed
-def entropy_from_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
     """Entropy of ``softmax(logits / T)`` in nats, fp32, [...]: the name that TRL and verl share.
+
+    ``temperature`` is a keyword, because TRL's second argument is ``chunk_size``, which nothing here needs.
 
     Examples:
         >>> rlkernel.entropy_from_logits(torch.zeros(2, 8))

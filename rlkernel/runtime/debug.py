@@ -13,6 +13,19 @@ __all__ = ["checks", "enabled"]  # what users call
 setting: ContextVar[bool | None] = ContextVar("rlkernel_debug", default=None)
 
 
+def flag(name: str) -> bool:
+    """An environment variable that is 0 or 1; raises ValueError for another word, such as "false"."""
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def set_up() -> None:
+    """Look at ``RLKERNEL_DEBUG`` once, where rlkernel is imported: the calls that read it do not."""
+    flag("RLKERNEL_DEBUG")
+
+
 def enabled() -> bool:
     """Whether debug checks are on: inside ``checks()``, else by the environment variable
     ``RLKERNEL_DEBUG=1``.

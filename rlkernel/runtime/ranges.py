@@ -14,6 +14,7 @@ import torch
 from torch.autograd import profiler
 
 from rlkernel import dispatch
+from rlkernel.runtime import debug
 
 VARIABLE = "RLKERNEL_NVTX"
 
@@ -36,9 +37,10 @@ def set_up() -> None:
 
     Raises:
         RuntimeError: torch was built without NVTX.
+        ValueError: the variable is neither 0 nor 1.
     """
     global _always
-    on = os.environ.get(VARIABLE, "0") not in ("", "0")
+    on = debug.flag(VARIABLE)
     if on:
         _need_nvtx(f"{VARIABLE}={os.environ[VARIABLE]}")
     _always = on
