@@ -49,14 +49,17 @@ BF16_ISA, BF16_SOURCES = {"avx512_bf16": "-march=x86-64-v4 -mavx512bf16"}, ("mat
 # kernel. A compiler that does not take the precompiled file reads the header itself.
 PRECOMPILED = ("algorithm", "cmath", "immintrin.h", "memory", "vector")
 # What nvcc compiles as one source: its passes for each architecture take more than a second, whatever a file
-# holds. Two, not one: a change compiles the half that it is in.
+# holds. Not all as one: a change compiles the part that it is in, and PTX is made for more architectures of the
+# filters, which ask for one.
 TOGETHER = {
+    "filters": ("sampling_bf16", "sampling_f16", "sampling_f32"),
     "rows": ("layer_norm", "rms_norm", "rotary", "swiglu"),
     "sequences": (
         "errors",
         "gae",
         "group_advantages",
         "kl_shaped_rewards",
+        "policy_loss",
         "preference_loss",
         "prefix_shared_attention",
         "value_loss",
