@@ -41,7 +41,7 @@ inline Floats expm1(Floats x) {
 }
 
 // NaN stays NaN.
-inline Floats bounded(Floats x, Floats bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+inline Floats within(Floats x, Floats bound) { return x > bound ? bound : x < -bound ? -bound : x; }
 
 template <KlEstimator kEstimator>
 inline Floats kl_of(Floats d) {
@@ -72,8 +72,8 @@ void shape(const KlShapedRewards& k, int64_t slot) {
   const auto at = [&](int64_t i, int count) {
     const bool whole = count == kWidth;
     const auto read = [&](const float* p) { return whole ? load(p + i) : load_part(p + i, count); };
-    const Floats d = bounded(read(c.logprobs) - read(c.ref_logprobs), input);
-    Floats result = zero - beta * bounded(kl_of<kEstimator>(d), output);
+    const Floats d = within(read(c.logprobs) - read(c.ref_logprobs), input);
+    Floats result = zero - beta * within(kl_of<kEstimator>(d), output);
     if (!k.per_sequence) result = read(c.rewards) + result;
     if (c.mask != nullptr) result = load_mask(c.mask + i, count) ? result : zero;
     if (whole) store(c.out + i, result);

@@ -11,6 +11,12 @@
 #include "matmul/few_rows.h"
 #include "matmul/strip.h"
 
+#if defined(__AVX512BF16__)
+namespace rlkernel::cpu::avx512 {
+int matmul(const Matmul& x);
+}
+#endif
+
 namespace rlkernel::cpu::RLKERNEL_ISA {
 namespace {
 
@@ -110,6 +116,10 @@ struct Task {
   int64_t z, m0, m1, n0, n1;
 };
 
+// Whether columns of T may be those of an operand, where it is; panels hold fp32.
+template <class Order, class T>
+constexpr bool kInPlace = std::is_same_v<Order, Singles> || std::is_same_v<T, bf16>;
+
 // The rows of a task by a block of its columns.
 template <class Order, class T>
 void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, const Columns<T>& b, float* a, Strip strip) {
@@ -120,8 +130,10 @@ void run_block(const Matmul& x, const Plan& plan, const Task& task, int64_t n, c
     const Panels<Order> packed{const_cast<float*>(strip.a), wide, strip.groups};
     if (!plan.keep || n == task.n0) pack(x.a, task.z, m, m + rows, x.K, packed);
     const int registers = static_cast<int>(wide / kChains);
-    if (!plan.pack && m == task.m0) run_strip<Order, true>(registers, strip, b);  // the first strip, which waits for memory
-    else run_strip<Order, false>(registers, strip, b);
+    bool run = false;
+    if constexpr (kInPlace<Order, T>)
+      if (run = !plan.pack && m == task.m0; run) run_strip<Order, true>(registers, strip, b);  // the first, which waits for memory
+    if (!run) run_strip<Order, false>(registers, strip, b);
     with_type(x.out_dtype, [&](auto t) { store_rows<Order, decltype(t)>(x, task.z, m, rows, n, b.count, strip.results, strip.stride); });
   }
 }
@@ -177,6 +189,9 @@ void run_task(const Matmul& x, const Plan& plan, const Task& task) {
 }  // namespace
 
 int matmul(const Matmul& x) {
+#if defined(__AVX512BF16__)
+  if (!takes_pairs(x)) return avx512::matmul(x);  // what it compiles is the same, and is compiled once
+#endif
   if (x.batch == 0 || x.M == 0 || x.N == 0) return 0;
   const bool parallel = x.M * x.N * x.K >= kParallel / x.batch;
   int64_t element = 4;

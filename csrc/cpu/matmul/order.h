@@ -124,11 +124,18 @@ struct Pairs {
   }
 };
 
-// Calls body with the order of two operands.
+inline bool takes_pairs(const Matmul& x) { return x.a.dtype == Dtype::bf16 && x.b.dtype == Dtype::bf16; }
+
+// Calls body with the order of two operands. With AVX-512-BF16 there is code of pairs alone: what else is multiplied has nothing
+// of it.
 template <class Body>
-void with_order(const Matmul& x, Body body) {
-  if (x.a.dtype == Dtype::bf16 && x.b.dtype == Dtype::bf16) body(Pairs{});
+void with_order([[maybe_unused]] const Matmul& x, Body body) {
+#if defined(__AVX512BF16__)
+  body(Pairs{});
+#else
+  if (takes_pairs(x)) body(Pairs{});
   else body(Singles{});
+#endif
 }
 
 // Calls body with a value of the type of an operand, which the order may leave no choice.

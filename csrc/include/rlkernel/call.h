@@ -13,14 +13,17 @@
 
 namespace rlkernel::bind {
 
-template <class Launch>
-struct Kernel {
+struct NamedKernel {
   const char* name;
   int32_t device;  // DLPack's kind: where its tensors are
-  Launch launch;
   const char* (*describe)(int);
   PyMethodDef method;
   std::string signature;
+};
+
+template <class Launch>
+struct Kernel : NamedKernel {
+  Launch launch;
 };
 
 // The names of an enum, interned: Python's literals are the same objects.
@@ -176,25 +179,34 @@ void each_keyword(Call& call, Visit&& visit) {
 }
 
 // Python's type of a field.
-inline std::string annotation(const Optional&) { return "Tensor | None"; }
-inline std::string annotation(const Tensor&) { return "Tensor"; }
-inline std::string annotation(bool) { return "bool"; }
-inline std::string annotation(float) { return "float"; }
-inline std::string annotation(double) { return "float"; }
-inline std::string annotation(int64_t) { return "int"; }
-inline std::string annotation(uint32_t) { return "int"; }
-inline std::string annotation(const Each<float>&) { return "float | Tensor"; }
-inline std::string annotation(const Each<double>&) { return "float | Tensor"; }
-inline std::string annotation(const Each<int64_t>&) { return "int | Tensor"; }
+inline const char* annotation(const Optional&) { return "Tensor | None"; }
+inline const char* annotation(const Tensor&) { return "Tensor"; }
+inline const char* annotation(bool) { return "bool"; }
+inline const char* annotation(float) { return "float"; }
+inline const char* annotation(double) { return "float"; }
+inline const char* annotation(int64_t) { return "int"; }
+inline const char* annotation(uint32_t) { return "int"; }
+inline const char* annotation(const Each<float>&) { return "float | Tensor"; }
+inline const char* annotation(const Each<double>&) { return "float | Tensor"; }
+inline const char* annotation(const Each<int64_t>&) { return "int | Tensor"; }
 template <class Enum, std::enable_if_t<std::is_enum_v<Enum>, int> = 0>
-std::string annotation(Enum) { return "str"; }
+const char* annotation(Enum) {
+  return "str";
+}
+
+// What does not follow from the kernel is a function of its own, here and below: a copy for every field of every kernel would take
+// most of the time to compile.
+inline void add_keyword(std::vector<PyObject*>& names, const char* field) { names.push_back(PyUnicode_InternFromString(field)); }
+inline void add_annotation(std::string& text, const char* field, const char* type) {
+  text.append(", ").append(field).append(": ").append(type);
+}
 
 template <class Call>
 const std::vector<PyObject*>& keywords() {
   static const std::vector<PyObject*> names = [] {
     std::vector<PyObject*> found;
     Call sample{};
-    each_keyword(sample, [&](const char* field, auto&) { found.push_back(PyUnicode_InternFromString(field)); });
+    each_keyword(sample, [&](const char* field, auto&) { add_keyword(found, field); });
     return found;
   }();
   return names;
@@ -204,7 +216,7 @@ template <class Call>
 std::string signature() {
   std::string text = "(stream: int = 0, /, *";
   Call sample{};
-  each_keyword(sample, [&](const char* field, auto& value) { text += std::string(", ") + field + ": " + annotation(value); });
+  each_keyword(sample, [&](const char* field, auto& value) { add_annotation(text, field, annotation(value)); });
   return text + ") -> None";
 }
 
@@ -219,32 +231,51 @@ std::string signature() {
                        text(got.begin(), got.end()));
 }
 
+// What Python handed over, by keyword.
+class Given {
+ public:
+  Given(const char* kernel, const std::vector<PyObject*>& names, PyObject* const* arguments, Py_ssize_t count, PyObject* given)
+      : kernel_(kernel), names_(names), values_(arguments + count), given_(given) {
+    if (count > 1 || given == nullptr || PyTuple_GET_SIZE(given) != fields()) refuse_keywords(kernel, names, given);
+  }
+
+  // Of the next field.
+  PyObject* next() {
+    Py_ssize_t at = i_;  // callers mostly keep the order
+    if (PyTuple_GET_ITEM(given_, at) != names_[i_])
+      for (at = 0; at < fields() && !equal(PyTuple_GET_ITEM(given_, at), names_[i_]);) ++at;
+    if (at == fields()) refuse_keywords(kernel_, names_, given_);
+    ++i_;
+    return values_[at];
+  }
+
+ private:
+  Py_ssize_t fields() const { return static_cast<Py_ssize_t>(names_.size()); }
+
+  const char* kernel_;
+  const std::vector<PyObject*>& names_;
+  PyObject* const* values_;
+  PyObject* given_;
+  Py_ssize_t i_ = 0;
+};
+
 template <class Call, class Launch>
-PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* given) noexcept {
-  const auto& kernel = *static_cast<const Kernel<Launch>*>(PyCapsule_GetPointer(self, nullptr));
+int read_and_run(const NamedKernel& kernel, Given& given, void* stream) {
+  Call call{};
+  Reader reader(kernel.name, kernel.device);
+  each_keyword(call, [&](const char* name, auto& out) { reader.read(name, given.next(), out); });
+  const py::gil_scoped_release release;
+  return call.run(static_cast<const Kernel<Launch>&>(kernel).launch, stream);
+}
+
+inline PyObject* invoke_named(const NamedKernel& kernel, const std::vector<PyObject*>& names, PyObject* const* arguments,
+                              Py_ssize_t count, PyObject* keywords, int (*run)(const NamedKernel&, Given&, void*)) noexcept {
   try {
-    const auto& names = keywords<Call>();
-    const auto fields = static_cast<Py_ssize_t>(names.size());
-    if (count > 1 || given == nullptr || PyTuple_GET_SIZE(given) != fields) refuse_keywords(kernel.name, names, given);
+    Given given(kernel.name, names, arguments, count, keywords);
     void* stream = count ? PyLong_AsVoidPtr(arguments[0]) : nullptr;
     if (stream == nullptr && PyErr_Occurred()) throw py::error_already_set();
-    Call call{};
-    Reader reader(kernel.name, kernel.device);
-    Py_ssize_t i = 0;
-    each_keyword(call, [&](const char* name, auto& out) {
-      Py_ssize_t at = i;  // callers mostly keep the order
-      if (PyTuple_GET_ITEM(given, at) != names[i])
-        for (at = 0; at < fields && !equal(PyTuple_GET_ITEM(given, at), names[i]);) ++at;
-      if (at == fields) refuse_keywords(kernel.name, names, given);
-      reader.read(name, arguments[count + at], out);
-      ++i;
-    });
-    int error;
-    {
-      const py::gil_scoped_release release;
-      error = call.run(kernel.launch, stream);
-    }
-    if (error) throw std::runtime_error(std::string(kernel.name) + ": " + kernel.describe(error));
+    if (const int error = run(kernel, given, stream))
+      throw std::runtime_error(std::string(kernel.name) + ": " + kernel.describe(error));
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
@@ -259,12 +290,22 @@ PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count, P
 }
 
 template <class Call, class Launch>
+PyObject* invoke(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* given) noexcept {
+  const auto& kernel = *static_cast<const NamedKernel*>(PyCapsule_GetPointer(self, nullptr));
+  return invoke_named(kernel, keywords<Call>(), arguments, count, given, &read_and_run<Call, Launch>);
+}
+
+inline void add_function(py::module_& m, NamedKernel& kernel, PyCFunction function) {
+  kernel.method = {kernel.name, function, METH_FASTCALL | METH_KEYWORDS, kernel.signature.c_str()};
+  const py::capsule self(static_cast<void*>(&kernel));
+  m.add_object(kernel.name, py::reinterpret_steal<py::object>(PyCFunction_New(&kernel.method, self.ptr())));
+}
+
+template <class Call, class Launch>
 void define(py::module_& m, const char* name, int32_t device, Launch launch, const char* (*describe)(int)) {
-  auto* kernel = new Kernel<Launch>{name, device, launch, describe, {}, signature<Call>()};  // as long as the process
+  auto* kernel = new Kernel<Launch>{{name, device, describe, {}, signature<Call>()}, launch};  // as long as the process
   const auto function = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&invoke<Call, Launch>));
-  kernel->method = {name, function, METH_FASTCALL | METH_KEYWORDS, kernel->signature.c_str()};
-  const py::capsule self(static_cast<void*>(kernel));
-  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&kernel->method, self.ptr())));
+  add_function(m, *kernel, function);
 }
 
 }  // namespace rlkernel::bind

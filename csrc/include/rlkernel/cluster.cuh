@@ -1,13 +1,13 @@
-// Clusters: blocks that run side by side, wait for each other, and read and write each other's shared memory. GPUs of data
-// centers have them from sm_90 on; those of sm_120 have them too, but nobody has reckoned what an exchange takes there. Elsewhere,
-// and in code for other GPUs whatever it is launched with, every block is a cluster of its own.
+// Clusters: blocks that run side by side, wait for each other, and read and write each other's shared memory. GPUs have them from
+// sm_90 on, but on sm_120 nobody has reckoned what an exchange takes: there, and elsewhere, every block is a cluster of its own.
+// Code of sm_90 and later asks how large its cluster is, so that one PTX serves sm_100 and sm_120; what is launched says the host.
 #pragma once
 
 #include <atomic>
 
 #include "rlkernel/device.h"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define RLKERNEL_CLUSTERS
 #endif
 
@@ -142,8 +142,8 @@ inline int active_blocks(void (*kernel)(Arguments...), unsigned block) {
   return can ? blocks * multiprocessors : 0;
 }
 
-// How many clusters of `size` blocks, two at least. 0: the device knows none, or runs code of this kernel that was made for GPUs
-// without.
+// How many clusters of `size` blocks, two at least. 0: the device knows none or runs code of this kernel that was made for GPUs
+// without, or it is of sm_120 or later, whatever PTX its code came from.
 template <class... Arguments>
 inline int active_clusters(void (*kernel)(Arguments...), unsigned size, unsigned block) {
   int known = 0, clusters = 0;
@@ -156,7 +156,7 @@ inline int active_clusters(void (*kernel)(Arguments...), unsigned size, unsigned
   config.numAttrs = 1;
   const bool can = cudaDeviceGetAttribute(&known, cudaDevAttrClusterLaunch, current_device()) == cudaSuccess && known != 0 &&
                    cudaFuncGetAttributes(&compiled, kernel) == cudaSuccess && compiled.ptxVersion >= 90 &&
-                   compiled.ptxVersion < 120 && cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+                   compiled.binaryVersion < 120 && cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
   if (!can) static_cast<void>(cudaGetLastError());
   return can ? clusters : 0;
 }

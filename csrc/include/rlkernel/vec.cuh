@@ -109,6 +109,13 @@ __device__ __forceinline__ Bytes16 read_bytes(const char* p) {
   }
 }
 
+// Of the addresses that `read_bytes` tells apart.
+template <class T>
+__device__ __forceinline__ int alignment_of(const T* p) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p);
+  return address % 16 == 0 ? 16 : address % 4 == 0 ? 4 : 2;
+}
+
 // How many elements of T are in 16 bytes.
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));

@@ -20,7 +20,7 @@ __device__ __forceinline__ float expm1_unbounded(float x) {
 }
 
 // NaN stays NaN.
-__device__ __forceinline__ float bounded(float x, float bound) { return x > bound ? bound : x < -bound ? -bound : x; }
+__device__ __forceinline__ float within(float x, float bound) { return x > bound ? bound : x < -bound ? -bound : x; }
 
 __device__ __forceinline__ float kl_of(KlEstimator estimator, float d) {
   switch (estimator) {
@@ -76,9 +76,9 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kKlThreads, 2) kl_kernel(KlShapedR
     for (int k = 0; k < kKlPerThread; ++k) {
       const int i = k * kKlThreads + threadIdx.x;
       kept[k] = i < c.count && !c.padding && (c.mask == nullptr || c.mask[i] != 0);
-      const float d = bounded(kept[k] ? c.logprobs[i] - c.ref_logprobs[i] : 0.0f, arguments.kl_input);
+      const float d = within(kept[k] ? c.logprobs[i] - c.ref_logprobs[i] : 0.0f, arguments.kl_input);
       const float reward = kept[k] && !arguments.per_sequence ? c.rewards[i] : 0.0f;
-      result[k] = reward - arguments.beta * bounded(kl_of(arguments.estimator, d), arguments.kl_output);
+      result[k] = reward - arguments.beta * within(kl_of(arguments.estimator, d), arguments.kl_output);
       if (kept[k]) last = i;
     }
     const int paid = arguments.per_sequence ? paid_token(c, last) : -1;

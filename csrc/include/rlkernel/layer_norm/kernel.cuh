@@ -50,10 +50,12 @@ __global__ void RLKERNEL_LAUNCH_BOUNDS(kNormThreads, 2) layer_norm_forward_kerne
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         y[k] = ((y[k] - mean) - shift) * rstd;
-        if (k >= count) continue;
-        if (f.weight != nullptr) y[k] *= weight.at(i + k);
-        if (f.bias != nullptr) y[k] += bias.at(i + k);
+        if (f.weight != nullptr && k < count) y[k] *= weight.at(i + k);
       }
+      // a loop of its own: of one for both nvcc asks their types element by element
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (f.bias != nullptr && k < count) y[k] += bias.at(i + k);
       write_floats(out + i, count, y);
     });
   });

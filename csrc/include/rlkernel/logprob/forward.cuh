@@ -49,23 +49,51 @@ __device__ __forceinline__ void add(Softmax& part, const Row<T, kMapped>& row, c
   }
 }
 
-// This thread's part of a row. Which elements it takes, in which order, follows from their places alone: rows that are not
-// aligned to 16 bytes are read by narrower reads of the same elements.
+// kCount vectors of this thread, each `step` vectors behind the one before.
+template <int kAlign, int kCount>
+__device__ __forceinline__ void read_vectors(Bytes16 (&vectors)[kCount], const char* bytes, int v, int step) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) vectors[k] = read_bytes<kAlign>(bytes + int64_t{16} * (v + k * step));
+}
+
+// The same of rows whose alignment is known when they are read.
+template <class T, int kCount>
+__device__ __forceinline__ void read_vectors(Bytes16 (&vectors)[kCount], const char* bytes, int v, int step, int align) {
+  if (align == 16) read_vectors<16>(vectors, bytes, v, step);
+  else if (sizeof(T) == 4 || align == 4) read_vectors<4>(vectors, bytes, v, step);
+  else read_vectors<sizeof(T) == 2 ? 2 : 4>(vectors, bytes, v, step);
+}
+
+// Those of this thread's vectors that come kUnroll at a time; kAlign is 0 where `align` says it.
 template <bool kEntropy, int kAlign, class T, bool kMapped>
-__device__ __forceinline__ Softmax accumulate(const Row<T, kMapped>& row, float scale) {
+__device__ __forceinline__ void add_many(Softmax& part, const Row<T, kMapped>& row, int& v, float scale, int align) {
   constexpr int kSize = kVector<T>, kReads = kUnroll<kMapped>;
   const int whole = row.vocab / kSize, step = blockDim.x;
   const char* bytes = reinterpret_cast<const char*>(row.x);
-  Softmax part = nothing_seen();
-  int v = threadIdx.x;
   for (; v + (kReads - 1) * step < whole; v += kReads * step) {
     Bytes16 vectors[kReads];
-#pragma unroll
-    for (int k = 0; k < kReads; ++k) vectors[k] = read_bytes<kAlign>(bytes + int64_t{16} * (v + k * step));
+    if constexpr (kAlign != 0) read_vectors<kAlign>(vectors, bytes, v, step);
+    else read_vectors<T>(vectors, bytes, v, step, align);
     add<kEntropy, false>(part, row, vectors, v * kSize, step * kSize, kSize, scale);
   }
+}
+
+// This thread's part of a row. Which elements it takes, in which order, follows from their places alone: rows that are not
+// aligned to 16 bytes are read by narrower reads of the same elements. Code for each alignment is made where an element takes
+// little but its read: of mapped ones it would be two thirds of the kernel, as it would be of the vectors that come one by one.
+template <bool kEntropy, class T, bool kMapped>
+__device__ __forceinline__ Softmax accumulate(const Row<T, kMapped>& row, float scale) {
+  constexpr int kSize = kVector<T>;
+  const int whole = row.vocab / kSize, step = blockDim.x, align = alignment_of(row.x);
+  Softmax part = nothing_seen();
+  int v = threadIdx.x;
+  if constexpr (kMapped) add_many<kEntropy, 0>(part, row, v, scale, align);
+  else if (align == 16) add_many<kEntropy, 16>(part, row, v, scale, align);
+  else if (sizeof(T) == 4 || align == 4) add_many<kEntropy, 4>(part, row, v, scale, align);
+  else add_many<kEntropy, sizeof(T) == 2 ? 2 : 4>(part, row, v, scale, align);
   for (; v < whole; v += step) {
-    const Bytes16 vectors[1] = {read_bytes<kAlign>(bytes + int64_t{16} * v)};
+    Bytes16 vectors[1];
+    read_vectors<T>(vectors, reinterpret_cast<const char*>(row.x), v, step, align);
     add<kEntropy, false>(part, row, vectors, v * kSize, 0, kSize, scale);
   }
   const int rest = row.vocab - whole * kSize;
@@ -116,10 +144,7 @@ __device__ __forceinline__ void forward_row(const LogprobForward& f, int64_t r) 
   const float temperature = row_temperature(f.tile, r), scale = kLog2E / temperature;
   const int place = place_of(target, f.tile);
   const float at_target = threadIdx.x == 0 && place >= 0 ? row.y(place) : nan();
-  Softmax part;
-  if (row.aligned(16)) part = accumulate<kEntropy, 16>(row, scale);
-  else if (row.aligned(4)) part = accumulate<kEntropy, 4>(row, scale);
-  else part = accumulate<kEntropy, sizeof(T) == 2 ? 2 : 4>(row, scale);
+  Softmax part = accumulate<kEntropy>(row, scale);
   part = reduce_block(part, scale);
   if (threadIdx.x == 0) finish_row(f, r, part, at_target, temperature, scale);
 }

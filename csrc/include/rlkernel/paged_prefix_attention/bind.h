@@ -14,7 +14,7 @@ struct AttentionRule {
 };
 
 RLKERNEL_FIELDS(AttentionRule, scale, softcap, window)
-inline std::string annotation(const AttentionRule&) { return "PagedRule"; }
+inline const char* annotation(const AttentionRule&) { return "PagedRule"; }
 
 struct paged_prefix_attention {
   Tensor query, key_cache, value_cache, rows, positions, pages, items, starts, slots, launches, states;

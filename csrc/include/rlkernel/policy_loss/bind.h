@@ -11,7 +11,7 @@ RLKERNEL_FIELDS(PolicyLossRule, term, level, aggregation, kl, kl_gradient_of_k2,
                 coefficient, weight_low, weight_high, log_weight_low, log_weight_high, token_low, token_high, extreme_low,
                 extreme_high, sum_k1_low, sum_k1_high, mean_k1_low, mean_k1_high, sum_k2_high, mean_k2_high, sum_k3_high,
                 mean_k3_high, tv_high, off_policy_high, sign_low, sign_high, max_staleness, log_decay, denominator, factor)
-inline std::string annotation(const PolicyLossRule&) { return "PolicyRule"; }
+inline const char* annotation(const PolicyLossRule&) { return "PolicyRule"; }
 
 }  // namespace rlkernel
 
@@ -56,7 +56,7 @@ struct CovariancePick {
 };
 
 RLKERNEL_FIELDS(CovariancePick, by_hash, share, cov_low, cov_high, low, high, seed)
-inline std::string annotation(const CovariancePick&) { return "CovariancePick"; }
+inline const char* annotation(const CovariancePick&) { return "CovariancePick"; }
 
 struct policy_select {
   Tensor logprobs;

@@ -52,7 +52,7 @@ struct Rule {
 
 RLKERNEL_FIELDS(Rule, terms, weights, smoothing, paired, per_token, divergence, weighting, beta, gamma, discopop_tau, exponent,
                 ld_alpha, nll_coef, desirable_weight, undesirable_weight, factor, items, nll_items)
-inline std::string annotation(const Rule&) { return "PreferenceRule"; }
+inline const char* annotation(const Rule&) { return "PreferenceRule"; }
 
 struct preference_loss {
   Tensor stats;

@@ -1,4 +1,4 @@
-// The launch of the second read of a row. A source is the code of one dtype, so that compilers work at them beside each other.
+// The launch of the second read of a row. A source is the code of one dtype; setup.py compiles them together.
 #pragma once
 
 #include "rlkernel/sampling/kept.cuh"

@@ -115,12 +115,6 @@ __device__ __forceinline__ float extreme_of(const Bytes16& bytes) {
   }
 }
 
-template <class T>
-__device__ __forceinline__ int alignment_of(const T* p) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-  return address % 16 == 0 ? 16 : address % 4 == 0 ? 4 : 2;
-}
-
 // 16 bytes of -inf.
 template <class T>
 __device__ __forceinline__ Bytes16 nothing() {
