@@ -2,6 +2,7 @@
 
     before|now       which of the two columns of docs/build.md is measured; the other one stays as FILE has it
     --tree FOLDER    another checkout, such as one of an earlier commit
+    --least          a source keeps the least of what FILE has and of this run: a busy machine adds to it
     --only WORDS     sources whose name has one of these, such as cuda; the others keep what FILE has of them
 
 Every command of the build is run alone, one after the other, in a folder that is thrown away.
@@ -68,12 +69,18 @@ def main() -> None:
     parser.add_argument("column", choices=("before", "now"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--least", action="store_true")
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
     tree = asked.tree.resolve()
     stored = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     column = stored.setdefault(asked.column, {"cpu_seconds": {}})
-    column["cpu_seconds"] = measure(tree, asked.only, column["cpu_seconds"])
+    before = column["cpu_seconds"]
+    column["cpu_seconds"] = found = measure(tree, asked.only, before)
+    if asked.least:
+        column["cpu_seconds"] = {
+            name: min(seconds, before.get(name, seconds)) for name, seconds in found.items()
+        }
     log = subprocess.run(["git", "log", "-1", "--format=%h"], cwd=tree, capture_output=True, text=True)
     column["commit"] = log.stdout.strip()
     stored["command"] = "python .ci/build_seconds.py now --json FILE"
