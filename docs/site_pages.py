@@ -26,6 +26,7 @@ TITLES = {"backends": "Backends, memory, checks", "frameworks": "Frameworks"}
 BEHIND = {
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",
+    "patch_verl": "rlkernel.integrations.verl.patch",
     "patch_vllm": "rlkernel.integrations.vllm.patch",
     "register_hf": "rlkernel.integrations.hf.register_hf",
     "packed_logprobs": "rlkernel.integrations.hf.packed_logprobs",
