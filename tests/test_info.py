@@ -70,7 +70,7 @@ def test_reasons_are_grouped():
 
 
 def variables():
-    """Those of the page on building, and when each is read; those of vLLM and of verl are on their own pages."""
+    """Those of the page on building, and when each is read; vLLM's and verl's are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
     return [*rows, *((name, "run") for name in (*vllms.OWN, *verls.OWN))]
 

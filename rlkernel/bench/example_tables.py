@@ -30,9 +30,9 @@ def verl_step(stored: Stored) -> str:
     settings = stored["settings"]
     return _two_ways(
         stored,
-        f"A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`): {settings['samples']} "
-        f"samples of {settings['length']} tokens, {settings['dtype']}, {settings['layers']} layers of "
-        f"{settings['hidden']}, V={settings['vocabulary']}.",
+        "A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`): "
+        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
         {"stock": "verl", "patched": "`patch_verl()`"},
         {
             "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),

@@ -803,6 +803,48 @@ def test_a_model_with_fused_kernels(backend):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["micro-batch", "global batch"])
+def test_the_loss_of_verls_workers(whole):
+    """``ppo_loss`` of a batch as engines hand it on, with entropy and KL, which it adds in place."""
+    data = pytest.importorskip("tensordict", reason="needs verl, of whose dependencies it is one").TensorDict
+    tools = pytest.importorskip("verl.utils.tensordict_utils")
+    losses = pytest.importorskip("verl.workers.utils.losses")
+    given, prompts = batch(3, rows=5, tokens=8), torch.ones(5, 2, dtype=torch.int64)
+    answers = torch.arange(8) < torch.tensor([8, 3, 5, 1, 8])[:, None]
+    tensors = {
+        "prompts": prompts, "responses": torch.ones(5, 8, dtype=torch.int64),
+        "attention_mask": torch.cat([prompts, answers.long()], 1), "old_log_probs": given["old_log_prob"],
+        "response_mask": given["response_mask"] & answers, "advantages": given["advantages"],
+        "ref_log_prob": given["old_log_prob"] + 0.1,
+    }  # fmt: skip
+    known = (2, 77, 9) if whole else (1, None, None)
+    config = actor_config(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    count = int(tensors["attention_mask"].sum())
+
+    def run():
+        micro_batch = data(dict(tensors), batch_size=[5])
+        names = ("dp_size", "batch_num_tokens", "global_batch_size")
+        tools.assign_non_tensor(micro_batch, **dict(zip(names, known, strict=True)))
+        leaves = [x.requires_grad_() for x in (-random(7, count).abs(), random(8, count).abs())]
+        output = {"log_probs": leaves[0] * 1, "entropy": leaves[1] * 1}
+        loss, metrics = losses.ppo_loss(config, output, micro_batch)
+        values = [x.values if hasattr(x, "values") else x for x in metrics.values()]
+        return (
+            loss.detach(),
+            *torch.autograd.grad(loss, leaves),
+            [*metrics],
+            torch.tensor([float(x[0] if isinstance(x, list) else x) for x in values]),
+        )
+
+    want = run()
+    with rlkernel.patch_verl() as patch:
+        got = run()
+        assert patch.calls == {"compute_policy_loss_vanilla": 1} and not patch.fallbacks
+    assert got[3] == want[3]
+    for mine, theirs in zip(got[:3] + got[4:], want[:3] + want[4:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
 def train(steps=3):
     """GRPO by verl's functions: old and new log-probabilities, advantages, policy loss, entropy, KL."""
     model = tiny.make_model(vocab=97, hidden=32)
