@@ -215,7 +215,9 @@ def test_errors_of_verl_stay_verls():
             torch_functional.logprobs_from_logits(random(0, 3, 5), torch.zeros(2, 2, dtype=torch.int64))
         with pytest.raises(RuntimeError):
             torch_functional.entropy_from_logits_with_chunking(random(0, 2, 3, 5))
-        assert len(patch.fallbacks) == 2
+        with pytest.raises(AttributeError):
+            torch_functional.logprobs_from_logits(random(0, 3, 5), [1, 2, 3])
+        assert len(patch.fallbacks) == 3
 
 
 # the fused head
