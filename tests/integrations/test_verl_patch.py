@@ -50,7 +50,10 @@ def test_what_is_replaced_and_restored():
         assert patch.active and patch.parts == switch.PARTS
     assert same(before, state(("verl",)))
     assert registries == (core.POLICY_LOSS_REGISTRY, core.ADV_ESTIMATOR_REGISTRY)
-    rlkernel.patch_verl()
+    patch = rlkernel.patch_verl()
+    with rlkernel.patch_verl():
+        pass
+    assert patch.active, "the block found it on"
     assert rlkernel.unpatch_all() == ["rlkernel.patch_verl"]
     assert same(before, state(("verl",)))
 
@@ -208,6 +211,7 @@ def test_the_plugin_does_what_is_asked_for_once(monkeypatch, caplog):
     patch = VerlPatch.in_place()
     install.register()
     assert VerlPatch.in_place() is patch is rlkernel.patch_verl() and patch.parts == ("fused_head",)
+    assert "leaves everything" not in caplog.text
     assert rlkernel.unpatch_all() == ["rlkernel.patch_verl"]
     assert os.environ[switch.SWITCH] == "fused_head", "what the process was started with stays"
     monkeypatch.setenv(switch.SWITCH, "fused-head")
