@@ -168,9 +168,12 @@ def verl_loss(
         "dro_beta",
     }
     settings = _settings(core)
+    # what these functions take by default, also where the real ActorConfig has another number
+    far = 20.0 if name.startswith("dppo") else 3.0
     settings.__dict__.update(
-        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={}, tau_pos=1.0,
-        tau_neg=1.05, policy_loss=SimpleNamespace(**{key: config.pop(key, None) for key in of_policy_loss}),
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=far, global_batch_info={},
+        tau_pos=1.0, tau_neg=1.05,
+        policy_loss=SimpleNamespace(**{key: config.pop(key, None) for key in of_policy_loss}),
     )  # fmt: skip
     settings.__dict__.update(config)
     mask = inputs["mask"].to(inputs["logprobs"].dtype)

@@ -32,6 +32,7 @@ APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",
+    "patch_verl": "rlkernel.integrations.verl.patch",
     "patch_vllm": "rlkernel.integrations.vllm.patch",
     "register_hf": "rlkernel.integrations.hf.register_hf",
     "packed_logprobs": "rlkernel.integrations.hf.packed_logprobs",

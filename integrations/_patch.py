@@ -98,10 +98,11 @@ class Patch:
         """Put the replacements in place; without effect while they are."""
         if self.active:
             return self
+        modules = self._modules()
         plan = self._plan + [
             Replacement(module, name, expected, new)
             for package, name, expected, new in self._everywhere
-            for module in _holders(package, name, expected)
+            for module in _holders(modules[package], name, expected)
         ]
         for entry in plan:
             entry.require(entry.expected, "patch")
@@ -127,10 +128,11 @@ class Patch:
         if not self.active:
             return
         self.require_in_place()
+        modules = self._modules()
         late = [
             Replacement(module, name, expected, new)
             for package, name, expected, new in self._everywhere
-            for module in _holders(package, name, new)
+            for module in _holders(modules[package], name, new)
             if not any(entry.owner is module and entry.name == name for entry in self._done)
         ]
         self._done += late
@@ -139,6 +141,10 @@ class Patch:
             self._done.pop()
         _in_place.remove(self)
         self._unclaimed = False
+
+    def _modules(self) -> dict[str, list[Any]]:
+        """Of each package in which something is replaced everywhere: its modules that are loaded."""
+        return {package: _loaded(package) for package in {entry[0] for entry in self._everywhere}}
 
     def require_in_place(self) -> None:
         """Raise PatchError where ``undo`` would."""
@@ -204,15 +210,17 @@ def _restore(entries: list[Replacement]) -> None:
             setattr(entry.owner, entry.name, entry.expected)
 
 
-def _holders(package: str, name: str, value: Any) -> list[Any]:
-    """The loaded modules of ``package`` whose own ``name`` is ``value``."""
+def _loaded(package: str) -> list[Any]:
     return [
         module
         for path, module in sorted(sys.modules.items())
-        if (path == package or path.startswith(package + "."))
-        and hasattr(module, "__dict__")
-        and vars(module).get(name) is value
+        if (path == package or path.startswith(package + ".")) and hasattr(module, "__dict__")
     ]
+
+
+def _holders(modules: list[Any], name: str, value: Any) -> list[Any]:
+    """Those whose own ``name`` is ``value``."""
+    return [module for module in modules if vars(module).get(name) is value]
 
 
 def _describe(thing: Any) -> str:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from rlkernel.prefix.batch import PrefixBatch
-from rlkernel.types import Dropout, Require, VllmOp
+from rlkernel.types import Dropout, Require, VerlPart, VllmOp
 
 if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
     from rlkernel.integrations.trl.trl_patch import TrlPatch
+    from rlkernel.integrations.verl.verl_patch import VerlPatch
     from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 
@@ -68,6 +69,19 @@ def patch_trl(
         batch_invariant=batch_invariant,
         strict=strict,
     )
+
+
+def patch_verl(parts: Iterable[VerlPart] | None = None, *, strict: bool = True) -> VerlPatch:
+    """Replace verl's log-probabilities, losses and advantages; see ``rlkernel.integrations.verl.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_verl() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import verl
+
+    return verl.patch(parts, strict=strict)
 
 
 def patch_vllm(

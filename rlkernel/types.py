@@ -88,3 +88,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
+
+# patch_verl
+VerlPart = Literal["logprobs", "fused_head", "losses", "advantages"]

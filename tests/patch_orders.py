@@ -4,7 +4,7 @@ import sys
 
 from hypothesis import strategies
 
-FRAMEWORKS = ("trl", "deepspeed", "vllm")
+FRAMEWORKS = ("trl", "deepspeed", "vllm", "verl")
 
 
 def steps(which, most=10):

@@ -22,6 +22,7 @@ FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_deepspeed": "deepspeed",
     "patch_trl": "trl",
+    "patch_verl": "verl",
     "patch_vllm": "vllm",
     "register_hf": "transformers",
 }

@@ -13,7 +13,8 @@ import torch
 import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases
-from rlkernel.integrations.vllm import switch
+from rlkernel.integrations.verl import switch as verls
+from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.runtime import log
 
 ROOT = Path(__file__).parent.parent
@@ -69,9 +70,9 @@ def test_reasons_are_grouped():
 
 
 def variables():
-    """Those of the page on building, and when each is read; vLLM's are on its own page."""
+    """Those of the page on building, and when each is read; vLLM's and verl's are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    return [*rows, *((name, "run") for name in switch.OWN)]
+    return [*rows, *((name, "run") for name in (*vllms.OWN, *verls.OWN))]
 
 
 def test_a_reader_that_goes_away_is_no_error():

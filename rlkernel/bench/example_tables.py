@@ -25,6 +25,23 @@ def deepspeed_step(stored: Stored) -> str:
     )
 
 
+def verl_step(stored: Stored) -> str:
+    """Of ``examples/verl_step.py``: a step by verl's functions."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        "A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`): "
+        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "verl", "patched": "`patch_verl()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
 def vllm_rollout(stored: Stored) -> str:
     """Of ``examples/vllm_rollout.py``: samples of prompts, and log-probabilities of prompts."""
     settings = stored["settings"]
