@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
-from rlkernel.integrations.vllm import switch
+from rlkernel.integrations.verl import switch as verls
+from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.runtime import workspace
 
@@ -166,7 +168,12 @@ def _wrong() -> dict[str, str]:
     isas = _extension()["parts"].get("cpu", [])
     if (isa := os.environ.get("RLKERNEL_CPU_ISA")) and isas and isa not in isas:
         found["RLKERNEL_CPU_ISA"] = f"RLKERNEL_CPU_ISA must be one of {', '.join(isas)}, got {isa!r}"
-    for name, read in (("RLKERNEL_WORKSPACE_MIB", workspace.limit), (switch.SWITCH, switch.asked)):
+    readers: dict[str, Callable[[], object]] = {
+        "RLKERNEL_WORKSPACE_MIB": workspace.limit,
+        vllms.SWITCH: vllms.asked,
+        verls.SWITCH: verls.asked,
+    }
+    for name, read in readers.items():
         try:
             read()
         except ValueError as error:

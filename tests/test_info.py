@@ -108,7 +108,8 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
     [
         ("RLKERNEL_CPU_ISA", "avx3", "RLKERNEL_CPU_ISA must be one of baseline, .*got 'avx3'"),
         ("RLKERNEL_WORKSPACE_MIB", "lots", "RLKERNEL_WORKSPACE_MIB must be a number >= 1, got 'lots'"),
-        (switch.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
+        (vllms.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
+        (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )
 def test_a_variable_that_the_first_call_would_refuse_is_named(name, value, said, monkeypatch):
