@@ -83,7 +83,8 @@ def main() -> None:
         }
     log = subprocess.run(["git", "log", "-1", "--format=%h"], cwd=tree, capture_output=True, text=True)
     column["commit"] = log.stdout.strip()
-    stored["command"] = "python .ci/build_seconds.py now --json FILE"
+    least = " --least" if asked.least else ""
+    stored["command"] = f"python .ci/build_seconds.py {asked.column}{least} --json FILE"
     asked.json.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
