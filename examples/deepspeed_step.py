@@ -12,18 +12,11 @@ logprobs, the clipped loss, ``engine.backward`` and ``engine.step``.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shlex
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from before_after import MIB, PeakMemory
+import apart
+from before_after import PeakMemory
 
 MODES = ("stock", "score")
 
@@ -32,7 +25,6 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Some steps in this process. Returns what it measured, step by step."""
     import deepspeed
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     import rlkernel
     from rlkernel.integrations import deepspeed as adapter
@@ -43,14 +35,7 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     deepspeed.init_distributed(
         "gloo", auto_mpi_discovery=False, verbose=False, rank=0, world_size=1, init_method=store
     )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64,
-            num_key_value_heads=args.hidden // 64, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
+    model = apart.make_qwen(args)
     settings = {
         "train_micro_batch_size_per_gpu": args.samples,
         "zero_optimization": {"stage": args.stage},
@@ -88,60 +73,21 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def run_apart(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`train` in a fresh process, so that no run finds memory or caches of another."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(args.threads)}
-    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode, "--folder", str(args.folder)]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    record = json.loads((args.folder / f"{mode}.json").read_text())
-    record["summary"] = {  # the first step warms caches up
-        "step_seconds": statistics.median(record["step_seconds"][1:]),
-        "cpu_seconds": statistics.median(record["cpu_seconds"][1:]),
-        "peak_mib": max(record["peak_bytes"]) / MIB,
-    }
-    return record
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO")
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
-    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after one that is not")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
-    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-    if args.json and not args.json.resolve().parent.is_dir():
-        parser.error(f"--json must name a file in a folder that is there, got {args.json}")
+    apart.sizes(parser)
+    args = apart.parse(parser, MODES)
     if args.worker:
-        record = train(args.worker, args)
-        (args.folder / f"{args.worker}.json").write_text(json.dumps(record))
+        apart.keep(train(args.worker, args), args)
         return
-    with tempfile.TemporaryDirectory(prefix="deepspeed-step-") as name:
-        args.folder = Path(name)
-        result: dict[str, Any] = {mode: run_apart(mode, args) for mode in MODES}
-    pairs = zip(result["stock"]["loss"], result["score"]["loss"], strict=True)
-    result["logprob_difference"] = max(abs(a - b) for a, b in pairs)
-    result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float)}
-    from rlkernel.bench import example_tables, report
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    result = apart.compare(MODES, args, "loss", DS_ACCELERATOR="cpu", **alone)
+    from rlkernel.bench import example_tables
 
-    head = report.header([], "cpu") | {"threads": args.threads}
-    head["command"] = shlex.join(["python", "examples/deepspeed_step.py", *sys.argv[1:]])
-    result = {"header": head, **result}
-    print(example_tables.deepspeed_step(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    apart.show(result, args, example_tables.deepspeed_step)
 
 
 if __name__ == "__main__":

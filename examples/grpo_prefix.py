@@ -33,6 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import apart
 from arithmetic import BOS, EOS, PAD, make_tokenizer
 from before_after import MIB, PeakMemory, now
 
@@ -257,17 +258,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
-    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-    if args.json and not args.json.resolve().parent.is_dir():
-        parser.error(f"--json must name a file in a folder that is there, got {args.json}")
-    return args
+    return apart.parse(parser, MODES)
 
 
 def main() -> None:

@@ -14,18 +14,11 @@ log-probabilities and entropies with their graph, the clipped loss, the backward
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shlex
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from before_after import MIB, PeakMemory
+import apart
+from before_after import PeakMemory
 
 MODES = ("stock", "patched")
 
@@ -34,7 +27,6 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Some steps in this process. Returns what it measured, step by step."""
     import numpy as np
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
@@ -42,14 +34,7 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     import rlkernel
 
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64,
-            num_key_value_heads=args.hidden // 64, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
+    model = apart.make_qwen(args)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     model.to(args.device, dtype)
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
@@ -87,55 +72,21 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def run_apart(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`train` in a fresh process, so that no run finds memory or caches of another."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode, "--folder", str(args.folder)]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    record = json.loads((args.folder / f"{mode}.json").read_text())
-    record["summary"] = {  # the first step warms caches up
-        "step_seconds": statistics.median(record["step_seconds"][1:]),
-        "cpu_seconds": statistics.median(record["cpu_seconds"][1:]),
-        "peak_mib": max(record["peak_bytes"]) / MIB,
-    }
-    return record
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
-    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after one that is not")
-    parser.add_argument("--threads", type=int, default=1)
+    apart.sizes(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
-    parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
-    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = apart.parse(parser, MODES)
     if args.worker:
-        record = train(args.worker, args)
-        (args.folder / f"{args.worker}.json").write_text(json.dumps(record))
+        apart.keep(train(args.worker, args), args)
         return
-    with tempfile.TemporaryDirectory(prefix="verl-step-") as name:
-        args.folder = Path(name)
-        result: dict[str, Any] = {mode: run_apart(mode, args) for mode in MODES}
-    pairs = zip(result["stock"]["logprob"], result["patched"]["logprob"], strict=True)
-    result["logprob_difference"] = max(abs(a - b) for a, b in pairs)
-    result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float)}
+    result = apart.compare(MODES, args, "logprob")
     result["settings"]["dtype"] = "fp32" if args.device == "cpu" else "bf16"
-    from rlkernel.bench import example_tables, report
+    from rlkernel.bench import example_tables
 
-    head = report.header([], args.device) | {"threads": args.threads}
-    head["command"] = shlex.join(["python", "examples/verl_step.py", *sys.argv[1:]])
-    result = {"header": head, **result}
-    print(example_tables.verl_step(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    apart.show(result, args, example_tables.verl_step, args.device)
 
 
 if __name__ == "__main__":

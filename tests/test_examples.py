@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TEXT = (EXAMPLES / "Dockerfile").read_text()
 PATTERNS = (EXAMPLES / "Dockerfile.dockerignore").read_text().split()
-HELPERS = {"arithmetic.py", "before_after.py"}  # which recipes import
+HELPERS = {"apart.py", "arithmetic.py", "before_after.py"}  # which recipes import
 
 
 def test_every_example_is_on_the_page_and_the_ratio_comes_first():
@@ -111,6 +111,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("rollout_ratio.py --batch 0", "--batch must be 1 or more, got 0"),
         ("packed_grpo.py --steps 0", "--steps must be 1 or more, got 0"),
         ("packed_grpo.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
+        ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
     ],
 )
