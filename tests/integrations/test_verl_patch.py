@@ -133,6 +133,12 @@ CHANGES = {
 }
 
 
+def listen(monkeypatch, caplog):
+    """Another test's framework may have switched off every logger, or raised the level of the root."""
+    monkeypatch.setattr(logging.getLogger("rlkernel.patch_verl"), "disabled", False)
+    caplog.set_level(logging.WARNING, logger="rlkernel.patch_verl")
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_verl(monkeypatch, caplog, name):
     """What is not as it was is an error, or left to verl by itself with the rest replaced."""
@@ -142,7 +148,7 @@ def test_another_verl(monkeypatch, caplog, name):
         with pytest.raises(PatchError, match=f"{name} cannot be replaced: .* must "):
             rlkernel.patch_verl()
         assert not VerlPatch.in_place() and switch.SWITCH not in os.environ
-        monkeypatch.setattr(logging.getLogger("rlkernel.patch_verl"), "disabled", False)
+        listen(monkeypatch, caplog)
         with rlkernel.patch_verl(strict=False) as patch:
             assert list(patch.refused) == [name] and f"leaves {name} to verl" in caplog.text
             assert "verl.utils.torch_functional.logprobs_from_logits" in patch.replaced
@@ -203,7 +209,7 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
 
 
 def test_the_plugin_does_what_is_asked_for_once(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("rlkernel.patch_verl"), "disabled", False)
+    listen(monkeypatch, caplog)
     install.register()
     assert VerlPatch.in_place() is None
     monkeypatch.setenv(switch.SWITCH, "fused_head")
