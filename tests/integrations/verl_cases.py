@@ -102,3 +102,19 @@ def check_against_verl(call, leaves, dtype, upstream, name, exact=None):
         for i, of in enumerate(zip(got, theirs, exact, strict=True)):
             check(f"{name}'s {kind} {i}", *of)
     return found, stock
+
+
+def check_left_to_verl(call, reason):
+    """Patched, ``call`` gives what it gave, be it an error, and ``reason`` is why."""
+
+    def outcome():
+        try:
+            return call()
+        except Exception as error:
+            return type(error), str(error)
+
+    want = outcome()
+    with rlkernel.patch_verl() as patch:
+        got = outcome()
+        assert reason in str(patch.fallbacks) and not patch.calls
+    assert str(got) == str(want)
