@@ -23,10 +23,21 @@ CHUNK = 2048  # rows that one program visits for a tile of keys, at least: parti
 PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together
 
 # columns of the tables
-RUN = ("first", "end")  # rows
-TILE = (*RUN, "plain", "masked", "stop")  # rows of the tile; its first run, the first masked one, the end
+ROWS = ("first", "end")
+# where gradients of scores are stored: those of its first tile, how much further those of the next, and how
+# much more each of the following
+RUN = (*ROWS, "stored", "step", "change")
+TILE = (*ROWS, "plain", "masked", "stop")  # rows of the tile; its first run, the first masked one, the end
 ITEM = (*TILE, "slot")  # where the partial sum goes; -1: it is the whole sum
-SUM = (*RUN, "begin", "stop")  # rows of a tile in several items; its first partial sum, the end
+SUM = (*ROWS, "begin", "stop")  # rows of a tile in several items; its first partial sum, the end
+
+
+Place = Callable[[int, list[Run]], list[tuple[int, ...]]]
+
+
+def nowhere(tile: int, runs: list[Run]) -> list[tuple[int, ...]]:
+    """Runs that a tile visits, as their table has them, whose gradients of scores are not stored."""
+    return [(*run, 0, 0, 0) for run in runs]
 
 
 class QueryPlan(NamedTuple):
@@ -64,8 +75,8 @@ class Visits(NamedTuple):
 
 def query_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
     """Tiles span siblings: short completions of a prompt fill a tile together."""
-    visits = [_keys_of(layout, parts, window, block_k) for parts in query_tiles(layout, block_q)]
-    return _queries(visits, block_k)
+    visits = [keys_of(layout, parts, window, block_k) for parts in query_tiles(layout, block_q)]
+    return queries(visits, block_k)
 
 
 def logical_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
@@ -82,52 +93,62 @@ def logical_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) 
             run = before + lowest // block_k * block_k, before + offset + stop - start
             visits.append(Visits([Part(s, first, stop)], [], [run]))
         before += offset + end - start
-    return _queries(visits, block_k)
+    return queries(visits, block_k)
 
 
-def _queries(visits: list[Visits], block_k: int) -> QueryPlan:
+def queries(visits: list[Visits], block_k: int, place: Place = nowhere) -> QueryPlan:
+    """The plan of tiles of queries; ``place(row, runs)`` says of plain runs where they are stored."""
     tiles: list[tuple[int, ...]] = []
-    runs: list[Run] = []
+    runs: list[tuple[int, ...]] = []
     for visit in sorted(visits, key=lambda x: -x.blocks(block_k)):
-        begin, masked = len(runs), len(runs) + len(visit.plain)
-        runs += visit.plain + visit.masked
+        begin = len(runs)
+        runs += place(visit.rows[0], visit.plain)
+        masked = len(runs)
+        runs += nowhere(visit.rows[0], visit.masked)
         tiles.append((*visit.rows, begin, masked, len(runs)))
     return QueryPlan(_table(tiles, len(TILE)), _table(runs, len(RUN)))
 
 
 def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot_bytes: int) -> KeyPlan:
-    """``slot_bytes``: what the partial sums of one tile take.
+    """``slot_bytes``: what the partial sums of one tile take."""
+    visits = [queries_of(layout, parts, window, block_q) for parts in key_tiles(layout, block_k)]
+    return items(visits, block_q, CHUNK, PARTIAL_BYTES // slot_bytes)
+
+
+def items(
+    visits: list[Visits], block_q: int, chunk_rows: int, most_slots: int, place: Place = nowhere
+) -> KeyPlan:
+    """The plan of tiles of keys; ``place(row, runs)`` says of plain runs where they are to be stored.
 
     A prompt's keys are visited by all of its completions, which is many times what a completion's are.  So a
     tile's rows are cut into chunks, whose sums a second kernel adds up in their order.  The chunk grows until
-    all partial sums fit in ``PARTIAL_BYTES``: more rows are then in longer chunks, and where there are many
-    tiles, in one.
+    there is room for all partial sums: more rows are then in longer chunks, and where there are many tiles,
+    in one.
     """
-    visits = [_queries_of(layout, parts, window, block_q) for parts in key_tiles(layout, block_k)]
     sizes = [visit.blocks(block_q) for visit in visits]
-    chunk = max(1, CHUNK // block_q)
-    while (slots := sum(-(-n // chunk) for n in sizes if n > chunk)) * slot_bytes > PARTIAL_BYTES:
+    chunk = max(1, chunk_rows // block_q)
+    while sum(-(-n // chunk) for n in sizes if n > chunk) > most_slots:
         chunk *= 2
-    items: list[tuple[int, tuple[int, ...], list[Run], list[Run]]] = []
+    found: list[tuple[int, tuple[int, ...], list[Run], list[Run]]] = []
     sums: list[tuple[int, ...]] = []
     slot = 0
     for visit, size in zip(visits, sizes, strict=True):
         if size <= chunk:
-            items.append((size, (*visit.rows, -1), visit.plain, visit.masked))
+            found.append((size, (*visit.rows, -1), visit.plain, visit.masked))
             continue
         begin = slot
         for plain, masked in _chunks(visit, chunk, block_q):
             blocks = Visits([], plain, masked).blocks(block_q)
-            items.append((blocks, (*visit.rows, slot), plain, masked))
+            found.append((blocks, (*visit.rows, slot), plain, masked))
             slot += 1
         sums.append((*visit.rows, begin, slot))
     rows: list[tuple[int, ...]] = []
-    runs: list[Run] = []
-    for _, (first, end, to), plain, masked in sorted(items, key=lambda x: -x[0]):
+    runs: list[tuple[int, ...]] = []
+    for _, (first, end, to), plain, masked in sorted(found, key=lambda x: -x[0]):
         begin = len(runs)
-        runs += plain + masked
+        runs += place(first, plain) + nowhere(first, masked)
         rows.append((first, end, begin, begin + len(plain), len(runs), to))
-    return KeyPlan(_table(rows, len(ITEM)), _table(runs, len(RUN)), _table(sums, len(SUM)), slots)
+    return KeyPlan(_table(rows, len(ITEM)), _table(runs, len(RUN)), _table(sums, len(SUM)), slot)
 
 
 # tiles
@@ -179,7 +200,7 @@ def _size(parts: list[Part]) -> int:
 # what a tile visits
 
 
-def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+def keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
     plain: list[Run] = []
     masked: list[Run] = []
     mine = {part.segment: part for part in parts}
@@ -207,7 +228,7 @@ def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -
     return _whole_blocks(parts, plain, masked, block)
 
 
-def _queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+def queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
     plain: list[Run] = []
     masked: list[Run] = []
     for part in parts:
@@ -270,5 +291,5 @@ def _shift(layout: PrefixLayout, s: int) -> int:
     return layout.offsets[s] - layout.starts[s]
 
 
-def _table(rows: list[tuple[int, ...]] | list[Run], columns: int) -> Tensor:
+def _table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)
