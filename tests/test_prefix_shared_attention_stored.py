@@ -1,6 +1,7 @@
 """Gradients of scores that one Triton kernel of prefix-shared attention stores and another one reads."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,31 +81,62 @@ def plan_in(layout):
 @settings(max_examples=150, deadline=None)
 @given(
     forests(most=60), st.sampled_from([0, 1, 5, 17, 40]),
-    st.sampled_from([((4, 4), (4, 4)), ((8, 4), (4, 8)), ((16, 2), (4, 8)), ((4, 8), (2, 16))]),
+    st.sampled_from([((4, 4), (4, 4)), ((8, 4), (4, 8)), ((16, 2), (4, 8)), ((4, 4), (2, 8))]),
+    st.sampled_from([1, 2, 5]),
 )  # fmt: skip
-def test_what_is_read_is_what_was_stored(layout, window, blocks):
+def test_what_is_read_is_what_was_stored(layout, window, blocks, parts):
     of_queries, of_keys = blocks
+
+    def plan_of(limit):
+        return stored_plans.stored_plan(layout, window, *blocks, 2, stored_plans.Sizes(64, 1, limit))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_plans, "CHUNK", 16)
-        plan = stored_plans.stored_plan(layout, window, *blocks, 2, stored_plans.Sizes(1, 1, NO_LIMIT))
-    if not plan.heads:
-        return
-    assert plan.heads == 2
+        plan = plan_of(NO_LIMIT)
+        if not plan.heads:
+            return
+        assert plan.heads == 2 and len(plan.tile_spans) == len(plan.item_spans) == 1
+        if parts > 1:
+            limit = 64 * plan.rows // parts
+            plan = plan_of(limit)
+            if not plan.heads:  # a tile of queries has no room
+                return
+            assert plan.heads == 1 and len(plan.tile_spans) == len(plan.item_spans) > 1
+            assert 64 * plan.rows + plan.slots <= limit
     once = visible(layout, window).long()
     queries, keys = plan.queries, plan.keys
-    assert torch.equal(times_visited(layout, *queries, window, of_keys[1], False), once)
+    assert torch.equal(times_visited(layout, *queries[:2], window, of_keys[1], False), once)
     assert torch.equal(times_visited(layout, keys.items[:, :5], keys.runs, window, of_keys[0], True), once)
+    begun, used = set(), 0
+    for of_items, of_tiles in zip(*(pairwise([0, *x]) for x in (keys.spans, queries.spans)), strict=True):
+        items, tiles = keys.items[slice(*of_items)].tolist(), queries.tiles[slice(*of_tiles)].tolist()
+        stored = stored_by(items, keys.runs, of_keys[1])
+        assert sorted(stored) == list(range(len(stored))) and len(stored) <= plan.rows
+        used = max(used, len(stored))
+        check_read(tiles, queries.runs, of_keys[1], stored)
+        slots = [slot for *_, slot, _ in items if slot >= 0]
+        assert len(set(slots)) == len(slots)
+        assert all(goes_on == (slot in begun) for *_, slot, goes_on in items)
+        begun |= set(slots)
+    assert used == plan.rows and begun == set(range(plan.slots))
+
+
+def stored_by(items, runs, block):
+    """The tile's first key and the query of each row of the storage."""
     stored = {}
-    for key, end, begin, masked, _, _ in keys.items.tolist():
-        for first, last, place, step, change in keys.runs[begin:masked].tolist():
-            assert end - key == of_keys[1] and step == change == 0
+    for key, end, begin, masked, *_ in items:
+        for first, last, place, step, change in runs[begin:masked].tolist():
+            assert end - key == block and step == change == 0
             for row in range(first, last):
                 assert stored.setdefault(place + row - first, (key, row)) == (key, row)
-    assert sorted(stored) == list(range(plan.rows))
-    for first, end, begin, masked, _ in queries.tiles.tolist():
-        for key, last, place, step, change in queries.runs[begin:masked].tolist():
-            assert last > key and (last - key) % of_keys[1] == 0
-            for n, own in enumerate(range(key, last, of_keys[1])):
+    return stored
+
+
+def check_read(tiles, runs, block, stored):
+    for first, end, begin, masked, _ in tiles:
+        for key, last, place, step, change in runs[begin:masked].tolist():
+            assert last > key and (last - key) % block == 0
+            for n, own in enumerate(range(key, last, block)):
                 row = place + n * step + n * (n - 1) // 2 * change
                 assert [stored[row + i] for i in range(end - first)] == [(own, i) for i in range(first, end)]
 
@@ -132,8 +164,10 @@ def test_as_many_heads_as_there_is_room_for():
     assert of_one > 0
     heads = [small_plan(layout, 6, 64, n * of_one).heads for n in range(8)]
     assert heads == [0, 1, 2, 3, 3, 3, 6, 6]
-    assert small_plan(layout, 6, 64, of_one - 1).heads == 0
     assert small_plan(layout, 7, 64, 4 * of_one).heads == 1
+    of_part = small_plan(layout, 6, 64, of_one - 1)
+    assert of_part.heads == 1 and len(of_part.tile_spans) == 2
+    assert small_plan(layout, 6, 64, 64 * 30).heads == 0  # a tile of queries has no room
     assert small_plan(forest((20, -1, 0), (9, 0, 1)), 2, 64, NO_LIMIT).heads == 0
 
 
@@ -180,6 +214,24 @@ def test_rounds_of_heads_change_no_bit(storing, poison, device):
     for heads in (2, 1):
         for name, a, b in zip(NAMES, found[heads], found[4], strict=True):
             assert_equal(name, a, b)
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("name", ["alone", "tree"])
+def test_spans_of_queries(storing, poison, device, monkeypatch, name):
+    """Where one head has no room, the sums of keys and values go on from span to span."""
+    whole = layout_of(name)
+    inputs = make(whole, 4, 2, 24, torch.float16, device)
+    one = run(inputs, whole, PLAIN)
+    limit = plan_in(whole).rows * 2 * 2 * 32 // 2
+    monkeypatch.setattr(backward, "_slot", lambda call: 1)  # of such tiles partial sums are most of all
+    monkeypatch.setattr(workspace, "limit", lambda device: limit)
+    layout = layout_of(name)
+    check_accuracy(inputs, layout, PLAIN)
+    plan = plan_in(layout)
+    assert plan.heads == 1 and len(plan.item_spans) > 1 and plan.items[:, 6].any()
+    for grad, other in zip(run(inputs, layout, PLAIN)[2:], one[2:], strict=True):
+        assert torch.allclose(grad.float(), other.float(), rtol=2e-3, atol=2e-3)
 
 
 @ON_EVERY_DEVICE
@@ -251,8 +303,8 @@ def no_parabola(monkeypatch):
 def heads_over_each_other(monkeypatch):
     key_grads = backward._key_grads
 
-    def over(call, of_rows, found, heads, plan):
-        key_grads(call, of_rows, found, heads._replace(rows=0), plan)
+    def over(call, of_rows, found, heads, plan, span):
+        key_grads(call, of_rows, found, heads._replace(rows=0), plan, span)
 
     monkeypatch.setattr(backward, "_key_grads", over)
 
@@ -283,3 +335,27 @@ def test_mutants_fail(storing, monkeypatch, device, mutant):
     got = run(inputs, layout, PLAIN)
     with pytest.raises(AssertionError):
         check("dq", got[2], theirs[2], truth[2])
+
+
+@ON_EVERY_DEVICE
+def test_sums_that_begin_anew_fail(storing, monkeypatch, device):
+    layout = layout_of("alone")
+    inputs = make(layout, 2, 1, 24, device=device)
+    truth = run_dense(inputs, layout, PLAIN, torch.float64)
+    theirs = run_dense(inputs, layout, PLAIN, torch.float32)
+    limit = small_plan(layout, 1, 1, NO_LIMIT).rows * 2 * 4 * 32 // 2
+    monkeypatch.setattr(backward, "_slot", lambda call: 1)
+    monkeypatch.setattr(workspace, "limit", lambda device: limit)
+    items = stored_plans.items
+
+    def fresh(*arguments):
+        plan = items(*arguments)
+        assert plan.items[:, 6].any()
+        plan.items[:, 6] = 0
+        return plan
+
+    monkeypatch.setattr(stored_plans, "items", fresh)
+    got = run(inputs, layout, PLAIN)
+    for name, a, b, c in list(zip(NAMES, got, theirs, truth, strict=True))[3:]:
+        with pytest.raises(AssertionError):
+            check(name, a, b, c)

@@ -15,6 +15,7 @@ that copy tiles by descriptors, since the rows of a run begin anywhere.  Memory 
 """
 
 import functools
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The heads of keys of a launch, and its memory."""
+    """The heads of keys of some launches, and their memory."""
 
     first: int
     heads: int
@@ -65,6 +66,13 @@ class Round(NamedTuple):
 
     def described(self, block: list[int]) -> TensorDescriptor | None:
         return None if self.stored is None else TensorDescriptor.from_tensor(self.stored, block)
+
+
+class Span(NamedTuple):
+    """Which items of keys, and which tiles of queries, a launch takes."""
+
+    first: int
+    end: int
 
 
 def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
@@ -88,18 +96,25 @@ def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: Out
         of_rows = Rows(lse, delta, grad_out)
         kv_heads, plan = call.k.shape[1], _stored_plan(call)
         if plan is None:
-            keys = _key_plan(call)
+            keys, queries = _key_plan(call), _query_plan(call)
             parts = tuple(torch.empty(n, d, device=out.device) for n, d in _parts(call, keys.slots, kv_heads))
-            every = Round(0, kv_heads, parts)
-            _key_grads(call, of_rows, found, every, keys)
-            _query_grad(call, of_rows, found, every, _query_plan(call))
+            _gradients(call, of_rows, found, Round(0, kv_heads, parts), keys, queries)
             return found
         with leased(functools.partial(_carve, call, plan), out.device) as (stored, parts):
             for first in range(0, kv_heads, plan.heads):
                 heads_of_round = Round(first, plan.heads, parts, stored, plan.rows)
-                _key_grads(call, of_rows, found, heads_of_round, plan.keys)
-                _query_grad(call, of_rows, found, heads_of_round, plan.queries)
+                _gradients(call, of_rows, found, heads_of_round, plan.keys, plan.queries)
     return found
+
+
+def _gradients(
+    call: AttentionCall, of_rows: Rows, found: AttentionGrads, heads: Round, keys: KeyPlan, queries: QueryPlan
+) -> None:
+    spans = (pairwise([0, *plan.spans]) for plan in (keys, queries))
+    for of_keys, of_queries in zip(*spans, strict=True):
+        _key_grads(call, of_rows, found, heads, keys, Span(*of_keys))
+        _query_grad(call, of_rows, found, heads, queries, Span(*of_queries))
+    _sums(call, found, heads, keys)
 
 
 def _blocks(call: AttentionCall, kernel: str) -> launch.Blocks:
@@ -156,15 +171,15 @@ def _carve(call: AttentionCall, plan: StoredPlan, carver: Carver) -> tuple[Tenso
 
 
 def _query_grad(
-    call: AttentionCall, of_rows: Rows, found: AttentionGrads, heads: Round, plan: QueryPlan
+    call: AttentionCall, of_rows: Rows, found: AttentionGrads, heads: Round, plan: QueryPlan, span: Span
 ) -> None:
     q, k, v, layout, rule, *_ = call
     lse, delta, grad_out = of_rows
     blocks, group = _blocks(call, "query grad"), q.shape[1] // k.shape[1]
-    attention_query_grad_kernel[heads.heads * group, len(plan.tiles)](
+    attention_query_grad_kernel[heads.heads * group, span.end - span.first](
         *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
         lse, delta, found.q, plan.tiles, plan.tiles, plan.runs, *layout.row_tables(q.device), len(q),
-        *launch.numbers(rule), heads.first * group,
+        *launch.numbers(rule), heads.first * group, span.first,
         heads.described([blocks.q, blocks.k]), heads.rows,
         STORED_KEYS=0 if heads.stored is None else heads.stored.shape[1], STORED_STAGES=STAGES,
         HEADS=q.shape[1], GROUP=group, **launch.shape_of((q.shape[2], v.shape[2]), blocks, blocks.k),
@@ -172,24 +187,29 @@ def _query_grad(
 
 
 def _key_grads(
-    call: AttentionCall, of_rows: Rows, found: AttentionGrads, heads: Round, plan: KeyPlan
+    call: AttentionCall, of_rows: Rows, found: AttentionGrads, heads: Round, plan: KeyPlan, span: Span
 ) -> None:
     q, k, v, layout, rule, *_ = call
     lse, delta, grad_out = of_rows
-    kv_heads, dims = k.shape[1], (k.shape[2], v.shape[2])
-    blocks = _blocks(call, "key grad")
-    attention_key_grad_kernel[heads.heads, len(plan.items)](
+    blocks, kv_heads = _blocks(call, "key grad"), k.shape[1]
+    attention_key_grad_kernel[heads.heads, span.end - span.first](
         *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
-        lse, delta, found.k, found.v, *heads.parts, plan.items, plan.items, plan.runs,
-        *layout.row_tables(q.device), len(q), *launch.numbers(rule), heads.first,
+        lse, delta, found.k, found.v, *heads.parts, plan.slots, plan.items, plan.items, plan.runs,
+        *layout.row_tables(q.device), len(q), *launch.numbers(rule), heads.first, span.first,
         heads.described([blocks.q, blocks.k]), heads.rows,
-        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, **launch.shape_of(dims, blocks, blocks.q),
+        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads,
+        **launch.shape_of((k.shape[2], v.shape[2]), blocks, blocks.q),
     )  # fmt: skip
-    for part, grad, d in zip(heads.parts, found[1:], dims, strict=True):
-        rows = min(16, 2048 // launch.width_of(d))
-        if not len(plan.sums):
-            continue
-        attention_sum_kernel[heads.heads, len(plan.sums) * (blocks.k // rows)](
-            part, grad, plan.sums, heads.first,
-            KV_HEADS=kv_heads, D=d, WIDTH=launch.width_of(d), BK=blocks.k, ROWS=rows, num_warps=4,
+
+
+def _sums(call: AttentionCall, found: AttentionGrads, heads: Round, plan: KeyPlan) -> None:
+    if not len(plan.sums):
+        return
+    block, factors = _blocks(call, "key grad").k, (call.rule.scale, 1.0)
+    for part, grad, factor in zip(heads.parts, found[1:], factors, strict=True):
+        dim = part.shape[1]
+        rows = min(16, 2048 // launch.width_of(dim))
+        attention_sum_kernel[heads.heads, len(plan.sums) * (block // rows)](
+            part, plan.slots, grad, plan.sums, heads.first, factor,
+            KV_HEADS=grad.shape[1], D=dim, WIDTH=launch.width_of(dim), BK=block, ROWS=rows, num_warps=4,
         )  # fmt: skip

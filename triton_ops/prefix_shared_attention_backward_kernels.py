@@ -55,23 +55,37 @@ def push(
     return tl.dot(ds, query, dk, input_precision="ieee"), dv, ds
 
 
-@triton.jit(do_not_specialize=["T", "window", "first_head", "stored_rows"])
+@triton.jit
+def begun(part, to, goes_on, BK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The sums that an item of an earlier span left in a slot, else 0."""
+    d = tl.arange(0, WIDTH)
+    at = part + (to + tl.arange(0, BK))[:, None] * D + d[None, :]
+    return tl.load(at, mask=goes_on & (d < D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "window", "first_head", "first_item", "slots", "stored_rows"])
 def attention_key_grad_kernel(
     q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
-    lse, delta, dk, dv, part_dk, part_dv, items, items_again, runs, first, last, pos, T, scale, softcap,
-    window, first_head, stored, stored_rows,
+    lse, delta, dk, dv, part_dk, part_dv, slots, items, items_again, runs, first, last, pos, T,
+    scale, softcap, window, first_head, first_item, stored, stored_rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     kv_head = first_head + tl.program_id(0)
-    item = items + tl.program_id(1) * ITEM_COLUMNS
+    item = items + (first_item + tl.program_id(1)) * ITEM_COLUMNS
     plain, masked, stop = tl.load(item + Item.plain), tl.load(item + Item.masked), tl.load(item + Item.stop)
     j, inside = rows_of_tile(item, BK)
     key = load_rows(k + kv_head.to(tl.int64) * k_head, j, k_stride, D, WIDTH)
     value = load_rows(v + kv_head.to(tl.int64) * v_head, j, v_stride, DV, V_WIDTH)
-    sum_dk = tl.zeros((BK, WIDTH), tl.float32)
-    sum_dv = tl.zeros((BK, V_WIDTH), tl.float32)
+    if stored is not None:
+        goes_on = tl.load(item + Item.goes_on) > 0
+        to = (tl.program_id(0) * slots + tl.load(item + Item.slot)).to(tl.int64) * BK
+        sum_dk = begun(part_dk, to, goes_on, BK, D, WIDTH)
+        sum_dv = begun(part_dv, to, goes_on, BK, DV, V_WIDTH)
+    else:  # all queries are one span
+        sum_dk = tl.zeros((BK, WIDTH), tl.float32)
+        sum_dv = tl.zeros((BK, V_WIDTH), tl.float32)
     # all plain runs, then all masked ones: masks take registers, which the first loop has none to spare of
     for member in range(GROUP):
         head = (kv_head * GROUP + member).to(tl.int64)
@@ -91,7 +105,7 @@ def attention_key_grad_kernel(
                 )  # fmt: skip
                 if stored is not None:
                     stored.store([place + start, 0], ds.T)
-    item = items_again + tl.program_id(1) * ITEM_COLUMNS
+    item = items_again + (first_item + tl.program_id(1)) * ITEM_COLUMNS
     j, inside = rows_of_tile(item, BK)
     first_j, last_j, pos_j = load_tables(first, last, pos, j)
     for member in range(GROUP):
@@ -116,23 +130,22 @@ def attention_key_grad_kernel(
                     key, value, q_here, q_stride, g_here, g_stride, lse_here, delta_here, rows, ok,
                     sum_dk, sum_dv, scale, softcap, D, WIDTH, DV, V_WIDTH, True,
                 )  # fmt: skip
-    sum_dk *= scale
     slot = tl.load(item + Item.slot)
     if slot < 0:
-        store_rows(dk + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dk, D, WIDTH)
+        store_rows(dk + kv_head.to(tl.int64) * D, j, KV_HEADS * D, inside, sum_dk * scale, D, WIDTH)
         store_rows(dv + kv_head.to(tl.int64) * DV, j, KV_HEADS * DV, inside, sum_dv, DV, V_WIDTH)
     else:
-        to = (slot.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * BK
+        to = (tl.program_id(0) * slots + slot).to(tl.int64) * BK
         store_rows(part_dk + to * D, tl.arange(0, BK), D, inside, sum_dk, D, WIDTH)
         store_rows(part_dv + to * DV, tl.arange(0, BK), DV, inside, sum_dv, DV, V_WIDTH)
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "slots"])
 def attention_sum_kernel(
-    part, out, sums, first_head,
+    part, slots, out, sums, first_head, factor,
     KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the slots of a tile, ROWS rows of them; ``part`` [slots, heads of the grid, BK, D]."""
+    """Add up the slots of a tile, ROWS rows of them; ``part`` [heads of the grid, slots, BK, D]."""
     PIECES: tl.constexpr = BK // ROWS
     tile = sums + tl.program_id(1) // PIECES * SUM_COLUMNS
     n = tl.program_id(1) % PIECES * ROWS + tl.arange(0, ROWS)
@@ -141,7 +154,7 @@ def attention_sum_kernel(
     n = tl.where(inside, n, 0)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for slot in range(tl.load(tile + Sum.begin), tl.load(tile + Sum.stop)):
-        at = part + (tl.cast(slot, tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (BK * D)
+        at = part + tl.cast(tl.program_id(0) * slots + slot, tl.int64) * (BK * D)
         total += load_rows(at, n, D, D, WIDTH)
     out += (first_head + tl.program_id(0)).to(tl.int64) * D
-    store_rows(out, j, KV_HEADS * D, inside, total, D, WIDTH)
+    store_rows(out, j, KV_HEADS * D, inside, total * factor, D, WIDTH)

@@ -222,17 +222,19 @@ def pull(
     return tl.dot(ds.to(key.dtype), key, sums, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["T", "window", "first_head", "stored_rows"])
+@triton.jit(do_not_specialize=["T", "window", "first_head", "first_tile", "stored_rows"])
 def attention_query_grad_kernel(
     q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
     lse, delta, dq, tiles, tiles_again, runs, first, last, pos, T, scale, softcap, window,
-    first_head, stored, stored_rows, STORED_KEYS: tl.constexpr, STORED_STAGES: tl.constexpr,
+    first_head, first_tile, stored, stored_rows, STORED_KEYS: tl.constexpr, STORED_STAGES: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    head = first_head + tl.program_id(0)
-    tile = tiles + tl.program_id(1) * TILE_COLUMNS
+    head, number = tl.program_id(0), tl.program_id(1)
+    if stored is not None:
+        head, number = head + first_head, number + first_tile
+    tile = tiles + number * TILE_COLUMNS
     plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     grad_out += head.to(tl.int64) * g_head
@@ -265,7 +267,8 @@ def attention_query_grad_kernel(
                     query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
                     D, WIDTH, DV, V_WIDTH, False,
                 )  # fmt: skip
-    i, inside = rows_of_tile(tiles_again + tl.program_id(1) * TILE_COLUMNS, BQ)
+    i, inside = rows_of_tile(tiles_again + number * TILE_COLUMNS, BQ)
+    lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
     first_i, _, pos_i = load_tables(first, last, pos, i)
     for run in range(masked, stop):
         run_first, run_end = rows_of(runs, run)
