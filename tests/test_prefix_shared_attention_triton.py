@@ -10,26 +10,32 @@ from backends import NO_INTERPRETER, TRITON_DEVICES
 from bitwise import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_cases import Result, beside
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not TRITON_DEVICES:
     pytest.skip(NO_INTERPRETER, allow_module_level=True)
 
-from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads  # noqa: E402
-from rlkernel.prefix.layout import PrefixLayout, RowTables  # noqa: E402
+from prefix_forests import (  # noqa: E402
+    NAMES,
+    PLAIN,
+    check_accuracy,
+    forest,
+    forests,
+    make,
+    run,
+    run_dense,
+    times_visited,
+    visible,
+)
+
+from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule  # noqa: E402
+from rlkernel.prefix.layout import RowTables  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention as triton_op  # noqa: E402
+from rlkernel.triton_ops import prefix_shared_attention_backward as backward  # noqa: E402
+from rlkernel.triton_ops import prefix_shared_attention_blocks as launch  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
-PLAIN = AttentionRule(0.3, 0.0, 0, False)
-
-
-def forest(*segments):
-    lengths, parents, completion = zip(*segments, strict=True) if segments else ((), (), ())
-    return PrefixLayout.of(lengths, parents, [bool(c) for c in completion])[0]
-
-
 # (length, parent, is completion)
 FORESTS = {
     "ragged": forest((37, -1, 0), (5, 0, 1), (23, 0, 1), (1, 0, 1), (50, -1, 0), (1, 4, 1), (33, 4, 1)),
@@ -45,7 +51,7 @@ FORESTS = {
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16 rows, so that small inputs have many of them, and prompts whose sums are in chunks."""
-    monkeypatch.setattr(triton_op, "_blocks", lambda *_: triton_op.Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(launch, "blocks_of", lambda *_: launch.Blocks(16, 16, 4, 1))
     monkeypatch.setattr(plans, "CHUNK", 32)
     for layout in FORESTS.values():
         layout._tables.clear()
@@ -54,95 +60,7 @@ def small_tiles(monkeypatch):
         layout._tables.clear()
 
 
-def visible(layout, window=0):
-    """[T, T]: whether row i sees row j."""
-    first, last, pos = layout.row_tables()
-    seen = (first[None] <= first[:, None]) & (first[:, None] < last[None])
-    back = pos[:, None] - pos[None]
-    return seen & (back >= 0) & (back < (window or layout.total + 1))
-
-
-def dense(q, k, v, layout, rule, sinks=None):
-    """Attention over the whole matrix of scores, in the dtype of the inputs."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q.transpose(0, 1) @ k.mT * rule.scale
-    if rule.softcap:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~visible(layout, rule.window), -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], 2)
-    weights = scores.softmax(2)[..., : len(q)]
-    return (weights @ v).transpose(0, 1), scores.logsumexp(2)
-
-
-def make(layout, heads, kv_heads, head_dim, dtype=torch.float32, device="cpu"):
-    g = torch.Generator().manual_seed(layout.total)
-    shapes = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(layout.total, h, head_dim, generator=g).to(dtype).to(device) for h in shapes]
-
-
-def run(inputs, layout, rule, sinks=None):
-    *qkv, grad_out = inputs
-    call = AttentionCall(*qkv, layout, rule, sinks)
-    results = triton_op.one_pass(call)
-    return *results, *triton_op.one_pass_backward(call, results, OutGrads(grad_out))
-
-
-def run_dense(inputs, layout, rule, dtype, sinks=None):
-    """On the CPU: cuBLAS refuses to run in deterministic mode, which ``poison`` needs."""
-    *qkv, grad_out = (x.to("cpu", dtype) for x in inputs)
-    qkv = [x.requires_grad_() for x in qkv]
-    out, lse = dense(*qkv, layout, rule, None if sinks is None else sinks.cpu())
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, grad_out)
-
-
-NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def check_accuracy(inputs, layout, rule, sinks=None):
-    got = run(inputs, layout, rule, sinks)
-    theirs = run_dense(inputs, layout, rule, inputs[0].dtype, sinks)
-    truth = run_dense(inputs, layout, rule, torch.float64, sinks)
-    magnitudes = {}
-    if inputs[0].is_cuda:  # whose sums and exp2 round otherwise than those of the CPU, where torch runs
-        on_cpu = {name: x.cpu() for name, x in zip(("q", "k", "v", "grad_out"), inputs, strict=True)}
-        magnitudes = beside(on_cpu | {"sinks": None}, Result(*truth, dsinks=None), rule.scale)
-    for name, a, b, c in zip(NAMES, got, theirs, truth, strict=True):
-        check(name, a, b, c, magnitude=magnitudes.get(name, 0.0))
-
-
 # plans
-
-
-@st.composite
-def forests(draw):
-    n = draw(st.integers(1, 9))
-    lengths, parents, completion = [], [], []
-    for s in range(n):
-        parents.append(draw(st.integers(-1, s - 1)))
-        below_completion = parents[-1] >= 0 and completion[parents[-1]]
-        completion.append(below_completion or draw(st.booleans()))
-        lengths.append(draw(st.integers(0, 23)))
-    return PrefixLayout.of(lengths, parents, completion)[0]
-
-
-def times_visited(layout, tiles, runs, window, block, transposed, keys=None):
-    """[T, T] how often a pair is multiplied and not masked; plain runs must be seen in whole."""
-    seen = visible(layout, window)
-    seen = seen.T if transposed else seen
-    times = torch.zeros_like(seen, dtype=torch.int64)
-    for first, end, begin, masked, stop in tiles.tolist():
-        for number in range(begin, stop):
-            a, b = runs[number].tolist()
-            assert a < b
-            if number < masked:
-                assert (b - a) % block == 0 and bool(seen[first:end, a:b].all())
-            elif keys is None:
-                assert bool(seen[first:end, a:b].any(0).all()), "rows that nobody sees are visited"
-            columns = torch.arange(a, b) if keys is None else keys[a:b]
-            times[first:end, columns] += seen[first:end, columns]
-    return times.T if transposed else times
 
 
 @settings(max_examples=120, deadline=None)
@@ -150,10 +68,10 @@ def times_visited(layout, tiles, runs, window, block, transposed, keys=None):
 def test_plans_visit_every_visible_pair_once(layout, window, blocks):
     once = visible(layout, window).long()
     plan = plans.query_plan(layout, window, *blocks)
-    assert torch.equal(times_visited(layout, *plan, window, blocks[1], False), once)
+    assert torch.equal(times_visited(layout, *plan[:2], window, blocks[1], False), once)
     plan = plans.logical_plan(layout, window, *blocks)
     keys = layout.gathered().keys
-    assert torch.equal(times_visited(layout, *plan, window, blocks[1], False, keys), once)
+    assert torch.equal(times_visited(layout, *plan[:2], window, blocks[1], False, keys), once)
     for slot_bytes in (1, plans.PARTIAL_BYTES // 6):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "CHUNK", 8)
@@ -167,7 +85,8 @@ def check_slots(layout, plan, block):
     """Each row is written by one item, or by the sum of all slots of its tile; slots are filled once."""
     writers = torch.zeros(layout.total, dtype=torch.int64)
     slots = {}
-    for first, end, _, _, _, slot in plan.items.tolist():
+    for first, end, _, _, _, slot, goes_on in plan.items.tolist():
+        assert goes_on == 0
         assert 0 < end - first <= block
         if slot < 0:
             writers[first:end] += 1
@@ -182,10 +101,10 @@ def check_slots(layout, plan, block):
 
 def test_short_completions_share_a_tile():
     layout = forest((64, -1, 0), *[(4, 0, 1)] * 32)
-    tiles, runs = plans.query_plan(layout, 0, 64, 32)
+    tiles, runs, _ = plans.query_plan(layout, 0, 64, 32)
     assert sorted(tiles[:, :2].tolist()) == [[0, 64], [64, 128], [128, 192]]
     first, end, begin, masked, stop = next(t for t in tiles.tolist() if t[0] == 64)
-    assert runs[begin:stop].tolist() == [[0, 64], [64, 128]] and masked == begin + 1
+    assert runs[begin:stop, :2].tolist() == [[0, 64], [64, 128]] and masked == begin + 1
     # other prompts' completions do not
     two = forest((64, -1, 0), *[(4, 0, 1)] * 3, (64, -1, 0), *[(4, 4, 1)] * 3)
     assert sorted(plans.query_plan(two, 0, 64, 32).tiles[:, :2].tolist())[2:] == [[128, 140], [140, 152]]
@@ -193,11 +112,11 @@ def test_short_completions_share_a_tile():
 
 def test_long_tiles_come_first_and_their_sums_are_cut():
     layout = forest((512, -1, 0), *[(300, 0, 1)] * 16)
-    _, runs = plan = plans.query_plan(layout, 0, 128, 64)
-    sizes = [sum(-(-(b - a) // 64) for a, b in runs[t[2] : t[4]].tolist()) for t in plan.tiles.tolist()]
+    _, runs, _ = plan = plans.query_plan(layout, 0, 128, 64)
+    sizes = [sum(-(-(b - a) // 64) for a, b, *_ in runs[t[2] : t[4]].tolist()) for t in plan.tiles.tolist()]
     assert sizes == sorted(sizes, reverse=True)
     plan = plans.key_plan(layout, 0, 64, 64, 1 << 19)
-    rows = [sum(b - a for a, b in plan.runs[t[2] : t[4]].tolist()) for t in plan.items.tolist()]
+    rows = [sum(b - a for a, b, *_ in plan.runs[t[2] : t[4]].tolist()) for t in plan.items.tolist()]
     assert max(rows) <= plans.CHUNK and rows[0] == plans.CHUNK
     assert plan.slots == 8 * 3  # 4800 rows of completions and at most 512 of the prompt for each of 8 tiles
 
@@ -241,7 +160,7 @@ def test_every_head_dim(poison, device, head_dim):
 @pytest.mark.parametrize(("number", "head_dim", "v_dim"), [(9, 96, 96), (9, 192, 128), (10, 192, 128)])
 def test_the_tiles_of_a_generation(poison, monkeypatch, number, head_dim, v_dim):
     """Those that no other interpreted test takes, over runs that are seen in whole and runs that are not."""
-    monkeypatch.setattr(triton_op, "generation", lambda: number)
+    monkeypatch.setattr(launch, "generation", lambda: number)
     layout = forest((70, -1, 0), (80, 0, 1), (65, 0, 1))
     q, k, _, _ = make(layout, 2, 1, head_dim, torch.bfloat16)
     _, v, _, grad_out = make(layout, 2, 1, v_dim, torch.bfloat16)
@@ -340,7 +259,7 @@ def bitwise_pair(layout, rule, dtype, device, sinks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BITWISE)
 def test_bitwise_parity_with_repeated_prompts(monkeypatch, poison, device, name, dtype):
-    monkeypatch.setattr(triton_op, "_blocks", lambda *_: triton_op.Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(launch, "blocks_of", lambda *_: launch.Blocks(16, 16, 4, 1))
     sinks = torch.tensor([0.5, -1.0], device=device)
     for window, softcap, extra in ((0, 0.0, None), (9, 3.0, sinks)):
         rule = AttentionRule(0.3, softcap, window, True)
@@ -353,7 +272,7 @@ def test_bitwise_parity_with_repeated_prompts(monkeypatch, poison, device, name,
 @ON_EVERY_DEVICE
 def test_without_bitwise_parity_the_bits_differ(monkeypatch, device):
     """Or the test before this one shows nothing."""
-    monkeypatch.setattr(triton_op, "_blocks", lambda *_: triton_op.Blocks(16, 16, 4, 1))
+    monkeypatch.setattr(launch, "blocks_of", lambda *_: launch.Blocks(16, 16, 4, 1))
     BITWISE["P = 37"]._tables.clear()
     _, (shared, alone) = bitwise_pair(BITWISE["P = 37"], PLAIN, torch.float32, device, None)
     assert not torch.equal(shared, alone) and error(shared, alone) < 1e-5
@@ -370,17 +289,17 @@ def siblings_seen(monkeypatch, layout):
 
 
 def without_prompt(monkeypatch, layout):
-    keys_of = plans._keys_of
+    keys_of = plans.keys_of
 
     def own_rows(layout, parts, window, block):
         visit = keys_of(layout, parts, window, block)
         return visit._replace(plain=[], masked=[r for r in visit.masked if r[0] >= layout.n_prefix])
 
-    monkeypatch.setattr(plans, "_keys_of", own_rows)
+    monkeypatch.setattr(plans, "keys_of", own_rows)
 
 
 def without_completions(monkeypatch, layout):
-    queries_of = plans._queries_of
+    queries_of = plans.queries_of
 
     def own_rows(layout, parts, window, block):
         visit = queries_of(layout, parts, window, block)
@@ -388,7 +307,7 @@ def without_completions(monkeypatch, layout):
             visit = visit._replace(plain=[], masked=[r for r in visit.masked if r[1] <= layout.n_prefix])
         return visit
 
-    monkeypatch.setattr(plans, "_queries_of", own_rows)
+    monkeypatch.setattr(plans, "queries_of", own_rows)
 
 
 def one_chunk_dropped(monkeypatch, layout):
@@ -400,12 +319,12 @@ def one_chunk_dropped(monkeypatch, layout):
         plan.sums[:, 3] -= 1
         return plan
 
-    monkeypatch.setattr(triton_op, "key_plan", dropping)
+    monkeypatch.setattr(backward, "key_plan", dropping)
 
 
 def window_off_by_one(monkeypatch, layout):
-    numbers = triton_op._numbers
-    monkeypatch.setattr(triton_op, "_numbers", lambda rule: (*numbers(rule)[:2], numbers(rule)[2] + 1))
+    numbers = launch.numbers
+    monkeypatch.setattr(launch, "numbers", lambda rule: (*numbers(rule)[:2], numbers(rule)[2] + 1))
 
 
 MUTANTS = {

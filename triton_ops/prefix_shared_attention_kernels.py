@@ -44,23 +44,21 @@ def rows_of(runs, run):
 
 
 @triton.jit
+def stored_at(runs, run):
+    """Where the storage holds a run: the place of its first tile, and how those of the next ones follow."""
+    at = runs + run * RUN_COLUMNS
+    return tl.load(at + Run.stored), tl.load(at + Run.step), tl.load(at + Run.change)
+
+
+@triton.jit
 def rows_of_tile(tile, ROWS: tl.constexpr):
-    """The rows of a tile, or of an item, and which are its own: those beyond its end repeat the last."""
-    return own_rows(tl.load(tile + Tile.first), tl.load(tile + Tile.end), ROWS)
+    """The rows of a tile, or of an item, and which are its own: those beyond its end repeat the last.
 
-
-@triton.jit
-def rows_again(tile, ROWS: tl.constexpr):
-    """``rows_of_tile``, read anew behind the loop that takes the time, where keeping them costs registers.
-
-    A compiler keeps what it has loaded from an address, unless the second load is volatile.
+    Kernels that have no registers to keep these in, nor their address, read them anew behind the loop that
+    takes the time, from a second argument that is the same table.
     """
-    return own_rows(tl.load(tile + Tile.first, volatile=True), tl.load(tile + Tile.end, volatile=True), ROWS)
-
-
-@triton.jit
-def own_rows(begin, end, ROWS: tl.constexpr):
-    index = begin + tl.arange(0, ROWS)
+    index = tl.load(tile + Tile.first) + tl.arange(0, ROWS)
+    end = tl.load(tile + Tile.end)
     return tl.minimum(index, end - 1), index < end
 
 
@@ -224,16 +222,19 @@ def pull(
     return tl.dot(ds.to(key.dtype), key, sums, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T", "window", "first_head", "first_tile", "stored_rows"])
 def attention_query_grad_kernel(
     q, q_stride: tl.int64, q_head: tl.int64, k, k_stride: tl.int64, k_head: tl.int64,
     v, v_stride: tl.int64, v_head: tl.int64, grad_out, g_stride: tl.int64, g_head: tl.int64,
-    lse, delta, dq, tiles, runs, first, last, pos, T, scale, softcap, window,
+    lse, delta, dq, tiles, tiles_again, runs, first, last, pos, T, scale, softcap, window,
+    first_head, first_tile, stored, stored_rows, STORED_KEYS: tl.constexpr, STORED_STAGES: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     DV: tl.constexpr, V_WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % HEADS
-    tile = tiles + tl.program_id(0) // HEADS * TILE_COLUMNS
+    head, number = tl.program_id(0), tl.program_id(1)
+    if stored is not None:
+        head, number = head + first_head, number + first_tile
+    tile = tiles + number * TILE_COLUMNS
     plain, masked, stop = tl.load(tile + Tile.plain), tl.load(tile + Tile.masked), tl.load(tile + Tile.stop)
     q += head.to(tl.int64) * q_head
     grad_out += head.to(tl.int64) * g_head
@@ -241,20 +242,34 @@ def attention_query_grad_kernel(
     v += (head // GROUP).to(tl.int64) * v_head
     lse += head.to(tl.int64) * T
     delta += head.to(tl.int64) * T
+    sums = tl.zeros((BQ, WIDTH), tl.float32)
+    if stored is not None:
+        for run in range(plain, masked):
+            run_first, run_end = rows_of(runs, run)
+            place, step, change = stored_at(runs, run)
+            place += stored_rows * tl.program_id(0)
+            for start in tl.range(run_first, run_end, BK, num_stages=STORED_STAGES):
+                n = (start - run_first) // STORED_KEYS
+                row = place + n * step + n * (n - 1) // 2 * change
+                ds = stored.load([row, (start - run_first) % STORED_KEYS])
+                key = load_rows(k, start + tl.arange(0, BK), k_stride, D, WIDTH)
+                sums = tl.dot(ds, key, sums, input_precision="ieee")
     i, inside = rows_of_tile(tile, BQ)
     query = load_rows(q, i, q_stride, D, WIDTH)
     g = load_rows(grad_out, i, g_stride, DV, V_WIDTH)
-    first_i, _, pos_i = load_tables(first, last, pos, i)
     lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
-    sums = tl.zeros((BQ, WIDTH), tl.float32)
-    for run in range(plain, masked):
-        run_first, run_end = rows_of(runs, run)
-        for start in range(run_first, run_end, BK):
-            rows = start + tl.arange(0, BK)
-            sums = pull(
-                query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
-                D, WIDTH, DV, V_WIDTH, False,
-            )  # fmt: skip
+    if stored is None:
+        for run in range(plain, masked):
+            run_first, run_end = rows_of(runs, run)
+            for start in range(run_first, run_end, BK):
+                rows = start + tl.arange(0, BK)
+                sums = pull(
+                    query, g, lse_i, delta_i, k, k_stride, v, v_stride, rows, True, sums, scale, softcap,
+                    D, WIDTH, DV, V_WIDTH, False,
+                )  # fmt: skip
+    i, inside = rows_of_tile(tiles_again + number * TILE_COLUMNS, BQ)
+    lse_i, delta_i = tl.load(lse + i) * LOG2E, tl.load(delta + i)
+    first_i, _, pos_i = load_tables(first, last, pos, i)
     for run in range(masked, stop):
         run_first, run_end = rows_of(runs, run)
         for start in range(run_first, run_end, STEP):

@@ -11,7 +11,7 @@ The host's work grows with the number of tiles and segments, and is done once fo
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,28 @@ CHUNK = 2048  # rows that one program visits for a tile of keys, at least: parti
 PARTIAL_BYTES = 64 << 20  # of all partial sums of keys and values together
 
 # columns of the tables
-RUN = ("first", "end")  # rows
-TILE = (*RUN, "plain", "masked", "stop")  # rows of the tile; its first run, the first masked one, the end
-ITEM = (*TILE, "slot")  # where the partial sum goes; -1: it is the whole sum
-SUM = (*RUN, "begin", "stop")  # rows of a tile in several items; its first partial sum, the end
+ROWS = ("first", "end")
+# where gradients of scores are stored: those of its first tile, how much further those of the next, and how
+# much more each of the following
+RUN = (*ROWS, "stored", "step", "change")
+TILE = (*ROWS, "plain", "masked", "stop")  # rows of the tile; its first run, the first masked one, the end
+# where the partial sum goes, -1: it is the whole sum; 1: to add to what an item of an earlier span left there
+ITEM = (*TILE, "slot", "goes_on")
+SUM = (*ROWS, "begin", "stop")  # rows of a tile in several items; its first partial sum, the end
+
+
+Place = Callable[[int, list[Run]], list[tuple[int, ...]]]
+
+
+def nowhere(tile: int, runs: list[Run]) -> list[tuple[int, ...]]:
+    """Runs that a tile visits, as their table has them, whose gradients of scores are not stored."""
+    return [(*run, 0, 0, 0) for run in runs]
 
 
 class QueryPlan(NamedTuple):
     tiles: Tensor  # int32 [N, TILE]
     runs: Tensor  # int32 [R, RUN], of keys
+    spans: tuple[int, ...]  # where the tiles of each span of rows end
 
 
 class KeyPlan(NamedTuple):
@@ -39,6 +52,7 @@ class KeyPlan(NamedTuple):
     runs: Tensor  # int32 [R, RUN], of queries
     sums: Tensor  # int32 [M, SUM]
     slots: int  # number of partial sums
+    spans: tuple[int, ...]  # items of queries up to a row, one span of rows after the other: where each ends
 
 
 class Part(NamedTuple):
@@ -64,8 +78,8 @@ class Visits(NamedTuple):
 
 def query_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
     """Tiles span siblings: short completions of a prompt fill a tile together."""
-    visits = [_keys_of(layout, parts, window, block_k) for parts in query_tiles(layout, block_q)]
-    return _queries(visits, block_k)
+    visits = [keys_of(layout, parts, window, block_k) for parts in query_tiles(layout, block_q)]
+    return queries([visits], block_k)
 
 
 def logical_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) -> QueryPlan:
@@ -82,52 +96,83 @@ def logical_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int) 
             run = before + lowest // block_k * block_k, before + offset + stop - start
             visits.append(Visits([Part(s, first, stop)], [], [run]))
         before += offset + end - start
-    return _queries(visits, block_k)
+    return queries([visits], block_k)
 
 
-def _queries(visits: list[Visits], block_k: int) -> QueryPlan:
+def queries(spans: list[list[Visits]], block_k: int, places: Sequence[Place] = (nowhere,)) -> QueryPlan:
+    """The plan of the tiles of queries of each span; ``place(row, runs)``: where plain runs are stored."""
     tiles: list[tuple[int, ...]] = []
-    runs: list[Run] = []
-    for visit in sorted(visits, key=lambda x: -x.blocks(block_k)):
-        begin, masked = len(runs), len(runs) + len(visit.plain)
-        runs += visit.plain + visit.masked
-        tiles.append((*visit.rows, begin, masked, len(runs)))
-    return QueryPlan(_table(tiles, len(TILE)), _table(runs, len(RUN)))
+    runs: list[tuple[int, ...]] = []
+    ends: list[int] = []
+    for visits, place in zip(spans, places, strict=True):
+        for visit in sorted(visits, key=lambda x: -x.blocks(block_k)):
+            begin = len(runs)
+            runs += place(visit.rows[0], visit.plain)
+            masked = len(runs)
+            runs += nowhere(visit.rows[0], visit.masked)
+            tiles.append((*visit.rows, begin, masked, len(runs)))
+        ends.append(len(tiles))
+    return QueryPlan(_table(tiles, len(TILE)), _table(runs, len(RUN)), tuple(ends))
 
 
 def key_plan(layout: PrefixLayout, window: int, block_q: int, block_k: int, slot_bytes: int) -> KeyPlan:
-    """``slot_bytes``: what the partial sums of one tile take.
+    """``slot_bytes``: what the partial sums of one tile take."""
+    visits = [queries_of(layout, parts, window, block_q) for parts in key_tiles(layout, block_k)]
+    return items([visits], block_q, CHUNK, PARTIAL_BYTES // slot_bytes)
+
+
+def items(
+    spans: list[list[Visits]], block_q: int, chunk_rows: int, most_slots: int,
+    places: Sequence[Place] = (nowhere,),
+) -> KeyPlan:  # fmt: skip
+    """The plan of tiles of keys, from what all of them visit in each of the ``spans`` of queries.
 
     A prompt's keys are visited by all of its completions, which is many times what a completion's are.  So a
     tile's rows are cut into chunks, whose sums a second kernel adds up in their order.  The chunk grows until
-    all partial sums fit in ``PARTIAL_BYTES``: more rows are then in longer chunks, and where there are many
-    tiles, in one.
+    there is room for all partial sums: more rows are then in longer chunks, and where there are many tiles,
+    in one.  The chunks of a later span go on with the sums of those before.
+
+    ``places``: for each span, ``place(row, runs)`` says of plain runs where they are to be stored.
     """
-    visits = [_queries_of(layout, parts, window, block_q) for parts in key_tiles(layout, block_k)]
-    sizes = [visit.blocks(block_q) for visit in visits]
-    chunk = max(1, CHUNK // block_q)
-    while (slots := sum(-(-n // chunk) for n in sizes if n > chunk)) * slot_bytes > PARTIAL_BYTES:
+    of_tiles = list(zip(*spans, strict=True))
+    sizes = [[visit.blocks(block_q) for visit in visits] for visits in of_tiles]
+    longest = max((max(of_tile) for of_tile in sizes), default=0)
+    chunk = max(1, chunk_rows // block_q)
+    while chunk < longest and sum(_slots(of_tile, chunk) for of_tile in sizes) > most_slots:
         chunk *= 2
-    items: list[tuple[int, tuple[int, ...], list[Run], list[Run]]] = []
+    found: list[list[tuple[int, tuple[int, int], Visits]]] = [[] for _ in spans]
     sums: list[tuple[int, ...]] = []
     slot = 0
-    for visit, size in zip(visits, sizes, strict=True):
-        if size <= chunk:
-            items.append((size, (*visit.rows, -1), visit.plain, visit.masked))
-            continue
-        begin = slot
-        for plain, masked in _chunks(visit, chunk, block_q):
-            blocks = Visits([], plain, masked).blocks(block_q)
-            items.append((blocks, (*visit.rows, slot), plain, masked))
-            slot += 1
-        sums.append((*visit.rows, begin, slot))
+    for visits, of_tile in zip(of_tiles, sizes, strict=True):
+        slots = _slots(of_tile, chunk)
+        begun = 0
+        for of_span, visit, size in zip(found, visits, of_tile, strict=True):
+            if size and not slots:
+                of_span.append((size, (-1, 0), visit))
+            elif size:
+                for number, piece in enumerate(_chunks(visit, chunk, block_q)):
+                    where = slot + number, int(number < begun)
+                    of_span.append((piece.blocks(block_q), where, piece))
+                begun = max(begun, number + 1)
+        if slots:
+            sums.append((*visits[0].rows, slot, slot + slots))
+            slot += slots
     rows: list[tuple[int, ...]] = []
-    runs: list[Run] = []
-    for _, (first, end, to), plain, masked in sorted(items, key=lambda x: -x[0]):
-        begin = len(runs)
-        runs += plain + masked
-        rows.append((first, end, begin, begin + len(plain), len(runs), to))
-    return KeyPlan(_table(rows, len(ITEM)), _table(runs, len(RUN)), _table(sums, len(SUM)), slots)
+    runs: list[tuple[int, ...]] = []
+    ends: list[int] = []
+    for of_span, place in zip(found, places, strict=True):
+        for _, where, piece in sorted(of_span, key=lambda x: -x[0]):
+            begin, (first, end) = len(runs), piece.rows
+            runs += place(first, piece.plain) + nowhere(first, piece.masked)
+            rows.append((first, end, begin, begin + len(piece.plain), len(runs), *where))
+        ends.append(len(rows))
+    return KeyPlan(_table(rows, len(ITEM)), _table(runs, len(RUN)), _table(sums, len(SUM)), slot, tuple(ends))
+
+
+def _slots(sizes: list[int], chunk: int) -> int:
+    """Partial sums of a tile that visits so many blocks in each span; 0: its only chunk has the whole sum."""
+    chunks = [-(-size // chunk) for size in sizes]
+    return max(chunks) if sum(chunks) > 1 else 0
 
 
 # tiles
@@ -179,7 +224,7 @@ def _size(parts: list[Part]) -> int:
 # what a tile visits
 
 
-def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+def keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
     plain: list[Run] = []
     masked: list[Run] = []
     mine = {part.segment: part for part in parts}
@@ -204,10 +249,10 @@ def _keys_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -
             plain.append((begin, end))
         else:
             masked.append((low, stop))
-    return _whole_blocks(parts, plain, masked, block)
+    return whole_blocks(parts, plain, masked, block)
 
 
-def _queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
+def queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int) -> Visits:
     plain: list[Run] = []
     masked: list[Run] = []
     for part in parts:
@@ -222,10 +267,10 @@ def _queries_of(layout: PrefixLayout, parts: list[Part], window: int, block: int
             reach = min(stop, newest + window - _shift(layout, b))  # no row from here on sees any key
             whole = len(parts) == 1 and reach <= oldest + window - _shift(layout, b)
             (plain if whole else masked).append((row, reach))
-    return _whole_blocks(parts, plain, masked, block)
+    return whole_blocks(parts, plain, masked, block)
 
 
-def _whole_blocks(parts: list[Part], plain: list[Run], masked: list[Run], block: int) -> Visits:
+def whole_blocks(parts: list[Part], plain: list[Run], masked: list[Run], block: int) -> Visits:
     """Runs that continue each other are one; what plain runs have beyond whole blocks is masked."""
     whole = []
     for first, end in joined(plain):
@@ -235,7 +280,7 @@ def _whole_blocks(parts: list[Part], plain: list[Run], masked: list[Run], block:
     return Visits(parts, [run for run in whole if run[0] < run[1]], joined(masked))
 
 
-def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[tuple[list[Run], list[Run]]]:
+def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[Visits]:
     """The visit's runs in pieces of ``chunk`` blocks."""
     pieces: tuple[list[Run], list[Run]] = ([], [])
     room = chunk
@@ -247,10 +292,10 @@ def _chunks(visit: Visits, chunk: int, block: int) -> Iterator[tuple[list[Run], 
                 room -= -(-(stop - first) // block)
                 first = stop
                 if not room:
-                    yield pieces
+                    yield Visits(visit.parts, *pieces)
                     pieces, room = ([], []), chunk
     if pieces[0] or pieces[1]:
-        yield pieces
+        yield Visits(visit.parts, *pieces)
 
 
 def _is_below(layout: PrefixLayout, s: int, a: int) -> bool:
@@ -270,5 +315,5 @@ def _shift(layout: PrefixLayout, s: int) -> int:
     return layout.offsets[s] - layout.starts[s]
 
 
-def _table(rows: list[tuple[int, ...]] | list[Run], columns: int) -> Tensor:
+def _table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)

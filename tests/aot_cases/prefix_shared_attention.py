@@ -4,6 +4,7 @@ import torch
 
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
 from rlkernel.prefix.layout import PrefixLayout
+from rlkernel.runtime import workspace
 from rlkernel.triton_ops import prefix_shared_attention
 from rlkernel.triton_ops import prefix_shared_attention_around as around
 from rlkernel.triton_ops.prefix_shared_attention_plan import CHUNK
@@ -20,6 +21,10 @@ def cases():
         if not bitwise:
             prefix_shared_attention.backward(call, results, OutGrads(torch.empty_like(results.out)))
 
+    def run_without_room(*arguments):
+        with workspace.limited(1 << 20):
+            run(*arguments)
+
     def run_around(head_dim, dtype):
         """Rows that start at the third, whose lse starts anywhere."""
         out, k = (torch.empty(64, h, head_dim, dtype=dtype) for h in (8, 2))
@@ -31,6 +36,8 @@ def cases():
     return {
         "bf16 D = 64": lambda: run(64, bf16, 0.0, True, False),
         "bf16 D = 128": lambda: run(128, bf16, 0.0, False, False),
+        "bf16 D = 128 without room": lambda: run_without_room(128, bf16, 0.0, False, False),
+        "bf16 D = 128 softcap": lambda: run(128, bf16, 50.0, False, False),
         "bf16 D = 128 bitwise": lambda: run(128, bf16, 0.0, False, True),
         "bf16 D = 256 softcap": lambda: run(256, bf16, 50.0, False, False),
         "bf16 D = 192, Dv = 128": lambda: run(192, bf16, 0.0, False, False, 128),
