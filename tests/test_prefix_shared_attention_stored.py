@@ -59,6 +59,7 @@ def storing(monkeypatch):
     monkeypatch.setattr(launch, "blocks_of", lambda kernel, *_: BLOCKS[kernel])
     monkeypatch.setattr(backward, "STORING", {(launch.generation(), size, 64, 64) for size in (2, 4)})
     monkeypatch.setattr(stored_plans, "CHUNK", 64)
+    monkeypatch.setattr(stored_plans, "LEAST_LIMIT", 0)
     workspace.release()
     yield
     workspace.release()
@@ -92,6 +93,7 @@ def test_what_is_read_is_what_was_stored(layout, window, blocks, parts):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_plans, "CHUNK", 16)
+        patch.setattr(stored_plans, "LEAST_LIMIT", 0)
         plan = plan_of(NO_LIMIT)
         if not plan.heads:
             return
@@ -157,8 +159,13 @@ def test_most_pairs_are_stored(prompt, length, group):
     assert plan.heads * plan.rows * sizes.row <= sizes.limit < 2 * plan.heads * plan.rows * sizes.row
 
 
-def test_as_many_heads_as_there_is_room_for():
+def test_as_many_heads_as_there_is_room_for(monkeypatch):
     layout = layout_of("two prompts")
+    all_or_none = small_plan(layout, 6, 64, NO_LIMIT)
+    need = 6 * 64 * all_or_none.rows
+    assert all_or_none.heads == small_plan(layout, 6, 64, need).heads == 6
+    assert small_plan(layout, 6, 64, need - 1).heads == 0, "a limit that small is not worth more launches"
+    monkeypatch.setattr(stored_plans, "LEAST_LIMIT", 0)
 
     of_one = 64 * small_plan(layout, 1, 64, NO_LIMIT).rows
     assert of_one > 0

@@ -31,6 +31,9 @@ from rlkernel.triton_ops.prefix_shared_attention_plan import (
 )
 
 MOST_SPANS = 128  # the host's work grows with their number times that of the tiles
+# of the limit, where the heads or the queries are not taken all at once: what less of it holds saves a GPU
+# less time than the host takes to launch two more kernels
+LEAST_LIMIT = 512 << 20
 
 
 class Sizes(NamedTuple):
@@ -144,7 +147,7 @@ def stored_plan(
     layout: PrefixLayout, window: int, of_queries: tuple[int, int], of_keys: tuple[int, int], kv_heads: int,
     sizes: Sizes,
 ) -> StoredPlan:  # fmt: skip
-    """The plan of as many heads of keys at a time as the limit has room for: of none where it is too small.
+    """The plan of as many heads of keys at a time as the limit has room for; of none where it is too small.
 
     Where there is no room for one, queries are taken a span of rows at a time: 7 of 8 parts of the limit hold
     what it stores, the rest the partial sums, with which the next span goes on.
@@ -159,7 +162,8 @@ def stored_plan(
     heads = max((n for n in range(1, most + 1) if kv_heads % n == 0), default=1)
     tiles = list(query_tiles(layout, block_q))
     spans = [(0, layout.total)] if most else list(_spans(tiles, visits, sizes.limit // 8 * 7 // sizes.row))
-    if not stored or len(spans) > MOST_SPANS:
+    in_parts = most < kv_heads
+    if not stored or len(spans) > MOST_SPANS or (in_parts and sizes.limit < LEAST_LIMIT):
         return NOTHING
     of_spans = [visits] if most else [[_inside(visit, span, step_q) for visit in visits] for span in spans]
     strips = [Strips(of_span, block_k) for of_span in of_spans]
