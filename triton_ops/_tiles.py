@@ -14,6 +14,7 @@ from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops._descriptors import aligned
 from rlkernel.triton_ops._device import generation
+from rlkernel.triton_ops._sizes import cdiv
 
 GROUP = 16  # blocks of rows: at 4096 hidden states of 16 bits each they take 16 MiB of the L2
 
@@ -55,7 +56,7 @@ class Launch(NamedTuple):
         return options
 
     def blocks(self, rows: int, columns: int) -> int:
-        return triton.cdiv(rows, self.tile.rows) * triton.cdiv(columns, self.tile.columns)
+        return cdiv(rows, self.tile.rows) * cdiv(columns, self.tile.columns)
 
 
 def launch_of(

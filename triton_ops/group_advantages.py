@@ -1,7 +1,6 @@
 """``group_advantages`` over Triton: one launch, two where the batch scales, two more where it is whitened."""
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.group_advantages import (
@@ -13,6 +12,7 @@ from rlkernel.calls.group_advantages import (
 )
 from rlkernel.triton_ops import whiten
 from rlkernel.triton_ops._device import at_most_fp32
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops.group_advantages_kernels import BLOCK, batch_kernel, group_kernel
 from rlkernel.triton_ops.whiten_kernels import CHUNK, Moment
 
@@ -24,7 +24,7 @@ def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
     n, columns = rewards.shape
     device = rewards.device
     order = ends = batch = None
-    groups = triton.cdiv(n, call.group_size) if offsets is None else len(offsets) - 1
+    groups = cdiv(n, call.group_size) if offsets is None else len(offsets) - 1
     if call.group_ids is not None:
         ids, order = call.group_ids.sort(stable=True)
         ends = torch.searchsorted(ids, ids, right=True)
@@ -40,7 +40,7 @@ def forward(call: GroupAdvantagesCall) -> GroupAdvantagesResults:
     threads = 32 if torch.version.hip is None else 64  # a place is one thread's
     with torch.cuda.device_of(rewards):
         if scale == "batch":
-            slots = triton.cdiv(n, CHUNK) * (columns if kind == "gdpo" else 1)
+            slots = cdiv(n, CHUNK) * (columns if kind == "gdpo" else 1)
             batch = torch.empty(slots, len(Moment), dtype=torch.float64, device=device)
             batch_kernel[(slots,)](
                 rewards, kept, n, columns, weights, batch, WEIGHTED=kind != "gdpo", CHUNK=CHUNK, num_warps=8,

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from rlkernel.drivers.linear_logprob_fp8 import Codes
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops.linear_logprob_fp8_kernels import fp8_product_kernel
 
 BM, BN, STEP, LEAST_STEP = 128, 128, 128, 32
@@ -49,7 +50,7 @@ def multiply(
     one_block = block[0] >= first + vocab or (block[0] % BN == 0 and first % BN == 0)
     # else a thread has the scales of many columns beside its sums
     columns = BN if one_block or groups[1] is None else BN // 2
-    tiles = triton.cdiv(rows, BM) * triton.cdiv(vocab, columns)
+    tiles = cdiv(rows, BM) * cdiv(vocab, columns)
     stages = 3 if torch.version.hip is None else 2  # of 64 KiB of shared memory
     with torch.cuda.device_of(values):
         fp8_product_kernel[(tiles,)](

@@ -17,7 +17,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
@@ -28,6 +27,7 @@ from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops import linear_logprob_kernels as kernels
 from rlkernel.triton_ops._device import processors
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops._tiles import (
     COPIED,
     LARGE,
@@ -87,7 +87,7 @@ def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[
     statistics = _empty_statistics(call, n)
     # by rows that are dense, however the given ones lie
     launch = _launch(0, hidden.new_empty(1, size, dtype=head.compute_dtype), weight, head)
-    parts = triton.cdiv(vocab, launch.tile.columns)
+    parts = cdiv(vocab, launch.tile.columns)
     row_bytes = 4 * len(kernels.Extra) * parts + size * head.compute_dtype.itemsize
     chunk = max(workspace.limit(hidden.device) // (row_bytes * LARGE.rows), 1) * LARGE.rows
     carve = functools.partial(_carve_forward, min(chunk, n), size, parts, head)
@@ -107,7 +107,7 @@ def _forward(call: LinearLogprobCall, rows: Rows) -> tuple[LogprobResults, dict[
             )  # fmt: skip
             named = (statistics.get(name) for name in ("mean_logits", "is_top1", "log_sum_sq_probs"))
             run(
-                kernels.merge_kernel, triton.cdiv(b - a, MERGED_ROWS), hidden,
+                kernels.merge_kernel, cdiv(b - a, MERGED_ROWS), hidden,
                 part, b - a, vocab, parts, count, ids[a:b], t, t_all,
                 *(None if x is None else x[a:b] for x in (*outputs.statistics, *named)),
                 BN=launch.tile.columns, PARTS=MERGED, ROWS=MERGED_ROWS, num_warps=4, enable_fp_fusion=False,
@@ -213,7 +213,7 @@ class _Backward:
         t, t_all = per_row(self.temperatures)
         found = self.results
         run(
-            kernels.row_gradient_kernel, triton.cdiv(self.n, TABLED_ROWS), self.hidden,
+            kernels.row_gradient_kernel, cdiv(self.n, TABLED_ROWS), self.hidden,
             self.n, self.rows.number, t, t_all, or_none(self.head.logit_scale),
             self.grads.logprobs, self.grads.entropy, self.grads.lse,
             found.logprobs, None if self.grads.entropy is None else found.entropy, found.log_sum, self.table,

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.logprob import LogprobCall, LogprobResults, RowGrads, Tile
 from rlkernel.drivers.logprob import unfiltered_ids, with_unfiltered_rows
 from rlkernel.triton_ops import sampling
 from rlkernel.triton_ops._device import taking_logits
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.logprob_kernels import backward_kernel, exp_kernel, forward_kernel
 from rlkernel.triton_ops.logprob_support_kernels import support_backward_kernel, support_forward_kernel
 
@@ -133,7 +133,7 @@ def _elementwise(kernel: Any, tile: Tile, out: Tensor, *of_rows: Tensor | None) 
     rows, inner, (strides, out_strides) = _rows(tile.logits, out)  # type: ignore[misc]
     vocab = tile.logits.shape[-1]
     block, span, warps = _elementwise_plan(vocab, tile.logits.dtype)
-    spans = triton.cdiv(vocab, span)
+    spans = cdiv(vocab, span)
     if rows:
         with torch.cuda.device_of(tile.logits):
             kernel[(rows * spans,)](
@@ -182,7 +182,7 @@ def _row_plan(vocab: int, dtype: torch.dtype) -> tuple[int, int, int]:
     (3.35 TB/s / 132 * 0.8 us).  The bits follow from lanes and vec; warps are free to differ.
     """
     vec = 16 // dtype.itemsize
-    lanes = max(32, min(512, triton.next_power_of_2(triton.cdiv(vocab, vec))))
+    lanes = max(32, min(512, next_power_of_2(cdiv(vocab, vec))))
     return lanes, vec, max(1, lanes // (64 if torch.version.hip is None else 128))
 
 
@@ -190,7 +190,7 @@ def _elementwise_plan(vocab: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """``(block, span, warps)``: a program takes ``span`` entries of a row, ``block`` at a time."""
     lanes, vec, warps = _row_plan(vocab, dtype)
     block = lanes * vec
-    return block, min(4, triton.cdiv(vocab, block)) * block, warps
+    return block, min(4, cdiv(vocab, block)) * block, warps
 
 
 def per_row(temperature: float | Tensor) -> tuple[Tensor | None, float]:

@@ -8,13 +8,13 @@ and the GPU, and change no bit.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.drivers.matmul import gradients, summed
 from rlkernel.triton_ops._descriptors import aligned
 from rlkernel.triton_ops._device import generation, processors, taking
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops._tiles import COPIED, LARGE, SMALL, run
 from rlkernel.triton_ops.matmul_kernels import matmul_descriptor_kernel, matmul_kernel
 
@@ -82,7 +82,7 @@ def _by_pointers(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, wide: b
     # AMD's instructions for tiles of 16 and of 32 rows add up in different orders
     instruction = {} if nvidia else {"matrix_instr_nonkdim": 16}
     stages = tile.stages if nvidia else 2  # of 64 KiB of shared memory
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) * batch
+    tiles = cdiv(rows, tile.rows) * cdiv(columns, tile.columns) * batch
     matmul_kernel[(min(tiles, 2 * processors(a.device)),)](
         a, *a.stride(), b, *b.stride(), bias, out, rows, columns, inner, tiles,
         WIDE=wide, WHOLE_K=inner % STEP[bits] == 0, DENSE_ROWS=dense_rows, DENSE_COLUMNS=dense_columns,
@@ -97,7 +97,7 @@ def _by_descriptors(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> N
     if columns <= 128:
         tile = tile._replace(columns=128)
     across_a, across_b = a.stride(1) != 1, b.stride(0) != 1
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    tiles = cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
     run(
         matmul_descriptor_kernel, min(tiles, processors(a.device)), a,
         a, a.stride(1 if across_a else 0), b, b.stride(0 if across_b else 1), bias, out, rows, columns, inner,

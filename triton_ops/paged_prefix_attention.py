@@ -7,11 +7,11 @@ row has the same bits alone and in any group.  Memory besides the results is wha
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.paged_prefix_attention import PagedCall, PagedResults
 from rlkernel.triton_ops._device import tensor_reasons
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.paged_prefix_attention_kernels import paged_attention_kernel, paged_merge_kernel
 
 MAX_HEAD_DIM = 256
@@ -98,7 +98,7 @@ def forward(call: PagedCall) -> PagedResults:
                 num_warps=blocks.warps, num_stages=stages, enable_fp_fusion=False,
             )  # fmt: skip
             if first_row < end_row:
-                paged_merge_kernel[((end_row - first_row) * triton.cdiv(heads, merged),)](
+                paged_merge_kernel[((end_row - first_row) * cdiv(heads, merged),)](
                     tops, totals, parts, sinks, out, lse, plan.starts, plan.slots, plan.rows,
                     first_row, total, rule.scale, rule.softcap or None,
                     HEADS=heads, DV=dv, V_WIDTH=v_width, BH=merged, num_warps=4, enable_fp_fusion=False,
@@ -108,14 +108,14 @@ def forward(call: PagedCall) -> PagedResults:
 
 def spread(items: int, wide: int, most_rows: int, rows: int) -> tuple[int, int, int]:
     """How many items of a launch take several programs of ``rows`` rows, how many each, and all programs."""
-    tiles = triton.cdiv(most_rows, rows)
+    tiles = cdiv(most_rows, rows)
     if tiles == 1:
         wide = 0
     return wide, tiles, items + wide * (tiles - 1)
 
 
 def _width(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _blocks(query: Tensor, value_cache: Tensor) -> Blocks:

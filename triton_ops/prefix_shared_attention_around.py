@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.triton_ops import prefix_shared_attention_around_kernels as kernels
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 
 ELEMENTS = 2048  # of a program's tile
 
@@ -60,7 +60,7 @@ def segment_reduce(
 
 
 def _shape(heads: int, head_dim: int) -> dict[str, Any]:
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     return {
         "HEADS": heads,
         "D": head_dim,
@@ -72,4 +72,4 @@ def _shape(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def _tiles(rows: int, shape: dict[str, Any]) -> int:
-    return triton.cdiv(rows, shape["ROWS"]) * shape["HEADS"]
+    return cdiv(rows, shape["ROWS"]) * shape["HEADS"]

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,6 +26,7 @@ from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionGrads
 from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops import prefix_shared_attention_blocks as launch
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops._tiles import leased
 from rlkernel.triton_ops.prefix_shared_attention_backward_kernels import (
     attention_key_grad_kernel,
@@ -89,7 +89,7 @@ def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: Out
     with torch.cuda.device_of(out):
         delta = torch.empty_like(lse)
         rows = 4096 // max(64, launch.width_of(v_dim))
-        attention_delta_kernel[(triton.cdiv(total, rows) * heads,)](
+        attention_delta_kernel[(cdiv(total, rows) * heads,)](
             *launch.strided(grad_out), out, delta, total,
             HEADS=heads, DV=v_dim, V_WIDTH=launch.width_of(v_dim), ROWS=rows, num_warps=4,
         )  # fmt: skip

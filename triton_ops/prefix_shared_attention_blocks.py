@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.prefix_shared_attention import AttentionRule
 from rlkernel.prefix.layout import PrefixLayout
 from rlkernel.triton_ops._device import generation
+from rlkernel.triton_ops._sizes import next_power_of_2
 from rlkernel.triton_ops.prefix_shared_attention_plan import QueryPlan, logical_plan, query_plan
 
 NO_WINDOW = 2**31 - 1
@@ -91,7 +91,7 @@ def numbers(rule: AttentionRule) -> tuple[float, float | None, int]:
 
 
 def width_of(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def shape_of(dims: tuple[int, int], blocks: Blocks, visited: int) -> dict[str, int]:

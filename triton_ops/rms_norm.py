@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.rms_norm import RmsNormCall, RmsNormGrads, RmsNormResults
 from rlkernel.triton_ops import rms_norm_kernels as kernels
 from rlkernel.triton_ops._device import taking
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 
 unsupported = taking("x")
 
@@ -59,7 +59,7 @@ CHUNK_PLAN: dict[str, Any] = {
 
 def plan_of(length: int) -> dict[str, Any]:
     """How a row is taken, by its length alone."""
-    block = min(triton.next_power_of_2(length), 2048)
+    block = min(next_power_of_2(length), 2048)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 8), "enable_fp_fusion": False}
 
 
@@ -75,14 +75,14 @@ def rows_of(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
 
 
 def grid_of_chunks(partials: Tensor) -> tuple[int]:
-    return (partials.shape[0] * triton.cdiv(partials.shape[1], kernels.COLUMNS),)
+    return (partials.shape[0] * cdiv(partials.shape[1], kernels.COLUMNS),)
 
 
 def total_of(partials: Tensor, rows: int, weight: Tensor) -> Tensor:
     """The sum of the chunks, in the dtype of the weight whose gradient it is."""
     length = partials.shape[1]
     out = torch.empty(length, dtype=weight.dtype, device=weight.device)
-    kernels.norm_total_kernel[(triton.cdiv(length, kernels.COLUMNS),)](
+    kernels.norm_total_kernel[(cdiv(length, kernels.COLUMNS),)](
         partials, rows, length, out, CHUNKS=kernels.CHUNKS, **CHUNK_PLAN
     )
     return out

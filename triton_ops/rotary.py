@@ -1,11 +1,11 @@
 """``rotary`` over Triton: a launch for the queries and one for the keys, each way."""
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.rotary import RotaryCall, RotaryGrads, RotaryResults
 from rlkernel.triton_ops._device import taking
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.rotary_kernels import rotary_kernel
 
 unsupported = taking("q")
@@ -45,12 +45,12 @@ def _turn(call: RotaryCall, x: Tensor, out: Tensor, inverse: bool) -> Tensor:
 
     count = x.numel() // (heads * x.shape[-1])
     with torch.cuda.device_of(x):
-        rotary_kernel[(count * triton.cdiv(heads, HEADS),)](
+        rotary_kernel[(count * cdiv(heads, HEADS),)](
             x, *strides(x), out, *strides(out), *table(call.cos), *table(call.sin), call.positions, inner,
             heads, ROTARY_DIM=call.rotary_dim, REST=rest, HALF_TABLE=call.cos.shape[-1] != call.rotary_dim,
             INTERLEAVED=call.interleaved, ROUND_EACH=call.rounding == "before_sum", INVERSE=inverse,
-            PAIRS=triton.next_power_of_2(call.rotary_dim // 2),
-            MORE=triton.next_power_of_2(rest) if rest else 0, HEADS=HEADS, num_warps=4,
+            PAIRS=next_power_of_2(call.rotary_dim // 2),
+            MORE=next_power_of_2(rest) if rest else 0, HEADS=HEADS, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

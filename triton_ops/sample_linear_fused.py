@@ -12,7 +12,6 @@ neither the other rows nor the workspace.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
@@ -23,6 +22,7 @@ from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops import sample_linear_kernels as kernels
 from rlkernel.triton_ops import sampling
 from rlkernel.triton_ops._device import processors
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops._tiles import (
     COPIED,
     LARGE,
@@ -50,7 +50,7 @@ def forward(call: SampleLinearCall) -> SampleLinearResults:
     bias = None if head.bias is None else head.bias.float()
     operand = head.compute_dtype
     gathered = hidden.dtype != operand or not hidden.is_contiguous() or hidden.data_ptr() % 16 != 0
-    tiles = triton.cdiv(vocab, NARROW.columns)  # the most there may be
+    tiles = cdiv(vocab, NARROW.columns)  # the most there may be
     row_bytes = 4 * len(kernels.Said) * tiles + (size * operand.itemsize if gathered else 0)
     chunk = _rows(row_bytes, workspace.limit(hidden.device))
     rows = min(chunk, n)
@@ -101,8 +101,8 @@ def _record(request: Sampling, vocab: int, launch: Launch, said: Tensor, records
     columns = launch.tile.columns
     rows = ENTRIES * columns // SPLIT
     run(
-        kernels.record_kernel, triton.cdiv(n, rows) * splits, said,
-        said, n, vocab, triton.cdiv(vocab, columns), splits, *sampling.per_row(request.temperature), records,
+        kernels.record_kernel, cdiv(n, rows) * splits, said,
+        said, n, vocab, cdiv(vocab, columns), splits, *sampling.per_row(request.temperature), records,
         RAW=_raw(request), ENTROPY=request.entropy, BN=columns, ROWS=rows,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

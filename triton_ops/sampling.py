@@ -7,7 +7,6 @@ filtered row.  Block sizes follow from V and the dtype alone.
 import ctypes
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.sampling import (
@@ -21,6 +20,7 @@ from rlkernel.calls.sampling import (
     Scratch,
 )
 from rlkernel.triton_ops._device import taking_logits
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.sampling_finish_kernels import finish_kernel
 from rlkernel.triton_ops.sampling_kernels import statistics_kernel
 
@@ -46,11 +46,11 @@ def tile_statistics(
     vocab, records, group_max = scratch
     # 16 bytes a thread and load; the bits do not depend on it
     vec = 16 // (tile.element_size() if adjusted is None else 4)
-    splits = triton.cdiv(width, SPLIT)
+    splits = cdiv(width, SPLIT)
     with torch.cuda.device_of(tile):
         statistics_kernel[(rows * splits,)](
             tile, tile.stride(0), *_rows_of(adjusted), *_rows_of(request.token_bitmask),
-            width, vocab_start, splits, triton.cdiv(vocab, SPLIT), triton.cdiv(vocab, GROUP),
+            width, vocab_start, splits, cdiv(vocab, SPLIT), cdiv(vocab, GROUP),
             *per_row(request.temperature), request.seeds, request.positions, request.token_ids,
             request.skip, records, group_max,
             RAW=request.raw, ENTROPY=request.entropy or request.thresholds is not None,
@@ -71,7 +71,7 @@ def finish(
     if rows == 0:
         return stats
     filters = request.may_filter(vocab)
-    groups = triton.cdiv(vocab, GROUP)
+    groups = cdiv(vocab, GROUP)
     rereads = filters or request.rank
     listed = torch.empty(rows, groups, dtype=torch.int32, device=device) if rereads else None
     candidates = torch.empty(rows, ROOM, dtype=torch.float32, device=device) if filters else None
@@ -82,7 +82,7 @@ def finish(
     with torch.cuda.device_of(records):
         finish_kernel[(rows,)](
             *_rows_of(logits if rereads else None), *_rows_of(adjusted if rereads else None),
-            *_rows_of(request.token_bitmask), vocab, triton.cdiv(vocab, SPLIT), groups,
+            *_rows_of(request.token_bitmask), vocab, cdiv(vocab, SPLIT), groups,
             *per_row(request.temperature), *((top_k, 0) if isinstance(top_k, Tensor) else (None, top_k)),
             *per_row(request.top_p), *per_row(request.min_p), *per_row(request.top_n_sigma),
             request.thresholds, request.band, request.seeds, request.positions, request.token_ids,
@@ -91,8 +91,8 @@ def finish(
             FILTER=filters, ORDER=FILTER_ORDERS.index(request.order),
             TIES=RANK_TIES.index(request.rank_ties), GUMBEL=request.gumbel,
             GREEDY_SOFTMAX=request.greedy_softmax,
-            SPLITS=triton.next_power_of_2(triton.cdiv(vocab, SPLIT)),
-            GROUPS=max(64, min(1024, triton.next_power_of_2(groups))), ROOM=ROOM,
+            SPLITS=next_power_of_2(cdiv(vocab, SPLIT)),
+            GROUPS=max(64, min(1024, next_power_of_2(groups))), ROOM=ROOM,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return stats

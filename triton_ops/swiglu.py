@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.swiglu import SwigluCall, SwigluGrads, SwigluResults, halves
 from rlkernel.triton_ops import swiglu_kernels as kernels
 from rlkernel.triton_ops._device import taking
+from rlkernel.triton_ops._sizes import cdiv, next_power_of_2
 from rlkernel.triton_ops.rms_norm import rows_of
 
 unsupported = taking("gate")
@@ -47,12 +47,12 @@ def backward(call: SwigluCall, grad_product: Tensor) -> SwigluGrads:
 
 
 def block_of(gate: Tensor) -> int:
-    return min(triton.next_power_of_2(gate.shape[-1]), 1024)
+    return min(next_power_of_2(gate.shape[-1]), 1024)
 
 
 def grid_of(gate: Tensor) -> tuple[int]:
     length = gate.shape[-1]
-    return (gate.numel() // length * triton.cdiv(length, block_of(gate)),)
+    return (gate.numel() // length * cdiv(length, block_of(gate)),)
 
 
 def plan_of(call: SwigluCall, gate: Tensor) -> dict[str, Any]:

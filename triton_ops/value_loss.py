@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.value_loss import VALUE_METRICS, ValueLossCall, ValueLossResults
 from rlkernel.triton_ops import value_loss_kernels as kernels
 from rlkernel.triton_ops._device import taking
+from rlkernel.triton_ops._sizes import cdiv
 
 _PLAN: dict[str, Any] = {"CHUNK": kernels.CHUNK, "num_warps": 8, "enable_fp_fusion": False}
 
@@ -60,7 +60,7 @@ def layout_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]
     the search among the sequences, and more than any slot."""
     if cu_seqlens is None:
         rows, length = x.shape
-        return rows, length, 0, rows * triton.cdiv(length, kernels.CHUNK)
+        return rows, length, 0, rows * cdiv(length, kernels.CHUNK)
     rows, length = cu_seqlens.shape[0] - 1, x.shape[0]
     return rows, length, rows.bit_length(), length // kernels.CHUNK + rows + 1
 

@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel.calls.whiten import WhitenCall, WhitenResults
 from rlkernel.triton_ops._device import at_most_fp32
+from rlkernel.triton_ops._sizes import cdiv
 from rlkernel.triton_ops.whiten_kernels import CHUNK, MERGED, Moment, moments_kernel, scale_kernel
 
 _PLAN: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
@@ -33,7 +33,7 @@ def scaled(
     x, mask, weights, shift_mean, unbiased, eps, eps_in = call
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     n = x.numel()
-    chunks = triton.cdiv(n, CHUNK)
+    chunks = cdiv(n, CHUNK)
     partials = torch.empty(chunks if update else 0, len(Moment), dtype=torch.float64, device=x.device)
     mask = None if mask is None else mask.view(torch.uint8)
     weights = None if weights is None else weights.float()
