@@ -77,6 +77,26 @@ def check_accuracy(inputs, layout, rule, sinks=None):
         check(name, a, b, c, magnitude=magnitudes.get(name, 0.0))
 
 
+def check_not_finite(layout, bad, rows, device):
+    """A value or a gradient that is ``bad`` reaches those who see its row, and nobody else."""
+    seen = visible(layout)
+
+    def reached(x):
+        return (~x.isfinite()).any(2).any(1).cpu()
+
+    for row in rows:
+        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
+        v[row] = bad
+        out, lse, dq, _, _ = run((q, k, v, grad_out), layout, PLAIN)
+        assert torch.equal(reached(out), seen[:, row]) and bool(lse.isfinite().all())
+        assert torch.equal(reached(dq), seen[:, row])
+        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
+        grad_out[row] = bad
+        _, _, dq, dk, dv = run((q, k, v, grad_out), layout, PLAIN)
+        assert torch.equal(reached(dk), seen[row]) and torch.equal(reached(dv), seen[row])
+        assert reached(dq).nonzero().flatten().tolist() == [row]
+
+
 @st.composite
 def forests(draw, most=23):
     n = draw(st.integers(1, 9))

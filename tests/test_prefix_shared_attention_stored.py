@@ -19,6 +19,7 @@ from prefix_forests import (  # noqa: E402
     NAMES,
     PLAIN,
     check_accuracy,
+    check_not_finite,
     forest,
     forests,
     make,
@@ -270,22 +271,7 @@ def test_strides_and_reruns_change_no_bit(storing, poison, device):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(storing, device, bad):
     layout = layout_of("two prompts")
-    seen = visible(layout)
-
-    def rows(x):
-        return (~x.isfinite()).any(2).any(1).cpu()
-
-    for row in (3, layout.n_prefix + 50):
-        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
-        v[row] = bad
-        out, _, dq, _, _ = run((q, k, v, grad_out), layout, PLAIN)
-        assert torch.equal(rows(out), seen[:, row])
-        assert torch.equal(rows(dq), seen[:, row])
-        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
-        grad_out[row] = bad
-        _, _, dq, dk, dv = run((q, k, v, grad_out), layout, PLAIN)
-        assert torch.equal(rows(dk), seen[row]) and torch.equal(rows(dv), seen[row])
-        assert rows(dq).nonzero().flatten().tolist() == [row]
+    check_not_finite(layout, bad, (3, layout.n_prefix + 50), device)
 
 
 # mutants

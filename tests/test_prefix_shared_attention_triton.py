@@ -19,6 +19,7 @@ from prefix_forests import (  # noqa: E402
     NAMES,
     PLAIN,
     check_accuracy,
+    check_not_finite,
     forest,
     forests,
     make,
@@ -190,22 +191,7 @@ def test_strides_change_no_bit(small_tiles, poison, device):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(small_tiles, device, bad):
     layout = FORESTS["many short"]
-    seen = visible(layout)
-
-    def rows(x):
-        return (~x.isfinite()).any(2).any(1).cpu()
-
-    for row in (3, layout.n_prefix + 4):
-        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
-        v[row] = bad
-        out, lse, dq, _, _ = run((q, k, v, grad_out), layout, PLAIN)
-        assert torch.equal(rows(out), seen[:, row]) and bool(lse.isfinite().all())
-        assert torch.equal(rows(dq), seen[:, row])
-        q, k, v, grad_out = make(layout, 2, 1, 24, device=device)
-        grad_out[row] = bad
-        _, _, dq, dk, dv = run((q, k, v, grad_out), layout, PLAIN)
-        assert torch.equal(rows(dk), seen[row]) and torch.equal(rows(dv), seen[row])
-        assert rows(dq).nonzero().flatten().tolist() == [row]
+    check_not_finite(layout, bad, (3, layout.n_prefix + 4), device)
 
 
 # bits

@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Iterable
 
+from rlkernel.integrations._environment import chosen
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.verl import switch
 from rlkernel.integrations.verl.contract import require_version
@@ -37,7 +38,7 @@ def patch(parts: Iterable[VerlPart] | None = None, *, strict: bool = True) -> Ve
     """
     if isinstance(parts, str):
         raise ValueError(f"parts must be names, got {parts!r}")
-    wanted = switch.PARTS if parts is None else switch.known(parts, "parts")
+    wanted = switch.PARTS if parts is None else chosen(parts, switch.PARTS, "parts")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     require_version(strict)  # imports verl, whose import may put the patch on

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from rlkernel.integrations._environment import chosen
 from rlkernel.types import VerlPart
 
 SWITCH = "VERL_RLKERNEL"  # "1": every part; or names of parts, with commas between them
@@ -36,15 +36,7 @@ def asked() -> Asked | None:
     if text in ("", "0"):
         return None
     names = PARTS if text == "1" else [name.strip() for name in text.split(",") if name.strip()]
-    return Asked(known(names, SWITCH), is_strict())
-
-
-def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """The parts of ``names``, each once, in the order of ``PARTS``."""
-    names = tuple(names)
-    if not names or not all(name in PARTS for name in names):
-        raise ValueError(f"{argument} must name some of {PARTS}, got {names}")
-    return tuple(part for part in PARTS if part in names)
+    return Asked(chosen(names, PARTS, SWITCH), is_strict())
 
 
 def ask(request: Asked) -> dict[str, str | None]:
@@ -58,11 +50,3 @@ def ask(request: Asked) -> dict[str, str | None]:
     modules = [name for name in os.environ.get(MODULES, "").split(",") if name]
     os.environ[MODULES] = ",".join([*modules, *([] if PLUGIN in modules else [PLUGIN])])
     return before
-
-
-def restore(before: dict[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

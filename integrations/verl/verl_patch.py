@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._environment import restore
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.verl import switch
 
 
 class VerlPatch(CountedPatch):
@@ -43,5 +43,5 @@ class VerlPatch(CountedPatch):
         was_active = self.active
         super().undo()
         if was_active:
-            switch.restore(self.environment)
+            restore(self.environment)
             self.environment = {}

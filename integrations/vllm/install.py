@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from rlkernel.integrations._environment import chosen
 from rlkernel.integrations._patch import ABSENT, PatchError
 from rlkernel.integrations.vllm import switch
 from rlkernel.integrations.vllm.contract import require_version
@@ -48,7 +49,7 @@ def patch(
     """
     if isinstance(ops, str):
         raise ValueError(f"ops must be names, got {ops!r}")
-    wanted = switch.DEFAULT if ops is None else switch.known(ops, "ops")
+    wanted = switch.DEFAULT if ops is None else chosen(ops, switch.OPS, "ops")
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     request = switch.Asked(

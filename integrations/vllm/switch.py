@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from rlkernel.integrations._environment import chosen
 from rlkernel.types import VllmOp
 
 SWITCH = "VLLM_RLKERNEL"  # names of ops, with commas between them
@@ -50,21 +50,13 @@ def asked() -> Asked | None:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         return None
-    ops, room = known(names, SWITCH), os.environ.get(SUPPORT) or "0"
+    ops, room = chosen(names, OPS, SWITCH), os.environ.get(SUPPORT) or "0"
     return Asked(
         ops,
         is_strict(),
         checked_room(int(room) if room.isdecimal() else room, ops, SUPPORT),
         checked_invariance(os.environ.get(INVARIANT) == "1", ops, INVARIANT),
     )
-
-
-def known(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """The ops of ``names``, each once, in the order of ``OPS``."""
-    names = tuple(names)
-    if not names or not all(name in OPS for name in names):
-        raise ValueError(f"{argument} must name some of {OPS}, got {names}")
-    return tuple(op for op in OPS if op in names)
 
 
 def checked_room(room: Any, ops: tuple[str, ...], argument: str) -> int:
@@ -93,14 +85,6 @@ def ask(request: Asked) -> dict[str, str | None]:
     os.environ[SUPPORT] = str(request.return_support)
     os.environ[INVARIANT] = "1" if request.batch_invariant else "0"
     return before
-
-
-def restore(before: dict[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def make_known() -> None:

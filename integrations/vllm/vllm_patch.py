@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 import rlkernel
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._environment import restore
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import switch
 
@@ -82,5 +83,5 @@ class VllmPatch(CountedPatch):
         if was_active:
             self._mode.close()
             switch.forget()
-            switch.restore(self.environment)
+            restore(self.environment)
             self.environment = {}

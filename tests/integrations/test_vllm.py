@@ -12,6 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel.integrations import vllm as integration
+from rlkernel.integrations._environment import restore
 from rlkernel.integrations.vllm import contract, switch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +91,7 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
     request = switch.Asked(("sampler", "support", "attention"), True, 64, True)
     before = switch.ask(request)
     assert switch.asked() == request
-    switch.restore(before)
+    restore(before)
     assert switch.asked() is None
     monkeypatch.setenv(switch.SWITCH, "prompt_logprobs, sampler")
     assert switch.asked() == switch.Asked(("sampler", "prompt_logprobs"), False)
