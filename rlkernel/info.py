@@ -26,7 +26,7 @@ from rlkernel import dispatch, native
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.runtime import workspace
+from rlkernel.runtime import debug, log, ranges, workspace
 
 # module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
@@ -163,12 +163,15 @@ def _extension() -> dict[str, Any]:
 
 
 def _wrong() -> dict[str, str]:
-    """What is the matter with variables that the first call which reads them would refuse."""
+    """What is the matter with variables that the import or the first call which reads them would refuse."""
     found = {}
     isas = _extension()["parts"].get("cpu", [])
     if (isa := os.environ.get("RLKERNEL_CPU_ISA")) and isas and isa not in isas:
         found["RLKERNEL_CPU_ISA"] = f"RLKERNEL_CPU_ISA must be one of {', '.join(isas)}, got {isa!r}"
     readers: dict[str, Callable[[], object]] = {
+        "RLKERNEL_DEBUG": debug.set_up,
+        log.VARIABLE: log.asked,
+        ranges.VARIABLE: ranges.asked,
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
@@ -176,7 +179,7 @@ def _wrong() -> dict[str, str]:
     for name, read in readers.items():
         try:
             read()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
 
