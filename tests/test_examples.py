@@ -111,6 +111,8 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("rollout_ratio.py --batch 0", "--batch must be 1 or more, got 0"),
         ("packed_grpo.py --steps 0", "--steps must be 1 or more, got 0"),
         ("packed_grpo.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
+        ("zero_kl.py --steps 0", "--steps must be 1 or more, got 0"),
+        ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
     ],
