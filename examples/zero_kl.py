@@ -230,7 +230,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    found = run(parse())
+    from before_after import need
+
+    args = parse()
+    need("transformers", *(["vllm"] if args.vllm else []))
+    found = run(args)
     show(found)
     raise SystemExit(not all(report.identical for report in found["batch_invariant"]))
 

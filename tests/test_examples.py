@@ -1,6 +1,8 @@
 """What stands beside the recipes: their page, and the Dockerfile, as far as no Docker is needed."""
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +105,39 @@ def test_what_cannot_run_is_said_at_once(words, said):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode and run.stderr.splitlines()[-1].endswith(said), run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("deepspeed_step.py", "transformers deepspeed"),
+        ("grpo_arithmetic.py", "trl"),
+        ("grpo_prefix.py", "trl"),
+        ("grpo_sharded.py zero3", "trl deepspeed"),
+        ("grpo_vllm.py", "trl vllm"),
+        ("packed_grpo.py", "transformers"),
+        ("routing_replay.py", "transformers"),
+        ("verl_step.py", "verl"),
+        ("vllm_attention.py", "vllm"),
+        ("vllm_rollout.py", "vllm"),
+        ("vllm_support.py", "vllm"),
+        ("zero_kl.py", "transformers"),
+        ("zero_kl.py --vllm", "transformers vllm"),
+    ],
+)
+def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
+    """In one line, before anything is computed, by every recipe that needs more than torch."""
+    frameworks = "datasets", "deepspeed", "peft", "transformers", "trl", "verl", "vllm"
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # which some set for what they start
+    name, *arguments = words.split()
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+    for module in frameworks:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert ended.value.code == f"{name} needs packages that are not here: pip install {missing}"
 
 
 @pytest.mark.parametrize(
