@@ -126,13 +126,19 @@ def _commit(root: Path) -> str | None:
 
 def _devices() -> dict[str, str]:
     model = _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
-    devices = {"cpu": f"{model}, {torch.get_num_threads()} threads"}
+    devices = {"cpu": f"{model}, {threads()}"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             arch = p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}"
             devices[f"cuda:{i}"] = f"{p.name}, {arch}, {p.total_memory / 2**30:.0f} GiB"
     return devices
+
+
+def threads() -> str:
+    """How many torch runs on, such as "1 thread"."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def _cpuinfo(*fields: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel import dispatch, info, native
-from rlkernel.bench import cases
+from rlkernel.bench import cases, report
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.runtime import log
@@ -48,6 +48,13 @@ def test_text_names_every_op_and_every_reason():
         assert f"{op} on cpu runs on {choices['cpu']['backend']}{over}" in text
         for name, why in choices["cpu"]["reasons"].items():
             assert f"  not {name}: {'; '.join(why)}" in text
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 thread"), (2, "2 threads")])
+def test_one_thread_is_no_plural(count, said, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert info.collect()["devices"]["cpu"].endswith(f", {said}")
+    assert report.header([], "cpu")["machine"]["cpu details"].startswith(f"{said}, ")
 
 
 def test_reasons_are_grouped():
