@@ -68,20 +68,23 @@ from rlkernel.runtime import ranges as _ranges
 from rlkernel.runtime.ranges import nvtx_ranges
 
 
-def _runs_info() -> bool:
-    """Whether this process is ``python -m rlkernel.info``.
+def _names_refused() -> bool:
+    """Whether this process is ``python -m rlkernel.info`` or ``rlkernel.doctor``, which name every variable
+    that is refused.
 
     While Python imports the package of the module that it is to run, ``sys.argv`` begins with "-m", and the
     name of the module stands in ``sys.orig_argv`` alone.
     """
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "rlkernel.info"
+    if sys.argv[:1] != ["-m"]:
+        return False
+    return sys.orig_argv[-len(sys.argv)].removeprefix("-m") in ("rlkernel.info", "rlkernel.doctor")
 
 
 for _set_up in (_log.set_up, debug.set_up, _ranges.set_up):
     try:
         _set_up()
     except (ValueError, RuntimeError):
-        if not _runs_info():  # which names every variable that is refused here
+        if not _names_refused():
             raise
 
 if TYPE_CHECKING:  # see __getattr__

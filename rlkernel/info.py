@@ -83,7 +83,7 @@ def collect() -> dict[str, Any]:
         "extension": _extension(),
         "optional": {module: _version(name, module) for module, name in OPTIONAL.items()},
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "wrong": _wrong(),
+        "wrong": wrong(),
         "ops": {op: {device: _choice(op, device) for device in _devices()} for op in dispatch.ops()},
     }
 
@@ -168,7 +168,7 @@ def _extension() -> dict[str, Any]:
     return {"parts": {part: list(archs) for part, archs in built.items()}, "missing": None}
 
 
-def _wrong() -> dict[str, str]:
+def wrong() -> dict[str, str]:
     """What is the matter with variables that the import or the first call which reads them would refuse."""
     found = {}
     isas = _extension()["parts"].get("cpu", [])
