@@ -211,9 +211,8 @@ def compare(
             torch.save(trainer.scored, args.folder / f"{args.worker}.pt")
             (args.folder / f"{args.worker}.json").write_text(json.dumps(trainer.record))
         return None
+    need(*needs)
     name = Path(sys.argv[0]).name
-    if missing := [package for package in needs if importlib.util.find_spec(package) is None]:
-        raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
     import torch
 
     torch.set_num_threads(args.threads)
@@ -331,6 +330,13 @@ def say(args: argparse.Namespace, line: str) -> None:
 
 
 # Command lines
+
+
+def need(*packages: str) -> None:
+    """End with one line that says what to install, where one of these packages is not here."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        name = Path(sys.argv[0]).name
+        raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
 
 
 def options(description: str, steps: int, batch: int) -> argparse.ArgumentParser:

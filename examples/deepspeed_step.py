@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import apart
-from before_after import PeakMemory
+from before_after import PeakMemory, need
 
 MODES = ("stock", "score")
 
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO")
     apart.sizes(parser)
     args = apart.parse(parser, MODES)
+    need("transformers", "deepspeed")
     if args.worker:
         apart.keep(train(args.worker, args), args)
         return

@@ -35,7 +35,7 @@ from typing import Any
 
 import apart
 from arithmetic import BOS, EOS, PAD, make_tokenizer
-from before_after import MIB, PeakMemory, now
+from before_after import MIB, PeakMemory, need, now
 
 MODES = ("stock", "head", "packed")
 HEAD_DIM = 64
@@ -263,6 +263,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    need("trl")
     if args.worker:
         record = train(args.worker, args.folder, args)
         (args.folder / f"{args.worker}.json").write_text(json.dumps(record))

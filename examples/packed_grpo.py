@@ -115,6 +115,8 @@ def measured(
 
 
 def main() -> None:
+    from before_after import need
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--length", type=int, default=64)
@@ -133,6 +135,7 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     if options.json and not options.json.resolve().parent.is_dir():
         parser.error(f"--json must name a file in a folder that is there, got {options.json}")
+    need("transformers")
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(options.layers, options.hidden).to(device)

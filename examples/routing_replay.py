@@ -66,10 +66,14 @@ def compare(
 
 
 def main() -> None:
+    from before_after import need
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, default in (("layers", 8), ("experts", 32), ("top-k", 4), ("batch", 16), ("length", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    overlap, free, replayed = compare(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    need("transformers")
+    overlap, free, replayed = compare(**vars(options))
     shares = " ".join(f"{share:.3f}" for share in overlap.tolist())
     print(f"the rollout's experts that the trainer would choose, by layer: {shares}\n")
     print(f"with the trainer's own routes\n{free}\n\nwith the rollout's routes\n{replayed}")

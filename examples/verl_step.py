@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import apart
-from before_after import PeakMemory
+from before_after import PeakMemory, need
 
 MODES = ("stock", "patched")
 
@@ -79,6 +79,7 @@ def main() -> None:
     apart.sizes(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
     args = apart.parse(parser, MODES)
+    need("verl")
     if args.worker:
         apart.keep(train(args.worker, args), args)
         return

@@ -25,6 +25,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from before_after import need
+
 MODES = ("stock", "patched")
 BLOCK = 32
 PLACES = 4224  # of the longest prompt and what is said behind it
@@ -152,6 +154,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     args = parser.parse_args()
+    need("vllm")
     os.environ |= {
         "OMP_NUM_THREADS": str(args.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from before_after import MIB, PeakMemory
+from before_after import MIB, PeakMemory, need
 
 MODES = ("stock", "patched")
 WORK = ("rollout", "scoring")
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    need("vllm")
     if args.worker:
         record = run(args.worker, args)
         (args.folder / f"{args.worker}.json").write_text(json.dumps(record))

@@ -120,7 +120,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    every, kept = ratios(arguments())
+    from before_after import need
+
+    args = arguments()
+    need("vllm")
+    every, kept = ratios(args)
     print(f"{len(kept)} tokens, drawn from {kept.double().mean():.0f} kept ones in the mean")
     print(f"{'the trainer':20} {'mean ratio':>10} {'largest':>9} {'outside 1 +- 1e-4':>18}")
     for name, ratio in every.items():

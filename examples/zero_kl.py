@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 
 import rlkernel
 
@@ -32,6 +31,8 @@ Rollout = Callable[[Any, list[list[int]]], tuple[list[list[int]], torch.Tensor]]
 
 
 def make_model(layers: int, dtype: torch.dtype) -> Any:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,
@@ -218,6 +219,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(arguments)
+    for name, value in vars(args).items():
+        for count in value if name == "prompts" else [value]:
+            if type(count) is int and count < 1:
+                parser.error(f"--{name} must be 1 or more, got {count}")
     args.steps = args.steps or (2 if args.short else 5)
     args.layers = args.layers or (2 if args.short else 4)
     args.new = args.new or (6 if args.short else 24)
@@ -225,7 +230,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    found = run(parse())
+    from before_after import need
+
+    args = parse()
+    need("transformers", *(["vllm"] if args.vllm else []))
+    found = run(args)
     show(found)
     raise SystemExit(not all(report.identical for report in found["batch_invariant"]))
 

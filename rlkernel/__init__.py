@@ -1,6 +1,7 @@
 """GPU kernels for the operators of LLM reinforcement learning."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rlkernel import routing_replay
@@ -66,9 +67,25 @@ from rlkernel.runtime import log as _log
 from rlkernel.runtime import ranges as _ranges
 from rlkernel.runtime.ranges import nvtx_ranges
 
-_log.set_up()
-debug.set_up()
-_ranges.set_up()
+
+def _names_refused() -> bool:
+    """Whether this process is ``python -m rlkernel.info`` or ``rlkernel.doctor``, which name every variable
+    that is refused.
+
+    While Python imports the package of the module that it is to run, ``sys.argv`` begins with "-m", and the
+    name of the module stands in ``sys.orig_argv`` alone.
+    """
+    if sys.argv[:1] != ["-m"]:
+        return False
+    return sys.orig_argv[-len(sys.argv)].removeprefix("-m") in ("rlkernel.info", "rlkernel.doctor")
+
+
+for _set_up in (_log.set_up, debug.set_up, _ranges.set_up):
+    try:
+        _set_up()
+    except (ValueError, RuntimeError):
+        if not _names_refused():
+            raise
 
 if TYPE_CHECKING:  # see __getattr__
     from rlkernel import consistency as consistency

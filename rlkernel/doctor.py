@@ -1,7 +1,7 @@
 """Which frameworks are here, and whether rlkernel goes under them: ``python -m rlkernel.doctor [NAME ...]``.
 
-The status is 0 where all of them apply; of those that are not named, the ones that are not installed do not
-count.
+The status is 0 where all of them apply and no environment variable is one that rlkernel refuses; of those
+that are not named, the ones that are not installed do not count.
 
 Each adapter's patch is put on and taken off again, which checks all that it stands on: the version, and every
 function that it replaces.  A patch that is on already stays on, and its counts are shown: which calls ran on
@@ -20,6 +20,7 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
+from rlkernel import info
 from rlkernel.integrations import _contract, _patch
 
 # where an adapter is not named like its framework
@@ -107,6 +108,9 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if unknown := [name for name in asked.names if name not in adapters()]:
         parser.error(f"NAME must be among {', '.join(adapters())}, got {', '.join(unknown)}")
+    wrong = info.wrong()  # other processes, such as workers of verl, would end because of them
+    for why in wrong.values():
+        print(f"wrong: {why}", file=sys.stderr, flush=True)
     findings = [examine(name) for name in asked.names or adapters()]
     try:
         if asked.json:
@@ -117,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, and Python would write once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     looked_at = [x for x in findings if asked.names or x.installed is not None]
-    return int(any(x.reason or x.why_not or x.warned for x in looked_at))
+    return int(bool(wrong) or any(x.reason or x.why_not or x.warned for x in looked_at))
 
 
 def _lines(found: Finding) -> list[str]:

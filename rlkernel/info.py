@@ -26,7 +26,7 @@ from rlkernel import dispatch, native
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.runtime import workspace
+from rlkernel.runtime import debug, log, ranges, workspace
 
 # module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
@@ -83,7 +83,7 @@ def collect() -> dict[str, Any]:
         "extension": _extension(),
         "optional": {module: _version(name, module) for module, name in OPTIONAL.items()},
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "wrong": _wrong(),
+        "wrong": wrong(),
         "ops": {op: {device: _choice(op, device) for device in _devices()} for op in dispatch.ops()},
     }
 
@@ -126,13 +126,19 @@ def _commit(root: Path) -> str | None:
 
 def _devices() -> dict[str, str]:
     model = _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
-    devices = {"cpu": f"{model}, {torch.get_num_threads()} threads"}
+    devices = {"cpu": f"{model}, {threads()}"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             arch = p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}"
             devices[f"cuda:{i}"] = f"{p.name}, {arch}, {p.total_memory / 2**30:.0f} GiB"
     return devices
+
+
+def threads() -> str:
+    """How many torch runs on, such as "1 thread"."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def _cpuinfo(*fields: str) -> str:
@@ -162,13 +168,16 @@ def _extension() -> dict[str, Any]:
     return {"parts": {part: list(archs) for part, archs in built.items()}, "missing": None}
 
 
-def _wrong() -> dict[str, str]:
-    """What is the matter with variables that the first call which reads them would refuse."""
+def wrong() -> dict[str, str]:
+    """What is the matter with variables that the import or the first call which reads them would refuse."""
     found = {}
     isas = _extension()["parts"].get("cpu", [])
     if (isa := os.environ.get("RLKERNEL_CPU_ISA")) and isas and isa not in isas:
         found["RLKERNEL_CPU_ISA"] = f"RLKERNEL_CPU_ISA must be one of {', '.join(isas)}, got {isa!r}"
     readers: dict[str, Callable[[], object]] = {
+        "RLKERNEL_DEBUG": debug.set_up,
+        log.VARIABLE: log.asked,
+        ranges.VARIABLE: ranges.asked,
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
@@ -176,7 +185,7 @@ def _wrong() -> dict[str, str]:
     for name, read in readers.items():
         try:
             read()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
 

@@ -396,7 +396,16 @@ def test_the_report_of_an_example_says_what_its_steps_lie_between(head):
 def test_compare_prints_commits_and_ratios(reports, capsys):
     assert cli.main(["compare", *reports]) == 0
     out = capsys.readouterr().out
-    assert "A aaaa" in out and "B bbbb" in out and "2.00x" in out and "only in A: 1 rows" in out
+    assert "A aaaa" in out and "B bbbb" in out and "2.00x" in out and "only in A: 1 row\n" in out + "\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "differ"), [(("1 threads", "1 thread"), 0), (("1 thread", "11 threads"), 1)]
+)
+def test_a_machine_is_the_same_under_the_name_that_older_reports_give_it(names, differ, head):
+    row = {key: "x" for key in compare.KEY} | {"seconds": 0.1}
+    before, after = ({"header": {**head, "machine": {"cpu": f"a, {x}"}}, "rows": [row]} for x in names)
+    assert len(compare.compare(before, after).notes) == differ
 
 
 @pytest.mark.parametrize("order, status", [((0, 1), 0), ((1, 0), 1)])

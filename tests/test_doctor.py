@@ -1,6 +1,8 @@
 """rlkernel.doctor, rlkernel.unpatch_all, and patches of several frameworks in any order."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import types
@@ -91,6 +93,24 @@ def test_what_it_says(monkeypatch, capsys):
     assert rlkernel.unpatch_all() == []
     with pytest.raises(SystemExit):
         doctor.main(["elsewhere"])
+
+
+def test_variables_that_are_refused_are_named():
+    """Those that the import refuses had ended it, and those that a worker refuses had not been looked at."""
+    refused = {"RLKERNEL_LOG": "loud", "VERL_RLKERNEL": "sampling"}
+    command = [sys.executable, "-m", "rlkernel.doctor", "--json", "vllm"]
+    run = subprocess.run(command, env={**os.environ, **refused}, capture_output=True, text=True)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert re.findall(r"^wrong: (\w+) must", run.stderr, re.MULTILINE) == [*refused]
+    assert [found["adapter"] for found in json.loads(run.stdout)] == ["vllm"]
+
+
+def test_a_variable_that_a_worker_refuses_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "adapters", lambda: [])
+    assert doctor.main([]) == 0
+    monkeypatch.setenv("VERL_RLKERNEL", "sampling")
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().err.startswith("wrong: VERL_RLKERNEL must name some of ")
 
 
 def test_a_patch_that_is_on_stays_on(monkeypatch):

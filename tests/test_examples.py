@@ -1,6 +1,8 @@
 """What stands beside the recipes: their page, and the Dockerfile, as far as no Docker is needed."""
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -106,11 +108,46 @@ def test_what_cannot_run_is_said_at_once(words, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("deepspeed_step.py", "transformers deepspeed"),
+        ("grpo_arithmetic.py", "trl"),
+        ("grpo_prefix.py", "trl"),
+        ("grpo_sharded.py zero3", "trl deepspeed"),
+        ("grpo_vllm.py", "trl vllm"),
+        ("packed_grpo.py", "transformers"),
+        ("routing_replay.py", "transformers"),
+        ("verl_step.py", "verl"),
+        ("vllm_attention.py", "vllm"),
+        ("vllm_rollout.py", "vllm"),
+        ("vllm_support.py", "vllm"),
+        ("zero_kl.py", "transformers"),
+        ("zero_kl.py --vllm", "transformers vllm"),
+    ],
+)
+def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
+    """In one line, before anything is computed, by every recipe that needs more than torch."""
+    frameworks = "datasets", "deepspeed", "peft", "transformers", "trl", "verl", "vllm"
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # which some set for what they start
+    name, *arguments = words.split()
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+    for module in frameworks:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert ended.value.code == f"{name} needs packages that are not here: pip install {missing}"
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("rollout_ratio.py --batch 0", "--batch must be 1 or more, got 0"),
         ("packed_grpo.py --steps 0", "--steps must be 1 or more, got 0"),
         ("packed_grpo.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
+        ("zero_kl.py --steps 0", "--steps must be 1 or more, got 0"),
+        ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
     ],

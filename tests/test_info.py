@@ -12,7 +12,7 @@ import torch
 
 import rlkernel
 from rlkernel import dispatch, info, native
-from rlkernel.bench import cases
+from rlkernel.bench import cases, report
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.runtime import log
@@ -48,6 +48,13 @@ def test_text_names_every_op_and_every_reason():
         assert f"{op} on cpu runs on {choices['cpu']['backend']}{over}" in text
         for name, why in choices["cpu"]["reasons"].items():
             assert f"  not {name}: {'; '.join(why)}" in text
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 thread"), (2, "2 threads")])
+def test_one_thread_is_no_plural(count, said, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert info.collect()["devices"]["cpu"].endswith(f", {said}")
+    assert report.header([], "cpu")["machine"]["cpu details"].startswith(f"{said}, ")
 
 
 def test_reasons_are_grouped():
@@ -107,7 +114,11 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
     ("name", "value", "said"),
     [
         ("RLKERNEL_CPU_ISA", "avx3", "RLKERNEL_CPU_ISA must be one of baseline, .*got 'avx3'"),
+        ("RLKERNEL_DEBUG", "false", "RLKERNEL_DEBUG must be 0 or 1, got 'false'"),
+        ("RLKERNEL_LOG", "loud", "RLKERNEL_LOG must be one of 'debug', .*, got 'loud'"),
+        ("RLKERNEL_NVTX", "false", "RLKERNEL_NVTX must be 0 or 1, got 'false'"),
         ("RLKERNEL_WORKSPACE_MIB", "lots", "RLKERNEL_WORKSPACE_MIB must be a number >= 1, got 'lots'"),
+        ("RLKERNEL_WORKSPACE_MIB", "inf", "RLKERNEL_WORKSPACE_MIB must be a number >= 1, got 'inf'"),
         (vllms.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
     ],
@@ -118,6 +129,34 @@ def test_a_variable_that_the_first_call_would_refuse_is_named(name, value, said,
     monkeypatch.setenv(name, value)
     shown = info.collect()
     assert list(shown["wrong"]) == [name] and re.search(f"\nwrong: {said}", info.render(shown))
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("-m rlkernel.info", 0),
+        ("-mrlkernel.info --require nothing", 1),
+        ("-c import\trlkernel rlkernel.info", 1),
+        ("-m rlkernel.bench rlkernel.info", 1),
+    ],
+)
+def test_info_runs_with_variables_that_the_import_refuses(words, status):
+    wrong = {"RLKERNEL_DEBUG": "false", "RLKERNEL_LOG": "loud", "RLKERNEL_NVTX": "2"}
+    run = subprocess.run(
+        [sys.executable, *words.split(" ")],
+        cwd=ROOT,
+        env={**os.environ, **wrong},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == status
+    if "mrlkernel.info" in words.replace(" ", ""):
+        assert re.findall(r"^wrong: (\w+)", run.stdout, re.MULTILINE) == [*wrong] and "on cpu\n" in run.stdout
+        assert "Traceback" not in run.stderr
+    else:
+        assert run.stderr.endswith(
+            "ValueError: RLKERNEL_LOG must be one of 'debug', 'info', 'warning', 'error', got 'loud'\n"
+        )
 
 
 @pytest.mark.parametrize("name", ["RLKERNEL_DEBUG", "RLKERNEL_NVTX"])

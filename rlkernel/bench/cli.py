@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlkernel import dispatch
+from rlkernel import dispatch, info
 from rlkernel.bench import (
     amx,
     cases,
@@ -200,8 +200,7 @@ def _say(text: str) -> None:
 
 
 def _say_first(todo: int, every: int, seconds: float, settings: Settings, store: kept.Kept) -> None:
-    threads = torch.get_num_threads()
-    on = settings.device if settings.device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of a CPU"
+    on = settings.device if settings.device == "cuda" else f"{info.threads()} of a CPU"
     had = f" of {every}, of which the report has the others," if todo < every else ""
     plural = "" if todo == 1 else "s"
     _say(f"{todo} case{plural}{had} on {on}: about {estimate.words(seconds)} where nothing else runs")

@@ -1,5 +1,6 @@
 """``compare A.json B.json``: the times of two runs, row by row."""
 
+import re
 from typing import Any
 
 from rlkernel.bench.cases import UsageError
@@ -26,9 +27,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Table:
         table.rows.append([*key, milliseconds(a), milliseconds(b), f"{a / b:.2f}x"])
     for name, reports in (("A", (old, new)), ("B", (new, old))):
         if only := [key for key in reports[0] if key not in reports[1]]:
-            table.notes.append(f"only in {name}: {len(only)} rows")
-    machines = [report["header"]["machine"] for report in (before, after)]
-    if machines[0] != machines[1]:
+            table.notes.append(f"only in {name}: {len(only)} row{'s' * (len(only) != 1)}")
+    if _machine(before) != _machine(after):
         table.notes.append("the machines differ: the ratios compare machines too")
     return table
 
@@ -38,6 +38,12 @@ def slower(before: dict[str, Any], after: dict[str, Any], gate: float) -> list[s
     old, new = (_timed(report["rows"]) for report in (before, after))
     speedup = {key: old[key]["seconds"] / new[key]["seconds"] for key in old if key in new}
     return [f"{' '.join(key)}: {ratio:.2f}x" for key, ratio in speedup.items() if ratio < gate]
+
+
+def _machine(report: dict[str, Any]) -> dict[str, str]:
+    """As it is written now: older reports say "1 threads"."""
+    machine = report["header"]["machine"]
+    return {name: re.sub(r"\b1 threads", "1 thread", value) for name, value in machine.items()}
 
 
 def _timed(rows: list[Row]) -> dict[tuple[str, ...], Row]:

@@ -36,7 +36,7 @@ def header(arguments: Iterable[str], device: str) -> dict[str, Any]:
     """Machine, versions, commit and command of a run that happens now."""
     facts = info.collect()
     isa = f", oneDNN held to {limit}" if (limit := os.environ.get("ONEDNN_MAX_CPU_ISA")) else ""
-    cpu = f"{torch.get_num_threads()} threads, {_total_memory()}, {facts['cpu']['torch_capability']}{isa}"
+    cpu = f"{info.threads()}, {_total_memory()}, {facts['cpu']['torch_capability']}{isa}"
     return {
         "command": shlex.join(["python", "-m", "rlkernel.bench", *arguments]),
         "date": datetime.date.today().isoformat(),

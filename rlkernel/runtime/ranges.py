@@ -32,18 +32,24 @@ class _Block:
         self.on = on
 
 
-def set_up() -> None:
-    """Let ``RLKERNEL_NVTX=1`` name the ops as ``nvtx_ranges`` does, as long as the process.
+def asked() -> bool:
+    """Whether ``RLKERNEL_NVTX`` is 1.
 
     Raises:
         RuntimeError: torch was built without NVTX.
         ValueError: the variable is neither 0 nor 1.
     """
-    global _always
     on = debug.flag(VARIABLE)
     if on:
         _need_nvtx(f"{VARIABLE}={os.environ[VARIABLE]}")
-    _always = on
+    return on
+
+
+def set_up() -> None:
+    """Let ``RLKERNEL_NVTX=1`` name the ops as ``nvtx_ranges`` does, as long as the process; raises as
+    ``asked`` does."""
+    global _always
+    _always = asked()
     _settle()
 
 

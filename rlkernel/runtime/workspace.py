@@ -66,7 +66,7 @@ def limit(device: torch.device | None = None) -> int:
         return DEFAULT_LIMIT if device is None or device.type == "cpu" else GPU_LIMIT
     try:
         size = int(float(mib) * 2**20)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or infinity
         size = -1
     if size < _MINIMUM:
         raise ValueError(f"RLKERNEL_WORKSPACE_MIB must be a number >= 1, got {mib!r}")
