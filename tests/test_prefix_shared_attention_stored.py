@@ -31,6 +31,7 @@ from prefix_forests import (  # noqa: E402
 from rlkernel.runtime import workspace  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_backward as backward  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_blocks as launch  # noqa: E402
+from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_stored_plan as stored_plans  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -221,6 +222,40 @@ def test_rounds_of_heads_change_no_bit(storing, poison, device):
     for heads in (2, 1):
         for name, a, b in zip(NAMES, found[heads], found[4], strict=True):
             assert_equal(name, a, b)
+
+
+@ON_EVERY_DEVICE
+def test_more_tiles_than_a_grid_holds(storing, poison, device, monkeypatch):
+    """Whose second dimension CUDA bounds, by tiles of 16 rows of little more than a million."""
+    assert backward.MOST_PROGRAMS < 2**16 and backward.MOST_PROGRAMS * 4 % 16 == 0
+    monkeypatch.setattr(plans, "CHUNK", 64)
+    segments = (64, -1, 0), (40, 0, 1), (60, 0, 1)
+    inputs = make(forest(*segments), 1, 1, 16, device=device)
+    kernels = ("attention_key_grad_kernel", "attention_query_grad_kernel", "attention_sum_kernel")
+    for stores in (True, False):
+        if not stores:
+            monkeypatch.setattr(backward, "STORING", set())
+        want = run(inputs, forest(*segments), PLAIN)
+        grids = {name: [] for name in kernels}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward, "MOST_PROGRAMS", 2, raising=False)
+            for name in kernels:
+                patch.setattr(backward, name, Recorded(getattr(backward, name), grids[name]))
+            got = run(inputs, forest(*segments), PLAIN)
+        for name, a, b in zip(NAMES, got, want, strict=True):
+            assert_equal(name, a, b)
+        assert all(len(x) > 1 and max(y for _, y in x) <= 2 for x in grids.values())
+
+
+class Recorded:
+    """A kernel, and the grids that it has been launched with."""
+
+    def __init__(self, kernel, grids):
+        self.kernel, self.grids = kernel, grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
 
 
 @ON_EVERY_DEVICE
