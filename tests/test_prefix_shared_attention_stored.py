@@ -160,15 +160,26 @@ def test_most_pairs_are_stored(prompt, length, group):
     assert plan.heads * plan.rows * sizes.row <= sizes.limit < 2 * plan.heads * plan.rows * sizes.row
 
 
+def test_partial_sums_have_room_beside_what_is_stored():
+    """With the tiles of Hopper, where two of the 8 heads would fill the limit: no program of keys takes more
+    than an even share of the multiprocessors' work."""
+    layout = forest((4096, -1, 0), *[(1536, 0, 1)] * 8)
+    sizes = stored_plans.Sizes(128 * 2 * 4, 4 * 128 * 256, 1 << 30)
+    plan = stored_plans.stored_plan(layout, 0, (128, 64), (64, 128), 8, sizes)
+    assert plan.heads * (plan.rows * sizes.row + plan.slots * sizes.slot) <= sizes.limit
+    rows = [sum(end - first for first, end, *_ in plan.key_runs[x[2] : x[4]].tolist()) for x in plan.items]
+    assert max(rows) <= plan.heads * sum(rows) / 132
+
+
 def test_as_many_heads_as_there_is_room_for(monkeypatch):
     layout = layout_of("two prompts")
     all_or_none = small_plan(layout, 6, 64, NO_LIMIT)
-    need = 6 * 64 * all_or_none.rows
+    need = 8 * math.ceil(6 * 64 * all_or_none.rows / 7)
     assert all_or_none.heads == small_plan(layout, 6, 64, need).heads == 6
     assert small_plan(layout, 6, 64, need - 1).heads == 0, "a limit that small is not worth more launches"
     monkeypatch.setattr(stored_plans, "LEAST_LIMIT", 0)
 
-    of_one = 64 * small_plan(layout, 1, 64, NO_LIMIT).rows
+    of_one = 8 * math.ceil(64 * small_plan(layout, 1, 64, NO_LIMIT).rows / 7)
     assert of_one > 0
     heads = [small_plan(layout, 6, 64, n * of_one).heads for n in range(8)]
     assert heads == [0, 1, 2, 3, 3, 3, 6, 6]
@@ -213,7 +224,7 @@ def test_rounds_of_heads_change_no_bit(storing, poison, device):
     for heads in (4, 2, 1):
         layout = layout_of("alone")
         size = inputs[0].element_size() * 32 * 2
-        limit = heads * size * small_plan(layout, 4, size, NO_LIMIT).rows
+        limit = 8 * math.ceil(heads * size * small_plan(layout, 4, size, NO_LIMIT).rows / 7)
         # a limit of less than 1 MiB nobody can set
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(workspace, "limit", lambda device, limit=limit: limit)
