@@ -190,6 +190,14 @@ def test_as_many_heads_as_there_is_room_for(monkeypatch):
     assert small_plan(forest((20, -1, 0), (9, 0, 1)), 2, 64, NO_LIMIT).heads == 0
 
 
+def test_what_has_no_room_is_not_planned(monkeypatch):
+    """Of prompts as long as those whose partial sums have no room, a plan would take the host seconds."""
+    layout = forest((131072, -1, 0), *[(1024, 0, 1)] * 8)
+    monkeypatch.setattr(stored_plans, "_inside", None)
+    sizes = stored_plans.Sizes(128 * 2 * 4, 4 * 128 * 256, 1 << 30)
+    assert stored_plans.stored_plan(layout, 0, (128, 64), (64, 128), 8, sizes) == stored_plans.NOTHING
+
+
 # values
 
 

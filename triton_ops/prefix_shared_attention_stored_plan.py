@@ -168,6 +168,8 @@ def stored_plan(
     in_parts = most < kv_heads
     if not stored or len(spans) > MOST_SPANS or (in_parts and sizes.limit < LEAST_LIMIT):
         return NOTHING
+    if not most and _in_several(visits, spans) > sizes.slots(room, 1):  # each of which has a partial sum
+        return NOTHING
     of_spans = [visits] if most else [[_inside(visit, span, step_q) for visit in visits] for span in spans]
     strips = [Strips(of_span, block_k) for of_span in of_spans]
     rows = max(x.rows for x in strips)
@@ -204,8 +206,17 @@ def _spans(tiles: list[list[Part]], visits: list[Visits], most: int) -> Iterator
         yield begin, tiles[-1][-1].end
 
 
+def _in_several(visits: list[Visits], spans: list[Run]) -> int:
+    """How many tiles of keys have queries in more than one span."""
+    begins = [begin for begin, _ in spans]
+    ends = [(min(runs)[0], max(end for _, end in runs) - 1) for runs in (x.plain + x.masked for x in visits)]
+    return sum(bisect_right(begins, first) != bisect_right(begins, last) for first, last in ends)
+
+
 def _inside(visit: Visits, span: Run, block: int) -> Visits:
     """What a tile visits of a span."""
+    if not any(first < span[1] and span[0] < end for runs in visit[1:] for first, end in runs):
+        return Visits(visit.parts, [], [])
     plain, masked = ([(max(first, span[0]), min(end, span[1])) for first, end in runs] for runs in visit[1:])
     return whole_blocks(visit.parts, plain, masked, block)
 
