@@ -32,6 +32,7 @@ from prefix_forests import (  # noqa: E402
 from rlkernel.runtime import workspace  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_backward as backward  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_blocks as launch  # noqa: E402
+from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_stored_plan as stored_plans  # noqa: E402
 
 ON_EVERY_DEVICE = pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -160,15 +161,26 @@ def test_most_pairs_are_stored(prompt, length, group):
     assert plan.heads * plan.rows * sizes.row <= sizes.limit < 2 * plan.heads * plan.rows * sizes.row
 
 
+def test_partial_sums_have_room_beside_what_is_stored():
+    """With the tiles of Hopper, where two of the 8 heads would fill the limit: no program of keys takes more
+    than an even share of the multiprocessors' work."""
+    layout = forest((4096, -1, 0), *[(1536, 0, 1)] * 8)
+    sizes = stored_plans.Sizes(128 * 2 * 4, 4 * 128 * 256, 1 << 30)
+    plan = stored_plans.stored_plan(layout, 0, (128, 64), (64, 128), 8, sizes)
+    assert plan.heads * (plan.rows * sizes.row + plan.slots * sizes.slot) <= sizes.limit
+    rows = [sum(end - first for first, end, *_ in plan.key_runs[x[2] : x[4]].tolist()) for x in plan.items]
+    assert max(rows) <= plan.heads * sum(rows) / 132
+
+
 def test_as_many_heads_as_there_is_room_for(monkeypatch):
     layout = layout_of("two prompts")
     all_or_none = small_plan(layout, 6, 64, NO_LIMIT)
-    need = 6 * 64 * all_or_none.rows
+    need = 8 * math.ceil(6 * 64 * all_or_none.rows / 7)
     assert all_or_none.heads == small_plan(layout, 6, 64, need).heads == 6
     assert small_plan(layout, 6, 64, need - 1).heads == 0, "a limit that small is not worth more launches"
     monkeypatch.setattr(stored_plans, "LEAST_LIMIT", 0)
 
-    of_one = 64 * small_plan(layout, 1, 64, NO_LIMIT).rows
+    of_one = 8 * math.ceil(64 * small_plan(layout, 1, 64, NO_LIMIT).rows / 7)
     assert of_one > 0
     heads = [small_plan(layout, 6, 64, n * of_one).heads for n in range(8)]
     assert heads == [0, 1, 2, 3, 3, 3, 6, 6]
@@ -177,6 +189,14 @@ def test_as_many_heads_as_there_is_room_for(monkeypatch):
     assert of_part.heads == 1 and len(of_part.tile_spans) == 2
     assert small_plan(layout, 6, 64, 64 * 30).heads == 0  # a tile of queries has no room
     assert small_plan(forest((20, -1, 0), (9, 0, 1)), 2, 64, NO_LIMIT).heads == 0
+
+
+def test_what_has_no_room_is_not_planned(monkeypatch):
+    """Of prompts as long as those whose partial sums have no room, a plan would take the host seconds."""
+    layout = forest((131072, -1, 0), *[(1024, 0, 1)] * 8)
+    monkeypatch.setattr(stored_plans, "_inside", None)
+    sizes = stored_plans.Sizes(128 * 2 * 4, 4 * 128 * 256, 1 << 30)
+    assert stored_plans.stored_plan(layout, 0, (128, 64), (64, 128), 8, sizes) == stored_plans.NOTHING
 
 
 # values
@@ -215,7 +235,7 @@ def test_rounds_of_heads_change_no_bit(storing, poison, device):
     for heads in (4, 2, 1):
         layout = layout_of("alone")
         size = inputs[0].element_size() * 32 * 2
-        limit = heads * size * small_plan(layout, 4, size, NO_LIMIT).rows
+        limit = 8 * math.ceil(heads * size * small_plan(layout, 4, size, NO_LIMIT).rows / 7)
         # a limit of less than 1 MiB nobody can set
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(workspace, "limit", lambda device, limit=limit: limit)
@@ -224,6 +244,40 @@ def test_rounds_of_heads_change_no_bit(storing, poison, device):
     for heads in (2, 1):
         for name, a, b in zip(NAMES, found[heads], found[4], strict=True):
             assert_equal(name, a, b)
+
+
+@ON_EVERY_DEVICE
+def test_more_tiles_than_a_grid_holds(storing, poison, device, monkeypatch):
+    """Whose second dimension CUDA bounds, by tiles of 16 rows of little more than a million."""
+    assert backward.MOST_PROGRAMS < 2**16 and backward.MOST_PROGRAMS * 4 % 16 == 0
+    monkeypatch.setattr(plans, "CHUNK", 64)
+    segments = (64, -1, 0), (40, 0, 1), (60, 0, 1)
+    inputs = make(forest(*segments), 1, 1, 16, device=device)
+    kernels = ("attention_key_grad_kernel", "attention_query_grad_kernel", "attention_sum_kernel")
+    for stores in (True, False):
+        if not stores:
+            monkeypatch.setattr(backward, "STORING", set())
+        want = run(inputs, forest(*segments), PLAIN)
+        grids = {name: [] for name in kernels}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward, "MOST_PROGRAMS", 2, raising=False)
+            for name in kernels:
+                patch.setattr(backward, name, Recorded(getattr(backward, name), grids[name]))
+            got = run(inputs, forest(*segments), PLAIN)
+        for name, a, b in zip(NAMES, got, want, strict=True):
+            assert_equal(name, a, b)
+        assert all(len(x) > 1 and max(y for _, y in x) <= 2 for x in grids.values())
+
+
+class Recorded:
+    """A kernel, and the grids that it has been launched with."""
+
+    def __init__(self, kernel, grids):
+        self.kernel, self.grids = kernel, grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
 
 
 @ON_EVERY_DEVICE

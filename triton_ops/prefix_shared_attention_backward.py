@@ -15,6 +15,7 @@ that copy tiles by descriptors, since the rows of a run begin anywhere.  Memory 
 """
 
 import functools
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,6 +46,9 @@ STORING = {(9, 2, 128, 128)}
 
 
 STAGES = 4  # of the loop over what is stored, which waits for memory
+# of a grid's second dimension, which CUDA bounds by 65535.  This many rows of any of the tables are whole
+# 16 bytes, so that a table of which they are left out is as aligned as before.
+MOST_PROGRAMS = 65532
 
 
 class Rows(NamedTuple):
@@ -73,6 +77,11 @@ class Span(NamedTuple):
 
     first: int
     end: int
+
+    def launches(self, programs: int = 1) -> "Iterator[Span]":
+        """In as many launches as it takes, of so many programs for an item or a tile."""
+        step = MOST_PROGRAMS // programs
+        return (Span(x, min(x + step, self.end)) for x in range(self.first, self.end, step))
 
 
 def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) -> AttentionGrads:
@@ -176,14 +185,18 @@ def _query_grad(
     q, k, v, layout, rule, *_ = call
     lse, delta, grad_out = of_rows
     blocks, group = _blocks(call, "query grad"), q.shape[1] // k.shape[1]
-    attention_query_grad_kernel[heads.heads * group, span.end - span.first](
-        *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
-        lse, delta, found.q, plan.tiles, plan.tiles, plan.runs, *layout.row_tables(q.device), len(q),
-        *launch.numbers(rule), heads.first * group, span.first,
-        heads.described([blocks.q, blocks.k]), heads.rows,
-        STORED_KEYS=0 if heads.stored is None else heads.stored.shape[1], STORED_STAGES=STAGES,
-        HEADS=q.shape[1], GROUP=group, **launch.shape_of((q.shape[2], v.shape[2]), blocks, blocks.k),
-    )  # fmt: skip
+    for part in span.launches():
+        # the kernel that reads nothing stored begins with the first tile that it is given
+        first = 0 if heads.stored is None else part.first
+        tiles = plan.tiles[part.first - first :]
+        attention_query_grad_kernel[heads.heads * group, part.end - part.first](
+            *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
+            lse, delta, found.q, tiles, tiles, plan.runs, *layout.row_tables(q.device), len(q),
+            *launch.numbers(rule), heads.first * group, first,
+            heads.described([blocks.q, blocks.k]), heads.rows,
+            STORED_KEYS=0 if heads.stored is None else heads.stored.shape[1], STORED_STAGES=STAGES,
+            HEADS=q.shape[1], GROUP=group, **launch.shape_of((q.shape[2], v.shape[2]), blocks, blocks.k),
+        )  # fmt: skip
 
 
 def _key_grads(
@@ -192,24 +205,25 @@ def _key_grads(
     q, k, v, layout, rule, *_ = call
     lse, delta, grad_out = of_rows
     blocks, kv_heads = _blocks(call, "key grad"), k.shape[1]
-    attention_key_grad_kernel[heads.heads, span.end - span.first](
-        *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
-        lse, delta, found.k, found.v, *heads.parts, plan.slots, plan.items, plan.items, plan.runs,
-        *layout.row_tables(q.device), len(q), *launch.numbers(rule), heads.first, span.first,
-        heads.described([blocks.q, blocks.k]), heads.rows,
-        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads,
-        **launch.shape_of((k.shape[2], v.shape[2]), blocks, blocks.q),
-    )  # fmt: skip
+    for part in span.launches():
+        attention_key_grad_kernel[heads.heads, part.end - part.first](
+            *launch.strided(q), *launch.strided(k), *launch.strided(v), *launch.strided(grad_out),
+            lse, delta, found.k, found.v, *heads.parts, plan.slots, plan.items, plan.items, plan.runs,
+            *layout.row_tables(q.device), len(q), *launch.numbers(rule), heads.first, part.first,
+            heads.described([blocks.q, blocks.k]), heads.rows,
+            KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads,
+            **launch.shape_of((k.shape[2], v.shape[2]), blocks, blocks.q),
+        )  # fmt: skip
 
 
 def _sums(call: AttentionCall, found: AttentionGrads, heads: Round, plan: KeyPlan) -> None:
-    if not len(plan.sums):
-        return
     block, factors = _blocks(call, "key grad").k, (call.rule.scale, 1.0)
     for part, grad, factor in zip(heads.parts, found[1:], factors, strict=True):
         dim = part.shape[1]
         rows = min(16, 2048 // launch.width_of(dim))
-        attention_sum_kernel[heads.heads, len(plan.sums) * (block // rows)](
-            part, plan.slots, grad, plan.sums, heads.first, factor,
-            KV_HEADS=grad.shape[1], D=dim, WIDTH=launch.width_of(dim), BK=block, ROWS=rows, num_warps=4,
-        )  # fmt: skip
+        pieces = block // rows
+        for tiles in Span(0, len(plan.sums)).launches(pieces):
+            attention_sum_kernel[heads.heads, (tiles.end - tiles.first) * pieces](
+                part, plan.slots, grad, plan.sums[tiles.first :], heads.first, factor,
+                KV_HEADS=grad.shape[1], D=dim, WIDTH=launch.width_of(dim), BK=block, ROWS=rows, num_warps=4,
+            )  # fmt: skip

@@ -149,8 +149,10 @@ def stored_plan(
 ) -> StoredPlan:  # fmt: skip
     """The plan of as many heads of keys at a time as the limit has room for; of none where it is too small.
 
-    Where there is no room for one, queries are taken a span of rows at a time: 7 of 8 parts of the limit hold
-    what it stores, the rest the partial sums, with which the next span goes on.
+    7 of 8 parts of the limit hold what is stored, the rest the partial sums: without room for these a program
+    would take a prompt's tile with the rows of all completions, and most of the GPU wait for it.  Where there
+    is no room for one head, queries are taken a span of rows at a time, and the next span goes on with the
+    partial sums.
 
     ``of_queries``, ``of_keys``: rows of queries and of keys in the blocks of either kernel.
     """
@@ -158,12 +160,15 @@ def stored_plan(
     found = (queries_of(layout, parts, window, step_q) for parts in key_tiles(layout, block_k))
     visits = [visit if _size(visit.rows) == block_k else _masked(visit) for visit in found]
     stored = sum(_size(run) for visit in visits for run in visit.plain)
-    most = min(sizes.limit // (stored * sizes.row), kv_heads) if stored else 0
+    room = sizes.limit // 8 * 7 // sizes.row
+    most = min(room // stored, kv_heads) if stored else 0
     heads = max((n for n in range(1, most + 1) if kv_heads % n == 0), default=1)
     tiles = list(query_tiles(layout, block_q))
-    spans = [(0, layout.total)] if most else list(_spans(tiles, visits, sizes.limit // 8 * 7 // sizes.row))
+    spans = [(0, layout.total)] if most else list(_spans(tiles, visits, room))
     in_parts = most < kv_heads
     if not stored or len(spans) > MOST_SPANS or (in_parts and sizes.limit < LEAST_LIMIT):
+        return NOTHING
+    if not most and _in_several(visits, spans) > sizes.slots(room, 1):  # each of which has a partial sum
         return NOTHING
     of_spans = [visits] if most else [[_inside(visit, span, step_q) for visit in visits] for span in spans]
     strips = [Strips(of_span, block_k) for of_span in of_spans]
@@ -201,8 +206,17 @@ def _spans(tiles: list[list[Part]], visits: list[Visits], most: int) -> Iterator
         yield begin, tiles[-1][-1].end
 
 
+def _in_several(visits: list[Visits], spans: list[Run]) -> int:
+    """How many tiles of keys have queries in more than one span."""
+    begins = [begin for begin, _ in spans]
+    ends = [(min(runs)[0], max(end for _, end in runs) - 1) for runs in (x.plain + x.masked for x in visits)]
+    return sum(bisect_right(begins, first) != bisect_right(begins, last) for first, last in ends)
+
+
 def _inside(visit: Visits, span: Run, block: int) -> Visits:
     """What a tile visits of a span."""
+    if not any(first < span[1] and span[0] < end for runs in visit[1:] for first, end in runs):
+        return Visits(visit.parts, [], [])
     plain, masked = ([(max(first, span[0]), min(end, span[1])) for first, end in runs] for runs in visit[1:])
     return whole_blocks(visit.parts, plain, masked, block)
 
