@@ -46,6 +46,12 @@ PRESETS = {
             (256, 1024, 4),
         )
     ],
+    # gradients of scores of one head that the workspace does not hold, and groups of query heads of 7 and 1
+    "prefix-gpu-more": [
+        _case(16384, 2048, 8, 32, 8, 128, "bfloat16"),
+        _case(4096, 512, 16, 28, 4, 128, "bfloat16"),
+        _case(4096, 512, 16, 16, 16, 128, "bfloat16"),
+    ],
 }
 
 
