@@ -26,7 +26,7 @@ from rlkernel import dispatch, native
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.runtime import debug, log, ranges, workspace
+from rlkernel.runtime import debug, log, ranges, trials, workspace
 
 # module: distribution. Asked of the metadata, never imported: an import can take seconds or claim a GPU.
 OPTIONAL = {
@@ -50,6 +50,7 @@ ENVIRONMENT = (
     "RLKERNEL_DEBUG",
     "RLKERNEL_LOG",
     "RLKERNEL_NVTX",
+    "RLKERNEL_STORE_SCORES",
     "RLKERNEL_WORKSPACE_MIB",
     "VERL_RLKERNEL",
     "VERL_RLKERNEL_STRICT",
@@ -178,6 +179,7 @@ def wrong() -> dict[str, str]:
         "RLKERNEL_DEBUG": debug.set_up,
         log.VARIABLE: log.asked,
         ranges.VARIABLE: ranges.asked,
+        trials.STORE_SCORES: trials.stores_scores,
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,

@@ -29,7 +29,7 @@ from prefix_forests import (  # noqa: E402
     visible,
 )
 
-from rlkernel.runtime import workspace  # noqa: E402
+from rlkernel.runtime import trials, workspace  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_backward as backward  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_blocks as launch  # noqa: E402
 from rlkernel.triton_ops import prefix_shared_attention_plan as plans  # noqa: E402
@@ -58,6 +58,7 @@ def layout_of(name):
 @pytest.fixture
 def storing(monkeypatch):
     """Small tiles of 32 rows, of which any dtype and GPU stores."""
+    monkeypatch.setenv(trials.STORE_SCORES, "1")
     monkeypatch.setattr(launch, "blocks_of", lambda kernel, *_: BLOCKS[kernel])
     monkeypatch.setattr(backward, "STORING", {(launch.generation(), size, 64, 64) for size in (2, 4)})
     monkeypatch.setattr(stored_plans, "CHUNK", 64)
@@ -220,12 +221,26 @@ def test_fp64_dense_attention_agrees(storing, poison, device, name):
 @ON_EVERY_DEVICE
 def test_the_tiles_of_hopper(poison, monkeypatch, device):
     """A prompt of two tiles of keys, and completions that fill a tile of queries together."""
+    monkeypatch.setenv(trials.STORE_SCORES, "1")
     if device == "cpu":
         monkeypatch.setattr(launch, "generation", lambda: 9)
     layout = forest((256, -1, 0), (50, 0, 1), (80, 0, 1))
     check_accuracy(make(layout, 2, 1, 96, torch.bfloat16, device), layout, PLAIN)
     if launch.generation() == 9:
         assert plan_in(layout).rows == 256 + 128
+
+
+@ON_EVERY_DEVICE
+def test_it_is_off_unless_it_is_asked_for(storing, monkeypatch, device):
+    layout = layout_of("alone")
+    inputs = make(layout, 2, 1, 24, torch.bfloat16, device)
+    for off in ("0", None):
+        monkeypatch.setenv(trials.STORE_SCORES, off) if off else monkeypatch.delenv(trials.STORE_SCORES)
+        run(inputs, layout, PLAIN)
+        assert not any(name.startswith("triton stored") for name, _ in layout._tables)
+    monkeypatch.setenv(trials.STORE_SCORES, "yes")
+    with pytest.raises(ValueError, match="RLKERNEL_STORE_SCORES must be 0 or 1, got 'yes'"):
+        run(inputs, layout, PLAIN)
 
 
 @ON_EVERY_DEVICE

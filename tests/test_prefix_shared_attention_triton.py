@@ -201,8 +201,14 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(small_tiles
 def test_the_same_call_gives_the_same_bits(small_tiles, device):
     layout = FORESTS["many short"]
     inputs = make(layout, 4, 2, 24, torch.bfloat16, device)
-    for name, a, b in zip(NAMES, *(run(inputs, layout, PLAIN) for _ in range(2)), strict=True):
-        assert_equal(name, a, b)
+    before, want = torch.get_default_dtype(), run(inputs, layout, PLAIN)
+    try:
+        for default in (before, torch.bfloat16):
+            torch.set_default_dtype(default)
+            for name, a, b in zip(NAMES, run(inputs, layout, PLAIN), want, strict=True):
+                assert_equal(name, a, b)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @ON_EVERY_DEVICE

@@ -10,8 +10,9 @@ for one tile of keys.
 
 FlashAttention takes 5 and adds to the gradient of q in whatever order its programs end.  Stored are the plain
 runs of whole tiles of keys, in the workspace, for as many heads at a time as its limit has room for; on GPUs
-that copy tiles by descriptors, since the rows of a run begin anywhere.  Memory besides the results is delta
-[Hq, T] and fp32 partial sums: beside what is stored in the workspace, else at most ``PARTIAL_BYTES``.
+that copy tiles by descriptors, since the rows of a run begin anywhere, and where it is asked for: none has
+run it yet (``trials``).  Memory besides the results is delta [Hq, T] and fp32 partial sums: beside what is
+stored in the workspace, else at most ``PARTIAL_BYTES``.
 """
 
 import functools
@@ -24,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionGrads, AttentionResults, OutGrads
-from rlkernel.runtime import workspace
+from rlkernel.runtime import trials, workspace
 from rlkernel.runtime.workspace import Carver
 from rlkernel.triton_ops import prefix_shared_attention_blocks as launch
 from rlkernel.triton_ops._sizes import cdiv
@@ -106,7 +107,8 @@ def one_pass_backward(call: AttentionCall, results: AttentionResults, grads: Out
         kv_heads, plan = call.k.shape[1], _stored_plan(call)
         if plan is None:
             keys, queries = _key_plan(call), _query_plan(call)
-            parts = tuple(torch.empty(n, d, device=out.device) for n, d in _parts(call, keys.slots, kv_heads))
+            shapes = _parts(call, keys.slots, kv_heads)
+            parts = tuple(torch.empty(*x, dtype=torch.float32, device=out.device) for x in shapes)
             _gradients(call, of_rows, found, Round(0, kv_heads, parts), keys, queries)
             return found
         with leased(functools.partial(_carve, call, plan), out.device) as (stored, parts):
@@ -147,7 +149,7 @@ def _key_plan(call: AttentionCall) -> KeyPlan:
 
 def _stored_plan(call: AttentionCall) -> StoredPlan | None:
     widths = (max(64, launch.width_of(x.shape[2])) for x in (call.q, call.v))
-    if (launch.generation(), call.q.element_size(), *widths) not in STORING:
+    if not trials.stores_scores() or (launch.generation(), call.q.element_size(), *widths) not in STORING:
         return None
     q, k, layout, window = call.q, call.k, call.layout, call.rule.window
     of_queries, of_keys = _blocks(call, "query grad"), _blocks(call, "key grad")

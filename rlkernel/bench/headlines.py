@@ -239,7 +239,6 @@ _ROWS = _PROMPT - 1 + _GROUP * _LENGTH
 _PAIRS = (_PROMPT - 1) * _PROMPT // 2 + _GROUP * (_LENGTH * (_PROMPT - 1) + _LENGTH * (_LENGTH + 1) // 2)
 _PAIR_FLOPS = 4 * _HEADS * _DIM * _PAIRS  # q k and p v
 _TENSORS = _ROWS * 2 * (_HEADS + _KV_HEADS) * _DIM * BF16
-_STORED, _READ = 0.953, 0.930  # shares of the pairs whose gradient of the score is stored, and read
 
 
 def _attention(device: Device) -> list[Launch]:
@@ -252,22 +251,12 @@ def _attention_backward(device: Device) -> list[Launch]:
     queries = {"triton": f"{case}: attention_query_grad_kernel"}
     keys = {"triton": f"{case}: attention_key_grad_kernel"}
     delta = {"triton": f"{case}: attention_delta_kernel"}
-    # a kernel for the queries' gradients (q k, dp, dq), another for those of keys and values; on Hopper the
-    # second leaves gradients of scores to the first, which makes dq of them
-    read, written = (x if "sm_90" in device.archs else 0.0 for x in (_READ, _STORED))
-    score = BF16 * _HEADS * _PAIRS
-    return [
+    return [  # a kernel for the queries' gradients (q k, dp, dq), another for those of keys and values
         *_attention(device),
         Launch("delta", delta, read=_TENSORS / 2),
-        Launch(
-            "gradients of keys", keys, read=_TENSORS, written=written * score,
-            flops=2.0 * _PAIR_FLOPS, apart=True,
-        ),
-        Launch(
-            "gradients of queries", queries, read=_TENSORS + read * score,
-            flops=(1.5 - read) * _PAIR_FLOPS, apart=True,
-        ),
-    ]  # fmt: skip
+        Launch("gradients of queries", queries, read=_TENSORS, flops=1.5 * _PAIR_FLOPS, apart=True),
+        Launch("gradients of keys", keys, read=_TENSORS, flops=2.0 * _PAIR_FLOPS, apart=True),
+    ]
 
 
 # samples, those of one prompt, its tokens; the last step is one of the benchmark

@@ -78,7 +78,7 @@ def set_limit(size: int | None) -> None:
     MiB on a CPU and 1 GiB on a GPU.
 
     Tiles follow from this limit, so it decides the last bits of ``linear_logprob``: use the same in rollout
-    and trainer.  On Hopper it decides those of the gradients of ``prefix_shared_attention``, too.
+    and trainer.  With ``RLKERNEL_STORE_SCORES=1`` also those of the gradients of ``prefix_shared_attention``.
 
     Raises:
         ValueError: ``size`` is less than 1 MiB.

@@ -1,10 +1,13 @@
 """Calls of ``prefix_shared_attention``: a prompt whose keys take several programs, and its completions."""
 
+import os
+from unittest import mock
+
 import torch
 
 from rlkernel.calls.prefix_shared_attention import AttentionCall, AttentionRule, OutGrads
 from rlkernel.prefix.layout import PrefixLayout
-from rlkernel.runtime import workspace
+from rlkernel.runtime import trials
 from rlkernel.triton_ops import prefix_shared_attention
 from rlkernel.triton_ops import prefix_shared_attention_around as around
 from rlkernel.triton_ops.prefix_shared_attention_plan import CHUNK
@@ -21,8 +24,8 @@ def cases():
         if not bitwise:
             prefix_shared_attention.backward(call, results, OutGrads(torch.empty_like(results.out)))
 
-    def run_without_room(*arguments):
-        with workspace.limited(1 << 20):
+    def run_stored(*arguments):
+        with mock.patch.dict(os.environ, {trials.STORE_SCORES: "1"}):
             run(*arguments)
 
     def run_around(head_dim, dtype):
@@ -36,8 +39,8 @@ def cases():
     return {
         "bf16 D = 64": lambda: run(64, bf16, 0.0, True, False),
         "bf16 D = 128": lambda: run(128, bf16, 0.0, False, False),
-        "bf16 D = 128 without room": lambda: run_without_room(128, bf16, 0.0, False, False),
-        "bf16 D = 128 softcap": lambda: run(128, bf16, 50.0, False, False),
+        "bf16 D = 128 stored": lambda: run_stored(128, bf16, 0.0, False, False),
+        "bf16 D = 128 softcap stored": lambda: run_stored(128, bf16, 50.0, False, False),
         "bf16 D = 128 bitwise": lambda: run(128, bf16, 0.0, False, True),
         "bf16 D = 256 softcap": lambda: run(256, bf16, 50.0, False, False),
         "bf16 D = 192, Dv = 128": lambda: run(192, bf16, 0.0, False, False, 128),
