@@ -199,6 +199,7 @@ def test_workspace_is_all_the_memory_there_is(monkeypatch):
     monkeypatch.setattr(linear_products, "CPU_TILE", Tile(64, 128))
     limit = 800_000
     monkeypatch.setattr(workspace, "_limit", limit)
+    workspace.release()  # a test before this one may have taken more
     h, v = 32, 1000
 
     class Storages(TorchDispatchMode):

@@ -226,6 +226,7 @@ def test_the_tiles_of_hopper(poison, monkeypatch, device):
         monkeypatch.setattr(launch, "generation", lambda: 9)
     layout = forest((256, -1, 0), (50, 0, 1), (80, 0, 1))
     check_accuracy(make(layout, 2, 1, 96, torch.bfloat16, device), layout, PLAIN)
+    workspace.release()
     if launch.generation() == 9:
         assert plan_in(layout).rows == 256 + 128
 
