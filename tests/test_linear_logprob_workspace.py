@@ -241,6 +241,37 @@ def test_backward_on_a_gpu_takes_all_rows_that_leave_a_wide_slice():
     assert forward == backward
 
 
+@of_dtypes("linear_logprob", "fp32")  # whose gradients go over the kept logits
+@pytest.mark.parametrize(("vocab", "joined"), [(112, True), (133, False)], ids=["side by side", "with gaps"])
+def test_backward_takes_all_rows_of_kept_logits(
+    backend, device, dtype, vocab, joined, small_tiles, monkeypatch
+):
+    """As a GPU has it where there is room: one product a slice for each gradient, if tiles have no gaps."""
+    if backend == "reference":
+        pytest.skip("the reference says what the op means, not how to compute it")
+    inputs = make_inputs(45, 16, vocab, dtype=dtype, device=device, ignored=0.2)
+    inputs = linear_logprob_cases.with_bias(inputs)
+    able(backend, inputs)
+    monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: tiles)
+    monkeypatch.setattr(linear_products, "kept_plans", lambda plan, n, _: [plan._replace(tokens=n), plan])
+    n = int((inputs["target_ids"] != -100).sum()) if device == "cpu" else 45
+    upstream = upstream_like(inputs["target_ids"])
+    seen = []
+    accumulate = linear_products.Scratch.accumulate
+
+    def counted(self, out, a, b, first):
+        seen.append(a.shape)
+        return accumulate(self, out, a, b, first)
+
+    monkeypatch.setattr(linear_products.Scratch, "accumulate", counted)
+    check_against_fp64(backend, inputs, upstream, return_entropy=True)
+    widths = [48, 48, vocab - 96]
+    if joined:
+        assert seen == [shape for wide in widths for shape in ((n, wide), (wide, n))]
+    else:
+        assert len(seen) == 2 * 3 * -(-n // 8)
+
+
 def gpu_call(n, vocab, size, dtype=torch.bfloat16):
     """As much of the tensors of a GPU as sizes are computed from, and a head."""
     device = torch.device("cuda")
@@ -271,6 +302,25 @@ def test_few_rows_on_a_gpu_take_few_slices_of_the_vocabulary(n, slices):
         assert after[0].size <= workspace.GPU_LIMIT
         assert before[0].keeps_logits == after[0].keeps_logits, "logits until backward"
         assert after[1].size <= workspace.GPU_LIMIT or before[1].size > workspace.GPU_LIMIT, "one pass"
+
+
+def kept(n, vocab, limit):
+    """The workspace of a forward pass on a GPU that keeps what it can."""
+    hidden, weight, head = gpu_call(n, vocab, 4096)
+    with workspace.limited(limit):
+        own = linear_products.Scratch(hidden, weight, head, n, False, gradients=False, keep=True)
+    assert own.size <= limit
+    return own
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936])
+def test_backward_on_a_gpu_takes_all_rows_of_kept_logits_where_there_is_room(vocab):
+    limits = range(2**32, 6 * 2**30, 2**25)
+    plans = [kept(8192, vocab, limit).backward_of_kept for limit in limits]
+    steps = [plan for i, plan in enumerate(plans) if i == 0 or plan != plans[i - 1]]
+    assert steps == [None, Tile(4096, 16896), Tile(8192, 16896)], "neither, the logits, all rows beside them"
+    with rlkernel.batch_invariant():  # the bits of the weight's gradient follow the chunks
+        assert kept(8192, vocab, 6 * 2**30).backward_of_kept == Tile(4096, 16896)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,6 +7,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from rlkernel.bench.devices import Device
 from rlkernel.calls.linear_logprob import Head
 from rlkernel.calls.paged_prefix_attention import ITEM, PagedPlan
 from rlkernel.prefix.paged import plan_of
+
+if TYPE_CHECKING:
+    from rlkernel.drivers.linear_products import Tile
 
 N, H, V = 8192, 4096, 151936
 BF16 = 2
@@ -91,22 +95,24 @@ class _Tiled:
         """Tokens and vocabulary of a tile."""
         from rlkernel.drivers import linear_products
 
-        make = linear_products.backward_plan if backward else linear_products.tile_plan
-        plan = make(*_WEIGHT, self.rows)  # type: ignore[arg-type]
+        plan = self.backward_of_kept() if backward else None
+        if plan is None:
+            make = linear_products.backward_plan if backward else linear_products.tile_plan
+            plan = make(*_WEIGHT, self.rows)  # type: ignore[arg-type]
         return min(plan.tokens, self.rows), min(plan.vocab, V)
 
     def spans(self, backward: bool = False) -> list[tuple[int, int]]:
         tokens, vocab = self.tile(backward)
         return [(n, v) for n in _spans(self.rows, tokens) for v in _spans(V, vocab)]
 
-    def keeps(self) -> bool:
-        """Whether the workspace has room for all logits until backward."""
+    def backward_of_kept(self) -> "Tile | None":
+        """The tile of a backward pass over logits that the workspace kept; None: it has no room for them."""
         from rlkernel.drivers.linear_products import Scratch
 
         weight, head = _WEIGHT
         hidden = types.SimpleNamespace(**{**vars(weight), "shape": (self.rows, H)})
         scratch = Scratch(hidden, weight, head, self.rows, False, gradients=False, keep=True)  # type: ignore[arg-type]
-        return scratch.keeps_logits
+        return scratch.backward_of_kept
 
     def products(
         self, name: str, device: Device, count: int, moved: float = 0.0, backward: bool = False
@@ -135,18 +141,18 @@ class _Tiled:
 
     def train(self, device: Device) -> list[Launch]:
         kernel = _compiled("logprob: backward_kernel<float, bf16, 0>")
-        kept = self.keeps()
+        kept = self.backward_of_kept() is not None
         # gradients in fp32 are read and written again: the weight's by every chunk of tokens, where there are
         # several, that of the hidden states by every slice of the vocabulary
-        tokens, vocab = self.tile(backward=not kept)
+        tokens, vocab = self.tile(backward=True)
         chunks, slices = len(_spans(self.rows, tokens)), len(_spans(V, vocab))
         gradient = 4.0 * H * ((V * chunks if chunks > 1 else 0) + self.rows * slices)
         name, count = ("hidden, weight", 2) if kept else ("logits, hidden, weight", 3)
         size = self.rows * V
-        times = len(self.spans(not kept))
+        times = len(self.spans(backward=True))
         return [
             *self.forward(device),
-            self.products(name, device, count, gradient, backward=not kept),
+            self.products(name, device, count, gradient, backward=True),
             Launch("rows of tiles again", kernel, read=size * 4, written=size * BF16, times=times),
         ]
 

@@ -21,7 +21,7 @@ from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
 from rlkernel.drivers.linear_chosen import Chosen, choose, choose_again, operations
 from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
-from rlkernel.drivers.linear_products import Scratch, backward_plan, rows_of, scatter, select
+from rlkernel.drivers.linear_products import KeptLogits, Scratch, backward_plan, rows_of, scatter, select
 from rlkernel.runtime import gpu, workspace
 
 
@@ -107,7 +107,7 @@ def backward(
     scratch = _scratch(call, multiply)(
         hidden, weight, head, n, rows is not None, gradients=True, hidden_gradient=need_hidden,
         weight_gradient=need_weight, owner=log_sum if there else None,
-        plan=None if there else backward_plan(weight, head, n), mask=mask if need_weight else None,
+        plan=there.plan if there else backward_plan(weight, head, n), mask=mask if need_weight else None,
     )  # fmt: skip
     # without a gather every element is written, else rows go where they belong
     new_hidden = hidden.new_empty if rows is None and n else hidden.new_zeros
@@ -156,14 +156,15 @@ def _scratch(call: LinearLogprobCall, multiply: Multiply | None) -> Any:
 
 def _rows_of_backward(
     call: LinearLogprobCall, kept: Tensor, wanted: Tensor, log_sum: Tensor
-) -> tuple[Chosen, bool]:
-    """The rows to compute, and whether they may be those whose logits the forward pass kept."""
+) -> tuple[Chosen, KeptLogits | None]:
+    """The rows to compute, and what the forward pass kept if its logits may be used."""
     weight, head, device = call.weight, call.head, wanted.device
     products = int(call.needs[0]) + int(call.needs[1])
     note = None if gpu.capturing(device) else workspace.kept_for(device, log_sum)
     if note is None:
-        return choose(wanted, operations(weight, head, wanted.shape[0], products + 1)), False
-    return choose_again(wanted, kept, note.rows, products, operations(weight, head, 1, 1))
+        return choose(wanted, operations(weight, head, wanted.shape[0], products + 1)), None
+    chosen, there = choose_again(wanted, kept, note.rows, products, operations(weight, head, 1, 1))
+    return chosen, note if there else None
 
 
 def with_wide_bias(head: Head) -> Head:

@@ -38,6 +38,8 @@ class KeptLogits(NamedTuple):
 
     rows: int
     slots: int
+    layout: Tile  # the tiles of forward, one behind the other
+    plan: Tile  # those of the backward pass for which there is room beside them
 
 
 class _Shape(NamedTuple):
@@ -217,6 +219,17 @@ def _one_pass_limit(shape: _Shape, least: int) -> int:
     return next(mib for mib in itertools.count(least) if holds(mib))
 
 
+def kept_plans(plan: Tile, n: int, device: torch.device) -> list[Tile]:
+    """The tiles in which backward may take logits that ``plan`` left, the best first.
+
+    On a GPU all rows at once, where there is room: the weight's gradient is one product a slice, as in
+    ``backward_plan``.
+    """
+    if device.type == "cpu" or n <= plan.tokens or invariance.is_on():
+        return [plan]
+    return [plan._replace(tokens=n), plan]
+
+
 def kept_tiles(tiles: int, size: int, used: int, device: torch.device) -> int:
     """How many of ``tiles`` of ``size`` bytes the workspace can hold beside what is ``used`` of it.
 
@@ -285,35 +298,56 @@ class Scratch:
         self._owner = owner
         self._summed = 0  # rows of hidden states whose sums are there at a time
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
+        self._layout = self.plan  # of the tiles that are kept
         self.size = self._carve(Carver())
+        self.backward_of_kept: Tile | None = None
         if keep and n:
-            used = max(self.size, self._size_of_backward())
-            tiles = -(-n // self.plan.tokens) * -(-weight.shape[0] // self.plan.vocab)
-            size = self._slot() * head.logits_dtype.itemsize
-            self._slots = kept_tiles(tiles, size, used, hidden.device)
-            if self._slots or hidden.device.type == "cpu":
-                self.size = used + self._slots * size
+            self._plan_kept()
 
-    def _size_of_backward(self) -> int:
-        own = self._gradients, self._of_hidden, self._of_weight
+    def _plan_kept(self) -> None:
+        """How many tiles stay until backward, and in which tiles it takes them."""
+        vocab, device = self.weight.shape[0], self.source.device
+        tiles = -(-self.n // self.plan.tokens) * -(-vocab // self.plan.vocab)
+        size = self._pitch(min(self.plan.vocab, vocab)) * self.head.logits_dtype.itemsize
+        widths = {min(self.plan.vocab, vocab - v0) for v0 in range(0, vocab, self.plan.vocab)}
+        # where tiles of one slice lie side by side, all rows of the slice are one tile too
+        joined = all(self._pitch(wide) == min(self.n, self.plan.tokens) * wide for wide in widths)
+        for plan in kept_plans(self.plan, self.n, device) if joined else [self.plan]:
+            used = max(self.size, self._size_of_backward(plan))
+            self._slots = kept_tiles(tiles, size, used, device)
+            if self._slots or device.type == "cpu":
+                self.size, self.backward_of_kept = used + self._slots * size, plan
+                return
+
+    def _size_of_backward(self, plan: Tile) -> int:
+        own = self._gradients, self._of_hidden, self._of_weight, self.plan
         self._gradients = self._of_hidden = self._of_weight = True
         self._may_be_masked = gpu.runs_ahead(self.source.device)
+        self.plan = plan
         size = self._carve(Carver())
-        self._gradients, self._of_hidden, self._of_weight = own
+        self._gradients, self._of_hidden, self._of_weight, self.plan = own
         self._may_be_masked = False
         return size
 
-    def _slot(self) -> int:
-        """Elements of a tile that is kept: whole cache lines apart."""
-        tokens, wide = min(self.n, self.plan.tokens), min(self.plan.vocab, self.weight.shape[0])
-        return -(-tokens * wide // 128) * 128
+    def _pitch(self, wide: int) -> int:
+        """Elements from one kept tile of a slice to the next: whole cache lines."""
+        return -(-min(self.n, self._layout.tokens) * wide // 128) * 128
+
+    def _kept_at(self, v0: int, a: int) -> tuple[int, int]:
+        """The number of a tile among those that are kept, and its first element there."""
+        vocab, (tokens, wide) = self.weight.shape[0], self._layout
+        chunks, chunk = -(-self.n // tokens), a // tokens
+        before = v0 // wide * chunks
+        start = before * self._pitch(min(wide, vocab)) + chunk * self._pitch(min(wide, vocab - v0))
+        return before + chunk, start
 
     def _carve(self, carver: Carver) -> int:
         n, dtype, weight_dtype, part = self.n, self.head.logits_dtype, self.weight.dtype, carver.part
         vocab, size = self.weight.shape
         tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, vocab)
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
-        self._kept = part(self._slots, self._slot(), dtype=dtype) if self._slots else None
+        pitch = self._pitch(min(self._layout.vocab, vocab))
+        self._kept = part(self._slots * pitch, dtype=dtype) if self._slots else None
         kept = carver.size
         self._logits = part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
@@ -366,6 +400,7 @@ class Scratch:
         if lease.kept:
             self._known = lease.note.rows == self.n  # the backward pass leaves out rows without a gradient
             self._slots = lease.note.slots if self._known else 0
+            self._layout = lease.note.layout
         self._without_memory = dict(vars(self))
         self._carve(Carver(lease.memory))
         return self
@@ -378,8 +413,10 @@ class Scratch:
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
         if self._slots:
-            size = self._slots * self._slot() * self.head.logits_dtype.itemsize
-            workspace.keep(self.source.device, owner, size, KeptLogits(self.n, self._slots))
+            wide = min(self.plan.vocab, self.weight.shape[0])
+            size = self._slots * self._pitch(wide) * self.head.logits_dtype.itemsize
+            note = KeptLogits(self.n, self._slots, self.plan, self.backward_of_kept or self.plan)
+            workspace.keep(self.source.device, owner, size, note)
 
     def __exit__(self, *exception: Any) -> None:
         vars(self).update(self._without_memory)  # no part outlives the lease
@@ -435,10 +472,13 @@ class Scratch:
 
     def logits(self, h: Tensor, w: Tensor, v0: int, a: int) -> Tensor:
         """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""
-        index = v0 // self.plan.vocab * -(-self.n // self.plan.tokens) + a // self.plan.tokens
-        tile = self._logits if self._kept is None or index >= self._slots else self._kept[index]
-        tile = dense(tile, h.shape[0], w.shape[0])
-        return tile if self._known and index < self._slots else self._product(tile, h, w)
+        rows, wide = h.shape[0], w.shape[0]
+        if self._kept is not None:
+            index, start = self._kept_at(v0, a)
+            if index < self._slots:
+                tile = self._kept[start : start + rows * wide].view(rows, wide)
+                return tile if self._known else self._product(tile, h, w)
+        return self._product(dense(self._logits, rows, wide), h, w)
 
     def _product(self, tile: Tensor, h: Tensor, w: Tensor) -> Tensor:
         if self.product == "out_dtype" and tile.dtype == torch.float32:
