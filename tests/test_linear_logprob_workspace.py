@@ -220,14 +220,12 @@ def test_backward_in_larger_tiles_than_forward(backend, device, small_tiles, mon
 
 
 def test_backward_on_a_gpu_takes_all_rows_that_leave_a_wide_slice():
-    head = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
-
     def plan(n, limit, device="cuda"):
         weight = types.SimpleNamespace(
             device=torch.device(device), shape=(151936, 4096), dtype=torch.bfloat16
         )
         with workspace.limited(limit):
-            return linear_products.tile_plan(weight, head), linear_products.backward_plan(weight, head, n)
+            return linear_products.tile_plan(weight, HEAD), linear_products.backward_plan(weight, HEAD, n)
 
     forward, backward = plan(8192, workspace.GPU_LIMIT)
     assert forward == Tile(1536, 16896) and backward == Tile(8192, 16896)
@@ -272,6 +270,9 @@ def test_backward_takes_all_rows_of_kept_logits(
         assert len(seen) == 2 * 3 * -(-n // 8)
 
 
+HEAD = Head(None, 1.0, 1.0, None, -100, torch.float32, torch.bfloat16)
+
+
 def gpu_call(n, vocab, size, dtype=torch.bfloat16):
     """As much of the tensors of a GPU as sizes are computed from, and a head."""
     device = torch.device("cuda")
@@ -279,7 +280,7 @@ def gpu_call(n, vocab, size, dtype=torch.bfloat16):
         types.SimpleNamespace(device=device, shape=shape, dtype=dtype, stride=lambda i: 1)
         for shape in ((n, size), (vocab, size))
     )
-    return hidden, weight, Head(None, 1.0, 1.0, None, -100, torch.float32, dtype)
+    return hidden, weight, HEAD._replace(compute_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +322,26 @@ def test_backward_on_a_gpu_takes_all_rows_of_kept_logits_where_there_is_room(voc
     assert steps == [None, Tile(4096, 16896), Tile(8192, 16896)], "neither, the logits, all rows beside them"
     with rlkernel.batch_invariant():  # the bits of the weight's gradient follow the chunks
         assert kept(8192, vocab, 6 * 2**30).backward_of_kept == Tile(4096, 16896)
+
+
+@pytest.mark.parametrize("n", [1, 5, 128, 129, 640, 1000])
+@pytest.mark.parametrize(("vocab", "plan"), [(112, Tile(8, 48)), (133, Tile(128, 48)), (40, Tile(128, 64))])
+def test_kept_tiles_lie_behind_each_other(n, vocab, plan):
+    """In the order of the loops, each at a whole line, with no more between them than rounds it."""
+    own = linear_products.Scratch(*gpu_call(n, vocab, 16)[:2], HEAD, n, False, gradients=False, plan=plan)
+    end = tiles = 0
+    for v0 in range(0, vocab, plan.vocab):
+        wide = min(plan.vocab, vocab - v0)
+        for a in range(0, n, plan.tokens):
+            index, start = own._kept_at(v0, a)
+            assert index == tiles and start % 128 == 0 and 0 <= start - end < 128
+            end, tiles = start + min(plan.tokens, n - a) * wide, tiles + 1
+            assert 0 <= own._kept_size(tiles) - end < 128
+
+
+def test_short_tiles_that_are_kept_take_no_more_than_their_rows():
+    for n, vocab in ((4224, 128256), (6500, 128256), (5700, 151936)):
+        assert kept(n, vocab, 2**32).keeps_logits, n
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -230,13 +230,16 @@ def kept_plans(plan: Tile, n: int, device: torch.device) -> list[Tile]:
     return [plan._replace(tokens=n), plan]
 
 
-def kept_tiles(tiles: int, size: int, used: int, device: torch.device) -> int:
-    """How many of ``tiles`` of ``size`` bytes the workspace can hold beside what is ``used`` of it.
+def kept_tiles(tiles: int, size: int, whole: int, used: int, device: torch.device) -> int:
+    """How many of ``tiles`` the workspace can hold beside what is ``used`` of it, where one takes at most
+    ``size`` bytes and all of them ``whole``.
 
     On a GPU all or none: backward takes larger tiles where it computes some of them anew.
     """
-    room = max(min(tiles, (workspace.limit(device) - used) // size), 0)
-    return room if device.type == "cpu" or room == tiles else 0
+    room = workspace.limit(device) - used
+    if whole <= room:
+        return tiles
+    return max(min(tiles, room // size), 0) if device.type == "cpu" else 0
 
 
 def product_kind(compute_dtype: torch.dtype, device: torch.device) -> str:
@@ -306,17 +309,17 @@ class Scratch:
 
     def _plan_kept(self) -> None:
         """How many tiles stay until backward, and in which tiles it takes them."""
-        vocab, device = self.weight.shape[0], self.source.device
-        tiles = -(-self.n // self.plan.tokens) * -(-vocab // self.plan.vocab)
-        size = self._pitch(min(self.plan.vocab, vocab)) * self.head.logits_dtype.itemsize
-        widths = {min(self.plan.vocab, vocab - v0) for v0 in range(0, vocab, self.plan.vocab)}
+        vocab, device, itemsize = self.weight.shape[0], self.source.device, self.head.logits_dtype.itemsize
+        tiles = self._chunks * -(-vocab // self.plan.vocab)
+        tile, whole = (self._kept_size(count) * itemsize for count in (1, tiles))
+        widths = {self._width(v0) for v0 in range(0, vocab, self.plan.vocab)}
         # where tiles of one slice lie side by side, all rows of the slice are one tile too
-        joined = all(self._pitch(wide) == min(self.n, self.plan.tokens) * wide for wide in widths)
+        joined = all(self._pitch(wide) == self.plan.tokens * wide for wide in widths)
         for plan in kept_plans(self.plan, self.n, device) if joined else [self.plan]:
             used = max(self.size, self._size_of_backward(plan))
-            self._slots = kept_tiles(tiles, size, used, device)
+            self._slots = kept_tiles(tiles, tile, whole, used, device)
             if self._slots or device.type == "cpu":
-                self.size, self.backward_of_kept = used + self._slots * size, plan
+                self.size, self.backward_of_kept = used + self._kept_size(self._slots) * itemsize, plan
                 return
 
     def _size_of_backward(self, plan: Tile) -> int:
@@ -329,25 +332,46 @@ class Scratch:
         self._may_be_masked = False
         return size
 
+    # Tiles that are kept: of one slice of the vocabulary after the other, its chunks behind each other.
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.n // self._layout.tokens)
+
+    def _width(self, v0: int) -> int:
+        """Of the slice from ``v0`` on."""
+        return min(self._layout.vocab, self.weight.shape[0] - v0)
+
     def _pitch(self, wide: int) -> int:
-        """Elements from one kept tile of a slice to the next: whole cache lines."""
-        return -(-min(self.n, self._layout.tokens) * wide // 128) * 128
+        """Elements from one chunk of a slice to the next: whole cache lines."""
+        return _whole_lines(self._layout.tokens * wide)
+
+    def _slice_size(self, wide: int) -> int:
+        """Elements of all chunks of a slice, of which the last may be a short one."""
+        before = self._chunks - 1
+        return before * self._pitch(wide) + _whole_lines((self.n - before * self._layout.tokens) * wide)
 
     def _kept_at(self, v0: int, a: int) -> tuple[int, int]:
         """The number of a tile among those that are kept, and its first element there."""
-        vocab, (tokens, wide) = self.weight.shape[0], self._layout
-        chunks, chunk = -(-self.n // tokens), a // tokens
-        before = v0 // wide * chunks
-        start = before * self._pitch(min(wide, vocab)) + chunk * self._pitch(min(wide, vocab - v0))
-        return before + chunk, start
+        before, chunk = v0 // self._layout.vocab, a // self._layout.tokens
+        start = before * self._slice_size(self._width(0)) + chunk * self._pitch(self._width(v0))
+        return before * self._chunks + chunk, start
+
+    def _kept_size(self, count: int) -> int:
+        """Elements of the first ``count`` tiles."""
+        slices, chunks = divmod(count, self._chunks)
+        v0 = slices * self._layout.vocab
+        if v0 < self.weight.shape[0]:
+            return self._kept_at(v0, chunks * self._layout.tokens)[1]
+        v0 -= self._layout.vocab
+        return self._kept_at(v0, 0)[1] + self._slice_size(self._width(v0))
 
     def _carve(self, carver: Carver) -> int:
         n, dtype, weight_dtype, part = self.n, self.head.logits_dtype, self.weight.dtype, carver.part
         vocab, size = self.weight.shape
         tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, vocab)
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
-        pitch = self._pitch(min(self._layout.vocab, vocab))
-        self._kept = part(self._slots * pitch, dtype=dtype) if self._slots else None
+        self._kept = part(self._kept_size(self._slots), dtype=dtype) if self._slots else None
         kept = carver.size
         self._logits = part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
@@ -413,8 +437,7 @@ class Scratch:
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
         if self._slots:
-            wide = min(self.plan.vocab, self.weight.shape[0])
-            size = self._slots * self._pitch(wide) * self.head.logits_dtype.itemsize
+            size = self._kept_size(self._slots) * self.head.logits_dtype.itemsize
             note = KeptLogits(self.n, self._slots, self.plan, self.backward_of_kept or self.plan)
             workspace.keep(self.source.device, owner, size, note)
 
@@ -526,6 +549,10 @@ class Scratch:
             assert first
             return out.copy_(torch.mm(a, b))
         return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+
+
+def _whole_lines(elements: int) -> int:
+    return -(-elements // 128) * 128
 
 
 def rows_of(x: Any, begin: int, end: int) -> Any:
