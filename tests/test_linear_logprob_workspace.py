@@ -16,6 +16,7 @@ from rlkernel.bench.cases import MODELS
 from rlkernel.calls.linear_logprob import Head
 from rlkernel.drivers import linear_chosen, linear_products
 from rlkernel.drivers import linear_logprob as driver
+from rlkernel.drivers.linear_kept import Layout
 from rlkernel.drivers.linear_policy_loss_plan import Resident
 from rlkernel.drivers.linear_products import Tile
 from rlkernel.reference.linear_logprob import make_inputs
@@ -328,15 +329,19 @@ def test_backward_on_a_gpu_takes_all_rows_of_kept_logits_where_there_is_room(voc
 @pytest.mark.parametrize(("vocab", "plan"), [(112, Tile(8, 48)), (133, Tile(128, 48)), (40, Tile(128, 64))])
 def test_kept_tiles_lie_behind_each_other(n, vocab, plan):
     """In the order of the loops, each at a whole line, with no more between them than rounds it."""
-    own = linear_products.Scratch(*gpu_call(n, vocab, 16)[:2], HEAD, n, False, gradients=False, plan=plan)
+    layout = Layout(n, vocab, *plan)
     end = tiles = 0
+    gaps = set()
     for v0 in range(0, vocab, plan.vocab):
         wide = min(plan.vocab, vocab - v0)
         for a in range(0, n, plan.tokens):
-            index, start = own._kept_at(v0, a)
+            index, start = layout.at(v0, a)
             assert index == tiles and start % 128 == 0 and 0 <= start - end < 128
+            gaps |= {start - end} if a else set()
             end, tiles = start + min(plan.tokens, n - a) * wide, tiles + 1
-            assert 0 <= own._kept_size(tiles) - end < 128
+            assert 0 <= layout.size(tiles) - end < 128
+    assert tiles == layout.tiles and layout.size(0) == 0
+    assert gaps <= {0} or not layout.is_joined
 
 
 def test_short_tiles_that_are_kept_take_no_more_than_their_rows():

@@ -163,7 +163,7 @@ def _rows_of_backward(
     note = None if gpu.capturing(device) else workspace.kept_for(device, log_sum)
     if note is None:
         return choose(wanted, operations(weight, head, wanted.shape[0], products + 1)), None
-    chosen, there = choose_again(wanted, kept, note.rows, products, operations(weight, head, 1, 1))
+    chosen, there = choose_again(wanted, kept, note.layout.rows, products, operations(weight, head, 1, 1))
     return chosen, note if there else None
 
 

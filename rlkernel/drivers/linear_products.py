@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
+from rlkernel.drivers.linear_kept import Layout
 from rlkernel.runtime import gpu, invariance, workspace
 from rlkernel.runtime.workspace import ALIGNMENT, Carver
 
@@ -36,10 +37,9 @@ CPU_WHOLE_ROWS, GPU_WHOLE_ROWS = 128, 1024
 class KeptLogits(NamedTuple):
     """What the workspace holds of a forward pass."""
 
-    rows: int
     slots: int
-    layout: Tile  # the tiles of forward, one behind the other
-    plan: Tile  # those of the backward pass for which there is room beside them
+    layout: Layout  # of the tiles of forward
+    plan: Tile  # the tiles of the backward pass for which there is room beside them
 
 
 class _Shape(NamedTuple):
@@ -301,7 +301,7 @@ class Scratch:
         self._owner = owner
         self._summed = 0  # rows of hidden states whose sums are there at a time
         self._slots, self._known = 0, False  # tiles that are kept, and whether they hold their logits already
-        self._layout = self.plan  # of the tiles that are kept
+        self._layout = Layout(n, weight.shape[0], *self.plan)  # of the tiles that are kept
         self.size = self._carve(Carver())
         self.backward_of_kept: Tile | None = None
         if keep and n:
@@ -309,17 +309,13 @@ class Scratch:
 
     def _plan_kept(self) -> None:
         """How many tiles stay until backward, and in which tiles it takes them."""
-        vocab, device, itemsize = self.weight.shape[0], self.source.device, self.head.logits_dtype.itemsize
-        tiles = self._chunks * -(-vocab // self.plan.vocab)
-        tile, whole = (self._kept_size(count) * itemsize for count in (1, tiles))
-        widths = {self._width(v0) for v0 in range(0, vocab, self.plan.vocab)}
-        # where tiles of one slice lie side by side, all rows of the slice are one tile too
-        joined = all(self._pitch(wide) == self.plan.tokens * wide for wide in widths)
-        for plan in kept_plans(self.plan, self.n, device) if joined else [self.plan]:
+        layout, device, itemsize = self._layout, self.source.device, self.head.logits_dtype.itemsize
+        tile, whole = (layout.size(count) * itemsize for count in (1, layout.tiles))
+        for plan in kept_plans(self.plan, self.n, device) if layout.is_joined else [self.plan]:
             used = max(self.size, self._size_of_backward(plan))
-            self._slots = kept_tiles(tiles, tile, whole, used, device)
+            self._slots = kept_tiles(layout.tiles, tile, whole, used, device)
             if self._slots or device.type == "cpu":
-                self.size, self.backward_of_kept = used + self._kept_size(self._slots) * itemsize, plan
+                self.size, self.backward_of_kept = used + layout.size(self._slots) * itemsize, plan
                 return
 
     def _size_of_backward(self, plan: Tile) -> int:
@@ -332,46 +328,12 @@ class Scratch:
         self._may_be_masked = False
         return size
 
-    # Tiles that are kept: of one slice of the vocabulary after the other, its chunks behind each other.
-
-    @property
-    def _chunks(self) -> int:
-        return -(-self.n // self._layout.tokens)
-
-    def _width(self, v0: int) -> int:
-        """Of the slice from ``v0`` on."""
-        return min(self._layout.vocab, self.weight.shape[0] - v0)
-
-    def _pitch(self, wide: int) -> int:
-        """Elements from one chunk of a slice to the next: whole cache lines."""
-        return _whole_lines(self._layout.tokens * wide)
-
-    def _slice_size(self, wide: int) -> int:
-        """Elements of all chunks of a slice, of which the last may be a short one."""
-        before = self._chunks - 1
-        return before * self._pitch(wide) + _whole_lines((self.n - before * self._layout.tokens) * wide)
-
-    def _kept_at(self, v0: int, a: int) -> tuple[int, int]:
-        """The number of a tile among those that are kept, and its first element there."""
-        before, chunk = v0 // self._layout.vocab, a // self._layout.tokens
-        start = before * self._slice_size(self._width(0)) + chunk * self._pitch(self._width(v0))
-        return before * self._chunks + chunk, start
-
-    def _kept_size(self, count: int) -> int:
-        """Elements of the first ``count`` tiles."""
-        slices, chunks = divmod(count, self._chunks)
-        v0 = slices * self._layout.vocab
-        if v0 < self.weight.shape[0]:
-            return self._kept_at(v0, chunks * self._layout.tokens)[1]
-        v0 -= self._layout.vocab
-        return self._kept_at(v0, 0)[1] + self._slice_size(self._width(v0))
-
     def _carve(self, carver: Carver) -> int:
         n, dtype, weight_dtype, part = self.n, self.head.logits_dtype, self.weight.dtype, carver.part
         vocab, size = self.weight.shape
         tokens, wide = min(n, self.plan.tokens), min(self.plan.vocab, vocab)
         several = n > self.plan.tokens or weight_dtype != self.operand  # or the GEMM itself accumulates
-        self._kept = part(self._kept_size(self._slots), dtype=dtype) if self._slots else None
+        self._kept = part(self._layout.size(self._slots), dtype=dtype) if self._slots else None
         kept = carver.size
         self._logits = part(tokens, wide, dtype=dtype)
         self._carve_operands(carver, tokens, wide)
@@ -422,7 +384,9 @@ class Scratch:
         self._lease = workspace.lease(self.size, self.source.device, self._owner)
         lease = self._lease.__enter__()
         if lease.kept:
-            self._known = lease.note.rows == self.n  # the backward pass leaves out rows without a gradient
+            self._known = (
+                lease.note.layout.rows == self.n
+            )  # the backward pass leaves out rows without a gradient
             self._slots = lease.note.slots if self._known else 0
             self._layout = lease.note.layout
         self._without_memory = dict(vars(self))
@@ -437,8 +401,8 @@ class Scratch:
     def keep(self, owner: Tensor) -> None:
         """Leave the kept tiles to the backward pass that names ``owner``."""
         if self._slots:
-            size = self._kept_size(self._slots) * self.head.logits_dtype.itemsize
-            note = KeptLogits(self.n, self._slots, self.plan, self.backward_of_kept or self.plan)
+            size = self._layout.size(self._slots) * self.head.logits_dtype.itemsize
+            note = KeptLogits(self._slots, self._layout, self.backward_of_kept or self.plan)
             workspace.keep(self.source.device, owner, size, note)
 
     def __exit__(self, *exception: Any) -> None:
@@ -497,7 +461,7 @@ class Scratch:
         """``h @ w.T`` in the tile of the vocabulary from ``v0`` on and the tokens from ``a`` on."""
         rows, wide = h.shape[0], w.shape[0]
         if self._kept is not None:
-            index, start = self._kept_at(v0, a)
+            index, start = self._layout.at(v0, a)
             if index < self._slots:
                 tile = self._kept[start : start + rows * wide].view(rows, wide)
                 return tile if self._known else self._product(tile, h, w)
@@ -549,10 +513,6 @@ class Scratch:
             assert first
             return out.copy_(torch.mm(a, b))
         return torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-
-
-def _whole_lines(elements: int) -> int:
-    return -(-elements // 128) * 128
 
 
 def rows_of(x: Any, begin: int, end: int) -> Any:

@@ -1,0 +1,56 @@
+"""Where the tiles of logits lie that a workspace keeps from forward to backward."""
+
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """One slice of the vocabulary, ``wide`` entries, after the other; of each its chunks of ``tokens`` of all
+    ``rows`` one behind the other, each at a whole cache line."""
+
+    rows: int
+    vocab: int
+    tokens: int
+    wide: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.tokens)
+
+    @property
+    def tiles(self) -> int:
+        return self.chunks * -(-self.vocab // self.wide)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the chunks of every slice leave no gaps, so that all of its rows are one tile too."""
+        widths = {self._width(v0) for v0 in range(0, self.vocab, self.wide)}
+        return all(self._pitch(width) == self.tokens * width for width in widths)
+
+    def at(self, v0: int, a: int) -> tuple[int, int]:
+        """The number of the tile from the entry ``v0`` and the row ``a`` on, and its first element."""
+        before, chunk = v0 // self.wide, a // self.tokens
+        start = before * self._slice_size(self._width(0)) + chunk * self._pitch(self._width(v0))
+        return before * self.chunks + chunk, start
+
+    def size(self, count: int) -> int:
+        """Elements of the first ``count`` tiles."""
+        slices, chunks = divmod(count, self.chunks)
+        v0 = slices * self.wide
+        if v0 < self.vocab:
+            return self.at(v0, chunks * self.tokens)[1]
+        v0 -= self.wide
+        return self.at(v0, 0)[1] + self._slice_size(self._width(v0))
+
+    def _width(self, v0: int) -> int:
+        return min(self.wide, self.vocab - v0)
+
+    def _pitch(self, width: int) -> int:
+        return _whole_lines(self.tokens * width)
+
+    def _slice_size(self, width: int) -> int:
+        before = self.chunks - 1  # the last chunk may be a short one
+        return before * self._pitch(width) + _whole_lines((self.rows - before * self.tokens) * width)
+
+
+def _whole_lines(elements: int) -> int:
+    return -(-elements // 128) * 128
