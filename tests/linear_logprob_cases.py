@@ -7,8 +7,8 @@ from backends import is_slow, of, running, skip_unless_able
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_products, linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
@@ -38,8 +38,8 @@ def small_tiles(monkeypatch):
     """Many tiles in both directions, with ragged ends, on shapes that a CPU test can afford; backward finds
     some of them kept and multiplies the others again."""
     monkeypatch.setattr(linear_products, "kept_tiles", lambda tiles, *_: min(tiles, 2))
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "GPU_TILE", Tile(8, 48))
 
 
 def able(backend, inputs, **options):

@@ -7,8 +7,8 @@ from backends import is_slow, of, running, skip_unless_able
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference import linear_policy_loss as reference
 from rlkernel.runtime import workspace
 
@@ -34,8 +34,8 @@ def make_inputs(*shape, **options):
 @pytest.fixture(params=["roomy", "tight"])
 def room(request, monkeypatch):
     """Ragged tiles in both directions; tight: the workspace holds few blocks of 8 rows, so many steps."""
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "GPU_TILE", Tile(8, 48))
     if request.param == "tight":
         monkeypatch.setattr(workspace, "_limit", 40_000)
     return request.param

@@ -9,8 +9,8 @@ from linear_logprob_cases import DTYPES, NAMES, able, check_against_fp64, of_dty
 from logprob_cases import upstream_like
 
 import rlkernel
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference.linear_logprob import make_inputs
 from rlkernel.runtime import gpu
 
@@ -195,7 +195,7 @@ def test_shapes_and_strides_of_users(backend, device, small_tiles):
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_dW_accumulates_in_fp32(backend, monkeypatch):
     """A chunk a token: a bf16 accumulator would stop growing at 2^8, which the first of them almost is."""
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(1, 32))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(1, 32))
     n, first = 40, 256
     hidden, weight = torch.ones(n, 8).bfloat16(), torch.zeros(64, 8).bfloat16()
     inputs = {"hidden": hidden, "weight": weight, "target_ids": torch.zeros(n, dtype=torch.int64)}

@@ -8,8 +8,8 @@ from bitwise import assert_equal
 
 import rlkernel
 from rlkernel.calls.linear_logprob import STATISTICS as NAMES
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference.linear_logprob import make_inputs
 from rlkernel.runtime import gpu
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "GPU_TILE", Tile(8, 48))
 
 
 def inputs_of(backend, device, dtype=torch.float32, bias=True):

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rlkernel
 from rlkernel.bench.cases import MODELS
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.drivers import linear_chosen, linear_products
+from rlkernel.drivers import linear_chosen, linear_products, linear_tiles
 from rlkernel.drivers import linear_logprob as driver
 from rlkernel.drivers.linear_kept import Layout
 from rlkernel.drivers.linear_policy_loss_plan import Resident
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference.linear_logprob import make_inputs
 from rlkernel.runtime import gpu, workspace
 
@@ -115,7 +115,7 @@ def test_kept_logits_change_no_bit(backend, device, dtype, small_tiles, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_workspace_is_all_the_memory_there_is(dtype, head, ignored, monkeypatch):
     """What forward and backward make, beside gradients and per-row numbers, lies in the workspace."""
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(64, 128))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(64, 128))
     n, h, v = 512, 40, 1000
     inputs = make_inputs(n, h, v, dtype=dtype, ignored=ignored)
     able("native", inputs)
@@ -226,7 +226,7 @@ def test_backward_on_a_gpu_takes_all_rows_that_leave_a_wide_slice():
             device=torch.device(device), shape=(151936, 4096), dtype=torch.bfloat16
         )
         with workspace.limited(limit):
-            return linear_products.tile_plan(weight, HEAD), linear_products.backward_plan(weight, HEAD, n)
+            return linear_tiles.tile_plan(weight, HEAD), linear_tiles.backward_plan(weight, HEAD, n)
 
     forward, backward = plan(8192, workspace.GPU_LIMIT)
     assert forward == Tile(1536, 16896) and backward == Tile(8192, 16896)
@@ -290,7 +290,7 @@ def gpu_call(n, vocab, size, dtype=torch.bfloat16):
 def test_few_rows_on_a_gpu_take_few_slices_of_the_vocabulary(n, slices):
     """As few as leave room for what the limit held before: kept logits, one pass of linear_policy_loss."""
     hidden, weight, head = gpu_call(n, 151936, 4096)
-    plan, whole = linear_products.tile_plan(weight, head, n), linear_products.tile_plan(weight, head)
+    plan, whole = linear_tiles.tile_plan(weight, head, n), linear_tiles.tile_plan(weight, head)
     assert plan.tokens == whole.tokens and -(-151936 // plan.vocab) == slices
     every = {"gradients": True, "hidden_gradient": True, "weight_gradient": True}
     for gathered in (False, True):
@@ -302,7 +302,7 @@ def test_few_rows_on_a_gpu_take_few_slices_of_the_vocabulary(n, slices):
             for x in (whole, plan)
         )
         assert after[0].size <= workspace.GPU_LIMIT
-        assert before[0].keeps_logits == after[0].keeps_logits, "logits until backward"
+        assert bool(before[0].backward_of_kept) == bool(after[0].backward_of_kept), "logits until backward"
         assert after[1].size <= workspace.GPU_LIMIT or before[1].size > workspace.GPU_LIMIT, "one pass"
 
 
@@ -346,7 +346,7 @@ def test_kept_tiles_lie_behind_each_other(n, vocab, plan):
 
 def test_short_tiles_that_are_kept_take_no_more_than_their_rows():
     for n, vocab in ((4224, 128256), (6500, 128256), (5700, 151936)):
-        assert kept(n, vocab, 2**32).keeps_logits, n
+        assert kept(n, vocab, 2**32).backward_of_kept, n
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -358,7 +358,7 @@ def test_plans_of_a_gpu_keep_to_the_limit(model, limit):
         for dtype in (torch.bfloat16, torch.float32):
             for n in (1, 77, 300, 1000, 2000, 5000, 40_000):
                 hidden, weight, head = gpu_call(n, vocab, size, dtype)
-                for plan in (None, linear_products.backward_plan(weight, head, n)):
+                for plan in (None, linear_tiles.backward_plan(weight, head, n)):
                     own = linear_products.Scratch(hidden, weight, head, n, True, plan=plan, **every)
                     assert own.size <= limit + 16 * workspace.ALIGNMENT, (n, dtype, own.plan)
 
@@ -366,9 +366,9 @@ def test_plans_of_a_gpu_keep_to_the_limit(model, limit):
 def test_no_plan_follows_the_rows_where_bits_must_not():
     _, weight, head = gpu_call(256, 151936, 4096)
     with rlkernel.batch_invariant():
-        plans = {linear_products.tile_plan(weight, head, n) for n in (None, 1, 256, 1024, 8192)}
-        plans |= {linear_products.backward_plan(weight, head, n) for n in (1, 256, 1024, 8192)}
-    assert plans == {linear_products.tile_plan(weight, head)}
+        plans = {linear_tiles.tile_plan(weight, head, n) for n in (None, 1, 256, 1024, 8192)}
+        plans |= {linear_tiles.backward_plan(weight, head, n) for n in (1, 256, 1024, 8192)}
+    assert plans == {linear_tiles.tile_plan(weight, head)}
 
 
 def test_backward_on_a_gpu_counts_rows_where_that_pays(small_tiles, monkeypatch):
@@ -420,7 +420,7 @@ def test_the_host_waits_where_it_may(ready, mode, captured, may, monkeypatch):
 
 def test_rocm_is_asked_whether_its_library_writes_fp32(monkeypatch):
     """Here the library of a CPU stands for it, which does not, and then a stand-in that does."""
-    asked = linear_products.writes_fp32.__wrapped__
+    asked = linear_tiles.writes_fp32.__wrapped__
     assert asked(torch.bfloat16, torch.device("cpu")), "CUDA is not asked"
     monkeypatch.setattr(torch.version, "hip", "7")
     assert not asked(torch.bfloat16, torch.device("cpu"))

@@ -27,8 +27,8 @@ from rlkernel.calls.policy_loss import (
 )
 from rlkernel.drivers import linear_policy_loss as policy_driver
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.ops.policy_loss import rule as names
 from rlkernel.ops.policy_loss.rollout_correction import CORRECTIONS, RolloutCorrection
 from rlkernel.runtime import gpu, workspace
@@ -301,7 +301,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_body_fails_on(mutant, monkeypatch):
     owner, name, wrong = MUTANTS[mutant]
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(workspace, "_limit", 40_000)
     monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
     inputs = make_inputs(6, 13, 32, 133, drift=0.5, full=True)

@@ -24,10 +24,10 @@ from linear_policy import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import linear_chosen, linear_products
+from rlkernel.drivers import linear_chosen, linear_tiles
 from rlkernel.drivers import linear_policy_loss as policy_driver
 from rlkernel.drivers import linear_policy_loss_plan as policy_plan
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.ops.policy_loss import rule as policy_rule
 from rlkernel.runtime import gpu, workspace
 
@@ -73,7 +73,7 @@ def test_three_gemms(backend, device, room, monkeypatch):
 
 
 def test_the_path_is_chosen_and_told(monkeypatch, caplog):
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
     monkeypatch.setattr(workspace, "_limit", 40_000)
     inputs = make_inputs(2, 64, 16, 133, full=True)
     able("native", inputs)
@@ -180,7 +180,7 @@ def test_gradients_add_up_over_micro_batches():
 
 def test_dW_accumulates_in_fp32(monkeypatch):
     """512 steps of equal gradients: a bf16 accumulator would stop growing after 2^8 of them."""
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(1, 32))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(1, 32))
     monkeypatch.setattr(workspace, "_limit", 4_000)
     inputs = dict(
         hidden=torch.ones(1, 512, 8), weight=torch.zeros(64, 8), target_ids=torch.zeros(1, 512).long(),
@@ -196,7 +196,7 @@ def test_dW_accumulates_in_fp32(monkeypatch):
 
 def test_workspace_is_all_the_memory_there_is(monkeypatch):
     """Beside it: gradients and per-row numbers, whatever N."""
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(64, 128))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(64, 128))
     limit = 800_000
     monkeypatch.setattr(workspace, "_limit", limit)
     workspace.release()  # a test before this one may have taken more

@@ -5,8 +5,8 @@ import torch
 from backends import skip_unless_able
 
 import rlkernel
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.ops.policy_loss import policy_loss_preset
 from rlkernel.reference.linear_policy_loss import make_inputs
 
@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
 
 
 def both(loss_type, level, extras, bias=False, **liger_options):

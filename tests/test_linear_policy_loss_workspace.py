@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlkernel.bench.cases import MODELS
-from rlkernel.drivers import linear_products
+from rlkernel.drivers import linear_tiles
 from rlkernel.drivers.linear_policy_loss_plan import Resident
 from rlkernel.runtime import workspace
 
@@ -38,13 +38,13 @@ def test_on_a_gpu_one_pass_begins_at_the_limit_that_is_told_and_stays(model, log
     monkeypatch.setattr(workspace, "_limit", 64 * 2**20)
     asked, small = resident(model, torch.bfloat16, logits_dtype, "cuda")
     assert small.size > workspace.limit()
-    least = linear_products.one_pass_limit(*asked)
+    least = linear_tiles.one_pass_limit(*asked)
     for mib in (least, least + 1, least + 9, 3 * least // 2, 2 * least, 3 * least, 5 * least, 9 * least):
         monkeypatch.setattr(workspace, "_limit", mib * 2**20)
         assert resident(model, torch.bfloat16, logits_dtype, "cuda")[1].size <= mib * 2**20, mib
     monkeypatch.setattr(workspace, "_limit", (least - 1) * 2**20)
     asked, before = resident(model, torch.bfloat16, logits_dtype, "cuda")
-    assert before.size > workspace.limit() and linear_products.one_pass_limit(*asked) == least
+    assert before.size > workspace.limit() and linear_tiles.one_pass_limit(*asked) == least
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -60,7 +60,7 @@ def test_on_a_cpu_the_default_limit_holds_a_chunk_of_every_model(model, dtype):
 def test_what_is_told_on_a_cpu_is_enough(model, mib, monkeypatch):
     monkeypatch.setattr(workspace, "_limit", mib * 2**20)
     asked, one = resident(model, torch.bfloat16, torch.float32, "cpu")
-    monkeypatch.setattr(workspace, "_limit", linear_products.one_pass_limit(*asked) * 2**20)
+    monkeypatch.setattr(workspace, "_limit", linear_tiles.one_pass_limit(*asked) * 2**20)
     assert resident(model, torch.bfloat16, torch.float32, "cpu")[1].size <= workspace.limit()
 
 
@@ -95,7 +95,7 @@ def test_room_for_more_rows_is_used(monkeypatch):
 def test_the_page_tells_what_is_told():
     with workspace.limited(workspace.DEFAULT_LIMIT):
         asked, _ = resident("qwen3-8b", torch.bfloat16, torch.float32, "cuda")
-        mib = linear_products.one_pass_limit(*asked)
+        mib = linear_tiles.one_pass_limit(*asked)
     page = (Path(__file__).parents[1] / "docs/ops/linear_policy_loss.md").read_text()
     assert f"the limit is 256.0; {mib} MiB are enough (Qwen3-8B)" in page
     assert f"set_limit({mib} * 2**20)" in page and f"RLKERNEL_WORKSPACE_MIB={mib}" in page

@@ -13,8 +13,8 @@ from backends import of, running
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
-from rlkernel.drivers import linear_policy_loss_plan, linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_policy_loss_plan, linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.reference import (
     gae,
     group_advantages,
@@ -227,8 +227,8 @@ def test_rows_of_few_operations_are_not_counted(backend, device, monkeypatch):
     """Those that are ignored or without a gradient are computed then, and whatever they hold, nothing shows
     it."""
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)
-    monkeypatch.setattr(linear_products, "CPU_TILE", Tile(8, 48))
-    monkeypatch.setattr(linear_products, "GPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(8, 48))
+    monkeypatch.setattr(linear_tiles, "GPU_TILE", Tile(8, 48))
     inputs = linear_logprob.make_inputs(11, 16, 70, device=device, ignored=0.4)
     of_policy = linear_policy_loss.make_inputs(2, 6, 16, 70, device=device)
     with running("reference"):

@@ -8,8 +8,8 @@ from backends import of, running
 from bitwise import assert_equal
 
 import rlkernel
-from rlkernel.drivers import linear_products
-from rlkernel.drivers.linear_products import Tile
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_tiles import Tile
 from rlkernel.ops import _packing
 from rlkernel.reference import gae, policy_loss, preference_loss, value_loss
 from rlkernel.runtime import debug, workspace
@@ -184,7 +184,7 @@ def test_as_many_sequences_as_tokens_in_a_step_of_linear_policy_loss(tight, monk
     with pytest.raises(ValueError, match="advantages must be"):
         run("linear_policy_loss", "native", inputs | {"advantages": each})
     if tight:
-        monkeypatch.setattr(linear_products, "CPU_TILE", Tile(3, 48))
+        monkeypatch.setattr(linear_tiles, "CPU_TILE", Tile(3, 48))
         monkeypatch.setattr(workspace, "_limit", 2_000)
 
     def step(advantages):

@@ -11,7 +11,7 @@ from linear_logprob_cases import NAMES, with_bias
 from logprob_cases import upstream_like
 
 import rlkernel
-from rlkernel.drivers import linear_products, vocab_parallel
+from rlkernel.drivers import linear_products, linear_tiles, vocab_parallel
 from rlkernel.reference import linear_logprob as head_reference
 from rlkernel.reference import logprob as logits_reference
 
@@ -95,7 +95,7 @@ def _on_ranks(rank, kind, backends, cuts):
     """Outputs and gradients of this rank, of each case on each backend: twice, and compiled."""
     torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
     triton_interpreter.install()
-    linear_products.CPU_TILE = linear_products.Tile(8, 48)
+    linear_tiles.CPU_TILE = linear_tiles.Tile(8, 48)
     linear_products.kept_tiles = lambda tiles, *_: min(tiles, 2)
     report, begin, end = {}, cuts[rank], cuts[rank + 1]
     sharded = {"group": torch.distributed.group.WORLD, "vocab_start": begin}

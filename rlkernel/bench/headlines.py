@@ -7,7 +7,6 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,9 @@ from rlkernel.bench.cases import Case
 from rlkernel.bench.devices import Device
 from rlkernel.calls.linear_logprob import Head
 from rlkernel.calls.paged_prefix_attention import ITEM, PagedPlan
+from rlkernel.drivers import linear_tiles
+from rlkernel.drivers.linear_products import Scratch
 from rlkernel.prefix.paged import plan_of
-
-if TYPE_CHECKING:
-    from rlkernel.drivers.linear_products import Tile
 
 N, H, V = 8192, 4096, 151936
 BF16 = 2
@@ -93,11 +91,9 @@ class _Tiled:
 
     def tile(self, backward: bool = False) -> tuple[int, int]:
         """Tokens and vocabulary of a tile."""
-        from rlkernel.drivers import linear_products
-
         plan = self.backward_of_kept() if backward else None
         if plan is None:
-            make = linear_products.backward_plan if backward else linear_products.tile_plan
+            make = linear_tiles.backward_plan if backward else linear_tiles.tile_plan
             plan = make(*_WEIGHT, self.rows)  # type: ignore[arg-type]
         return min(plan.tokens, self.rows), min(plan.vocab, V)
 
@@ -105,10 +101,8 @@ class _Tiled:
         tokens, vocab = self.tile(backward)
         return [(n, v) for n in _spans(self.rows, tokens) for v in _spans(V, vocab)]
 
-    def backward_of_kept(self) -> "Tile | None":
+    def backward_of_kept(self) -> linear_tiles.Tile | None:
         """The tile of a backward pass over logits that the workspace kept; None: it has no room for them."""
-        from rlkernel.drivers.linear_products import Scratch
-
         weight, head = _WEIGHT
         hidden = types.SimpleNamespace(**{**vars(weight), "shape": (self.rows, H)})
         scratch = Scratch(hidden, weight, head, self.rows, False, gradients=False, keep=True)  # type: ignore[arg-type]

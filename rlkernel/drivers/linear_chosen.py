@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.linear_logprob import Head
-from rlkernel.drivers.linear_products import product_kind
 from rlkernel.drivers.linear_rows import Rows
+from rlkernel.drivers.linear_tiles import product_kind
 from rlkernel.runtime import gpu
 
 # Operations of a pass from which a GPU's rows are counted.  A count costs the GPU about 0.1 ms, until the

@@ -1,6 +1,11 @@
-"""Where the tiles of logits lie that a workspace keeps from forward to backward."""
+"""The logits that a workspace keeps from forward to backward: which, where they lie, how they are taken."""
 
 from typing import NamedTuple
+
+import torch
+
+from rlkernel.drivers.linear_tiles import Tile
+from rlkernel.runtime import invariance, workspace
 
 
 class Layout(NamedTuple):
@@ -50,6 +55,37 @@ class Layout(NamedTuple):
     def _slice_size(self, width: int) -> int:
         before = self.chunks - 1  # the last chunk may be a short one
         return before * self._pitch(width) + _whole_lines((self.rows - before * self.tokens) * width)
+
+
+class KeptLogits(NamedTuple):
+    """What the workspace holds of a forward pass."""
+
+    slots: int
+    layout: Layout  # of the tiles of forward
+    plan: Tile  # the tiles of the backward pass for which there is room beside them
+
+
+def kept_plans(plan: Tile, n: int, device: torch.device) -> list[Tile]:
+    """The tiles in which backward may take logits that ``plan`` left, the best first.
+
+    On a GPU all rows at once, where there is room: the weight's gradient is one product a slice, as in
+    ``backward_plan``.
+    """
+    if device.type == "cpu" or n <= plan.tokens or invariance.is_on():
+        return [plan]
+    return [plan._replace(tokens=n), plan]
+
+
+def kept_tiles(tiles: int, size: int, whole: int, used: int, device: torch.device) -> int:
+    """How many of ``tiles`` the workspace can hold beside what is ``used`` of it, where one takes at most
+    ``size`` bytes and all of them ``whole``.
+
+    On a GPU all or none: backward takes larger tiles where it computes some of them anew.
+    """
+    room = workspace.limit(device) - used
+    if whole <= room:
+        return tiles
+    return max(min(tiles, room // size), 0) if device.type == "cpu" else 0
 
 
 def _whole_lines(elements: int) -> int:

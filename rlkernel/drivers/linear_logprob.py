@@ -19,9 +19,11 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import Head, LinearGrads, LinearLogprobCall, LinearLogprobResults
 from rlkernel.calls.logprob import LogprobResults, RowGrads, State, Tile
 from rlkernel.drivers.linear_chosen import Chosen, choose, choose_again, operations
+from rlkernel.drivers.linear_kept import KeptLogits
 from rlkernel.drivers.linear_logprob_fp8 import Fp8Scratch, Multiply
 from rlkernel.drivers.linear_logprob_statistics import TileStatistics
-from rlkernel.drivers.linear_products import KeptLogits, Scratch, backward_plan, rows_of, scatter, select
+from rlkernel.drivers.linear_products import Scratch, rows_of, scatter, select
+from rlkernel.drivers.linear_tiles import backward_plan
 from rlkernel.runtime import gpu, workspace
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from rlkernel.calls.linear_policy_loss import LinearPolicyLossCall
 from rlkernel.drivers.linear_chosen import choose, operations
 from rlkernel.drivers.linear_policy_loss_pass import PolicyPass
-from rlkernel.drivers.linear_products import Scratch, dense, one_pass_limit
+from rlkernel.drivers.linear_products import Scratch, dense
+from rlkernel.drivers.linear_tiles import one_pass_limit
 from rlkernel.runtime import gpu, workspace
 from rlkernel.runtime.workspace import Carver
 

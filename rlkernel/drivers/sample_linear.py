@@ -18,7 +18,8 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import Head
 from rlkernel.calls.sample_linear import SampleLinearCall, SampleLinearResults, stored_dtype, transforms
 from rlkernel.calls.sampling import SPLIT, Scratch
-from rlkernel.drivers.linear_products import dense, operand_dtype, product_kind, rows_of
+from rlkernel.drivers.linear_products import dense, rows_of
+from rlkernel.drivers.linear_tiles import operand_dtype, product_kind
 from rlkernel.runtime import workspace
 from rlkernel.runtime.workspace import Carver
 
