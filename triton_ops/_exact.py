@@ -43,6 +43,14 @@ def exp_exact(x):
 
 
 @triton.jit
+def expm1_unbounded(x):
+    """exp(x) - 1 within 2 ulp, which keeps its digits as x -> 0, and is infinite where exp(x) is."""
+    half = exp_exact(x * 0.5)
+    large = tl.where(x > 89.0, float("inf"), half * half)
+    return tl.where(tl.abs(x) <= 0.346, expm1_small(x), tl.where(x > 80.0, large, exp_exact(x) - 1.0))
+
+
+@triton.jit
 def log_exact(x):
     """log(x) within 1 ulp for normal x > 0; -inf at 0, and x itself where it is NaN, infinite or below 0."""
     bits = x.to(tl.int32, bitcast=True) - ROOT_HALF  # x = 2^n * (1 + f) with 1 + f in [sqrt(1/2), sqrt(2))

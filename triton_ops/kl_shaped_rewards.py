@@ -6,22 +6,12 @@ import triton.language as tl
 
 from rlkernel.calls.kl_shaped_rewards import KlShapedRewardsCall, KlShapedRewardsResults
 from rlkernel.triton_ops._device import at_most_fp32
+from rlkernel.triton_ops._exact import expm1_unbounded
 from rlkernel.triton_ops.policy_loss_terms import clamp
 from rlkernel.triton_ops.value_loss import layout_of, stride_of
 from rlkernel.triton_ops.value_loss_kernels import CHUNK, locate
 
 unsupported = at_most_fp32("rewards and logprobs", 3)
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1, which keeps its digits as x -> 0: a polynomial where that cancels."""
-    p = 1.991993e-4 * x + 1.3945091e-3
-    p = p * x + 8.3332649e-3
-    p = p * x + 4.1666303e-2
-    p = p * x + 1.6666667e-1
-    p = p * x + 0.5
-    return tl.where(tl.abs(x) <= 0.346, p * x * x + x, tl.exp(x) - 1.0)
 
 
 @triton.jit(
@@ -64,7 +54,7 @@ def kl_kernel(
     elif ESTIMATOR == "k2":
         kl = d * d * 0.5
     else:
-        kl = expm1(-d) + d
+        kl = expm1_unbounded(-d) + d
     kl = clamp(kl, -kl_output, kl_output)
     reward = tl.zeros((CHUNK,), tl.float32)
     if PER_SEQUENCE:

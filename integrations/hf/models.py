@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,12 @@ def causal_lm(model: nn.Module) -> Any:
                 f"{type(found).__name__}"
             )
     return found
+
+
+def behind(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The argument that gives a model its cache; transformers 5.24 has another name for it."""
+    takes = inspect.signature(causal_lm(model).forward).parameters
+    return {"cache" if "cache" in takes else "past_key_values": cache}
 
 
 def family(model: nn.Module) -> type:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from rlkernel.integrations.hf.attention import attention_function
 from rlkernel.integrations.hf.models import causal_lm
 from rlkernel.integrations.hf.ordinary import default_attention, ordinary_mask
 
-SUPPORTED = ">=5.16,<5.24"  # 5.23 runs in CI; docs/integrations/hf.md tells what 5.16 lacks
+SUPPORTED = ">=5.16,<6"  # docs/integrations/hf.md tells what 5.16 lacks
+UNTRIED = ">=5.25.dev0"  # 5.24 runs in CI; of these there is a warning
 
 # name -> the implementation that serves ordinary calls under it, None for what transformers would choose
 _registered: dict[str, str | None] = {}
@@ -28,7 +30,8 @@ def register_hf(name: str = "rlkernel") -> str:
     A second call has no effect.
 
     Raises:
-        ImportError: transformers is not installed, or its version is not supported.
+        ImportError: transformers is not installed, or its version is not supported (there is a warning
+            of one that has not been run).
         ValueError: ``name`` means something else to transformers already.
     """
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "sdpa" in name:
@@ -132,8 +135,15 @@ def _interfaces() -> tuple[Any, Any]:
         raise ImportError(f"rlkernel.register_hf() needs pip install 'transformers{SUPPORTED}'") from error
     from packaging.specifiers import SpecifierSet  # transformers depends on it
 
-    if not SpecifierSet(SUPPORTED).contains(transformers.__version__, prereleases=True):
-        raise ImportError(f"the version of transformers must be {SUPPORTED}, got {transformers.__version__}")
+    found = transformers.__version__
+    if not SpecifierSet(SUPPORTED).contains(found, prereleases=True):
+        raise ImportError(f"the version of transformers must be {SUPPORTED}, got {found}")
+    if SpecifierSet(UNTRIED).contains(found, prereleases=True):
+        warnings.warn(
+            f"packed attention has not been run with transformers {found} yet: "
+            "rlkernel.integrations.hf.verify(model) compares a tiny packed batch with its samples alone",
+            stacklevel=5,  # of register_hf, which is called by that of rlkernel
+        )
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

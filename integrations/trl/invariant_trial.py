@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rlkernel
+from rlkernel.integrations.hf.models import behind
 
 LENGTHS = (7, 4)
 
@@ -56,8 +57,9 @@ def _stepped(model: Any, x: Tensor) -> Tensor:
     cuts = [x[:-2], x[-2:-1], x[-1:]]
     cache, found = None, []
     for part in cuts:
-        out = model(input_ids=part[None], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        given = behind(model, cache)
+        out = model(input_ids=part[None], use_cache=True, **given)
+        (cache,) = (out[name] for name in given)
         found.append(out.logits[0])
     return torch.cat(found)
 

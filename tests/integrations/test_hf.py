@@ -3,6 +3,7 @@
 import re
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rlkernel import PrefixBatch, PrefixLayout
 from rlkernel.integrations import hf
 from rlkernel.integrations.hf import attention as packed_attention
 from rlkernel.integrations.hf import registration
+from rlkernel.integrations.hf.models import behind
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
 models = pytest.importorskip("hf_models")
@@ -205,8 +207,8 @@ def test_a_cache_that_is_longer_than_the_prompt(name):
         cache = transformers.StaticCache(config=model.config, max_cache_len=24)
         ids = torch.tensor([models.PROMPTS[0]])
         with torch.no_grad():
-            first = model(ids, past_key_values=cache, use_cache=True).logits
-            results.append((first, model(ids[:, :1], past_key_values=cache, use_cache=True).logits))
+            first = model(ids, use_cache=True, **behind(model, cache)).logits
+            results.append((first, model(ids[:, :1], use_cache=True, **behind(model, cache)).logits))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -255,12 +257,27 @@ def test_names_that_mean_something_else(name):
         rlkernel.register_hf(name)
 
 
-def test_versions(monkeypatch):
+@pytest.mark.parametrize("version", ("4.40.0", "5.15.3", "6.0.0", "6.0.0.dev0"))
+def test_other_versions_are_refused(monkeypatch, version):
     registration._interfaces.cache_clear()
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.0")
-    with pytest.raises(ImportError, match=r"version of transformers must be >=5.16,<5.24, got 4.40.0"):
-        rlkernel.register_hf("old")
-    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=f"version of transformers must be >=5.16,<6, got {version}"):
+        rlkernel.register_hf("other")
+
+
+@pytest.mark.parametrize("version", ("5.16.0", "5.24.9", "5.25.0.dev0", "5.25.0", "5.40.1"))
+def test_versions_that_have_not_been_run_are_warned_of(monkeypatch, version):
+    registration._interfaces.cache_clear()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert rlkernel.register_hf("newer") == rlkernel.register_hf("newer") == "newer"
+    told = [w for w in seen if f"has not been run with transformers {version} yet" in str(w.message)]
+    assert len(told) == (version >= "5.25") and all(w.filename == __file__ for w in told)
+
+
+def test_transformers_must_be_there(monkeypatch):
+    registration._interfaces.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="needs pip install 'transformers"):
         rlkernel.register_hf("none")
@@ -289,8 +306,8 @@ def mask_of_its_own(model, batch):
 def with_a_cache(model, batch):
     cache = transformers.DynamicCache(config=model.config)
     model.eval()
-    model(input_ids=batch.input_ids[:, :4], past_key_values=cache, use_cache=True)
-    return model(**batch.model_kwargs(), past_key_values=cache)
+    model(input_ids=batch.input_ids[:, :4], use_cache=True, **behind(model, cache))
+    return model(**batch.model_kwargs(), **behind(model, cache))
 
 
 def two_rows(model, batch):

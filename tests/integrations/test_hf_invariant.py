@@ -7,6 +7,7 @@ import torch
 
 import rlkernel
 from rlkernel.integrations.hf import invariant
+from rlkernel.integrations.hf.models import behind
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -59,14 +60,14 @@ def rollout(model, prompts, new):
         cut = max(1, len(prompt) * 2 // 3)
         chunks = [prompt[:cut], prompt[cut:]] if cut < len(prompt) else [prompt]
         for chunk in chunks:
-            logits = model(input_ids=chunk[None], past_key_values=cache).logits[0, -1]
+            logits = model(input_ids=chunk[None], **behind(model, cache)).logits[0, -1]
         for _ in range(new):
             logp = logits.float().log_softmax(-1)
             token = int(torch.multinomial(logp.exp(), 1, generator=g))
             tokens.append(token)
             logprobs.append(logp[token])
             step = torch.tensor([[token]])
-            logits = model(input_ids=step, past_key_values=cache).logits[0, -1]
+            logits = model(input_ids=step, **behind(model, cache)).logits[0, -1]
         found.append((torch.tensor(tokens), torch.stack(logprobs)))
     return found
 
@@ -134,7 +135,7 @@ def test_the_short_way_of_a_step_has_the_bits_of_the_long_one(family, dtype, mon
         for end in (first, *range(first + 1, 21)):
             begin = 0 if end == first else end - 1
             positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
-            given = {"attention_mask": mask[:, :end], "position_ids": positions, "past_key_values": cache}
+            given = {"attention_mask": mask[:, :end], "position_ids": positions, **behind(model, cache)}
             logits = model(input_ids=ids[:, begin:end], **given).logits[:, -1]
             found.append(logits[mask[:, end - 1] > 0])  # padding behind nothing sees nothing
         return torch.cat(found)
@@ -157,9 +158,9 @@ def test_a_window_on_sdpa_has_the_same_bits(left):
         model.set_attn_implementation("sdpa")
         assert torch.equal(scored(model, samples, 2, left), ours)
         cache = transformers.DynamicCache()
-        model(input_ids=samples[3][0][None, :20], past_key_values=cache)
+        model(input_ids=samples[3][0][None, :20], **behind(model, cache))
         with pytest.raises(RuntimeError, match="use the attention of rlkernel.register_hf"):
-            model(input_ids=samples[3][0][None, 20:], past_key_values=cache)
+            model(input_ids=samples[3][0][None, 20:], **behind(model, cache))
 
 
 def test_an_encoder_on_ours_has_the_bits_of_sdpa():

@@ -10,6 +10,7 @@ import rlkernel
 from rlkernel.bench.cases import UsageError
 from rlkernel.bench.consistency.pairs import MODES, mode_named, pairs
 from rlkernel.consistency.report import Report
+from rlkernel.integrations.hf.models import behind
 
 WINDOWED = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 32}
 EXPERTS = {"head_dim": 64, "num_experts_per_tok": 2}
@@ -168,14 +169,14 @@ def alone(model: Any, prompt: Tensor, new: int, g: torch.Generator) -> Sample:
     cache = _transformers().DynamicCache(config=model.config)
     for chunk in (prompt[:cut], prompt[cut:]):
         if len(chunk):
-            logits = model(input_ids=chunk[None], past_key_values=cache).logits[:, -1]
+            logits = model(input_ids=chunk[None], **behind(model, cache)).logits[:, -1]
     tokens, logprobs = [prompt], []
     for step in range(new):
         token, logprob = _draw(logits, g)
         tokens.append(token[0])
         logprobs.append(logprob[0])
         if step < new - 1:
-            logits = model(input_ids=token, past_key_values=cache).logits[:, -1]
+            logits = model(input_ids=token, **behind(model, cache)).logits[:, -1]
     return Sample(torch.cat(tokens), torch.cat(logprobs))
 
 
@@ -184,7 +185,7 @@ def together(model: Any, prompts: Sequence[Tensor], new: int, g: torch.Generator
     cache = _transformers().DynamicCache(config=model.config)
     ids, mask = _batch(prompts, left=True)
     logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=cache
+        input_ids=ids, attention_mask=mask, position_ids=_positions(mask), **behind(model, cache)
     ).logits[:, -1]
     tokens, logprobs = [], []
     for step in range(new):
@@ -197,7 +198,7 @@ def together(model: Any, prompts: Sequence[Tensor], new: int, g: torch.Generator
                 input_ids=token,
                 attention_mask=mask,
                 position_ids=mask.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
+                **behind(model, cache),
             ).logits[:, -1]
     drawn, scores = torch.cat(tokens, 1), torch.cat(logprobs, 1)
     return [Sample(torch.cat((p, t)), x) for p, t, x in zip(prompts, drawn, scores, strict=True)]
@@ -254,9 +255,8 @@ def steps(model: Any, s: Sizes) -> Iterator[tuple[str, Callable[[], object]]]:
 
     @torch.no_grad()
     def prefill() -> None:
-        model(
-            input_ids=ids, past_key_values=_transformers().DynamicCache(config=model.config), logits_to_keep=1
-        )
+        cache = _transformers().DynamicCache(config=model.config)
+        model(input_ids=ids, logits_to_keep=1, **behind(model, cache))
 
     def decode(rows: int) -> Callable[[], None]:
         """Each call is one token further."""
@@ -265,10 +265,10 @@ def steps(model: Any, s: Sizes) -> Iterator[tuple[str, Callable[[], object]]]:
 
         @torch.no_grad()
         def step() -> None:
-            model(input_ids=given[:, -1:], past_key_values=cache)
+            model(input_ids=given[:, -1:], **behind(model, cache))
 
         with torch.no_grad():
-            model(input_ids=given[:, :-1], past_key_values=cache, logits_to_keep=1)
+            model(input_ids=given[:, :-1], **behind(model, cache), logits_to_keep=1)
         return step
 
     @torch.no_grad()
