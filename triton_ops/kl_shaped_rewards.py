@@ -41,7 +41,7 @@ def kl_kernel(
         end = tl.minimum(tl.maximum(end, 0), length)
     i = tl.arange(0, CHUNK)
     inside = i < left
-    kept = inside & (row < rows)
+    kept = i < tl.where(row < rows, left, 0)
     if mask is not None:
         kept = kept & (tl.load(mask + strided * mask_stride + begin + i, mask=kept, other=0) != 0)
     new = tl.load(logprobs + strided * logprobs_stride + begin + i, mask=kept, other=0.0)

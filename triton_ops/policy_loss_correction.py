@@ -117,6 +117,8 @@ def weigh(
         weight, kept = tl.zeros_like(d) + 1.0, present == present
     weight = weight * tl.exp(stale * rule.log_decay) / mean
 
+    nothing = tl.zeros_like(d)  # blocks, as Triton 3.9 interprets
+    rejected, drifted, advantage = nothing + rejected, nothing.to(tl.int32) + drifted, nothing + advantage
     kept = kept & (outside(d, rule.token_low, rule.token_high) == 0) & (stale <= rule.max_staleness)
     kept = kept & (rejected == 0) & ((drifted % 2 == 0) | ((advantage < 0) == 0))
     if C.tv:

@@ -60,7 +60,7 @@ def begun(part, to, goes_on, BK: tl.constexpr, D: tl.constexpr, WIDTH: tl.conste
     """The sums that an item of an earlier span left in a slot, else 0."""
     d = tl.arange(0, WIDTH)
     at = part + (to + tl.arange(0, BK))[:, None] * D + d[None, :]
-    return tl.load(at, mask=goes_on & (d < D)[None, :], other=0.0)
+    return tl.load(at, mask=(d < tl.where(goes_on, D, 0))[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "window", "first_head", "first_item", "slots", "stored_rows"])

@@ -117,7 +117,7 @@ def chunk_kernel(
         strided = row * 0
     i = tl.arange(0, CHUNK)
     inside = i < count
-    kept = inside & (row < rows)
+    kept = i < tl.where(row < rows, count, 0)
     kept &= tl.load(mask + strided * mask_stride + begin + i, mask=kept, other=0) != 0
     value = tl.load(values + strided * values_stride + begin + i, mask=kept, other=0.0).to(tl.float32)
     target = tl.load(returns + strided * returns_stride + begin + i, mask=kept, other=0.0).to(tl.float32)
