@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from before_after import MIB
+from before_after import MIB, checked
 
 
 def sizes(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +33,7 @@ def parse(parser: argparse.ArgumentParser, modes: Sequence[str]) -> argparse.Nam
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
     parser.add_argument("--worker", choices=modes, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-    if args.json and not args.json.resolve().parent.is_dir():
-        parser.error(f"--json must name a file in a folder that is there, got {args.json}")
-    return args
+    return checked(parser, parser.parse_args())
 
 
 def make_qwen(args: argparse.Namespace) -> Any:

@@ -339,6 +339,19 @@ def need(*packages: str) -> None:
         raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
 
 
+def checked(parser: argparse.ArgumentParser, args: argparse.Namespace, *none: str) -> argparse.Namespace:
+    """The arguments, where counts are 1 or more (of ``none`` 0 or more) and a report has a folder."""
+    for name, given in vars(args).items():
+        least = 0 if name in none else 1
+        for count in given if isinstance(given, list) else [given]:
+            if type(count) is int and count < least:
+                parser.error(f"--{name.replace('_', '-')} must be {least} or more, got {count}")
+    report = getattr(args, "json", None)
+    if report and not report.resolve().parent.is_dir():
+        parser.error(f"--json must name a file in a folder that is there, got {report}")
+    return args
+
+
 def options(description: str, steps: int, batch: int) -> argparse.ArgumentParser:
     """Those that all recipes have."""
     parser = argparse.ArgumentParser(
@@ -380,13 +393,10 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, **short:
             args.batch > 8 * prompts,
             f"--batch must be at most 8 x the {prompts} sums up to {args.largest}, got {args.batch}",
         ),
-        (
-            args.json and not args.json.resolve().parent.is_dir(),
-            f"--json must name a file in a folder that is there, got {args.json}",
-        ),
     ):
         if wrong:
             parser.error(text)
+    checked(parser, args, "largest", "seed")
     args.every = args.every or max(1, args.steps // 8)
     return args
 

@@ -115,7 +115,7 @@ def measured(
 
 
 def main() -> None:
-    from before_after import need
+    from before_after import checked, need
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompt", type=int, default=512)
@@ -129,12 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
-    options = parser.parse_args()
-    for name, value in vars(options).items():
-        if type(value) is int and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-    if options.json and not options.json.resolve().parent.is_dir():
-        parser.error(f"--json must name a file in a folder that is there, got {options.json}")
+    options = checked(parser, parser.parse_args())
     need("transformers")
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"

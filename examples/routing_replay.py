@@ -66,12 +66,12 @@ def compare(
 
 
 def main() -> None:
-    from before_after import need
+    from before_after import checked, need
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, default in (("layers", 8), ("experts", 32), ("top-k", 4), ("batch", 16), ("length", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = checked(parser, parser.parse_args())
     need("transformers")
     overlap, free, replayed = compare(**vars(options))
     shares = " ".join(f"{share:.3f}" for share in overlap.tolist())

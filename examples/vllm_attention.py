@@ -25,7 +25,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from before_after import need
+from before_after import checked, need
 
 MODES = ("stock", "patched")
 BLOCK = 32
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=1280, help="MiB of keys and values")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every figure, step by step, to this file")
-    args = parser.parse_args()
+    args = checked(parser, parser.parse_args(), "apart")
     need("vllm")
     os.environ |= {
         "OMP_NUM_THREADS": str(args.threads),

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from before_after import MIB, PeakMemory, need
+from before_after import MIB, PeakMemory, checked, need
 
 MODES = ("stock", "patched")
 WORK = ("rollout", "scoring")
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every figure, run by run, to this file")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = checked(parser, parser.parse_args())
     need("vllm")
     if args.worker:
         record = run(args.worker, args)

@@ -107,6 +107,8 @@ def ratios(args: argparse.Namespace) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    from before_after import checked
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=24)
@@ -116,7 +118,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--top-p", type=float, default=0.8)
     parser.add_argument("--support", type=int, default=2048, help="room for the kept tokens of one")
-    return parser.parse_args(given)
+    return checked(parser, parser.parse_args(given))
 
 
 def main() -> None:

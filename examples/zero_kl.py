@@ -207,6 +207,8 @@ def show(found: dict[str, list[Any]]) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    from before_after import checked
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -218,11 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 5, 17, 40, 64, 100], help="lengths")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args(arguments)
-    for name, value in vars(args).items():
-        for count in value if name == "prompts" else [value]:
-            if type(count) is int and count < 1:
-                parser.error(f"--{name} must be 1 or more, got {count}")
+    args = checked(parser, parser.parse_args(arguments))
     args.steps = args.steps or (2 if args.short else 5)
     args.layers = args.layers or (2 if args.short else 4)
     args.new = args.new or (6 if args.short else 24)

@@ -150,6 +150,15 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
+        ("routing_replay.py --top-k 0", "--top-k must be 1 or more, got 0"),
+        ("vllm_support.py --prompt-tokens 0", "--prompt-tokens must be 1 or more, got 0"),
+        ("vllm_rollout.py --runs 0", "--runs must be 1 or more, got 0"),
+        ("vllm_rollout.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
+        ("vllm_attention.py --requests 16 0", "--requests must be 1 or more, got 0"),
+        ("vllm_attention.py --apart -1", "--apart must be 0 or more, got -1"),
+        ("grpo_prefix.py --group 0", "--group must be 1 or more, got 0"),
+        ("grpo_arithmetic.py --vocabulary 0", "--vocabulary must be 1 or more, got 0"),
+        ("grpo_arithmetic.py --seed -1", "--seed must be 0 or more, got -1"),
     ],
 )
 def test_a_count_of_none_is_refused(words, said):
