@@ -142,15 +142,15 @@ def families():
 
 
 def small_config(kind, **options):
-    return _small(text_class(kind), OWN.get(kind, {}) | options)
+    return small(text_class(kind), OWN.get(kind, {}) | options)
 
 
-def _small(cls, given):
+def small(cls, given, sizes=SMALL):
     fields = {field.name for field in dataclasses.fields(cls)}  # the rest follows from them
     have = {name: value for name, value in vars(cls()).items() if name in fields}
     parts = {name: have[name] for name in getattr(cls, "sub_configs", {}) if have.get(name) is not None}
-    own = {name: size for name, size in SMALL.items() if isinstance(have.get(name), int) and have[name]}
-    own |= {name: SMALL[name] for name in NO_DEFAULT if have.get(name, 0) is None}
+    own = {name: size for name, size in sizes.items() if isinstance(have.get(name), int) and have[name]}
+    own |= {name: sizes[name] for name in NO_DEFAULT if have.get(name, 0) is None}
     if "num_key_value_heads" in own and have["num_key_value_heads"] in (
         None,
         have.get("num_attention_heads"),
@@ -159,12 +159,12 @@ def _small(cls, given):
     tokens = enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))
     own |= {name: token for token, name in tokens if name in have}
     if isinstance(layers := have.get("num_hidden_layers"), int):
-        own |= _few_layers(have, layers)
-    own |= {name: _small(type(part), given.get(name, {})) for name, part in parts.items()}
+        own |= _few_layers(have, layers, sizes)
+    own |= {name: small(type(part), given.get(name, {}), sizes) for name, part in parts.items()}
     return cls(**own | {name: value for name, value in given.items() if name not in parts})
 
 
-def _few_layers(have, layers):
+def _few_layers(have, layers, sizes):
     """One layer of each type, two at least, and what lists say of them."""
     types = have.get("layer_types") or have.get("layers_block_type") or list(range(layers))
     first = sorted({types.index(each) for each in types})
@@ -172,7 +172,7 @@ def _few_layers(have, layers):
     if have.get("num_kv_shared_layers"):
         keep = keep + keep
     lists = {n: x for n, x in have.items() if isinstance(x, list) and len(x) == layers}
-    return {name: [SMALL.get(name, x[i]) for i in keep] for name, x in lists.items()} | {
+    return {name: [sizes.get(name, x[i]) for i in keep] for name, x in lists.items()} | {
         "num_hidden_layers": len(keep)
     }
 

@@ -1,7 +1,10 @@
 """Mixtures of experts of transformers made small, one of each family whose router is known."""
 
+import hf_families
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 61
 COMMON = {
@@ -90,13 +93,56 @@ FAMILIES |= {  # with images, which the tests give them none of
         {"text_config": COMMON | GROUPS | SECTIONS, "vision_config": VISION},
     ),
 }
+# family -> what its name and hf_families do not say
+OTHERS = {
+    "aria_text": {},
+    "axk2": {},
+    "bailing_hybrid": LOCAL | {"num_experts_per_tok": TOP_K, "n_group": 4, "topk_group": 2},
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_experts_per_tok": TOP_K, "n_group": 1, "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        }
+    },
+    "flint": {"mlp_only_layers": [0]},
+    "glm5_next": {"text_config": {"index_kpool": 2}},
+    "granitemoehybrid": {},
+    "hy_v4": {},
+    "hy_v4_vl": {"text_config": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}},
+    "inkling_text": {},
+    "inkling2_text": {},
+    "kimi_linear": NUM | {"num_experts_per_tok": TOP_K},
+    "kolibri1": NUM,
+    "lara_mini": {},
+    "minimax_m3_vl_text": {},
+    "mistral_large4": {},
+    "nemotron_h": {},
+    "qwen3_omni_moe_thinker": {},
+    "qwen4_exp": {},
+    "step3p7": {
+        "text_config": {
+            "sliding_window": 5, "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
+    },
+    "unlimited_ocr": {},
+}  # fmt: skip
+SIZES = hf_families.SMALL | dict.fromkeys(
+    ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"), EXPERTS
+)
+EVERY = (*FAMILIES, *OTHERS)
 
 
 def make(family, dtype=torch.float32, seed=0, implementation="eager", **options):
     """A model in training mode whose routers decide clearly, and not all alike."""
-    kind, own = FAMILIES[family]
-    images = "vision_config" in own
-    config = getattr(transformers, kind)(**({} if images else COMMON) | own | options)
+    if family in OTHERS:
+        images = family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        kind = CONFIG_MAPPING[family] if images else hf_families.text_class(family)
+        config = hf_families.small(kind, hf_families.OWN.get(family, {}) | OTHERS[family] | options, SIZES)
+    else:
+        kind, own = FAMILIES[family]
+        images = "vision_config" in own
+        config = getattr(transformers, kind)(**({} if images else COMMON) | own | options)
     auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     model = auto.from_config(config, experts_implementation=implementation)  # "eager" alone has fp64
     torch.manual_seed(seed)
