@@ -31,6 +31,7 @@ ROUTERS: dict[str, tuple[str, ...]] = {
     "ExaoneMoeTopkRouter": HIDDEN,
     "FlexOlmoTopKRouter": HIDDEN,
     "FlintTopKRouter": HIDDEN,
+    "Gemma4TextRouter": HIDDEN,
     "Glm4MoeLiteTopkRouter": HIDDEN,
     "Glm4MoeTopkRouter": HIDDEN,
     "Glm4vMoeTextTopkRouter": HIDDEN,
@@ -58,6 +59,7 @@ ROUTERS: dict[str, tuple[str, ...]] = {
     "MiniMaxM2TopKRouter": CORRECTED,
     "MiniMaxM3VLTopKRouter": HIDDEN,
     "MiniMaxTopKRouter": HIDDEN,
+    "Mistral4TopkRouter": HIDDEN,
     "MistralLarge4TextTopkRouter": HIDDEN,
     "MixtralTopKRouter": HIDDEN,
     "NemotronHTopkRouter": HIDDEN,
@@ -98,6 +100,8 @@ class Router:
     @property
     def shape(self) -> tuple[int, int]:
         """(experts, chosen of them for a token)."""
+        if not hasattr(self.module, "top_k"):  # Gemma 4's are in its configuration
+            return int(self.module.config.num_experts), int(self.module.config.top_k_experts)
         return int(self.module.num_experts), int(self.module.top_k)
 
 

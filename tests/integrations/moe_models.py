@@ -105,6 +105,7 @@ OTHERS = {
         }
     },
     "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": NUM | {"enable_moe_block": True, "top_k_experts": TOP_K, "moe_intermediate_size": 16},
     "glm5_next": {"text_config": {"index_kpool": 2}},
     "granitemoehybrid": {},
     "hy_v4": {},
@@ -115,6 +116,7 @@ OTHERS = {
     "kolibri1": NUM,
     "lara_mini": {},
     "minimax_m3_vl_text": {},
+    "mistral4": {},
     "mistral_large4": {},
     "nemotron_h": {},
     "qwen3_omni_moe_thinker": {},
@@ -136,15 +138,19 @@ EVERY = (*FAMILIES, *OTHERS)
 def make(family, dtype=torch.float32, seed=0, implementation="eager", **options):
     """A model in training mode whose routers decide clearly, and not all alike."""
     if family in OTHERS:
-        images = family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        kind = CONFIG_MAPPING[family] if images else hf_families.text_class(family)
+        texts = family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        kind = hf_families.text_class(family) if texts else CONFIG_MAPPING[family]
         config = hf_families.small(kind, hf_families.OWN.get(family, {}) | OTHERS[family] | options, SIZES)
     else:
         kind, own = FAMILIES[family]
-        images = "vision_config" in own
-        config = getattr(transformers, kind)(**({} if images else COMMON) | own | options)
-    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
-    model = auto.from_config(config, experts_implementation=implementation)  # "eager" alone has fp64
+        texts = "vision_config" not in own
+        config = getattr(transformers, kind)(**(COMMON if texts else {}) | own | options)
+    build = transformers.AutoModelForImageTextToText.from_config
+    if texts:
+        build = transformers.AutoModelForCausalLM.from_config
+    elif family == "mistral4":  # the texts of a model that has images too
+        build = transformers.Mistral4ForCausalLM._from_config
+    model = build(config, experts_implementation=implementation)  # "eager" alone has fp64
     torch.manual_seed(seed)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
