@@ -1,7 +1,10 @@
 """Real frameworks, no network: models and tokenizers are made on the spot."""
 
 import os
+import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # which import each other
 os.environ["HF_HUB_OFFLINE"] = "1"  # must stand before huggingface_hub's first import
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -3,14 +3,9 @@
 import importlib
 import sys
 import types
-from pathlib import Path
 
+import before_after
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.append(str(EXAMPLES))  # behind everything else
-
-import before_after  # noqa: E402
 
 
 def load(name):
