@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parent.parent))  # tiny
+sys.path.append(str(Path(__file__).parents[3] / "examples"))  # which import each other
 
 import vllm_environment  # noqa: F401, I001  (before vLLM)
 import engines
