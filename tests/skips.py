@@ -89,7 +89,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"a cascade has no window|the model of tensor cores has no ", gpu),
     (re.escape(NO_INTERPRETER), lambda: gpu() or old_triton()),
     (r"the interpreter needs Triton 3.7.1|what was measured is Triton 3.7.1", old_triton),
-    (r"(the ledger is|these registers are) of another Triton", other_triton),
+    (r"the ledger is of another Triton", other_triton),
     (r"this processor's kernels are ", not_x86),
     (re.escape(chromium.ABSENT), lambda: chromium.find() is None),
     (r"manylinux_2_28 stubs are made on x86_64 alone", not_x86),
