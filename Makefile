@@ -13,7 +13,9 @@ ARGS ?=
 comma := ,
 PY := $(VENV)/bin/python
 DONE := $(VENV)/done
-INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c $(DONE)/torch -c requirements/constraints.txt
+# Most modules of the frameworks are never imported: those that are get their bytecode then.
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-compile
+INSTALL := $(PIP) -c $(DONE)/torch -c requirements/constraints.txt
 # torch stays what it is; a torch without Triton (the CPU wheel) gets the Triton that CI runs.
 PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
         any("triton" in r for r in m.requires("torch")) or print("triton==3.7.1")
@@ -24,12 +26,13 @@ took = $(if $(ARGS),true,$(PY) -m rlkernel.bench.commands $(1) --began $(BEGAN) 
 SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 
 # What the vendors' libraries (OpenBLAS under NumPy, MKL, oneDNN, torch) and our kernels do on a processor without AVX-512,
-# and the tests that look at bits, at parity and at errors of rounding. Kernels that are interpreted or emulated run none of it.
+# and the tests that look at bits, at parity and at errors of rounding. Kernels that are interpreted or emulated run none of it,
+# and neither graphs that are traced nor frequencies of samples depend on it.
 AVX2 := RLKERNEL_CPU_ISA=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-NUMERIC := $(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
+NUMERIC := $(filter-out %_stored.py %_compile.py %/test_tensor_core_bits.py, $(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
         policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py rms_norm.py layer_norm.py rotary.py swiglu.py matmul.py attention.py \
         batch_invariant*.py consistency_invariance.py tensor_parallel*.py group_*.py kl_*.py running_*.py \
-        sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py
+        sampl*.py verify_chain.py)) tests/integrations/test_hf_*.py)
 
 # vLLM wants a torch and a transformers of its own, so it has an environment of its own; the newest one that TRL takes another.
 VLLM_VENV ?= .venv-vllm
@@ -50,7 +53,7 @@ test: $(DONE)/build $(DONE)/test $(DONE)/docs $(DONE)/frameworks  ## build, run 
 
 test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, parity and rounding as on a processor without AVX-512
 	@mkdir -p build
-	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" -k "not triton and not emulated" $(sort $(NUMERIC)) $(ARGS); \
+	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" -k "not triton and not emulated and not distribution" $(sort $(NUMERIC)) $(ARGS); \
 	status=$$?; $(PY) tests/summary.py build/tests-avx2.xml && exit $$status
 
 test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its own: $(VLLM_VENV)
@@ -122,17 +125,17 @@ $(DONE)/venv:
 $(DONE)/torch: $(DONE)/venv
 ifdef TORCH
 	@echo "make: installing $(TORCH)"
-	@$(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
+	@$(PIP) "$(TORCH)"
 else
 	@$(PY) -m pip show -q torch 2>/dev/null || { echo "make: installing torch"; \
-	$(PY) -m pip install -qq --disable-pip-version-check torch==2.13.0; }
+	$(PIP) torch==2.13.0; }
 endif
 	@$(PY) -c '$(PINS)' > $@
 
 $(DONE)/build: $(DONE)/torch $(SOURCES)
 	@echo "make: building the extension"
 	@$(INSTALL) -r requirements/build.txt
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(PIP) --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(DONE)/test $(DONE)/bench $(DONE)/docs: $(DONE)/%: pyproject.toml requirements/constraints.txt | $(DONE)/build
@@ -147,7 +150,7 @@ $(DONE)/lint: requirements/lint.txt requirements/constraints.txt | $(DONE)/torch
 
 $(DONE)/release: requirements/release.txt requirements/constraints.txt | $(DONE)/venv
 	@echo "make: installing what builds and audits packages"
-	@$(PY) -m pip install -qq --disable-pip-version-check -c requirements/constraints.txt -r requirements/release.txt
+	@$(PIP) -c requirements/constraints.txt -r requirements/release.txt
 	@touch $@
 
 $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constraints.txt tests/fetch_peers.py | $(DONE)/torch
@@ -160,6 +163,6 @@ $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constr
 # torchvision and its kin come as builds for GPUs, which a torch for CPUs cannot load, and transformers imports them.
 $(DONE)/vllm $(DONE)/trl-vllm: $(DONE)/%: requirements/%.txt | $(DONE)/torch
 	@echo "make: installing what is in requirements/$*.txt"
-	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements/$*.txt
+	@$(PIP) -r requirements/$*.txt
 	@$(PY) -m pip uninstall -qq -y --disable-pip-version-check torchvision torchaudio torchcodec
 	@touch $@

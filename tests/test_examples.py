@@ -161,9 +161,11 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("grpo_arithmetic.py --seed -1", "--seed must be 0 or more, got -1"),
     ],
 )
-def test_a_count_of_none_is_refused(words, said):
+def test_a_count_of_none_is_refused(words, said, monkeypatch, capsys):
     name, *arguments = words.split()
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 2 and run.stderr.splitlines()[-1].endswith(said), run.stderr
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(said)

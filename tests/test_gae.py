@@ -32,11 +32,21 @@ def wide(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
+WALKED = {}  # in fp32 and in fp64, by what is given
+
+
+def bytes_of(x):
+    return x.detach().cpu().numpy().tobytes() if isinstance(x, torch.Tensor) else x
+
+
 def check_against_fp64(backend, rewards, values, mask=None, **options):
     """Within the budget; PyTorch's own error is that of the Python loop in fp32."""
-    exact = rlkernel.gae(wide(rewards), wide(values), mask, **{k: wide(v) for k, v in options.items()})
-    with rlkernel.use_backend("reference"):
-        torchs = rlkernel.gae(rewards, values, mask, **options)
+    given = {"rewards": rewards, "values": values, "mask": mask, **options}
+    key = tuple((k, bytes_of(v)) for k, v in given.items())
+    if key not in WALKED:  # by a loop over tokens, for all backends
+        with rlkernel.use_backend("reference"):
+            WALKED[key] = rlkernel.gae(**given), rlkernel.gae(**{k: wide(v) for k, v in given.items()})
+    torchs, exact = WALKED[key]
     ours = run(backend, rewards, values, mask, **options)
     for name, a, b, c in zip(ours._fields, ours, torchs, exact, strict=True):
         assert a.dtype == torch.float32 and c.dtype == torch.float64 and not a.requires_grad

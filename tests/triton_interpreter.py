@@ -40,6 +40,7 @@ def install() -> None:
     _scan_by_doubling(interpreter)
     _patch_the_language_once(interpreter)
     _know_types_again(interpreter)
+    _convert_only_what_differs(interpreter)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _installed = True
@@ -233,7 +234,6 @@ def _patch_the_language_once(interpreter: Any) -> None:
 def _know_types_again(interpreter: Any) -> None:
     """For each result of each operation the interpreter makes a table of dtypes, a shape and a name."""
     import triton.language as tl
-    from triton.language.semantic import TritonSemantic
 
     plain_dtype, np_dtypes = interpreter._get_np_dtype, {}
 
@@ -249,11 +249,18 @@ def _know_types_again(interpreter: Any) -> None:
         key = tuple(shape) if all(type(n) is int for n in shape) else None
         if key is None or key not in blocks:
             plain_block(self, element_ty, shape)
+            self.sizes = tuple(self.shape)
             if key is None:
                 return
-            blocks[key] = self.shape, self.numel
+            blocks[key] = self
         self.element_ty = element_ty
-        self.shape, self.numel = blocks[key]
+        _take_shape(self, blocks[key])
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        new = object.__new__(tl.block_type)
+        new.element_ty = scalar_ty
+        _take_shape(new, self)
+        return new
 
     def set_name(self: Any, name: str) -> None:
         """It follows from the rest, and is read when an error is reported."""
@@ -261,28 +268,105 @@ def _know_types_again(interpreter: Any) -> None:
     plain_tensor, shapes = tl.tensor.__init__, {}
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        key = type.shape if type.is_block() else ()
-        if key not in shapes:
+        sizes = type.sizes if type.is_block() else ()
+        if sizes not in shapes:
             plain_tensor(self, handle, type)
-            shapes[key] = self.shape, self.numel
+            shapes[sizes] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key]
+        self.shape, self.numel = shapes[sizes]
 
     plain_equal = tl.dtype.__eq__
 
     def equal(self: Any, other: Any) -> bool:
         return self is other or plain_equal(self, other)
 
-    plain_broadcast = TritonSemantic.broadcast_impl_value
-
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
-            return lhs, rhs
-        return plain_broadcast(self, lhs, rhs)
-
     interpreter._get_np_dtype = get_np_dtype
     tl.block_type.__init__ = init_block
+    tl.block_type.with_element_ty = with_element_ty
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", set_name)
     tl.tensor.__init__ = init_tensor
     tl.dtype.__eq__ = equal
+
+
+def _take_shape(block: Any, other: Any) -> None:
+    block.shape, block.numel, block.sizes = other.shape, other.numel, other.sizes
+
+
+def _convert_only_what_differs(interpreter: Any) -> None:
+    """Most operands of an operation have one dtype, and one shape or that of a number."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    # by identity: types of pointers have no hash
+    floats = {id(t) for t in (tl.float32, tl.float64)}
+    bounds = {
+        id(t): (t.get_int_min_value(), t.get_int_max_value())
+        for t in (tl.int32, tl.int64, tl.uint32, tl.uint64)
+    }
+    plain_check = TritonSemantic.binary_op_type_checking_impl
+
+    def holds(dtype: Any, number: Any) -> bool:
+        """An operation of such a tensor and this number is one of the tensor's dtype."""
+        if id(dtype) in floats:
+            return type(number) in (int, float)
+        low, high = bounds.get(id(dtype), (1, 0))
+        return type(number) is int and low <= number <= high
+
+    def check(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
+        arithmetic_check: Any = True, div_or_mod: Any = False,
+    ) -> Any:  # fmt: skip
+        left, right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+        if left and right:
+            numbers = lhs.dtype is rhs.dtype and (id(lhs.dtype) in floats or id(lhs.dtype) in bounds)
+            moved = allow_lhs_ptr and lhs.dtype.is_ptr() and id(rhs.dtype) in bounds
+            if numbers or moved:
+                return self.broadcast_impl_value(lhs, rhs)
+            return plain_check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if left and arithmetic_check and holds(lhs.dtype, rhs):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        if right and arithmetic_check and holds(rhs.dtype, lhs):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return plain_check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    plain_broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block():
+            sizes = left.sizes
+            if sizes == right.sizes:
+                return lhs, rhs
+            if len(sizes) == len(right.sizes):
+                sizes = tuple(map(max, sizes, right.sizes))
+                if all(n == 1 or n == most for x in (left, right) for n, most in zip(x.sizes, sizes)):
+                    return broadcast(self, lhs, sizes), broadcast(self, rhs, sizes)
+            return plain_broadcast(self, lhs, rhs)
+        if left.is_block():
+            return lhs, splat(self, rhs, left)
+        return (splat(self, lhs, right), rhs) if right.is_block() else (lhs, rhs)
+
+    def broadcast(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+        if x.type.sizes == sizes:
+            return x
+        return tl.tensor(self.builder.create_broadcast(x.handle, sizes), tl.block_type(x.dtype, list(sizes)))
+
+    def splat(self: Any, x: Any, like: Any) -> Any:
+        kind = like.with_element_ty(x.type)
+        return tl.tensor(self.builder.create_splat(kind, x.handle), kind)
+
+    TritonSemantic.binary_op_type_checking_impl = check
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        plain = getattr(member, "__wrapped__", member)  # without a look whether it is given the semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return plain(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
