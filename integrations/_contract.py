@@ -24,12 +24,13 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
     except ImportError as error:
         message = f"rlkernel.patch_{name}() needs {framework}: pip install '{name}{supported}'"
         raise ImportError(message) from error
-    if not _has_been_run(module.__version__, supported):
+    found = getattr(module, "__version__", None) or version(name) or "none"  # OpenRLHF's module has none
+    if not _has_been_run(found, supported):
         if strict:
-            raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
+            raise PatchError(f"the version of {name} must be {supported}, got {found}{advice}")
         warnings.warn(
             f"rlkernel.patch_{name}() has been run with {framework} {supported}, and this is "
-            f"{module.__version__}: of what is replaced it compares names and parameters, not what they mean",
+            f"{found}: of what is replaced it compares names and parameters, not what they mean",
             stacklevel=5,  # of its patch, which is called by that of rlkernel
         )
     return module

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
@@ -40,12 +41,16 @@ OPTIONAL = {
     "deepspeed": "deepspeed",
     "liger_kernel": "liger-kernel",
     "verl": "verl",
+    "openrlhf": "openrlhf",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
 
 # What rlkernel reads while it runs; docs/build.md says what each does.
 ENVIRONMENT = (
+    "OPENRLHF_RLKERNEL",
+    "OPENRLHF_RLKERNEL_RAY_HOOK",
+    "OPENRLHF_RLKERNEL_STRICT",
     "RLKERNEL_CPU_ISA",
     "RLKERNEL_DEBUG",
     "RLKERNEL_LOG",
@@ -183,6 +188,7 @@ def wrong() -> dict[str, str]:
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
+        openrlhfs.SWITCH: openrlhfs.asked,
     }
     for name, read in readers.items():
         try:

@@ -1,7 +1,7 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL and OpenRLHF need Ray, DeepSpeed and a GPU to be imported, and a few files hold their losses.  pip
+SkyRL and OpenRLHF need flash-attn, vLLM and a GPU to be installed, and their Python files need none of that.  pip
 downloads the wheel of the version that requirements/constraints.txt pins, the files below are unpacked as
 they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not
 take them for installed.
@@ -29,7 +29,7 @@ FILES = {
         "vllm/v1/worker/gpu/sample/min_p.py",
     ),
     "skyrl": ("skyrl/backends/skyrl_train/utils/", "skyrl/train/config/config.py"),
-    "openrlhf": ("openrlhf/models/", "openrlhf/trainer/ppo_utils/"),
+    "openrlhf": ("openrlhf/",),
 }
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")

@@ -23,6 +23,7 @@ OPTIONAL = (
     "deepspeed",
     "liger_kernel",
     "verl",
+    "openrlhf",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")
 
