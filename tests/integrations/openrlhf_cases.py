@@ -177,7 +177,7 @@ def check_against_openrlhf(call, leaves, dtype, upstream, name, exact=None):
     return found, stock
 
 
-def check_left_to_openrlhf(call, reason):
+def check_left_to_openrlhf(call, reason, parts=None):
     """Patched, ``call`` gives what it gave, be it an error, and ``reason`` is why."""
 
     def outcome():
@@ -187,7 +187,7 @@ def check_left_to_openrlhf(call, reason):
             return type(error), str(error)
 
     want = outcome()
-    with rlkernel.patch_openrlhf() as patch:
+    with rlkernel.patch_openrlhf(parts) as patch:
         got = outcome()
         assert reason in str(patch.fallbacks) and not patch.calls, (patch.fallbacks, patch.calls)
     assert str(got) == str(want)
