@@ -158,7 +158,10 @@ def _reward(given: Arguments) -> Tensor:
         r = r.clamp(min=bounds[0], max=bounds[1])
     # k1 of a difference that is the estimate itself
     beta, none = max(float(given["kl_coef"]), 0.0), torch.zeros_like(kl)
-    return kl_shaped_rewards(r.to(kl.dtype), kl, none, given["action_mask"], beta=beta).to(kl.dtype)
+    found = kl_shaped_rewards(r.to(kl.dtype), kl, none, given["action_mask"], beta=beta)
+    # OpenRLHF gives that of a response without a token to its last place, and tells of it as its return
+    found[:, -1] += torch.where((given["action_mask"] != 0).any(-1), 0, r)
+    return found.to(kl.dtype)
 
 
 # advantages of tokens

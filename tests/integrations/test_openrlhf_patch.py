@@ -325,9 +325,8 @@ def test_an_import_that_fails_is_waited_for_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["patch", "variable"])
-def test_rays_processes(monkeypatch, door):
-    """``ray.init`` as OpenRLHF calls it, after a patch in the driver or with a variable that names the hook."""
+def test_rays_processes(monkeypatch):
+    """Which a patch in the driver reaches, where ``ray.init`` is called after it, as OpenRLHF calls it."""
     import ray
 
     for name, value in environment().items():
@@ -347,25 +346,18 @@ def test_rays_processes(monkeypatch, door):
             patch = OpenRlhfPatch.in_place()
             return log_probs_from_logits.__module__, found.item(), patch and (patch.parts, dict(patch.calls))
 
-    if door == "patch":
-        rlkernel.patch_openrlhf(["logprobs", "losses"])
-    else:
-        monkeypatch.setenv(switch.RAY, switch.HOOK)
-    try:
+    with rlkernel.patch_openrlhf(["logprobs", "losses"]):
         ray.init(
             num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
             runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}},
         )  # fmt: skip
-        actor = ray.remote(Worker).remote()
-        assert not ray.get(actor.modules.remote(), timeout=300)
-        module, found, (parts, calls) = ray.get(actor.logprob.remote(), timeout=300)
-    finally:
-        ray.shutdown()
-        rlkernel.unpatch_all()
-        for name in switch.OWN:  # the hook asks for everything
-            monkeypatch.delenv(name, raising=False)
-    assert module == "rlkernel" and calls == {"log_probs_from_logits": 1}
-    assert parts == (("logprobs", "losses") if door == "patch" else ("logprobs", "fused_head", "losses"))
+        try:
+            actor = ray.remote(Worker).remote()
+            assert not ray.get(actor.modules.remote(), timeout=300)
+            module, found, (parts, calls) = ray.get(actor.logprob.remote(), timeout=300)
+        finally:
+            ray.shutdown()
+    assert module == "rlkernel" and calls == {"log_probs_from_logits": 1} and parts == ("logprobs", "losses")
     assert found == pytest.approx(-torch.tensor(4.0).log().item())
 
 
