@@ -42,6 +42,23 @@ def verl_step(stored: Stored) -> str:
     )
 
 
+def openrlhf_step(stored: Stored) -> str:
+    """Of ``examples/openrlhf_step.py``: a step by OpenRLHF's actor and policy loss."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        "A step of GRPO by OpenRLHF's `Actor` and `PolicyLoss`, with entropies: "
+        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "OpenRLHF", "patched": "`patch_openrlhf()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
 def vllm_rollout(stored: Stored) -> str:
     """Of ``examples/vllm_rollout.py``: samples of prompts, and log-probabilities of prompts."""
     settings = stored["settings"]
