@@ -15,15 +15,10 @@ SMALLEST = 1e-6  # of the probabilities whose divergence is taken, and of what i
 
 
 class Gate(NamedTuple):
-    """What a unit is measured by, and which are within the bounds."""
+    """What it leaves of the tokens of PPO; GSPO takes the ratio to the rollout instead."""
 
     weights: Tensor  # [B, L], 0 where a unit is rejected
     filtered: Tensor  # [] share of the units
-
-
-def applies(loss: Any) -> bool:
-    """GSPO takes the ratio to the rollout instead."""
-    return bool(loss.is_correction_level != "off" and loss.policy_loss_type == "ppo")
 
 
 def unable(loss: Any) -> str | None:
@@ -46,6 +41,7 @@ def of_ratio(loss: Any) -> RolloutCorrection | None:
     )
 
 
+@torch.no_grad()
 def gate(given: Arguments) -> Gate:
     """By the mean of a sequence's tokens, or of each token; a divergence is never below 0.
 
@@ -68,11 +64,19 @@ def gate(given: Arguments) -> Gate:
         measure = torch.where(mask, measure, 0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
     measure = measure.exp() if loss.is_correction_gating == "ratio" else measure
     within = (measure >= low) & (measure <= high)
-    weights = torch.where(within & mask, ratio, 0)
-    filtered = (~within).double().mean() if by_sequence else mean_of((~within).double(), mask)
-    return Gate(weights, filtered.to(torch.float32))
+    filtered = (~within).double().mean() if by_sequence else _mean((~within).double(), mask)
+    return Gate(_single(torch.where(within & mask, ratio, 0), given), _single(filtered, given))
 
 
-def mean_of(x: Tensor, mask: Tensor) -> Tensor:
+@torch.no_grad()
+def mean_difference(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """Over the tokens of the mask; 0 without one."""
+    return _mean(x.double() - y.double(), mask != 0).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def _single(x: Tensor, given: Arguments) -> Tensor:
+    return x.to(torch.promote_types(given["log_probs"].dtype, torch.float32))

@@ -69,40 +69,43 @@ def _unable_tokens(given: Arguments, names: list[str]) -> str | None:
 
 
 def _policy(given: Arguments) -> Losses:
-    loss, mask = given["self"], given["action_mask"]
+    loss, mask, advantages = given["self"], given["action_mask"], given["advantages"]
     new, old, rollout = given["log_probs"], given["old_log_probs"], given["rollout_log_probs"]
-    options: dict[str, Any] = {
-        "loss_type": "ppo", "epsilon": loss.clip_eps_low, "epsilon_high": loss.clip_eps_high,
-        "clip_ratio_c": loss.dual_clip, **aggregation.options(given),
-    }  # fmt: skip
-    if loss.policy_loss_type == "gspo":
-        options["importance_sampling_level"] = "sequence"
+    corrected = loss.is_correction_level != "off"
+    if loss.policy_loss_type == "gspo" and corrected:  # the ratio is to the rollout
+        out = policy_loss(new, rollout, advantages, mask, **_options(given))
+        return out.loss, _clipped(out), correction.mean_difference(old, new, mask), None, None
+    if corrected:
+        return _corrected(given)
+    out = policy_loss(new, old, advantages, mask, **_options(given))
+    return out.loss, _clipped(out), _metric(out, "approx_kl_k1"), None, None
+
+
+def _corrected(given: Arguments) -> Losses:
+    loss, mask, advantages = given["self"], given["action_mask"], given["advantages"]
+    new, old, rollout = given["log_probs"], given["old_log_probs"], given["rollout_log_probs"]
+    options, gate = _options(given), correction.gate(given)
+    if (rule := correction.of_ratio(loss)) is not None:
+        options |= {"rollout_logprobs": rollout, "correction": rule}
+        told = out = policy_loss(new, old, advantages, mask, **options)
     else:
-        options["log_ratio_clip"] = RATIO_BOUND
-    if not correction.applies(loss):
-        to_rollout = loss.is_correction_level != "off"
-        out = policy_loss(new, rollout if to_rollout else old, given["advantages"], mask, **options)
-        moved = (
-            correction.mean_of((old - new).detach(), mask != 0)
-            if to_rollout
-            else _metric(out, "approx_kl_k1")
-        )
-        return out.loss, _clipped(out), moved, None, None
-    with torch.no_grad():
-        drift = correction.mean_of(rollout - old, mask != 0)
-        found = correction.gate(given)
-    rule = correction.of_ratio(loss)
-    if rule is not None:
-        out = policy_loss(
-            new, old, given["advantages"], mask, rollout_logprobs=rollout, correction=rule, **options
-        )
-        return out.loss, _clipped(out), _metric(out, "approx_kl_k1"), drift, found.filtered
-    # a clipped loss is a multiple of the size of its advantage; the metrics are of those as they were
-    with torch.no_grad():
-        told = policy_loss(new, old, given["advantages"], mask, **options)
-    weighed = torch.where(mask != 0, given["advantages"] * found.weights.to(torch.promote_types(new.dtype, torch.float32)), 0)
-    out = policy_loss(new, old, weighed, mask, **options)
-    return out.loss, _clipped(told), _metric(told, "approx_kl_k1"), drift, found.filtered
+        # a clipped loss is a multiple of the size of its advantage; the metrics are of those as they were
+        told = policy_loss(new.detach(), old, advantages, mask, **options)
+        weighed = torch.where(mask != 0, advantages * gate.weights, 0)
+        out = policy_loss(new, old, weighed, mask, **options)
+    drift = correction.mean_difference(rollout, old, mask)
+    return out.loss, _clipped(told), _metric(told, "approx_kl_k1"), drift, gate.filtered
+
+
+def _options(given: Arguments) -> dict[str, Any]:
+    """For ``policy_loss``."""
+    loss = given["self"]
+    if loss.policy_loss_type == "gspo":
+        ratio: dict[str, Any] = {"importance_sampling_level": "sequence"}
+    else:
+        ratio = {"log_ratio_clip": RATIO_BOUND}
+    bounds = {"epsilon": loss.clip_eps_low, "epsilon_high": loss.clip_eps_high}
+    return ratio | bounds | {"loss_type": "ppo", "clip_ratio_c": loss.dual_clip, **aggregation.options(given)}
 
 
 def _metric(out: Any, name: str) -> Tensor:

@@ -276,6 +276,14 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss():
         assert patch.calls == {"Actor.forward": 1}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    made, given = actor(0.8), samples()
+    made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    made.train()
+    check_actor(made, given, 0.8, return_entropy=True, return_output=True)
+
+
 def test_a_head_that_scales_and_bounds_its_logits():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
