@@ -153,6 +153,8 @@ def test_equal_policies_pass_a_divergence_that_is_bounded_above_alone():
     """One bound of the command line becomes [0, HIGH].  OpenRLHF's binary divergence of nearly equal
     policies is below 0 as often as not in fp32, and those tokens are dropped; here it is 0 or above."""
     given = batch(11, rows=40, tokens=50)
+    given["old_log_probs"][:20] -= 10  # of which fp64 gets the sign no better
+    given["log_probs"][:20] -= 10
     given["rollout_log_probs"] = given["old_log_probs"] + random(12, 40, 50, scale=1e-5)
     gate = {"is_correction_level": "token", "is_correction_gating": "binary_kl"}
     options = BOUNDS | gate | {"is_correction_threshold": [0.0, 0.05]}
