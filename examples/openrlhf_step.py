@@ -8,7 +8,7 @@
 The model is a random Qwen2, made on the spot; the sequences are random and the same in both runs, each of
 which has a process of its own. A step is the old log-probabilities, those with their graph, the entropies,
 the clipped loss, the backward pass and the optimizer, each by OpenRLHF's functions. On a CPU
-`pip install --no-deps openrlhf` is enough: of flash-attn, which OpenRLHF imports, samples that are not
+`pip install --no-deps openrlhf pylatexenc` is enough: of flash-attn, which OpenRLHF imports, samples that are not
 packed use nothing, and something empty stands in for it where it is not there.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
     apart.sizes(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
     args = apart.parse(parser, MODES)
-    need("openrlhf", "deepspeed", "peft")
+    need("openrlhf", "deepspeed", "peft", "pylatexenc")
     if args.worker:
         apart.keep(train(args.worker, args), args)
         return

@@ -115,7 +115,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("grpo_prefix.py", "trl"),
         ("grpo_sharded.py zero3", "trl deepspeed"),
         ("grpo_vllm.py", "trl vllm"),
-        ("openrlhf_step.py", "openrlhf deepspeed peft"),
+        ("openrlhf_step.py", "openrlhf deepspeed peft pylatexenc"),
         ("packed_grpo.py", "transformers"),
         ("routing_replay.py", "transformers"),
         ("verl_step.py", "verl"),
