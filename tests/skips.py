@@ -56,7 +56,7 @@ def other_triton() -> bool:
 
 
 def another_python() -> bool:
-    """TRL, transformers, PEFT and DeepSpeed want Python 3.11 or newer, verl one before 3.13."""
+    """TRL, transformers, PEFT and DeepSpeed want Python 3.11 or newer, verl one before 3.13; OpenRLHF all of these."""
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
 
 
@@ -109,7 +109,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
         r"\S+: \S+ is not that of commit ",
         never,
     ),
-    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),
+    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF)\b|could not import ", another_python),
 )
 
 
