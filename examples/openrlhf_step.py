@@ -8,8 +8,8 @@
 The model is a random Qwen2, made on the spot; the sequences are random and the same in both runs, each of
 which has a process of its own. A step is the old log-probabilities, those with their graph, the entropies,
 the clipped loss, the backward pass and the optimizer, each by OpenRLHF's functions. On a CPU
-`pip install --no-deps openrlhf pylatexenc` is enough: of flash-attn, which OpenRLHF imports, samples that are not
-packed use nothing, and something empty stands in for it where it is not there.
+`pip install --no-deps openrlhf pylatexenc` is enough: of flash-attn, which OpenRLHF imports, samples that are
+not packed use nothing, and something empty stands in for it where it is not there.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ACTOR = "Actor.forward"
 IGNORED = -100  # a label whose row is not scored
 CALLED = ("unpad_and_slice_tensor", "gather_and_pad_tensor", "get_tensor_in_current_ring_attn_rank")
 
-# models that do something to logits that their config does not tell
+# heads of models that do something to logits that their config does not tell
 _strange: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -72,15 +72,16 @@ def _forward(original: Callable[..., Any], patch: OpenRlhfPatch, packing: Module
         if call.action_mask is None and not call.return_logprobs:
             patch.left(ACTOR, "the logits are asked for", quiet=True)
             return original(self, *args, **kwargs)
-        reason = _unable(self, call)
-        if reason is None:
+        head = _unable(self, call) or _head(self, call)
+        if isinstance(head, EngineHead):
             try:
-                result = _scored(self, call, packing)
+                result = _scored(self, call, head, packing)
                 patch.count(patch.calls, ACTOR)
                 return result
             except HeadError as error:  # as the model is called for the first time
-                reason = _strange[causal_lm(self.model)] = str(error)
-        patch.left(ACTOR, reason)
+                _strange[head.module] = str(error)
+                head = str(error)
+        patch.left(ACTOR, head)
         return original(self, *args, **kwargs)
 
     return forward
@@ -102,26 +103,28 @@ def _unable(actor: Any, call: Call) -> str | None:
             return reason
         if mask.dim() != 2 or len(mask) != len(sequences) or not 0 < mask.shape[1] < sequences.shape[1]:
             return "action_mask is not [B, A] with A < T"
+    return None
+
+
+def _head(actor: Any, call: Call) -> EngineHead | str:
+    """The actor's lm_head, or why it is not used."""
     try:
-        model = causal_lm(actor.model)
-        head = EngineHead(model, actor.temperature, call.return_entropy, False)
+        head = EngineHead(causal_lm(actor.model), actor.temperature, call.return_entropy, False)
     except ValueError as error:
         return str(error)
-    return _strange.get(model) or unsuitable(WIDE, lm_head=head.module.weight)
+    return _strange.get(head.module) or unsuitable(WIDE, lm_head=head.module.weight) or head
 
 
-def _scored(actor: Any, call: Call, packing: ModuleType) -> Any:
+def _scored(actor: Any, call: Call, head: EngineHead, packing: ModuleType) -> Any:
     given = _packed(call, packing) if actor.packing_samples else _padded(actor, call)
-    head = EngineHead(causal_lm(actor.model), actor.temperature, call.return_entropy, False)
-    labels = given.labels
-    rows = labels.numel()
-    with head.scoring((labels.shape[0], labels.shape[1]), lambda h: h.reshape(rows, -1), labels.reshape(-1)):
+    rows, shape = given.labels.numel(), (given.labels.shape[0], given.labels.shape[1])
+    with head.scoring(shape, lambda hidden: hidden.reshape(rows, -1), given.labels.reshape(-1)):
         output = actor.model(given.tokens, **given.more)
     logprobs, entropy = head.results(output)
     output["logits"] = None  # there are none; what stands there is of no use to anybody
     if entropy is not None:
-        output.entropy = given.restored(entropy.float().view(labels.shape))[:, :-1]
-    found = given.restored(logprobs.float().view(labels.shape))[:, :-1]
+        output.entropy = given.restored(entropy.float().view(shape))[:, :-1]
+    found = given.restored(logprobs.float().view(shape))[:, :-1]
     if call.action_mask is not None:
         found = found[:, -call.action_mask.shape[1] :] * call.action_mask.float()
     return (found, output) if call.return_output else found

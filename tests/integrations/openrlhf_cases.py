@@ -1,5 +1,6 @@
 """The real OpenRLHF, which ``make`` fetches, with stand-ins for what of its dependencies needs a GPU."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -77,11 +78,20 @@ _parent = tempfile.TemporaryDirectory()
 INSTALLED, STOOD_IN = places(Path(_parent.name))
 
 
+@contextlib.contextmanager
+def installed():
+    """Inside, this process finds OpenRLHF; behind it, other tests do not."""
+    sys.path.append(str(INSTALLED))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(INSTALLED))
+
+
 def _imported():
-    """OpenRLHF's modules.  What stands in for other packages is gone again: other tests look for those."""
+    """OpenRLHF's modules.  What stands in for other packages is gone again."""
     before = set(sys.modules)
     sys.path[:0] = [str(STOOD_IN)]
-    sys.path.append(str(INSTALLED))
     try:
         names = (
             "models.utils", "models.loss", "models.actor", "models.ring_attn_utils",
@@ -97,7 +107,8 @@ def _imported():
                 del sys.modules[name]
 
 
-MODULES = _imported()
+with installed():
+    MODULES = _imported()
 utils, losses, actors = (MODULES[f"models.{x}"] for x in ("utils", "loss", "actor"))
 makers = MODULES["trainer.ppo_utils.experience_maker"]
 
@@ -115,7 +126,8 @@ def all_places():
 
 @pytest.fixture(autouse=True, scope="module")
 def upstream():
-    return all_places()
+    with installed():
+        yield all_places()
 
 
 @pytest.fixture(autouse=True)

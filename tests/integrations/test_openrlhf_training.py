@@ -11,7 +11,7 @@ import tiny
 import torch
 import zero_engines
 from openrlhf_actors import VOCAB, actor, samples
-from openrlhf_cases import MODULES, losses, makers, nothing_left_behind, random, upstream, utils
+from openrlhf_cases import MODULES, installed, losses, makers, nothing_left_behind, random, upstream, utils
 
 import rlkernel
 
@@ -166,7 +166,8 @@ def job(rank, kind):
         made = actor(0.8, packed=ring, model=zero_engines.engine(kind.removesuffix("-ring")))
         given = samples(7 if ring else 7 + rank, rows=4)
         with torch.compiler.set_stance("force_eager"):
-            patch = rlkernel.patch_openrlhf(["fused_head", "losses"]) if patched else None
+            with installed():
+                patch = rlkernel.patch_openrlhf(["fused_head", "losses"]) if patched else None
             more = {"ring_attn_group": group.WORLD} if ring else {}
             old = made(**given, **more).detach()
             logprobs, output = made(**given, **more, return_entropy=True, return_output=True)
