@@ -98,10 +98,16 @@ class Patch:
         """Put the replacements in place; without effect while they are."""
         if self.active:
             return self
-        modules = self._modules()
-        plan = self._plan + [
+        self._put(self._plan, self._everywhere)
+        self._unclaimed = True
+        _in_place.append(self)
+        return self
+
+    def _put(self, plan: list[Replacement], everywhere: list[tuple[str, str, Any, Any]]) -> None:
+        modules = {package: _loaded(package) for package in {entry[0] for entry in everywhere}}
+        plan = plan + [
             Replacement(module, name, expected, new)
-            for package, name, expected, new in self._everywhere
+            for package, name, expected, new in everywhere
             for module in _holders(modules[package], name, expected)
         ]
         for entry in plan:
@@ -114,10 +120,7 @@ class Patch:
         except BaseException:
             _restore(done)
             raise
-        self._done = done
-        self._unclaimed = True
-        _in_place.append(self)
-        return self
+        self._done += done
 
     def undo(self) -> None:
         """Restore everything in reverse order; without effect while nothing is replaced.

@@ -9,6 +9,7 @@ from rlkernel._explain import explain, last_backend
 from rlkernel._frameworks import (
     packed_logprobs,
     patch_deepspeed,
+    patch_skyrl,
     patch_trl,
     patch_verl,
     patch_vllm,
@@ -136,6 +137,7 @@ __all__ = [
     "paged_prefix_attention",
     "paged_prefix_plan",
     "patch_deepspeed",
+    "patch_skyrl",
     "patch_trl",
     "patch_verl",
     "patch_vllm",

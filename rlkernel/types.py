@@ -89,5 +89,8 @@ Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
 
+# patch_skyrl
+SkyrlPart = Literal["logprobs", "fused_head", "losses", "advantages"]
+
 # patch_verl
 VerlPart = Literal["logprobs", "fused_head", "losses", "advantages"]

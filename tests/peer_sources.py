@@ -73,7 +73,7 @@ WHEELS = ("skyrl", "openrlhf", "vllm")
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:
     """The functions and classes ``names`` of one file; skips where the peer is not here."""
-    file = _folder(peer) / path
+    file = folder(peer) / path
     if peer in CHECKOUTS:
         repository, commit, digests = CHECKOUTS[peer]
         if not hashlib.sha256(file.read_bytes()).hexdigest().startswith(digests[path]):
@@ -88,11 +88,12 @@ def taken(file: Path, *names: str, **given: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{name: namespace[name] for name in names})
 
 
-def _folder(peer: str) -> Path:
+def folder(peer: str) -> Path:
+    """Where a peer's files lie; skips where they do not."""
     folders = _peers.folders()
-    for folder in folders:
+    for place in folders:
         # the files of a wheel begin with its package
-        found = folder if peer in WHEELS and (folder / peer).is_dir() else folder / peer
+        found = place if peer in WHEELS and (place / peer).is_dir() else place / peer
         if found.is_dir():
             return found
     want = "make fetches it" if peer in WHEELS else "RLKERNEL_PEERS names no folder with a checkout"

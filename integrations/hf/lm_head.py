@@ -62,7 +62,7 @@ class LmHead:
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
             link = zero_with_graph(self._scores.logprobs).to(probe.dtype)
             # a model may leave out some of its vocabulary, or change it, which its first call is to show
-            self._entries = 1 if self._is_checked() else module.weight.shape[0]
+            self._entries = 1 if self.is_checked() else module.weight.shape[0]
             return (probe + link)[None, :, None].repeat(1, 1, self._entries)
 
         module.forward = forward
@@ -94,7 +94,7 @@ class LmHead:
         scores, self._scores = self._scores, None
         if scores is None:
             raise ValueError(f"{self.name}: it must call its lm_head once, got no call")
-        if not self._is_checked():
+        if not self.is_checked():
             self._check_probe(output)
             _checked[self.module] = self.scale, self.softcap
         if not self.sharded:
@@ -103,7 +103,7 @@ class LmHead:
         link = zero_with_graph(output.logits).to(self.dtype)
         return scores.logprobs + link, None if scores.entropy is None else scores.entropy + link
 
-    def _is_checked(self) -> bool:
+    def is_checked(self) -> bool:
         return _checked.get(self.module) == (self.scale, self.softcap)
 
     def _check_probe(self, output: Any) -> None:

@@ -1,0 +1,99 @@
+"""How a framework's function is replaced, and which tensors rlkernel does not take in its place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.integrations._counted_patch import CountedPatch
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+WIDE = (*NARROW, torch.float64)
+DEVICES = ("cpu", "cuda")
+
+Arguments = dict[str, Any]
+
+
+class Table:
+    """A dictionary as an owner of attributes, which is what a patch replaces."""
+
+    __slots__ = ("__dict__", "_name")
+
+    def __init__(self, name: str, table: dict[str, Any]) -> None:
+        self._name = name
+        self.__dict__ = table  # the very dictionary: what is set here is set there
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def shown(new: Callable[..., Any], original: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """``new`` with its signature, and as a patch shows itself."""
+    functools.update_wrapper(new, original)
+    new.__module__, new.__qualname__ = "rlkernel", op
+    return new
+
+
+def replacement(
+    patch: CountedPatch,
+    original: Callable[..., Any],
+    op: str,
+    unable: Callable[[Arguments], str | None],
+    run: Callable[[Arguments], Any],
+) -> Callable[..., Any]:
+    """In the place of ``original``: ``run`` with its arguments by name, unless ``unable`` has a reason."""
+    signature = inspect.signature(original)
+    name = original.__name__
+
+    def new(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if reason := unable(bound.arguments):
+            patch.left(name, reason)
+            return original(*args, **kwargs)
+        patch.count(patch.calls, name)
+        return run(bound.arguments)
+
+    return shown(new, original, op)
+
+
+def unsuitable(dtypes: tuple[torch.dtype, ...] = WIDE, **tensors: Any) -> str | None:
+    """Why rlkernel does not take these tensors of numbers."""
+    for name, x in tensors.items():
+        if reason := misplaced(**{name: x}):
+            return reason
+        if x.dtype not in dtypes:
+            return f"{name} is {x.dtype}"
+    return None
+
+
+def misplaced(**tensors: Any) -> str | None:
+    """The same of tensors of any dtype."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            return f"{name} is no tensor"
+        if type(x).__name__ == "DTensor":
+            return f"{name} is a DTensor"
+        if x.is_nested or x.is_sparse:
+            return f"{name} is nested or sparse"
+        if x.device.type not in DEVICES:
+            return f"{name} is on a device of type {x.device.type}"
+    return None
+
+
+def differing(**tensors: Tensor) -> str | None:
+    """Tensors that must have one shape [B, L] and one device, and all but the first no gradient."""
+    (first, whole), *others = tensors.items()
+    if whole.dim() != 2 or not whole.numel():
+        return f"{first} is not [B, L] with a token"
+    for name, x in others:
+        if x.shape != whole.shape or x.device != whole.device:
+            return f"{name} has not {first}'s shape and device"
+        if x.requires_grad and torch.is_grad_enabled():
+            return f"{name} requires a gradient"
+    return None
