@@ -151,7 +151,8 @@ def _unable_reinforce(given: Arguments) -> str | None:
     if not _fraction(given["gamma"]):
         return "gamma is no number in [0, 1]"
     there = given["response_mask"] != 0
-    return "response_mask has holes" if (there[:, 1:] & ~there[:, :-1]).any() else None
+    begins = there[:, 1:] & ~there[:, :-1]
+    return "response_mask has holes" if (begins.sum(-1) + there[:, 0] > 1).any() else None
 
 
 def _reinforce(given: Arguments) -> Pair:

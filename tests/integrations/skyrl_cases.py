@@ -111,12 +111,13 @@ def batch(seed=0, rows=6, tokens=11, drift=0.4):
 
 
 def rewards(seed=0, rows=12, tokens=7):
-    """Of advantage estimators: a reward at each response's last token, and the names of their groups."""
+    """Of advantage estimators: responses that end together, as SkyRL pads them, with a reward at the last
+    token, and the names of their groups."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
-    mask = (torch.arange(tokens) < lengths[:, None]).float()
+    mask = (torch.arange(tokens) >= tokens - lengths[:, None]).float()
     token_level = torch.zeros(rows, tokens)
-    token_level[torch.arange(rows), lengths - 1] = torch.randn(rows, generator=g) + 1
+    token_level[:, -1] = torch.randn(rows, generator=g) + 1
     names = np.array([f"uid-{i}" for i in (0, 2, 2, 1, 0, 2, 1, 1, 3, 2, 0, 1)][:rows], dtype=object)
     return token_level, mask, names
 

@@ -72,9 +72,7 @@ def test_entropies_are_skyrls(dtype, masked):
     mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]) if masked else None
 
     def call(x):
-        return torch_utils.chunked_entropy_from_logits(
-            x, requires_grad=True, attention_mask=mask, chunk_size=2
-        )
+        return torch_utils.chunked_entropy_from_logits(x, True, attention_mask=mask, chunk_size=2)
 
     logits, upstream = random(0, 2, 5, 50, scale=3.0), [random(2, 2, 5)]
     (got,), (grad,) = check_against_skyrl(call, [logits], dtype, upstream, "chunked_entropy_from_logits")[0]

@@ -97,8 +97,14 @@ def test_gae_is_skyrls(gamma, lambd):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_reinforce_plus_plus_is_skyrls(gamma):
-    check_estimator("reinforce++", *rewards(6), gamma=gamma)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_reinforce_plus_plus_is_skyrls(gamma, side):
+    """With rewards of tokens, and padding on either side."""
+    token_level, mask, names = rewards(6)
+    token_level = token_level + 0.3 * random(5, *mask.shape) * mask
+    if side == "right":
+        token_level, mask = token_level.flip(1), mask.flip(1)
+    check_estimator("reinforce++", token_level, mask, names, gamma=gamma)
 
 
 def test_the_mean_of_gae_without_a_critics_gradient():

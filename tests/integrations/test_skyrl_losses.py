@@ -42,9 +42,9 @@ CORRECTIONS = {
     "one side": {"outlier_token_is_threshold_high": 1.4},
     "tokens": {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.3},
     "all": {
-        "tis_ratio_type": "token", "sequence_mask_metric": "geometric", "geo_mask_low": 0.8, "geo_mask_high": 1.4,
-        "token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.5,
-        "outlier_token_is_threshold_low": 0.3,
+        "tis_ratio_type": "token", "sequence_mask_metric": "geometric",
+        "geo_mask_low": 0.8, "geo_mask_high": 1.4, "token_mask_is_threshold_low": 0.7,
+        "token_mask_is_threshold_high": 1.5, "outlier_token_is_threshold_low": 0.3,
     },
 }  # fmt: skip
 FUNCTIONS = {name: loss.function for loss in policy_losses.LOSSES for name in loss.names}

@@ -33,20 +33,23 @@ def wrapper(dtype=torch.float32, model=None, **options):
     return made.to(dtype)
 
 
-def sample(rows=ROWS, length=LENGTH):
-    """Prompts padded on the left, responses on the right; one response is empty."""
+def sample(side="left"):
+    """Padded on the left, as SkyRL does it, so that responses end together; or the responses on the right.
+    One response is empty."""
     g = torch.Generator().manual_seed(1)
-    sequences = torch.randint(3, VOCAB, (rows, length), generator=g)
-    prompts = torch.tensor([3, 7, 5])[:rows, None]
-    answers = torch.tensor([6, 2, 0])[:rows, None]
-    place = torch.arange(length) - (length - ACTIONS)
+    sequences = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=g)
+    prompts, answers = torch.tensor([3, 7, 5])[:, None], torch.tensor([6, 2, 0])[:, None]
+    begins = LENGTH - ACTIONS if side == "right" else LENGTH - answers
+    place = torch.arange(LENGTH) - begins
     mask = ((place >= -prompts) & (place < answers)).long()
-    return sequences, mask, mask[:, -ACTIONS:].float()
+    return sequences, mask, ((place >= 0) & (place < answers))[:, -ACTIONS:].float()
 
 
-def run(model, entropy=True, entropy_requires_grad=True, temperature=0.7, actions=ACTIONS, **more):
+def run(
+    model, entropy=True, entropy_requires_grad=True, temperature=0.7, actions=ACTIONS, side="left", **more
+):
     """Logprobs and entropies where the loss reads them, and the gradient of every parameter."""
-    sequences, mask, kept = sample()
+    sequences, mask, kept = sample(side)
     logprobs, output = model(
         sequences, actions, mask, temperature=temperature, return_output=True, compute_entropy=entropy,
         entropy_requires_grad=entropy_requires_grad, **more,
@@ -95,6 +98,7 @@ def test_a_model_of_skyrls(options, parts):
         {"temperature": 1.0},
         {"temperature": 2},
         {"actions": [ACTIONS]},
+        {"side": "right"},
     ],
     ids=str,
 )
@@ -148,7 +152,7 @@ def test_no_logits_are_made(monkeypatch, options):
 
 
 def test_what_is_not_read_is_not_scored(monkeypatch):
-    """Of a prompt all but the last token, and of what is behind a response."""
+    """Of a prompt, what lies before the longest response; and padding."""
     found, original = [], lm_head.linear_logprob
 
     def counted(hidden, weight, target_ids, **options):
@@ -159,7 +163,8 @@ def test_what_is_not_read_is_not_scored(monkeypatch):
     with rlkernel.patch_skyrl():
         run(wrapper())
         run(wrapper(**PACKED))
-    assert found == [8, 8] == [int(sample()[2].sum())] * 2
+    # of as many tokens as the longest response has: 6 of both rows that are so long, and 4 of a prompt
+    assert found == [16, 16]
 
 
 # heads

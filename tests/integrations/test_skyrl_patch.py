@@ -180,9 +180,7 @@ def test_somebody_else_replaces_what_is_replaced(monkeypatch):
     patch = rlkernel.patch_skyrl()
     with monkeypatch.context() as others:
         others.setitem(LOSSES._functions, "regular", lambda *x: "somebody else's")
-        with pytest.raises(
-            PatchError, match="cannot undo .*PolicyLossRegistry.regular: it must hold rlkernel"
-        ):
+        with pytest.raises(PatchError, match="cannot undo .*PolicyLossRegistry.regular: it must"):
             rlkernel.unpatch_all()
         assert patch.active
     assert rlkernel.unpatch_all() == ["rlkernel.patch_skyrl"]
