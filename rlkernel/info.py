@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
@@ -40,6 +41,7 @@ OPTIONAL = {
     "deepspeed": "deepspeed",
     "liger_kernel": "liger-kernel",
     "verl": "verl",
+    "skyrl": "skyrl",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
@@ -52,6 +54,8 @@ ENVIRONMENT = (
     "RLKERNEL_NVTX",
     "RLKERNEL_STORE_SCORES",
     "RLKERNEL_WORKSPACE_MIB",
+    "SKYRL_RLKERNEL",
+    "SKYRL_RLKERNEL_STRICT",
     "VERL_RLKERNEL",
     "VERL_RLKERNEL_STRICT",
     "VLLM_RLKERNEL",
@@ -183,6 +187,7 @@ def wrong() -> dict[str, str]:
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
+        skyrls.SWITCH: skyrls.asked,
     }
     for name, read in readers.items():
         try:

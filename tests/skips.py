@@ -109,7 +109,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
         r"\S+: \S+ is not that of commit ",
         never,
     ),
-    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),
+    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|Ray)\b|could not import ", another_python),
 )
 
 

@@ -17,10 +17,12 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's runs in its own environment (tests/integrations/in_vllm).
+# Their examples need the framework; vLLM's runs in its own environment (tests/integrations/in_vllm), SkyRL's
+# beside the files of it that are here (tests/integrations/test_skyrl_patch.py).
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_deepspeed": "deepspeed",
+    "patch_skyrl": "skyrl",
     "patch_trl": "trl",
     "patch_verl": "verl",
     "patch_vllm": "vllm",
@@ -76,7 +78,7 @@ def failures(name, text):
     return "".join(told), len(test.examples)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if FRAMEWORK.get(name) != "vllm"])
+@pytest.mark.parametrize("name", [name for name in NAMES if FRAMEWORK.get(name) not in ("skyrl", "vllm")])
 def test_the_example_prints_what_it_says(name):
     if name in FRAMEWORK:
         pytest.importorskip(FRAMEWORK[name])

@@ -23,6 +23,7 @@ OPTIONAL = (
     "deepspeed",
     "liger_kernel",
     "verl",
+    "skyrl",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")
 

@@ -184,7 +184,7 @@ def _kl(given: Arguments) -> Tensor:
     new, mask, estimator = given["log_probs"].detach(), given["loss_mask"], given["kl_estimator_type"]
     if mask is not None and weights(mask):
         raise Left(WEIGHTS)
-    bounds = {"kl_input_clamp": 20.0, "kl_output_clamp": 10.0} if estimator == "k3" else {}
+    bounds: Arguments = {"kl_input_clamp": 20.0, "kl_output_clamp": 10.0} if estimator == "k3" else {}
     nothing = torch.zeros_like(new)
     base = given["log_probs_base"].detach()
     return -kl_shaped_rewards(nothing, new, base, mask, beta=1.0, kl_estimator=estimator, **bounds)

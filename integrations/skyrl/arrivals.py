@@ -37,7 +37,7 @@ class Arrivals(MetaPathFinder):
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[method-assign]  # that of its class
+            del loader.exec_module  # that of its class
             run(module)
             if spec.name in self.names:
                 self.arrived(spec.name)

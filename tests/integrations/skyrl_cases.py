@@ -20,7 +20,7 @@ from peer_sources import folder
 import rlkernel
 
 pytest.importorskip("ray", reason="needs Ray, which rlkernel does not need", exc_type=ImportError)
-pytest.importorskip("omegaconf", reason="needs omegaconf, which rlkernel does not need", exc_type=ImportError)
+pytest.importorskip("omegaconf", reason="needs Ray, with which it comes here", exc_type=ImportError)
 STAND_INS = Path(__file__).parent / "in_skyrl"
 BACKEND = "skyrl.backends.skyrl_train"
 

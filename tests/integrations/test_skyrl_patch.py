@@ -1,5 +1,6 @@
 """What rlkernel.patch_skyrl() replaces in the real SkyRL, restores and refuses; and Ray's processes."""
 
+import doctest
 import inspect
 import json
 import logging
@@ -195,6 +196,12 @@ def test_signatures_stay_skyrls():
         assert forward == inspect.signature(model_wrapper.HFModelWrapper.forward)
         assert ppo_utils.ppo_critic_loss.__name__ == "ppo_critic_loss"
     assert len(names) > 10
+
+
+def test_the_docstrings_example():
+    text = inspect.cleandoc(rlkernel.patch_skyrl.__doc__)
+    example = doctest.DocTestParser().get_doctest(text, {"rlkernel": rlkernel}, "patch_skyrl", None, 0)
+    assert doctest.DocTestRunner().run(example) == (0, 2)
 
 
 # modules that come later
