@@ -1,4 +1,4 @@
-"""How a framework's function is replaced, and which tensors rlkernel does not take in its place."""
+"""How one of a framework's functions is replaced, and which tensors rlkernel does not take in its place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._patch import PatchError
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 WIDE = (*NARROW, torch.float64)
@@ -33,7 +34,7 @@ class Table:
 
 
 def shown(new: Callable[..., Any], original: Callable[..., Any], op: str) -> Callable[..., Any]:
-    """``new`` with its signature, and as a patch shows itself."""
+    """``new`` with the framework's signature, and as a patch shows itself."""
     functools.update_wrapper(new, original)
     new.__module__, new.__qualname__ = "rlkernel", op
     return new
@@ -48,7 +49,7 @@ def replacement(
 ) -> Callable[..., Any]:
     """In the place of ``original``: ``run`` with its arguments by name, unless ``unable`` has a reason."""
     signature = inspect.signature(original)
-    name = original.__name__
+    name = original.__qualname__
 
     def new(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -97,3 +98,9 @@ def differing(**tensors: Tensor) -> str | None:
         if x.requires_grad and torch.is_grad_enabled():
             return f"{name} requires a gradient"
     return None
+
+
+def require_same(table: dict[str, Any], key: str, function: Any) -> None:
+    """A registry's entry must be the function that the framework registered."""
+    if table.get(key) is not function:
+        raise PatchError(f"the registry's {key!r} must be its own {function.__name__}")

@@ -89,15 +89,15 @@ def taken(file: Path, *names: str, **given: Any) -> types.SimpleNamespace:
 
 
 def folder(peer: str) -> Path:
-    """Where a peer's files lie; skips where they do not."""
+    """Where the files of a peer are; skips where they are nowhere."""
     folders = _peers.folders()
-    for place in folders:
+    for folder in folders:
         # the files of a wheel begin with its package
-        found = place if peer in WHEELS and (place / peer).is_dir() else place / peer
+        found = folder if peer in WHEELS and (folder / peer).is_dir() else folder / peer
         if found.is_dir():
             return found
     want = "make fetches it" if peer in WHEELS else "RLKERNEL_PEERS names no folder with a checkout"
-    pytest.skip(f"{peer}: {want}")
+    pytest.skip(f"{peer}: {want}", allow_module_level=True)
 
 
 @functools.cache

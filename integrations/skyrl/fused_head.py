@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations._replacing import NARROW, Arguments, misplaced, shown
-from rlkernel.integrations.hf.lm_head import LmHead
+from rlkernel.integrations.hf.lm_head import HeadError, LmHead
 from rlkernel.integrations.hf.models import causal_lm
 from rlkernel.integrations.skyrl import contract, scoring
 from rlkernel.integrations.skyrl.logprobs import LOGPROBS
@@ -77,7 +77,7 @@ def _forward(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType) 
         try:
             with asked.of(self):
                 found = original(**given | {"temperature": 1.0})  # the logprobs have it
-        except ValueError as error:  # what only a call shows; SkyRL's own has the same error if it is none
+        except HeadError as error:  # what only a call shows
             unfit[self.model] = str(error)
             patch.left(MODEL, str(error))
             return original(self, *args, **kwargs)

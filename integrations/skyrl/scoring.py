@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlkernel.integrations.hf.lm_head import LmHead
+from rlkernel.integrations.hf.lm_head import HeadError, LmHead
 
 IGNORED = -100
 
@@ -42,8 +43,9 @@ class Scoring:
 
     def logprobs(self, logits: Tensor, labels: Tensor) -> Tensor:
         """In place of ``logprobs_from_logits``, of what the model made of the lm_head's answer."""
-        if not self.head.is_checked():
+        if self.head.module not in _checked:
             self._check(labels)
+            _checked.add(self.head.module)
         found, entropy = self.head.results(SimpleNamespace(logits=logits))
         self._entropy = None if entropy is None else entropy.view(self.labels.shape)
         return found.view(self.labels.shape)
@@ -63,9 +65,9 @@ class Scoring:
         """Once for each model, as it waits for the GPU."""
         if labels.shape != self.labels.shape:
             want = tuple(self.labels.shape)
-            raise ValueError(f"SkyRL's labels must be {want}, got {tuple(labels.shape)}")
+            raise HeadError(f"SkyRL's labels must be {want}, got {tuple(labels.shape)}")
         if not torch.all((self.labels == labels) | (self.labels == IGNORED)):
-            raise ValueError("SkyRL's labels must be the tokens that follow, got others")
+            raise HeadError("SkyRL's labels must be the tokens that follow, got others")
 
 
 def _as_rows(hidden: Tensor) -> Tensor:
@@ -77,3 +79,4 @@ def current() -> Scoring | None:
 
 
 _current: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
+_checked: WeakSet[nn.Module] = WeakSet()  # heads of models whose forward asks for the labels that it should

@@ -70,7 +70,7 @@ class SkyrlPatch(CountedPatch):
             planned = len(self._plan), len(self._everywhere)
             self.plan(part)
             with self.planning(part):
-                self._put(self._plan[planned[0] :], self._everywhere[planned[1] :])
+                self._done += self._placed(self._plan[planned[0] :], self._everywhere[planned[1] :])
 
     def apply(self) -> Self:
         super().apply()

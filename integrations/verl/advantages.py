@@ -15,10 +15,10 @@ from rlkernel.integrations._replacing import (
     differing,
     misplaced,
     replacement,
+    require_same,
     unsuitable,
 )
 from rlkernel.integrations.verl import contract
-from rlkernel.integrations.verl.replacing import require_same
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages

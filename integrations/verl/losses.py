@@ -14,11 +14,11 @@ from rlkernel.integrations._replacing import (
     differing,
     misplaced,
     replacement,
+    require_same,
     unsuitable,
 )
 from rlkernel.integrations.verl import aggregation, contract, policy_losses
 from rlkernel.integrations.verl.policy_losses import LOSSES, Loss, Metrics
-from rlkernel.integrations.verl.replacing import require_same
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.ops.value_loss import value_loss
