@@ -25,6 +25,7 @@ from rlkernel.ops.whiten import whiten
 
 REGISTRY = "AdvantageEstimatorRegistry"
 KL = "compute_approx_kl"
+OF_LOSS = "the KL has a gradient"  # with use_kl_loss; no op of rlkernel's has a KL for each token with one
 Pair = tuple[Tensor, Tensor]
 
 
@@ -41,7 +42,8 @@ def plan(patch: SkyrlPatch) -> None:
             replace_entry(patch, Place(home.__name__, name, REGISTRY), original, make)
     with patch.planning(KL):
         original = contract.checked(home, KL)
-        new = Replaced(patch, original, "kl_shaped_rewards", _unable_kl, _kl, Place(home.__name__, KL))
+        place = Place(home.__name__, KL)
+        new = Replaced(patch, original, "kl_shaped_rewards", _unable_kl, _kl, place, quiet=OF_LOSS)
         patch.replace_everywhere("skyrl", KL, new, expected=original)
 
 
@@ -169,7 +171,7 @@ def _unable_kl(given: Arguments) -> str | None:
     if reason := unsuitable(**tensors):
         return reason
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
-        return "the KL has a gradient"
+        return OF_LOSS
     mask = given["loss_mask"]
     if mask is not None:
         if reason := misplaced(loss_mask=mask):

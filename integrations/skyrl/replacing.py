@@ -26,7 +26,8 @@ class Place(NamedTuple):
 
 
 class Replaced:
-    """In the place of ``original``: ``run`` with its arguments by name, unless ``unable`` has a reason.
+    """In the place of ``original``: ``run`` with its arguments by name, unless ``unable`` has a reason, of
+    which one may be so common that nobody is warned of it.
 
     SkyRL hands its registries to a process of Ray's by pickle, and each process takes from there what it has
     not itself.  A patch is of one process, so what goes there is where the function is found.
@@ -40,11 +41,13 @@ class Replaced:
         unable: Callable[[Arguments], str | None],
         run: Callable[[Arguments], Any],
         place: Place,
+        *,
+        quiet: str = "",
     ) -> None:
         functools.update_wrapper(self, original)
         self.__module__, self.__qualname__ = "rlkernel", op
         self.patch, self.original, self.unable, self.run, self.place = patch, original, unable, run, place
-        self.signature = inspect.signature(original)
+        self.signature, self.quiet = inspect.signature(original), quiet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs)
@@ -54,7 +57,8 @@ class Replaced:
                 raise Left(reason)
             found = self.run(bound.arguments)
         except Left as left:
-            self.patch.left(self.original.__name__, str(left))
+            reason = str(left)
+            self.patch.left(self.original.__name__, reason, quiet=reason == self.quiet)
             return self.original(*args, **kwargs)
         self.patch.count(self.patch.calls, self.original.__name__)
         return found

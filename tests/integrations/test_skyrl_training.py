@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl.* leaves compute_approx_kl to SkyRL")
+@pytest.mark.filterwarnings("error:rlkernel.patch_skyrl")
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_steps(name):
     estimator, fields = CASES[name]
