@@ -161,10 +161,11 @@ def test_what_is_not_read_is_not_scored(monkeypatch):
 
     monkeypatch.setattr(lm_head, "linear_logprob", counted)
     with rlkernel.patch_skyrl():
-        run(wrapper())
-        run(wrapper(**PACKED))
+        for side in ("left", "right"):
+            run(wrapper(), side=side)
+            run(wrapper(**PACKED), side=side)
     # of as many tokens as the longest response has: 6 of both rows that are so long, and 4 of a prompt
-    assert found == [16, 16]
+    assert found == [16, 16, 8, 8]
 
 
 # heads
@@ -365,9 +366,10 @@ def test_calls_that_are_left_to_skyrl(change, reason):
 def test_a_model_that_does_something_else_to_its_logits():
     """Is found out by its first call, and left to SkyRL then and later."""
     model = tiny.make_model(vocab=VOCAB, hidden=32)
-    forward = model.forward
+    forward, calls = model.forward, []
 
     def shifted(*args, **kwargs):
+        calls.append(1)
         output = forward(*args, **kwargs)
         output["logits"] = output["logits"] * 1.5
         return output
@@ -375,6 +377,7 @@ def test_a_model_that_does_something_else_to_its_logits():
     model.forward = shifted
     model, name = wrapper(model=model), "lm_head"
     want = run(model)
+    calls.clear()
     with rlkernel.patch_skyrl(["fused_head"]) as patch:
         for count in (1, 2):
             got = run(model)
@@ -383,7 +386,7 @@ def test_a_model_that_does_something_else_to_its_logits():
             assert patch.fallbacks.total() == count and "its logits must be scaled by 1.0" in str(
                 patch.fallbacks
             )
-        assert not patch.calls
+        assert not patch.calls and len(calls) == 3, "it is tried once"
     assert "forward" not in vars(model.model.lm_head)
 
 
