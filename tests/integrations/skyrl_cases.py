@@ -19,6 +19,8 @@ from peer_sources import folder
 
 import rlkernel
 
+if sys.version_info < (3, 11):
+    pytest.skip("SkyRL needs Python 3.11", allow_module_level=True)
 pytest.importorskip("ray", reason="needs Ray, which rlkernel does not need", exc_type=ImportError)
 pytest.importorskip("omegaconf", reason="needs Ray, with which it comes here", exc_type=ImportError)
 STAND_INS = Path(__file__).parent / "in_skyrl"
