@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlkernel import dispatch, native
 from rlkernel.integrations.openrlhf import switch as openrlhfs
+from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
@@ -42,6 +43,7 @@ OPTIONAL = {
     "liger_kernel": "liger-kernel",
     "verl": "verl",
     "openrlhf": "openrlhf",
+    "skyrl": "skyrl",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
@@ -57,6 +59,8 @@ ENVIRONMENT = (
     "RLKERNEL_NVTX",
     "RLKERNEL_STORE_SCORES",
     "RLKERNEL_WORKSPACE_MIB",
+    "SKYRL_RLKERNEL",
+    "SKYRL_RLKERNEL_STRICT",
     "VERL_RLKERNEL",
     "VERL_RLKERNEL_STRICT",
     "VLLM_RLKERNEL",
@@ -189,6 +193,7 @@ def wrong() -> dict[str, str]:
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
         openrlhfs.SWITCH: openrlhfs.asked,
+        skyrls.SWITCH: skyrls.asked,
     }
     for name, read in readers.items():
         try:

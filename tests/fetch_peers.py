@@ -27,7 +27,21 @@ FILES = {
         "vllm/v1/worker/gpu/sample/gumbel.py",
         "vllm/v1/worker/gpu/sample/min_p.py",
     ),
-    "skyrl": ("skyrl/backends/skyrl_train/utils/", "skyrl/train/config/config.py"),
+    "skyrl": (
+        "skyrl/__init__.py",
+        # without skyrl/backends/__init__.py, whose types Pydantic refuses on Python 3.11
+        "skyrl/backends/skyrl_train/__init__.py",
+        "skyrl/backends/skyrl_train/distributed/",
+        "skyrl/backends/skyrl_train/training_batch.py",
+        "skyrl/backends/skyrl_train/utils/",
+        "skyrl/backends/skyrl_train/workers/",
+        "skyrl/env_vars.py",
+        "skyrl/train/__init__.py",
+        "skyrl/train/config/",
+        "skyrl/train/dataset/",
+        "skyrl/train/utils/",
+        "skyrl/utils/",
+    ),
     "openrlhf": ("openrlhf/",),
 }
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary

@@ -24,6 +24,7 @@ OPTIONAL = (
     "liger_kernel",
     "verl",
     "openrlhf",
+    "skyrl",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")
 

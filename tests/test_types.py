@@ -69,6 +69,7 @@ KNOWN = {  # what the functions themselves take
     words.SwigluRounding: of("calls.swiglu", "ROUNDINGS"),
     words.Activation: of("calls.swiglu", "ACTIVATIONS"),
     words.VllmOp: of("integrations.vllm.switch", "OPS"),
+    words.SkyrlPart: of("integrations.skyrl.switch", "PARTS"),
     words.VerlPart: of("integrations.verl.switch", "PARTS"),
     words.OpenRlhfPart: of("integrations.openrlhf.switch", "PARTS"),
 }
@@ -134,6 +135,7 @@ def test_keywords_of_linear_policy_loss():
         ("patch_trl", "trl/install.py", "patch"),
         ("patch_vllm", "vllm/install.py", "patch"),
         ("patch_deepspeed", "deepspeed/install.py", "patch"),
+        ("patch_skyrl", "skyrl/install.py", "patch"),
         ("patch_verl", "verl/install.py", "patch"),
         ("patch_openrlhf", "openrlhf/install.py", "patch"),
         ("packed_logprobs", "hf/logprobs.py", "packed_logprobs"),

@@ -25,6 +25,23 @@ def deepspeed_step(stored: Stored) -> str:
     )
 
 
+def skyrl_step(stored: Stored) -> str:
+    """Of ``examples/skyrl_step.py``: a step by SkyRL's model and functions."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A step of GRPO by SkyRL's model and functions: {settings['samples']} samples of "
+        f"{settings['length']} tokens, half of them the prompt, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "SkyRL", "patched": "`patch_skyrl()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
 def verl_step(stored: Stored) -> str:
     """Of ``examples/verl_step.py``: a step by verl's functions."""
     settings = stored["settings"]
