@@ -31,6 +31,8 @@ TITLES = {
 APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
+    "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",
+    "patch_skyrl": "rlkernel.integrations.skyrl.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",
     "patch_verl": "rlkernel.integrations.verl.patch",
     "patch_vllm": "rlkernel.integrations.vllm.patch",

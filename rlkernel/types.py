@@ -89,5 +89,7 @@ Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
 
-# patch_verl
+# patch_openrlhf, patch_skyrl and patch_verl
+OpenRlhfPart = Literal["logprobs", "fused_head", "losses", "advantages"]
+SkyrlPart = Literal["logprobs", "fused_head", "losses", "advantages"]
 VerlPart = Literal["logprobs", "fused_head", "losses", "advantages"]

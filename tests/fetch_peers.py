@@ -1,10 +1,9 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL and OpenRLHF need Ray, DeepSpeed and a GPU to be imported, and a few files hold their losses.  pip
-downloads the wheel of the version that requirements/constraints.txt pins, the files below are unpacked as
-they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not
-take them for installed.
+SkyRL and OpenRLHF want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the wheel
+of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the wheel
+is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for installed.
 """
 
 import platform
@@ -28,8 +27,22 @@ FILES = {
         "vllm/v1/worker/gpu/sample/gumbel.py",
         "vllm/v1/worker/gpu/sample/min_p.py",
     ),
-    "skyrl": ("skyrl/backends/skyrl_train/utils/", "skyrl/train/config/config.py"),
-    "openrlhf": ("openrlhf/models/", "openrlhf/trainer/ppo_utils/"),
+    "skyrl": (
+        "skyrl/__init__.py",
+        # without skyrl/backends/__init__.py, whose types Pydantic refuses on Python 3.11
+        "skyrl/backends/skyrl_train/__init__.py",
+        "skyrl/backends/skyrl_train/distributed/",
+        "skyrl/backends/skyrl_train/training_batch.py",
+        "skyrl/backends/skyrl_train/utils/",
+        "skyrl/backends/skyrl_train/workers/",
+        "skyrl/env_vars.py",
+        "skyrl/train/__init__.py",
+        "skyrl/train/config/",
+        "skyrl/train/dataset/",
+        "skyrl/train/utils/",
+        "skyrl/utils/",
+    ),
+    "openrlhf": ("openrlhf/",),
 }
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")

@@ -73,7 +73,7 @@ WHEELS = ("skyrl", "openrlhf", "vllm")
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:
     """The functions and classes ``names`` of one file; skips where the peer is not here."""
-    file = _folder(peer) / path
+    file = folder(peer) / path
     if peer in CHECKOUTS:
         repository, commit, digests = CHECKOUTS[peer]
         if not hashlib.sha256(file.read_bytes()).hexdigest().startswith(digests[path]):
@@ -88,7 +88,8 @@ def taken(file: Path, *names: str, **given: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{name: namespace[name] for name in names})
 
 
-def _folder(peer: str) -> Path:
+def folder(peer: str) -> Path:
+    """Where the files of a peer are; skips where they are nowhere."""
     folders = _peers.folders()
     for folder in folders:
         # the files of a wheel begin with its package
@@ -96,7 +97,7 @@ def _folder(peer: str) -> Path:
         if found.is_dir():
             return found
     want = "make fetches it" if peer in WHEELS else "RLKERNEL_PEERS names no folder with a checkout"
-    pytest.skip(f"{peer}: {want}")
+    pytest.skip(f"{peer}: {want}", allow_module_level=True)
 
 
 @functools.cache

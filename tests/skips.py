@@ -56,7 +56,8 @@ def other_triton() -> bool:
 
 
 def another_python() -> bool:
-    """TRL, transformers, PEFT and DeepSpeed want Python 3.11 or newer, verl one before 3.13."""
+    """TRL, transformers, PEFT and DeepSpeed, and so OpenRLHF, want Python 3.11 or newer, verl one before
+    3.13."""
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
 
 
@@ -103,13 +104,16 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"needs /proc|pages are Linux's", lambda: sys.platform != "linux"),
     (r"this tree was not built in place|(this tree is )?not a git checkout", always),
     (r"needs torch.distributed", lambda: torch_without("distributed")),
-    (r"(tomllib|the site's theme) needs Python 3.11", lambda: sys.version_info < (3, 11)),
+    (r"(tomllib|the site's theme|SkyRL) needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (
         r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|"
         r"\S+: \S+ is not that of commit ",
         never,
     ),
-    (r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl)\b|could not import ", another_python),
+    (
+        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|Ray)\b|could not import ",
+        another_python,
+    ),
 )
 
 

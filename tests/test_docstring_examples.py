@@ -17,10 +17,14 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's runs in its own environment (tests/integrations/in_vllm).
+# Their examples need the framework; vLLM's, OpenRLHF's and SkyRL's run where those are (tests/integrations:
+# in_vllm, test_openrlhf_patch.py, test_skyrl_patch.py).
+ELSEWHERE = ("openrlhf", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_deepspeed": "deepspeed",
+    "patch_openrlhf": "openrlhf",
+    "patch_skyrl": "skyrl",
     "patch_trl": "trl",
     "patch_verl": "verl",
     "patch_vllm": "vllm",
@@ -76,7 +80,7 @@ def failures(name, text):
     return "".join(told), len(test.examples)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if FRAMEWORK.get(name) != "vllm"])
+@pytest.mark.parametrize("name", [name for name in NAMES if FRAMEWORK.get(name) not in ELSEWHERE])
 def test_the_example_prints_what_it_says(name):
     if name in FRAMEWORK:
         pytest.importorskip(FRAMEWORK[name])

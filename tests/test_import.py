@@ -23,6 +23,8 @@ OPTIONAL = (
     "deepspeed",
     "liger_kernel",
     "verl",
+    "openrlhf",
+    "skyrl",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")
 

@@ -13,6 +13,8 @@ import torch
 import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases, report
+from rlkernel.integrations.openrlhf import switch as openrlhfs
+from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.runtime import log
@@ -77,9 +79,9 @@ def test_reasons_are_grouped():
 
 
 def variables():
-    """Those of the page on building, and when each is read; vLLM's and verl's are on their pages."""
+    """Those of the page on building, and when each is read; those of frameworks are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    return [*rows, *((name, "run") for name in (*vllms.OWN, *verls.OWN))]
+    return [*rows, *((name, "run") for name in (*vllms.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN))]
 
 
 def test_a_reader_that_goes_away_is_no_error():
@@ -121,6 +123,8 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         ("RLKERNEL_WORKSPACE_MIB", "inf", "RLKERNEL_WORKSPACE_MIB must be a number >= 1, got 'inf'"),
         (vllms.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
+        (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
+        (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )
 def test_a_variable_that_the_first_call_would_refuse_is_named(name, value, said, monkeypatch):

@@ -69,7 +69,9 @@ KNOWN = {  # what the functions themselves take
     words.SwigluRounding: of("calls.swiglu", "ROUNDINGS"),
     words.Activation: of("calls.swiglu", "ACTIVATIONS"),
     words.VllmOp: of("integrations.vllm.switch", "OPS"),
+    words.SkyrlPart: of("integrations.skyrl.switch", "PARTS"),
     words.VerlPart: of("integrations.verl.switch", "PARTS"),
+    words.OpenRlhfPart: of("integrations.openrlhf.switch", "PARTS"),
 }
 IN_FRAMEWORKS = {words.Require: ("require",), words.Dropout: ("own", "shared")}  # whose modules want TRL
 FREE = {("register_hf", "name"), ("explain", "op"), ("last_backend", "op")}  # any name
@@ -133,7 +135,9 @@ def test_keywords_of_linear_policy_loss():
         ("patch_trl", "trl/install.py", "patch"),
         ("patch_vllm", "vllm/install.py", "patch"),
         ("patch_deepspeed", "deepspeed/install.py", "patch"),
+        ("patch_skyrl", "skyrl/install.py", "patch"),
         ("patch_verl", "verl/install.py", "patch"),
+        ("patch_openrlhf", "openrlhf/install.py", "patch"),
         ("packed_logprobs", "hf/logprobs.py", "packed_logprobs"),
     ],
 )

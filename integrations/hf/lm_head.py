@@ -19,6 +19,10 @@ _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDict
 PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 1.0, 8.0, 40.0)
 
 
+class HeadError(ValueError):
+    """A model does something else with its lm_head, or with what that makes, than its config says."""
+
+
 class LmHead:
     """The lm_head of a model: its logprobs in place of logits, and a check of what becomes of logits."""
 
@@ -53,10 +57,10 @@ class LmHead:
 
         def forward(hidden: Tensor) -> Tensor:
             if self._scores is not None:
-                raise ValueError(f"{self.name}: it must call its lm_head once, got a second call")
+                raise HeadError(f"{self.name}: it must call its lm_head once, got a second call")
             if hidden.dim() != 3 or hidden.shape[:2] != shape:
                 want = (*shape, module.weight.shape[1])
-                raise ValueError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
+                raise HeadError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
             self._scores = self._score(rows(hidden), labels)
             probe = hidden.new_tensor(PROBE)
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
@@ -93,7 +97,7 @@ class LmHead:
     def results(self, output: Any) -> tuple[Tensor, Tensor | None]:
         scores, self._scores = self._scores, None
         if scores is None:
-            raise ValueError(f"{self.name}: it must call its lm_head once, got no call")
+            raise HeadError(f"{self.name}: it must call its lm_head once, got no call")
         if not self._is_checked():
             self._check_probe(output)
             _checked[self.module] = self.scale, self.softcap
@@ -111,7 +115,7 @@ class LmHead:
         shape = 1, len(PROBE), self._entries
         if logits is None or tuple(logits.shape) != shape:
             made = None if logits is None else tuple(logits.shape)
-            raise ValueError(
+            raise HeadError(
                 f"{self.name}: its logits must be all that its lm_head makes, {shape}, got {made}"
             )
         found = logits.detach()[0].double().cpu()
@@ -122,7 +126,7 @@ class LmHead:
         if not torch.allclose(found, want[:, None], rounding, 1e-6):
             worst = (found - want[:, None]).abs().amax(0).argmax()
             values = [round(x, 4) for x in found[:, worst].tolist()]
-            raise ValueError(
+            raise HeadError(
                 f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
                 f"its config says, got {values} for {list(PROBE)}"
             )

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel.integrations.verl import contract
-from rlkernel.integrations.verl.replacing import (
+from rlkernel.integrations._replacing import (
     Arguments,
     Table,
     differing,
@@ -19,6 +18,7 @@ from rlkernel.integrations.verl.replacing import (
     require_same,
     unsuitable,
 )
+from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.gae import gae
 from rlkernel.ops.group_advantages import group_advantages

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
 from rlkernel.integrations.verl import contract
-from rlkernel.integrations.verl.replacing import NARROW, misplaced, shown, unsuitable
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.linear_logprob import linear_logprob
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
 from rlkernel.integrations.verl import contract
-from rlkernel.integrations.verl.replacing import NARROW, misplaced, shown, unsuitable
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.logprob import entropy_from_logits as entropy_of
 from rlkernel.ops.logprob import logprob

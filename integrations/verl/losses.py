@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.calls.value_loss import VALUE_METRICS
-from rlkernel.integrations.verl import aggregation, contract, policy_losses
-from rlkernel.integrations.verl.policy_losses import LOSSES, Loss, Metrics
-from rlkernel.integrations.verl.replacing import (
+from rlkernel.integrations._replacing import (
     Arguments,
     Table,
     differing,
@@ -19,6 +17,8 @@ from rlkernel.integrations.verl.replacing import (
     require_same,
     unsuitable,
 )
+from rlkernel.integrations.verl import aggregation, contract, policy_losses
+from rlkernel.integrations.verl.policy_losses import LOSSES, Loss, Metrics
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.policy_loss import policy_loss
 from rlkernel.ops.value_loss import value_loss

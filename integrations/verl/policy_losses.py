@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.policy_loss import POLICY_METRICS
-from rlkernel.integrations.verl.replacing import Arguments
+from rlkernel.integrations._replacing import Arguments
 from rlkernel.ops.policy_loss import policy_loss
 
 RATIO_BOUND = 20.0  # of the logarithm of a ratio, in most of verl's losses

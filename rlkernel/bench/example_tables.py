@@ -25,6 +25,23 @@ def deepspeed_step(stored: Stored) -> str:
     )
 
 
+def skyrl_step(stored: Stored) -> str:
+    """Of ``examples/skyrl_step.py``: a step by SkyRL's model and functions."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A step of GRPO by SkyRL's model and functions: {settings['samples']} samples of "
+        f"{settings['length']} tokens, half of them the prompt, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "SkyRL", "patched": "`patch_skyrl()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
 def verl_step(stored: Stored) -> str:
     """Of ``examples/verl_step.py``: a step by verl's functions."""
     settings = stored["settings"]
@@ -34,6 +51,23 @@ def verl_step(stored: Stored) -> str:
         f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
         f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
         {"stock": "verl", "patched": "`patch_verl()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
+        },
+        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
+    )
+
+
+def openrlhf_step(stored: Stored) -> str:
+    """Of ``examples/openrlhf_step.py``: a step by OpenRLHF's actor and policy loss."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        "A step of GRPO by OpenRLHF's `Actor` and `PolicyLoss`, with entropies: "
+        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
+        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
+        {"stock": "OpenRLHF", "patched": "`patch_openrlhf()`"},
         {
             "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
             "peak extra memory, MiB": ("peak_mib", "{:.0f}"),

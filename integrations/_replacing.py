@@ -1,4 +1,4 @@
-"""How one of verl's functions is replaced, and which tensors rlkernel does not take in its place."""
+"""How one of a framework's functions is replaced, and which tensors rlkernel does not take in its place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.verl.verl_patch import VerlPatch
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 WIDE = (*NARROW, torch.float64)
@@ -34,14 +34,14 @@ class Table:
 
 
 def shown(new: Callable[..., Any], original: Callable[..., Any], op: str) -> Callable[..., Any]:
-    """``new`` with verl's signature, and as a patch shows itself."""
+    """``new`` with the framework's signature, and as a patch shows itself."""
     functools.update_wrapper(new, original)
     new.__module__, new.__qualname__ = "rlkernel", op
     return new
 
 
 def replacement(
-    patch: VerlPatch,
+    patch: CountedPatch,
     original: Callable[..., Any],
     op: str,
     unable: Callable[[Arguments], str | None],
@@ -49,7 +49,7 @@ def replacement(
 ) -> Callable[..., Any]:
     """In the place of ``original``: ``run`` with its arguments by name, unless ``unable`` has a reason."""
     signature = inspect.signature(original)
-    name = original.__name__
+    name = original.__qualname__
 
     def new(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -101,6 +101,6 @@ def differing(**tensors: Tensor) -> str | None:
 
 
 def require_same(table: dict[str, Any], key: str, function: Any) -> None:
-    """A registry's entry must be the function that verl registered."""
+    """A registry's entry must be the function that the framework registered."""
     if table.get(key) is not function:
-        raise PatchError(f"the registry's {key!r} must be verl's own {function.__name__}")
+        raise PatchError(f"the registry's {key!r} must be its own {function.__name__}")

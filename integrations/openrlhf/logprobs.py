@@ -1,0 +1,58 @@
+"""Log-probabilities and entropies of logits, which the actor makes where its head is not fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rlkernel.integrations._replacing import NARROW, Arguments, misplaced, replacement, unsuitable
+from rlkernel.integrations.openrlhf import contract
+from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
+from rlkernel.ops.logprob import entropy_from_logits, logprob
+
+LOGPROBS = "log_probs_from_logits"
+ENTROPY = "compute_entropy"
+
+
+def plan(patch: OpenRlhfPatch) -> None:
+    """Add what is replaced to a patch, in every module that has imported it by name."""
+    import openrlhf.models.utils as home
+
+    for name, unable, run in ((LOGPROBS, _unable, _logprobs), (ENTROPY, _unable_logits, _entropy)):
+        with patch.planning(name):
+            original = contract.checked(home, name)
+            new = replacement(patch, original, "logprob", unable, run)
+            patch.replace_everywhere("openrlhf", name, new, expected=original)
+
+
+def _logprobs(given: Arguments) -> Tensor:
+    logits = given["logits"]
+    found = logprob(logits, given["labels"], temperature=given["temperature"]).logprobs
+    return found.to(logits.dtype)
+
+
+def _entropy(given: Arguments) -> Tensor:
+    logits = given["logits"]
+    return entropy_from_logits(logits).to(logits.dtype)
+
+
+def _unable(given: Arguments) -> str | None:
+    if reason := _unable_logits(given) or misplaced(labels=given["labels"]):
+        return reason
+    if given["labels"].shape != given["logits"].shape[:-1]:
+        return "labels have not the shape of the rows of logits"
+    return unable_temperature(given["temperature"])
+
+
+def _unable_logits(given: Arguments) -> str | None:
+    logits = given["logits"]
+    if reason := unsuitable(NARROW, logits=logits):
+        return reason
+    return None if logits.dim() > 1 and logits.shape[-1] else "logits are not [..., V] with rows"
+
+
+def unable_temperature(temperature: Any) -> str | None:
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+        return "the temperature is no number above 0"
+    return None

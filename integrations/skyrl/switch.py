@@ -1,0 +1,69 @@
+"""The environment variables that every process of SkyRL reads, and how they come to Ray's."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, NamedTuple
+
+from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._patch import PatchError
+from rlkernel.types import SkyrlPart
+
+SWITCH = "SKYRL_RLKERNEL"  # "1": every part; or names of parts, with commas between them
+STRICT = "SKYRL_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own: what ray.init adds to the runtime_env that it is given
+HOOK = "rlkernel.integrations.skyrl.plugin.register"
+
+OWN = (SWITCH, STRICT)
+PARTS: tuple[SkyrlPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
+
+
+class Asked(NamedTuple):
+    parts: tuple[str, ...]
+    strict: bool
+
+
+def is_strict() -> bool:
+    return os.environ.get(STRICT) == "1"
+
+
+def asked() -> Asked | None:
+    """What the environment asks for; None where it asks for nothing.
+
+    Raises:
+        ValueError: it names a part that there is not.
+    """
+    text = os.environ.get(SWITCH, "").strip()
+    if text in ("", "0"):
+        return None
+    names = PARTS if text == "1" else [name.strip() for name in text.split(",") if name.strip()]
+    return Asked(chosen(names, PARTS, SWITCH), is_strict())
+
+
+def ask(request: Asked) -> dict[str, str | None]:
+    """Ask for it in the processes that this one starts; what stood there before.
+
+    Not by ``RAY_RUNTIME_ENV_HOOK``, which Ray passes over in what ``uv run`` has started.
+
+    Raises:
+        PatchError: the job that this process belongs to has another function to start its processes with.
+    """
+    own = {SWITCH: ",".join(request.parts), STRICT: "1" if request.strict else "0"}
+    job = _with_hook(os.environ.get(JOB), own)
+    before = {name: os.environ.get(name) for name in (*OWN, JOB)}
+    os.environ.update(own | {JOB: job})
+    return before
+
+
+def _with_hook(text: str | None, variables: dict[str, str]) -> str:
+    job: dict[str, Any] = json.loads(text or "{}")
+    environment = job["runtime_env"] = job.get("runtime_env") or {}
+    hook = environment.setdefault("worker_process_setup_hook", HOOK)
+    if hook != HOOK:
+        raise PatchError(
+            f"the worker_process_setup_hook of {JOB} must be free for {HOOK}, got {hook!r}: "
+            "let that function call this one"
+        )
+    environment["env_vars"] = (environment.get("env_vars") or {}) | variables
+    return json.dumps(job)

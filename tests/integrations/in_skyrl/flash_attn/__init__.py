@@ -1,0 +1,1 @@
+"""flash-attn without its kernels: what SkyRL pads and packs with."""

@@ -1,0 +1,5 @@
+"""Of loguru the logger, over logging's."""
+
+import logging
+
+logger = logging.getLogger("skyrl")

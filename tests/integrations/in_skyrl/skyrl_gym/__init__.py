@@ -1,0 +1,1 @@
+"""SkyRL's environments, of which its configuration names two."""

@@ -1,0 +1,8 @@
+"""Its configuration."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class SearchEnvConfig:
+    pass

@@ -1,0 +1,8 @@
+"""Its configuration."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Text2SQLEnvConfig:
+    pass
