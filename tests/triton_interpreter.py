@@ -8,11 +8,11 @@ makes each of them compute in fp32 and round once.
 tensor core would: NumPy's library chooses another order for another shape, processor or release, so that no
 equality of bits could be tested with it; ``tensor_core.py`` has the sums of single GPUs. ``install`` also
 looks the language up once a launch, not once a call of a device function (ten times faster), makes the types
-and shapes of tensors once and not at every operation (half of what is left), converts and spreads only operands
-that differ (a quarter of the rest), scans by doubling, all elements
-at a time and not one after another (fifty times faster, and nearer to a GPU's order), leaves out checks of
-integer overflow whose result nothing reads outside of debug mode, and silences NumPy's
-warnings for what a GPU computes without comment: inf - inf, 0 / 0.
+and shapes of tensors once and not at every operation (half of what is left), converts and spreads only
+operands that differ (a quarter of the rest), scans by doubling, all elements at a time and not one after
+another (fifty times faster, and nearer to a GPU's order), leaves out checks of integer overflow whose result
+nothing reads outside of debug mode, and silences NumPy's warnings for what a GPU computes without comment:
+inf - inf, 0 / 0.
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported for the first time.
 """
