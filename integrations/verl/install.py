@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 
 from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.verl import switch
 from rlkernel.integrations.verl.contract import require_version
@@ -48,8 +49,8 @@ def patch(parts: Iterable[VerlPart] | None = None, *, strict: bool = True) -> Ve
                 f"parts must be what the patch in place has, {active.parts}, got {wanted}: undo it first"
             )
         return active.share()
-    result = _installed(switch.Asked(wanted, strict))
-    result.environment = switch.ask(switch.Asked(wanted, strict))
+    result = _installed(Asked(wanted, strict))
+    result.environment = switch.ask(Asked(wanted, strict))
     return result
 
 
@@ -68,7 +69,7 @@ def register() -> None:
             raise
 
 
-def _installed(request: switch.Asked) -> VerlPatch:
+def _installed(request: Asked) -> VerlPatch:
     result = VerlPatch(*request)
     for part in request.parts:  # each has a module of its name, with its plan
         with result.planning(part):

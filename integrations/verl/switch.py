@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
-from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._parts import Asked, Switch
 from rlkernel.types import VerlPart
 
-SWITCH = "VERL_RLKERNEL"  # "1": every part; or names of parts, with commas between them
-STRICT = "VERL_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # verl's own: modules that it imports, whose errors it raises
 PLUGIN = "rlkernel.integrations.verl.plugin"
 
-OWN = (SWITCH, STRICT)
 PARTS: tuple[VerlPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
-
-
-class Asked(NamedTuple):
-    parts: tuple[str, ...]
-    strict: bool
-
-
-def is_strict() -> bool:
-    return os.environ.get(STRICT) == "1"
-
-
-def asked() -> Asked | None:
-    """What the environment asks for; None where it asks for nothing.
-
-    Raises:
-        ValueError: it names a part that there is not.
-    """
-    text = os.environ.get(SWITCH, "").strip()
-    if text in ("", "0"):
-        return None
-    names = PARTS if text == "1" else [name.strip() for name in text.split(",") if name.strip()]
-    return Asked(chosen(names, PARTS, SWITCH), is_strict())
+_SWITCH = Switch("VERL_RLKERNEL", PARTS)
+OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
+asked, is_strict = _SWITCH.asked, _SWITCH.is_strict
 
 
 def ask(request: Asked) -> dict[str, str | None]:
@@ -45,8 +22,7 @@ def ask(request: Asked) -> dict[str, str | None]:
     By verl's list of modules: an entry point is there only where the package was installed with it.
     """
     before = {name: os.environ.get(name) for name in (*OWN, MODULES)}
-    os.environ[SWITCH] = ",".join(request.parts)
-    os.environ[STRICT] = "1" if request.strict else "0"
+    os.environ.update(_SWITCH.variables(request))
     modules = [name for name in os.environ.get(MODULES, "").split(",") if name]
     os.environ[MODULES] = ",".join([*modules, *([] if PLUGIN in modules else [PLUGIN])])
     return before

@@ -1,47 +1,10 @@
 """What ``patch`` returns."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rlkernel.integrations._counted_patch import CountedPatch
-from rlkernel.integrations._environment import restore
-from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._parts import PartsPatch
 
 
-class VerlPatch(CountedPatch):
-    """What ``patch`` returns: undo it, or read what it replaced and which calls went where.
-
-    Its counts are those of this process.
-    """
+class VerlPatch(PartsPatch):
+    """See ``PartsPatch``."""
 
     def __init__(self, parts: tuple[str, ...], strict: bool) -> None:
-        super().__init__("rlkernel.patch_verl", "verl")
-        self.parts = parts
-        self.strict = strict
-        self.refused: dict[str, str] = {}
-        """Which function, or part, is not replaced after all, and why."""
-        self.environment: dict[str, str | None] = {}
-        """What the environment held before; nothing where this process found the switch set."""
-
-    @contextmanager
-    def planning(self, name: str) -> Iterator[None]:
-        """What is planned inside belongs to ``name``: all of it, or none where it is refused."""
-        planned = len(self._plan), len(self._everywhere)
-        try:
-            yield
-        except (PatchError, ImportError, AttributeError) as error:
-            if self.strict:
-                raise PatchError(f"{name} cannot be replaced: {error}") from error
-            del self._plan[planned[0] :], self._everywhere[planned[1] :]
-            self.refused[name] = str(error)
-            self.logger.warning("%s() leaves %s to verl: %s", self.name, name, error)
-
-    def undo(self) -> None:
-        """Restore this process and its environment; a process that runs already stays as it is."""
-        was_active = self.active
-        super().undo()
-        if was_active:
-            restore(self.environment)
-            self.environment = {}
+        super().__init__("rlkernel.patch_verl", "verl", parts, strict)

@@ -13,6 +13,7 @@ from patch_orders import same, state
 from verl_cases import core, nothing_left_behind, upstream, verl
 
 import rlkernel
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.verl import contract, install, switch
 from rlkernel.integrations.verl.verl_patch import VerlPatch
@@ -195,12 +196,12 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert switch.asked() is None
     monkeypatch.setenv(switch.MODULES, "mine")
     with rlkernel.patch_verl(["losses", "logprobs"]):
-        assert switch.asked() == switch.Asked(("logprobs", "losses"), True)
+        assert switch.asked() == Asked(("logprobs", "losses"), True)
         assert os.environ[switch.MODULES] == f"mine,{switch.PLUGIN}"
     assert switch.asked() is None and os.environ[switch.MODULES] == "mine"
     for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
         monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == switch.Asked(parts, False)
+        assert switch.asked() == Asked(parts, False)
     monkeypatch.setenv(switch.SWITCH, "0")
     assert switch.asked() is None
     monkeypatch.setenv(switch.SWITCH, "loss")

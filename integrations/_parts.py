@@ -1,0 +1,81 @@
+"""What doors of trainers share whose functions come in parts: the variables that ask for them, the patch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._environment import chosen, restore
+from rlkernel.integrations._patch import PatchError
+
+
+class Asked(NamedTuple):
+    parts: tuple[str, ...]
+    strict: bool
+
+
+class Switch:
+    """The variable that names parts, or is "1" for all of them; and that which makes an error of what cannot
+    be replaced."""
+
+    def __init__(self, name: str, parts: tuple[str, ...]) -> None:
+        self.name, self.strict, self.parts = name, f"{name}_STRICT", parts
+
+    def is_strict(self) -> bool:
+        return os.environ.get(self.strict) == "1"
+
+    def asked(self) -> Asked | None:
+        """What the environment asks for; None where it asks for nothing.
+
+        Raises:
+            ValueError: it names a part that there is not.
+        """
+        text = os.environ.get(self.name, "").strip()
+        if text in ("", "0"):
+            return None
+        named = self.parts if text == "1" else [name.strip() for name in text.split(",") if name.strip()]
+        return Asked(chosen(named, self.parts, self.name), self.is_strict())
+
+    def variables(self, request: Asked) -> dict[str, str]:
+        """What the environment of another process must hold to ask for the same."""
+        return {self.name: ",".join(request.parts), self.strict: "1" if request.strict else "0"}
+
+
+class PartsPatch(CountedPatch):
+    """What ``patch`` returns: undo it, or read what it replaced and which calls went where.
+
+    Its counts are those of this process.
+    """
+
+    def __init__(self, name: str, framework: str, parts: tuple[str, ...], strict: bool) -> None:
+        super().__init__(name, framework)
+        self.parts = parts
+        self.strict = strict
+        self.refused: dict[str, str] = {}
+        """Which function, or part, is not replaced after all, and why."""
+        self.environment: dict[str, str | None] = {}
+        """What the environment held before; nothing where this process found the switch set."""
+
+    @contextmanager
+    def planning(self, name: str) -> Iterator[None]:
+        """What is planned inside belongs to ``name``: all of it, or none where it is refused."""
+        planned = len(self._plan), len(self._everywhere)
+        try:
+            yield
+        except (PatchError, ImportError, AttributeError) as error:
+            del self._plan[planned[0] :], self._everywhere[planned[1] :]
+            if self.strict:
+                raise PatchError(f"{name} cannot be replaced: {error}") from error
+            self.refused[name] = str(error)
+            self.logger.warning("%s() leaves %s to %s: %s", self.name, name, self.framework, error)
+
+    def undo(self) -> None:
+        """Restore this process and its environment; a process that runs already stays as it is."""
+        was_active = self.active
+        super().undo()
+        if was_active:
+            restore(self.environment)
+            self.environment = {}
