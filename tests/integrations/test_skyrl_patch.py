@@ -222,6 +222,26 @@ def test_a_users_loss_that_wraps_skyrls_is_the_users(monkeypatch):
             assert list(patch.refused) == ["ppo_policy_loss"] and LOSSES._functions["regular"] is doubled
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(ppo_utils, "ppo_critic_loss"), (torch_utils, "logprobs_from_logits"),
+     (model_wrapper.HFModelWrapper, "forward")],
+)  # fmt: skip
+def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
+    stock = vars(owner)[name]
+
+    @functools.wraps(stock)
+    def around(*args, **kwargs):
+        return stock(*args, **kwargs)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(owner, name, around)
+        with pytest.raises(PatchError, match=f"{name} must be SkyRL's own, got one that {__name__} made"):
+            rlkernel.patch_skyrl()
+        with rlkernel.patch_skyrl(strict=False) as patch:
+            assert vars(owner)[name] is around and len(patch.refused) == 1
+
+
 # modules that come later
 
 
