@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rlkernel.integrations.skyrl.install import logger
 from rlkernel.integrations.skyrl.install import register as _register
-from rlkernel.integrations.skyrl.switch import is_strict
+from rlkernel.integrations.skyrl.switch import forget_job, is_strict
 
 
 def register() -> None:
     """What ``SKYRL_RLKERNEL`` asks for, once; an error of a process that is not strict is only told."""
+    forget_job()
     try:
         _register()
     except Exception as error:

@@ -78,6 +78,8 @@ def _refused(options: Options) -> str | None:
         return "a temperature of the gate is not above 0"
     if not all(options[name] >= 0 for name in ("epsilon", "epsilon_high") if name in options):
         return "a bound of the ratio is below 0"
+    if options.get("loss_type") == "cispo_mask" and options["epsilon"] == options["epsilon_high"] == 0:
+        return "no ratio is within the bounds"  # policy_loss counts a ratio of 1 as clipped on both sides
     return None
 
 

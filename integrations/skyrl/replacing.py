@@ -78,11 +78,15 @@ def replace_entry(
     function: Callable[..., Any],
     make: Callable[[Callable[..., Any], Place], Replaced],
 ) -> None:
-    """An entry of a registry, which must be ``function``, or the same with other decorators of SkyRL's."""
+    """An entry of a registry, which must be ``function``, or what SkyRL's decorators made on the way to it: a
+    function of the user's may wrap SkyRL's too, and does something else."""
     assert place.registry is not None
     table = vars(importlib.import_module(place.module))[place.registry]._functions
     entry = table.get(place.name)
-    if entry is None or inspect.unwrap(entry) is not inspect.unwrap(function):
+    known = [function]
+    while (inner := getattr(known[-1], "__wrapped__", None)) is not None:
+        known.append(inner)
+    if not any(entry is one for one in known):
         raise PatchError(f"the registry's {place.name!r} must be SkyRL's own {function.__name__}")
     owner = Table(f"{place.module}.{place.registry}", table)
     patch.replace(owner, place.name, make(entry, place), expected=entry)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from typing import Any, NamedTuple
 
 from rlkernel.integrations._environment import chosen
@@ -47,7 +49,8 @@ def ask(request: Asked) -> dict[str, str | None]:
     Not by ``RAY_RUNTIME_ENV_HOOK``, which Ray passes over in what ``uv run`` has started.
 
     Raises:
-        PatchError: the job that this process belongs to has another function to start its processes with.
+        PatchError: the job that this process belongs to has another function to start its processes with, or
+            no ``runtime_env`` that can be read.
     """
     own = {SWITCH: ",".join(request.parts), STRICT: "1" if request.strict else "0"}
     job = _with_hook(os.environ.get(JOB), own)
@@ -57,7 +60,7 @@ def ask(request: Asked) -> dict[str, str | None]:
 
 
 def _with_hook(text: str | None, variables: dict[str, str]) -> str:
-    job: dict[str, Any] = json.loads(text or "{}")
+    job = _job(text)
     environment = job["runtime_env"] = job.get("runtime_env") or {}
     hook = environment.setdefault("worker_process_setup_hook", HOOK)
     if hook != HOOK:
@@ -67,3 +70,27 @@ def _with_hook(text: str | None, variables: dict[str, str]) -> str:
         )
     environment["env_vars"] = (environment.get("env_vars") or {}) | variables
     return json.dumps(job)
+
+
+def _job(text: str | None) -> dict[str, Any]:
+    try:
+        job = json.loads(text or "{}")
+    except ValueError as error:
+        raise PatchError(f"{JOB} must be JSON: {error}, got {text!r}") from error
+    if isinstance(job, dict):
+        environment = job.get("runtime_env") or {}
+        if isinstance(environment, dict) and isinstance(environment.get("env_vars") or {}, dict):
+            return job
+    raise PatchError(f"{JOB} must be a job's config with a runtime_env, got {text!r}")
+
+
+def forget_job() -> None:
+    """In a process of the job, forget what told the driver's ``ray.init`` of it, which is in its environment
+    where the driver started Ray: vLLM's engine calls ``ray.init`` in a process of its own, with its actor's
+    ``runtime_env``, and Ray takes no hook twice."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
+        return
+    with contextlib.suppress(PatchError):
+        if (_job(os.environ.get(JOB)).get("runtime_env") or {}).get("worker_process_setup_hook") == HOOK:
+            del os.environ[JOB]

@@ -244,6 +244,14 @@ def test_a_config_of_something_else():
     check_left_to_skyrl(lambda: loss_of("sapo", batch(1), config), "a temperature of the gate is not above 0")
 
 
+@pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
+def test_bounds_that_leave_no_ratio():
+    given = batch(1)
+    given["rollout_logprobs"] = given["log_probs"]
+    config = algorithm(eps_clip_low=0.0, eps_clip_high=0.0)
+    check_left_to_skyrl(lambda: loss_of("rollout_is", given, config), "no ratio is within the bounds")
+
+
 # the critic's
 
 

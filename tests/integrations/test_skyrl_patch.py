@@ -1,6 +1,7 @@
 """What rlkernel.patch_skyrl() replaces in the real SkyRL, restores and refuses; and Ray's processes."""
 
 import doctest
+import functools
 import inspect
 import json
 import logging
@@ -204,6 +205,43 @@ def test_the_docstrings_example():
     assert doctest.DocTestRunner().run(example) == (0, 1)
 
 
+def test_a_users_loss_that_wraps_skyrls_is_the_users(monkeypatch):
+    """As its attributes say that it is SkyRL's."""
+    stock = LOSSES._functions["regular"]
+
+    @functools.wraps(stock)
+    def doubled(*args, **kwargs):
+        loss, metrics = stock(*args, **kwargs)
+        return 2 * loss, metrics
+
+    with monkeypatch.context() as changed:
+        changed.setitem(LOSSES._functions, "regular", doubled)
+        with pytest.raises(PatchError, match="'regular' must be SkyRL's own ppo_policy_loss"):
+            rlkernel.patch_skyrl()
+        with rlkernel.patch_skyrl(strict=False) as patch:
+            assert list(patch.refused) == ["ppo_policy_loss"] and LOSSES._functions["regular"] is doubled
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(ppo_utils, "ppo_critic_loss"), (torch_utils, "logprobs_from_logits"),
+     (model_wrapper.HFModelWrapper, "forward")],
+)  # fmt: skip
+def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
+    stock = vars(owner)[name]
+
+    @functools.wraps(stock)
+    def around(*args, **kwargs):
+        return stock(*args, **kwargs)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(owner, name, around)
+        with pytest.raises(PatchError, match=f"{name} must be SkyRL's own, got one that {__name__} made"):
+            rlkernel.patch_skyrl()
+        with rlkernel.patch_skyrl(strict=False) as patch:
+            assert vars(owner)[name] is around and len(patch.refused) == 1
+
+
 # modules that come later
 
 
@@ -339,6 +377,32 @@ def test_a_job_with_a_hook_of_its_own(monkeypatch):
     assert is_same(before) and SkyrlPatch.in_place() is None and switch.SWITCH not in os.environ
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "null", '"x"', '{"runtime_env": "x"}', '{"runtime_env": {"env_vars": ["x"]}}']
+)
+def test_a_job_that_cannot_be_read(monkeypatch, text):
+    monkeypatch.setenv(switch.JOB, text)
+    before = everything()
+    with pytest.raises(PatchError, match="RAY_JOB_CONFIG_JSON_ENV_VAR must be"):
+        rlkernel.patch_skyrl()
+    assert is_same(before) and SkyrlPatch.in_place() is None
+    assert os.environ[switch.JOB] == text and switch.SWITCH not in os.environ
+
+
+@pytest.mark.parametrize("hook", [switch.HOOK, "my.hook", None])
+@pytest.mark.parametrize("mode", ["driver", "worker", "no ray"])
+def test_a_process_of_the_job_forgets_it(monkeypatch, mode, hook):
+    import ray
+
+    kind = {"driver": ray.SCRIPT_MODE, "worker": ray.WORKER_MODE}.get(mode)
+    context = types.SimpleNamespace(worker=types.SimpleNamespace(mode=kind))
+    monkeypatch.setattr(ray, "is_initialized", lambda: mode != "no ray")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setenv(switch.JOB, json.dumps({"runtime_env": hook and {"worker_process_setup_hook": hook}}))
+    plugin.register()
+    assert (switch.JOB in os.environ) == (mode != "worker" or hook != switch.HOOK)
+
+
 def test_the_hook_is_the_function_that_ray_calls():
     module, _, name = switch.HOOK.rpartition(".")
     assert module == plugin.__name__ and getattr(plugin, name) is plugin.register
@@ -393,7 +457,7 @@ def test_ray_runs_already(monkeypatch, mode, hook, late):
 
 
 CODE = """
-import importlib, json, os, sys
+import importlib, json, os, subprocess, sys
 import ray
 import skyrl.backends.skyrl_train.utils.ppo_utils as core
 
@@ -405,7 +469,11 @@ class Worker:
         from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
         kinds = [core.PolicyLossRegistry.get(name).__module__ for name in ("gspo", "users_own")]
         patch = SkyrlPatch.in_place()
-        return [hooked, early, *kinds, list(patch.parts if patch else ())]
+        context = ray.get_runtime_context()  # which vLLM's actor hands to its engine's process
+        code = f"import ray; ray.init({context.gcs_address!r}, runtime_env={context.runtime_env.to_dict()!r})"
+        engine = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        told = "" if engine.returncode == 0 else engine.stderr[-500:]
+        return [hooked, early, *kinds, list(patch.parts if patch else ()), told]
 
 def users_own(*x, **y):
     return x
@@ -446,8 +514,8 @@ def test_rays_processes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert told == [
-        [True, False, "rlkernel", "__main__", ["losses", "advantages"]],
-        [True, False, "rlkernel", "__main__", ["losses"]],
+        [True, False, "rlkernel", "__main__", ["losses", "advantages"], ""],
+        [True, False, "rlkernel", "__main__", ["losses"], ""],
     ]
 
 
