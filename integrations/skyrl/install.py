@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 
 from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.skyrl import switch
 from rlkernel.integrations.skyrl.contract import HOMES, require_version
@@ -50,9 +51,9 @@ def patch(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> S
             )
         return active.share()
     _before_ray(strict)
-    result = _installed(switch.Asked(wanted, strict), eagerly=True)
+    result = _installed(Asked(wanted, strict), eagerly=True)
     try:
-        result.environment = switch.ask(switch.Asked(wanted, strict))
+        result.environment = switch.ask(Asked(wanted, strict))
     except PatchError:
         result.undo()
         raise
@@ -83,7 +84,7 @@ def _before_ray(strict: bool) -> None:
     warnings.warn(message, stacklevel=4)  # of patch, which is called by rlkernel's
 
 
-def _installed(request: switch.Asked, eagerly: bool) -> SkyrlPatch:
+def _installed(request: Asked, eagerly: bool) -> SkyrlPatch:
     result = SkyrlPatch(*request)
     for part in request.parts:
         if HOMES[part] in sys.modules or (eagerly and _imports(part)):

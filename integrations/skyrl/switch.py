@@ -6,41 +6,19 @@ import contextlib
 import json
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
-from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._parts import Asked, Switch
 from rlkernel.integrations._patch import PatchError
 from rlkernel.types import SkyrlPart
 
-SWITCH = "SKYRL_RLKERNEL"  # "1": every part; or names of parts, with commas between them
-STRICT = "SKYRL_RLKERNEL_STRICT"  # "1": what cannot be replaced is an error
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own: what ray.init adds to the runtime_env that it is given
 HOOK = "rlkernel.integrations.skyrl.plugin.register"
 
-OWN = (SWITCH, STRICT)
 PARTS: tuple[SkyrlPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
-
-
-class Asked(NamedTuple):
-    parts: tuple[str, ...]
-    strict: bool
-
-
-def is_strict() -> bool:
-    return os.environ.get(STRICT) == "1"
-
-
-def asked() -> Asked | None:
-    """What the environment asks for; None where it asks for nothing.
-
-    Raises:
-        ValueError: it names a part that there is not.
-    """
-    text = os.environ.get(SWITCH, "").strip()
-    if text in ("", "0"):
-        return None
-    names = PARTS if text == "1" else [name.strip() for name in text.split(",") if name.strip()]
-    return Asked(chosen(names, PARTS, SWITCH), is_strict())
+_SWITCH = Switch("SKYRL_RLKERNEL", PARTS)
+OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
+asked, is_strict = _SWITCH.asked, _SWITCH.is_strict
 
 
 def ask(request: Asked) -> dict[str, str | None]:
@@ -52,7 +30,7 @@ def ask(request: Asked) -> dict[str, str | None]:
         PatchError: the job that this process belongs to has another function to start its processes with, or
             no ``runtime_env`` that can be read.
     """
-    own = {SWITCH: ",".join(request.parts), STRICT: "1" if request.strict else "0"}
+    own = _SWITCH.variables(request)
     job = _with_hook(os.environ.get(JOB), own)
     before = {name: os.environ.get(name) for name in (*OWN, JOB)}
     os.environ.update(own | {JOB: job})

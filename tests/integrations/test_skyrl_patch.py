@@ -28,9 +28,10 @@ from skyrl_cases import (
 )
 
 import rlkernel
+from rlkernel.integrations._arrivals import Arrivals
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.skyrl import contract, plugin, switch
-from rlkernel.integrations.skyrl.arrivals import Arrivals
 from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
 
 model_wrapper = load(f"{BACKEND}.workers.model_wrapper")
@@ -350,7 +351,7 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
         switch.JOB, json.dumps({"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"X": "1"}}})
     )
     with rlkernel.patch_skyrl(["losses", "logprobs"]):
-        assert switch.asked() == switch.Asked(("logprobs", "losses"), True)
+        assert switch.asked() == Asked(("logprobs", "losses"), True)
         assert json.loads(os.environ[switch.JOB]) == {
             "metadata": {"a": "b"},
             "runtime_env": {
@@ -361,7 +362,7 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert switch.asked() is None and "worker_process" not in os.environ[switch.JOB]
     for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
         monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == switch.Asked(parts, False)
+        assert switch.asked() == Asked(parts, False)
     monkeypatch.setenv(switch.SWITCH, "0")
     assert switch.asked() is None
     monkeypatch.setenv(switch.SWITCH, "loss")
