@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._replacing import Arguments
-from rlkernel.ops.policy_loss.rollout_correction import RolloutCorrection
 
 SMALLEST = 1e-6  # of the probabilities whose divergence is taken, and of what is left of 1
 
@@ -17,7 +16,7 @@ SMALLEST = 1e-6  # of the probabilities whose divergence is taken, and of what i
 class Gate(NamedTuple):
     """What it leaves of the tokens of PPO; GSPO takes the ratio to the rollout instead."""
 
-    weights: Tensor  # [B, L], 0 where a unit is rejected
+    weights: Tensor  # [B, L], the bounded ratio, or 0 where a unit is rejected
     filtered: Tensor  # [] share of the units
 
 
@@ -27,18 +26,6 @@ def unable(loss: Any) -> str | None:
     if not numbers or not low <= high or high < 0:
         return "is_correction_threshold is not LOW <= HIGH"
     return None
-
-
-def of_ratio(loss: Any) -> RolloutCorrection | None:
-    """The correction as ``policy_loss`` has it; None: the gate is a divergence."""
-    low, high = (max(float(x), 0.0) for x in loss.is_correction_threshold)
-    if loss.is_correction_gating != "ratio":
-        return None
-    if loss.is_correction_level == "seq":  # what is left keeps the ratio of each token
-        return RolloutCorrection(high=math.inf, reject=(("seq_mean_k1", low, high),))
-    return RolloutCorrection(
-        mode="truncate" if loss.is_correction_mode == "clip" else "mask", low=low, high=high
-    )
 
 
 @torch.no_grad()
@@ -65,7 +52,11 @@ def gate(given: Arguments) -> Gate:
     measure = measure.exp() if loss.is_correction_gating == "ratio" else measure
     within = (measure >= low) & (measure <= high)
     filtered = (~within).double().mean() if by_sequence else _mean((~within).double(), mask)
-    return Gate(_single(torch.where(within & mask, ratio, 0), given), _single(filtered, given))
+    if loss.is_correction_mode == "clip":  # which takes the ratio of a token alone
+        weights = torch.where(mask, ratio.clamp(low, high), 0)
+    else:
+        weights = torch.where(within & mask, ratio, 0)
+    return Gate(_single(weights, given), _single(filtered, given))
 
 
 @torch.no_grad()

@@ -46,6 +46,9 @@ def patch(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool = True) -
                 f"parts must be what the patch in place has, {active.parts}, got {wanted}: undo it first"
             )
         return active.share()
+    from rlkernel.integrations.openrlhf.processes import wait_no_more
+
+    wait_no_more()  # what is planned imports OpenRLHF, behind which the environment's parts would be put on
     result = OpenRlhfPatch(strict)
     result.plan(wanted)
     result.apply()

@@ -82,17 +82,13 @@ def _policy(given: Arguments) -> Losses:
 
 
 def _corrected(given: Arguments) -> Losses:
-    loss, mask, advantages = given["self"], given["action_mask"], given["advantages"]
+    mask, advantages = given["action_mask"], given["advantages"]
     new, old, rollout = given["log_probs"], given["old_log_probs"], given["rollout_log_probs"]
     options, gate = _options(given), correction.gate(given)
-    if (rule := correction.of_ratio(loss)) is not None:
-        options |= {"rollout_logprobs": rollout, "correction": rule}
-        told = out = policy_loss(new, old, advantages, mask, **options)
-    else:
-        # a clipped loss is a multiple of the size of its advantage; the metrics are of those as they were
-        told = policy_loss(new.detach(), old, advantages, mask, **options)
-        weighed = torch.where(mask != 0, advantages * gate.weights, 0)
-        out = policy_loss(new, old, weighed, mask, **options)
+    # a clipped loss is a multiple of the size of its advantage; the metrics are of those as they were
+    told = policy_loss(new.detach(), old, advantages, mask, **options)
+    weighed = torch.where(mask != 0, advantages * gate.weights, 0)
+    out = policy_loss(new, old, weighed, mask, **options)
     drift = correction.mean_difference(rollout, old, mask)
     return out.loss, _clipped(told), _metric(told, "approx_kl_k1"), drift, gate.filtered
 

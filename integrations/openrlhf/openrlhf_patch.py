@@ -54,5 +54,8 @@ class OpenRlhfPatch(CountedPatch):
         was_active = self.active
         super().undo()
         if was_active:
+            from rlkernel.integrations.openrlhf.processes import wait_no_more
+
+            wait_no_more()
             restore(self.environment)
             self.environment = {}

@@ -42,6 +42,11 @@ def watch() -> None:
         sys.meta_path.insert(0, AfterImport(later))
 
 
+def wait_no_more() -> None:
+    """What has not been imported yet stays OpenRLHF's own."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+
+
 def in_worker() -> None:
     """What a worker of Ray calls as it starts."""
     watch()

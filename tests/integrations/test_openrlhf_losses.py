@@ -139,6 +139,19 @@ def test_what_the_mask_hides_does_not_matter(gate):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("gate", ["icepop", "tis", "seq"])
+def test_a_token_that_the_rollout_thought_impossible_is_rejected(gate):
+    """Its ratio is infinite: out of the bounds, or the upper one, as ``is_filter_ratio`` says."""
+    given = batch(rows=2)
+    given["rollout_log_probs"][0, 0] = -math.inf
+    want, theirs = run(KINDS["ppo"] | GATES[gate], torch.float32, given)
+    with rlkernel.patch_openrlhf():
+        got, grad = run(KINDS["ppo"] | GATES[gate], torch.float32, given)
+    assert want["is_filter_ratio"] > 0
+    torch.testing.assert_close((got["loss"], grad), (want["loss"], theirs))
+    torch.testing.assert_close(got["is_filter_ratio"], want["is_filter_ratio"])
+
+
 def test_no_token_at_all_is_a_loss_of_0():
     given = batch(10) | {"action_mask": torch.zeros(6, 11, dtype=torch.bool)}
     assert run(BOUNDS, torch.float32, given)[0]["loss"].isnan()

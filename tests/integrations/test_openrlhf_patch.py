@@ -299,6 +299,39 @@ def test_a_module_that_is_run(tmp_path):
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == want, (run.stdout, run.stderr)
 
 
+UNDONE = """
+import rlkernel, openrlhf.models
+patched = openrlhf.models.Actor.forward.__module__
+rlkernel.unpatch_all()
+from openrlhf.trainer.ppo_utils.experience_maker import compute_reward
+print(patched, openrlhf.models.Actor.forward.__module__, compute_reward.__module__)
+"""
+BY_CALL = """
+import rlkernel
+with rlkernel.patch_openrlhf(["losses"]) as patch:  # the first to import OpenRLHF's models
+    import openrlhf.models as models
+    print(patch.parts, models.PolicyLoss.forward.__module__, models.Actor.forward.__module__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (UNDONE, "rlkernel openrlhf.models.actor openrlhf.models.utils"),
+        (BY_CALL, "('losses',) rlkernel openrlhf.models.actor"),
+    ],
+    ids=["undone", "by call"],
+)
+def test_what_was_waited_for_is_not_put_on_any_more(tmp_path, text, want):
+    """Once the patch was undone, or the process has asked for one itself."""
+    (tmp_path / "trainer_of_test.py").write_text(text)
+    given = environment(OPENRLHF_RLKERNEL="1")
+    given["PYTHONPATH"] = os.pathsep.join([str(tmp_path), given["PYTHONPATH"]])
+    command = ("-m", "rlkernel.integrations.openrlhf", "trainer_of_test")
+    run = subprocess.run([sys.executable, *command], env=given, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == want, (run.stdout, run.stderr)
+
+
 def test_a_module_must_be_named():
     from rlkernel.integrations.openrlhf.__main__ import main
 
