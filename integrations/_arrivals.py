@@ -10,7 +10,8 @@ from types import ModuleType
 
 
 class Arrivals(MetaPathFinder):
-    """A finder of modules that finds what the others find, and calls ``arrived`` when one has run.
+    """A finder of modules that finds what the others find, and calls ``arrived`` once for each that has run,
+    before its importer takes names from it.
 
     An error of ``arrived`` is one of the import.
     """
@@ -39,8 +40,12 @@ class Arrivals(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # that of its class
             run(module)
-            if spec.name in self.names:
-                self.arrived(spec.name)
+            if spec.name not in self.names:
+                return
+            self.names.discard(spec.name)
+            if not self.names:
+                self.end()
+            self.arrived(spec.name)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]  # the loader is this spec's alone
 

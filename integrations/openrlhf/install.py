@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from rlkernel.integrations._environment import chosen
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.openrlhf import switch
 from rlkernel.integrations.openrlhf.contract import require_version
@@ -52,7 +53,7 @@ def patch(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool = True) -
     result = OpenRlhfPatch(strict)
     result.plan(wanted)
     result.apply()
-    result.environment = switch.ask(switch.Asked(wanted, strict))
+    result.environment = switch.ask(Asked(wanted, strict))
     return result
 
 

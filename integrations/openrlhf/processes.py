@@ -9,14 +9,12 @@ worker that never imports them, such as one of vLLM's, which OpenRLHF keeps free
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
+from rlkernel.integrations._arrivals import Arrivals
 from rlkernel.integrations.openrlhf import switch
 from rlkernel.integrations.openrlhf.install import register
 
@@ -25,6 +23,7 @@ WHERE = {
     "openrlhf.models": ("logprobs", "fused_head", "losses"),
     "openrlhf.trainer.ppo_utils.experience_maker": ("advantages",),
 }
+waited_for = Arrivals(set(), lambda name: register(WHERE[name]))
 WORKER, SETUP = "rlkernel.integrations.openrlhf.in_worker", "worker_process_setup_hook"
 
 
@@ -32,19 +31,19 @@ def watch() -> None:
     """Put on what the environment asks for, each part as soon as its modules are there."""
     if switch.asked() is None:
         return
-    later = {}
     for name, parts in WHERE.items():
         if name in sys.modules:
             register(parts)
         else:
-            later[name] = parts
-    if later and not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, AfterImport(later))
+            waited_for.names.add(name)
+    if waited_for.names:
+        waited_for.begin()
 
 
 def wait_no_more() -> None:
     """What has not been imported yet stays OpenRLHF's own."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+    waited_for.names.clear()
+    waited_for.end()
 
 
 def in_worker() -> None:
@@ -82,43 +81,3 @@ def _both(theirs: Any) -> Callable[[], None]:
 def _named(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Registers the parts of a module once it has been imported, before its importer takes names from it."""
-
-    def __init__(self, later: dict[str, tuple[str, ...]]) -> None:
-        self.later = later
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.later:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for x in others if (found := x.find_spec(name, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
-        return spec
-
-    def imported(self, name: str) -> None:
-        parts = self.later.pop(name, ())
-        if not self.later and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        register(parts)
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, finder: AfterImport) -> None:
-        self.loader, self.finder = loader, finder
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self.loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.finder.imported(module.__name__)

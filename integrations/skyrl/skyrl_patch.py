@@ -38,7 +38,6 @@ class SkyrlPatch(PartsPatch):
         self._arrivals.names.add(HOMES[part])
 
     def _arrived(self, home: str) -> None:
-        self._arrivals.names.discard(home)
         for part in [part for part, name in self.waiting.items() if name == home]:
             del self.waiting[part]
             planned = len(self._plan), len(self._everywhere)

@@ -25,6 +25,7 @@ from openrlhf_cases import (
 from patch_orders import same, state
 
 import rlkernel
+from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.openrlhf import contract, install, processes, runtime_env, switch
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
@@ -194,7 +195,7 @@ def test_signatures_stay_openrlhfs():
 def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert switch.asked() is None
     with rlkernel.patch_openrlhf(["losses", "logprobs"]):
-        assert switch.asked() == switch.Asked(("logprobs", "losses"), True)
+        assert switch.asked() == Asked(("logprobs", "losses"), True)
         assert os.environ[switch.RAY] == switch.HOOK and switch.BEFORE not in os.environ
     assert switch.asked() is None and switch.RAY not in os.environ
     monkeypatch.setenv(switch.RAY, "mine.hook")
@@ -203,7 +204,7 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
     assert os.environ[switch.RAY] == "mine.hook" and switch.BEFORE not in os.environ
     for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
         monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == switch.Asked(parts, False)
+        assert switch.asked() == Asked(parts, False)
     monkeypatch.setenv(switch.SWITCH, "0")
     assert switch.asked() is None
     monkeypatch.setenv(switch.SWITCH, "loss")
@@ -278,11 +279,11 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker, c
 from openrlhf.models import Actor, PolicyLoss
 import inspect, openrlhf.models
 assert inspect.getsource(openrlhf.models) and openrlhf.models.__spec__.loader is openrlhf.models.__loader__
-from rlkernel.integrations.openrlhf.processes import AfterImport
+from rlkernel.integrations.openrlhf.processes import waited_for
 assert __name__ == "__main__" and sys.argv[0].endswith("trainer_of_test.py")
 print(sys.argv[1:], early, Actor.forward.__module__, PolicyLoss.forward.__module__, compute_reward.__module__,
       RemoteExperienceMaker.get_cumulative_returns.__module__,
-      any(isinstance(finder, AfterImport) for finder in sys.meta_path))
+      waited_for in sys.meta_path)
 """
 
 
@@ -346,13 +347,15 @@ def test_an_import_that_fails_is_waited_for_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     told = []
     monkeypatch.setattr(processes, "register", told.append)
-    finder = processes.AfterImport({"waited_for": ("losses",)})
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.setattr(processes, "WHERE", {"waited_for": ("losses",)})
+    monkeypatch.setenv(switch.SWITCH, "1")
+    processes.watch()
     with pytest.raises(ImportError, match="no flash-attn"):
         importlib.import_module("waited_for")
     (tmp_path / "waited_for.py").write_text("# now it is there, and of another size")
     importlib.invalidate_caches()
     assert not told and importlib.import_module("waited_for") and told == [("losses",)]
+    finder = processes.waited_for
     assert finder not in sys.meta_path and finder.find_spec("waited_for", None) is None
     del sys.modules["waited_for"]
 
