@@ -361,7 +361,7 @@ def test_an_import_that_fails_is_waited_for_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rays_processes(monkeypatch):
+def test_rays_processes(rays_turn, monkeypatch):
     """Which a patch in the driver reaches, where ``ray.init`` is called after it, as OpenRLHF calls it."""
     import ray
 

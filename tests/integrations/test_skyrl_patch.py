@@ -498,7 +498,7 @@ run()
 
 
 @pytest.mark.slow
-def test_rays_processes(tmp_path):
+def test_rays_processes(rays_turn, tmp_path):
     """By one variable, under a driver that knows nothing of rlkernel; and where the driver calls it."""
     (tmp_path / "skyrl").symlink_to(SOURCE)  # without the other peers that lie beside it
     (tmp_path / "driver.py").write_text(CODE)

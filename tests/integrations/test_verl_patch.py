@@ -267,7 +267,7 @@ def test_the_entry_point_in_fresh_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_rays_processes(monkeypatch):
+def test_rays_processes(rays_turn, monkeypatch):
     """Which a patch in the driver reaches, where Ray is started after it."""
     ray = pytest.importorskip("ray", reason="needs verl, of whose dependencies Ray is one")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
