@@ -137,6 +137,8 @@ def nothing_left_behind(upstream, monkeypatch):
     for name in (*switch.OWN, switch.RAY):
         monkeypatch.delenv(name, raising=False)
     yield
+    for name in (*switch.OWN, switch.RAY):  # monkeypatch gives back what it took, and no more
+        os.environ.pop(name, None)
     for entry, original in upstream:
         assert entry.current() is original, f"a test left {entry.path} patched"
 

@@ -47,6 +47,9 @@ LOSSES, ESTIMATORS = ppo_utils.PolicyLossRegistry, ppo_utils.AdvantageEstimatorR
 def nothing_asked(monkeypatch):
     for name in (*switch.OWN, switch.JOB):
         monkeypatch.delenv(name, raising=False)
+    yield
+    for name in (*switch.OWN, switch.JOB):  # monkeypatch gives back what it took, and no more
+        os.environ.pop(name, None)
 
 
 def everything():
