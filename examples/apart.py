@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -10,11 +11,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from before_after import MIB, checked
+from before_after import MIB, PeakMemory, checked, need
 
 
 def sizes(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,15 @@ def sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after one that is not")
+
+
+def documented(text: str | None) -> argparse.ArgumentParser:
+    """A parser that shows an example's own words."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
 
 
 def parse(parser: argparse.ArgumentParser, modes: Sequence[str]) -> argparse.Namespace:
@@ -51,6 +62,32 @@ def make_qwen(args: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
+class Steps:
+    """What the steps of this process take: time, memory, and the mean of the log-probabilities of each."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device, self.peak = device, PeakMemory()
+        self.found: dict[str, list[float]] = {
+            name: [] for name in ("step_seconds", "cpu_seconds", "peak_bytes", "logprob")
+        }
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        self.peak.start()
+        begin = time.perf_counter(), time.process_time()
+        yield
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
+        self.found["step_seconds"].append(time.perf_counter() - begin[0])
+        self.found["cpu_seconds"].append(time.process_time() - begin[1])
+        self.found["peak_bytes"].append(self.peak.stop())
+
+    def scored(self, logprobs: Any) -> None:
+        self.found["logprob"].append(logprobs.detach().double().mean().item())
+
+
 def run(mode: str, args: argparse.Namespace, **environment: str) -> dict[str, Any]:
     """This script's ``mode`` in a fresh process, so that no run finds memory or caches of another."""
     inherited = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONWARNINGS": "ignore"}
@@ -65,36 +102,39 @@ def run(mode: str, args: argparse.Namespace, **environment: str) -> dict[str, An
     return record
 
 
-def compare(
-    modes: Sequence[str], args: argparse.Namespace, of_step: str, **environment: str
-) -> dict[str, Any]:
-    """The record of every mode, and how far ``of_step`` of the first and the last one are apart."""
+def compare(modes: Sequence[str], args: argparse.Namespace, **environment: str) -> dict[str, Any]:
+    """The record of every mode, and how far the log-probabilities of the first and the last are apart."""
     with tempfile.TemporaryDirectory(prefix=f"{Path(sys.argv[0]).stem}-") as name:
         args.folder = Path(name)
         result: dict[str, Any] = {mode: run(mode, args, **environment) for mode in modes}
-    pairs = zip(result[modes[0]][of_step], result[modes[-1]][of_step], strict=True)
+    pairs = zip(*(result[mode]["logprob"] for mode in (modes[0], modes[-1])), strict=True)
     result["logprob_difference"] = max(abs(a - b) for a, b in pairs)
     result["settings"] = {k: v for k, v in vars(args).items() if isinstance(v, int | float)}
     return result
 
 
-def keep(record: dict[str, Any], args: argparse.Namespace) -> None:
-    """What a worker leaves to ``run``."""
-    (args.folder / f"{args.worker}.json").write_text(json.dumps(record))
-
-
-def show(
-    result: dict[str, Any],
-    args: argparse.Namespace,
-    markdown: Callable[[dict[str, Any]], str],
-    device: str = "cpu",
+def main(
+    train: Callable[[str, argparse.Namespace], dict[str, Any]],
+    parser: argparse.ArgumentParser,
+    modes: Sequence[str],
+    needed: Sequence[str],
+    **environment: str,
 ) -> None:
-    """Print the table, and write the report where ``--json`` says."""
-    from rlkernel.bench import report
+    """Train in each mode, print the table, and write the report where ``--json`` says."""
+    args = parse(parser, modes)
+    need(*needed)
+    if args.worker:  # what ``run`` reads
+        (args.folder / f"{args.worker}.json").write_text(json.dumps(train(args.worker, args)))
+        return
+    device = getattr(args, "device", "cpu")
+    result = compare(modes, args, **environment)
+    result["settings"]["dtype"] = "fp32" if device == "cpu" else "bf16"
+    from rlkernel.bench import example_tables, report
 
+    name = Path(sys.argv[0]).stem
     head = report.header([], device) | {"threads": args.threads}
-    head["command"] = shlex.join(["python", f"examples/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    head["command"] = shlex.join(["python", f"examples/{name}.py", *sys.argv[1:]])
     result = {"header": head, **result}
-    print(markdown(result))
+    print(getattr(example_tables, name)(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

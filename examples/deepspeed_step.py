@@ -12,12 +12,11 @@ logprobs, the clipped loss, ``engine.backward`` and ``engine.step``.
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import apart
-from before_after import PeakMemory, need
 
+NEEDED = ("transformers", "deepspeed")
 MODES = ("stock", "score")
 
 
@@ -45,50 +44,35 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     g = torch.Generator().manual_seed(1)
-    record: dict[str, Any] = {"step_seconds": [], "cpu_seconds": [], "peak_bytes": [], "loss": []}
-    peak = PeakMemory()
+    steps = apart.Steps()
     for _ in range(args.steps + 1):
         ids = torch.randint(3, args.vocabulary, (args.samples, args.length), generator=g)
         advantages = torch.randn(args.samples, args.length - 1, generator=g)
         mask = torch.ones_like(advantages)
-        peak.start()
-        begin = time.perf_counter(), time.process_time()
-        if mode == "score":
-            logprobs = adapter.score(engine, ids, use_cache=False).logprobs
-            loss = rlkernel.policy_loss(logprobs, None, advantages, mask, loss_type="ppo").loss
-        else:
-            logp = torch.nn.functional.log_softmax(engine(ids, use_cache=False).logits[:, :-1, :], dim=-1)
-            logprobs = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-            del logp
-            ratio = (logprobs - logprobs.detach()).exp()
-            losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-            loss = (losses * mask).sum() / mask.sum()
-        engine.backward(loss)
-        engine.step()
-        record["step_seconds"].append(time.perf_counter() - begin[0])
-        record["cpu_seconds"].append(time.process_time() - begin[1])
-        record["peak_bytes"].append(peak.stop())
+        with steps.measured():
+            if mode == "score":
+                logprobs = adapter.score(engine, ids, use_cache=False).logprobs
+                loss = rlkernel.policy_loss(logprobs, None, advantages, mask, loss_type="ppo").loss
+            else:
+                logp = torch.nn.functional.log_softmax(engine(ids, use_cache=False).logits[:, :-1, :], dim=-1)
+                logprobs = logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+                del logp
+                ratio = (logprobs - logprobs.detach()).exp()
+                losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+                loss = (losses * mask).sum() / mask.sum()
+            engine.backward(loss)
+            engine.step()
         # the loss itself is the same whatever the policy, on-policy; this is not
-        record["loss"].append(logprobs.detach().double().mean().item())
-    return record
+        steps.scored(logprobs)
+    return steps.found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = apart.documented(__doc__)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO")
     apart.sizes(parser)
-    args = apart.parse(parser, MODES)
-    need("transformers", "deepspeed")
-    if args.worker:
-        apart.keep(train(args.worker, args), args)
-        return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    result = apart.compare(MODES, args, "loss", DS_ACCELERATOR="cpu", **alone)
-    from rlkernel.bench import example_tables
-
-    apart.show(result, args, example_tables.deepspeed_step)
+    apart.main(train, parser, MODES, NEEDED, DS_ACCELERATOR="cpu", **alone)
 
 
 if __name__ == "__main__":

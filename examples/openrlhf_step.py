@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
-import time
 from types import ModuleType
 from typing import Any
 
 import apart
-from before_after import PeakMemory, need
 
+NEEDED = ("openrlhf", "deepspeed", "peft", "pylatexenc")
 MODES = ("stock", "patched")
 PARTS = ("logprobs", "fused_head", "losses")  # the advantages live where Ray and vLLM are imported
 OF_FLASH_ATTN = {
@@ -47,6 +47,7 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     import rlkernel
 
     torch.set_num_threads(args.threads)
+    os.environ["DS_ACCELERATOR"] = args.device  # of DeepSpeed, which OpenRLHF imports
     model = apart.make_qwen(args)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     model.to(args.device, dtype)
@@ -60,49 +61,31 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
         rlkernel.patch_openrlhf(PARTS)
     loss_of, optimizer = PolicyLoss(), torch.optim.SGD(model.parameters(), lr=1e-2)
     g = torch.Generator().manual_seed(1)
-    record: dict[str, Any] = {"step_seconds": [], "cpu_seconds": [], "peak_bytes": [], "logprob": []}
-    peak = PeakMemory()
+    steps = apart.Steps(args.device)
     for _ in range(args.steps + 1):
         ids = torch.randint(3, args.vocabulary, (args.samples, args.length), generator=g).to(args.device)
         rewards = torch.rand(args.samples, generator=g).to(args.device)
         advantages = ((rewards - rewards.mean()) / rewards.std())[:, None].expand(-1, args.length - 1)
         actions, there = torch.ones_like(advantages, dtype=torch.bool), torch.ones_like(ids)
-        peak.start()
-        begin = time.perf_counter(), time.process_time()
-        with torch.no_grad():
-            old = actor(ids, actions, there)
-        logprobs, output = actor(ids, actions, there, return_output=True, return_entropy=True)
-        loss, *_ = loss_of(logprobs, old, advantages, actions)
-        loss = loss - 1e-3 * output.entropy.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if args.device != "cpu":
-            torch.cuda.synchronize()
-        record["step_seconds"].append(time.perf_counter() - begin[0])
-        record["cpu_seconds"].append(time.process_time() - begin[1])
-        record["peak_bytes"].append(peak.stop())
-        record["logprob"].append(logprobs.detach().double().mean().item())
+        with steps.measured():
+            with torch.no_grad():
+                old = actor(ids, actions, there)
+            logprobs, output = actor(ids, actions, there, return_output=True, return_entropy=True)
+            loss, *_ = loss_of(logprobs, old, advantages, actions)
+            loss = loss - 1e-3 * output.entropy.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        steps.scored(logprobs)
         del output, loss, logprobs
-    return record
+    return steps.found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = apart.documented(__doc__)
     apart.sizes(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
-    args = apart.parse(parser, MODES)
-    need("openrlhf", "deepspeed", "peft", "pylatexenc")
-    if args.worker:
-        apart.keep(train(args.worker, args), args)
-        return
-    result = apart.compare(MODES, args, "logprob", DS_ACCELERATOR=args.device)
-    result["settings"]["dtype"] = "fp32" if args.device == "cpu" else "bf16"
-    from rlkernel.bench import example_tables
-
-    apart.show(result, args, example_tables.openrlhf_step, args.device)
+    apart.device(parser)
+    apart.main(train, parser, MODES, NEEDED)
 
 
 if __name__ == "__main__":

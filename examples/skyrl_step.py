@@ -14,12 +14,11 @@ the clipped loss, the backward pass and the optimizer, as SkyRL's trainer and wo
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import apart
-from before_after import PeakMemory, need
 
+NEEDED = ("skyrl",)
 MODES = ("stock", "patched")
 
 
@@ -41,57 +40,39 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     config, answer = AlgorithmConfig(use_entropy_loss=True), args.length // 2
     g = torch.Generator().manual_seed(1)
-    record: dict[str, Any] = {"step_seconds": [], "cpu_seconds": [], "peak_bytes": [], "logprob": []}
-    peak = PeakMemory()
+    steps = apart.Steps(args.device)
     for _ in range(args.steps + 1):
         ids = torch.randint(3, args.vocabulary, (args.samples, args.length), generator=g).to(args.device)
         there = torch.ones_like(ids)
         rewards = torch.zeros(args.samples, answer)
         rewards[:, -1] = torch.rand(args.samples, generator=g)
         rewards, mask = rewards.to(args.device), there[:, -answer:].float()
-        peak.start()
-        begin = time.perf_counter(), time.process_time()
-        with torch.no_grad():
-            old = model(ids, answer, there)
-        advantages, _ = ppo_utils.compute_advantages_and_returns(
-            rewards, mask, ["prompt"] * args.samples, "grpo", config
-        )
-        advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
-            advantages, mask, config.loss_reduction, args.samples, args.length
-        )
-        logprobs, output = model(ids, answer, there, return_output=True, compute_entropy=True)
-        loss, _ = ppo_utils.PolicyLossRegistry.get("regular")(
-            logprobs, old, advantages, config=config, loss_mask=mask
-        )
-        loss = loss - 1e-3 * masked_mean(output["entropy"][:, -answer - 1 : -1], mask)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if args.device != "cpu":
-            torch.cuda.synchronize()
-        record["step_seconds"].append(time.perf_counter() - begin[0])
-        record["cpu_seconds"].append(time.process_time() - begin[1])
-        record["peak_bytes"].append(peak.stop())
-        record["logprob"].append(logprobs.detach().double().mean().item())
-    return record
+        with steps.measured():
+            with torch.no_grad():
+                old = model(ids, answer, there)
+            advantages, _ = ppo_utils.compute_advantages_and_returns(
+                rewards, mask, ["prompt"] * args.samples, "grpo", config
+            )
+            advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
+                advantages, mask, config.loss_reduction, args.samples, args.length
+            )
+            logprobs, output = model(ids, answer, there, return_output=True, compute_entropy=True)
+            loss, _ = ppo_utils.PolicyLossRegistry.get("regular")(
+                logprobs, old, advantages, config=config, loss_mask=mask
+            )
+            loss = loss - 1e-3 * masked_mean(output["entropy"][:, -answer - 1 : -1], mask)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        steps.scored(logprobs)
+    return steps.found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = apart.documented(__doc__)
     apart.sizes(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
-    args = apart.parse(parser, MODES)
-    need("skyrl")
-    if args.worker:
-        apart.keep(train(args.worker, args), args)
-        return
-    result = apart.compare(MODES, args, "logprob")
-    result["settings"]["dtype"] = "fp32" if args.device == "cpu" else "bf16"
-    from rlkernel.bench import example_tables
-
-    apart.show(result, args, example_tables.skyrl_step, args.device)
+    apart.device(parser)
+    apart.main(train, parser, MODES, NEEDED)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ log-probabilities and entropies with their graph, the clipped loss, the backward
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import apart
-from before_after import PeakMemory, need
 
+NEEDED = ("verl",)
 MODES = ("stock", "patched")
 
 
@@ -43,51 +42,33 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     config = ActorConfig(strategy="fsdp", rollout_n=args.samples, ppo_micro_batch_size_per_gpu=args.samples)
     g = torch.Generator().manual_seed(1)
-    record: dict[str, Any] = {"step_seconds": [], "cpu_seconds": [], "peak_bytes": [], "logprob": []}
-    peak = PeakMemory()
+    steps = apart.Steps(args.device)
     for _ in range(args.steps + 1):
         ids = torch.randint(3, args.vocabulary, (args.samples, args.length), generator=g).to(args.device)
         rewards = torch.zeros(args.samples, args.length - 1)
         rewards[:, -1] = torch.rand(args.samples, generator=g)
         rewards = rewards.to(args.device)
         mask, names = torch.ones_like(rewards), np.array(["prompt"] * args.samples, dtype=object)
-        peak.start()
-        begin = time.perf_counter(), time.process_time()
-        with torch.no_grad():
-            old = model(input_ids=ids, return_dict=True, use_cache=False).log_probs[:, :-1]
-        advantages, _ = core_algos.get_adv_estimator_fn("grpo")(rewards, mask, names)
-        out = model(input_ids=ids, return_dict=True, use_cache=False)
-        logprobs, entropy = out.log_probs[:, :-1], out.entropy[:, :-1]
-        loss, _ = core_algos.get_policy_loss_fn("vanilla")(old, logprobs, advantages, mask, config=config)
-        loss = loss - 1e-3 * core_algos.agg_loss(entropy, mask, "token-mean")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if args.device != "cpu":
-            torch.cuda.synchronize()
-        record["step_seconds"].append(time.perf_counter() - begin[0])
-        record["cpu_seconds"].append(time.process_time() - begin[1])
-        record["peak_bytes"].append(peak.stop())
-        record["logprob"].append(logprobs.detach().double().mean().item())
-    return record
+        with steps.measured():
+            with torch.no_grad():
+                old = model(input_ids=ids, return_dict=True, use_cache=False).log_probs[:, :-1]
+            advantages, _ = core_algos.get_adv_estimator_fn("grpo")(rewards, mask, names)
+            out = model(input_ids=ids, return_dict=True, use_cache=False)
+            logprobs, entropy = out.log_probs[:, :-1], out.entropy[:, :-1]
+            loss, _ = core_algos.get_policy_loss_fn("vanilla")(old, logprobs, advantages, mask, config=config)
+            loss = loss - 1e-3 * core_algos.agg_loss(entropy, mask, "token-mean")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        steps.scored(logprobs)
+    return steps.found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = apart.documented(__doc__)
     apart.sizes(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fp32, or on a GPU bf16")
-    args = apart.parse(parser, MODES)
-    need("verl")
-    if args.worker:
-        apart.keep(train(args.worker, args), args)
-        return
-    result = apart.compare(MODES, args, "logprob")
-    result["settings"]["dtype"] = "fp32" if args.device == "cpu" else "bf16"
-    from rlkernel.bench import example_tables
-
-    apart.show(result, args, example_tables.verl_step, args.device)
+    apart.device(parser)
+    apart.main(train, parser, MODES, NEEDED)
 
 
 if __name__ == "__main__":

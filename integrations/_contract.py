@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import sys
 import warnings
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,27 @@ def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, 
             f"this {framework} is not the one that rlkernel knows as {versions}"
         )
     return original
+
+
+def own(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
+    """The same, of the module that it is in: what somebody has put around it shows its parameters, too."""
+    original = checked(owner, name, parameters, framework, versions)
+    home = sys.modules[owner.__module__] if isinstance(owner, type) else owner
+    made = _made(getattr(original, "forward", original))
+    if getattr(made, "__globals__", None) is not vars(home):
+        by = str(getattr(made, "__globals__", {}).get("__name__", type(made).__name__))
+        raise PatchError(f"{owner.__name__}.{name} must be {framework}'s own, got one that {by} made")
+    return original
+
+
+def _made(function: Any) -> Any:
+    """Without what torch's decorators, such as ``no_grad`` and ``compile``, have put around it."""
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+        inner = getattr(function, "_torchdynamo_orig_callable", getattr(function, "__wrapped__", None))
+        if inner is None:
+            break
+        function = inner
+    return function
 
 
 def _parameter(parameter: inspect.Parameter) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from typing_extensions import Self
 
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._environment import chosen, restore
@@ -23,6 +25,19 @@ class Switch:
 
     def __init__(self, name: str, parts: tuple[str, ...]) -> None:
         self.name, self.strict, self.parts = name, f"{name}_STRICT", parts
+
+    def called(self, parts: Iterable[str] | None, strict: bool) -> Asked:
+        """What a call asks for; None: all parts.
+
+        Raises:
+            ValueError: an argument is off.
+        """
+        if isinstance(parts, str):
+            raise ValueError(f"parts must be names, got {parts!r}")
+        wanted = self.parts if parts is None else chosen(parts, self.parts, "parts")
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict must be True or False, got {strict!r}")
+        return Asked(wanted, strict)
 
     def is_strict(self) -> bool:
         return os.environ.get(self.strict) == "1"
@@ -58,6 +73,14 @@ class PartsPatch(CountedPatch):
         """Which function, or part, is not replaced after all, and why."""
         self.environment: dict[str, str | None] = {}
         """What the environment held before; nothing where this process found the switch set."""
+
+    def asked_again(self, parts: Iterable[str] | None, wanted: Asked) -> Self:
+        """For a second call while the patch is on, which must ask for the same parts, or for none."""
+        if parts is not None and set(self.parts) != set(wanted.parts):
+            raise PatchError(
+                f"parts must be what the patch in place has, {self.parts}, got {wanted.parts}: undo it first"
+            )
+        return self.share()
 
     @contextmanager
     def planning(self, name: str) -> Iterator[None]:

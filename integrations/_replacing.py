@@ -87,6 +87,35 @@ def misplaced(**tensors: Any) -> str | None:
     return None
 
 
+def unfit_logits(logits: Any) -> str | None:
+    if reason := unsuitable(NARROW, logits=logits):
+        return reason
+    return None if logits.dim() > 1 and logits.shape[-1] else "logits are not [..., V] with rows"
+
+
+def unfit_labels(logits: Tensor, labels: Any) -> str | None:
+    if reason := misplaced(labels=labels):
+        return reason
+    return None if labels.shape == logits.shape[:-1] else "labels have not the shape of the rows of logits"
+
+
+def unfit_rewards(given: Arguments) -> str | None:
+    """Of an estimator: ``token_level_rewards`` and ``response_mask``."""
+    rewards, mask = given["token_level_rewards"], given["response_mask"]
+    if reason := unsuitable(token_level_rewards=rewards) or misplaced(response_mask=mask):
+        return reason
+    if rewards.requires_grad:
+        return "token_level_rewards requires a gradient"
+    return differing(token_level_rewards=rewards, response_mask=mask)
+
+
+def group_numbers(index: Any, device: torch.device) -> Tensor:
+    """A number for each response's group, by its names: strings or numbers, in a list or an array."""
+    first: dict[Any, int] = {}
+    names = index.tolist() if hasattr(index, "tolist") else index
+    return torch.tensor([first.setdefault(name, len(first)) for name in names], device=device)
+
+
 def differing(**tensors: Tensor) -> str | None:
     """Tensors that must have one shape [B, L] and one device, and all but the first no gradient."""
     (first, whole), *others = tensors.items()

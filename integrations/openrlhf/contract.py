@@ -62,6 +62,6 @@ def require_version(strict: bool) -> None:
 
 
 def checked(owner: Any, name: str) -> Any:
-    """OpenRLHF's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    """OpenRLHF's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
     path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-    return _contract.checked(owner, name, PARAMETERS[path], "OpenRLHF", SUPPORTED)
+    return _contract.own(owner, name, PARAMETERS[path], "OpenRLHF", SUPPORTED)

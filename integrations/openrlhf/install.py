@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from rlkernel.integrations._environment import chosen
-from rlkernel.integrations._parts import Asked
-from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.openrlhf import switch
 from rlkernel.integrations.openrlhf.contract import require_version
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
@@ -35,25 +32,17 @@ def patch(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool = True) -
         PatchError: the patch is on with other parts; or, if ``strict``, OpenRLHF is not what was run.
             Nothing is replaced then.
     """
-    if isinstance(parts, str):
-        raise ValueError(f"parts must be names, got {parts!r}")
-    wanted = switch.PARTS if parts is None else chosen(parts, switch.PARTS, "parts")
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict must be True or False, got {strict!r}")
+    wanted = switch.called(parts, strict)
     require_version(strict)
     if (active := OpenRlhfPatch.in_place()) is not None:
-        if parts is not None and set(active.parts) != set(wanted):
-            raise PatchError(
-                f"parts must be what the patch in place has, {active.parts}, got {wanted}: undo it first"
-            )
-        return active.share()
+        return active.asked_again(parts, wanted)
     from rlkernel.integrations.openrlhf.processes import wait_no_more
 
     wait_no_more()  # what is planned imports OpenRLHF, behind which the environment's parts would be put on
     result = OpenRlhfPatch(strict)
-    result.plan(wanted)
+    result.plan(wanted.parts)
     result.apply()
-    result.environment = switch.ask(Asked(wanted, strict))
+    result.environment = switch.ask(wanted)
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations._replacing import NARROW, Arguments, misplaced, replacement, unsuitable
+from rlkernel.integrations._replacing import Arguments, replacement, unfit_labels, unfit_logits
 from rlkernel.integrations.openrlhf import contract
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 from rlkernel.ops.logprob import entropy_from_logits, logprob
@@ -38,18 +38,13 @@ def _entropy(given: Arguments) -> Tensor:
 
 
 def _unable(given: Arguments) -> str | None:
-    if reason := _unable_logits(given) or misplaced(labels=given["labels"]):
-        return reason
-    if given["labels"].shape != given["logits"].shape[:-1]:
-        return "labels have not the shape of the rows of logits"
-    return unable_temperature(given["temperature"])
+    logits = given["logits"]
+    reason = unfit_logits(logits) or unfit_labels(logits, given["labels"])
+    return reason or unable_temperature(given["temperature"])
 
 
 def _unable_logits(given: Arguments) -> str | None:
-    logits = given["logits"]
-    if reason := unsuitable(NARROW, logits=logits):
-        return reason
-    return None if logits.dim() > 1 and logits.shape[-1] else "logits are not [..., V] with rows"
+    return unfit_logits(given["logits"])
 
 
 def unable_temperature(temperature: Any) -> str | None:

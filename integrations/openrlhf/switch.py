@@ -15,7 +15,7 @@ PARTS: tuple[OpenRlhfPart, ...] = ("logprobs", "fused_head", "losses", "advantag
 _SWITCH = Switch("OPENRLHF_RLKERNEL", PARTS)
 SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
 OWN = (SWITCH, STRICT, BEFORE)
-asked, is_strict = _SWITCH.asked, _SWITCH.is_strict
+asked, called, is_strict = _SWITCH.asked, _SWITCH.called, _SWITCH.is_strict
 
 
 def ask(request: Asked | None = None) -> dict[str, str | None]:

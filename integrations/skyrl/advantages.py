@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS
-from rlkernel.integrations._replacing import Arguments, differing, misplaced, unsuitable
+from rlkernel.integrations._replacing import (
+    Arguments,
+    differing,
+    group_numbers,
+    misplaced,
+    unfit_rewards,
+    unsuitable,
+)
 from rlkernel.integrations.skyrl import contract
 from rlkernel.integrations.skyrl.policy_losses import WEIGHTS, weights
 from rlkernel.integrations.skyrl.replacing import Left, Place, Replaced, replace_entry
@@ -55,22 +62,10 @@ def _replaced(patch: SkyrlPatch, kind: Kind, original: Callable[..., Any], place
 # groups
 
 
-def _ids(index: Any) -> list[int]:
-    """A number for each group, by SkyRL's names of them: a list or an array of strings, or numbers."""
-    first: dict[Any, int] = {}
-    names = index.tolist() if isinstance(index, np.ndarray | Tensor) else index
-    return [first.setdefault(name, len(first)) for name in names]
-
-
 def _unable_rows(given: Arguments) -> str | None:
-    rewards, mask = given["token_level_rewards"], given["response_mask"]
-    if reason := unsuitable(token_level_rewards=rewards) or misplaced(response_mask=mask):
+    if reason := unfit_rewards(given):
         return reason
-    if rewards.requires_grad:
-        return "token_level_rewards requires a gradient"
-    if reason := differing(token_level_rewards=rewards, response_mask=mask):
-        return reason
-    return None if torch.isfinite(rewards).all() else "a reward is not finite"
+    return None if torch.isfinite(given["token_level_rewards"]).all() else "a reward is not finite"
 
 
 def _unable_group(given: Arguments) -> str | None:
@@ -88,7 +83,7 @@ def _unable_group(given: Arguments) -> str | None:
 def _grouped(given: Arguments, **options: Any) -> Pair:
     """Of each response, to its tokens: SkyRL's advantages, which are its returns too."""
     scores = given["token_level_rewards"].sum(-1)
-    ids = torch.tensor(_ids(given["index"]), device=scores.device)
+    ids = group_numbers(given["index"], scores.device)
     advantages = group_advantages(scores, group_ids=ids, eps=given.get("epsilon", 0.0), **options)
     found = advantages[:, None] * given["response_mask"]
     return found, found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from rlkernel.integrations import _contract
-from rlkernel.integrations._patch import PatchError
 
 SUPPORTED = ">=0.3.0,<0.4"  # 0.3.0 has been run
 
@@ -64,14 +62,5 @@ def require_version(strict: bool) -> None:
 
 
 def checked(owner: Any, name: str) -> Any:
-    """SkyRL's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults, and be of its
-    module: what somebody has put around it shows its parameters too."""
-    found = _contract.checked(owner, name, PARAMETERS[name], "SkyRL", SUPPORTED)
-    home = sys.modules[owner.__module__] if isinstance(owner, type) else owner
-    if getattr(found, "__globals__", None) is not vars(home):
-        raise PatchError(f"{owner.__name__}.{name} must be SkyRL's own, got one that {_maker(found)} made")
-    return found
-
-
-def _maker(function: Any) -> str:
-    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__name__))
+    """SkyRL's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    return _contract.own(owner, name, PARAMETERS[name], "SkyRL", SUPPORTED)

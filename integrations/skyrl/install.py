@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-from rlkernel.integrations._environment import chosen
 from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.skyrl import switch
@@ -38,22 +37,14 @@ def patch(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> S
         PatchError: the patch is on with other parts; the Ray job has a ``worker_process_setup_hook`` already;
             or, if ``strict``, SkyRL is not what was run, or Ray runs.  Nothing is replaced then.
     """
-    if isinstance(parts, str):
-        raise ValueError(f"parts must be names, got {parts!r}")
-    wanted = switch.PARTS if parts is None else chosen(parts, switch.PARTS, "parts")
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict must be True or False, got {strict!r}")
+    wanted = switch.called(parts, strict)
     require_version(strict)
     if (active := SkyrlPatch.in_place()) is not None:
-        if parts is not None and active.parts != wanted:
-            raise PatchError(
-                f"parts must be what the patch in place has, {active.parts}, got {wanted}: undo it first"
-            )
-        return active.share()
+        return active.asked_again(parts, wanted)
     _before_ray(strict)
-    result = _installed(Asked(wanted, strict), eagerly=True)
+    result = _installed(wanted, eagerly=True)
     try:
-        result.environment = switch.ask(Asked(wanted, strict))
+        result.environment = switch.ask(wanted)
     except PatchError:
         result.undo()
         raise

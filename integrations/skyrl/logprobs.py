@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
+from rlkernel.integrations._replacing import misplaced, shown, unfit_labels, unfit_logits
 from rlkernel.integrations.skyrl import contract, scoring
 from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
 from rlkernel.ops.logprob import entropy_from_logits, logprob
@@ -34,10 +34,7 @@ def _logprobs(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType)
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
         if (found := scoring.current()) is not None:  # of ``fused_head``, whose logits are none
             return found.logprobs(logits, labels)
-        reason = _unable(logits) or misplaced(labels=labels)
-        if reason is None and labels.shape != logits.shape[:-1]:
-            reason = "labels have not the shape of the rows of logits"
-        if reason is not None:
+        if reason := _unable(logits) or unfit_labels(logits, labels):
             patch.left(LOGPROBS, reason)
             return original(logits, labels, inplace_backward)
         patch.count(patch.calls, LOGPROBS)
@@ -78,7 +75,7 @@ def _entropy(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType) 
     return chunked_entropy_from_logits
 
 
-def _unable(logits: Tensor) -> str | None:
-    if reason := unsuitable(NARROW, logits=logits):
+def _unable(logits: Any) -> str | None:
+    if reason := unfit_logits(logits):
         return reason
-    return None if logits.dim() > 1 and logits.numel() else "logits are not [..., V] with rows"
+    return None if logits.numel() else "logits are not [..., V] with rows"

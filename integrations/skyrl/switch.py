@@ -18,7 +18,7 @@ HOOK = "rlkernel.integrations.skyrl.plugin.register"
 PARTS: tuple[SkyrlPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
 _SWITCH = Switch("SKYRL_RLKERNEL", PARTS)
 OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
-asked, is_strict = _SWITCH.asked, _SWITCH.is_strict
+asked, called, is_strict = _SWITCH.asked, _SWITCH.called, _SWITCH.is_strict
 
 
 def ask(request: Asked) -> dict[str, str | None]:

@@ -13,9 +13,10 @@ from rlkernel.integrations._replacing import (
     Arguments,
     Table,
     differing,
-    misplaced,
+    group_numbers,
     replacement,
     require_same,
+    unfit_rewards,
     unsuitable,
 )
 from rlkernel.integrations.verl import contract
@@ -50,24 +51,8 @@ def _scores(given: Arguments) -> Tensor:
     return given["token_level_rewards"].sum(-1)
 
 
-def _ids(index: Any) -> list[int]:
-    """A number for each group, by verl's names of them: strings in an array, or numbers."""
-    first: dict[Any, int] = {}
-    names = index.tolist() if isinstance(index, Tensor) else index
-    return [first.setdefault(name, len(first)) for name in names]
-
-
-def _unable_rows(given: Arguments) -> str | None:
-    rewards, mask = given["token_level_rewards"], given["response_mask"]
-    if reason := unsuitable(token_level_rewards=rewards) or misplaced(response_mask=mask):
-        return reason
-    if rewards.requires_grad:
-        return "token_level_rewards requires a gradient"
-    return differing(token_level_rewards=rewards, response_mask=mask)
-
-
 def _unable_group(given: Arguments) -> str | None:
-    if reason := _unable_rows(given):
+    if reason := unfit_rewards(given):
         return reason
     if not isinstance(given["epsilon"], int | float) or not given["epsilon"] >= 0:
         return "epsilon is no number >= 0"
@@ -79,7 +64,7 @@ def _unable_group(given: Arguments) -> str | None:
 
 def _grouped(given: Arguments, rewards: Tensor | None = None, **options: Any) -> Tensor:
     scores = _scores(given) if rewards is None else rewards
-    ids = torch.tensor(_ids(given["index"]), device=scores.device)
+    ids = group_numbers(given["index"], scores.device)
     return group_advantages(scores, group_ids=ids, eps=given["epsilon"], **options)
 
 
@@ -123,8 +108,8 @@ def _unable_passk(given: Arguments) -> str | None:
         return "there is no config"
     if reason := _unable_group(given):
         return reason
-    ids = _ids(given["index"])
-    return "a group has one response" if min(np.bincount(ids)) < 2 else None  # which verl refuses
+    sizes = group_numbers(given["index"], torch.device("cpu")).bincount()
+    return "a group has one response" if sizes.min() < 2 else None  # which verl refuses
 
 
 def _passk(given: Arguments) -> Pair:
@@ -190,7 +175,7 @@ def _fraction(x: Any) -> bool:
 
 
 def _unable_gae(given: Arguments) -> str | None:
-    if reason := _unable_rows(given) or unsuitable(values=given["values"]):
+    if reason := unfit_rewards(given) or unsuitable(values=given["values"]):
         return reason
     if reason := differing(token_level_rewards=given["token_level_rewards"], values=given["values"]):
         return reason
@@ -212,7 +197,7 @@ def _to_go(given: Arguments, gamma: float) -> Tensor:
 
 
 def _unable_reinforce(given: Arguments) -> str | None:
-    if reason := _unable_rows(given):
+    if reason := unfit_rewards(given):
         return reason
     return None if _fraction(getattr(given["config"], "gamma", None)) else "gamma is no number in [0, 1]"
 
@@ -224,7 +209,7 @@ def _reinforce_plus_plus(given: Arguments) -> Pair:
 
 def _unable_remax(given: Arguments) -> str | None:
     baselines = given["reward_baselines"]
-    if reason := _unable_rows(given) or unsuitable(reward_baselines=baselines):
+    if reason := unfit_rewards(given) or unsuitable(reward_baselines=baselines):
         return reason
     fits = baselines.shape == given["response_mask"].shape[:1] and not baselines.requires_grad
     return None if fits else "reward_baselines are not one constant for each response"

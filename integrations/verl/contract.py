@@ -74,5 +74,5 @@ def require_version(strict: bool) -> None:
 
 
 def checked(owner: Any, name: str) -> Any:
-    """verl's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    return _contract.checked(owner, name, PARAMETERS[name], "verl", SUPPORTED)
+    """verl's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    return _contract.own(owner, name, PARAMETERS[name], "verl", SUPPORTED)

@@ -6,9 +6,7 @@ import importlib
 import logging
 from collections.abc import Iterable
 
-from rlkernel.integrations._environment import chosen
 from rlkernel.integrations._parts import Asked
-from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.verl import switch
 from rlkernel.integrations.verl.contract import require_version
 from rlkernel.integrations.verl.verl_patch import VerlPatch
@@ -37,20 +35,12 @@ def patch(parts: Iterable[VerlPart] | None = None, *, strict: bool = True) -> Ve
         PatchError: the patch is on with other parts; or, if ``strict``, verl is not what was run.  Nothing is
             replaced then.
     """
-    if isinstance(parts, str):
-        raise ValueError(f"parts must be names, got {parts!r}")
-    wanted = switch.PARTS if parts is None else chosen(parts, switch.PARTS, "parts")
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict must be True or False, got {strict!r}")
+    wanted = switch.called(parts, strict)
     require_version(strict)  # imports verl, whose import may put the patch on
     if (active := VerlPatch.in_place()) is not None:
-        if parts is not None and active.parts != wanted:
-            raise PatchError(
-                f"parts must be what the patch in place has, {active.parts}, got {wanted}: undo it first"
-            )
-        return active.share()
-    result = _installed(Asked(wanted, strict))
-    result.environment = switch.ask(Asked(wanted, strict))
+        return active.asked_again(parts, wanted)
+    result = _installed(wanted)
+    result.environment = switch.ask(wanted)
     return result
 
 

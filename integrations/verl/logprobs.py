@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
+from rlkernel.integrations._replacing import shown, unfit_labels, unfit_logits
 from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.logprob import entropy_from_logits as entropy_of
@@ -33,10 +33,7 @@ def plan(patch: VerlPatch) -> None:
 
 def _logprobs(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -> Callable[..., Any]:
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        reason = _unable(logits) or misplaced(labels=labels)
-        if reason is None and labels.shape != logits.shape[:-1]:
-            reason = "labels have not the shape of the rows of logits"
-        if reason is not None:
+        if reason := unfit_logits(logits) or unfit_labels(logits, labels):
             patch.left(LOGPROBS, reason)
             return original(logits, labels, inplace_backward)
         patch.count(patch.calls, LOGPROBS)
@@ -54,7 +51,7 @@ def _has_flash_attn(home: ModuleType) -> bool:
 
 def _entropy(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -> Callable[..., Any]:
     def entropy_from_logits(logits: Tensor) -> Tensor:
-        if reason := _unable(logits):
+        if reason := unfit_logits(logits):
             patch.left(ENTROPY, reason)
             return original(logits)
         patch.count(patch.calls, ENTROPY)
@@ -66,16 +63,10 @@ def _entropy(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -
 def _chunked_entropy(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -> Callable[..., Any]:
     def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
         # of more dimensions verl's own is an error
-        if reason := _unable(logits) or ("logits are not [N, V]" if logits.dim() != 2 else None):
+        if reason := unfit_logits(logits) or ("logits are not [N, V]" if logits.dim() != 2 else None):
             patch.left(CHUNKED, reason)
             return original(logits, chunk_size)
         patch.count(patch.calls, CHUNKED)
         return entropy_of(logits)
 
     return entropy_from_logits_with_chunking
-
-
-def _unable(logits: Tensor) -> str | None:
-    if reason := unsuitable(NARROW, logits=logits):
-        return reason
-    return None if logits.dim() > 1 and logits.shape[-1] else "logits are not [..., V] with rows"

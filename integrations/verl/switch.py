@@ -13,7 +13,7 @@ PLUGIN = "rlkernel.integrations.verl.plugin"
 PARTS: tuple[VerlPart, ...] = ("logprobs", "fused_head", "losses", "advantages")
 _SWITCH = Switch("VERL_RLKERNEL", PARTS)
 OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
-asked, is_strict = _SWITCH.asked, _SWITCH.is_strict
+asked, called, is_strict = _SWITCH.asked, _SWITCH.called, _SWITCH.is_strict
 
 
 def ask(request: Asked) -> dict[str, str | None]:

@@ -10,64 +10,40 @@ Stored = dict[str, Any]
 
 def deepspeed_step(stored: Stored) -> str:
     """Of ``examples/deepspeed_step.py``: a step of an engine."""
-    settings = stored["settings"]
-    return _two_ways(
-        stored,
-        f"A PPO step of an engine under ZeRO-{settings['stage']}: {settings['samples']} samples of "
-        f"{settings['length']} tokens, fp32, {settings['layers']} layers of {settings['hidden']}, "
-        f"V={settings['vocabulary']}.",
-        {"stock": "logits", "score": "`score()`"},
-        {
-            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
-            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
-        },
-        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
-    )
-
-
-def skyrl_step(stored: Stored) -> str:
-    """Of ``examples/skyrl_step.py``: a step by SkyRL's model and functions."""
-    settings = stored["settings"]
-    return _two_ways(
-        stored,
-        f"A step of GRPO by SkyRL's model and functions: {settings['samples']} samples of "
-        f"{settings['length']} tokens, half of them the prompt, {settings['dtype']}, "
-        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
-        {"stock": "SkyRL", "patched": "`patch_skyrl()`"},
-        {
-            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
-            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
-        },
-        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
-    )
-
-
-def verl_step(stored: Stored) -> str:
-    """Of ``examples/verl_step.py``: a step by verl's functions."""
-    settings = stored["settings"]
-    return _two_ways(
-        stored,
-        "A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`): "
-        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
-        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
-        {"stock": "verl", "patched": "`patch_verl()`"},
-        {
-            "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
-            "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
-        },
-        f"largest difference of a step's mean logprob: {stored['logprob_difference']:.1e}",
-    )
+    what = f"A PPO step of an engine under ZeRO-{stored['settings']['stage']}"
+    return _step(stored, what, {"stock": "logits", "score": "`score()`"})
 
 
 def openrlhf_step(stored: Stored) -> str:
     """Of ``examples/openrlhf_step.py``: a step by OpenRLHF's actor and policy loss."""
+    what = "A step of GRPO by OpenRLHF's `Actor` and `PolicyLoss`, with entropies"
+    return _step(stored, what, {"stock": "OpenRLHF", "patched": "`patch_openrlhf()`"})
+
+
+def skyrl_step(stored: Stored) -> str:
+    """Of ``examples/skyrl_step.py``: a step by SkyRL's model and functions."""
+    what, ways = (
+        "A step of GRPO by SkyRL's model and functions",
+        {"stock": "SkyRL", "patched": "`patch_skyrl()`"},
+    )
+    return _step(stored, what, ways, of_them=", half of them the prompt")
+
+
+def verl_step(stored: Stored) -> str:
+    """Of ``examples/verl_step.py``: a step by verl's functions."""
+    what = "A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`)"
+    return _step(stored, what, {"stock": "verl", "patched": "`patch_verl()`"})
+
+
+def _step(stored: Stored, what: str, ways: dict[str, str], of_them: str = "") -> str:
+    """Of an example that ``examples/apart.py`` measures."""
     settings = stored["settings"]
     return _two_ways(
         stored,
-        "A step of GRPO by OpenRLHF's `Actor` and `PolicyLoss`, with entropies: "
-        f"{settings['samples']} samples of {settings['length']} tokens, {settings['dtype']}, "
-        f"{settings['layers']} layers of {settings['hidden']}, V={settings['vocabulary']}.",
-        {"stock": "OpenRLHF", "patched": "`patch_openrlhf()`"},
+        f"{what}: {settings['samples']} samples of {settings['length']} tokens{of_them}, "
+        f"{settings.get('dtype', 'fp32')}, {settings['layers']} layers of {settings['hidden']}, "
+        f"V={settings['vocabulary']}.",
+        ways,
         {
             "CPU time of the step, s": ("cpu_seconds", "{:.2f}"),
             "peak extra memory, MiB": ("peak_mib", "{:.0f}"),
