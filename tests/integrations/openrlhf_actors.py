@@ -2,7 +2,8 @@
 
 import tiny
 import torch
-from openrlhf_cases import actors, random
+from doors import random
+from openrlhf_cases import actors
 
 VOCAB = 96
 

@@ -9,11 +9,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from accuracy import check
+from doors import Door, policy_batch
 from peer_sources import folder
 
 import rlkernel
+from rlkernel.integrations.openrlhf import contract, switch
+from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 
 NEEDED = "needs OpenRLHF's dependencies"
 for name in ("transformers", "peft", "deepspeed", "ray"):  # of which some look for what is installed
@@ -119,89 +120,17 @@ def environment(**variables):
     return dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONWARNINGS="ignore") | variables
 
 
-def all_places():
-    with rlkernel.patch_openrlhf() as patch:
-        return [(entry, entry.expected) for entry in patch._done]
+DOOR = Door(
+    rlkernel.patch_openrlhf, OpenRlhfPatch, "openrlhf", "OpenRLHF", contract.SUPPORTED, switch,
+    (*switch.OWN, switch.RAY),
+)  # fmt: skip
+check_against_openrlhf, check_left_to_openrlhf = DOOR.check_against, DOOR.check_left
+upstream, nothing_left_behind = DOOR.fixtures(installed)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def upstream():
-    with installed():
-        yield all_places()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind(upstream, monkeypatch):
-    from rlkernel.integrations.openrlhf import switch
-
-    for name in (*switch.OWN, switch.RAY):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    for name in (*switch.OWN, switch.RAY):  # monkeypatch gives back what it took, and no more
-        os.environ.pop(name, None)
-    for entry, original in upstream:
-        assert entry.current() is original, f"a test left {entry.path} patched"
-
-
-def random(seed, *shape, scale=1.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def batch(seed=0, rows=6, tokens=11, drift=0.4):
-    """Of a policy loss: sequences of several lengths, one of them empty, with holes where a tool spoke."""
-    g = torch.Generator().manual_seed(seed)
-    old = -torch.randn(rows, tokens, generator=g).abs() - 0.05
-    new = (old + drift * torch.randn(rows, tokens, generator=g)).clamp(max=-0.01)
-    rollout = (old + drift * torch.randn(rows, tokens, generator=g)).clamp(max=-0.01)
-    lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
-    lengths[rows // 2] = 0 if rows > 1 else 1
-    mask = (torch.arange(tokens) < lengths[:, None]) & (torch.rand(rows, tokens, generator=g) > 0.15)
-    mask[0, 0] = True
+def batch(*sizes, **more):
+    new, old, rollout, advantages, mask = policy_batch(*sizes, **more)
     return {
-        "log_probs": new,
-        "old_log_probs": old,
-        "advantages": torch.randn(rows, tokens, generator=g),
-        "action_mask": mask,
+        "log_probs": new, "old_log_probs": old, "advantages": advantages, "action_mask": mask,
         "rollout_log_probs": rollout,
-    }
-
-
-def differentiated(call, leaves, dtype, upstream):
-    """The outputs of ``call`` and the gradients of its ``leaves``, in ``dtype``."""
-    leaves = [x.to(dtype, copy=True).requires_grad_() for x in leaves]
-    outputs = call(*(x * 1 for x in leaves))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    total = sum((x.double() * u).sum() for x, u in zip(outputs, upstream, strict=True))
-    return [x.detach() for x in outputs], torch.autograd.grad(total, leaves)
-
-
-def check_against_openrlhf(call, leaves, dtype, upstream, name, exact=None):
-    """``call`` patched, beside OpenRLHF's own: within twice its error in this dtype; the truth is ``exact``
-    in fp64, or OpenRLHF's own."""
-    leaves = [x.to(dtype) for x in leaves]
-    truth = differentiated(exact or call, leaves, torch.float64, upstream)
-    stock = differentiated(call, leaves, dtype, upstream)
-    with rlkernel.patch_openrlhf() as patch:
-        found = differentiated(call, leaves, dtype, upstream)
-        assert patch.calls[name] == 1 and not patch.fallbacks, (patch.calls, patch.fallbacks)
-    for kind, got, theirs, want in zip(("output", "gradient"), found, stock, truth, strict=True):
-        for i, of in enumerate(zip(got, theirs, want, strict=True)):
-            assert of[0].dtype == of[1].dtype
-            check(f"{name}'s {kind} {i}", *of)
-    return found, stock
-
-
-def check_left_to_openrlhf(call, reason, parts=None):
-    """Patched, ``call`` gives what it gave, be it an error, and ``reason`` is why."""
-
-    def outcome():
-        try:
-            return call()
-        except Exception as error:
-            return type(error), str(error)
-
-    want = outcome()
-    with rlkernel.patch_openrlhf(parts) as patch:
-        got = outcome()
-        assert reason in str(patch.fallbacks) and not patch.calls, (patch.fallbacks, patch.calls)
-    assert str(got) == str(want)
+    }  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from accuracy import check
+from doors import random
 from openrlhf_actors import VOCAB, actor, exact, samples, shown, step
 from openrlhf_cases import (
     MODULES,
@@ -13,7 +14,6 @@ from openrlhf_cases import (
     check_against_openrlhf,
     check_left_to_openrlhf,
     nothing_left_behind,
-    random,
     upstream,
     utils,
 )

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accuracy import check
+from doors import random
 from openrlhf_cases import (
     MODULES,
     check_left_to_openrlhf,
     makers,
     nothing_left_behind,
-    random,
     upstream,
     utils,
 )

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from accuracy import check
-from openrlhf_cases import batch, check_left_to_openrlhf, losses, nothing_left_behind, random, upstream
+from doors import random
+from openrlhf_cases import batch, check_left_to_openrlhf, losses, nothing_left_behind, upstream
 
 import rlkernel
 

@@ -1,10 +1,8 @@
 """What rlkernel.patch_openrlhf() replaces in the real OpenRLHF, restores and refuses; Ray's processes."""
 
-import doctest
 import importlib
 import importlib.metadata
 import inspect
-import logging
 import os
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import sys
 import pytest
 import torch
 from openrlhf_cases import (
+    DOOR,
     INSTALLED,
     MODULES,
     actors,
@@ -22,7 +21,6 @@ from openrlhf_cases import (
     upstream,
     utils,
 )
-from patch_orders import same, state
 
 import rlkernel
 from rlkernel.integrations._parts import Asked
@@ -37,7 +35,7 @@ OWNERS = {"Actor": actors.Actor, "RemoteExperienceMaker": Maker} | vars(losses)
 
 
 def test_what_is_replaced_and_restored():
-    before = state(("openrlhf",))
+    before = DOOR.everything()
     with rlkernel.patch_openrlhf() as patch:
         assert "openrlhf.models.actor.Actor.forward -> rlkernel.linear_logprob" in str(patch)
         assert "openrlhf.models.loss.PolicyLoss.forward -> rlkernel.policy_loss" in str(patch)
@@ -46,25 +44,12 @@ def test_what_is_replaced_and_restored():
         assert actors.log_probs_from_logits is utils.log_probs_from_logits
         assert actors.compute_entropy is utils.compute_entropy
         assert makers.compute_reward is utils.compute_reward
-        with rlkernel.patch_openrlhf() as inner:
-            assert inner is patch
-        assert patch.active and patch.parts == switch.PARTS
-    assert same(before, state(("openrlhf",)))
-    patch = rlkernel.patch_openrlhf()
-    with rlkernel.patch_openrlhf():
-        pass
-    assert patch.active, "the block found it on"
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_openrlhf"]
-    assert same(before, state(("openrlhf",)))
+        DOOR.check_one_at_a_time(patch)
+    DOOR.check_restored(before)
 
 
 def test_the_example_of_the_docstring():
-    test = doctest.DocTestParser().get_doctest(
-        inspect.cleandoc(rlkernel.patch_openrlhf.__doc__), {"rlkernel": rlkernel}, "patch_openrlhf", None, 0
-    )
-    told = []
-    doctest.DocTestRunner(verbose=False).run(test, out=told.append)
-    assert test.examples and not told
+    DOOR.check_example()
 
 
 @pytest.mark.parametrize("part", switch.PARTS)
@@ -77,47 +62,22 @@ def test_parts(part):
             ("PolicyLoss" in places) == ("ValueLoss" in places) == ("DPOLoss" in places) == (part == "losses")
         )
         assert ("compute_reward" in places) == ("Maker" in places) == (part == "advantages")
-        assert rlkernel.patch_openrlhf().parts == (part,)
-        with pytest.raises(PatchError, match=r"parts must be what the patch in place has, .*: undo it first"):
-            rlkernel.patch_openrlhf(switch.PARTS)
+        DOOR.check_parts(part)
     patch.undo()
 
 
 def test_refusals(monkeypatch):
-    for options, message in (
-        ({"parts": "losses"}, "parts must be names, got 'losses'"),
-        ({"parts": ["losses", "x"]}, r"parts must name some of \('logprobs', .*got \('losses', 'x'\)"),
-        ({"parts": []}, "parts must name some of"),
-        ({"strict": 1}, "strict must be True or False, got 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rlkernel.patch_openrlhf(**options)
     version = importlib.metadata.version
 
-    def another(name, found="0.12.0"):
-        return found if name == "openrlhf" else version(name)
+    def become(changed, found):
+        if found is None:
+            changed.setitem(sys.modules, "openrlhf", None)
+        else:
+            changed.setattr(
+                importlib.metadata, "version", lambda name: found if name == "openrlhf" else version(name)
+            )
 
-    with monkeypatch.context() as changed:
-        changed.setattr(importlib.metadata, "version", another)
-        with pytest.raises(
-            PatchError, match=r"version of openrlhf must be >=0\.11\.2,<0\.12, got 0\.12\.0; patch_openrlhf"
-        ):
-            rlkernel.patch_openrlhf()
-        with pytest.warns(
-            UserWarning, match=r"run with OpenRLHF >=0\.11\.2,<0\.12, and this is 0\.12\.0"
-        ) as told:
-            patch = rlkernel.patch_openrlhf(strict=False)
-        with patch:
-            assert patch.replaced and len(told) == 1 and told[0].filename == __file__
-    for old in ("0.11.1", "0.10.4"):
-        with monkeypatch.context() as changed:
-            changed.setattr(importlib.metadata, "version", lambda name, old=old: another(name, old))
-            with pytest.raises(PatchError, match=f"got {old}"):
-                rlkernel.patch_openrlhf()
-    with monkeypatch.context() as changed:
-        changed.setitem(sys.modules, "openrlhf", None)
-        with pytest.raises(ImportError, match=r"needs OpenRLHF: pip install 'openrlhf>=0\.11\.2,<0\.12'"):
-            rlkernel.patch_openrlhf()
+    DOOR.check_refusals(monkeypatch, become, ["0.12.0", "0.11.1", "0.10.4"])
 
 
 CHANGES = {
@@ -130,27 +90,19 @@ CHANGES = {
 }
 
 
-def listen(monkeypatch, caplog):
-    """Another test's framework may have switched off every logger, or raised the level of the root."""
-    monkeypatch.setattr(logging.getLogger("rlkernel.patch_openrlhf"), "disabled", False)
-    caplog.set_level(logging.WARNING, logger="rlkernel.patch_openrlhf")
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_openrlhf(monkeypatch, caplog, name):
-    """What is not as it was is an error, or left to OpenRLHF by itself with the rest replaced."""
-    before = state(("openrlhf",))
-    with monkeypatch.context() as changed:
-        CHANGES[name](changed)
-        with pytest.raises(PatchError, match=f"{name} cannot be replaced: .* must "):
-            rlkernel.patch_openrlhf()
-        assert not OpenRlhfPatch.in_place() and switch.SWITCH not in os.environ
-        listen(monkeypatch, caplog)
-        with rlkernel.patch_openrlhf(strict=False) as patch:
-            assert list(patch.refused) == [name] and f"leaves {name} to OpenRLHF" in caplog.text
-            assert "openrlhf.models.utils.log_probs_from_logits" in patch.replaced
-            assert not any(place.endswith(f".{name}") for place in patch.replaced)
-    assert same(before, state(("openrlhf",)))
+    kept = "openrlhf.models.utils.log_probs_from_logits"
+    DOOR.check_change(monkeypatch, caplog, CHANGES[name], name, kept)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(utils, "compute_entropy"), (utils, "log_probs_from_logits"), (actors.Actor, "forward"),
+     (losses.PolicyLoss, "forward"), (Maker, "get_cumulative_returns")],
+)  # fmt: skip
+def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
+    DOOR.check_around(monkeypatch, owner, name)
 
 
 def test_a_part_that_cannot_be_imported(monkeypatch):
@@ -164,13 +116,10 @@ def test_a_part_that_cannot_be_imported(monkeypatch):
 
 
 def test_somebody_else_replaces_what_is_replaced(monkeypatch):
-    patch = rlkernel.patch_openrlhf()
-    with monkeypatch.context() as others:
+    def replace(others):
         others.setattr(losses.PolicyLoss, "forward", lambda *x: "somebody else's")
-        with pytest.raises(PatchError, match="cannot undo .*PolicyLoss.forward: it must hold rlkernel"):
-            rlkernel.unpatch_all()
-        assert patch.active
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_openrlhf"]
+
+    DOOR.check_somebody_else(monkeypatch, replace, "PolicyLoss.forward")
 
 
 def test_signatures_stay_openrlhfs():
@@ -202,40 +151,24 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
     with rlkernel.patch_openrlhf():
         assert (os.environ[switch.RAY], os.environ[switch.BEFORE]) == (switch.HOOK, "mine.hook")
     assert os.environ[switch.RAY] == "mine.hook" and switch.BEFORE not in os.environ
-    for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
-        monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == Asked(parts, False)
-    monkeypatch.setenv(switch.SWITCH, "0")
-    assert switch.asked() is None
-    monkeypatch.setenv(switch.SWITCH, "loss")
-    with pytest.raises(ValueError, match=r"OPENRLHF_RLKERNEL must name some of .*, got \('loss',\)"):
-        switch.asked()
+    DOOR.check_switch(monkeypatch)
 
 
 def test_what_is_asked_for_is_put_on_once(monkeypatch, caplog):
-    listen(monkeypatch, caplog)
-    processes.watch()
-    assert OpenRlhfPatch.in_place() is None
+    DOOR.check_asked_once(monkeypatch, caplog, processes.watch, "fused_head")
+    DOOR.check_wrong_name(monkeypatch, caplog, lambda: install.register(switch.PARTS))
+
+
+def test_parts_of_two_modules(monkeypatch):
     monkeypatch.setenv(switch.SWITCH, "advantages,fused_head")
     processes.watch()
     patch = OpenRlhfPatch.in_place()
-    processes.watch()
-    assert OpenRlhfPatch.in_place() is patch is rlkernel.patch_openrlhf()
     assert set(patch.parts) == {"fused_head", "advantages"} and "compute_reward" in str(patch)
-    assert "leaves everything" not in caplog.text
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_openrlhf"]
-    assert os.environ[switch.SWITCH] == "advantages,fused_head", "what the process was started with stays"
-    monkeypatch.setenv(switch.SWITCH, "fused-head")
-    install.register(switch.PARTS)
-    assert "rlkernel leaves everything to OpenRLHF: ValueError: OPENRLHF_RLKERNEL must name" in caplog.text
-    monkeypatch.setenv(switch.STRICT, "1")
-    with pytest.raises(ValueError, match="must name some of"):
-        install.register(switch.PARTS)
-    assert OpenRlhfPatch.in_place() is None
+    patch.undo()
 
 
 def test_parts_that_come_later_are_refused_by_themselves(monkeypatch, caplog):
-    listen(monkeypatch, caplog)
+    DOOR.listen(monkeypatch, caplog)
     monkeypatch.setenv(switch.SWITCH, "1")
     install.register(("losses",))
     patch = OpenRlhfPatch.in_place()

@@ -10,8 +10,9 @@ import ranks
 import tiny
 import torch
 import zero_engines
+from doors import random
 from openrlhf_actors import VOCAB, actor, samples
-from openrlhf_cases import MODULES, installed, losses, makers, nothing_left_behind, random, upstream, utils
+from openrlhf_cases import MODULES, installed, losses, makers, nothing_left_behind, upstream, utils
 
 import rlkernel
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from doors import random, with_flash_attn
 from skyrl_cases import (
     check_against_skyrl,
     check_left_to_skyrl,
     nothing_left_behind,
-    random,
     torch_utils,
     upstream,
 )
@@ -22,34 +22,9 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-class FlashAttn(torch.autograd.Function):
-    """flash-attn's cross entropy, which writes its gradient over the logits."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, inplace_backward):
-        ctx.save_for_backward(labels)
-        ctx.logits, ctx.inplace = logits, inplace_backward
-        loss = torch.nn.functional.cross_entropy(logits.detach().float(), labels, reduction="none")
-        return loss, torch.zeros_like(loss)
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        (labels,) = ctx.saved_tensors
-        p = ctx.logits.detach().float().softmax(-1)
-        found = p.scatter_add(1, labels[:, None], -torch.ones_like(p[:, :1])) * grad[:, None]
-        found = found.to(ctx.logits.dtype)
-        if ctx.inplace:
-            ctx.logits.data.copy_(found)
-        return found, None, None
-
-
 @pytest.fixture
 def flash_attn(monkeypatch):
-    def cross_entropy_loss(logits, labels, inplace_backward):
-        return FlashAttn.apply(logits, labels, inplace_backward)
-
-    monkeypatch.setattr(torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
-    monkeypatch.setattr(torch_utils, "cross_entropy_loss", cross_entropy_loss, raising=False)
+    with_flash_attn(monkeypatch, torch_utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE")
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 7), (5, 3, 50), (2, 11, 33)], ids=str)

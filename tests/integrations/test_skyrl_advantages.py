@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from accuracy import check
+from doors import random
 from skyrl_cases import (
     algorithm,
     check_left_to_skyrl,
     nothing_left_behind,
     ppo_utils,
-    random,
     rewards,
     upstream,
 )

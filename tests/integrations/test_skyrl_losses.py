@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from accuracy import check
+from doors import random
 from skyrl_cases import (
     algorithm,
     batch,
@@ -12,7 +13,6 @@ from skyrl_cases import (
     load,
     nothing_left_behind,
     ppo_utils,
-    random,
     upstream,
 )
 

@@ -7,7 +7,8 @@ import pytest
 import tiny
 import torch
 from accuracy import check
-from skyrl_cases import BACKEND, load, nothing_left_behind, random, upstream
+from doors import random
+from skyrl_cases import BACKEND, check_left_to_skyrl, load, nothing_left_behind, upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
@@ -327,20 +328,7 @@ HEADS = {
 def test_heads_that_are_left_to_skyrl(reason):
     model = HEADS[reason]()
     model = wrapper(dtype=next(model.parameters(), torch.zeros(())).dtype, model=model)
-    left_to_skyrl(lambda: run(model), reason)
-
-
-def left_to_skyrl(call, reason):
-    def outcome():
-        try:
-            return call()
-        except Exception as error:
-            return type(error)
-
-    want = outcome()
-    with rlkernel.patch_skyrl(["fused_head"]) as patch:
-        assert str(outcome()) == str(want)
-        assert reason in str(patch.fallbacks) and not patch.calls, patch.fallbacks
+    check_left_to_skyrl(lambda: run(model), reason, ["fused_head"])
 
 
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
@@ -359,7 +347,7 @@ def test_calls_that_are_left_to_skyrl(change, reason):
     sequences, mask, _ = sample()
     given = {"sequences": sequences, "attention_mask": mask, "num_actions": ACTIONS} | change
     model = wrapper()
-    left_to_skyrl(lambda: model(**given).detach(), reason)
+    check_left_to_skyrl(lambda: model(**given).detach(), reason, ["fused_head"])
 
 
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
@@ -403,7 +391,7 @@ def test_a_model_that_calls_its_head_otherwise(times):
         return {"logits": logits}
 
     model.forward = forward
-    left_to_skyrl(lambda: run(wrapper(model=model)), "it must call its lm_head once")
+    check_left_to_skyrl(lambda: run(wrapper(model=model)), "it must call its lm_head once", ["fused_head"])
 
 
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
@@ -411,7 +399,8 @@ def test_other_labels_than_the_tokens_that_follow(monkeypatch):
     """As of another SkyRL, whose forward asks for something else."""
     roll = torch.roll
     monkeypatch.setattr(torch, "roll", lambda x, shifts, dims: roll(x, 2 * shifts, dims))
-    left_to_skyrl(lambda: run(wrapper()), "SkyRL's labels must be the tokens that follow")
+    reason = "SkyRL's labels must be the tokens that follow"
+    check_left_to_skyrl(lambda: run(wrapper()), reason, ["fused_head"])
 
 
 def test_an_error_of_the_model_is_its_own():

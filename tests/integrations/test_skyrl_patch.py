@@ -1,10 +1,8 @@
 """What rlkernel.patch_skyrl() replaces in the real SkyRL, restores and refuses; and Ray's processes."""
 
-import doctest
 import functools
 import inspect
 import json
-import logging
 import os
 import pickle
 import subprocess
@@ -13,9 +11,10 @@ import types
 from pathlib import Path
 
 import pytest
-from patch_orders import same, state
+from patch_orders import same
 from skyrl_cases import (
     BACKEND,
+    DOOR,
     SOURCE,
     STAND_INS,
     algorithm,
@@ -43,25 +42,9 @@ ROOT = Path(__file__).parents[2]
 LOSSES, ESTIMATORS = ppo_utils.PolicyLossRegistry, ppo_utils.AdvantageEstimatorRegistry
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch):
-    for name in (*switch.OWN, switch.JOB):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    for name in (*switch.OWN, switch.JOB):  # monkeypatch gives back what it took, and no more
-        os.environ.pop(name, None)
-
-
-def everything():
-    return state(("skyrl",)), dict(LOSSES._functions), dict(ESTIMATORS._functions)
-
-
-def is_same(before):
-    return same(before[0], state(("skyrl",))) and before[1:] == everything()[1:]
-
-
 def test_what_is_replaced_and_restored():
-    before, finders = everything(), list(sys.meta_path)
+    before, finders = DOOR.everything(), list(sys.meta_path)
+    regular, dual = LOSSES.get("regular"), LOSSES.get("dual_clip")
     with rlkernel.patch_skyrl() as patch:
         assert f"{BACKEND}.utils.torch_utils.logprobs_from_logits -> rlkernel.logprob" in str(patch)
         assert f"{BACKEND}.workers.model_wrapper.logprobs_from_logits -> rlkernel.logprob" in str(patch)
@@ -70,19 +53,12 @@ def test_what_is_replaced_and_restored():
         assert "AdvantageEstimatorRegistry.reinforce++ -> rlkernel.gae" in str(patch)
         assert f"{BACKEND}.workers.worker.ppo_critic_loss -> rlkernel.value_loss" in str(patch)
         assert "<locals>" not in str(patch) and not patch.refused and not patch.waiting
-        assert LOSSES.get("regular").original is before[1]["regular"]
-        assert LOSSES.get("dual_clip").original is before[1]["dual_clip"]
+        assert LOSSES.get("regular").original is regular
+        assert LOSSES.get("dual_clip").original is dual
         assert worker.ppo_critic_loss is ppo_utils.ppo_critic_loss
-        with rlkernel.patch_skyrl() as inner:
-            assert inner is patch
-        assert patch.active and patch.parts == switch.PARTS
-    assert is_same(before) and sys.meta_path == finders and not patch.active
-    patch = rlkernel.patch_skyrl()
-    with rlkernel.patch_skyrl():
-        pass
-    assert patch.active, "the block found it on"
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_skyrl"]
-    assert is_same(before)
+        DOOR.check_one_at_a_time(patch)
+    assert sys.meta_path == finders and not patch.active
+    DOOR.check_restored(before)
 
 
 @pytest.mark.parametrize("part", switch.PARTS)
@@ -93,9 +69,7 @@ def test_parts(part):
         assert ("HFModelWrapper" in places) == (part == "fused_head")
         assert ("PolicyLossRegistry" in places) == ("ppo_critic_loss" in places) == (part == "losses")
         assert ("AdvantageEstimatorRegistry" in places) == (part == "advantages")
-        assert rlkernel.patch_skyrl().parts == (part,)
-        with pytest.raises(PatchError, match=r"parts must be what the patch in place has, .*: undo it first"):
-            rlkernel.patch_skyrl(switch.PARTS)
+        DOOR.check_parts(part)
     patch.undo()
 
 
@@ -107,28 +81,13 @@ def test_every_loss_and_estimator_of_skyrl_is_here_or_known_to_be_left():
 
 
 def test_refusals(monkeypatch):
-    for options, message in (
-        ({"parts": "losses"}, "parts must be names, got 'losses'"),
-        ({"parts": ["losses", "x"]}, r"parts must name some of \('logprobs', .*got \('losses', 'x'\)"),
-        ({"parts": []}, "parts must name some of"),
-        ({"strict": 1}, "strict must be True or False, got 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rlkernel.patch_skyrl(**options)
-    with monkeypatch.context() as changed:
-        changed.setattr(skyrl, "__version__", "0.4.0")
-        with pytest.raises(
-            PatchError, match=r"version of skyrl must be >=0\.3\.0,<0\.4, got 0\.4\.0; patch_skyrl"
-        ):
-            rlkernel.patch_skyrl()
-        with pytest.warns(UserWarning, match=r"run with SkyRL >=0\.3\.0,<0\.4, and this is 0\.4\.0") as told:
-            patch = rlkernel.patch_skyrl(strict=False)
-        with patch:
-            assert patch.replaced and len(told) == 1 and told[0].filename == __file__
-    with monkeypatch.context() as changed:
-        changed.setitem(sys.modules, "skyrl", None)
-        with pytest.raises(ImportError, match=r"needs SkyRL: pip install 'skyrl>=0\.3\.0,<0\.4'"):
-            rlkernel.patch_skyrl()
+    def become(changed, version):
+        if version is None:
+            changed.setitem(sys.modules, "skyrl", None)
+        else:
+            changed.setattr(skyrl, "__version__", version)
+
+    DOOR.check_refusals(monkeypatch, become, ["0.4.0", "0.2.9"])
 
 
 CHANGES = {
@@ -143,27 +102,10 @@ CHANGES = {
 }
 
 
-def listen(monkeypatch, caplog):
-    """Another test's framework may have switched off every logger, or raised the level of the root."""
-    monkeypatch.setattr(logging.getLogger("rlkernel.patch_skyrl"), "disabled", False)
-    caplog.set_level(logging.WARNING, logger="rlkernel.patch_skyrl")
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_skyrl(monkeypatch, caplog, name):
-    """What is not as it was is an error, or left to SkyRL by itself with the rest replaced."""
-    before = everything()
-    with monkeypatch.context() as changed:
-        CHANGES[name](changed)
-        with pytest.raises(PatchError, match=f"{name} cannot be replaced: .* must "):
-            rlkernel.patch_skyrl()
-        assert not SkyrlPatch.in_place() and switch.SWITCH not in os.environ
-        listen(monkeypatch, caplog)
-        with rlkernel.patch_skyrl(strict=False) as patch:
-            assert list(patch.refused) == [name] and f"leaves {name} to SkyRL" in caplog.text
-            assert f"{BACKEND}.utils.torch_utils.logprobs_from_logits" in patch.replaced
-            assert not any(place.endswith(f".{name}") for place in patch.replaced)
-    assert is_same(before)
+    kept = f"{BACKEND}.utils.torch_utils.logprobs_from_logits"
+    DOOR.check_change(monkeypatch, caplog, CHANGES[name], name, kept)
 
 
 @pytest.mark.parametrize("name", ["logprobs_from_logits", "ulysses_pad_and_slice_inputs"])
@@ -183,13 +125,10 @@ def test_a_part_that_cannot_be_imported(monkeypatch):
 
 
 def test_somebody_else_replaces_what_is_replaced(monkeypatch):
-    patch = rlkernel.patch_skyrl()
-    with monkeypatch.context() as others:
+    def replace(others):
         others.setitem(LOSSES._functions, "regular", lambda *x: "somebody else's")
-        with pytest.raises(PatchError, match="cannot undo .*PolicyLossRegistry.regular: it must"):
-            rlkernel.unpatch_all()
-        assert patch.active
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_skyrl"]
+
+    DOOR.check_somebody_else(monkeypatch, replace, "PolicyLossRegistry.regular")
 
 
 def test_signatures_stay_skyrls():
@@ -204,9 +143,7 @@ def test_signatures_stay_skyrls():
 
 
 def test_the_docstrings_example():
-    text = inspect.cleandoc(rlkernel.patch_skyrl.__doc__)
-    example = doctest.DocTestParser().get_doctest(text, {"rlkernel": rlkernel}, "patch_skyrl", None, 0)
-    assert doctest.DocTestRunner().run(example) == (0, 1)
+    DOOR.check_example()
 
 
 def test_a_users_loss_that_wraps_skyrls_is_the_users(monkeypatch):
@@ -232,18 +169,7 @@ def test_a_users_loss_that_wraps_skyrls_is_the_users(monkeypatch):
      (model_wrapper.HFModelWrapper, "forward")],
 )  # fmt: skip
 def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
-    stock = vars(owner)[name]
-
-    @functools.wraps(stock)
-    def around(*args, **kwargs):
-        return stock(*args, **kwargs)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(owner, name, around)
-        with pytest.raises(PatchError, match=f"{name} must be SkyRL's own, got one that {__name__} made"):
-            rlkernel.patch_skyrl()
-        with rlkernel.patch_skyrl(strict=False) as patch:
-            assert vars(owner)[name] is around and len(patch.refused) == 1
+    DOOR.check_around(monkeypatch, owner, name)
 
 
 # modules that come later
@@ -287,7 +213,7 @@ def test_what_is_wrong_with_a_later_module_is_an_error_of_its_import(monkeypatch
         with pytest.raises(PatchError, match="fused_head cannot be replaced: .*forward must take"):
             load(name)
         assert name not in sys.modules and not patch.replaced
-    listen(monkeypatch, caplog)
+    DOOR.listen(monkeypatch, caplog)
     with rlkernel.patch_skyrl(["fused_head"], strict=False) as patch:
         load(name)
         assert "fused_head" in patch.refused and "leaves fused_head to SkyRL" in caplog.text
@@ -363,22 +289,17 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
             },
         }
     assert switch.asked() is None and "worker_process" not in os.environ[switch.JOB]
-    for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
-        monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == Asked(parts, False)
-    monkeypatch.setenv(switch.SWITCH, "0")
-    assert switch.asked() is None
-    monkeypatch.setenv(switch.SWITCH, "loss")
-    with pytest.raises(ValueError, match=r"SKYRL_RLKERNEL must name some of .*, got \('loss',\)"):
-        switch.asked()
+    DOOR.check_switch(monkeypatch)
 
 
 def test_a_job_with_a_hook_of_its_own(monkeypatch):
     monkeypatch.setenv(switch.JOB, json.dumps({"runtime_env": {"worker_process_setup_hook": "my.hook"}}))
-    before = everything()
+    before = DOOR.everything()
     with pytest.raises(PatchError, match="worker_process_setup_hook of RAY_JOB.* got 'my.hook'"):
         rlkernel.patch_skyrl()
-    assert is_same(before) and SkyrlPatch.in_place() is None and switch.SWITCH not in os.environ
+    assert (
+        same(before, DOOR.everything()) and SkyrlPatch.in_place() is None and switch.SWITCH not in os.environ
+    )
 
 
 @pytest.mark.parametrize(
@@ -386,10 +307,10 @@ def test_a_job_with_a_hook_of_its_own(monkeypatch):
 )
 def test_a_job_that_cannot_be_read(monkeypatch, text):
     monkeypatch.setenv(switch.JOB, text)
-    before = everything()
+    before = DOOR.everything()
     with pytest.raises(PatchError, match="RAY_JOB_CONFIG_JSON_ENV_VAR must be"):
         rlkernel.patch_skyrl()
-    assert is_same(before) and SkyrlPatch.in_place() is None
+    assert same(before, DOOR.everything()) and SkyrlPatch.in_place() is None
     assert os.environ[switch.JOB] == text and switch.SWITCH not in os.environ
 
 
@@ -413,24 +334,8 @@ def test_the_hook_is_the_function_that_ray_calls():
 
 
 def test_the_plugin_does_what_is_asked_for_once(monkeypatch, caplog):
-    listen(monkeypatch, caplog)
-    plugin.register()
-    assert SkyrlPatch.in_place() is None
-    monkeypatch.setenv(switch.SWITCH, "losses")
-    plugin.register()
-    patch = SkyrlPatch.in_place()
-    plugin.register()
-    assert SkyrlPatch.in_place() is patch is rlkernel.patch_skyrl() and patch.parts == ("losses",)
-    assert "leaves everything" not in caplog.text
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_skyrl"]
-    assert os.environ[switch.SWITCH] == "losses", "what the process was started with stays"
-    monkeypatch.setenv(switch.SWITCH, "loss")
-    plugin.register()
-    assert "rlkernel leaves everything to SkyRL: ValueError: SKYRL_RLKERNEL must name" in caplog.text
-    monkeypatch.setenv(switch.STRICT, "1")
-    with pytest.raises(ValueError, match="must name some of"):
-        plugin.register()
-    assert SkyrlPatch.in_place() is None
+    DOOR.check_asked_once(monkeypatch, caplog, plugin.register, "losses")
+    DOOR.check_wrong_name(monkeypatch, caplog, plugin.register)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import pytest
 import tiny
 import torch
 from accuracy import check
+from doors import differentiated, random, with_flash_attn
 from verl_cases import (
     actor_config,
     batch,
     check_against_verl,
     core,
-    differentiated,
     nothing_left_behind,
-    random,
     upstream,
 )
 
@@ -32,36 +31,9 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-class FlashAttn(torch.autograd.Function):
-    """flash-attn's cross entropy, which writes its gradient over the logits."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, inplace_backward):
-        ctx.save_for_backward(labels)
-        ctx.logits, ctx.inplace = logits, inplace_backward
-        loss = torch.nn.functional.cross_entropy(logits.detach().float(), labels, reduction="none")
-        return loss, torch.zeros_like(loss)
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        (labels,) = ctx.saved_tensors
-        p = ctx.logits.detach().float().softmax(-1)
-        kept = (labels != -100)[:, None]
-        found = ((p.scatter_add(1, labels.clamp(min=0)[:, None], -kept.float())) * kept * grad[:, None]).to(
-            ctx.logits.dtype
-        )
-        if ctx.inplace:
-            ctx.logits.data.copy_(found)
-        return found, None, None
-
-
 @pytest.fixture
 def flash_attn(monkeypatch):
-    def cross_entropy_loss(logits, labels, inplace_backward):
-        return FlashAttn.apply(logits, labels, inplace_backward)
-
-    monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
-    monkeypatch.setattr(torch_functional, "cross_entropy_loss", cross_entropy_loss, raising=False)
+    with_flash_attn(monkeypatch, torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE")
     monkeypatch.delenv("VERL_DISABLE_FLASH_ATTN_CE", raising=False)
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from accuracy import check
+from doors import random
 from verl_cases import (
     check_left_to_verl,
     core,
     nothing_left_behind,
-    random,
     rewards,
     upstream,
 )

@@ -6,13 +6,13 @@ import types
 import pytest
 import torch
 from accuracy import check
+from doors import random
 from verl_cases import (
     actor_config,
     batch,
     check_left_to_verl,
     core,
     nothing_left_behind,
-    random,
     upstream,
     weights_of,
 )

@@ -1,7 +1,6 @@
 """What rlkernel.patch_verl() replaces in the real verl, restores and refuses; verl's plugin and Ray."""
 
 import importlib
-import logging
 import os
 import subprocess
 import sys
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patch_orders import same, state
-from verl_cases import core, nothing_left_behind, upstream, verl
+from verl_cases import DOOR, core, nothing_left_behind, upstream, verl
 
 import rlkernel
 from rlkernel.integrations._parts import Asked
@@ -19,23 +17,15 @@ from rlkernel.integrations.verl import contract, install, switch
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 
 torch_functional = pytest.importorskip("verl.utils.torch_functional")
+torch_head = pytest.importorskip("verl.utils.experimental.torch_functional")
 by_name = pytest.importorskip("verl.workers.utils.losses")
 
 assert nothing_left_behind and upstream  # fixtures of every test here
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch):
-    for name in (*switch.OWN, switch.MODULES):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_what_is_replaced_and_restored():
-    before, registries = (
-        state(("verl",)),
-        (dict(core.POLICY_LOSS_REGISTRY), dict(core.ADV_ESTIMATOR_REGISTRY)),
-    )
+    before = DOOR.everything()
     with rlkernel.patch_verl() as patch:
         assert "verl.utils.torch_functional.logprobs_from_logits -> rlkernel.logprob" in str(patch)
         assert "core_algos.POLICY_LOSS_REGISTRY.gspo -> rlkernel.policy_loss" in str(patch)
@@ -46,17 +36,8 @@ def test_what_is_replaced_and_restored():
         assert core.get_adv_estimator_fn("gae") is core.compute_gae_advantage_return
         assert by_name.compute_value_loss is core.compute_value_loss
         assert by_name.get_policy_loss_fn is core.get_policy_loss_fn
-        with rlkernel.patch_verl() as inner:
-            assert inner is patch
-        assert patch.active and patch.parts == switch.PARTS
-    assert same(before, state(("verl",)))
-    assert registries == (core.POLICY_LOSS_REGISTRY, core.ADV_ESTIMATOR_REGISTRY)
-    patch = rlkernel.patch_verl()
-    with rlkernel.patch_verl():
-        pass
-    assert patch.active, "the block found it on"
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_verl"]
-    assert same(before, state(("verl",)))
+        DOOR.check_one_at_a_time(patch)
+    DOOR.check_restored(before)
 
 
 def test_a_module_that_is_imported_later_takes_the_new_and_gives_it_back():
@@ -77,9 +58,7 @@ def test_parts(part):
         assert ("FusedLinearForPPO" in places) == ("linear_cross_entropy" in places) == (part == "fused_head")
         assert ("POLICY_LOSS" in places) == ("compute_value_loss" in places) == (part == "losses")
         assert ("ADV_ESTIMATOR" in places) == (part == "advantages")
-        assert rlkernel.patch_verl().parts == (part,)
-        with pytest.raises(PatchError, match=r"parts must be what the patch in place has, .*: undo it first"):
-            rlkernel.patch_verl(switch.PARTS)
+        DOOR.check_parts(part)
     patch.undo()
 
 
@@ -92,28 +71,13 @@ def test_every_loss_and_estimator_of_verl_is_here_or_known_to_be_left():
 
 
 def test_refusals(monkeypatch):
-    for options, message in (
-        ({"parts": "losses"}, "parts must be names, got 'losses'"),
-        ({"parts": ["losses", "x"]}, r"parts must name some of \('logprobs', .*got \('losses', 'x'\)"),
-        ({"parts": []}, "parts must name some of"),
-        ({"strict": 1}, "strict must be True or False, got 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rlkernel.patch_verl(**options)
-    with monkeypatch.context() as changed:
-        changed.setattr(verl, "__version__", "0.11.0")
-        with pytest.raises(
-            PatchError, match=r"version of verl must be >=0\.9\.1,<0\.10, got 0\.11\.0; patch_verl"
-        ):
-            rlkernel.patch_verl()
-        with pytest.warns(UserWarning, match=r"run with verl >=0\.9\.1,<0\.10, and this is 0\.11\.0") as told:
-            patch = rlkernel.patch_verl(strict=False)
-        with patch:
-            assert patch.replaced and len(told) == 1 and told[0].filename == __file__
-    with monkeypatch.context() as changed:
-        changed.setitem(sys.modules, "verl", None)
-        with pytest.raises(ImportError, match=r"needs verl: pip install 'verl>=0\.9\.1,<0\.10'"):
-            rlkernel.patch_verl()
+    def become(changed, version):
+        if version is None:
+            changed.setitem(sys.modules, "verl", None)
+        else:
+            changed.setattr(verl, "__version__", version)
+
+    DOOR.check_refusals(monkeypatch, become, ["0.11.0", "0.9.0"])
 
 
 CHANGES = {
@@ -134,27 +98,19 @@ CHANGES = {
 }
 
 
-def listen(monkeypatch, caplog):
-    """Another test's framework may have switched off every logger, or raised the level of the root."""
-    monkeypatch.setattr(logging.getLogger("rlkernel.patch_verl"), "disabled", False)
-    caplog.set_level(logging.WARNING, logger="rlkernel.patch_verl")
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_verl(monkeypatch, caplog, name):
-    """What is not as it was is an error, or left to verl by itself with the rest replaced."""
-    before = state(("verl",))
-    with monkeypatch.context() as changed:
-        CHANGES[name](changed)
-        with pytest.raises(PatchError, match=f"{name} cannot be replaced: .* must "):
-            rlkernel.patch_verl()
-        assert not VerlPatch.in_place() and switch.SWITCH not in os.environ
-        listen(monkeypatch, caplog)
-        with rlkernel.patch_verl(strict=False) as patch:
-            assert list(patch.refused) == [name] and f"leaves {name} to verl" in caplog.text
-            assert "verl.utils.torch_functional.logprobs_from_logits" in patch.replaced
-            assert not any(place.endswith(f".{name}") for place in patch.replaced)
-    assert same(before, state(("verl",)))
+    kept = "verl.utils.torch_functional.logprobs_from_logits"
+    DOOR.check_change(monkeypatch, caplog, CHANGES[name], name, kept)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(core, "compute_value_loss"), (torch_functional, "entropy_from_logits"),
+     (torch_head.FusedLinearForPPO, "forward")],
+)  # fmt: skip
+def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
+    DOOR.check_around(monkeypatch, owner, name)
 
 
 def test_a_part_that_cannot_be_imported(monkeypatch):
@@ -168,15 +124,10 @@ def test_a_part_that_cannot_be_imported(monkeypatch):
 
 
 def test_somebody_else_replaces_what_is_replaced(monkeypatch):
-    patch = rlkernel.patch_verl()
-    with monkeypatch.context() as others:
+    def replace(others):
         others.setitem(core.POLICY_LOSS_REGISTRY, "vanilla", lambda *x: "somebody else's")
-        with pytest.raises(
-            PatchError, match="cannot undo .*POLICY_LOSS_REGISTRY.vanilla: it must hold rlkernel"
-        ):
-            rlkernel.unpatch_all()
-        assert patch.active
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_verl"]
+
+    DOOR.check_somebody_else(monkeypatch, replace, "POLICY_LOSS_REGISTRY.vanilla")
 
 
 def test_signatures_stay_verls():
@@ -199,35 +150,12 @@ def test_the_environment_is_asked_and_given_back(monkeypatch):
         assert switch.asked() == Asked(("logprobs", "losses"), True)
         assert os.environ[switch.MODULES] == f"mine,{switch.PLUGIN}"
     assert switch.asked() is None and os.environ[switch.MODULES] == "mine"
-    for text, parts in (("1", switch.PARTS), ("advantages, losses", ("losses", "advantages"))):
-        monkeypatch.setenv(switch.SWITCH, text)
-        assert switch.asked() == Asked(parts, False)
-    monkeypatch.setenv(switch.SWITCH, "0")
-    assert switch.asked() is None
-    monkeypatch.setenv(switch.SWITCH, "loss")
-    with pytest.raises(ValueError, match=r"VERL_RLKERNEL must name some of .*, got \('loss',\)"):
-        switch.asked()
+    DOOR.check_switch(monkeypatch)
 
 
 def test_the_plugin_does_what_is_asked_for_once(monkeypatch, caplog):
-    listen(monkeypatch, caplog)
-    install.register()
-    assert VerlPatch.in_place() is None
-    monkeypatch.setenv(switch.SWITCH, "fused_head")
-    install.register()
-    patch = VerlPatch.in_place()
-    install.register()
-    assert VerlPatch.in_place() is patch is rlkernel.patch_verl() and patch.parts == ("fused_head",)
-    assert "leaves everything" not in caplog.text
-    assert rlkernel.unpatch_all() == ["rlkernel.patch_verl"]
-    assert os.environ[switch.SWITCH] == "fused_head", "what the process was started with stays"
-    monkeypatch.setenv(switch.SWITCH, "fused-head")
-    install.register()
-    assert "rlkernel leaves everything to verl: ValueError: VERL_RLKERNEL must name" in caplog.text
-    monkeypatch.setenv(switch.STRICT, "1")
-    with pytest.raises(ValueError, match="must name some of"):
-        install.register()
-    assert VerlPatch.in_place() is None
+    DOOR.check_asked_once(monkeypatch, caplog, install.register, "fused_head")
+    DOOR.check_wrong_name(monkeypatch, caplog, install.register)
 
 
 CODE = """
@@ -277,8 +205,6 @@ def test_rays_processes(rays_turn, monkeypatch):
         def logprob(self):
             import verl  # noqa: F401
             from verl.utils.torch_functional import logprobs_from_logits
-
-            from rlkernel.integrations.verl.verl_patch import VerlPatch
 
             found = logprobs_from_logits(torch.zeros(1, 4), torch.tensor([1]))
             patch = VerlPatch.in_place()
