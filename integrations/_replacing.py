@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._patch import PatchError
+from rlkernel.ops.logprob import logprob
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 WIDE = (*NARROW, torch.float64)
@@ -97,6 +98,26 @@ def unfit_labels(logits: Tensor, labels: Any) -> str | None:
     if reason := misplaced(labels=labels):
         return reason
     return None if labels.shape == logits.shape[:-1] else "labels have not the shape of the rows of logits"
+
+
+def logprobs_of_logits(
+    patch: CountedPatch,
+    original: Callable[..., Any],
+    unfit: Callable[[Any], str | None],
+    has_flash_attn: Callable[[], bool],
+) -> Callable[..., Any]:
+    """In the place of a ``logprobs_from_logits`` that writes over the logits in flash-attn's function alone,
+    so that without it callers elsewhere may still need them."""
+
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Any:
+        if reason := unfit(logits) or unfit_labels(logits, labels):
+            patch.left(original.__name__, reason)
+            return original(logits, labels, inplace_backward)
+        patch.count(patch.calls, original.__name__)
+        inplace = inplace_backward and has_flash_attn() and logits.requires_grad
+        return logprob(logits, labels, inplace_backward=inplace).logprobs
+
+    return logprobs_from_logits
 
 
 def unfit_rewards(given: Arguments) -> str | None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.integrations._replacing import misplaced, shown, unfit_labels, unfit_logits
+from rlkernel.integrations._replacing import logprobs_of_logits, misplaced, shown, unfit_logits
 from rlkernel.integrations.skyrl import contract, scoring
 from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
-from rlkernel.ops.logprob import entropy_from_logits, logprob
+from rlkernel.ops.logprob import entropy_from_logits
 
 LOGPROBS = "logprobs_from_logits"
 ENTROPY = "chunked_entropy_from_logits"
@@ -31,16 +31,12 @@ def plan(patch: SkyrlPatch) -> None:
 
 
 def _logprobs(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType) -> Callable[..., Any]:
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    of_logits = logprobs_of_logits(patch, original, _unable, lambda: _has_flash_attn(home))
+
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Any:
         if (found := scoring.current()) is not None:  # of ``fused_head``, whose logits are none
             return found.logprobs(logits, labels)
-        if reason := _unable(logits) or unfit_labels(logits, labels):
-            patch.left(LOGPROBS, reason)
-            return original(logits, labels, inplace_backward)
-        patch.count(patch.calls, LOGPROBS)
-        # only flash-attn's function writes over the logits, so callers elsewhere may still need them
-        inplace = inplace_backward and _has_flash_attn(home) and logits.requires_grad
-        return logprob(logits, labels, inplace_backward=inplace).logprobs
+        return of_logits(logits, labels, inplace_backward)
 
     return logprobs_from_logits
 

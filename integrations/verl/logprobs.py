@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations._replacing import shown, unfit_labels, unfit_logits
+from rlkernel.integrations._replacing import logprobs_of_logits, shown, unfit_logits
 from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.logprob import entropy_from_logits as entropy_of
-from rlkernel.ops.logprob import logprob
 
 LOGPROBS = "logprobs_from_logits"
 ENTROPY = "entropy_from_logits"
@@ -32,16 +31,7 @@ def plan(patch: VerlPatch) -> None:
 
 
 def _logprobs(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -> Callable[..., Any]:
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        if reason := unfit_logits(logits) or unfit_labels(logits, labels):
-            patch.left(LOGPROBS, reason)
-            return original(logits, labels, inplace_backward)
-        patch.count(patch.calls, LOGPROBS)
-        # verl writes over the logits in flash-attn's function alone, so callers elsewhere may still need them
-        inplace = inplace_backward and _has_flash_attn(home) and logits.requires_grad
-        return logprob(logits, labels, inplace_backward=inplace).logprobs
-
-    return logprobs_from_logits
+    return logprobs_of_logits(patch, original, unfit_logits, lambda: _has_flash_attn(home))
 
 
 def _has_flash_attn(home: ModuleType) -> bool:
