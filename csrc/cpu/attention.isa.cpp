@@ -1,8 +1,8 @@
 // The backward pass of attention: see arguments.h. A thread takes a group's sequences with the query heads of one K/V head, and
 // of them tiles of rows by tiles of keys, whose products are those of the forward pass.
 //
-// A number is a chain of multiply-adds over a tile, of what is seen alone, and the sum of such chains in the order of tiles: its
-// bits are those of any batch, any number of threads and any instruction set.
+// A number is a chain of multiply-adds over a tile, of what is seen alone, and the sum of such chains over tiles; for a key both
+// run from the last row to the first. Its bits are those of any batch, any number of threads and any instruction set.
 #define RLKERNEL_FUSED
 #include "rlkernel/attention/arguments.h"
 
@@ -36,12 +36,12 @@ struct alignas(64) Matrix {
   float at[kTile][kTile];
 };
 
-// to[i][j] = from[j][i]
-void transpose(const Matrix& from, Matrix& to) {
+// to[j][i] = from[kTile - 1 - i][j]: what each row gives a key, from the last row on.
+void turn_backwards(const Matrix& from, Matrix& to) {
   for (int i = 0; i < kTile; i += kWidth)
     for (int j = 0; j < kTile; j += kWidth) {
       Floats x[kWidth];
-      for (int n = 0; n < kWidth; ++n) x[n] = load(from.at[i + n] + j);
+      for (int n = 0; n < kWidth; ++n) x[n] = load(from.at[kTile - 1 - i - n] + j);
       transpose(x);
       for (int n = 0; n < kWidth; ++n) store(to.at[j + n] + i, x[n]);
     }
@@ -89,9 +89,9 @@ struct Rows {
         for (int64_t d = 0; d < dim; ++d) block[d * count + r] = dense[(begin + r) * width + d];
     }
   }
-  Values values() const {
+  Values backwards() const {
     Values found;
-    for (int i = 0; i < kTile; ++i) found.row[i] = found.ahead[i] = dense + i * width;
+    for (int i = 0; i < kTile; ++i) found.row[i] = found.ahead[i] = dense + (kTile - 1 - i) * width;
     return found;
   }
 };
@@ -164,7 +164,8 @@ class Backward {
         softcap_(broadcast(static_cast<float>(a.softcap))) {}
 
   void run() {
-    for (int64_t tile = start_ / kTile * kTile; tile < stop_; tile += kTile) {
+    const int64_t first = start_ / kTile * kTile;
+    for (int64_t tile = first + (stop_ - 1 - first) / kTile * kTile; tile >= first; tile -= kTile) {
       if (!load_rows(tile)) continue;
       const int64_t back = a_.window != 0 ? std::max<int64_t>(tile + rows_.first + 1 - a_.window, 0) : 0;
       for (int64_t keys = back / kTile * kTile; keys <= tile; keys += kTile) {
@@ -248,8 +249,8 @@ class Backward {
     const int64_t ahead = rows - keys;
     for (int begin = rows_.first; begin < rows_.end; begin += kRows)
       with_count(std::min(kRows, rows_.end - begin), [&](auto count) { weigh<count()>(head, begin, ahead); });
-    transpose(*scratch_.p, *scratch_.p_turned);
-    transpose(*scratch_.ds, *scratch_.ds_turned);
+    turn_backwards(*scratch_.p, *scratch_.p_turned);
+    turn_backwards(*scratch_.ds, *scratch_.ds_turned);
     give(a_.dk, *scratch_.ds_turned, head.q, ahead);
     give(a_.dv, *scratch_.p_turned, head.grad, ahead);
   }
@@ -290,16 +291,18 @@ class Backward {
     for (int64_t d = 0; d < R * head.q.width; d += kWidth) store(dq + d, load(dq + d) + load(scratch_.sums + d));
   }
 
-  // Adds to each key's gradient what the tile of rows gives it.
+  // Adds to each key's gradient what the tile of rows gives it, from the last row on: the rows behind a key share themselves among
+  // ever more keys, and what is small is added up before it meets what is large.
   void give(float* grads, const Matrix& weights, const Rows& rows, int64_t ahead) {
-    const Values values = rows.values();
+    const Values values = rows.backwards();
     for (int begin = 0; begin < tile_.to; begin += kRows)
       with_count(std::min(kRows, tile_.to - begin), [&](auto count) {
         constexpr int R = count();
         Range seen[R];
         float* sums[R];
         for (int r = 0; r < R; ++r) {
-          seen[r] = seen_by_key(ahead, begin + r);
+          const Range found = seen_by_key(ahead, begin + r);
+          seen[r] = {kTile - found.end, kTile - found.first};
           sums[r] = scratch_.sums + r * rows.width;
         }
         sum_seen<R>(weights.at + begin, values, seen, sums, rows.width);
