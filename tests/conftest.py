@@ -14,6 +14,7 @@ if not torch.cuda.is_available() and interpreter.works():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must stand before Triton's first import
 
 import contextlib
+import gc
 
 import hypothesis
 import pytest
@@ -28,6 +29,12 @@ hypothesis.settings.load_profile("repeatable")
 avoid_broken_amx()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 triton_interpreter.install()
+
+
+def pytest_collection_finish():
+    """What is here is here for good: trainers collect garbage at every turn, and need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ import importlib.util
 import multiprocessing
 import os
 import time
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ def run(job, kinds, tmp_path, *arguments, count=RANKS):
     """
     folder = tmp_path / job.__name__
     folder.mkdir(parents=True)
-    multiprocessing.set_forkserver_preload([job.__module__])  # whose imports take longer than the tests
+    _start_the_server()
     told = job, kinds, str(folder), arguments, count
     context = torch.multiprocessing.start_processes(
         _rank, told, nprocs=count, join=False, start_method="forkserver"
@@ -47,6 +50,15 @@ def run(job, kinds, tmp_path, *arguments, count=RANKS):
             pytest.fail(f"the ranks did not end within {SECONDS} s: they wait for each other")
     found = [torch.load(folder / str(rank), weights_only=False) for rank in range(count)]
     return {kind: [of_rank[kind] for of_rank in found] for kind in kinds}
+
+
+@functools.cache
+def _start_the_server():
+    """The process that ranks are forks of, with what they import: that takes longer than most tests."""
+    multiprocessing.set_forkserver_preload(["rank_imports"])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):  # Pythons before 3.12.4 have no other way to it
+        forkserver.ensure_running()
 
 
 def _rank(rank, job, kinds, folder, arguments, count):
