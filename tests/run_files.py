@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 def start(file: Path, arguments: list[str]) -> tuple[int, Run]:
     """The process in which pytest runs a file."""
-    output = tempfile.TemporaryFile("w+", errors="replace")
+    output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed once it was read)
     run = Run(file, time.perf_counter(), output)
     sys.stdout.flush()
     process = os.fork()
