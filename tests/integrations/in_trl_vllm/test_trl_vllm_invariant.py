@@ -66,7 +66,7 @@ def test_ten_steps_differ_by_exactly_zero(saved, tmp_path, family, dtype, base, 
     assert run.column(f"{runs.RATIO}/mean") == [1.0] * runs.STEPS
     still = run.column("frac_reward_zero_std")  # groups of which all samples have the same reward
     assert [norm > 0 for norm in run.column("grad_norm")] == [share < 1 for share in still]
-    assert still.count(1.0) < 3
+    assert still[0] < 1
     rewards = run.column("reward")
     assert len(set(rewards)) > 5  # the policy moves
 
