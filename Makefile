@@ -27,7 +27,7 @@ SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 
 # What the vendors' libraries (OpenBLAS under NumPy, MKL, oneDNN, torch) and our kernels do on a processor without AVX-512,
 # and the tests that look at bits, at parity and at errors of rounding. Kernels that are interpreted or emulated run none of it,
-# and neither graphs that are traced nor frequencies of samples depend on it.
+# and neither graphs that are traced nor frequencies of samples depend on it. Tests that compare instruction sets choose them.
 AVX2 := RLKERNEL_CPU_ISA=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NUMERIC := $(filter-out %_stored.py %_compile.py %/test_tensor_core_bits.py, $(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
         policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py rms_norm.py layer_norm.py rotary.py swiglu.py matmul.py attention.py \
@@ -53,7 +53,7 @@ test: $(DONE)/build $(DONE)/test $(DONE)/docs $(DONE)/frameworks  ## build, run 
 
 test-avx2: $(DONE)/build $(DONE)/test $(DONE)/frameworks  ## the tests of bits, parity and rounding as on a processor without AVX-512
 	@mkdir -p build
-	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" -k "not triton and not emulated and not distribution" $(sort $(NUMERIC)) $(ARGS); \
+	@$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --junitxml=build/tests-avx2.xml -m "not slow" -k "not (triton or emulated or distribution or instruction_sets or compile or one_graph)" $(sort $(NUMERIC)) $(ARGS); \
 	status=$$?; $(PY) tests/summary.py build/tests-avx2.xml && exit $$status
 
 test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its own: $(VLLM_VENV)
