@@ -24,7 +24,7 @@ for name in (
     "trl.trainer.grpo_trainer",
     "trl.trainer.dpo_trainer",
 ):
-    with contextlib.suppress(ImportError):  # a framework that is not installed
+    with contextlib.suppress(Exception):  # what is not here, or cannot be imported, its own tests tell of
         importlib.import_module(name)
 gc.collect()
 gc.freeze()  # what is here is here for good: no rank looks through it again
