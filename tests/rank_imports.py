@@ -15,7 +15,6 @@ for name in (
     "pytest",
     "hypothesis",
     "rlkernel.integrations.hf",
-    "transformers.models.qwen2",
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "accelerate",

@@ -95,6 +95,22 @@ def test_another_order_has_other_bits():
     assert not torch.equal(sum(parts), dq)
 
 
+def test_a_key_adds_up_its_rows_from_the_last_one_on():
+    """The largest share comes last: the first keys lose half of what they do in the other order."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(64, 64, 8, generator=g) for _ in range(4))
+    grad = grad.abs()  # so that the sum grows with every row
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * 8**-0.5
+    p = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf).softmax(2)
+    exact = torch.einsum("hij,ihd->jhd", p, grad.double())
+    first_row_first = torch.zeros(64, 64, 8)
+    for i in range(64):
+        first_row_first += p[:, i].t()[..., None].float() * grad[i]
+    dv = gradients([q, k, v, grad], [64])[2]
+    lost, other = ((x - exact)[:4].square().mean().sqrt() for x in (dv, first_row_first))
+    assert lost < 0.7 * other, (lost, other)
+
+
 def test_a_sum_that_is_cut_by_the_batch_is_found(monkeypatch):
     """A mutant: the rows of the batch's first half and those of its second are added up apart."""
     right = native_op.gradients
