@@ -13,19 +13,24 @@ from typing import Any
 from rlkernel.integrations._patch import PatchError
 
 
-def installed(framework: str, supported: str, strict: bool, advice: str = "") -> ModuleType:
+def installed(
+    framework: str, supported: str, strict: bool, advice: str = "", module: str = "", distribution: str = ""
+) -> ModuleType:
     """The framework's module, of a version that has been run if ``strict``; any other is warned of.
+
+    Module and distribution are named where they are not like the framework.
 
     Raises:
         ImportError: it is not installed. PatchError: its version is another one.
     """
     name = framework.lower()
     try:
-        module = importlib.import_module(name)
+        found_module = importlib.import_module(module or name)
     except ImportError as error:
-        message = f"rlkernel.patch_{name}() needs {framework}: pip install '{name}{supported}'"
-        raise ImportError(message) from error
-    found = getattr(module, "__version__", None) or version(name) or "none"  # OpenRLHF's module has none
+        wanted = f"pip install '{distribution or name}{supported}'"
+        raise ImportError(f"rlkernel.patch_{name}() needs {framework}: {wanted}") from error
+    # OpenRLHF's module has none
+    found = getattr(found_module, "__version__", None) or version(name) or "none"
     if not _has_been_run(found, supported):
         if strict:
             raise PatchError(f"the version of {name} must be {supported}, got {found}{advice}")
@@ -34,7 +39,7 @@ def installed(framework: str, supported: str, strict: bool, advice: str = "") ->
             f"{found}: of what is replaced it compares names and parameters, not what they mean",
             stacklevel=5,  # of its patch, which is called by that of rlkernel
         )
-    return module
+    return found_module
 
 
 def _has_been_run(version: str, supported: str) -> bool:

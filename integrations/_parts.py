@@ -19,6 +19,20 @@ class Asked(NamedTuple):
     strict: bool
 
 
+def called(there: tuple[str, ...], parts: Iterable[str] | None, strict: bool) -> Asked:
+    """What a call asks for, of the parts that are ``there``; None: all of them.
+
+    Raises:
+        ValueError: an argument is off.
+    """
+    if isinstance(parts, str):
+        raise ValueError(f"parts must be names, got {parts!r}")
+    wanted = there if parts is None else chosen(parts, there, "parts")
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
+    return Asked(wanted, strict)
+
+
 class Switch:
     """The variable that names parts, or is "1" for all of them; and that which makes an error of what cannot
     be replaced."""
@@ -27,17 +41,7 @@ class Switch:
         self.name, self.strict, self.parts = name, f"{name}_STRICT", parts
 
     def called(self, parts: Iterable[str] | None, strict: bool) -> Asked:
-        """What a call asks for; None: all parts.
-
-        Raises:
-            ValueError: an argument is off.
-        """
-        if isinstance(parts, str):
-            raise ValueError(f"parts must be names, got {parts!r}")
-        wanted = self.parts if parts is None else chosen(parts, self.parts, "parts")
-        if not isinstance(strict, bool):
-            raise ValueError(f"strict must be True or False, got {strict!r}")
-        return Asked(wanted, strict)
+        return called(self.parts, parts, strict)
 
     def is_strict(self) -> bool:
         return os.environ.get(self.strict) == "1"

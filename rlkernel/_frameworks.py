@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from rlkernel.prefix.batch import PrefixBatch
-from rlkernel.types import Dropout, OpenRlhfPart, Require, SkyrlPart, VerlPart, VllmOp
+from rlkernel.types import Dropout, MegatronPart, OpenRlhfPart, Require, SkyrlPart, VerlPart, VllmOp
 
 if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
+    from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
     from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
     from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
     from rlkernel.integrations.trl.trl_patch import TrlPatch
@@ -41,6 +42,20 @@ def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = 
     from rlkernel.integrations import deepspeed
 
     return deepspeed.patch(trainer_module=trainer_module, strict=strict)
+
+
+def patch_megatron(parts: Iterable[MegatronPart] | None = None, *, strict: bool = True) -> MegatronPatch:
+    """Replace Megatron-Core's losses and its models' output layers; see
+    ``rlkernel.integrations.megatron.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_megatron() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import megatron
+
+    return megatron.patch(parts, strict=strict)
 
 
 def patch_openrlhf(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool = True) -> OpenRlhfPatch:

@@ -40,6 +40,7 @@ OPTIONAL = {
     "trl": "trl",
     "vllm": "vllm",
     "deepspeed": "deepspeed",
+    "megatron": "megatron-core",
     "liger_kernel": "liger-kernel",
     "verl": "verl",
     "openrlhf": "openrlhf",

@@ -23,6 +23,7 @@ ELSEWHERE = ("openrlhf", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_deepspeed": "deepspeed",
+    "patch_megatron": "megatron",
     "patch_openrlhf": "openrlhf",
     "patch_skyrl": "skyrl",
     "patch_trl": "trl",

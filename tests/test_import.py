@@ -25,6 +25,7 @@ OPTIONAL = (
     "verl",
     "openrlhf",
     "skyrl",
+    "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")
 

@@ -135,6 +135,7 @@ def test_keywords_of_linear_policy_loss():
         ("patch_trl", "trl/install.py", "patch"),
         ("patch_vllm", "vllm/install.py", "patch"),
         ("patch_deepspeed", "deepspeed/install.py", "patch"),
+        ("patch_megatron", "megatron/install.py", "patch"),
         ("patch_skyrl", "skyrl/install.py", "patch"),
         ("patch_verl", "verl/install.py", "patch"),
         ("patch_openrlhf", "openrlhf/install.py", "patch"),

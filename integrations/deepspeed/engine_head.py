@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkernel.integrations.deepspeed.shards import shard
+from rlkernel.integrations._shards import shard
 from rlkernel.integrations.hf.lm_head import LmHead
 
 LAYERS = "deepspeed.module_inject.layers"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._shards import shard
 
 
 class Replacement:
@@ -27,13 +28,6 @@ class Replacement:
         else:
             self.patch.left(self.name, reason)
         return reason is not None
-
-
-def shard(tp_group: Any, vocab_start: int) -> dict[str, Any]:
-    """As ``logprob`` is told of it."""
-    if tp_group is None or tp_group.size() == 1:
-        return {}
-    return {"group": tp_group, "vocab_start": vocab_start}
 
 
 def shard_of(tp_group: Any, sizes: list[int]) -> dict[str, Any]:

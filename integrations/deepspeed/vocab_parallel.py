@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.integrations._shards import shard
 from rlkernel.integrations.deepspeed import by_rows
 from rlkernel.integrations.deepspeed.contract import (
     CROSS_ENTROPY,
@@ -20,7 +21,7 @@ from rlkernel.integrations.deepspeed.contract import (
     LOGPROBS,
     unsupported_dtype,
 )
-from rlkernel.integrations.deepspeed.shards import Replacement, shard, shard_of, sizes
+from rlkernel.integrations.deepspeed.shards import Replacement, shard_of, sizes
 from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import logprob
 

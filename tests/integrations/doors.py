@@ -32,6 +32,7 @@ class Door:
     switch: ModuleType
     variables: tuple[str, ...]  # that the patch sets
     registries: tuple[dict, ...] = ()  # of the framework's functions
+    distribution: str = ""  # where it is not named like the framework
 
     @property
     def path(self):
@@ -132,9 +133,10 @@ class Door:
 
     def check_refusals(self, monkeypatch, become, others):
         """Of arguments and versions; ``become`` makes the framework one of another version, or of none."""
+        first, *_, last = self.switch.PARTS
         for options, message in (
             ({"parts": "losses"}, "parts must be names, got 'losses'"),
-            ({"parts": ["losses", "x"]}, r"parts must name some of \('logprobs', .*got \('losses', 'x'\)"),
+            ({"parts": [last, "x"]}, rf"parts must name some of \('{first}', .*got \('{last}', 'x'\)"),
             ({"parts": []}, "parts must name some of"),
             ({"strict": 1}, "strict must be True or False, got 1"),
         ):
@@ -155,7 +157,7 @@ class Door:
                     assert patch.replaced and len(told) == 1 and told[0].filename == __file__
         with monkeypatch.context() as changed:
             become(changed, None)
-            needs = f"needs {self.framework}: pip install '{self.name}{versions}'"
+            needs = f"needs {self.framework}: pip install '{self.distribution or self.name}{versions}'"
             with pytest.raises(ImportError, match=needs):
                 self.patch()
 
@@ -166,7 +168,7 @@ class Door:
             change(changed)
             with pytest.raises(PatchError, match=f"{name} cannot be replaced: .* must "):
                 self.patch()
-            assert not self.kind.in_place() and self.switch.SWITCH not in os.environ
+            assert not self.kind.in_place() and not any(name in os.environ for name in self.variables)
             self.listen(monkeypatch, caplog)
             with self.patch(strict=False) as patch:
                 assert list(patch.refused) == [name]

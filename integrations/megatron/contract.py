@@ -1,0 +1,45 @@
+"""What rlkernel takes Megatron-Core to be: its version, its functions and how they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkernel.integrations import _contract
+
+SUPPORTED = ">=0.16,<0.17"  # 0.16.1 has been run
+DISTRIBUTION = "megatron-core"
+
+
+PARAMETERS = {
+    # megatron.core.fusions.fused_cross_entropy
+    "fused_vocab_parallel_cross_entropy": ("vocab_parallel_logits", "target", "tp_group"),
+    # megatron.core.tensor_parallel.cross_entropy
+    "vocab_parallel_cross_entropy": ("vocab_parallel_logits", "target", "label_smoothing=0.0"),
+    "LanguageModule.compute_language_model_loss": ("self", "labels", "logits"),
+    "GPTModel._postprocess": (
+        "self", "hidden_states", "input_ids", "position_ids", "labels", "rotary_pos_emb", "rotary_pos_cos",
+        "rotary_pos_sin", "mtp_in_postprocess=None", "loss_mask=None", "decoder_input=None",
+        "attention_mask=None", "inference_params=None", "packed_seq_params=None", "sequence_len_offset=None",
+        "runtime_gather_output=None", "extra_block_kwargs=None", "inference_context=None",
+    ),
+    "MambaModel.forward": (
+        "self", "input_ids", "position_ids", "attention_mask", "decoder_input=None", "labels=None",
+        "inference_context=None", "runtime_gather_output=None", "inference_params=None",
+        "packed_seq_params=None", "padding_mask=None",
+    ),
+    "ColumnParallelLinear.forward": ("self", "input_", "weight=None", "runtime_gather_output=None"),
+}  # fmt: skip
+
+
+def require_version(strict: bool) -> None:
+    """Raises:
+    ImportError: Megatron-Core is not installed. PatchError: its version is one that has not been run.
+    """
+    advice = "; patch_megatron(strict=False) compares what is replaced instead"
+    _contract.installed("Megatron", SUPPORTED, strict, advice, "megatron.core", DISTRIBUTION)
+
+
+def checked(owner: Any, name: str) -> Any:
+    """Megatron's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+    return _contract.own(owner, name, PARAMETERS[path], "Megatron", SUPPORTED)
