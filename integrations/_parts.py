@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from typing_extensions import Self
 
+from rlkernel.integrations._arrivals import Arrivals
 from rlkernel.integrations._counted_patch import CountedPatch
 from rlkernel.integrations._environment import chosen, restore
 from rlkernel.integrations._patch import PatchError
@@ -106,3 +107,38 @@ class PartsPatch(CountedPatch):
         if was_active:
             restore(self.environment)
             self.environment = {}
+
+
+class WaitingPatch(PartsPatch):
+    """A patch some of whose parts wait for the framework's imports: of modules that not every process has."""
+
+    def __init__(self, name: str, framework: str, parts: tuple[str, ...], strict: bool) -> None:
+        super().__init__(name, framework, parts, strict)
+        self.waiting: dict[str, str] = {}
+        """What is put in its place when which module of the framework has been imported."""
+        self._plans: dict[str, Callable[[], None]] = {}
+        self._arrivals = Arrivals(set(), self._arrived)
+
+    def wait(self, name: str, home: str, plan: Callable[[], None]) -> None:
+        """Call ``plan``, and put in place what it adds, when somebody has imported ``home``."""
+        self.waiting[name] = home
+        self._plans[name] = plan
+        self._arrivals.names.add(home)
+
+    def _arrived(self, home: str) -> None:
+        for name in [name for name, module in self.waiting.items() if module == home]:
+            del self.waiting[name]
+            planned = len(self._plan), len(self._everywhere)
+            self._plans.pop(name)()
+            with self.planning(name):
+                self._done += self._placed(self._plan[planned[0] :], self._everywhere[planned[1] :])
+
+    def apply(self) -> Self:
+        super().apply()
+        if self.waiting:
+            self._arrivals.begin()
+        return self
+
+    def undo(self) -> None:
+        super().undo()
+        self._arrivals.end()

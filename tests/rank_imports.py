@@ -20,6 +20,7 @@ for name in (
     "accelerate",
     "datasets",
     "deepspeed",
+    "megatron.core.models.gpt",
     "trl.trainer.grpo_trainer",
     "trl.trainer.dpo_trainer",
 ):

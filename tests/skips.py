@@ -110,6 +110,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
         r"\S+: \S+ is not that of commit ",
         never,
     ),
+    (r"needs Megatron-Core", lambda: sys.version_info >= (3, 14)),
     (
         r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|Ray)\b|could not import ",
         another_python,

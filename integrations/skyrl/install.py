@@ -81,7 +81,7 @@ def _installed(request: Asked, eagerly: bool) -> SkyrlPatch:
         if HOMES[part] in sys.modules or (eagerly and _imports(part)):
             result.plan(part)
         else:
-            result.wait(part)
+            result.wait_for(part)
     return result.apply()
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from typing_extensions import Self
 
-from rlkernel.integrations._arrivals import Arrivals
-from rlkernel.integrations._parts import PartsPatch
+from rlkernel.integrations._parts import WaitingPatch
 from rlkernel.integrations.skyrl.contract import HOMES
 
 
-class SkyrlPatch(PartsPatch):
-    """See ``PartsPatch``; and what waits for SkyRL's imports."""
+class SkyrlPatch(WaitingPatch):
+    """See ``WaitingPatch``."""
 
     def __init__(self, parts: tuple[str, ...], strict: bool) -> None:
         super().__init__("rlkernel.patch_skyrl", "SkyRL", parts, strict)
-        self.waiting: dict[str, str] = {}
-        """Which part is put in its place when which module of SkyRL has been imported."""
-        self._arrivals = Arrivals(set(), self._arrived)
         self._on = False
 
     @property
@@ -33,26 +30,14 @@ class SkyrlPatch(PartsPatch):
         """Whether every module's attribute of this name is replaced."""
         return any(entry[1] == name for entry in self._everywhere)
 
-    def wait(self, part: str) -> None:
-        self.waiting[part] = HOMES[part]
-        self._arrivals.names.add(HOMES[part])
-
-    def _arrived(self, home: str) -> None:
-        for part in [part for part, name in self.waiting.items() if name == home]:
-            del self.waiting[part]
-            planned = len(self._plan), len(self._everywhere)
-            self.plan(part)
-            with self.planning(part):
-                self._done += self._placed(self._plan[planned[0] :], self._everywhere[planned[1] :])
+    def wait_for(self, part: str) -> None:
+        self.wait(part, HOMES[part], functools.partial(self.plan, part))
 
     def apply(self) -> Self:
         super().apply()
         self._on = True
-        if self.waiting:
-            self._arrivals.begin()
         return self
 
     def undo(self) -> None:
         super().undo()
-        self._arrivals.end()
         self._on = False

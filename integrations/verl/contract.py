@@ -22,6 +22,10 @@ PARAMETERS = {
     "logprobs_from_logits": ("logits", "labels", "inplace_backward=True"),
     "entropy_from_logits": ("logits",),
     "entropy_from_logits_with_chunking": ("logits", "chunk_size=2048"),
+    # verl.utils.megatron.tensor_parallel
+    "vocab_parallel_log_probs_from_logits": ("logits", "labels"),
+    "vocab_parallel_entropy": ("vocab_parallel_logits",),
+    "vocab_parallel_entropy_with_chunking": ("vocab_parallel_logits", "chunk_size=2048"),
     # verl.utils.experimental.torch_functional.FusedLinearForPPO
     "__init__": ("self", "chunk_size=512", "impl_backend='torch'"),
     "forward": ("self", "hidden_states", "vocab_weights", "input_ids", "temperature=1.0"),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.integrations._replacing import logprobs_of_logits, shown, unfit_logits
-from rlkernel.integrations.verl import contract
+from rlkernel.integrations.verl import contract, megatron_logprobs
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.logprob import entropy_from_logits as entropy_of
 
@@ -28,6 +28,7 @@ def plan(patch: VerlPatch) -> None:
             original = contract.checked(home, name)
             new = shown(make(original, patch, home), original, "logprob")
             patch.replace_everywhere("verl", name, new, expected=original)
+    megatron_logprobs.plan(patch)
 
 
 def _logprobs(original: Callable[..., Any], patch: VerlPatch, home: ModuleType) -> Callable[..., Any]:
