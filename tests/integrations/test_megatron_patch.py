@@ -55,7 +55,7 @@ def test_refusals(monkeypatch):
         else:
             changed.setattr(core, "__version__", version)
 
-    DOOR.check_refusals(monkeypatch, become, ["0.15.3", "0.17.0"])
+    DOOR.check_refusals(monkeypatch, become, ["0.13.1", "0.17.0"])
 
 
 CHANGES = {
