@@ -334,7 +334,10 @@ def say(args: argparse.Namespace, line: str) -> None:
 
 def need(*packages: str) -> None:
     """End with one line that says what to install, where one of these packages is not here."""
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+    roots = {
+        package: package.partition(".")[0] for package in packages
+    }  # find_spec imports what is above one
+    if missing := [package for package in packages if importlib.util.find_spec(roots[package]) is None]:
         name = Path(sys.argv[0]).name
         raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
 

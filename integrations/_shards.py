@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 
 IGNORED = -100
+UNKNOWN = "the group of ranks is none that torch knows by its name"
 
 
 def shard(group: Any, vocab_start: int) -> dict[str, Any]:
@@ -17,11 +20,22 @@ def shard(group: Any, vocab_start: int) -> dict[str, Any]:
     return {"group": group, "vocab_start": vocab_start}
 
 
-def equal_shard(group: Any, entries: int) -> dict[str, Any]:
+def registered(group: Any) -> ProcessGroup | None:
+    """The group as torch knows it by its name: slime's groups hold one, which they may make anew."""
+    for found in (group, getattr(group, "group", None)):
+        if not isinstance(found, ProcessGroup):
+            continue
+        with contextlib.suppress(RuntimeError):  # it has no name, or one that torch does not know
+            if found.size() == 1 or distributed_c10d._resolve_process_group(found.group_name) is found:
+                return found
+    return None
+
+
+def equal_shard(group: ProcessGroup, entries: int) -> dict[str, Any]:
     """The same where each rank has as many ``entries``, in the order of the ranks, as Megatron's have."""
-    return {} if group.size() == 1 else shard(group, group.rank() * entries)
+    return shard(group, group.rank() * entries)
 
 
-def targets_in(group: Any, entries: int, ids: Tensor) -> Tensor:
+def targets_in(group: ProcessGroup, entries: int, ids: Tensor) -> Tensor:
     """``ids`` of the whole vocabulary; those outside, which mark padding, as what ``logprob`` ignores."""
     return torch.where((ids >= 0) & (ids < entries * group.size()), ids, IGNORED)

@@ -115,6 +115,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("grpo_prefix.py", "trl"),
         ("grpo_sharded.py zero3", "trl deepspeed"),
         ("grpo_vllm.py", "trl vllm"),
+        ("megatron_step.py", "megatron.core"),
         ("openrlhf_step.py", "openrlhf deepspeed peft pylatexenc"),
         ("packed_grpo.py", "transformers"),
         ("routing_replay.py", "transformers"),
@@ -129,7 +130,10 @@ def test_what_cannot_run_is_said_at_once(words, said):
 )
 def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
     """In one line, before anything is computed, by every recipe that needs more than torch."""
-    frameworks = "datasets", "deepspeed", "openrlhf", "peft", "skyrl", "transformers", "trl", "verl", "vllm"
+    frameworks = (
+        "datasets", "deepspeed", "megatron", "openrlhf", "peft", "skyrl", "transformers", "trl", "verl",
+        "vllm",
+    )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # which some set for what they start
@@ -150,6 +154,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("packed_grpo.py --json nowhere/found.json", "in a folder that is there, got nowhere/found.json"),
         ("zero_kl.py --steps 0", "--steps must be 1 or more, got 0"),
         ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
+        ("megatron_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("skyrl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("openrlhf_step.py --steps 0", "--steps must be 1 or more, got 0"),

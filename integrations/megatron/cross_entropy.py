@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlkernel.integrations._replacing import shown, unfit_labels, unfit_logits
-from rlkernel.integrations._shards import equal_shard, targets_in
+from rlkernel.integrations._shards import UNKNOWN, equal_shard, registered, targets_in
 from rlkernel.integrations.megatron import contract
 from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
 from rlkernel.ops.logprob import logprob
@@ -36,14 +36,12 @@ def _fused(original: Callable[..., Any], patch: MegatronPatch) -> Callable[..., 
     def fused_vocab_parallel_cross_entropy(
         vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any
     ) -> Any:
-        reason = _unable(vocab_parallel_logits, target)
-        if reason is None and not isinstance(tp_group, ProcessGroup):
-            reason = "tp_group is no process group"
-        if reason is not None:
-            patch.left(FUSED, reason)
+        reason, group = _unable(vocab_parallel_logits, target), registered(tp_group)
+        if reason or group is None:
+            patch.left(FUSED, reason or UNKNOWN)
             return original(vocab_parallel_logits, target, tp_group)
         patch.count(patch.calls, FUSED)
-        return loss_of(vocab_parallel_logits, target, tp_group)
+        return loss_of(vocab_parallel_logits, target, group)
 
     return fused_vocab_parallel_cross_entropy
 
@@ -54,13 +52,11 @@ def _plain(original: Callable[..., Any], patch: MegatronPatch) -> Callable[..., 
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
     ) -> Any:
-        reason = _unable(vocab_parallel_logits, target)
-        if label_smoothing:
-            reason = "label_smoothing is asked for"
-        if reason is not None:
-            patch.left(PLAIN, reason)
+        reason = "label_smoothing is asked for" if label_smoothing else _unable(vocab_parallel_logits, target)
+        group = None if reason else registered(get_tensor_model_parallel_group())
+        if group is None:
+            patch.left(PLAIN, reason or UNKNOWN)
             return original(vocab_parallel_logits, target, label_smoothing)
-        group = get_tensor_model_parallel_group()
         patch.count(patch.calls, PLAIN)
         return loss_of(vocab_parallel_logits, target, group)
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
-from rlkernel.integrations._shards import equal_shard, targets_in
+from rlkernel.integrations._shards import UNKNOWN, equal_shard, registered, targets_in
 from rlkernel.integrations.megatron import contract
 from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
 from rlkernel.ops.linear_logprob import linear_logprob
@@ -33,6 +34,7 @@ class Unmultiplied(NamedTuple):
     """What an output layer was called with, in the place of the logits that it would have made."""
 
     layer: Any
+    group: ProcessGroup  # the ranks that share out the layer's vocabulary
     hidden: Tensor  # [L, B, H], or under sequence parallelism the rank's part of the L rows
     weight: Tensor
     logits: Callable[[], Tensor]  # makes them after all
@@ -46,13 +48,13 @@ class Unmultiplied(NamedTuple):
             # linear_logprob gives every rank the whole gradient: no sum, each rank takes its own rows of it
             hidden = gather_from_sequence_parallel_region(hidden, False, group=layer.tp_group)
         bias = None if layer.skip_bias_add else layer.bias
-        ids = targets_in(layer.tp_group, entries, ids)
-        shard = equal_shard(layer.tp_group, entries)
+        ids = targets_in(self.group, entries, ids)
+        shard = equal_shard(self.group, entries)
         return -linear_logprob(hidden, self.weight, ids, bias=bias, **shard).logprobs
 
     def rows(self) -> tuple[int, int]:
         count, batch = self.hidden.shape[:2]
-        return count * (self.layer.tp_group.size() if self.layer.sequence_parallel else 1), batch
+        return count * (self.group.size() if self.layer.sequence_parallel else 1), batch
 
 
 def plan(patch: MegatronPatch) -> None:
@@ -118,11 +120,12 @@ def _unmultiplied(layer: Any, patch: MegatronPatch) -> Iterator[None]:
         weight = layer.weight if weight is None else weight
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         reason = "the output layer gathers its logits" if gathers else _unfit(input_, weight)
-        if reason is not None:
-            patch.left(LOSS, reason)
+        group = registered(layer.tp_group)
+        if reason is not None or group is None:
+            patch.left(LOSS, reason or UNKNOWN)
             return logits()
         bias = layer.bias if layer.skip_bias_add else None
-        return Unmultiplied(layer, input_, weight, lambda: logits()[0]), bias
+        return Unmultiplied(layer, group, input_, weight, lambda: logits()[0]), bias
 
     layer.__dict__["forward"] = instead
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlkernel.integrations._replacing import shown, unfit_labels, unfit_logits
-from rlkernel.integrations._shards import equal_shard, targets_in
+from rlkernel.integrations._shards import UNKNOWN, equal_shard, registered, targets_in
 from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.logprob import logprob
@@ -43,11 +43,12 @@ def _plan(patch: VerlPatch) -> None:
 
 def _logprobs(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., Any]:
     def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-        if reason := unfit_logits(logits) or unfit_labels(logits, labels):
-            patch.left(LOGPROBS, reason)
+        group, entries = _ranks(), logits.shape[-1]
+        reason = unfit_logits(logits) or unfit_labels(logits, labels)
+        if reason or group is None:
+            patch.left(LOGPROBS, reason or UNKNOWN)
             return original(logits, labels)
         patch.count(patch.calls, LOGPROBS)
-        group, entries = _ranks(), logits.shape[-1]
         ids = targets_in(group, entries, labels)
         return logprob(logits, ids, **equal_shard(group, entries)).logprobs
 
@@ -56,39 +57,39 @@ def _logprobs(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., A
 
 def _entropy(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., Any]:
     def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
-        if reason := unfit_logits(vocab_parallel_logits):
-            patch.left(ENTROPY, reason)
+        reason, group = unfit_logits(vocab_parallel_logits), _ranks()
+        if reason or group is None:
+            patch.left(ENTROPY, reason or UNKNOWN)
             return original(vocab_parallel_logits)
         patch.count(patch.calls, ENTROPY)
-        return entropy_of(vocab_parallel_logits)
+        return _entropy_of(vocab_parallel_logits, group)
 
     return vocab_parallel_entropy
 
 
 def _chunked_entropy(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., Any]:
     def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
-        reason = unfit_logits(vocab_parallel_logits)
+        reason, group = unfit_logits(vocab_parallel_logits), _ranks()
         if reason is None and vocab_parallel_logits.dim() != 3:  # verl's own is an error
             reason = "logits are not [B, L, V]"
-        if reason is not None:
-            patch.left(CHUNKED, reason)
+        if reason or group is None:
+            patch.left(CHUNKED, reason or UNKNOWN)
             return original(vocab_parallel_logits, chunk_size)
         patch.count(patch.calls, CHUNKED)
-        return entropy_of(vocab_parallel_logits)
+        return _entropy_of(vocab_parallel_logits, group)
 
     return vocab_parallel_entropy_with_chunking
 
 
-def _ranks() -> ProcessGroup:
+def _ranks() -> ProcessGroup | None:
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    group: ProcessGroup = get_tensor_model_parallel_group()
-    return group
+    return registered(get_tensor_model_parallel_group())
 
 
-def entropy_of(logits: Tensor) -> Tensor:
+def _entropy_of(logits: Tensor, group: ProcessGroup) -> Tensor:
     no_target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    shard = equal_shard(_ranks(), logits.shape[-1])
+    shard = equal_shard(group, logits.shape[-1])
     entropy = logprob(logits, no_target, return_entropy=True, **shard).entropy
     assert entropy is not None
     return entropy

@@ -14,6 +14,12 @@ def deepspeed_step(stored: Stored) -> str:
     return _step(stored, what, {"stock": "logits", "score": "`score()`"})
 
 
+def megatron_step(stored: Stored) -> str:
+    """Of ``examples/megatron_step.py``: a step of a model of Megatron-Core."""
+    what = "A step of GRPO of a `GPTModel` that is given labels, with `cross_entropy_loss_fusion`"
+    return _step(stored, what, {"stock": "Megatron", "patched": "`patch_megatron()`"})
+
+
 def openrlhf_step(stored: Stored) -> str:
     """Of ``examples/openrlhf_step.py``: a step by OpenRLHF's actor and policy loss."""
     what = "A step of GRPO by OpenRLHF's `Actor` and `PolicyLoss`, with entropies"

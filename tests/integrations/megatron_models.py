@@ -60,6 +60,14 @@ def mamba(tensor_parallel):
     )  # fmt: skip
 
 
+def ddp(model):
+    """Whose parameters' gradients are in buffers, reduced while others are computed."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
+
+
 def inputs():
     """Token ids, positions and the causal mask; and labels, two of which mark padding."""
     g = torch.Generator().manual_seed(3)

@@ -80,7 +80,25 @@ def _losses(rank, kind):
                     found[name, case, dtype, side] = loss.detach(), shard.grad
             if patch:
                 assert patch.calls.total() == 2 * len(CASES) and not patch.fallbacks
+                logits, target = _logits("plain", torch.float32)
+                held = _functions(_Holder(group))["fused"](logits.chunk(2, -1)[rank], target)
+                assert_equal("by slime's group", held, found["fused", "plain", torch.float32, "ours"][0])
+                assert patch.calls.total() == 2 * len(CASES) + 1
     return found
+
+
+class _Holder(torch.distributed.ProcessGroup):
+    """As slime's groups are, which it takes down while it generates."""
+
+    def __init__(self, group):
+        super().__init__(rank=group.rank(), size=group.size())
+        self.group = group
+
+    def rank(self):
+        return self.group.rank()
+
+    def size(self):
+        return self.group.size()
 
 
 def test_losses_of_logits_that_ranks_share_out(tmp_path):
@@ -114,13 +132,16 @@ def test_losses_of_logits_that_ranks_share_out(tmp_path):
 
 def _step(model, call):
     """Its losses, and the gradients of its parameters and of the hidden states that it was given."""
-    model.zero_grad()
+    model.zero_grad_buffer() if hasattr(model, "zero_grad_buffer") else model.zero_grad()
     loss = call(model)
     weights = random(8, BATCH, LENGTH)
     weights[0, 0] = weights[1, -1] = 0
     loss.mul(weights).sum().backward()
+    if hasattr(model, "finish_grad_sync"):
+        model.finish_grad_sync()
     leaves = dict(model.named_parameters()) | ({"hidden": model.hidden} if hasattr(model, "hidden") else {})
-    return loss.detach(), {name: p.grad.clone() for name, p in leaves.items() if p.grad is not None}
+    grads = {name: getattr(p, "main_grad", p.grad) for name, p in leaves.items()}  # its own DDP's
+    return loss.detach(), {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
 def _whole(model):
@@ -154,23 +175,30 @@ def _models(rank, kind):
         multiplied.append(layer)
         return stock(layer, **given)
 
-    calls = {"gpt": _whole, "tied": _whole, "fused loss": _whole, "mamba": _whole}
+    calls = {"gpt": _whole, "tied": _whole, "fused loss": _whole, "mamba": _whole, "ddp": _whole}
     calls |= {"rows": _after_the_decoder(rank, True), "bf16": _after_the_decoder(rank, False)}
     found = {}
     for name, call in calls.items():
         make = megatron_models.mamba if name == "mamba" else megatron_models.gpt
-        options = {"tied": {"tied": True}, "fused loss": {"cross_entropy_loss_fusion": True}}.get(name, {})
+        options = {
+            "tied": {"tied": True},
+            "ddp": {"tied": True},
+            "fused loss": {"cross_entropy_loss_fusion": True},
+        }.get(name, {})
         model = make(2, **options)
         if name == "bf16":
             model.bfloat16()
+        layer = model.output_layer
+        if name == "ddp":
+            model = megatron_models.ddp(model)
         want = _step(model, call)
         with rlkernel.patch_megatron() as patch:
             ColumnParallelLinear._forward_impl = noted
             got = _step(model, call)
             ColumnParallelLinear._forward_impl = stock
             assert dict(patch.calls) == {"compute_language_model_loss": 1} and not patch.fallbacks
-        assert model.output_layer not in multiplied, "the logits were made"
-        assert "forward" not in vars(model.output_layer)
+        assert layer not in multiplied, "the logits were made"
+        assert "forward" not in vars(layer)
         after = _step(model, call)
         assert_equal("a model that is Megatron's again", after[0], want[0])
         found[name] = want, got
@@ -302,7 +330,10 @@ def _left(rank, kind, folder):
         function = _functions(None)["fused"]
         with pytest.raises(AttributeError):  # Megatron's own
             function(logits.clone(), target)
-        found["tp_group is no process group"] = dict(patch.fallbacks), dict(patch.calls)
+        found["the group of ranks is none that torch knows by its name"] = (
+            dict(patch.fallbacks),
+            dict(patch.calls),
+        )
         model = megatron_models.gpt(1)
         given, labels = megatron_models.inputs()
         assert model(*given).shape == (BATCH, LENGTH, VOCAB) and not patch.calls, (
