@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations._replacing import NARROW, misplaced, shown, unsuitable
+from rlkernel.integrations._shards import UNKNOWN, equal_shard, registered, targets_in
 from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
 from rlkernel.ops.linear_logprob import linear_logprob
@@ -74,16 +75,21 @@ def _triton(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., Any
         # Megatron's hidden states are [L, 1, H] where its labels are [1, L]
         rows, ids = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         reason = _unable(rows, weight, ids, temperature)
+        shard: dict[str, Any] = {}
         if not isinstance(reduction, str) or reduction.lower() != "none":
             reason = "the reduction is not 'none'"
-        elif group is not None and torch.distributed.get_world_size(group) > 1:
-            # verl's gives each rank the part of its own vocabulary, and Megatron adds the parts up
-            reason = "ranks share out the vocabulary, and the gradient of the hidden states"
+        elif reason is None and group is not None and torch.distributed.get_world_size(group) > 1:
+            if (ranks := registered(group)) is None:
+                reason = UNKNOWN
+            else:
+                shard, ids = equal_shard(ranks, len(weight)), targets_in(ranks, len(weight), ids)
+                if getattr(hidden.grad_fn, "tensor_parallel_output_grad", False):
+                    rows = _OfTheFirst.apply(rows, ranks.rank())
         if reason is not None:
             patch.left(TRITON, reason)
             return original(hidden, weight, labels, *rest)
         patch.count(patch.calls, TRITON)
-        return _scored(rows, weight, ids, temperature)
+        return _scored(rows, weight, ids, temperature, **shard)
 
     functools.update_wrapper(linear_cross_entropy, original)
     linear_cross_entropy.__module__, linear_cross_entropy.__qualname__ = "rlkernel", "linear_logprob"
@@ -93,8 +99,24 @@ def _triton(original: Callable[..., Any], patch: VerlPatch) -> Callable[..., Any
 DEFAULTS: tuple[Any, ...] = (1.0, "none", None)  # of temperature, reduction and group
 
 
-def _scored(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    out = linear_logprob(hidden, weight, ids, temperature=temperature, return_entropy=True)
+class _OfTheFirst(torch.autograd.Function):
+    """Hidden states that Megatron gathered from sequence-parallel ranks, whose gradients it adds up over
+    them: each has the whole gradient, so that of the first counts."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.rank == 0 else torch.zeros_like(grad), None
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, **shard: Any
+) -> tuple[Tensor, Tensor]:
+    out = linear_logprob(hidden, weight, ids, temperature=temperature, return_entropy=True, **shard)
     return out.logprobs, out.entropy
 
 

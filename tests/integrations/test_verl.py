@@ -317,7 +317,7 @@ def test_the_triton_head_is_verls_torch_head(dtype):
     ("arguments", "reason"),
     [
         ((1.0, "mean"), "the reduction is not 'none'"),
-        ((1.0, "none", "two"), "ranks share out the vocabulary"),
+        ((1.0, "none", "two"), "the group of ranks is none that torch knows by its name"),
     ],
 )
 def test_a_triton_head_that_is_left_to_verl(monkeypatch, arguments, reason):

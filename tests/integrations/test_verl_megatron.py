@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import megatron_models
 import pytest
@@ -76,6 +77,64 @@ def test_logprobs_and_entropies_over_megatrons_ranks(tmp_path):
             torch.cat([of[name, dtype, side][1] for of in found], -1) for side in ("ours", "stock")
         )
         check(f"{name} {dtype} gradient", ours, stock, exact.grad)
+
+
+# the fused head
+
+
+def _whole_head():
+    """Hidden states [L, 1, H] as Megatron has them, the weight and labels [1, L]."""
+    g = torch.Generator().manual_seed(4)
+    return random(11, LENGTH, 1, 16), random(12, VOCAB, 16), torch.randint(0, VOCAB, (1, LENGTH), generator=g)
+
+
+HEADS = {"rows of each rank": True, "all rows": False}  # sequence parallelism, or not
+ENTROPIES = random(13, LENGTH)
+
+
+def _heads(rank, kind):
+    """By verl's function of Megatron's postprocess: outputs, and gradients of the rank's own tensors."""
+    megatron_models.begin(2)
+    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
+    found = {}
+    for name, sequence_parallel in HEADS.items():
+        hidden, weight, labels = _whole_head()
+        hidden = (hidden.chunk(2)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+        weight = weight.chunk(2)[rank].clone().requires_grad_()
+        config = SimpleNamespace(sequence_parallel=sequence_parallel, config_logger_dir="")
+        with rlkernel.patch_verl(["fused_head"]) as patch:
+            out = fused.fused_output_processor(
+                hidden_states=hidden * 1, output_layer=SimpleNamespace(weight=weight), output_weight=None,
+                labels=labels, context=fused.FusedOutputProcessorContext(temperature=0.7), config=config,
+            )  # fmt: skip
+            (out.log_probs * UPSTREAM[0] + out.entropy * ENTROPIES).sum().backward()
+            assert patch.calls == {"linear_cross_entropy": 1} and not patch.fallbacks
+        found[name] = out.log_probs.detach(), out.entropy.detach(), hidden.grad, weight.grad
+    return found
+
+
+def test_the_fused_head_over_megatrons_ranks(tmp_path):
+    """verl's own runs on GPUs alone.  Of all rows it leaves each rank the gradient of its part of the
+    vocabulary, which nobody adds up: verl trains with sequence parallelism, where Megatron does."""
+    found = ranks.run(_heads, ["tp"], tmp_path)["tp"]
+    hidden, weight, labels = (
+        x.double().requires_grad_() if x.is_floating_point() else x for x in _whole_head()
+    )
+    logprobs = ((hidden[:, 0] @ weight.T) / 0.7).log_softmax(-1)
+    truth = logprobs.gather(-1, labels[0][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    (truth[0] * UPSTREAM[0] + truth[1] * ENTROPIES).sum().backward()
+    for name, sequence_parallel in HEADS.items():
+        for got, want in zip(found[0][name][:2], truth, strict=True):
+            torch.testing.assert_close(got, want.detach().float(), rtol=1e-6, atol=1e-5)
+        for got, other in zip(found[0][name][:2], found[1][name][:2], strict=True):
+            assert_equal("the other rank's", got, other)
+        grads = [of[name][2] for of in found]
+        if not sequence_parallel:
+            assert_equal("of the other rank", *grads)
+        grad = torch.cat(grads) if sequence_parallel else grads[0]
+        torch.testing.assert_close(grad, hidden.grad.float(), rtol=1e-6, atol=1e-5)
+        grad = torch.cat([of[name][3] for of in found])
+        torch.testing.assert_close(grad, weight.grad.float(), rtol=1e-6, atol=1e-5)
 
 
 CODE = f"""
