@@ -106,6 +106,17 @@ def test_the_mask_hides_whatever_stands_there(backend, device):
 
 
 @ON_EVERY_BACKEND
+def test_equal_values_give_exactly_zero(backend, device):
+    """Three times 0.1 is no multiple of it in fp64."""
+    for n in (3, 10, 49):
+        for dtype in (torch.float32, torch.float64) if backend == "reference" else (torch.float32,):
+            x = torch.full((n,), 0.1, dtype=dtype, device=device)
+            first = run(backend, x, nothing(device), eps=0.0)
+            assert first.state[2] == 0 and not first.normalized.any()
+            assert not run(backend, x, first.state, eps=0.0).normalized.any()
+
+
+@ON_EVERY_BACKEND
 def test_the_first_values(backend, device):
     """One value is its own mean; equal values deviate by exactly 0, also with eps = 0."""
     assert run(backend, torch.tensor([7.0], device=device), nothing(device)).normalized.tolist() == [0]

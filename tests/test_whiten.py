@@ -91,6 +91,18 @@ def test_weights_stand_for_repetitions(backend, device):
     torch.testing.assert_close(got.repeat_interleave(weights), repeated, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ON_EVERY_BACKEND
+def test_equal_elements_give_exactly_zero(backend, device, dtype):
+    """Three times 0.1, and 0.1 by most weights, are no multiples of it in fp64."""
+    for n in (1, 3, 10, 49):
+        x = torch.full((n,), 0.1, dtype=dtype, device=device)
+        skip_unless_able(backend, "whiten", x)
+        for weights in (None, torch.rand(n, device=device) + 0.1):
+            for eps_in in ("variance", "std"):
+                assert not run(backend, x, weights=weights, eps=0.0, eps_in=eps_in).any()
+
+
 @ON_EVERY_BACKEND
 def test_one_element_or_none_gives_zero(backend, device):
     """verl raises there, which stops a run in which one rank has nothing."""

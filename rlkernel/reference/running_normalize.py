@@ -24,7 +24,8 @@ def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
     wide = x.double()
     kept = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     count = kept.sum().double()
-    mean = torch.where(kept, wide, 0).sum() / count.clamp(min=1)
+    first = whiten._first(wide, kept)
+    mean = first + torch.where(kept, wide - first, 0).sum() / count.clamp(min=1)
     return torch.stack([count, mean, torch.where(kept, (wide - mean).square(), 0).sum()])
 
 

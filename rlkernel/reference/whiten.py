@@ -18,9 +18,19 @@ def forward(call: WhitenCall) -> WhitenResults:
         share = torch.where(mask, share, 0)
     counts = share != 0
     count = share.sum()
-    mean = torch.where(counts, share * wide, 0).sum() / count.clamp(min=torch.finfo(torch.float64).tiny)
+    first = _first(wide, counts)
+    above = torch.where(counts, share * (wide - first), 0).sum()
+    mean = first + above / count.clamp(min=torch.finfo(torch.float64).tiny)
     squares = torch.where(counts, share * (wide - mean).square(), 0).sum()
     return WhitenResults(_scaled(call, mean, _variance(count, squares, unbiased)))
+
+
+def _first(x: Tensor, counts: Tensor) -> Tensor:
+    """The first that counts, or 0: of what is equal the differences to it, and their mean, are exactly 0."""
+    if not x.numel():
+        return x.new_zeros(())
+    at = counts.flatten().int().argmax()
+    return torch.where(counts.any(), x.flatten().gather(0, at[None])[0], 0)
 
 
 def _variance(count: Tensor, squares: Tensor, unbiased: bool) -> Tensor:
