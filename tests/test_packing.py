@@ -173,6 +173,26 @@ def test_as_many_sequences_as_tokens(backend, device):
             result(*x)
 
 
+@pytest.mark.parametrize("name", ["advantages", "staleness"])
+@pytest.mark.parametrize("op", ["policy_loss", "linear_policy_loss"])
+@pytest.mark.parametrize(("backend", "device"), of("policy_loss"))
+def test_with_its_padding_as_many_sequences_as_tokens(op, name, backend, device):
+    """Three sequences and the padding behind them are four, and so are the tokens."""
+    inputs = linear_policy.make_inputs(1, 4, 6, 30, device=device, per_token=False)
+    if op == "policy_loss":
+        inputs = policy_loss.make_inputs(1, 4, device=device)
+    tensors = {k: v if k == "weight" else v[0] for k, v in inputs.items()}
+    tensors["mask"] = torch.ones(4, dtype=torch.bool, device=device)
+    tensors["cu_seqlens"] = torch.tensor([0, 2, 3, 3], device=device)
+    each = torch.tensor([1.0, -2.0, 3.0], device=device)
+    of_tokens = torch.tensor([1.0, 1.0, -2.0, 0.0], device=device)
+    tensors |= {"rollout_logprobs": tensors["old_logprobs"], "advantages": of_tokens, "staleness": of_tokens}
+    tensors["correction"] = rlkernel.RolloutCorrection("none", staleness_decay=0.5)
+    got, want = run(op, backend, tensors | {name: each}), run(op, backend, tensors)
+    for x, y in zip(got[0] + got[1], want[0] + want[1], strict=True):
+        assert_equal(name, x, y)
+
+
 @pytest.mark.parametrize("tight", [False, True], ids=["one step", "steps"])
 def test_as_many_sequences_as_tokens_in_a_step_of_linear_policy_loss(tight, monkeypatch, caplog):
     """Of the three rows of a step there are three sequences, one of them empty."""

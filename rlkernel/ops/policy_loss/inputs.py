@@ -55,9 +55,10 @@ def checked(
     if cu_seqlens is not None:
         total = len(logprobs)
         last = _packing.check(cu_seqlens, total)
-        # one more sequence also where their number would not tell what belongs to a token from what to one
-        alike = (each or stale_each) and count == total
-        if alike or last != total:
+        # the padding is one more sequence; another one, where their number would not tell what belongs to a
+        # token from what to a sequence
+        more = int(last != total)
+        for _ in range(more + int((each or stale_each) and count + more == total)):
             cu_seqlens, mask = _packing.with_padding(cu_seqlens, mask, logprobs)
             advantages = _packing.one_more(advantages) if each else advantages
             staleness = _packing.one_more(staleness) if staleness is not None and stale_each else staleness
