@@ -248,6 +248,17 @@ def test_extreme_differences(backend, device):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+@ON_EVERY_BACKEND
+def test_without_a_weight_an_infinite_estimate_takes_nothing_away(backend, device, kl_estimator):
+    logprobs = torch.tensor([[-100.0, -1.0, -2.0]], device=device)
+    ref_logprobs = torch.tensor([[-0.5, -torch.inf, -3.0]], device=device)
+    for rewards, want in (([[1.0, 2.0, 3.0]], [[1.0, 2.0, 3.0]]), ([4.0], [[0.0, 0.0, 4.0]])):
+        tensors = torch.tensor(rewards, device=device), logprobs, ref_logprobs
+        got = run(backend, *tensors, beta=0.0, kl_estimator=kl_estimator)
+        assert got.tolist() == want
+
+
 @ON_EVERY_BACKEND
 def test_bits_of_a_sequence_depend_on_it_alone(backend, device):
     inputs = make_inputs(5, 2100, device=device)

@@ -19,6 +19,7 @@ from rlkernel.triton_ops.policy_loss_terms import (
     apply_selection,
     bounds,
     clamp,
+    counted,
     difference,
     expm1,
     gamma_weight,
@@ -240,16 +241,16 @@ def sequence_kernel(
             kl, slope, through = kl_to_reference(
                 difference(logprobs, ref_logprobs, i, referred), kl_weight, rule, C
             )
-            value += rule.beta * kl
-            direct += rule.beta * slope
+            value += counted(rule.beta * kl, rule.beta)
+            direct += counted(rule.beta * slope, rule.beta)
             if C.kl_weight == KlWeight.ratio:
-                chain += rule.beta * through * kl_weight
+                chain += counted(rule.beta * through * kl_weight, rule.beta)
             elif C.kl_weight:
-                direct += rule.beta * through * kl_weight
+                direct += counted(rule.beta * through * kl_weight, rule.beta)
             s_kl += total(kl, referred)
         if entropy is not None:
             h = tl.load(entropy + i, mask=supported, other=0.0)
-            value -= rule.entropy_coef * h
+            value -= counted(rule.entropy_coef * h, rule.entropy_coef)
             s_entropy += total(h, supported)
             if grad_entropy is not None:
                 tl.store(grad_entropy + i, tl.where(supported, -rule.entropy_coef * share, 0.0), mask=inside)

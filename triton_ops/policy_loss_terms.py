@@ -51,6 +51,12 @@ def outside(x, low, high):
 
 
 @triton.jit
+def counted(product, factor):
+    """0 where the factor is: 0 * inf is NaN, and what has no weight is a metric."""
+    return tl.where(factor == 0, 0.0, product)
+
+
+@triton.jit
 def total(x, present):
     return tl.sum(tl.where(present, x, 0.0).to(tl.float64), axis=0)
 

@@ -137,11 +137,13 @@ def _total(rows: _Rows, call: PolicyLossCall) -> tuple[Tensor, dict[str, Tensor]
         weight_of_kl = _kl_weight(rule, ratio, logp, old, inside, call.rollout_logprobs)
         to_reference = torch.where(referred, logp - torch.where(referred, call.ref_logprobs, 0), 0)
         kl = _kl(rule, to_reference, torch.where(referred, weight_of_kl, 0))
-        loss = loss + rule.beta * kl
+        if rule.beta:  # 0 * inf is NaN: what has no weight is a metric
+            loss = loss + rule.beta * kl
     bonus = torch.zeros_like(logp)
     if call.entropy is not None:
         bonus = torch.where(inside, call.entropy, 0)
-        loss = loss - rule.entropy_coef * bonus
+        if rule.entropy_coef:
+            loss = loss - rule.entropy_coef * bonus
     loss = torch.where(inside, loss, 0)
     by_row = rows.sum(loss)
     if names.SUMS[rule.aggregation] == "sequence_means":

@@ -150,15 +150,17 @@ RLKERNEL_INLINE void policy_loss_sequence(const PolicyLoss& p, int64_t row, Team
       }
       weight = keep(referred, weight);
       const WeighedKl<F> kl = kl_to_reference(rule, keep(referred, x.logprob - reference), weight);
-      t.value += rule.beta * kl.value;
-      t.direct += rule.beta * kl.slope;
-      if (rule.kl_weight == KlWeight::ratio) t.chain += rule.beta * kl.through * weight;
-      else if (rule.kl_weight != KlWeight::none) t.direct += rule.beta * kl.through * weight;
+      if (rule.beta != 0.0f) {  // 0 * inf is NaN: what has no weight is a metric
+        t.value += rule.beta * kl.value;
+        t.direct += rule.beta * kl.slope;
+        if (rule.kl_weight == KlWeight::ratio) t.chain += rule.beta * kl.through * weight;
+        else if (rule.kl_weight != KlWeight::none) t.direct += rule.beta * kl.through * weight;
+      }
       sums.add(kKl, keep(referred, kl.value));
     }
     if (!kPlain && p.entropy != nullptr) {
       const F entropy = keep(inside, at.load(p.entropy));
-      t.value -= rule.entropy_coef * entropy;
+      if (rule.entropy_coef != 0.0f) t.value -= rule.entropy_coef * entropy;
       sums.add(kEntropy, entropy);
       if (p.grad_entropy != nullptr) at.store(p.grad_entropy, keep(inside, spread<F>(-rule.entropy_coef * share)));
     }
