@@ -162,3 +162,38 @@ def test_only_tokens_that_count_are_not_finite(backend, device, length):
         loss, metrics, grad = run(backend, inputs, importance_sampling_level=level)
         assert metric(metrics, "not_finite") == 1 and loss == torch.inf  # an unbounded ratio, A < 0
         assert not grad[~inputs["mask"]].any()
+
+
+@pytest.mark.parametrize("kl_estimator", ["k3", "k3+"])
+@ON_EVERY_BACKEND
+def test_a_metric_that_is_infinite_is_no_part_of_the_loss(backend, device, kl_estimator):
+    """Without beta or entropy_coef estimate and entropy are metrics: 0 * inf would be NaN."""
+    inputs = make_inputs(3, 20, device=device, extras=True)
+    inputs.pop("rollout_logprobs")
+    inputs["mask"][1, 3] = True
+    plain = {k: v for k, v in inputs.items() if k not in ("ref_logprobs", "entropy")}
+    inputs["ref_logprobs"][1, 3] = inputs["logprobs"][1, 3] + 99
+    inputs["entropy"][1, 3] = torch.inf
+    for weight in (False, True, "score"):
+        options = {"kl_estimator": kl_estimator, "use_bias_correction_kl": weight}
+        got, want = run(backend, inputs, **options), run(backend, plain)
+        assert metric(got[1], "kl_to_reference") == metric(got[1], "entropy") == math.inf
+        assert metric(got[1], "not_finite") == 0
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[2], want[2])
+
+
+@pytest.mark.parametrize("weight", [False, True, "token", "score"])
+@pytest.mark.parametrize("kl_estimator", ["k3", "k3+"])
+@ON_EVERY_BACKEND
+def test_a_bounded_kl_that_overflows(backend, device, kl_estimator, weight):
+    """kl_output_clamp bounds value and gradient of what is infinite or has no digit left beside its bound."""
+    logprobs = torch.full((1, 3), -1.0, device=device)
+    ref_logprobs = torch.tensor([[98.0, 19.0, -1.0]], device=device)  # k3 is infinite; 4.9e8, in steps of 32
+    tokens = {"logprobs": logprobs, "old_logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    tokens |= {"advantages": torch.ones(1, device=device), "mask": torch.ones(1, 3, device=device)}
+    options = {"beta": 1.0, "kl_estimator": kl_estimator, "kl_output_clamp": 10.0}
+    more = {"use_bias_correction_kl": weight, "loss_agg_mode": "token-sum"}
+    loss, metrics, grad = run(backend, tokens, **options, **more)
+    assert loss == 2 * 10.0 - 3 and metric(metrics, "not_finite") == 0
+    assert grad.tolist() == ([[-100.0, -21.0, -1.0]] if kl_estimator == "k3+" else [[-1.0] * 3])

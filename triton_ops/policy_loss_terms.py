@@ -182,12 +182,10 @@ def kl_to_reference(d, weight, rule, C: tl.constexpr):
     else:
         m = expm1(-x)
         value, slope = m + x, -m
-    whole, shut = value * weight, outside(d, -rule.kl_input, rule.kl_input)
-    if C.kl_gradient_of_k2:  # the bounds change the value alone
-        slope = d * weight
-    else:
-        shut = shut | outside(whole, -rule.kl_output, rule.kl_output)
-        slope = tl.where(shut, 0.0, slope * weight)
+    whole = value * weight
+    shut = outside(d, -rule.kl_input, rule.kl_input) | outside(whole, -rule.kl_output, rule.kl_output)
+    # k2's slope knows of no bound, that of the weight does
+    slope = d * weight if C.kl_gradient_of_k2 else tl.where(shut, 0.0, slope * weight)
     return clamp(whole, -rule.kl_output, rule.kl_output), slope, tl.where(shut, 0.0, value)
 
 

@@ -191,6 +191,18 @@ class _Exp(torch.autograd.Function):
         return torch.where(grad == 0, 0, grad * y)
 
 
+class _Of(torch.autograd.Function):
+    """One tensor's value with the gradient of another: to add their difference would round it."""
+
+    @staticmethod
+    def forward(ctx, x, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, None
+
+
 def _term(
     rule: PolicyRule, ratio: Tensor, advantages: Tensor, logp: Tensor, old: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -284,18 +296,18 @@ def _divisor(counts: Tensor) -> Tensor:
 def _kl(rule: PolicyRule, d: Tensor, weight: Tensor) -> Tensor:
     """The estimate times its weight; neither has a gradient where a bound holds."""
     bounded = d.clamp(-rule.kl_input, rule.kl_input)
-    value = {
-        "k1": bounded,
-        "abs": bounded.abs(),
-        "k2": bounded * bounded / 2,
-        "k3": torch.expm1(-bounded) + bounded,
-    }[names.KL_ESTIMATORS[rule.kl]]
-    weight = torch.where(bounded == d, weight, weight.detach())
+    whole = (_estimate(rule, bounded) * weight).detach()
+    shut = (d.abs() > rule.kl_input) | (whole.abs() > rule.kl_output)
+    # selected before they meet any arithmetic: the gradient of an infinite estimate is NaN, also times 0
+    weight = torch.where(shut, weight.detach(), weight)
+    value = _estimate(rule, torch.where(shut, 0, d)) * weight
     if rule.kl_gradient_of_k2:
-        k2 = d * d / 2
-        value = (value.detach() + k2 - k2.detach()) * weight
-        return value + (value.clamp(-rule.kl_output, rule.kl_output) - value).detach()
-    return (value * weight).clamp(-rule.kl_output, rule.kl_output)
+        value = _estimate(rule, torch.where(shut, 0, d.detach())) * weight + d * d / 2 * weight.detach()
+    return _Of.apply(value, whole.clamp(-rule.kl_output, rule.kl_output))
+
+
+def _estimate(rule: PolicyRule, d: Tensor) -> Tensor:
+    return {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": torch.expm1(-d) + d}[names.KL_ESTIMATORS[rule.kl]]
 
 
 def _correction(

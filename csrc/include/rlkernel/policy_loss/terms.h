@@ -58,10 +58,10 @@ RLKERNEL_INLINE WeighedKl<F> kl_to_reference(const PolicyLossRule& rule, F d, F 
   const Estimate<F> kl = estimate_kl(rule, bounded);
   const F value = kl.value * weight;
   MaskOf<F> open = not_(outside(d, -rule.kl_input, rule.kl_input));
-  if (rule.kl_gradient_of_k2)  // the bounds change the value alone
-    return {clamped(value, -rule.kl_output, rule.kl_output), d * weight, keep(open, kl.value)};
   open = open & not_(outside(value, -rule.kl_output, rule.kl_output));
-  return {clamped(value, -rule.kl_output, rule.kl_output), keep(open, kl.slope * weight), keep(open, kl.value)};
+  // k2's slope knows of no bound, that of the weight does
+  const F slope = rule.kl_gradient_of_k2 ? d * weight : keep(open, kl.slope * weight);
+  return {clamped(value, -rule.kl_output, rule.kl_output), slope, keep(open, kl.value)};
 }
 
 // Where the probability fell or rose further from its anchor's than allowed, in the direction of the advantage.
