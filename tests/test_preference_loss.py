@@ -243,6 +243,15 @@ def test_a_token_outside_its_support_leaves_the_masks(backend, device, loss_type
 
 
 @ON_EVERY_BACKEND
+def test_padding_is_not_outside_of_the_support(backend, device):
+    inputs = {k: v.flatten() for k, v in make_inputs(4, 10, device=device).items()}
+    inputs |= {"mask": torch.ones_like(inputs["mask"]), "cu_seqlens": torch.tensor([0, 8, 15, 20, 30])}
+    inputs["cu_seqlens"] = inputs["cu_seqlens"].to(device)
+    inputs["logprobs"][[3, 31, 39]] = inputs["ref_logprobs"][[4, 35]] = -torch.inf
+    assert run(backend, inputs)[1][PREFERENCE_METRICS.index("outside_support")] == 2
+
+
+@ON_EVERY_BACKEND
 def test_a_nan_is_counted_and_raises_in_debug_mode(backend, device):
     inputs = make_inputs(4, 9, device=device)
     inputs["mask"][0, 1] = True

@@ -173,8 +173,10 @@ def preference_loss(
         nll_items=nll_items, running_delta=running_delta, rule=rule,
     )  # fmt: skip
     total, metrics, rewards, logps, delta = op(call)
-    outside = torch.count_nonzero(given ^ mask)
-    metrics = torch.cat([metrics, outside[None]])
+    outside = given ^ mask
+    if cu_seqlens is not None:  # padding counts nowhere
+        outside &= torch.arange(len(outside), device=outside.device) < cu_seqlens[-1]
+    metrics = torch.cat([metrics, torch.count_nonzero(outside)[None]])
     if labels is None:
         chosen, rejected = rewards[: rows // 2], rewards[rows // 2 :]
     else:
