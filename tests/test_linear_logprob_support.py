@@ -172,6 +172,23 @@ def test_room_behind_the_ids_costs_nothing_but_under_capture(captured, monkeypat
 
 
 @ON_EVERY_BACKEND
+def test_room_without_a_support(backend, device):
+    """As ``sample`` returns it where it filtered no row."""
+    inputs = make_inputs(5, 16, 50, device=device)
+    skip_unless_able(backend, "linear_logprob", inputs["hidden"], inputs["weight"])
+    rows = inputs["target_ids"].shape[0]
+    support = {"support_ids": torch.full((7,), -1, dtype=torch.int32, device=device)}
+    support["support_offsets"] = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+    upstream = upstream_like(inputs["target_ids"])
+    got, grads = run(backend, upstream=upstream, **inputs, **support)
+    want, wanted = run(backend, upstream=upstream, **inputs)
+    names = (*want._fields, "hidden", "weight")
+    for name, a, b in zip(names, (*got, *grads), (*want, *wanted), strict=True):
+        if a is not None:
+            assert_equal(name, a, b)
+
+
+@ON_EVERY_BACKEND
 def test_same_bits_every_time_and_without_gradients(backend, device):
     inputs = make_inputs(8, 64, 300, device=device, dtype=torch.bfloat16)
     skip_unless_able(backend, "linear_logprob", *inputs.values())

@@ -100,9 +100,9 @@ def _add_gradients(out: LinearGrads, grad: Tensor, u: Tensor, call: LinearLogpro
     """Add to the gradients of hidden, weight and bias what ``grad`` [nnz], of the capped logits, gives."""
     hidden, weight, ids, offsets = call.hidden, call.weight, call.support_ids, call.support_offsets
     assert ids is not None and offsets is not None
-    if not hidden.shape[0] or not ids.numel():
-        return
     used = _used(offsets, ids)
+    if not hidden.shape[0] or not used:
+        return
     grad, u, ids = grad[:used], u[:used], ids[:used]
     if call.softcap is not None:
         grad = torch.where(grad == 0, 0, grad * torch.cosh(u / call.softcap) ** -2)
