@@ -213,6 +213,8 @@ def test_batches_without_rows(backend, device):
             q, k, v = make(*shape, device=device)
             out, lse = rlkernel.attention(q, k, v, return_lse=True)
             assert out.shape == q.shape and lse.shape == (shape[0], 4, shape[1])
+            out = rlkernel.attention(q[:, :3], k, v)
+            assert out.shape == q[:, :3].shape
         starts = torch.tensor([0, 0, 7, 7], device=device)
         q, k, v = (x[0] for x in make(1, 7, device=device))
         assert rlkernel.attention(q, k, v, cu_seqlens_q=starts).shape == q.shape

@@ -294,6 +294,8 @@ def test_no_rows(backend, device):
     out = sample(backend, torch.empty(0, 50, device=device), top_p=0.5, **everything(50))
     assert out.token_ids.shape == (0,) and out.top_ids.shape == (0, 3)
     assert out.support_offsets.tolist() == [0] and out.support_ids.shape == (0,)
+    with running(backend):
+        assert rlkernel.sample(torch.empty(0, 100, device=device)[:, ::2], top_p=0.5).token_ids.shape == (0,)
 
 
 @ON_EVERY_BACKEND

@@ -193,7 +193,8 @@ def _behind(
     table = torch.zeros(len(lens), max(lens, default=0), dtype=torch.int32)
     for s, first in enumerate(keys[:-1]):
         table[s, : lens[s]] = torch.arange(first, first + lens[s])
-    table, seq_lens, begins = (x.to(q.device) for x in (table, torch.tensor(lens), torch.tensor(starts)))
+    seq_lens = torch.tensor(lens, dtype=torch.int32)  # of no sequence too
+    table, seq_lens, begins = (x.to(q.device) for x in (table, seq_lens, torch.tensor(starts)))
     keys_and_values = k[:, None], v[:, None]
     found = paged_prefix_attention(q, *keys_and_values, table, seq_lens, begins, **options, return_lse=True)
     assert isinstance(found, tuple)

@@ -46,7 +46,9 @@ def rows_of(logits: Tensor, sharded: bool = False) -> tuple[Rows, Tensor]:
     rows = Rows(shape, logits.shape[-1], logits.dtype, logits.device)
     if len(shape) != 1:
         flat = flat.reshape(rows.total, rows.vocab)
-    return rows, flat if flat.stride(-1) == 1 or rows.vocab == 1 else flat.contiguous()
+    if flat.stride(-1) == 1 or rows.vocab == 1:
+        return rows, flat
+    return rows, flat.clone(memory_format=torch.contiguous_format)  # contiguous() lets strides of no row be
 
 
 def asked(
