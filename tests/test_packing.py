@@ -135,14 +135,14 @@ def test_offsets_are_looked_at_once_and_by_a_node_too(op, monkeypatch):
         compiled(inputs | {"cu_seqlens": torch.tensor([0, 5, 4, 9, 12])})
 
 
-def test_a_call_without_a_sequence_is_all_padding():
-    for op in OPS:
-        inputs = {
-            k: v[:0] if isinstance(v, torch.Tensor) and v.shape == (4,) else v
-            for k, v in packed(op, "cpu").items()
-        }
-        tokens, others = run(op, "native", inputs | {"cu_seqlens": torch.tensor([0])})
-        assert not any(x.any() for x in tokens) and all(x == 0 for x in others[:1])
+@PAIRS
+def test_a_call_without_a_sequence_is_all_padding(op, backend, device):
+    inputs = {
+        k: v[:0] if isinstance(v, torch.Tensor) and v.shape == (4,) else v
+        for k, v in packed(op, device).items()
+    }
+    tokens, others = run(op, backend, inputs | {"cu_seqlens": torch.tensor([0], device=device)})
+    assert not any(x.any() for x in tokens) and all(x == 0 for x in others[:1])
 
 
 ALIKE = torch.tensor([0, 2, 2, 3])  # three tokens and three sequences

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlkernel.calls.preference_loss import (
     PREFERENCE_DIVERGENCES,
     PREFERENCE_TERMS,
+    SEQUENCE_SUMS,
     PreferenceLossCall,
     PreferenceLossResults,
     PreferenceRule,
@@ -31,6 +32,8 @@ def sums(call: PreferenceLossCall) -> Tensor:
     mask, nll_mask, ld_alpha = call.mask, call.nll_mask, call.rule.ld_alpha
     rows = _rows(logprobs, cu_seqlens)
     count = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if not count:  # all is padding, which is no sequence's
+        return torch.zeros(0, len(SEQUENCE_SUMS), dtype=torch.float64, device=logprobs.device)
 
     def sum_of(x: Tensor, kept: Tensor) -> Tensor:
         x = torch.where(kept, x, 0).double()
@@ -90,6 +93,8 @@ def backward(call: PreferenceLossCall, results: PreferenceLossResults, grad_loss
     mask, nll_mask, cu_seqlens, labels = call.mask, call.nll_mask, call.cu_seqlens, call.labels
     stats, slopes, ld_alpha = results.sums, results.slopes, call.rule.ld_alpha
     rows, count = _rows(mask, cu_seqlens), stats.shape[0]
+    if not count:
+        return (torch.zeros_like(mask, dtype=grad_loss.dtype),)
     places = _places(mask)
     inside = places >= 0 if cu_seqlens is None else places < cu_seqlens[-1]
     chosen = labels if labels is not None else torch.arange(count, device=mask.device) < count // 2
