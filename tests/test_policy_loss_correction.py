@@ -261,3 +261,6 @@ def test_staleness_of_another_shape_is_refused():
         ValueError, match=r"staleness must have logprobs' shape \(2, 5\) or one value for each of 2"
     ):
         rlkernel.policy_loss(**drifting(2, 5), correction=STALE["beyond"], staleness=torch.zeros(3))
+    stale = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="staleness must be real numbers, got complex64"):
+        rlkernel.policy_loss(**drifting(2, 5), correction=STALE["beyond"], staleness=stale)

@@ -308,6 +308,11 @@ BAD = {
         "labels": torch.ones(4),
         "kl": torch.zeros(3),
     },
+    "kl must be real numbers, got complex64": {
+        "loss_type": "kto",
+        "labels": torch.ones(4),
+        "kl": torch.zeros(4, dtype=torch.complex64),
+    },
     "running_delta must be None": {"running_delta": torch.zeros(2)},
     "running_delta must be \\[2\\]": {"loss_type": "bco_pair", "running_delta": torch.zeros(3)},
     "num_items_in_batch must be > 0": {"num_items_in_batch": 0},

@@ -296,6 +296,7 @@ WRONG = {
     "temperature": ({"temperature": -0.5}, "temperature must be 0 or from 1.18e-38 to 3.4e+38, got -0.5"),
     "top_logprobs": ({"top_logprobs": 41}, "top_logprobs must be an integer in [0, 40], got 41"),
     "softcap": ({"softcap": 0.0}, "softcap must be > 0 and finite, or None, got 0.0"),
+    "softcap in words": ({"softcap": "30"}, "softcap must be a number, got str"),
     "dtype": ({"logits_dtype": torch.int8}, "logits_dtype must be float16, bfloat16 or float32, got "),
     "bias": ({"bias": torch.zeros(3)}, "bias must be [40], got (3,)"),
     "seeds": (

@@ -97,6 +97,10 @@ ERRORS = {
         {"return_logprobs": "raw"},
         "return_logprobs must be a tuple of names, got 'raw'",
     ),
+    "return_logprobs of a number": (
+        {"return_logprobs": 3},
+        "return_logprobs must be a tuple of names, got 3",
+    ),
     "return_support": ({"return_support": -1}, r"return_support must be an integer in \[0, "),
     "top_logprobs": ({"top_logprobs": 41}, r"top_logprobs must be an integer in \[0, 40\], got 41"),
     "bitmask's width": (

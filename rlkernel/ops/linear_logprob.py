@@ -2,7 +2,6 @@
 logits."""
 
 import functools
-import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal, overload
@@ -320,8 +319,8 @@ def checked_head(
     compute_dtype = _compute_dtype(hidden, hidden if is_fp8 else weight)
     temperature = _validate.temperature(temperature, rows, compute_dtype, hidden.device)
     logit_scale = _validate.number("logit_scale", logit_scale)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be > 0 and finite, or None, got {softcap}")
+    if softcap is not None:
+        softcap = _validate.number("softcap", softcap, 0.0, above=True, want="> 0 and finite, or None")
     if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in _validate.FLOATS[:3]:
         raise ValueError(f"logits_dtype must be float16, bfloat16 or float32, got {logits_dtype}")
     if logits_dtype not in (torch.float32, compute_dtype) and compute_dtype.itemsize < 4:

@@ -48,6 +48,8 @@ def checked(
     stale_each = False
     if staleness is not None:
         _validate.is_tensor("staleness", staleness)
+        if staleness.is_complex():
+            raise ValueError(f"staleness must be real numbers, got {_validate.name(staleness.dtype)}")
         staleness, stale_each = _tokens_or_sequences("staleness", staleness, logprobs, count)
         staleness = _validate.dense(staleness, dtype)
     if token_counts is not None:

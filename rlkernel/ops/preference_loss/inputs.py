@@ -61,6 +61,8 @@ def kl(x: float | Tensor | None, rule: PreferenceRule, rows: int, logprobs: Tens
         return logprobs.new_full((1,), _validate.number("kl", x))
     if x.numel() != 1 and x.shape != (rows,):
         raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
+    if x.is_complex():
+        raise ValueError(f"kl must be real numbers, got {_validate.name(x.dtype)}")
     _validate.same_device("kl", x, "logprobs", logprobs.device)
     return _validate.dense(x.detach().reshape(-1), logprobs.dtype)
 

@@ -1,7 +1,7 @@
 """The arguments of ``sample`` and its kin, checked and normalised."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def request(rows: Rows, options: dict[str, Any], token_ids: Tensor | None = None
     order, method, logprobs = options["filter_order"], options["method"], options["return_logprobs"]
     _validate.choice("filter_order", order, calls.FILTER_ORDERS)
     _validate.choice("method", method, calls.METHODS)
-    if isinstance(logprobs, str):
+    if isinstance(logprobs, str) or not isinstance(logprobs, Collection):
         raise ValueError(f"return_logprobs must be a tuple of names, got {logprobs!r}")
     for each in logprobs:
         _validate.choice("return_logprobs", each, calls.LOGPROBS)
