@@ -73,8 +73,7 @@ def kl_kernel(
         reward = tl.where((i == last) & (behind == 0), paid, reward)
     else:
         reward = tl.load(rewards + strided * rewards_stride + begin + i, mask=kept, other=0.0)
-    penalty = tl.where(beta == 0, 0.0, beta * kl)  # 0 * inf is NaN
-    tl.store(out + start + i, tl.where(kept, reward - penalty, 0.0), mask=inside)
+    tl.store(out + start + i, tl.where(kept, reward - beta * kl, 0.0), mask=inside)
 
 
 def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:

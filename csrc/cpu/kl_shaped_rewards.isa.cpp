@@ -73,8 +73,7 @@ void shape(const KlShapedRewards& k, int64_t slot) {
     const bool whole = count == kWidth;
     const auto read = [&](const float* p) { return whole ? load(p + i) : load_part(p + i, count); };
     const Floats d = within(read(c.logprobs) - read(c.ref_logprobs), input);
-    Floats result = zero;
-    if (k.beta != 0.0f) result = zero - beta * within(kl_of<kEstimator>(d), output);  // 0 * inf is NaN
+    Floats result = zero - beta * within(kl_of<kEstimator>(d), output);
     if (!k.per_sequence) result = read(c.rewards) + result;
     if (c.mask != nullptr) result = load_mask(c.mask + i, count) ? result : zero;
     if (whole) store(c.out + i, result);

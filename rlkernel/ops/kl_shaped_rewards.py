@@ -72,6 +72,8 @@ def kl_shaped_rewards(
     beta = _validate.number("beta", beta, 0.0)
     _validate.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     kl_input = optional("kl_input_clamp", kl_input_clamp, math.inf)
+    if beta == 0:  # 0 * inf is NaN: what has no weight is bounded to 0
+        kl_input = 0.0
     kl_output = optional("kl_output_clamp", kl_output_clamp, math.inf)
     if cu_seqlens is not None:
         cu_seqlens = _packing.offsets("cu_seqlens", cu_seqlens, "logprobs", logprobs.device)

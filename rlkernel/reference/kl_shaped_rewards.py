@@ -16,9 +16,7 @@ def forward(call: KlShapedRewardsCall) -> KlShapedRewardsResults:
     kl = {"k1": d, "abs": d.abs(), "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[call.kl_estimator]
     kl = kl.clamp(-kl_output, kl_output)
     per_token = _at_the_last(rewards, kept, call.cu_seqlens) if call.per_sequence else rewards
-    # 0 * inf is NaN: without a weight an infinite estimate takes nothing away
-    shaped = per_token - call.beta * kl if call.beta else per_token.expand(kept.shape)
-    return KlShapedRewardsResults(torch.where(kept, shaped, 0))
+    return KlShapedRewardsResults(torch.where(kept, per_token - call.beta * kl, 0))
 
 
 def _at_the_last(rewards: Tensor, kept: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -78,8 +78,7 @@ static __global__ void RLKERNEL_LAUNCH_BOUNDS(kKlThreads, 2) kl_kernel(KlShapedR
       kept[k] = i < c.count && !c.padding && (c.mask == nullptr || c.mask[i] != 0);
       const float d = within(kept[k] ? c.logprobs[i] - c.ref_logprobs[i] : 0.0f, arguments.kl_input);
       const float reward = kept[k] && !arguments.per_sequence ? c.rewards[i] : 0.0f;
-      const float kl = within(kl_of(arguments.estimator, d), arguments.kl_output);
-      result[k] = arguments.beta == 0.0f ? reward : reward - arguments.beta * kl;  // 0 * inf is NaN
+      result[k] = reward - arguments.beta * within(kl_of(arguments.estimator, d), arguments.kl_output);
       if (kept[k]) last = i;
     }
     const int paid = arguments.per_sequence ? paid_token(c, last) : -1;
