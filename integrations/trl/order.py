@@ -19,6 +19,10 @@ class Order:
         self._planned = by_groups(torch.randperm(len(prompts), generator=draw), prompts)
         return self._planned
 
+    def forget(self) -> None:
+        """A step that broke off between its plan and its shuffle leaves a plan, of samples that are gone."""
+        self._planned = None
+
     def take(self, samples: int) -> Tensor | None:
         """The plan, once, if it is one of so many samples."""
         planned, self._planned = self._planned, None

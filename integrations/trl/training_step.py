@@ -16,6 +16,7 @@ from rlkernel.integrations.trl.prefix_sharing import PrefixSharing, Step
 def watched_step(original: Callable[..., Tensor], sharing: PrefixSharing) -> Callable[..., Tensor]:
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         outer, sharing.step = sharing.step, Step(self)
+        sharing.order.forget()
         try:
             loss = original(self, model, inputs, num_items_in_batch)
             if not sharing.step.scored:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import trl_prefix_cases
+import trl_trainers
 from trl_prefix_cases import SHUFFLE, UPSTREAM, grpo_trainer, patch_trl
 
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
+model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
 
 
 def generation_batch(groups=(4, 4, 4, 4)):
@@ -66,3 +68,22 @@ def test_shuffle_without_prompts_is_trls():
     with patch_trl() as patch:
         assert torch.equal(grpo_trainer.shuffle_sequence_dict({"x": torch.arange(6)})["x"], stock["x"])
     assert patch.fallbacks == {f"{SHUFFLE}: no prompt_ids": 1}
+
+
+def test_a_run_that_broke_off_leaves_no_order_behind(make_trainer):
+    """Its order was settled for its old logprobs, and its rewards failed before TRL could shuffle."""
+
+    def fails(completions, **_):
+        raise RuntimeError("no rewards today")
+
+    with patch_trl():
+        with pytest.raises(RuntimeError, match="no rewards today"):
+            make_trainer(
+                reward=fails, num_generations=2, gradient_accumulation_steps=2, num_iterations=2
+            ).train()
+        trainer = make_trainer(
+            base=trl_trainers.recording(), num_generations=8, gradient_accumulation_steps=2, max_steps=1
+        )
+        trainer.train()
+    assert len(trainer.passes) == 2
+    assert all(len(seen.prompts.unique(dim=0)) == 1 for seen in trainer.passes), "groups are apart"
