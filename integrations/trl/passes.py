@@ -119,7 +119,15 @@ class _Call:
         given = sorted(name for name, value in self.multimodal.items() if value is not None)
         if given or any(value is not None for value in self.rest):
             return f"{given[0] if given else 'a further argument'} is given"
-        return sharing.refusal(self.trainer, self.model)
+        return sharing.refusal(self.trainer, self.trainer.model_wrapped if self.is_old else self.model)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether these may be old logprobs, which go the way of their loss: its model may be wrapped."""
+        policy = getattr(self.trainer, "model", None)
+        if torch.is_grad_enabled() or policy is None or self.model is not policy:
+            return False
+        return policy.training and not is_reference(self.unwrapped)
 
     def batch(self, sharing: PrefixSharing) -> PrefixBatch | str:
         """The samples packed, or why TRL runs them."""

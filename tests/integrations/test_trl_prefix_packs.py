@@ -96,6 +96,16 @@ def test_rewards_that_draw_random_numbers(make_trainer):
     assert ratios(trainer.passes) == 0
 
 
+def test_a_loss_that_is_left_to_trl_as_it_is_wrapped(make_trainer):
+    """The model is compiled around the loss alone, and old logprobs come from the model inside."""
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "num_iterations": 2}
+    with patch_trl() as patch, torch.compiler.set_stance("force_eager"):
+        make_trainer(**options, max_steps=4).train()
+    reason = f"{METHOD}: torch.compile would compile anew for every batch"
+    assert patch.fallbacks[reason] == 2 + 4  # old logprobs, and the losses
+    assert not patch.calls[METHOD]
+
+
 def test_experts_run_with_the_last_tokens_in_both(make_trainer, tmp_path):
     test_trl_prefix.make_moe(vocab=len(tiny.make_tokenizer())).save_pretrained(tmp_path / "moe")
     trainer, patch = train(make_trainer, model=str(tmp_path / "moe"), steps_per_generation=3)
