@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.calls.linear_logprob import LinearLogprobStatistics
 from rlkernel.integrations.trl.contract import FLOATS, HEAD, OUTPUTS
 from rlkernel.integrations.trl.support import Rows
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
 from rlkernel.ops.logprob import logprob
+from rlkernel.types import Statistic
 
 
 class Head:
@@ -61,8 +62,9 @@ class Head:
         hidden, targets = hidden[skipped:], targets[skipped:]
         scores: Any
         with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
-            if self.patch.batch_invariant and not also and _changes_logits(head):
-                scores = of_logits(hidden, weight, targets, support, **head)
+            if self.patch.batch_invariant and _changes_logits(head):
+                # also with statistics: a reference's head, which is asked for none, has the same numbers
+                scores = of_logits(hidden, weight, targets, support, also, **head)
             elif support is not None:
                 scores = linear_logprob(hidden, weight, targets, **support.options(), **head)
             else:
@@ -83,6 +85,7 @@ def of_logits(
     weight: Tensor,
     targets: Tensor,
     support: Rows | None,
+    statistics: tuple[Statistic, ...] = (),
     *,
     bias: Tensor | None,
     temperature: float,
@@ -90,7 +93,7 @@ def of_logits(
     softcap: float | None,
     return_entropy: bool,
     logits_dtype: torch.dtype,
-) -> LogprobOutput:
+) -> LinearLogprobStatistics:
     """Of logits that are scaled and bounded as models do it, in their dtype.  They are kept, [N, V]."""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(logits_dtype)
     if logit_scale != 1:
@@ -98,7 +101,23 @@ def of_logits(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     options = {} if support is None else support.options()
-    return logprob(logits, targets, temperature=temperature, return_entropy=return_entropy, **options)
+    scores = logprob(logits, targets, temperature=temperature, return_entropy=return_entropy, **options)
+    return LinearLogprobStatistics(*scores, *_statistics(logits, targets, temperature, statistics))
+
+
+@torch.no_grad()
+def _statistics(
+    logits: Tensor, targets: Tensor, temperature: float, names: tuple[Statistic, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if not names:
+        return None, None, None
+    z = logits.float() / temperature
+    of_targets = z.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    return (
+        z.mean(-1) if "mean_logits" in names else None,
+        of_targets >= z.amax(-1) if "is_top1" in names else None,
+        (2 * z.log_softmax(-1)).logsumexp(-1) if "log_sum_sq_probs" in names else None,
+    )
 
 
 def _head_unsupported(hidden: Tensor, weight: Tensor) -> str | None:

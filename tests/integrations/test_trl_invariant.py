@@ -298,7 +298,49 @@ def test_logits_that_a_model_rounds_again(name):
         if options["softcap"]:
             logits = torch.tanh(logits / options["softcap"]) * options["softcap"]
         want = rlkernel.logprob(logits, targets, temperature=0.8, return_entropy=True)
-    assert torch.equal(found[0], want.logprobs) and torch.equal(found[1], want.entropy)
+        also = apply(
+            hidden, weight, bias, targets, 0.8, 4096, options["softcap"], options["logit_scale"],
+            ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+        )  # fmt: skip
+    for scores in (found, also):  # as GRPO and as the policy of DPO asks
+        assert torch.equal(scores[0], want.logprobs) and torch.equal(scores[1], want.entropy)
+    assert found[2:] == (None, None, None)
+    z = logits.double() / 0.8
+    logged = (2 * z.log_softmax(-1)).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
+    for mine, other in zip(also[2:4], logged[:2], strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-6)
+    assert torch.equal(also[4], logged[2])
+
+
+def test_first_rewards_are_zero_where_logits_are_rounded_again(tmp_path):
+    """The policy of DPO logs statistics, its reference none: their log-probabilities are the same numbers."""
+    import datasets
+
+    config = transformers.Gemma2Config(
+        vocab_size=len(tiny.make_tokenizer()), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, final_logit_softcapping=3.0,
+        pad_token_id=tiny.PAD, bos_token_id=tiny.BOS, eos_token_id=tiny.EOS, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma2ForCausalLM(config).bfloat16()
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "model")
+    data = {"prompt": trl_trainers.PROMPTS, "chosen": [" it is 3."] * 32, "rejected": [" no."] * 32}
+    settings = {
+        **tiny.TRAINING,
+        "output_dir": str(tmp_path),
+        "max_steps": 1,
+        "gradient_checkpointing": False,
+    }
+    with rlkernel.patch_trl(**MODE) as patch:
+        trainer = trl.DPOTrainer(
+            str(tmp_path / "model"), args=trl.DPOConfig(**settings, model_init_kwargs={"dtype": "bfloat16"}),
+            train_dataset=datasets.Dataset.from_dict(data), processing_class=tiny.make_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+    assert patch.calls and not patch.fallbacks
+    first = trainer.state.log_history[0]
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0
 
 
 # on and off
