@@ -112,7 +112,7 @@ def _statistics(
     if not names:
         return None, None, None
     z = logits.float() / temperature
-    of_targets = z.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    of_targets = z.gather(-1, targets.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)  # -100 is ignored
     return (
         z.mean(-1) if "mean_logits" in names else None,
         of_targets >= z.amax(-1) if "is_top1" in names else None,
