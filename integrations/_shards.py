@@ -22,12 +22,17 @@ def shard(group: Any, vocab_start: int) -> dict[str, Any]:
 
 def registered(group: Any) -> ProcessGroup | None:
     """The group as torch knows it by its name: slime's groups hold one, which they may make anew."""
-    for found in (group, getattr(group, "group", None)):
-        if not isinstance(found, ProcessGroup):
-            continue
+    found = _named(group)
+    if found is None:  # first: torch.compile does not trace a look for what torch's own groups lack
+        found = _named(getattr(group, "group", None))
+    return found
+
+
+def _named(group: Any) -> ProcessGroup | None:
+    if isinstance(group, ProcessGroup):
         with contextlib.suppress(RuntimeError):  # it has no name, or one that torch does not know
-            if found.size() == 1 or distributed_c10d._resolve_process_group(found.group_name) is found:
-                return found
+            if group.size() == 1 or distributed_c10d._resolve_process_group(group.group_name) is group:
+                return group
     return None
 
 

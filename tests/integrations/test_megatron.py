@@ -127,6 +127,30 @@ def test_losses_of_logits_that_ranks_share_out(tmp_path):
         assert not grads["ours"][~kept].any()
 
 
+def _compiled(rank, kind):
+    """Of each function: the loss by torch.compile, without it, and the gradients of this rank's logits."""
+    group = megatron_models.begin(2)
+    torch.compiler.set_stance("default")
+    found = {}
+    with rlkernel.patch_megatron(["cross_entropy"]):
+        for name, function in _functions(group).items():
+            logits, target = _logits("plain", torch.float32)
+            for made in ("compiled", "eager"):
+                shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
+                call = torch.compile(function, backend="eager") if made == "compiled" else function
+                loss = call(shard, target)
+                loss.mul(UPSTREAM).sum().backward()
+                found[name, made] = loss.detach(), shard.grad
+    return found
+
+
+def test_losses_of_logits_under_torch_compile(tmp_path):
+    for found in ranks.run(_compiled, ["tp"], tmp_path)["tp"]:
+        for name in ("fused", "plain"):
+            for got, want in zip(found[name, "compiled"], found[name, "eager"], strict=True):
+                assert_equal(name, got, want)
+
+
 # models that are given labels
 
 
