@@ -119,7 +119,7 @@ def _unmultiplied(layer: Any, patch: MegatronPatch) -> Iterator[None]:
         logits = functools.partial(forward, input_, weight, runtime_gather_output)
         weight = layer.weight if weight is None else weight
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
-        reason = "the output layer gathers its logits" if gathers else _unfit(input_, weight)
+        reason = "the output layer gathers its logits" if gathers else _unfit(layer, input_, weight)
         group = registered(layer.tp_group)
         if reason is not None or group is None:
             patch.left(LOSS, reason or UNKNOWN)
@@ -134,11 +134,13 @@ def _unmultiplied(layer: Any, patch: MegatronPatch) -> Iterator[None]:
         del layer.__dict__["forward"]
 
 
-def _unfit(hidden: Any, weight: Any) -> str | None:
+def _unfit(layer: Any, hidden: Any, weight: Any) -> str | None:
     if reason := unsuitable(NARROW, hidden_states=hidden, weight=weight):
         return reason
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
         return "the output layer's input is not [L, B, H], or its weight not [V, H]"
+    if weight.shape[0] != layer.output_size_per_partition:  # Megatron's own is an error
+        return "the weight has not as many rows as the output layer"
     return None if hidden.dtype == weight.dtype else "hidden states and weight have different dtypes"
 
 

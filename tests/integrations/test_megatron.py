@@ -363,6 +363,16 @@ def _left(rank, kind, folder):
         assert model(*given).shape == (BATCH, LENGTH, VOCAB) and not patch.calls, (
             "logits, where none are asked"
         )
+        model.output_layer.output_size_per_partition += 1
+        with pytest.raises(RuntimeError, match="supplied weight's shape"):  # Megatron's own
+            model.share_embeddings_and_output_weights = True
+            model(*given, labels=labels)
+        model.share_embeddings_and_output_weights = False
+        model.output_layer.output_size_per_partition -= 1
+        found["the weight has not as many rows as the output layer"] = (
+            dict(patch.fallbacks),
+            dict(patch.calls),
+        )
         with pytest.raises((RuntimeError, IndexError)):
             model(*given, labels=labels[:, 1:])
         found["labels have not the shape of the hidden states' rows"] = (
