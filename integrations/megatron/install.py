@@ -46,5 +46,11 @@ def patch(parts: Iterable[MegatronPart] | None = None, *, strict: bool = True) -
 
 
 def init(args: Any = None) -> None:
-    """What slime's ``--custom-megatron-init-path`` names: its actors call it when Megatron is initialised."""
-    patch()
+    """What slime's ``--custom-megatron-init-path`` names: its actors call it when Megatron is initialised.
+
+    slime gives its models no labels, and its Megatron has another ``GPTModel._postprocess``: of the parts,
+    ``"cross_entropy"`` alone applies there.
+    """
+    active = MegatronPatch.in_place()
+    if active is None or "cross_entropy" not in active.parts:
+        patch(["cross_entropy"])

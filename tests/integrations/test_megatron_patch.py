@@ -97,8 +97,15 @@ def test_somebody_else_replaces_what_is_replaced(monkeypatch):
     DOOR.check_somebody_else(monkeypatch, replace, "GPTModel._postprocess")
 
 
-def test_slimes_hook():
+def test_slimes_hook(monkeypatch):
     """slime calls what ``--custom-megatron-init-path`` names with its arguments, in each actor."""
-    megatron.init(object())
-    megatron.init(object())  # an actor and its reference model in one process
-    assert rlkernel.unpatch_all() == [DOOR.path]
+    with monkeypatch.context() as slimes:
+        # the patch of its image adds a parameter
+        slimes.setattr(gpt.GPTModel, "_postprocess", lambda self, hidden_states, mtp_kwargs=None: 0)
+        megatron.init(object())
+        megatron.init(object())  # an actor and its reference model in one process
+        assert megatron.MegatronPatch.in_place().parts == ("cross_entropy",)
+        assert rlkernel.unpatch_all() == [DOOR.path]
+    with rlkernel.patch_megatron() as patch:
+        megatron.init(object())
+        assert patch.parts == install.PARTS
