@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,18 +44,28 @@ class Unmultiplied(NamedTuple):
         """Of each token, [L, B]."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        layer, hidden, entries = self.layer, self.hidden, self.weight.shape[0]
+        layer, hidden, weight, entries = self.layer, self.hidden, self.weight, self.weight.shape[0]
         if layer.sequence_parallel:
             # linear_logprob gives every rank the whole gradient: no sum, each rank takes its own rows of it
             hidden = gather_from_sequence_parallel_region(hidden, False, group=layer.tp_group)
+        if layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+            weight = weight.view_as(weight)
+            weight.register_hook(functools.partial(_arrives, self.weight))
         bias = None if layer.skip_bias_add else layer.bias
         ids = targets_in(self.group, entries, ids)
         shard = equal_shard(self.group, entries)
-        return -linear_logprob(hidden, self.weight, ids, bias=bias, **shard).logprobs
+        return -linear_logprob(hidden, weight, ids, bias=bias, **shard).logprobs
 
     def rows(self) -> tuple[int, int]:
         count, batch = self.hidden.shape[:2]
         return count * (self.group.size() if self.layer.sequence_parallel else 1), batch
+
+
+def _arrives(weight: Any, grad: Tensor) -> None:
+    """Megatron's DDP drops gradients of a weight whose logits of another micro batch, those of a call without
+    labels, have marked it: their gradient went to ``main_grad`` directly."""
+    if getattr(weight, "grad_added_to_main_grad", False):
+        weight.grad_added_to_main_grad = False
 
 
 def plan(patch: MegatronPatch) -> None:

@@ -154,9 +154,10 @@ def test_losses_of_logits_under_torch_compile(tmp_path):
 # models that are given labels
 
 
-def _step(model, call):
+def _step(model, call, zero=True):
     """Its losses, and the gradients of its parameters and of the hidden states that it was given."""
-    model.zero_grad_buffer() if hasattr(model, "zero_grad_buffer") else model.zero_grad()
+    if zero:
+        model.zero_grad_buffer() if hasattr(model, "zero_grad_buffer") else model.zero_grad()
     loss = call(model)
     weights = random(8, BATCH, LENGTH)
     weights[0, 0] = weights[1, -1] = 0
@@ -200,6 +201,7 @@ def _models(rank, kind):
         return stock(layer, **given)
 
     calls = {"gpt": _whole, "tied": _whole, "fused loss": _whole, "mamba": _whole, "ddp": _whole}
+    calls["ddp untied"] = _whole
     calls |= {"rows": _after_the_decoder(rank, True), "bf16": _after_the_decoder(rank, False)}
     found = {}
     for name, call in calls.items():
@@ -213,7 +215,7 @@ def _models(rank, kind):
         if name == "bf16":
             model.bfloat16()
         layer = model.output_layer
-        if name == "ddp":
+        if name.startswith("ddp"):
             model = megatron_models.ddp(model)
         want = _step(model, call)
         with rlkernel.patch_megatron() as patch:
@@ -221,6 +223,13 @@ def _models(rank, kind):
             got = _step(model, call)
             ColumnParallelLinear._forward_impl = stock
             assert dict(patch.calls) == {"compute_language_model_loss": 1} and not patch.fallbacks
+            if name == "ddp untied":  # as a call without labels leaves it, whose gradient is in main_grad
+                model.zero_grad_buffer()
+                layer.gradient_accumulation_fusion = layer.weight.grad_added_to_main_grad = True
+                beside = _step(model, call, zero=False)[1]
+                layer.gradient_accumulation_fusion = False
+                head = "module.output_layer.weight"
+                assert_equal("beside logits", beside[head], got[1][head])
         assert layer not in multiplied, "the logits were made"
         assert "forward" not in vars(layer)
         after = _step(model, call)
