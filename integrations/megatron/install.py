@@ -48,9 +48,9 @@ def patch(parts: Iterable[MegatronPart] | None = None, *, strict: bool = True) -
 def init(args: Any = None) -> None:
     """What slime's ``--custom-megatron-init-path`` names: its actors call it when Megatron is initialised.
 
-    slime gives its models no labels, and its Megatron has another ``GPTModel._postprocess``: of the parts,
-    ``"cross_entropy"`` alone applies there.
+    slime gives its models no labels, and its Megatron, a commit between versions, has another
+    ``GPTModel._postprocess``: of the parts, ``"cross_entropy"`` alone applies there.
     """
     active = MegatronPatch.in_place()
     if active is None or "cross_entropy" not in active.parts:
-        patch(["cross_entropy"])
+        patch(["cross_entropy"], strict=False)
