@@ -88,6 +88,12 @@ class Steps:
         self.found["logprob"].append(logprobs.detach().double().mean().item())
 
 
+def update(optimizer: Any, loss: Any) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def run(mode: str, args: argparse.Namespace, **environment: str) -> dict[str, Any]:
     """This script's ``mode`` in a fresh process, so that no run finds memory or caches of another."""
     inherited = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONWARNINGS": "ignore"}
@@ -138,3 +144,16 @@ def main(
     print(getattr(example_tables, name)(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def steps_of(
+    train: Callable[[str, argparse.Namespace], dict[str, Any]],
+    text: str | None,
+    modes: Sequence[str],
+    needed: Sequence[str],
+) -> None:
+    """The same for an example whose arguments are sizes and a device, and which shows its own words."""
+    parser = documented(text)
+    sizes(parser)
+    device(parser)
+    main(train, parser, modes, needed)

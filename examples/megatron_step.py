@@ -89,19 +89,10 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
             logprobs = -model(ids, positions, causal, labels=labels)
             ratio = (logprobs - old).exp()
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)[:, :-1].mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            apart.update(optimizer, loss)
         steps.scored(logprobs)
     return steps.found
 
 
-def main() -> None:
-    parser = apart.documented(__doc__)
-    apart.sizes(parser)
-    apart.device(parser)
-    apart.main(train, parser, MODES, NEEDED)
-
-
 if __name__ == "__main__":
-    main()
+    apart.steps_of(train, __doc__, MODES, NEEDED)

@@ -73,20 +73,11 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
             logprobs, output = actor(ids, actions, there, return_output=True, return_entropy=True)
             loss, *_ = loss_of(logprobs, old, advantages, actions)
             loss = loss - 1e-3 * output.entropy.mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            apart.update(optimizer, loss)
         steps.scored(logprobs)
         del output, loss, logprobs
     return steps.found
 
 
-def main() -> None:
-    parser = apart.documented(__doc__)
-    apart.sizes(parser)
-    apart.device(parser)
-    apart.main(train, parser, MODES, NEEDED)
-
-
 if __name__ == "__main__":
-    main()
+    apart.steps_of(train, __doc__, MODES, NEEDED)

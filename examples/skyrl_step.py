@@ -61,19 +61,10 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
                 logprobs, old, advantages, config=config, loss_mask=mask
             )
             loss = loss - 1e-3 * masked_mean(output["entropy"][:, -answer - 1 : -1], mask)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            apart.update(optimizer, loss)
         steps.scored(logprobs)
     return steps.found
 
 
-def main() -> None:
-    parser = apart.documented(__doc__)
-    apart.sizes(parser)
-    apart.device(parser)
-    apart.main(train, parser, MODES, NEEDED)
-
-
 if __name__ == "__main__":
-    main()
+    apart.steps_of(train, __doc__, MODES, NEEDED)

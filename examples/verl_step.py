@@ -57,19 +57,10 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
             logprobs, entropy = out.log_probs[:, :-1], out.entropy[:, :-1]
             loss, _ = core_algos.get_policy_loss_fn("vanilla")(old, logprobs, advantages, mask, config=config)
             loss = loss - 1e-3 * core_algos.agg_loss(entropy, mask, "token-mean")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            apart.update(optimizer, loss)
         steps.scored(logprobs)
     return steps.found
 
 
-def main() -> None:
-    parser = apart.documented(__doc__)
-    apart.sizes(parser)
-    apart.device(parser)
-    apart.main(train, parser, MODES, NEEDED)
-
-
 if __name__ == "__main__":
-    main()
+    apart.steps_of(train, __doc__, MODES, NEEDED)

@@ -6,6 +6,7 @@ import instruction_sets
 import pytest
 import torch
 from bitwise import assert_equal
+from invariant_rows import threads
 from torch import Tensor
 
 import rlkernel
@@ -15,18 +16,11 @@ from rlkernel.calls.paged_prefix_attention import PagedRule
 from rlkernel.drivers.attention import asked
 from rlkernel.native import attention as native_op
 
+assert threads  # a fixture of the tests here
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # a tile, its ends, and several; the row's head dims are none, one and more vectors
 LENGTHS = (1, 7, 64, 65, 150)
 OPTIONS = {"plain": {}, "softcap": {"softcap": 3.0}, "window": {"window": 40}, "sinks": {"sinks": True}}
-
-
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def make(rows, heads=4, kv_heads=2, head_dim=24, v_dim=None, dtype=torch.float32) -> list[Tensor]:
