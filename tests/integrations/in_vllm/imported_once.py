@@ -10,7 +10,11 @@ import vllm_environment  # before vLLM
 import torch
 import transformers
 import vllm.model_executor.models.qwen2
+import vllm.model_executor.models.registry
 import vllm.v1.engine.core
 import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
+
+# What a model can do is asked of its class, for which vLLM starts a Python where CUDA must not be touched yet.
+vllm.model_executor.models.registry._run_in_subprocess = lambda ask: ask()

@@ -4,12 +4,13 @@ import importlib.metadata
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+import forked
 
 
 def free_port():
@@ -48,12 +49,12 @@ class Server:
         path = [str(named_vllm(log.parent)), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         with open(log, "w") as out:
-            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            self.process = forked.start(command, out, environment)
 
     def __enter__(self):
         end = time.monotonic() + 600
         while time.monotonic() < end:
-            if self.process.poll() is not None:
+            if not self.process.is_alive():
                 break
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
@@ -65,11 +66,9 @@ class Server:
 
     def __exit__(self, *_):
         self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.join(60)
+        self.process.kill()
+        self.process.join()
 
     def post(self, path, body):
         request = urllib.request.Request(

@@ -1,9 +1,10 @@
 """The examples that run vLLM by itself and patched, in their short forms."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -12,8 +13,8 @@ def example(name, folder, **options):
     """What it prints and what it writes."""
     short = [text for option, value in options.items() for text in (f"--{option}", str(value))]
     command = [sys.executable, str(EXAMPLES / name), *short, "--json", str(folder / "result.json")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run = forked.run(command)
+    assert run.returncode == 0, run.stdout[-2000:]
     return run.stdout, json.loads((folder / "result.json").read_text())
 
 
