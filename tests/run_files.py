@@ -8,16 +8,18 @@ closing lines are what each took and the counts.
 """
 
 import argparse
+import gc
 import os
 import re
 import runpy
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import IO, NamedTuple
+
+from ports import free_port
 
 NO_TEST = 5  # pytest's status where the arguments leave nothing of a file
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
@@ -59,17 +61,12 @@ def import_once(folders: set[Path]) -> None:
     for path in (folder / "imported_once.py" for folder in folders):
         if path.exists():
             runpy.run_path(str(path))
+    gc.freeze()  # an engine that starts or ends collects several times, through all that was imported
 
 
 def starts_processes(file: Path) -> bool:
     """Such files take longest, and go first."""
     return bool(re.search(r"\b(subprocess|Server|worker_processes)\b", file.read_text()))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def counts(output: str) -> dict[str, int]:

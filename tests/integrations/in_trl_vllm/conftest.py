@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).parents[2]))  # patch_orders
+sys.path.insert(1, str(Path(__file__).parents[2]))  # patch_orders, ports
 sys.path.insert(1, str(Path(__file__).parents[1]))  # tiny
 sys.path.insert(1, str(Path(__file__).parents[1] / "in_vllm"))  # engines
 sys.path.append(str(Path(__file__).parents[3] / "examples"))  # which import each other

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).parents[2]))  # ports
 sys.path.insert(1, str(Path(__file__).parent.parent))  # tiny
 sys.path.append(str(Path(__file__).parents[3] / "examples"))  # which import each other
 

@@ -16,7 +16,7 @@ SIZES = {
     "block_size": 32,
     "disable_log_stats": True,
     "max_logprobs": -1,
-    "kv_cache_memory_bytes": 2**28,  # and not a share of a memory that others use too
+    "kv_cache_memory_bytes": 2**26,  # and not a share of a memory that others use too
 }
 
 

@@ -1,4 +1,4 @@
-"""Programs in forks of this process, which has imported vLLM: a fresh Python takes some 15 s for that alone."""
+"""Programs in forks of this process, which has imported vLLM: a fresh Python takes 15 s for that alone."""
 
 import multiprocessing
 import os
@@ -39,7 +39,7 @@ def run(command, env=None, check=False, **options):
 def _main(command, output, environment):
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # not pytest's
+    sys.stdout, sys.stderr = map(_text, (1, 2))  # no longer pytest's
     os.environ.clear()
     os.environ.update(environment)
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -50,3 +50,7 @@ def _main(command, output, environment):
     if plugins:
         plugins.plugins_loaded = False  # what an engine of this process has loaded is not the program's
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _text(number):
+    return os.fdopen(number, "w", buffering=1, closefd=False)

@@ -16,5 +16,5 @@ import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
 
-# What a model can do is asked of its class, for which vLLM starts a Python where CUDA must not be touched yet.
+# What a model can do its class says, for which vLLM starts a Python, lest CUDA be touched in this process.
 vllm.model_executor.models.registry._run_in_subprocess = lambda ask: ask()

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import socket
 import sys
 import time
 import urllib.error
@@ -11,12 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import forked
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from ports import free_port
 
 
 def named_vllm(parent):
