@@ -406,6 +406,26 @@ def test_the_bounds_of_every_correction(name):
                 assert result[weight].item() == pytest.approx(ratio, rel=1e-9)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_options_are_fp64_where_the_log_probabilities_are(sign):
+    """0.7 and 1.05 are no fp32 numbers."""
+    new, old = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[-1.2]], dtype=torch.float64)
+    advantages, mask = torch.full_like(new, sign), torch.ones(1, 1, dtype=torch.bool)
+
+    def loss(**options):
+        return rlkernel.policy_loss(new, old, advantages, mask, **options).loss.item()
+
+    tau, ratio = 0.7 if sign > 0 else 1.05, math.exp(0.2)
+    want = -sign * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    assert loss(loss_type="sapo", tau_pos=0.7, tau_neg=1.05) == pytest.approx(want, rel=1e-14)
+    k, rate = (0.7, 1.05) if sign > 0 else (1.05, 0.7)
+    options = {
+        "vespo_k_pos": 0.7, "vespo_k_neg": 1.05, "vespo_lambda_pos": 1.05, "vespo_lambda_neg": 0.7,
+    }  # fmt: skip
+    want = sign * math.exp(rate + k * 0.2 - rate * ratio)
+    assert loss(loss_type="vespo", **options) == pytest.approx(want, rel=1e-14)
+
+
 # a weight without a gradient: their difference quotient is the derivative at a fixed weight, which is the one
 # that stands where the old log-probabilities are the new ones
 WEIGHTED = {"cispo", "cispo_cap", "cispo_mask", "dppo_tv", "dppo_kl", "vespo"}

@@ -226,7 +226,7 @@ def _term(
     elif term == "reinforce":
         loss = -advantages * logp
     elif term == "sapo":
-        tau = torch.where(advantages > 0, rule.tau_positive, rule.tau_negative).to(ratio.dtype)
+        tau = _either(advantages > 0, rule.tau_positive, rule.tau_negative, ratio)
         loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     elif term == "gmpo":
         loss, difference = -ratio * advantages, logp - old
@@ -242,6 +242,11 @@ def _term(
     return loss, low, high, far
 
 
+def _either(condition: Tensor, first: float, second: float, like: Tensor) -> Tensor:
+    """One of two numbers, in the dtype of ``like``; torch.where has two of Python's in fp32."""
+    return torch.where(condition, like.new_full((), first), second)
+
+
 def _vespo(
     rows: "_Rows", rule: PolicyRule, difference: Tensor, advantages: Tensor, logp: Tensor, log_weight: Tensor,
     mask: Tensor,
@@ -253,8 +258,8 @@ def _vespo(
     elif rule.correction:
         log_w = log_w + rows.mean(torch.where(mask, log_weight.clamp(math.log(1e-8), 20), 0), mask)
     log_w = rows.spread(log_w.clamp(math.log(1e-8), 20))
-    k = torch.where(advantages >= 0, rule.k_positive, rule.k_negative).to(logp.dtype)
-    rate = torch.where(advantages >= 0, rule.lambda_positive, rule.lambda_negative).to(logp.dtype)
+    k = _either(advantages >= 0, rule.k_positive, rule.k_negative, logp)
+    rate = _either(advantages >= 0, rule.lambda_positive, rule.lambda_negative, logp)
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     return -torch.where(phi.isfinite(), phi, 0) * advantages * logp
 
