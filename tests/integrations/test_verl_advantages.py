@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accuracy import check
+from bitwise import assert_equal
 from doors import random
 from verl_cases import (
     check_left_to_verl,
@@ -124,6 +125,21 @@ def test_equal_rewards_have_no_advantage():
     token_level, mask, names = torch.full((12, 1), 0.1), torch.ones(12, 1), np.array(["a"] * 12)
     with rlkernel.patch_verl():
         assert not core.compute_grpo_outcome_advantage(token_level, mask, names)[0].any()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_group_without_a_token_has_no_advantage(estimator):
+    """The baseline of ``opo`` is a mean over a group's tokens."""
+    token_level, mask, names = rewards()
+    names[8] = names[0]  # whose reward nobody would be second to
+    mask[names == names[0]] = 0
+    given = {"token_level_rewards": token_level, "response_mask": mask}
+    given |= {} if estimator in UNGROUPED else {"index": names}
+    with rlkernel.patch_verl() as patch:
+        found = core.get_adv_estimator_fn(estimator)(**given, **ESTIMATORS[estimator])
+        assert len(patch.calls) == 1 and not patch.fallbacks
+    for name, got in zip(("advantages", "returns"), found, strict=True):
+        assert_equal(f"{estimator}'s {name}", got[mask == 0], torch.zeros(int((mask == 0).sum())))
 
 
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_verl")
