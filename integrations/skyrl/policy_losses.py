@@ -90,8 +90,6 @@ def run(loss: Loss, given: Arguments) -> tuple[Tensor, Metrics]:
     new, old = given["log_probs"], None if loss.old is None else given[loss.old]
     if loss.weighted:
         return policy_loss(new, old, mask.to(_wide(new)), mask, **options).loss, {loss.metric: 0.0}
-    if loss.of_sequences and given["config"].loss_reduction != "sequence_mean":
-        _advise(loss, given["config"].loss_reduction)
     advantages, further, kept = _corrected(loss, given)
     out = policy_loss(new, old, advantages, mask, **options)
     metrics = out.metrics
@@ -103,6 +101,8 @@ def run(loss: Loss, given: Arguments) -> tuple[Tensor, Metrics]:
         raise Left(WEIGHTS)
     value = float("nan") if not tokens and loss.metric == "importance_ratio" else sum(parts, 0.0)
     return out.loss, {loss.metric: value} | further
+    if loss.of_sequences and given["config"].loss_reduction != "sequence_mean":
+        _advise(loss, given["config"].loss_reduction)
 
 
 def weights(mask: Tensor) -> Tensor:

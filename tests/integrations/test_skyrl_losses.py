@@ -213,6 +213,20 @@ def test_skyrls_advice_is_given(name, monkeypatch):
     assert len(told) == 2 and told[0] == told[1]
 
 
+@pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
+@pytest.mark.parametrize("name", ["gspo", "sapo"])
+def test_skyrls_advice_on_a_loss_that_is_left_to_it_is_given_once(name, monkeypatch):
+    import loguru
+
+    told = []
+    monkeypatch.setattr(loguru.logger, "warning", told.append)
+    config = settings(name)
+    config.loss_reduction = "token_mean"
+    given = batch(1) | {"loss_mask": torch.full((6, 11), 0.5)}
+    check_left_to_skyrl(lambda: loss_of(name, given, config), "loss_mask holds other numbers than 0 and 1")
+    assert len(told) == 2 and told[0] == told[1]
+
+
 LEFT = {
     "there is no loss_mask": ({"loss_mask": None}, {}),
     "loss_mask holds other numbers than 0 and 1": ({"loss_mask": torch.full((6, 11), 0.5)}, {}),
