@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from rlkernel.ops.logprob import logprob
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 WIDE = (*NARROW, torch.float64)
 DEVICES = ("cpu", "cuda")
+KINDS = ("loss_type", "importance_sampling_level", "policy_loss_type")
 
 Arguments = dict[str, Any]
 
@@ -72,6 +74,30 @@ def unsuitable(dtypes: tuple[torch.dtype, ...] = WIDE, **tensors: Any) -> str | 
         if x.dtype not in dtypes:
             return f"{name} is {x.dtype}"
     return None
+
+
+def finite(x: Any) -> TypeGuard[float]:
+    """Whether rlkernel's ops take ``x`` for a number; frameworks also compute with inf and with tensors."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def fraction(x: Any) -> bool:
+    return finite(x) and 0 <= x <= 1
+
+
+def unfit_numbers(options: Arguments) -> str | None:
+    """Which of the options of a ``policy_loss``, but for its kinds, is none."""
+    return next(
+        (f"{name} is no finite number" for name, x in options.items() if name not in KINDS and not finite(x)),
+        None,
+    )
+
+
+def is_count(items: Any) -> bool:
+    """Whether rlkernel's means divide by ``items``; of a GPU's number a look would wait for the GPU."""
+    if not isinstance(items, Tensor):
+        return finite(items) and items > 0
+    return items.dim() == 0 and (items.device.type != "cpu" or bool(items > 0))
 
 
 def misplaced(**tensors: Any) -> str | None:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.integrations._replacing import Arguments, differing, misplaced, replacement, shown, unsuitable
+from rlkernel.integrations._replacing import (
+    Arguments,
+    differing,
+    finite,
+    fraction,
+    misplaced,
+    replacement,
+    shown,
+    unsuitable,
+)
 from rlkernel.integrations.openrlhf import contract
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 from rlkernel.ops.gae import gae
@@ -149,7 +158,7 @@ def _unable_reward(given: Arguments) -> str | None:
         return reason
     if r.shape != kl.shape[:1] or r.device != kl.device or r.requires_grad or kl.requires_grad:
         return "r is not one constant for each response"
-    return None if isinstance(given["kl_coef"], int | float) else "kl_coef is no number"
+    return None if finite(given["kl_coef"]) else "kl_coef is no number"
 
 
 def _reward(given: Arguments) -> Tensor:
@@ -167,17 +176,13 @@ def _reward(given: Arguments) -> Tensor:
 # advantages of tokens
 
 
-def _fraction(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 <= x <= 1
-
-
 def _unable_returns(given: Arguments) -> str | None:
     rewards, mask = given["rewards"], given["action_mask"]
     if reason := unsuitable(rewards=rewards) or (None if mask is None else misplaced(action_mask=mask)):
         return reason
     if reason := differing(rewards=rewards, **({} if mask is None else {"action_mask": mask})):
         return reason
-    return None if _fraction(given["gamma"]) else "gamma is no number in [0, 1]"
+    return None if fraction(given["gamma"]) else "gamma is no number in [0, 1]"
 
 
 def _unable_gae(given: Arguments) -> str | None:
@@ -185,7 +190,7 @@ def _unable_gae(given: Arguments) -> str | None:
         return reason
     if reason := differing(rewards=given["rewards"], values=given["values"].detach()):
         return reason
-    return None if _fraction(given["lambd"]) else "lambd is no number in [0, 1]"
+    return None if fraction(given["lambd"]) else "lambd is no number in [0, 1]"
 
 
 def _gae(given: Arguments) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations._replacing import Arguments
+from rlkernel.integrations._replacing import Arguments, is_count
 
 
 def options(given: Arguments) -> dict[str, Any]:
@@ -24,12 +24,9 @@ def unable(given: Arguments) -> str | None:
     items, ranks = _items(given), given["dp_size"]
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         return "dp_size is no number of ranks"
-    if isinstance(items, Tensor):
-        if items.numel() != 1:
-            return "the number of items is not one number"
-        if items.device.type != "cpu":  # a look at it would wait for the GPU
-            return None
-    return None if items is None or items > 0 else "the number of items is not above 0"
+    if isinstance(items, Tensor) and items.dim():
+        return "the number of items is not one number"
+    return None if items is None or is_count(items) else "the number of items is not above 0"
 
 
 def _items(given: Arguments) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations._replacing import Arguments, replacement, unfit_labels, unfit_logits
+from rlkernel.integrations._replacing import Arguments, finite, replacement, unfit_labels, unfit_logits
 from rlkernel.integrations.openrlhf import contract
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 from rlkernel.ops.logprob import entropy_from_logits, logprob
@@ -48,6 +48,6 @@ def _unable_logits(given: Arguments) -> str | None:
 
 
 def unable_temperature(temperature: Any) -> str | None:
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+    if not finite(temperature) or not temperature > 0:
         return "the temperature is no number above 0"
     return None

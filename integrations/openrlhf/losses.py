@@ -13,6 +13,7 @@ from rlkernel.integrations._replacing import (
     WIDE,
     Arguments,
     differing,
+    finite,
     misplaced,
     replacement,
     unsuitable,
@@ -40,7 +41,7 @@ def plan(patch: OpenRlhfPatch) -> None:
 
 
 def _number(x: Any, low: float) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and x >= low
+    return finite(x) and x >= low
 
 
 # the policy

@@ -16,6 +16,8 @@ from rlkernel.calls.kl_shaped_rewards import KL_ESTIMATORS
 from rlkernel.integrations._replacing import (
     Arguments,
     differing,
+    finite,
+    fraction,
     group_numbers,
     misplaced,
     unfit_rewards,
@@ -72,7 +74,7 @@ def _unable_group(given: Arguments) -> str | None:
     if reason := _unable_rows(given):
         return reason
     epsilon = given.get("epsilon", 0.0)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon >= 0:
+    if not finite(epsilon) or not epsilon >= 0:
         return "epsilon is no number >= 0"
     index = given["index"]
     if not isinstance(index, np.ndarray | Tensor | list | tuple) or len(index) != len(given["response_mask"]):
@@ -110,10 +112,6 @@ def _rloo(given: Arguments) -> Pair:
 # tokens
 
 
-def _fraction(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 <= x <= 1
-
-
 def _unable_whitened(given: Arguments) -> str | None:
     """SkyRL refuses fewer than two tokens."""
     mask = given["response_mask"]
@@ -128,7 +126,7 @@ def _unable_gae(given: Arguments) -> str | None:
         return reason
     if reason := differing(token_level_rewards=rewards, values=values):
         return reason
-    if not (_fraction(given["gamma"]) and _fraction(given["lambd"])):
+    if not (fraction(given["gamma"]) and fraction(given["lambd"])):
         return "gamma and lambd are no numbers in [0, 1]"
     if getattr(given["kwargs"].get("config"), "advantage_batch_normalize", False):
         return "advantage_batch_normalize reads what is whitened under the mask"
@@ -145,7 +143,7 @@ def _gae(given: Arguments) -> Pair:
 def _unable_reinforce(given: Arguments) -> str | None:
     if reason := _unable_rows(given) or _unable_whitened(given):
         return reason
-    if not _fraction(given["gamma"]):
+    if not fraction(given["gamma"]):
         return "gamma is no number in [0, 1]"
     there = given["response_mask"] != 0
     begins = there[:, 1:] & ~there[:, :-1]

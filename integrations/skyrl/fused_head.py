@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations._replacing import NARROW, Arguments, misplaced, shown
+from rlkernel.integrations._replacing import NARROW, Arguments, finite, misplaced, shown
 from rlkernel.integrations.hf.lm_head import HeadError, LmHead
 from rlkernel.integrations.hf.models import causal_lm
 from rlkernel.integrations.skyrl import contract, scoring
@@ -109,7 +109,7 @@ def _unable(given: Arguments) -> str | None:
     if isinstance(actions, bool) or not isinstance(actions, int):
         return "num_actions is no number"
     temperature = given["temperature"]
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+    if not finite(temperature) or not temperature > 0:
         return "the temperature is no number > 0"
     model = given["self"].model
     if isinstance(model, nn.Module) and (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.value_loss import VALUE_METRICS
-from rlkernel.integrations._replacing import Arguments, differing, misplaced, unsuitable
+from rlkernel.integrations._replacing import Arguments, differing, finite, misplaced, unsuitable
 from rlkernel.integrations.skyrl import contract, policy_losses
 from rlkernel.integrations.skyrl.policy_losses import LOSSES, Loss
 from rlkernel.integrations.skyrl.replacing import Left, Place, Replaced, replace_entry
@@ -53,7 +53,7 @@ def _unable_critic(given: Arguments) -> str | None:
     clip = getattr(given["config"], "value_clip", "")
     tensors = {name: given[name] for name in ("values", "returns")}
     if clip is not None:
-        if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:
+        if not finite(clip) or not clip >= 0:
             return "value_clip is no number >= 0"
         tensors["old_values"] = given["old_values"]
     mask = given["loss_mask"]

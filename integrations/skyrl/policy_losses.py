@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.policy_loss import POLICY_METRICS
-from rlkernel.integrations._replacing import Arguments, differing, misplaced, unsuitable
+from rlkernel.integrations._replacing import Arguments, differing, misplaced, unfit_numbers, unsuitable
 from rlkernel.integrations.skyrl import contract
 from rlkernel.integrations.skyrl.replacing import Left
 from rlkernel.ops.policy_loss import policy_loss
@@ -72,6 +72,8 @@ def _refused(options: Options) -> str | None:
     """What SkyRL refuses, and so says itself; and numbers that ``policy_loss`` refuses."""
     if options.get("policy_loss_type", "regular") not in ("regular", "dual_clip"):
         return "policy_loss_type is another loss"
+    if reason := unfit_numbers(options):
+        return reason
     if not options.get("clip_ratio_c", 2.0) > 1.0:
         return "clip_ratio_c is not above 1"
     if not all(options[name] > 0 for name in ("tau_pos", "tau_neg") if name in options):
@@ -99,10 +101,10 @@ def run(loss: Loss, given: Arguments) -> tuple[Tensor, Metrics]:
     *parts, tokens, odd = torch.stack([*read, weights(mask)]).tolist()  # one synchronisation
     if odd:
         raise Left(WEIGHTS)
-    value = float("nan") if not tokens and loss.metric == "importance_ratio" else sum(parts, 0.0)
-    return out.loss, {loss.metric: value} | further
     if loss.of_sequences and given["config"].loss_reduction != "sequence_mean":
         _advise(loss, given["config"].loss_reduction)
+    value = float("nan") if not tokens and loss.metric == "importance_ratio" else sum(parts, 0.0)
+    return out.loss, {loss.metric: value} | further
 
 
 def weights(mask: Tensor) -> Tensor:

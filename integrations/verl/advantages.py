@@ -13,6 +13,8 @@ from rlkernel.integrations._replacing import (
     Arguments,
     Table,
     differing,
+    finite,
+    fraction,
     group_numbers,
     replacement,
     require_same,
@@ -54,7 +56,7 @@ def _scores(given: Arguments) -> Tensor:
 def _unable_group(given: Arguments) -> str | None:
     if reason := unfit_rewards(given):
         return reason
-    if not isinstance(given["epsilon"], int | float) or not given["epsilon"] >= 0:
+    if not finite(given["epsilon"]) or not given["epsilon"] >= 0:
         return "epsilon is no number >= 0"
     index = given["index"]
     if not isinstance(index, np.ndarray | Tensor | list) or len(index) != len(given["response_mask"]):
@@ -119,7 +121,7 @@ def _passk(given: Arguments) -> Pair:
 
 
 def _unable_gpg(given: Arguments) -> str | None:
-    number = isinstance(given["f_norm"], int | float) and given["f_norm"] != 0
+    number = finite(given["f_norm"]) and given["f_norm"] != 0
     return _unable_group(given) or (None if number else "f_norm is no number")
 
 
@@ -171,16 +173,12 @@ def _gdpo(given: Arguments) -> Pair:
 # tokens
 
 
-def _fraction(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 <= x <= 1
-
-
 def _unable_gae(given: Arguments) -> str | None:
     if reason := unfit_rewards(given) or unsuitable(values=given["values"]):
         return reason
     if reason := differing(token_level_rewards=given["token_level_rewards"], values=given["values"]):
         return reason
-    if not (_fraction(given["gamma"]) and _fraction(given["lam"])):
+    if not (fraction(given["gamma"]) and fraction(given["lam"])):
         return "gamma and lam are no numbers in [0, 1]"
     return None
 
@@ -200,7 +198,7 @@ def _to_go(given: Arguments, gamma: float) -> Tensor:
 def _unable_reinforce(given: Arguments) -> str | None:
     if reason := unfit_rewards(given):
         return reason
-    return None if _fraction(getattr(given["config"], "gamma", None)) else "gamma is no number in [0, 1]"
+    return None if fraction(getattr(given["config"], "gamma", None)) else "gamma is no number in [0, 1]"
 
 
 def _reinforce_plus_plus(given: Arguments) -> Pair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlkernel.integrations._replacing import finite, is_count
 from rlkernel.ops.policy_loss.rule import AGGREGATIONS
 
 Options = dict[str, Any]
@@ -16,14 +17,19 @@ def unable(mode: Any, info: Options) -> str | None:
         return "loss_agg_mode is unknown"
     if not set(info) <= set(OF_BATCH):
         return "global_batch_info has further entries"
+    ranks = info.get("dp_size", 1)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        return "dp_size is no number of ranks"
     if mode == "token-sum":
         return None
     items, scale = info.get(_counted(mode)), info.get("loss_scale_factor")
-    if items is None and info.get("dp_size", 1) > 1:
+    if items is None and ranks > 1:
         return f"dp_size is above 1 without {_counted(mode)}"
-    if isinstance(items, int | float) and not items > 0:
+    if not (items is None or is_count(items)):
         return f"{_counted(mode)} is not above 0"
-    return "loss_scale_factor is not above 0" if scale is not None and not scale > 0 else None
+    if mode == "seq-mean-token-sum-norm" and scale is not None and not (finite(scale) and scale > 0):
+        return "loss_scale_factor is not above 0"
+    return None
 
 
 def options(mode: str, info: Options) -> Options:

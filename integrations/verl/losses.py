@@ -12,6 +12,7 @@ from rlkernel.integrations._replacing import (
     Arguments,
     Table,
     differing,
+    finite,
     misplaced,
     replacement,
     require_same,
@@ -100,7 +101,7 @@ def _unable_value_loss(given: Arguments) -> str | None:
     if reason := _unable(given["response_mask"], tensors):
         return reason
     clip = given["cliprange_value"]
-    if not isinstance(clip, int | float) or not clip >= 0:
+    if not finite(clip) or not clip >= 0:
         return "cliprange_value is no number >= 0"
     return aggregation.unable(given["loss_agg_mode"], _of_batch(given))
 

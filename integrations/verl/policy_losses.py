@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.policy_loss import POLICY_METRICS
-from rlkernel.integrations._replacing import Arguments
+from rlkernel.integrations._replacing import Arguments, unfit_numbers
 from rlkernel.ops.policy_loss import policy_loss
 
 RATIO_BOUND = 20.0  # of the logarithm of a ratio, in most of verl's losses
@@ -37,6 +37,7 @@ class Loss(NamedTuple):
     weighed: Callable[[Arguments], Tensor] | None = None  # the advantages under rollout_is_weights
     aggregation: str | None = None  # whatever is asked for
     of_all: bool = False  # the mean is over all sequences, empty ones too
+    of_actor: bool = False  # verl takes no other config than its ActorConfig
 
 
 def sums(values: list[float], wanted: Sums) -> Metrics:
@@ -55,13 +56,24 @@ def unable(loss: Loss, config: Any) -> str | None:
         options = loss.options(config)
     except AttributeError:
         return "the config is none of an actor"
+    if loss.of_actor and not _is_of_an_actor(config):
+        return "the config is none of an actor"
+    if reason := unfit_numbers(options):
+        return reason
+    for name in ("tau_pos", "tau_neg", "dro_beta"):
+        if not options.get(name, 1.0) > 0:
+            return f"{name} is not above 0"
     if options.get("clip_ratio_c", 2.0) <= 1.0:
         return "clip_ratio_c is not above 1"
-    if "dro_beta" in options and not (options["dro_beta"] or 0) > 0:
-        return "dro_beta is not above 0"
     if not all(options[name] >= 0 for name in ("epsilon", "epsilon_high") if name in options):
         return "a bound of the ratio is below 0"
     return None
+
+
+def _is_of_an_actor(config: Any) -> bool:
+    from verl.workers.config import ActorConfig
+
+    return isinstance(config, ActorConfig)
 
 
 def _bounds(config: Any) -> Options:
@@ -161,10 +173,10 @@ LOSSES = (
     Loss(
         "compute_policy_loss_dppo_kl", "dppo_kl", _dppo("dppo_kl"), CLIPS, _far_and_valid, weighed=_by_token
     ),
-    Loss("compute_policy_loss_gspo", "gspo", _gspo, CLIPS, weighed=_by_token),
+    Loss("compute_policy_loss_gspo", "gspo", _gspo, CLIPS, weighed=_by_token, of_actor=True),
     Loss(
         "compute_policy_loss_sapo", "sapo", _sapo, NOTHING, weighed=_by_token,
-        aggregation="seq-mean-token-mean",
+        aggregation="seq-mean-token-mean", of_actor=True,
     ),
     Loss("compute_policy_loss_gpg", "gpg", _likelihood, {}, old=None, weighed=_by_token),
     Loss(
@@ -172,7 +184,7 @@ LOSSES = (
         weighed=_by_sequence, aggregation="seq-mean-token-mean", of_all=True,
     ),
     Loss("compute_policy_loss_dro", "dro", _dro, OF_KL),  # its penalty is no multiple of the advantage
-    Loss("compute_policy_loss_cispo", "cispo", _cispo, CLIPS, weighed=_by_token),
+    Loss("compute_policy_loss_cispo", "cispo", _cispo, CLIPS, weighed=_by_token, of_actor=True),
     Loss(
         "compute_policy_loss_reinforce", None, _likelihood, OF_KL, old="rollout_log_prob", weighed=_by_token
     ),

@@ -207,6 +207,8 @@ LEFT = {
     "the number of items is not one number": ({}, {"batch_num_tokens": torch.ones(6, 11)}),
     "dp_size is no number of ranks": ({}, {"dp_size": 0.5, "batch_num_tokens": 3}),
     "clip_eps_low and clip_eps_high are no numbers": ({"clip_eps_low": -0.1}, {}),
+    "clip_eps_low and clip_eps_high are no numbers >= 0": ({"clip_eps_high": math.inf}, {}),
+    "dual_clip is no number above 1": ({"dual_clip": math.inf}, {}),
     "is_correction_threshold is not LOW <= HIGH": (
         GATES["icepop"] | {"is_correction_threshold": [5.0, 0.5]},
         {},
@@ -263,6 +265,7 @@ def test_value_losses_that_are_left_to_openrlhf():
     for options, changes, reason in (
         ((0.2,), {"action_mask": None}, "action_mask is no tensor"),
         ((-0.2,), {}, "clip_eps is no number >= 0"),
+        ((math.inf,), {}, "clip_eps is no number >= 0"),
         ((0.2,), {"old_values": None}, "old_values is no tensor"),
         ((0.2,), {"batch_num_tokens": 0}, "the number of items is not above 0"),
     ):

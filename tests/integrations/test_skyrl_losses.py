@@ -235,6 +235,7 @@ LEFT = {
     "advantages requires a gradient": ({"advantages": torch.zeros(6, 11, requires_grad=True)}, {}),
     "log_probs is torch.int64": ({"log_probs": torch.zeros(6, 11, dtype=torch.int64)}, {}),
     "clip_ratio_c is not above 1": ({}, {"policy_loss_type": "dual_clip", "clip_ratio_c": 0.5}),
+    "epsilon_high is no finite number": ({}, {"eps_clip_high": math.inf}),
     "policy_loss_type is another loss": ({}, {"policy_loss_type": "gspo"}),
     "a bound of the ratio is below 0": ({}, {"eps_clip_low": -0.1}),
     "rollout_logprobs has not log_probs's shape": (
@@ -309,6 +310,7 @@ def test_the_critics_loss_is_skyrls(size, clip):
         ("there is no loss_mask", {"loss_mask": None}, 0.2),
         ("loss_mask holds other numbers than 0 and 1", {"loss_mask": torch.full((6, 11), 0.5)}, 0.2),
         ("value_clip is no number >= 0", {}, -0.2),
+        ("value_clip is no number >= 0", {}, math.inf),
         ("returns has not values's shape", {"returns": torch.zeros(1, 11)}, 0.2),
         ("old_values is no tensor", {"old_values": None}, 0.2),
     ],

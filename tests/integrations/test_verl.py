@@ -259,6 +259,8 @@ def test_autocast_has_its_dtype():
             "torch.float64",
         ),
         ({"temperature": torch.tensor(0.7)}, "the temperature is no number"),
+        ({"temperature": -1.0}, "the temperature is no number above 0"),
+        ({"temperature": float("inf")}, "the temperature is no number above 0"),
     ],
 )
 def test_a_head_that_is_left_to_verl(change, reason):

@@ -1,6 +1,7 @@
 """What stands in the place of verl's losses, beside verl's own: values, gradients, metrics."""
 
 import itertools
+import math
 import types
 
 import pytest
@@ -40,6 +41,7 @@ SETTINGS = {
 MODES = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
 )  # fmt: skip
+PLAIN = types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, global_batch_info={})
 WHOLE = {"dp_size": 4, "batch_num_tokens": 123, "global_batch_size": 17, "loss_scale_factor": 9}
 
 
@@ -222,6 +224,25 @@ def test_bypass_mode_runs_on_the_losses_here():
         ("vanilla", {}, {"global_batch_info": {"batch_num_tokens": 0}}, "batch_num_tokens is not above 0"),
         ("vanilla", {}, {"global_batch_info": {"group": 1}}, "global_batch_info has further entries"),
         ("dro", {}, {"policy_loss": {"dro_beta": 0.0}}, "dro_beta is not above 0"),
+        ("sapo", {}, {"tau_neg": -1.0}, "tau_neg is not above 0"),
+        ("cispo", {}, {"clip_ratio_high": math.inf}, "epsilon_high is no finite number"),
+        ("vanilla", {}, {"clip_ratio_c": math.inf}, "clip_ratio_c is no finite number"),
+        ("vanilla", {}, {"clip_ratio_low": torch.tensor(0.2)}, "epsilon is no finite number"),
+        ("vanilla", {}, {"clip_ratio": "0.2", "clip_ratio_low": None}, "epsilon is no finite number"),
+        ("gspo", {"config": PLAIN}, {}, "the config is none of an actor"),
+        ("vanilla", {}, {"global_batch_info": {"dp_size": torch.tensor(2)}}, "dp_size is no number of ranks"),
+        (
+            "vanilla",
+            {},
+            {"global_batch_info": {"batch_num_tokens": torch.tensor(0)}},
+            "batch_num_tokens is not above 0",
+        ),
+        (
+            "vanilla",
+            {"loss_agg_mode": "seq-mean-token-sum-norm"},
+            {"global_batch_info": {"loss_scale_factor": torch.tensor(9)}},
+            "loss_scale_factor is not above 0",
+        ),
     ],
 )
 def test_losses_that_are_left_to_verl(mode, change, settings, reason):
