@@ -10,13 +10,23 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from rlkernel.prefix.batch import PrefixBatch
-from rlkernel.types import Dropout, MegatronPart, OpenRlhfPart, Require, SkyrlPart, VerlPart, VllmOp
+from rlkernel.types import (
+    Dropout,
+    MegatronPart,
+    OpenRlhfPart,
+    Require,
+    SglangPart,
+    SkyrlPart,
+    VerlPart,
+    VllmOp,
+)
 
 if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
     from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
     from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
+    from rlkernel.integrations.sglang.sglang_patch import SglangPatch
     from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
     from rlkernel.integrations.trl.trl_patch import TrlPatch
     from rlkernel.integrations.verl.verl_patch import VerlPatch
@@ -69,6 +79,20 @@ def patch_openrlhf(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool 
     from rlkernel.integrations import openrlhf
 
     return openrlhf.patch(parts, strict=strict)
+
+
+def patch_sglang(parts: Iterable[SglangPart] | None = None, *, strict: bool = True) -> SglangPatch:
+    """Put rlkernel under SGLang's sampler and its prompts' log-probabilities; see
+    ``rlkernel.integrations.sglang.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_sglang() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import sglang
+
+    return sglang.patch(parts, strict=strict)
 
 
 def patch_skyrl(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> SkyrlPatch:

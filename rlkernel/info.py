@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlkernel import dispatch, native
 from rlkernel.integrations.openrlhf import switch as openrlhfs
+from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
@@ -39,6 +40,7 @@ OPTIONAL = {
     "transformers": "transformers",
     "trl": "trl",
     "vllm": "vllm",
+    "sglang": "sglang",
     "deepspeed": "deepspeed",
     "megatron": "megatron-core",
     "liger_kernel": "liger-kernel",
@@ -60,6 +62,8 @@ ENVIRONMENT = (
     "RLKERNEL_NVTX",
     "RLKERNEL_STORE_SCORES",
     "RLKERNEL_WORKSPACE_MIB",
+    "SGLANG_RLKERNEL",
+    "SGLANG_RLKERNEL_STRICT",
     "SKYRL_RLKERNEL",
     "SKYRL_RLKERNEL_STRICT",
     "VERL_RLKERNEL",
@@ -195,6 +199,7 @@ def wrong() -> dict[str, str]:
         verls.SWITCH: verls.asked,
         openrlhfs.SWITCH: openrlhfs.asked,
         skyrls.SWITCH: skyrls.asked,
+        sglangs.SWITCH: sglangs.asked,
     }
     for name, read in readers.items():
         try:

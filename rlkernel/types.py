@@ -89,8 +89,9 @@ Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
 
-# patch_megatron, patch_openrlhf, patch_skyrl and patch_verl
+# patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl and patch_verl
 MegatronPart = Literal["cross_entropy", "fused_head"]
 OpenRlhfPart = Literal["logprobs", "fused_head", "losses", "advantages"]
+SglangPart = Literal["sampler", "prompt_logprobs"]
 SkyrlPart = Literal["logprobs", "fused_head", "losses", "advantages"]
 VerlPart = Literal["logprobs", "fused_head", "losses", "advantages"]

@@ -17,14 +17,15 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's, OpenRLHF's and SkyRL's run where those are (tests/integrations:
-# in_vllm, test_openrlhf_patch.py, test_skyrl_patch.py).
-ELSEWHERE = ("openrlhf", "skyrl", "vllm")
+# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's and SkyRL's run where those are
+# (tests/integrations: in_vllm, in_sglang, test_openrlhf_patch.py, test_skyrl_patch.py).
+ELSEWHERE = ("openrlhf", "sglang", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_deepspeed": "deepspeed",
     "patch_megatron": "megatron",
     "patch_openrlhf": "openrlhf",
+    "patch_sglang": "sglang",
     "patch_skyrl": "skyrl",
     "patch_trl": "trl",
     "patch_verl": "verl",

