@@ -148,8 +148,7 @@ def test_a_draw_is_a_function_of_seed_and_position():
 
 
 def test_without_the_prompts_deterministic_inference_is_left_to_sglang():
-    logits = logits_of(2)
-    requests = [{"temperature": 1.0, "sampling_seed": 3}] * 2
+    logits, requests = logits_of(2), [GREEDY] * 2  # SGLang's draw with a seed needs its kernels
     with steps.arguments(enable_deterministic_inference=True):
         own = steps.sampler()
         stock = step(logits, requests, own=own)
