@@ -39,6 +39,7 @@ def patch(parts: Iterable[SglangPart] | None = None, *, strict: bool = True) -> 
     wanted = switch.called(parts, strict)
     if (active := SglangPatch.in_place()) is not None:
         return active.asked_again(parts, wanted)
+    require_version(strict)
     result = _installed(wanted)
     if reason := switch.left_out():
         if strict:
@@ -56,15 +57,14 @@ def register() -> None:
 
     SGLang logs an error of a plugin and goes on, be it strict or not.
     """
-    global _failed
-    if SglangPatch.in_place() is not None or _failed:
+    if SglangPatch.in_place() is not None:
         return
     try:
         if (request := switch.asked()) is None:
             return
+        require_version(request.strict)
         result = _installed(request)
     except Exception as error:
-        _failed = True
         if switch.is_strict():
             raise
         logger.warning("rlkernel leaves everything to SGLang: %s: %s", type(error).__name__, error)
@@ -72,11 +72,7 @@ def register() -> None:
         logger.info("rlkernel serves %s", ", ".join(result.replaced))
 
 
-_failed = False
-
-
 def _installed(request: Asked) -> SglangPatch:
-    require_version(request.strict)
     result = SglangPatch(*request)
     for part in request.parts:  # each has a module of its name, with its plan
         with result.planning(part):
