@@ -40,7 +40,7 @@ TRL_VLLM_VENV ?= .venv-trl-vllm
 # The folders of tests that test-trl-vllm runs: in_vllm too takes minutes more.
 TRL_VLLM_TESTS ?= in_trl_vllm
 
-.PHONY: help build test test-avx2 test-vllm test-trl-vllm bench lint format docs check-codegen readme-tables wheels sdist release-tools info clean
+.PHONY: help build test test-avx2 test-vllm test-trl-vllm test-sglang bench lint format docs check-codegen readme-tables wheels sdist release-tools info clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-15s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,14 +62,20 @@ test-vllm:  ## the tests with the real vLLM, on a CPU, in an environment of its 
 test-trl-vllm:  ## the tests with the real TRL over the real vLLM, on a CPU, in an environment of its own: $(TRL_VLLM_VENV)
 	@$(MAKE) --no-print-directory VENV=$(TRL_VLLM_VENV) TORCH=torch==2.13.0 run-trl-vllm
 
+test-sglang:  ## the tests with the real SGLang, on a CPU, in a folder of its own beside vLLM's environment: $(VLLM_VENV)/sglang
+	@$(MAKE) --no-print-directory VENV=$(VLLM_VENV) TORCH=torch==2.13.0 run-sglang
+
 each_file = $(PY) tests/run_files.py --jobs $(JOBS) $(wildcard $(patsubst %,tests/integrations/%/test_*.py,$(1))) -- $(ARGS)
 
-.PHONY: run-vllm run-trl-vllm
+.PHONY: run-vllm run-trl-vllm run-sglang
 run-vllm: $(DONE)/build $(DONE)/vllm
 	@$(call each_file,in_vllm)
 
 run-trl-vllm: $(DONE)/build $(DONE)/trl-vllm
 	@$(call each_file,$(TRL_VLLM_TESTS))
+
+run-sglang: $(DONE)/build $(DONE)/sglang
+	@export PYTHONPATH=$(abspath $(VENV)/sglang); $(call each_file,in_sglang)
 
 bench: $(DONE)/build $(DONE)/bench $(DONE)/frameworks  ## parity, memory and speed of every op, then GRPO training before and after
 ifeq ($(ARGS),)
@@ -158,6 +164,15 @@ $(DONE)/frameworks: $(wildcard requirements/frameworks*.txt) requirements/constr
 	@$(INSTALL) -r requirements/frameworks.txt
 	@$(INSTALL) --no-deps -r requirements/frameworks-no-deps.txt
 	@$(PY) tests/fetch_peers.py $(VENV)/peers
+	@touch $@
+
+# In a folder of its own: vLLM's tests must see no torchvision. Of that the emptied file tells torch of operators which a build
+# for GPUs cannot load on a CPU, and nothing else of it needs them.
+$(DONE)/sglang: requirements/sglang.txt $(DONE)/vllm
+	@echo "make: installing what is in requirements/sglang.txt"
+	@rm -rf $(VENV)/sglang
+	@$(PIP) --no-deps --target $(VENV)/sglang -r requirements/sglang.txt
+	@: > $(VENV)/sglang/torchvision/_meta_registrations.py
 	@touch $@
 
 # torchvision and its kin come as builds for GPUs, which a torch for CPUs cannot load, and transformers imports them.

@@ -63,13 +63,11 @@ def register() -> None:
         if (request := switch.asked()) is None:
             return
         require_version(request.strict)
-        result = _installed(request)
+        _installed(request)
     except Exception as error:
         if switch.is_strict():
             raise
         logger.warning("rlkernel leaves everything to SGLang: %s: %s", type(error).__name__, error)
-    else:
-        logger.info("rlkernel serves %s", ", ".join(result.replaced))
 
 
 def _installed(request: Asked) -> SglangPatch:

@@ -21,8 +21,9 @@ class SglangPatch(PartsPatch):
         return part in self.parts and part not in self.refused
 
     def apply(self) -> Self:
+        was_active = self.active
         super().apply()
-        if self.serves("sampler"):
+        if not was_active and self.serves("sampler"):
             _backend().add()
         return self
 

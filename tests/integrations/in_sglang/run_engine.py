@@ -1,0 +1,37 @@
+"""Generates with SGLang's engine, and prints what it says as JSON: SGLang kills the process whose engine fails.
+
+    python run_engine.py MODEL REQUEST    with what `Engine.generate` takes, as JSON
+"""
+
+import json
+import sys
+
+
+def main():
+    import sglang_environment  # noqa: F401  (before SGLang)
+    import sglang
+
+    import rlkernel
+
+    folder, request = sys.argv[1], json.loads(sys.argv[2])
+    with rlkernel.patch_sglang():
+        llm = sglang.Engine(
+            model_path=folder,
+            device="cpu",
+            dtype="float32",
+            skip_tokenizer_init=True,
+            sampling_backend="rlkernel",
+            attention_backend="torch_native",
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            mem_fraction_static=0.05,
+            max_total_tokens=2048,
+            max_running_requests=8,
+            random_seed=0,
+        )
+        print("said:" + json.dumps(llm.generate(**request)), flush=True)
+        llm.shutdown()
+
+
+if __name__ == "__main__":  # the scheduler's process imports this file, too
+    main()
