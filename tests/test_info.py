@@ -14,6 +14,7 @@ import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases, report
 from rlkernel.integrations.openrlhf import switch as openrlhfs
+from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
@@ -81,7 +82,8 @@ def test_reasons_are_grouped():
 def variables():
     """Those of the page on building, and when each is read; those of frameworks are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    return [*rows, *((name, "run") for name in (*vllms.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN))]
+    of_frameworks = (*vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN)
+    return [*rows, *((name, "run") for name in of_frameworks)]
 
 
 def test_a_reader_that_goes_away_is_no_error():

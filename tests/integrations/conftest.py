@@ -11,7 +11,11 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))  # which import eac
 os.environ["HF_HUB_OFFLINE"] = "1"  # must stand before huggingface_hub's first import
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-collect_ignore = ["in_vllm", "in_trl_vllm", "in_sglang"]  # `make test-vllm`, `test-trl-vllm` and `test-sglang` run them
+collect_ignore = [
+    "in_vllm",
+    "in_trl_vllm",
+    "in_sglang",
+]  # `make test-vllm`, `test-trl-vllm` and `test-sglang` run them
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-for folder in (HERE.parents[1], HERE.parent, HERE.parent / "in_vllm"):  # accuracy; doors; chi_square
-    sys.path.insert(1, str(folder))
+sys.path.insert(1, str(Path(__file__).parents[2]))  # accuracy
+sys.path.insert(1, str(Path(__file__).parents[1]))  # doors
+sys.path.insert(1, str(Path(__file__).parents[1] / "in_vllm"))  # chi_square
 
 import pytest
 import sglang_environment  # noqa: F401  (before SGLang)

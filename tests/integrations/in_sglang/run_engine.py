@@ -1,6 +1,6 @@
-"""Generates with SGLang's engine, and prints what it says as JSON: SGLang kills the process whose engine fails.
+"""Generates with SGLang's engine, and prints it as JSON: SGLang kills the process whose engine fails.
 
-    python run_engine.py MODEL REQUEST    with what `Engine.generate` takes, as JSON
+python run_engine.py MODEL REQUEST    with what `Engine.generate` takes, as JSON
 """
 
 import json
@@ -8,8 +8,8 @@ import sys
 
 
 def main():
-    import sglang_environment  # noqa: F401  (before SGLang)
     import sglang
+    import sglang_environment  # noqa: F401  (before SGLang)
 
     import rlkernel
 

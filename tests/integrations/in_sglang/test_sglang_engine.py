@@ -1,4 +1,4 @@
-"""The real engine of SGLang on a CPU, whose scheduler is a process of its own, with a model made on the spot."""
+"""SGLang's engine on a CPU, whose scheduler is a process of its own, with a model made on the spot."""
 
 import json
 import math
@@ -49,7 +49,12 @@ def test_the_engine_serves_from_a_process_of_its_own(tmp_path):
     """``sampling_backend="rlkernel"`` is a name that only a process which has loaded the plugin knows; and an
     unlikely token has its log-probability, where SGLang's own sampler has the least number of fp32."""
     made = model(tmp_path)
-    command = [sys.executable, str(Path(__file__).with_name("run_engine.py")), str(tmp_path), json.dumps(REQUEST)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("run_engine.py")),
+        str(tmp_path),
+        json.dumps(REQUEST),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("said:")]
     assert lines, run.stdout[-3000:] + run.stderr[-3000:]

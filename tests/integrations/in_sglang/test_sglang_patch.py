@@ -1,4 +1,4 @@
-"""What rlkernel.patch_sglang() replaces in the real SGLang, restores and refuses; the way in by its plugins."""
+"""What rlkernel.patch_sglang() replaces in the real SGLang, restores and refuses; and its plugins."""
 
 import dataclasses
 import importlib.metadata
@@ -34,9 +34,9 @@ def test_what_is_replaced_and_restored():
         assert "sampler.Sampler.forward -> rlkernel.sample" in str(patch)
         assert "logprob_processor.InputLogprobProcessor._forward_by_chunk -> rlkernel.logprob" in str(patch)
         assert "<locals>" not in str(patch) and not patch.refused
-        assert SAMPLING_BACKEND_CHOICES == backends | {"rlkernel"}
+        assert backends | {"rlkernel"} == SAMPLING_BACKEND_CHOICES
         DOOR.check_one_at_a_time(patch)
-    assert SAMPLING_BACKEND_CHOICES == backends and not home._CUSTOM_SAMPLER_FACTORIES
+    assert backends == SAMPLING_BACKEND_CHOICES and not home._CUSTOM_SAMPLER_FACTORIES
     DOOR.check_restored(before)
 
 
@@ -84,7 +84,9 @@ def test_another_sglang(monkeypatch, caplog, name):
 def test_helpers_and_fields_are_compared_too(monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(Sampler, "_preprocess_logits", lambda self, logits: logits)
-        with pytest.raises(PatchError, match=r"sampler cannot be replaced: Sampler._preprocess_logits must take"):
+        with pytest.raises(
+            PatchError, match=r"sampler cannot be replaced: Sampler._preprocess_logits must take"
+        ):
             rlkernel.patch_sglang()
     with monkeypatch.context() as changed:
         _without_a_field(changed)
@@ -92,7 +94,9 @@ def test_helpers_and_fields_are_compared_too(monkeypatch):
             rlkernel.patch_sglang(["sampler"])
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Sampler, "forward"), (InputLogprobProcessor, "_forward_by_chunk")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Sampler, "forward"), (InputLogprobProcessor, "_forward_by_chunk")]
+)
 def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name):
     DOOR.check_around(monkeypatch, owner, name)
 
@@ -116,7 +120,10 @@ def test_the_switch(monkeypatch, caplog):
 
 def test_processes_that_would_not_load_it(monkeypatch):
     for change, reason in (
-        (lambda m: m.setenv(switch.PLUGINS, "other, another"), "SGLANG_PLUGINS=other, another leaves 'rlkernel'"),
+        (
+            lambda m: m.setenv(switch.PLUGINS, "other, another"),
+            "SGLANG_PLUGINS=other, another leaves 'rlkernel'",
+        ),
         (lambda m: m.setattr(switch, "entry_points", lambda group: []), "not installed with its entry point"),
     ):
         with monkeypatch.context() as changed:

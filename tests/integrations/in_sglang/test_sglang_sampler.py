@@ -17,7 +17,12 @@ GREEDY = {"temperature": 0}
 BATCHES = {
     "greedy": [GREEDY] * 4,
     "tempered": [{"temperature": t} for t in (1.0, 0.7, 1.3, 0.2)],
-    "filtered": [{"top_p": 0.9}, {"top_k": 5, "temperature": 0.8}, {"min_p": 0.1}, {"top_k": V, "top_p": 0.5}],
+    "filtered": [
+        {"top_p": 0.9},
+        {"top_k": 5, "temperature": 0.8},
+        {"min_p": 0.1},
+        {"top_k": V, "top_p": 0.5},
+    ],
     "mixed": [GREEDY, {"temperature": 0.7}, {"top_k": 1, "temperature": 0.5}, {"top_k": 3, "min_p": 0.2}],
 }
 TOPS, GIVEN = [3, 0, 1, 5], [None, [7, 7, 0], [V - 1], []]
@@ -145,6 +150,22 @@ def test_a_draw_is_a_function_of_seed_and_position():
     want = rlkernel.sample(logits, temperature=0.9, top_p=0.95, filter_order="joint", seeds=torch.tensor(
         [7, 8, 7, 7]), positions=places)  # fmt: skip
     assert torch.equal(tokens.long(), want.token_ids.long())
+
+
+def test_a_seed_with_min_p():
+    """SGLang's own draw refuses it."""
+    requests = [{"min_p": 0.05, "sampling_seed": seed} for seed in range(40)]
+    logits = logits_of(1).expand(40, V)
+    with steps.arguments(enable_deterministic_inference=True):
+        own = steps.sampler()
+        with pytest.raises(AssertionError, match="wrong results"):
+            step(logits, requests, own=own)
+        with rlkernel.patch_sglang():
+            tokens, _ = step(logits, requests, own=own)
+            again, _ = step(logits.flip(0), requests[::-1], own=own, positions=torch.arange(40).flip(0))
+    probs = torch.softmax(logits[0], -1)
+    assert bool((probs[tokens.long()] >= 0.05 * probs.max()).all()) and len({*tokens.tolist()}) > 1
+    assert torch.equal(again.flip(0), tokens)
 
 
 def test_without_the_prompts_deterministic_inference_is_left_to_sglang():
