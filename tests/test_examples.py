@@ -119,6 +119,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("openrlhf_step.py", "openrlhf deepspeed peft pylatexenc"),
         ("packed_grpo.py", "transformers"),
         ("routing_replay.py", "transformers"),
+        ("sglang_sampler.py", "sglang"),
         ("skyrl_step.py", "skyrl"),
         ("verl_step.py", "verl"),
         ("vllm_attention.py", "vllm"),
@@ -131,8 +132,8 @@ def test_what_cannot_run_is_said_at_once(words, said):
 def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
     """In one line, before anything is computed, by every recipe that needs more than torch."""
     frameworks = (
-        "datasets", "deepspeed", "megatron", "openrlhf", "peft", "skyrl", "transformers", "trl", "verl",
-        "vllm",
+        "datasets", "deepspeed", "megatron", "openrlhf", "peft", "sglang", "skyrl", "transformers", "trl",
+        "verl", "vllm",
     )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     monkeypatch.chdir(tmp_path)
@@ -155,6 +156,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("zero_kl.py --steps 0", "--steps must be 1 or more, got 0"),
         ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("megatron_step.py --steps 0", "--steps must be 1 or more, got 0"),
+        ("sglang_sampler.py --requests 0", "--requests must be 1 or more, got 0"),
         ("skyrl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("openrlhf_step.py --steps 0", "--steps must be 1 or more, got 0"),

@@ -58,6 +58,22 @@ def _step(stored: Stored, what: str, ways: dict[str, str], of_them: str = "") ->
     )
 
 
+def sglang_sampler(stored: Stored) -> str:
+    """Of ``examples/sglang_sampler.py``: steps of the sampler."""
+    settings = stored["settings"]
+    return _two_ways(
+        stored,
+        f"A step of SGLang's sampler, top-p 0.95 with log-probabilities: {settings['requests']} requests, "
+        f"{settings['dtype']}, V={settings['vocabulary']}.",
+        {"stock": "SGLang", "patched": "`patch_sglang()`"},
+        {
+            "CPU time of the step, s": ("cpu_seconds", "{:.3f}"),
+            "peak extra memory, MiB": ("peak_mib", "{:.1f}"),
+        },
+        f"largest difference of a step's mean log-probability: {stored['logprob_difference']:.1e}",
+    )
+
+
 def vllm_rollout(stored: Stored) -> str:
     """Of ``examples/vllm_rollout.py``: samples of prompts, and log-probabilities of prompts."""
     settings = stored["settings"]

@@ -61,6 +61,7 @@ MADE = {
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "megatron_step": _of_an_example("megatron_step", example_tables.megatron_step),
     "openrlhf_step": _of_an_example("openrlhf_step", example_tables.openrlhf_step),
+    "sglang_sampler": _of_an_example("sglang_sampler", example_tables.sglang_sampler),
     "skyrl_step": _of_an_example("skyrl_step", example_tables.skyrl_step),
     "verl_step": _of_an_example("verl_step", example_tables.verl_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),
