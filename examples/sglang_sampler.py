@@ -5,8 +5,8 @@
     python examples/sglang_sampler.py --json result.json               # every figure, step by step
 
 The sampler and what it is told of a batch are SGLang's, on a CPU; the logits are random and the same in
-both runs, each of which has a process of its own.  A step draws a token of each request with top-p, and reports its
-log-probability, and that of one given token, which both runs have the same.
+both runs, each of which has a process of its own.  A step draws a token of each request with top-p, and
+reports its log-probability, and that of one given token, which both runs have the same.
 """
 
 from __future__ import annotations
