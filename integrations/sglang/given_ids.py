@@ -1,4 +1,4 @@
-"""The tokens whose log-probabilities a request asks for by their ids."""
+"""What else requests ask for: the likeliest tokens, and the log-probabilities of tokens by their ids."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def table(lists: Lists, device: torch.device) -> Tensor:
     width = max((len(ids) for ids in lists if ids), default=0)
     rows = [[*(ids or ()), *[-1] * (width - len(ids or ()))] for ids in lists]
     return torch.tensor(rows, dtype=torch.int64).view(len(lists), width).to(device, non_blocking=True)
+
+
+def counts(tops: Sequence[int]) -> list[int]:
+    """How many of the likeliest tokens requests ask for: SGLang takes less than none for none."""
+    return [max(k, 0) for k in tops]

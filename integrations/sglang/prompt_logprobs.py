@@ -16,7 +16,7 @@ from torch import Tensor
 import rlkernel
 from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations._replacing import misplaced, shown
-from rlkernel.integrations.sglang import contract, given_ids
+from rlkernel.integrations.sglang import contract, deterministic, given_ids
 from rlkernel.integrations.sglang.sglang_patch import SglangPatch
 
 NAME = "InputLogprobProcessor._forward_by_chunk"
@@ -46,7 +46,8 @@ def _by_chunk(original: Callable[..., Any], patch: SglangPatch) -> Callable[...,
         borrow_logits_memory: bool = False,
     ) -> Any:
         prompts = _Prompts(logits_metadata, sample_indices, input_logprob_indices)
-        if reason := _unfit(pruned_states) or prompts.unserved(self.vocab_size):
+        reason = _unfit(pruned_states) or deterministic.left(patch, "sampler")
+        if reason := reason or prompts.unserved(self.vocab_size):
             patch.left(NAME, reason)
             return original(
                 self, pruned_states, sample_indices, input_logprob_indices, token_to_seq_idx, lm_head,
@@ -90,7 +91,8 @@ class _Prompts:
     def __init__(self, metadata: Any, sampled_rows: Tensor, scored_rows: Tensor) -> None:
         self.metadata, self.sampled_rows, self.scored_rows = metadata, sampled_rows, scored_rows
         self.lengths = [max(n, 0) for n in metadata.extend_logprob_pruned_lens_cpu]  # of each sequence
-        self.tops = metadata.top_logprobs_nums if metadata.extend_return_top_logprob else None
+        tops = metadata.top_logprobs_nums if metadata.extend_return_top_logprob else None
+        self.tops = None if tops is None else given_ids.counts(tops)
         self.given = metadata.token_ids_logprobs if metadata.extend_token_ids_logprob else None
         self.of_sequence = [i for i, n in enumerate(self.lengths) for _ in range(n)]  # a number for each row
         self.logprobs: list[Tensor] = []

@@ -18,7 +18,7 @@ import rlkernel
 from rlkernel.calls.sampling import SampleOutput
 from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations._replacing import shown, unfit_logits
-from rlkernel.integrations.sglang import contract, given_ids
+from rlkernel.integrations.sglang import contract, deterministic, given_ids
 from rlkernel.integrations.sglang.sglang_patch import SglangPatch
 
 NAME = "Sampler.forward"
@@ -82,7 +82,7 @@ class _Step:
         self, info: Any, wants: bool, tops: list[int], given: list[list[int] | None], positions: Tensor
     ) -> None:
         self.info, self.wants, self.positions = info, wants, positions
-        self.tops = tops if wants and tops else []
+        self.tops = given_ids.counts(tops) if wants and tops else []
         self.given = given if wants and given_ids.asks(given) else None
 
     def unserved(self, sampler: Any, logits: Any, patch: SglangPatch) -> str:
@@ -95,8 +95,8 @@ class _Step:
             return "the sampling backend 'ascend'"
         if self.info.sampling_mask_batch_indices is not None:
             return "return_sampling_mask"
-        if sampler.enable_deterministic and self.wants and not patch.serves("prompt_logprobs"):
-            return "deterministic inference, whose prompts have their log-probabilities from SGLang"
+        if self.wants and (reason := deterministic.left(patch, "prompt_logprobs")):
+            return reason
         return unfit_logits(logits) or given_ids.outside(self.given, logits.shape[-1])
 
     @property

@@ -1,6 +1,7 @@
 """The log-probabilities of prompts, patched beside unpatched, from SGLang's own processor."""
 
 import pytest
+import steps
 import torch
 from accuracy import check
 from sglang.srt.layers.logits_processor import LogitsMetadata
@@ -133,6 +134,45 @@ def test_ids_that_torch_counts_from_behind_are_left_to_sglang(ids):
         found, *_ = scored(head, given=[ids, None, None, None])
     assert not patch.calls and "outside the vocabulary" in str(patch.fallbacks)
     assert found.token_ids_logprobs_val == stock.token_ids_logprobs_val
+
+
+DETERMINISTIC = {
+    "without the part 'sampler'": {},
+    "rl_on_policy_target": {"rl_on_policy_target": "fsdp"},
+    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:rlkernel.patch_sglang")
+@pytest.mark.parametrize("reason", DETERMINISTIC)
+def test_where_steps_are_sglangs_deterministic_inference_has_its_prompts_too(reason):
+    """It promises that a prompt has the bits that its tokens had when they were drawn."""
+    parts = ["prompt_logprobs"] if "part" in reason else None
+    head = Head()
+    with steps.arguments(enable_deterministic_inference=True, **DETERMINISTIC[reason]):
+        stock, *_ = scored(head, *CASES["both"])
+        with rlkernel.patch_sglang(parts) as patch:
+            found, *_ = scored(head, *CASES["both"])
+    assert not patch.calls and reason in str(patch.fallbacks)
+    assert torch.equal(found.token_logprobs, stock.token_logprobs)
+    assert found.top_logprobs_val == stock.top_logprobs_val
+
+
+def test_deterministic_inference_has_both_from_rlkernel():
+    head = Head()
+    with steps.arguments(enable_deterministic_inference=True), rlkernel.patch_sglang() as patch:
+        found, _, rows, targets = scored(head)
+        logits = head.logits(head.states, head, None, False)[rows]
+        assert patch.calls[CALL] == 1 and not patch.fallbacks
+        assert torch.equal(found.token_logprobs, rlkernel.logprob(logits, targets).logprobs)
+
+
+def test_fewer_than_none_of_the_likeliest_are_none():
+    """SGLang lets a request ask for -1 of them."""
+    head = Head()
+    with rlkernel.patch_sglang():
+        found, *_ = scored(head, [-1, 2, -1, 0])
+    assert shape(found.top_logprobs_idx) == [[0] * 5, [], [0] * 8, [0] * 3]
 
 
 class Largest(TorchDispatchMode):

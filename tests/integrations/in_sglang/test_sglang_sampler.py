@@ -236,6 +236,15 @@ def test_rows_without_a_distribution(patch, monkeypatch):
     assert bool(output.next_token_logprobs.isfinite().all())
 
 
+@pytest.mark.parametrize("tops", [[-1, -1], [-1, 0], [-1, 2]])
+def test_fewer_than_none_of_the_likeliest_are_none(patch, tops):
+    """SGLang lets a request ask for -1 of them, and nothing comes of it."""
+    _, output = step(logits_of(2), [{"temperature": 0.8}] * 2, tops)
+    found = output.next_token_top_logprobs_idx
+    assert patch.calls["Sampler.forward"] == 1
+    assert found is None if max(tops) < 1 else [len(row) for row in found] == [0, 2]
+
+
 def test_a_grammars_rows_name_as_many_of_the_likeliest_as_are_asked_for(patch):
     logits = torch.full((1, 40), -torch.inf)
     logits[0, [4, 30]] = torch.tensor([1.0, 2.0])
@@ -278,6 +287,19 @@ def test_what_is_left_to_sglang_has_its_bits(reason):
     assert not patch.calls and reason in str(patch.fallbacks)
     assert torch.equal(found[0], stock[0])
     assert torch.equal(found[1].next_token_logprobs, stock[1].next_token_logprobs)
+
+
+@pytest.mark.filterwarnings("ignore:rlkernel.patch_sglang")
+def test_deterministic_inference_that_drafts_has_sglangs_logprobs():
+    """Drafted tokens have theirs from SGLang, and the first token of a response is no other's."""
+    logits, requests = logits_of(2), [GREEDY] * 2
+    with steps.arguments(enable_deterministic_inference=True, speculative_algorithm="EAGLE"):
+        own = steps.sampler()
+        _, stock = step(logits, requests, own=own)
+        with rlkernel.patch_sglang() as patch:
+            _, found = step(logits, requests, own=own)
+    assert not patch.calls and "speculative decoding" in str(patch.fallbacks)
+    assert torch.equal(found.next_token_logprobs, stock.next_token_logprobs)
 
 
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_sglang")
