@@ -46,8 +46,8 @@ def model(folder):
 
 
 def test_the_engine_serves_from_a_process_of_its_own(tmp_path):
-    """``sampling_backend="rlkernel"`` is a name that only a process which has loaded the plugin knows; and an
-    unlikely token has its log-probability, where SGLang's own sampler has the least number of fp32."""
+    """What shows that it has loaded the plugin is an unlikely token's log-probability, where SGLang's own
+    sampler has the least number of fp32; not the name of the backend, which on a CPU is "pytorch" for all."""
     made = model(tmp_path)
     command = [
         sys.executable,
