@@ -70,9 +70,9 @@ def operands(m, k, n, dtype=torch.float32, device="cpu", layout="weight"):
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     if layout == "dense":
         b = b.contiguous()
-    elif layout == "strided":  # neither operand has a dense dimension, and a is transposed too
+    elif layout == "strided":  # neither operand has a dense dimension, and a is transposed too; nor the bias
         a = torch.stack([a.t(), a.t()], -1)[..., 0].t()
-        b = torch.stack([b, b], -1)[..., 1]
+        b, bias = torch.stack([b, b], -1)[..., 1], torch.stack([bias, bias], -1)[..., 1]
     return a, b, bias
 
 

@@ -92,6 +92,7 @@ HEADS = {
     "bias, scale": {"logit_scale": -0.5, "bias": torch.arange(300) % 7 - 3.0},
     "softcap, rounded": {"softcap": 4.0, "logits_dtype": torch.float16},
     "a bias that forbids": {"bias": torch.where(torch.arange(300) % 3 == 1, 0.0, -torch.inf)},
+    "a bias with gaps": {"bias": (torch.arange(600) % 11 - 5.0)[::2]},
 }
 
 

@@ -61,6 +61,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = Non
     out = torch.empty(batch, rows, columns, dtype=dtype, device=a.device)
     if out.numel() == 0:
         return out
+    bias = None if bias is None else bias.contiguous()
     wide = torch.float32 in (a.dtype, b.dtype)  # a gradient in fp32 of operands in 16 bits
     with torch.cuda.device_of(a):
         if not wide and batch == 1 and generation() in DESCRIBED and _describable(a[0], b[0]):

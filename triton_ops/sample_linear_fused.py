@@ -47,7 +47,7 @@ def forward(call: SampleLinearCall) -> SampleLinearResults:
     hidden, weight, head, request = call[:4]
     (n, size), vocab = hidden.shape, weight.shape[0]
     scratch = Scratch.of(n, vocab, request, hidden.device)
-    bias = None if head.bias is None else head.bias.float()
+    bias = None if head.bias is None else head.bias.float().contiguous()
     operand = head.compute_dtype
     gathered = hidden.dtype != operand or not hidden.is_contiguous() or hidden.data_ptr() % 16 != 0
     tiles = cdiv(vocab, NARROW.columns)  # the most there may be
