@@ -84,6 +84,12 @@ def test_caches_of_any_strides(backend, device, layout, dtype):
 
 
 @every_backend
+def test_sinks_of_any_stride(backend, device):
+    inputs = make(STEPS["both at once"], device=device)
+    agrees(backend, inputs, sinks=torch.linspace(-1, 2, 8, device=device)[::2])
+
+
+@every_backend
 def test_a_step_without_rows(backend, device):
     inputs = make([Request((), 5, 0)], device=device)
     out, lse = run(backend, inputs)

@@ -69,6 +69,7 @@ def forward(call: PagedCall) -> PagedResults:
     total, heads, d = query.shape
     _, page, kv_heads, dv = value_cache.shape
     device, group = query.device, heads // kv_heads
+    sinks = None if sinks is None else sinks.contiguous()
     out = torch.empty(total, heads, dv, dtype=query.dtype, device=device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=device)
     blocks = _blocks(query, value_cache)
