@@ -81,7 +81,9 @@ def patch_openrlhf(parts: Iterable[OpenRlhfPart] | None = None, *, strict: bool 
     return openrlhf.patch(parts, strict=strict)
 
 
-def patch_sglang(parts: Iterable[SglangPart] | None = None, *, strict: bool = True) -> SglangPatch:
+def patch_sglang(
+    parts: Iterable[SglangPart] | None = None, *, strict: bool = True, batch_invariant: bool = False
+) -> SglangPatch:
     """Put rlkernel under SGLang's sampler and its prompts' log-probabilities; see
     ``rlkernel.integrations.sglang.patch``.
 
@@ -92,7 +94,7 @@ def patch_sglang(parts: Iterable[SglangPart] | None = None, *, strict: bool = Tr
     """
     from rlkernel.integrations import sglang
 
-    return sglang.patch(parts, strict=strict)
+    return sglang.patch(parts, strict=strict, batch_invariant=batch_invariant)
 
 
 def patch_skyrl(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> SkyrlPatch:

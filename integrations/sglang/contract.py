@@ -10,6 +10,13 @@ from rlkernel.integrations._patch import PatchError
 
 SUPPORTED = ">=0.5.23,<0.5.24"  # 0.5.23 has been run
 
+_ATTENTION = (
+    "self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens",
+)  # fmt: skip
+_OPTIONS = (
+    "encoder_lens=None", "scaling=None", "enable_gqa=False", "causal=False", "is_cross_attn=False",
+    "sliding_window_size=None",
+)  # fmt: skip
 PARAMETERS = {
     # sglang.srt.layers.sampler
     "Sampler.forward": (
@@ -25,6 +32,17 @@ PARAMETERS = {
         "get_logits_fn", "logits_metadata", "chunk_size", "borrow_logprob_memory=False",
         "borrow_logits_memory=False",
     ),
+    # layers, of a batch_invariant patch
+    "RMSNorm": ("self", "x", "residual=None", "post_residual_addition=None", "quant_linear=None"),
+    "SiluAndMul": ("self", "x"),
+    "RotaryEmbedding": (
+        "self", "positions", "query", "key", "offsets=None", "fused_set_kv_buffer_arg=None",
+    ),
+    "TorchNativeAttnBackend._run_sdpa_forward_extend": (
+        *_ATTENTION, "extend_prefix_lens", "extend_seq_lens", *_OPTIONS,
+    ),
+    "TorchNativeAttnBackend._run_sdpa_forward_decode": (*_ATTENTION, *_OPTIONS),
+    "ModelRunner.load_model": ("self",),
 }  # fmt: skip
 
 FIELDS = {  # that are read or written
@@ -55,7 +73,8 @@ def require_version(strict: bool) -> None:
 def checked(owner: Any, name: str) -> Any:
     """SGLang's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
     path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-    return _contract.own(owner, name, PARAMETERS[path], "SGLang", SUPPORTED)
+    parameters = PARAMETERS.get(path) or PARAMETERS[owner.__name__]  # those of all forwards of a layer
+    return _contract.own(owner, name, parameters, "SGLang", SUPPORTED)
 
 
 def check_fields(kind: Any) -> None:

@@ -27,7 +27,6 @@ from rlkernel.consistency import composed
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.vllm import contract, invariant_experts
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
-from rlkernel.runtime import invariance
 
 # layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
 LAYERS = (
@@ -79,23 +78,17 @@ def _multiplied(self: Any, layer: Any) -> None:
     multiply = composed.Linear()
 
     def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _is_served(x, weight):
+        if composed.serves(x, weight):
             return multiply(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
 
     layer.cpu_linear = cpu_linear
 
 
-def _is_served(*tensors: Tensor) -> bool:
-    """Whether a kernel has the bits that torch's operations have here."""
-    settings = invariance.settings
-    return bool(settings) and settings[-1].level == "batch" and composed.takes(*tensors)
-
-
 def _normed(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     gemma = isinstance(self, GemmaRMSNorm)
     weight = self.weight.data if gemma or self.has_weight else None
-    if _is_served(x, *(y for y in (residual, weight) if y is not None)):
+    if composed.serves(x, *(y for y in (residual, weight) if y is not None)):
         offset = 1.0 if gemma else 0.0
         normed, summed = composed.rms_norm(
             x, weight, self.variance_epsilon, residual, weight_offset=offset, round_first=not gemma
@@ -116,7 +109,7 @@ def _rms_norm(layer: Any, x: Tensor) -> Tensor:
 
 
 def _gated(self: Any, x: Tensor) -> Tensor:
-    if not _is_served(x):
+    if not composed.serves(x):
         return self.forward_native(x)
     if isinstance(self, SiluAndMul):
         return composed.gated(x, "silu")
@@ -126,7 +119,7 @@ def _gated(self: Any, x: Tensor) -> Tensor:
 def _turned(
     self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    if not _is_served(query):
+    if not composed.serves(query):
         return self.forward_native(positions, query, key)
     table = self._match_cos_sin_cache_dtype(query)
     heads = query.view(len(query), -1, self.head_size)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel import native
 from rlkernel.native._rows import dense_like, rows_of
+from rlkernel.runtime import invariance
 
 CPU = torch.device("cpu")
 
@@ -17,6 +18,12 @@ CPU = torch.device("cpu")
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether kernels here read ``x`` and others of its dtype."""
     return x.dtype in native.DTYPES and x.is_cpu and {other.dtype for other in others} <= {x.dtype}
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether a kernel here has the bits that torch's operations have now."""
+    settings = invariance.settings
+    return bool(settings) and settings[-1].level == "batch" and takes(*tensors)
 
 
 def rms_norm(

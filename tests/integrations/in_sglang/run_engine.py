@@ -1,10 +1,24 @@
 """Generates with SGLang's engine, and prints it as JSON: SGLang kills the process whose engine fails.
 
-python run_engine.py MODEL REQUEST    with what `Engine.generate` takes, as JSON
+python run_engine.py MODEL REQUEST [PATCH [ENGINE]]    what `generate`, `patch_sglang` and `Engine` take
 """
 
 import json
 import sys
+
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "sampling_backend": "rlkernel",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.05,
+    "max_total_tokens": 2048,
+    "max_running_requests": 8,
+    "random_seed": 0,
+}
 
 
 def main():
@@ -13,22 +27,9 @@ def main():
 
     import rlkernel
 
-    folder, request = sys.argv[1], json.loads(sys.argv[2])
-    with rlkernel.patch_sglang():
-        llm = sglang.Engine(
-            model_path=folder,
-            device="cpu",
-            dtype="float32",
-            skip_tokenizer_init=True,
-            sampling_backend="rlkernel",
-            attention_backend="torch_native",
-            disable_cuda_graph=True,
-            disable_overlap_schedule=True,
-            mem_fraction_static=0.05,
-            max_total_tokens=2048,
-            max_running_requests=8,
-            random_seed=0,
-        )
+    folder, request, patch, engine = sys.argv[1], *map(json.loads, [*sys.argv[2:], "{}", "{}"][:3])
+    with rlkernel.patch_sglang(**patch):
+        llm = sglang.Engine(model_path=folder, **(ENGINE | engine))
         print("said:" + json.dumps(llm.generate(**request)), flush=True)
         llm.shutdown()
 

@@ -36,5 +36,10 @@ os.environ |= {
     "TORCHDYNAMO_DISABLE": "1",  # SGLang would compile for longer than the tests run
     "PYTHONPATH": os.pathsep.join([INSTALLED.name, str(ROOT), *filter(None, inherited)]),
 }
-for name in ("SGLANG_RLKERNEL", "SGLANG_RLKERNEL_STRICT", "SGLANG_PLUGINS"):
+for name in (
+    "SGLANG_RLKERNEL",
+    "SGLANG_RLKERNEL_STRICT",
+    "SGLANG_RLKERNEL_BATCH_INVARIANT",
+    "SGLANG_PLUGINS",
+):
     os.environ.pop(name, None)

@@ -1,11 +1,8 @@
 """SGLang's engine on a CPU, whose scheduler is a process of its own, with a model made on the spot."""
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
+import generated
 import torch
 import transformers
 
@@ -49,18 +46,11 @@ def test_the_engine_serves_from_a_process_of_its_own(tmp_path):
     """What shows that it has loaded the plugin is an unlikely token's log-probability, where SGLang's own
     sampler has the least number of fp32; not the name of the backend, which on a CPU is "pytorch" for all."""
     made = model(tmp_path)
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("run_engine.py")),
-        str(tmp_path),
-        json.dumps(REQUEST),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("said:")]
-    assert lines, run.stdout[-3000:] + run.stderr[-3000:]
-    assert "leaves Sampler.forward to SGLang" not in run.stdout + run.stderr
+    outputs, text = generated.run(tmp_path, REQUEST)
+    assert outputs, text[-5000:]
+    assert "leaves Sampler.forward to SGLang" not in text
     unlikely = 0
-    for row, output in enumerate(json.loads(lines[0].removeprefix("said:"))):
+    for row, output in enumerate(outputs):
         prompt, ids, about = PROMPTS[row], output["output_ids"], output["meta_info"]
         assert len(ids) == NEW
         with torch.no_grad():
