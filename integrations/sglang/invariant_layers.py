@@ -101,9 +101,9 @@ def _turned(original: Callable[..., Any]) -> Callable[..., Any]:
         if offsets is not None or positions.dim() != 1 or not composed.serves(query, key):
             return original(self, positions, query, key, offsets, *further, **named)
         self._match_cos_sin_cache_dtype(query)
-        turned = [x.clone().view(len(x), -1, self.head_size) for x in (query, key)]
-        composed.turn(*turned, self.cos_sin_cache, positions, interleaved=not self.is_neox_style)
-        return tuple(x.view(y.shape) for x, y in zip(turned, (query, key), strict=True))
+        q, k = (x.clone().view(len(x), -1, self.head_size) for x in (query, key))
+        composed.turn(q, k, self.cos_sin_cache, positions, interleaved=not self.is_neox_style)
+        return q.view(query.shape), k.view(key.shape)
 
     return forward
 
