@@ -9,6 +9,7 @@ are options of an engine that were not compared.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,8 @@ def plan(patch: SglangPatch) -> None:
     for layer, ours in ((RMSNorm, _normed), (RotaryEmbedding, _turned), (SiluAndMul, _gated)):
         for name in ("forward_cpu", "forward_native"):
             _replace(patch, layer, name, ours)
-    _replace(patch, TorchNativeAttnBackend, "_run_sdpa_forward_extend", _extended)
-    _replace(patch, TorchNativeAttnBackend, "_run_sdpa_forward_decode", _decoded)
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        _replace(patch, TorchNativeAttnBackend, name, _attended)
     _replace(patch, ModelRunner, "load_model", _checked)
 
 
@@ -108,51 +109,28 @@ def _turned(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _extended(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _run_sdpa_forward_extend(
-        self: Any, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
-        req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        tables = req_to_token, req_pool_indices, seq_lens
-        if not composed.serves(query):
-            of_rows = *tables, extend_prefix_lens, extend_seq_lens, encoder_lens
-            return original(self, query, output, k_cache, v_cache, *of_rows, **options)
-        return _attended(query, output, k_cache, v_cache, *tables, extend_seq_lens, encoder_lens, options)
+def _attended(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The last rows of each request attend to all of it, whose keys lie in the cache by its table."""
+    signature = inspect.signature(original)
 
-    return _run_sdpa_forward_extend
+    def attended(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named).arguments
+        if not composed.serves(query := given["query"]):
+            return original(*args, **named)
+        if given.get("encoder_lens") is not None or given.get("is_cross_attn"):
+            raise RuntimeError("batch_invariant must have a decoder's own attention, got that of an encoder")
+        lengths, window = given["seq_lens"], given.get("sliding_window_size")
+        rows = given.get("extend_seq_lens", torch.ones_like(lengths))  # of a step one each
+        each = zip(given["req_pool_indices"].tolist(), lengths.tolist(), strict=True)
+        slots = torch.cat([given["req_to_token"][request, :length] for request, length in each]).long()
+        starts = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (rows, lengths)]
+        found = rlkernel.attention(
+            query, given["k_cache"][slots], given["v_cache"][slots], cu_seqlens_q=starts[0],
+            cu_seqlens_k=starts[1], scale=given.get("scaling"), window=None if window is None else window + 1,
+        )  # fmt: skip
+        return given["output"].copy_(found)
 
-
-def _decoded(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _run_sdpa_forward_decode(
-        self: Any, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
-        req_pool_indices: Tensor, seq_lens: Tensor, encoder_lens: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        tables = req_to_token, req_pool_indices, seq_lens
-        if not composed.serves(query):
-            return original(self, query, output, k_cache, v_cache, *tables, encoder_lens, **options)
-        one = torch.ones_like(seq_lens)
-        return _attended(query, output, k_cache, v_cache, *tables, one, encoder_lens, options)
-
-    return _run_sdpa_forward_decode
-
-
-def _attended(
-    query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor, requests: Tensor,
-    lengths: Tensor, rows: Tensor, encoder_lens: Tensor | None, options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """The last ``rows`` of each request attend to all of it, whose keys lie in the cache by its table."""
-    if encoder_lens is not None or options.get("is_cross_attn"):
-        raise RuntimeError("batch_invariant must have a decoder's own attention, got that of an encoder")
-    each = zip(requests.tolist(), lengths.tolist(), strict=True)
-    slots = torch.cat([req_to_token[request, :length] for request, length in each]).long()
-    window = options.get("sliding_window_size")
-    starts = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (rows, lengths)]
-    found = rlkernel.attention(
-        query, k_cache[slots], v_cache[slots], cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
-        scale=options.get("scaling"), window=None if window is None else window + 1,
-    )  # fmt: skip
-    return output.copy_(found)
+    return attended
 
 
 def _checked(load: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,11 +16,9 @@ from torch import Tensor
 
 import rlkernel
 from rlkernel.integrations._likeliest import all_named
-from rlkernel.integrations._replacing import misplaced, shown
+from rlkernel.integrations._replacing import Arguments, misplaced, replacement
 from rlkernel.integrations.sglang import contract, deterministic, given_ids
 from rlkernel.integrations.sglang.sglang_patch import SglangPatch
-
-NAME = "InputLogprobProcessor._forward_by_chunk"
 
 
 def plan(patch: SglangPatch) -> None:
@@ -27,50 +26,36 @@ def plan(patch: SglangPatch) -> None:
     contract.check_fields(LogitsMetadata)
     contract.check_fields(LogprobResult)
     original = contract.checked(InputLogprobProcessor, "_forward_by_chunk")
-    new = shown(_by_chunk(original, patch), original, "logprob")
+    new = replacement(patch, original, "logprob", functools.partial(_unable, patch), _by_chunk)
     patch.replace(InputLogprobProcessor, "_forward_by_chunk", new, expected=original)
 
 
-def _by_chunk(original: Callable[..., Any], patch: SglangPatch) -> Callable[..., Any]:
-    def _forward_by_chunk(
-        self: Any,
-        pruned_states: Tensor,
-        sample_indices: Tensor,
-        input_logprob_indices: Tensor,
-        token_to_seq_idx: list[int],
-        lm_head: Any,
-        get_logits_fn: Callable[..., Tensor],
-        logits_metadata: LogitsMetadata,
-        chunk_size: int,
-        borrow_logprob_memory: bool = False,
-        borrow_logits_memory: bool = False,
-    ) -> Any:
-        prompts = _Prompts(logits_metadata, sample_indices, input_logprob_indices)
-        reason = _unfit(pruned_states) or deterministic.left(patch, "sampler")
-        if reason := reason or prompts.unserved(self.vocab_size):
-            patch.left(NAME, reason)
-            return original(
-                self, pruned_states, sample_indices, input_logprob_indices, token_to_seq_idx, lm_head,
-                get_logits_fn, logits_metadata, chunk_size, borrow_logprob_memory, borrow_logits_memory,
-            )  # fmt: skip
-        patch.count(patch.calls, NAME)
-        count = -(-len(pruned_states) // chunk_size)
-        # what the head's logits may lie in until the next replay of a graph; ours need no memory to borrow
-        for start in _passes(lm_head, count, chunk_size):
-            end = min(start + chunk_size, len(pruned_states))
-            with borrow_graph_pool(user="input logits") if borrow_logits_memory else nullcontext():
-                logits = get_logits_fn(
-                    pruned_states[start:end], lm_head, logits_metadata, use_logits_buffer=count == 1
-                )
-            prompts.score(logits, start, end)
-            del logits  # before those of the next chunk are made
-        return prompts.result(), prompts.sampled
-
-    return _forward_by_chunk
+def _prompts(given: Arguments) -> _Prompts:
+    return _Prompts(given["logits_metadata"], given["sample_indices"], given["input_logprob_indices"])
 
 
-def _unfit(states: Any) -> str | None:
-    return misplaced(hidden_states=states) or (None if len(states) else "there are no rows")
+def _unable(patch: SglangPatch, given: Arguments) -> str | None:
+    states = given["pruned_states"]
+    if reason := misplaced(hidden_states=states) or (None if len(states) else "there are no rows"):
+        return reason
+    return deterministic.left(patch, "sampler") or _prompts(given).unserved(given["self"].vocab_size)
+
+
+def _by_chunk(given: Arguments) -> Any:
+    prompts, states, lm_head = _prompts(given), given["pruned_states"], given["lm_head"]
+    size = given["chunk_size"]
+    count = -(-len(states) // size)
+    # what the head's logits may lie in until the next replay of a graph; ours need no memory to borrow
+    borrowed = given["borrow_logits_memory"]
+    for start in _passes(lm_head, count, size):
+        end = min(start + size, len(states))
+        with borrow_graph_pool(user="input logits") if borrowed else nullcontext():
+            logits = given["get_logits_fn"](
+                states[start:end], lm_head, given["logits_metadata"], use_logits_buffer=count == 1
+            )
+        prompts.score(logits, start, end)
+        del logits  # before those of the next chunk are made
+    return prompts.result(), prompts.sampled
 
 
 def _passes(lm_head: Any, count: int, chunk_size: int) -> Iterator[int]:

@@ -199,31 +199,25 @@ def test_what_is_not_a_number_shows(name):
         assert run_loss(name, given, settings(name))[0].isnan()
 
 
-@pytest.mark.parametrize("name", ["gspo", "sapo"])
-def test_skyrls_advice_is_given(name, monkeypatch):
-    import loguru
-
-    told = []
-    monkeypatch.setattr(loguru.logger, "warning", told.append)
-    config = settings(name)
-    config.loss_reduction = "token_mean"
-    run_loss(name, batch(1), config)
-    with rlkernel.patch_skyrl():
-        run_loss(name, batch(1), config)
-    assert len(told) == 2 and told[0] == told[1]
-
-
 @pytest.mark.filterwarnings("ignore:rlkernel.patch_skyrl")
+@pytest.mark.parametrize("weight", [1.0, 0.5], ids=["ours", "left to SkyRL"])
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
-def test_skyrls_advice_on_a_loss_that_is_left_to_it_is_given_once(name, monkeypatch):
+def test_skyrls_advice_is_given_once(name, weight, monkeypatch):
+    """By whoever computes the loss, which with weights between 0 and 1 is SkyRL."""
     import loguru
 
     told = []
     monkeypatch.setattr(loguru.logger, "warning", told.append)
     config = settings(name)
     config.loss_reduction = "token_mean"
-    given = batch(1) | {"loss_mask": torch.full((6, 11), 0.5)}
-    check_left_to_skyrl(lambda: loss_of(name, given, config), "loss_mask holds other numbers than 0 and 1")
+    given = batch(1) | {"loss_mask": torch.full((6, 11), weight)}
+    if weight == 1:
+        run_loss(name, given, config)
+        with rlkernel.patch_skyrl():
+            run_loss(name, given, config)
+    else:
+        reason = "loss_mask holds other numbers than 0 and 1"
+        check_left_to_skyrl(lambda: loss_of(name, given, config), reason)
     assert len(told) == 2 and told[0] == told[1]
 
 
