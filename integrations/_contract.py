@@ -7,8 +7,9 @@ import importlib.metadata
 import inspect
 import sys
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkernel.integrations._patch import PatchError
 
@@ -109,3 +110,26 @@ def _parameter(parameter: inspect.Parameter) -> str:
     default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
     star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return f"{star.get(parameter.kind, '')}{parameter.name}{default}"
+
+
+class Contract(NamedTuple):
+    """The versions of a framework that have been run, and what its functions take there."""
+
+    framework: str
+    supported: str
+    parameters: Mapping[str, tuple[str, ...]]  # with their defaults; by class and name, or by either
+    module: str = ""
+    distribution: str = ""
+
+    def require_version(self, strict: bool) -> None:
+        """Raises:
+        ImportError: it is not installed. PatchError: its version is one that has not been run.
+        """
+        advice = f"; patch_{self.framework.lower()}(strict=False) compares what is replaced instead"
+        installed(self.framework, self.supported, strict, advice, self.module, self.distribution)
+
+    def checked(self, owner: Any, name: str) -> Any:
+        """The framework's own function ``owner.name``, which must take its ``parameters``."""
+        paths = f"{owner.__name__}.{name}", name, owner.__name__
+        path = next(path for path in paths if path in self.parameters)
+        return own(owner, name, self.parameters[path], self.framework, self.supported)

@@ -35,12 +35,8 @@ PARAMETERS = {
 EARLIER = {"MambaModel.forward": _MAMBA}  # before 0.16
 
 
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: Megatron-Core is not installed. PatchError: its version is one that has not been run.
-    """
-    advice = "; patch_megatron(strict=False) compares what is replaced instead"
-    _contract.installed("Megatron", SUPPORTED, strict, advice, "megatron.core", DISTRIBUTION)
+_CONTRACT = _contract.Contract("Megatron", SUPPORTED, PARAMETERS, "megatron.core", DISTRIBUTION)
+require_version = _CONTRACT.require_version
 
 
 def checked(owner: Any, name: str) -> Any:
@@ -49,4 +45,4 @@ def checked(owner: Any, name: str) -> Any:
     if path in EARLIER:
         with contextlib.suppress(PatchError):
             return _contract.own(owner, name, EARLIER[path], "Megatron", SUPPORTED)
-    return _contract.own(owner, name, PARAMETERS[path], "Megatron", SUPPORTED)
+    return _CONTRACT.checked(owner, name)

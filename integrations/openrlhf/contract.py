@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlkernel.integrations import _contract
 
 SUPPORTED = ">=0.11.2,<0.12"  # 0.11.2 has been run
@@ -53,15 +51,5 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: OpenRLHF is not installed. PatchError: its version is one that has not been run.
-    """
-    advice = "; patch_openrlhf(strict=False) compares what is replaced instead"
-    _contract.installed("OpenRLHF", SUPPORTED, strict, advice)
-
-
-def checked(owner: Any, name: str) -> Any:
-    """OpenRLHF's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-    return _contract.own(owner, name, PARAMETERS[path], "OpenRLHF", SUPPORTED)
+_CONTRACT = _contract.Contract("OpenRLHF", SUPPORTED, PARAMETERS)
+require_version, checked = _CONTRACT.require_version, _CONTRACT.checked

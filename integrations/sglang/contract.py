@@ -62,19 +62,8 @@ FIELDS = {  # that are read or written
 }  # fmt: skip
 
 
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: SGLang is not installed. PatchError: its version is one that has not been run.
-    """
-    advice = "; patch_sglang(strict=False) compares what is replaced instead"
-    _contract.installed("SGLang", SUPPORTED, strict, advice)
-
-
-def checked(owner: Any, name: str) -> Any:
-    """SGLang's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-    parameters = PARAMETERS.get(path) or PARAMETERS[owner.__name__]  # those of all forwards of a layer
-    return _contract.own(owner, name, parameters, "SGLang", SUPPORTED)
+_CONTRACT = _contract.Contract("SGLang", SUPPORTED, PARAMETERS)
+require_version, checked = _CONTRACT.require_version, _CONTRACT.checked
 
 
 def check_fields(kind: Any) -> None:

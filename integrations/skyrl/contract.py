@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlkernel.integrations import _contract
 
 SUPPORTED = ">=0.3.0,<0.4"  # 0.3.0 has been run
@@ -53,14 +51,5 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: SkyRL is not installed. PatchError: its version is one that has not been run.
-    """
-    advice = "; patch_skyrl(strict=False) compares what is replaced instead"
-    _contract.installed("SkyRL", SUPPORTED, strict, advice)
-
-
-def checked(owner: Any, name: str) -> Any:
-    """SkyRL's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    return _contract.own(owner, name, PARAMETERS[name], "SkyRL", SUPPORTED)
+_CONTRACT = _contract.Contract("SkyRL", SUPPORTED, PARAMETERS)
+require_version, checked = _CONTRACT.require_version, _CONTRACT.checked

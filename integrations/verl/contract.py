@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlkernel.integrations import _contract
 
 SUPPORTED = ">=0.9.1,<0.10"  # 0.9.1 has been run
@@ -69,14 +67,5 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: verl is not installed. PatchError: its version is one that has not been run.
-    """
-    advice = "; patch_verl(strict=False) compares what is replaced instead"
-    _contract.installed("verl", SUPPORTED, strict, advice)
-
-
-def checked(owner: Any, name: str) -> Any:
-    """verl's own function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
-    return _contract.own(owner, name, PARAMETERS[name], "verl", SUPPORTED)
+_CONTRACT = _contract.Contract("verl", SUPPORTED, PARAMETERS)
+require_version, checked = _CONTRACT.require_version, _CONTRACT.checked

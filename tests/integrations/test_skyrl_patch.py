@@ -207,8 +207,7 @@ def test_models_that_are_imported_later(monkeypatch, unimported, parts):
 
 def test_what_is_wrong_with_a_later_module_is_an_error_of_its_import(monkeypatch, unimported, caplog):
     name = unimported("workers.model_wrapper")
-    parameters = contract.PARAMETERS | {"forward": ("self", "something else")}
-    monkeypatch.setattr(contract, "PARAMETERS", parameters)
+    monkeypatch.setitem(contract.PARAMETERS, "forward", ("self", "something else"))
     with rlkernel.patch_skyrl(["fused_head"]) as patch:
         with pytest.raises(PatchError, match="fused_head cannot be replaced: .*forward must take"):
             load(name)
