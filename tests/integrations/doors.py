@@ -1,4 +1,4 @@
-"""What the tests of doors share whose functions come in parts: verl's, OpenRLHF's and SkyRL's."""
+"""What the tests of doors share whose functions come in parts: verl's, OpenRLHF's, SkyRL's and others'."""
 
 import contextlib
 import doctest
@@ -7,8 +7,11 @@ import inspect
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +23,8 @@ from patch_orders import same, state
 import rlkernel
 from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -316,3 +321,18 @@ def with_flash_attn(monkeypatch, home, there):
         home, "cross_entropy_loss", lambda *x, inplace_backward: FlashAttn.apply(*x, inplace_backward),
         raising=False,
     )  # fmt: skip
+
+
+def check_idle_entry_point(framework):
+    """The entry point, called twice by a process that has asked for nothing, imports none of the framework."""
+    code = f"""
+import sys
+from rlkernel.integrations.{framework} import register
+register()
+register()
+assert not any(name.partition(".")[0] == "{framework}" for name in sys.modules), "{framework}"
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr

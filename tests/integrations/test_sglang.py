@@ -1,19 +1,16 @@
 """``patch_sglang`` without SGLang: idle, or an error that says so. With it: tests/integrations/in_sglang."""
 
 import logging
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from doors import check_idle_entry_point
 
 import rlkernel
 from rlkernel.integrations import sglang as integration
 from rlkernel.integrations._likeliest import all_named
 from rlkernel.integrations.sglang import contract, given_ids, switch
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +20,7 @@ def nothing_asked(monkeypatch):
 
 
 def test_the_entry_point_is_idle_and_imports_no_sglang_unless_it_is_asked_for():
-    code = """
-import sys
-from rlkernel.integrations.sglang import register
-register()
-register()
-assert not any(name.partition(".")[0] == "sglang" for name in sys.modules), "sglang"
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    check_idle_entry_point("sglang")
 
 
 def test_without_sglang_the_call_says_what_is_missing_and_the_entry_point_logs_it(monkeypatch, caplog):

@@ -2,20 +2,17 @@
 
 import importlib.metadata
 import logging
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from doors import ROOT, check_idle_entry_point
 
 import rlkernel
 from rlkernel.integrations import vllm as integration
 from rlkernel.integrations._environment import restore
 from rlkernel.integrations.vllm import contract, switch
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +22,7 @@ def nothing_asked(monkeypatch):
 
 
 def test_the_entry_point_is_idle_and_imports_no_vllm_unless_it_is_asked_for():
-    code = """
-import sys
-from rlkernel.integrations.vllm import register
-register()
-register()
-assert not any(name.partition(".")[0] == "vllm" for name in sys.modules), "vllm"
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    check_idle_entry_point("vllm")
 
 
 def test_without_vllm_the_call_says_what_is_missing_and_the_entry_point_logs_it_once(monkeypatch, caplog):
