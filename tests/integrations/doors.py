@@ -324,7 +324,7 @@ def with_flash_attn(monkeypatch, home, there):
 
 
 def check_idle_entry_point(framework):
-    """The entry point, called twice by a process that has asked for nothing, imports none of the framework."""
+    """The entry point, called twice in a process that has asked for nothing, imports no framework."""
     code = f"""
 import sys
 from rlkernel.integrations.{framework} import register
