@@ -17,6 +17,11 @@ _OPTIONS = (
     "encoder_lens=None", "scaling=None", "enable_gqa=False", "causal=False", "is_cross_attn=False",
     "sliding_window_size=None",
 )  # fmt: skip
+_TOPK = (
+    "hidden_states", "gating_output", "topk", "renormalize", "correction_bias=None", "scoring_func='softmax'",
+    "routed_scaling_factor=None", "apply_routed_scaling_factor_on_output=False", "num_fused_shared_experts=0",
+    "packed_out=None", "num_token_non_padded=None",
+)  # fmt: skip
 PARAMETERS = {
     # sglang.srt.layers.sampler
     "Sampler.forward": (
@@ -34,7 +39,11 @@ PARAMETERS = {
     ),
     # layers, of a batch_invariant patch
     "RMSNorm": ("self", "x", "residual=None", "post_residual_addition=None", "quant_linear=None"),
+    "Gemma3RMSNorm": ("self", "x", "residual=None"),
     "SiluAndMul": ("self", "x"),
+    "GeluAndMul": ("self", "x"),
+    "Gemma3TextScaledWordEmbedding": ("self", "input_ids"),
+    "apply_rotary_pos_emb": ("q", "k", "cos", "sin", "unsqueeze_dim=1"),
     "RotaryEmbedding": (
         "self", "positions", "query", "key", "offsets=None", "fused_set_kv_buffer_arg=None",
     ),
@@ -43,6 +52,9 @@ PARAMETERS = {
     ),
     "TorchNativeAttnBackend._run_sdpa_forward_decode": (*_ATTENTION, *_OPTIONS),
     "ModelRunner.load_model": ("self",),
+    "fused_topk": _TOPK,
+    "fused_topk_native": _TOPK[:6],
+    "moe_forward_native": ("layer", "x", "topk_output", "moe_runner_config"),
 }  # fmt: skip
 
 FIELDS = {  # that are read or written

@@ -3,8 +3,7 @@
 Most operations are torch's, which ``rlkernel.batch_invariant`` serves while the patch is on.  Layers are a
 kernel each: norms, whose residual is rounded before it is normalised; gated activations; rotary embeddings,
 rounded after each product, as transformers does; and the attention of ``torch_native``, one call of
-``attention`` for all requests of a step.  A model of another kind, or with other layers, is refused, and so
-are options of an engine that were not compared.
+``attention`` for all requests of a step.
 """
 
 from __future__ import annotations
@@ -15,58 +14,37 @@ from typing import Any
 
 import torch
 from sglang.srt.layers import layernorm
-from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.layernorm import Gemma3RMSNorm, RMSNorm
+from sglang.srt.layers.rotary_embedding import utils as rotary_utils
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models import gemma3_causal
 from torch import Tensor
 
 import rlkernel
 from rlkernel.consistency import composed
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations._replacing import shown
-from rlkernel.integrations.sglang import contract
+from rlkernel.integrations.sglang import compared, contract, invariant_experts
 from rlkernel.integrations.sglang.sglang_patch import SglangPatch
-
-MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# layers of SGLang that were seen to give the bits of transformers; of torch's own all are taken
-LAYERS = (
-    "Llama3RotaryEmbedding", "LogitsProcessor", "MergedColumnParallelLinear", "ParallelLMHead", "Pooler",
-    "QKVParallelLinear", "RMSNorm", "RadixAttention", "RotaryEmbedding", "RowParallelLinear", "SiluAndMul",
-    "VocabParallelEmbedding",
-)  # fmt: skip
-METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-# what an engine must be asked for: of each argument of a server the values that were compared
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "device": ("cpu",),
-    "attention_backend": ("torch_native",),
-    "prefill_attention_backend": (None, "torch_native"),
-    "decode_attention_backend": (None, "torch_native"),
-    "tp_size": (1,),
-    "pp_size": (1,),
-    "kv_cache_dtype": ("auto",),
-    "quantization": (None,),
-    "enable_lora": (None, False),
-    "speculative_algorithm": (None,),
-    "enable_torch_compile": (False,),
-    "enable_fp32_lm_head": (False,),
-    "rl_on_policy_target": (None,),
-}
 
 
 def plan(patch: SglangPatch) -> None:
     """Raises PatchError where SGLang is not what it must be."""
     if layernorm._is_cpu_amx_available:
         raise PatchError("batch_invariant must have torch's operations, got sgl-kernel's for AMX")
-    for layer, ours in ((RMSNorm, _normed), (RotaryEmbedding, _turned), (SiluAndMul, _gated)):
+    for layer, ours in LAYERS_OF_OURS.items():
         for name in ("forward_cpu", "forward_native"):
             _replace(patch, layer, name, ours)
+    _replace(patch, gemma3_causal.Gemma3TextScaledWordEmbedding, "forward", _scaled)
+    turn = contract.checked(rotary_utils, name := "apply_rotary_pos_emb")
+    patch.replace(gemma3_causal, name, shown(_turned_by_tables(turn), turn, "batch_invariant"), expected=turn)
     for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
         _replace(patch, TorchNativeAttnBackend, name, _attended)
-    _replace(patch, ModelRunner, "load_model", _checked)
+    _replace(patch, ModelRunner, "load_model", compared.checked)
+    invariant_experts.plan(patch)
 
 
 def _replace(patch: SglangPatch, owner: type, name: str, ours: Callable[..., Any]) -> None:
@@ -87,9 +65,35 @@ def _normed(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _normed_as_gemma(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        if not composed.serves(x, self.weight, *(() if residual is None else (residual,))):
+            return original(self, x, residual)
+        normed, summed = composed.rms_norm(
+            x, self.weight.data, self.eps, residual, weight_offset=1.0, round_first=False
+        )
+        return normed if summed is None else (normed, summed)
+
+    return forward
+
+
 def _gated(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return composed.gated(x, "silu") if composed.serves(x) else original(self, x)
+        if not composed.serves(x):
+            return original(self, x)
+        if isinstance(self, SiluAndMul):
+            return composed.gated(x, "silu")
+        return composed.gated(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
+
+    return forward
+
+
+def _scaled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, input_ids: Tensor) -> Tensor:
+        if not composed.serves(self.weight):
+            return original(self, input_ids)
+        rows = torch.nn.functional.embedding(input_ids, self.weight, self.padding_idx)
+        return rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
 
     return forward
 
@@ -107,6 +111,22 @@ def _turned(original: Callable[..., Any]) -> Callable[..., Any]:
         return q.view(query.shape), k.view(key.shape)
 
     return forward
+
+
+def _turned_by_tables(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gemma's, whose tables are made for each step."""
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if not composed.serves(q, k):
+            return original(q, k, cos, sin, unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        found = []
+        for x in (q, k):
+            first, second = x.chunk(2, -1)
+            found.append(x * cos + torch.cat((-second, first), -1) * sin)
+        return tuple(found)
+
+    return apply_rotary_pos_emb
 
 
 def _attended(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,39 +153,10 @@ def _attended(original: Callable[..., Any]) -> Callable[..., Any]:
     return attended
 
 
-def _checked(load: Callable[..., None]) -> Callable[..., None]:
-    def load_model(self: Any) -> None:
-        for name, values in ARGUMENTS.items():
-            if (got := getattr(self.server_args, name)) not in values:
-                raise ValueError(f"batch_invariant must have {name}={values[-1]!r}, got {got!r}")
-        load(self)
-        if strange := _strange(self.model):
-            raise ValueError(
-                "batch_invariant must have layers that were compared with transformers, "
-                f"got a model with {', '.join(strange)}"
-            )
-
-    return load_model
-
-
-def _strange(model: Any) -> list[str]:
-    """The layers that are not known, and the ways of multiplying; or the model itself."""
-    found = set() if type(model).__name__ in MODELS else {type(model).__name__}
-    if getattr(getattr(model, "config", None), "use_sliding_window", False):
-        found.add("sliding windows")  # which SGLang's do not have
-    for module in model.modules():
-        kind = type(module)
-        if kind.__module__.startswith("sglang.srt.layers") and kind.__name__ not in LAYERS:
-            found.add(kind.__name__)
-        method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in METHODS:
-            found.add(type(method).__name__)
-        if kind is RMSNorm and not _is_plain(module):
-            found.add("RMSNorm with options")
-        if kind is RadixAttention and (module.logit_cap or module.use_irope or module.is_cross_attention):
-            found.add("RadixAttention with options")
-    return sorted(found)
-
-
-def _is_plain(norm: Any) -> bool:
-    return norm.variance_size_override is None and norm.override_orig_dtype is None and not norm.fp32_residual
+LAYERS_OF_OURS: dict[type, Callable[..., Any]] = {
+    RMSNorm: _normed,
+    Gemma3RMSNorm: _normed_as_gemma,
+    RotaryEmbedding: _turned,
+    SiluAndMul: _gated,
+    GeluAndMul: _gated,
+}

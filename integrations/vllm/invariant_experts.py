@@ -1,8 +1,4 @@
-"""A mixture of experts on a CPU in the arithmetic of transformers' eager experts.
-
-The router's softmax is taken in fp32 before the likeliest experts are chosen, as transformers does; each
-expert is two products of the rows that chose it, and what a row gets of its experts is added in their order.
-"""
+"""vLLM's mixtures of experts on a CPU, for a ``batch_invariant`` patch: see ``_eager_experts``."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
+from rlkernel.integrations._eager_experts import add_experts, routed
 from rlkernel.integrations.vllm import contract
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
@@ -77,10 +74,8 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         if not _is_plain(self):
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
-        weights, ids = router_logits.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(router_logits.dtype).float(), ids.to(torch.int32)
+        weights, ids = routed(router_logits, self.top_k, self.renormalize)
+        return weights.float(), ids
 
     return _compute_routing
 
@@ -97,10 +92,5 @@ def _apply(
     *_: Any,
     **__: Any,
 ) -> None:
-    weights = topk_weights.to(hidden_states.dtype)
     output.zero_()
-    for expert in topk_ids.unique().tolist():
-        rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = torch.nn.functional.linear(hidden_states[rows], w1[expert]).chunk(2, -1)
-        found = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
-        output.index_add_(0, rows, found * weights[rows, places, None])
+    add_experts(output, hidden_states, w1, w2, topk_weights, topk_ids)

@@ -25,3 +25,11 @@ def patch():
 
     with rlkernel.patch_sglang() as patch:
         yield patch
+
+
+@pytest.fixture
+def invariant():
+    import rlkernel
+
+    with rlkernel.patch_sglang(batch_invariant=True) as patch:
+        yield patch

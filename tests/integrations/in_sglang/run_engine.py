@@ -1,9 +1,10 @@
 """Generates with SGLang's engine, and prints it as JSON: SGLang kills the process whose engine fails.
 
-python run_engine.py MODEL REQUEST [PATCH [ENGINE]]    what `generate`, `patch_sglang` and `Engine` take
+python run_engine.py MODEL REQUEST [PATCH [ENGINE [fork]]]   what `generate`, `patch_sglang`, `Engine` take
 """
 
 import json
+import multiprocessing
 import sys
 
 ENGINE = {
@@ -28,6 +29,9 @@ def main():
     import rlkernel
 
     folder, request, patch, engine = sys.argv[1], *map(json.loads, [*sys.argv[2:], "{}", "{}"][:3])
+    if sys.argv[-1] == "fork":  # SGLang spawns its processes, each of which imports it anew
+        start = multiprocessing.set_start_method
+        multiprocessing.set_start_method = lambda method, force=False: start("fork", force=True)
     with rlkernel.patch_sglang(**patch):
         llm = sglang.Engine(model_path=folder, **(ENGINE | engine))
         print("said:" + json.dumps(llm.generate(**request)), flush=True)

@@ -1,33 +1,28 @@
 """Two programs, one number: what SGLang's engine reports of a token is what transformers computes of it."""
 
-import os
 import types
 
 import generated
 import invariant_models
 import pytest
 import torch
+import transformers
 from bitwise import assert_equal
 from invariant_models import Sample
-from sglang.srt.layers.activation import NewGELU, SiluAndMul
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.layernorm import Gemma3RMSNorm, RMSNorm
+from sglang.srt.layers.moe import fused_moe_native, topk
+from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models import gemma3_causal
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import rlkernel
-from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.sglang import install, invariant_layers, switch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEW = 16
-
-
-@pytest.fixture
-def invariant():
-    with rlkernel.patch_sglang(batch_invariant=True) as patch:
-        yield patch
 
 
 def reported(outputs, asked):
@@ -43,10 +38,12 @@ def reported(outputs, asked):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("Qwen3", "bfloat16"), ("Llama", "float16"), ("Qwen2", "float32")]
-)
+    ("family", "dtype"),
+    [("Qwen3", "bfloat16"), ("Llama", "float16"), ("Qwen2", "float32"), ("Mistral", "float16"),
+     ("Gemma3", "bfloat16"), ("Qwen3Moe", "bfloat16")],
+)  # fmt: skip
 def test_an_engine_reports_what_transformers_computes(tmp_path, family, dtype):
-    """With prefills in chunks beside the steps of others and prefixes from the cache."""
+    """With prefills in chunks beside others' steps, prefixes from the cache, and with Gemma 3's windows."""
     kind = getattr(torch, dtype)
     path = invariant_models.saved(tmp_path, family, kind)
     asked = [prompt for prompt in invariant_models.prompts() for _ in range(2)]
@@ -57,7 +54,7 @@ def test_an_engine_reports_what_transformers_computes(tmp_path, family, dtype):
         "logprob_start_len": [0, -1] * (len(asked) // 2),  # of others the cache is read
     }
     engine = {"dtype": dtype, "chunked_prefill_size": 48, "max_running_requests": 6}
-    outputs, text = generated.run(path, request, patch={"batch_invariant": True}, engine=engine)
+    outputs, text = generated.run_forked(path, request, patch={"batch_invariant": True}, engine=engine)
     assert outputs, text[-5000:]
     assert "to SGLang" not in text
     drawn, given = reported(outputs, asked)
@@ -90,6 +87,65 @@ def test_a_norm_rounds_as_transformers_does(invariant, dtype):
     assert_equal("without a residual", layer(summed), want)
     with pytest.raises(RuntimeError, match="must have norms of x and a residual, got further operands"):
         layer(x, residual, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemmas_layers_round_as_transformers_does(invariant, dtype):
+    torch.manual_seed(3)
+    x, residual = (torch.randn(7, 256).to(dtype) for _ in range(2))
+    layer, stock = Gemma3RMSNorm(256), modeling_gemma3.Gemma3RMSNorm(256)
+    layer.weight.data = stock.weight.data = (torch.randn(256) * 0.2).to(dtype)
+    found, kept = layer(x, residual)
+    assert_equal("normed", found, stock(x + residual))
+    assert_equal("residual", kept, x + residual)
+    assert_equal("without a residual", layer(x), stock(x))
+    gate, up = x.chunk(2, -1)
+    for approximate in ("tanh", "none"):
+        want = torch.nn.functional.gelu(gate, approximate=approximate) * up
+        assert_equal(f"gelu, {approximate}", GeluAndMul(approximate)(x), want)
+    scale = 3072**0.5
+    scaled, embedding = (
+        kind(32, 64, 0, embed_scale=scale)
+        for kind in (
+            gemma3_causal.Gemma3TextScaledWordEmbedding,
+            modeling_gemma3.Gemma3TextScaledWordEmbedding,
+        )
+    )
+    scaled.weight.data = embedding.weight.data = torch.randn(32, 64).to(dtype)
+    ids = torch.tensor([5, 0, 31])
+    assert_equal("embedding", scaled(ids), embedding(ids))
+    q, k, angles = torch.randn(7, 4, 64), torch.randn(7, 1, 64), torch.randn(7, 32).repeat(1, 2)
+    q, k, cos, sin = (t.to(dtype) for t in (q, k, angles.cos(), angles.sin()))
+    wanted = modeling_gemma3.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    for found, want in zip(gemma3_causal.apply_rotary_pos_emb(q, k, cos, sin), wanted, strict=True):
+        assert_equal("rotary", found, want)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_are_transformers_eager_ones(invariant, dtype, renormalize):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3,
+        norm_topk_prob=renormalize, experts_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(4)
+    block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        parameter.data.normal_(std=0.3)
+    block.to(dtype)
+    x = torch.randn(9, 64).to(dtype)
+    want = block(x[None])[0]
+    logits, experts = torch.nn.functional.linear(x, block.gate.weight), block.experts
+    for route in (topk.fused_topk, topk.fused_topk_native):
+        weights, ids = route(hidden_states=x, gating_output=logits, topk=3, renormalize=renormalize)
+        layer = types.SimpleNamespace(w13_weight=experts.gate_up_proj, w2_weight=experts.down_proj)
+        output = topk.StandardTopKOutput(weights, ids, logits)
+        assert_equal("experts", fused_moe_native.moe_forward_native(layer, x, output, None), want)
+    for other in ({"scoring_func": "sigmoid"}, {"correction_bias": torch.randn(8)}):
+        given = {"hidden_states": x, "gating_output": logits, "topk": 3, "renormalize": renormalize} | other
+        found = topk.fused_topk_native(**given)
+        for ours, stock in zip(found, topk.fused_topk_torch_native(**given), strict=True):
+            assert_equal("SGLang's own", ours, stock)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,12 +223,27 @@ def test_outside_the_mode_layers_are_sglangs(invariant):
     packed, rotary = torch.randn(3, 512), RotaryEmbedding(64, 64, 32, 10000, True, torch.float32)
     keys, values, *tables = cached(torch.float32, [5, 3])
     backend, q = object.__new__(TorchNativeAttnBackend), torch.randn(2, 2, 64)
+    embedding = gemma3_causal.Gemma3TextScaledWordEmbedding(8, 64, 0, embed_scale=55.4256).bfloat16()
+    gate, angles = torch.randn(3, 8).bfloat16(), torch.randn(2, 64).bfloat16()
+    experts = types.SimpleNamespace(
+        num_experts=8,
+        w13_weight=torch.randn(8, 64, 256).bfloat16(),
+        w2_weight=torch.randn(8, 256, 32).bfloat16(),
+    )
+    silu, x3 = MoeRunnerConfig(activation="silu"), x[:3]
 
     def results():
         q_, k_ = packed.split([256, 256], dim=-1)
         return [
             *layer(x, residual),
             SiluAndMul()(packed),
+            GeluAndMul()(packed),
+            *Gemma3RMSNorm(256)(x, residual),
+            embedding(torch.tensor([3, 1])),
+            *gemma3_causal.apply_rotary_pos_emb(q.bfloat16(), q.bfloat16(), angles, angles),
+            fused_moe_native.moe_forward_native(
+                experts, x3, topk.fused_topk_native(x3, gate, 2, True) + (gate,), silu
+            ),
             *rotary(torch.arange(3), q_, k_),
             backend._run_sdpa_forward_decode(q, torch.empty_like(q), keys, values, *tables, scaling=0.1),
         ]
@@ -183,66 +254,3 @@ def test_outside_the_mode_layers_are_sglangs(invariant):
     invariant.undo()
     for found, want in zip(ours, results(), strict=True):
         assert_equal("a layer", found, want)
-
-
-# -- what is refused
-
-
-def arguments_of_a_server(**other):
-    fits = {name: values[-1] for name, values in invariant_layers.ARGUMENTS.items()}
-    return types.SimpleNamespace(server_args=types.SimpleNamespace(**(fits | other)))
-
-
-@pytest.mark.parametrize(
-    ("name", "got"),
-    [("device", "cuda"), ("attention_backend", "triton"), ("tp_size", 2), ("quantization", "fp8"),
-     ("enable_lora", True), ("speculative_algorithm", "EAGLE"), ("enable_fp32_lm_head", True),
-     ("rl_on_policy_target", "fsdp"), ("kv_cache_dtype", "fp8_e5m2"), ("decode_attention_backend", "triton")],
-)  # fmt: skip
-def test_an_engine_with_other_options_is_refused(invariant, name, got):
-    with pytest.raises(ValueError, match=f"batch_invariant must have {name}=.*, got {got!r}"):
-        ModelRunner.load_model(arguments_of_a_server(**{name: got}))
-
-
-class LlamaForCausalLM(torch.nn.ModuleList):
-    """A model by a name that is known."""
-
-
-def test_layers_that_were_not_compared_are_named(invariant):
-    layers = [NewGELU(), RMSNorm(8, var_hidden_size=4), torch.nn.Linear(2, 2)]
-    layers.append(RadixAttention(4, 64, 0.1, 2, 0, logit_cap=30.0))
-    want = ["NewGELU", "RMSNorm with options", "RadixAttention with options"]
-    assert invariant_layers._strange(LlamaForCausalLM(layers)) == want
-    assert invariant_layers._strange(torch.nn.ModuleList(layers)) == ["ModuleList", *want]
-    layers[1].quant_method = object()
-    model = LlamaForCausalLM(layers[1:3])
-    model.config = types.SimpleNamespace(use_sliding_window=True)
-    assert invariant_layers._strange(model) == ["RMSNorm with options", "object", "sliding windows"]
-
-
-def test_kernels_of_amx_are_refused(monkeypatch):
-    monkeypatch.setattr(invariant_layers.layernorm, "_is_cpu_amx_available", True)
-    with pytest.raises(PatchError, match="batch_invariant cannot be replaced: .*, got sgl-kernel's for AMX"):
-        rlkernel.patch_sglang(batch_invariant=True)
-    assert not rlkernel.batch_invariant.is_enabled()
-    with rlkernel.patch_sglang(batch_invariant=True, strict=False) as patch:
-        assert "batch_invariant" in patch.refused and not rlkernel.batch_invariant.is_enabled()
-
-
-def test_how_it_is_asked_for(monkeypatch):
-    with pytest.raises(ValueError, match=r"parts must be \('sampler', 'prompt_logprobs'\) where batch_inv"):
-        rlkernel.patch_sglang(["sampler"], batch_invariant=True)
-    with pytest.raises(ValueError, match="batch_invariant must be True or False, got 1"):
-        rlkernel.patch_sglang(batch_invariant=1)
-    with rlkernel.patch_sglang(batch_invariant=True) as patch:
-        assert os.environ[switch.INVARIANT] == "1" and rlkernel.batch_invariant.is_enabled()
-        with pytest.raises(PatchError, match="must be what the patch in place has, True, got False"):
-            rlkernel.patch_sglang()
-    assert switch.INVARIANT not in os.environ and not rlkernel.batch_invariant.is_enabled()
-    monkeypatch.setenv(switch.SWITCH, "1")
-    monkeypatch.setenv(switch.INVARIANT, "1")
-    install.register()
-    patch = install.SglangPatch.in_place()
-    assert patch.batch_invariant and rlkernel.batch_invariant.is_enabled()
-    patch.undo()
-    assert not rlkernel.batch_invariant.is_enabled()

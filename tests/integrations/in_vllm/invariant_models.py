@@ -30,6 +30,7 @@ FAMILIES = {
     "Qwen3": {"head_dim": 64},
     "Qwen2": {},
     "Llama": {"rope_parameters": LLAMA3},
+    "Mistral": {"head_dim": 64, "sliding_window": None},
     "Gemma2": GEMMA | {"final_logit_softcapping": 8.0, "attn_logit_softcapping": 4.0},
     "Gemma3": GEMMA | {"sliding_window_pattern": 2},
     "Qwen3Moe": {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2},
