@@ -13,6 +13,7 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from rlkernel.integrations._same_model import check_parameters
 from rlkernel.integrations.sglang import invariant_experts
 
 MODELS = (
@@ -44,13 +45,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rl_on_policy_target": (None,),
 }
 
-# of each setting of a model that SGLang's models pass over the values that change nothing
-SETTINGS: dict[str, tuple[Any, ...]] = {
-    "mlp_bias": (None, False),
-    "attn_logit_softcapping": (None,),
-    "use_bidirectional_attention": (None, False),
-    "mlp_only_layers": (None, []),
-    "decoder_sparse_step": (None, 1),
+# of settings that SGLang's models pass over, with as many parameters, the values that change nothing
+SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "Gemma3ForCausalLM": {
+        "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (None, False),
+        "tie_word_embeddings": (True,),  # a head of its own is not loaded
+    },
 }
 
 
@@ -65,15 +66,17 @@ def checked(load: Callable[..., None]) -> Callable[..., None]:
                 "batch_invariant must have layers that were compared with transformers, "
                 f"got a model with {', '.join(found)}"
             )
+        check_parameters(self.model, self.model_config.hf_config, "SGLang")
 
     return load_model
 
 
 def strange(model: Any) -> list[str]:
     """The layers that are not known, and the ways of multiplying; or the model itself."""
-    found = set() if type(model).__name__ in MODELS else {type(model).__name__}
-    config = getattr(model, "config", None)
-    found |= {name for name, known in SETTINGS.items() if getattr(config, name, None) not in known}
+    name, config = type(model).__name__, getattr(model, "config", None)
+    found = set() if name in MODELS else {name}
+    settings = SETTINGS.get(name, {}).items()
+    found |= {setting for setting, known in settings if getattr(config, setting, None) not in known}
     windows = _has_windows(config)
     for module in model.modules():
         kind = type(module)

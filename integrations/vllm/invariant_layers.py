@@ -25,6 +25,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rlkernel.consistency import composed
 from rlkernel.integrations._patch import PatchError
+from rlkernel.integrations._same_model import check_parameters
 from rlkernel.integrations.vllm import contract, invariant_experts
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
@@ -138,6 +139,7 @@ def _checked(load: Callable[..., None]) -> Callable[..., None]:
                 "batch_invariant must have layers that were compared with transformers, "
                 f"got a model with {', '.join(strange)}"
             )
+        check_parameters(self.model, self.vllm_config.model_config.hf_config, "vLLM")
 
     return load_model
 

@@ -3,8 +3,10 @@
 import os
 import types
 
+import invariant_models
 import pytest
 import torch
+import transformers
 from sglang.srt.layers.activation import NewGELU
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe import topk
@@ -51,35 +53,47 @@ def test_layers_that_were_not_compared_are_named(invariant):
 
 
 def test_a_model_is_looked_at_when_it_is_loaded(invariant):
-    runner = arguments_of_a_server()
+    runner, config = arguments_of_a_server(), transformers.LlamaConfig(**invariant_models.SIZES)
     runner.model, loaded = torch.nn.ModuleList([NewGELU()]), []
+    runner.model_config = types.SimpleNamespace(hf_config=config)
     with pytest.raises(ValueError, match="compared with transformers, got a model with ModuleList, NewGELU"):
         compared.checked(loaded.append)(runner)
-    runner.model = LlamaForCausalLM([torch.nn.Linear(2, 2)])
+    runner.model = LlamaForCausalLM([transformers.LlamaForCausalLM(config)])
     compared.checked(loaded.append)(runner)
     assert loaded == [runner, runner]
+    config.mlp_bias = True
+    with pytest.raises(
+        ValueError, match="of 1,051,392 parameters, got 1,049,856: SGLang passes over a setting"
+    ):
+        compared.checked(loaded.append)(runner)
+
+
+class Gemma3ForCausalLM(torch.nn.ModuleList):
+    """Another."""
+
+
+TIED = {"tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("kind", "settings", "named"),
     [
-        ({"sliding_window": 16}, "sliding windows"),
-        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
-        ({"sliding_window": 16, "layer_types": ["full_attention"]}, None),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-        ({"mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "sliding_window": None}, None),
+        (LlamaForCausalLM, {"sliding_window": 16}, "sliding windows"),
+        (LlamaForCausalLM, {"sliding_window": 16, "layer_types": ["sliding_attention"]}, "sliding windows"),
+        (LlamaForCausalLM, {"sliding_window": 16, "layer_types": ["full_attention"]}, None),
+        (LlamaForCausalLM, {"sliding_window": None, "tie_word_embeddings": False}, None),
+        (Gemma3ForCausalLM, TIED, None),
+        (Gemma3ForCausalLM, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        (Gemma3ForCausalLM, TIED | {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        (Gemma3ForCausalLM, TIED | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )
-def test_settings_that_sglang_passes_over_are_named(settings, named):
-    """With which it computes another model, or one of weights that were never loaded."""
-    model = LlamaForCausalLM([torch.nn.Linear(2, 2)])
+def test_settings_that_sglang_passes_over_are_named(kind, settings, named):
+    model = kind([torch.nn.Linear(2, 2)])
     model.config = types.SimpleNamespace(**settings)
     assert compared.strange(model) == ([] if named is None else [named])
     model.append(RadixAttention(4, 64, 0.1, 2, 0, sliding_window_size=15))
-    assert ("sliding windows" in compared.strange(model)) is False
+    assert "sliding windows" not in compared.strange(model)
 
 
 @pytest.mark.parametrize(

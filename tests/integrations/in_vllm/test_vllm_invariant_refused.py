@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import invariant_models
 import pytest
 import torch
+import transformers
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -51,6 +53,22 @@ def test_layers_and_methods():
     runner.model = torch.nn.Sequential(torch.nn.Linear(2, 2), MambaMixer())
     with pytest.raises(ValueError, match="got a model with MambaMixer, object"):
         invariant_layers._checked(lambda self, dummy: None)(runner)
+
+
+def test_a_model_that_is_not_transformers_own():
+    """vLLM's Qwen 3 drops the bias of the attention's last product."""
+    made = transformers.Qwen3Config(**invariant_models.SIZES, attention_bias=True)
+    runner = SimpleNamespace(vllm_config=config())
+    runner.vllm_config.model_config.hf_config = made
+    runner.model = transformers.Qwen3ForCausalLM(made)
+    load = invariant_layers._checked(lambda self, dummy: None)
+    load(runner)
+    for layer in runner.model.model.layers:
+        layer.self_attn.o_proj.bias = None
+    with pytest.raises(
+        ValueError, match="of .* parameters, got .*: vLLM passes over a setting of Qwen3Config"
+    ):
+        load(runner)
 
 
 def experts(**changed):
