@@ -152,6 +152,18 @@ def test_a_kernel_of_torch_that_fails_its_check_is_refused(op, where, monkeypatc
         CALLS[op](ROWS)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_gpu_rows_are_looked_at_among_thousands(device, monkeypatch):
+    from rlkernel.consistency import aten_checked
+
+    def run(x):
+        return x.sum(1, keepdim=True) * (1 + 2**-20 * (len(x) > 1000))
+
+    monkeypatch.setattr(aten_checked, "DEVICES", (device,))
+    assert aten_checked._differs(run, torch.float32, 64, "cpu") == (device == "cpu")
+    assert not aten_checked._differs(lambda x: x * 2, torch.float32, 64, "cpu")
+
+
 REFUSED = {
     "convolution": lambda: F.conv1d(torch.randn(1, 2, 5), torch.randn(3, 2, 2)),
     "native_batch_norm": lambda: F.batch_norm(torch.randn(4, 3), None, None, training=True),

@@ -110,7 +110,6 @@ ERRORS = {
     "--part must be of operators, models, engines, got kernels": ["--part", "kernels"],
     "--dtype must be of float32, bfloat16, float16, got float64": ["--dtype", "float64"],
     "--threads must be >= 1, got 0": ["--threads", "0"],
-    "--device must be cpu for consistency, got cuda": ["--device", "cuda"],
     "alone, got --op gae --gate 1": ["--op", "gae", "--gate", "1"],
 }
 
@@ -120,6 +119,15 @@ def test_errors_name_the_option(text, capsys):
     assert cli.main(["consistency", *ERRORS[text]]) == 2
     assert text in capsys.readouterr().err
     assert cli.main(["speed", "--short"]) == 2
+
+
+def test_a_gpu_has_the_part_models(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["consistency", "--device", "cuda"]) == 2
+    assert "--device must be one that torch finds here, cpu, got cuda" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(["consistency", "--device", "cuda", "--part", "operators"]) == 2
+    assert "--part must be models with --device cuda, got operators" in capsys.readouterr().err
 
 
 def test_a_part_whose_package_is_not_here_is_named(monkeypatch, capsys):

@@ -136,7 +136,7 @@ def _consistency(parser: Parser) -> None:
     parts = f"of {', '.join(consistency.PARTS)}; default: all that can run"
     add("--part", type=names, default=(), help=parts)
     add("--dtype", type=names, default=(), help=f"of {', '.join(consistency.DTYPES)}")
-    _device(parser, "cpu, the default; attention is not served on cuda")
+    _device(parser, "cpu, the default; cuda has the part models")
     _threads(parser, "1")
     add("--seconds", type=_seconds, help="time spent on the pairs of one measurement")
     add("--json", metavar="FILE", help="write the report; - is standard output, without tables")

@@ -1,7 +1,8 @@
 """torch's own kernels that were seen to be invariant, and are looked at again on this machine before use.
 
 For each operation, dtype, length of a row and number of threads, rows that are drawn once run alone, few and
-many together; one bit that differs and the call is refused.
+many together; one bit that differs and the call is refused.  A GPU shares out a reduction by how many rows
+there are, so that there they run among thousands too.
 """
 
 import math
@@ -15,6 +16,7 @@ from rlkernel.consistency.aten_call import Refused, is_exact, need_floats
 
 ROWS, PARTS = 17, (1, 2, 3, 8)
 VALUES = 4  # that rows have at least, in several draws where they are short
+DEVICES, THOUSANDS = ("cuda",), 2**24  # numbers of so many rows that a GPU is full
 LONGEST = 4096  # elementwise operations are alike behind it
 
 
@@ -38,6 +40,11 @@ def _differs(run: Callable[[Tensor], Tensor], dtype: torch.dtype, length: int, d
 
 def _differs_of(run: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     whole = run(x)
+    copies = THOUSANDS // max(x.numel(), 1) if x.device.type in DEVICES else 0
+    if copies > 1:
+        among = run(x.repeat(copies, 1)).unflatten(0, (copies, ROWS))
+        if not all(_are_equal(among[i], whole) for i in (0, copies // 2, copies - 1)):
+            return True
     return any(
         not _are_equal(run(x[i : i + n].clone()), whole[i : i + n])
         for n in PARTS

@@ -15,6 +15,7 @@ from rlkernel.bench.consistency import engines, models, operators, tables
 from rlkernel.bench.progress import Progress
 
 PARTS = ("operators", "models", "engines")
+ON_A_GPU = ("models",)
 NEEDS = {"models": "transformers", "engines": "vllm"}
 DTYPES = ("float32", "bfloat16", "float16")
 USUAL = ("float32", "bfloat16")
@@ -55,8 +56,13 @@ def _check(options: argparse.Namespace) -> None:
         for name in names:
             if name not in possible:
                 raise UsageError(f"{option} must be of {', '.join(possible)}, got {name}")
+    options.device = options.device or "cpu"
     if options.device == "cuda":
-        raise UsageError("--device must be cpu for consistency, got cuda: attention is not served there")
+        if not torch.cuda.is_available():
+            raise UsageError("--device must be one that torch finds here, cpu, got cuda")
+        options.part = options.part or ON_A_GPU
+        if set(options.part) != set(ON_A_GPU):
+            raise UsageError(f"--part must be models with --device cuda, got {', '.join(options.part)}")
     for wanted in options.part:
         if not _able(wanted):
             raise UsageError(f"--part {wanted} must have {NEEDS[wanted]} installed, got none")
@@ -72,12 +78,14 @@ def _measured(options: argparse.Namespace, arguments: list[str]) -> dict[str, An
     found: dict[str, Any] = {part: [] for part in PARTS}
     settings = {
         "short": options.short,
-        "clock": "CPU time" if torch.get_num_threads() == 1 else "wall-clock time",
+        "clock": "CPU time"
+        if torch.get_num_threads() == 1 and options.device == "cpu"
+        else "wall-clock time",
         "operators": _sizes(operators, options)._asdict(),
         "models": _sizes(models, options)._asdict(),
     }
-    stored = {"header": report.header(arguments, "cpu"), "settings": settings, **found}
-    with Progress(len(steps)) as progress:
+    stored = {"header": report.header(arguments, options.device), "settings": settings, **found}
+    with Progress(len(steps)) as progress, torch.device(options.device):
         for part, name, measure in steps:
             progress.step(name)
             found[part].append(measure())

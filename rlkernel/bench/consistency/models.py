@@ -118,7 +118,8 @@ def made(family: str, dtype: torch.dtype, s: Sizes, mode: str) -> Any:
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
         parameter.data = parameter.data.to(dtype)  # and not the model's buffers: rotary frequencies are fp32
-    if mode == "batch_invariant" and kind.windows:
+    wants_ours = kind.windows or torch.get_default_device().type == "cuda"
+    if mode == "batch_invariant" and wants_ours:
         model.set_attn_implementation(rlkernel.register_hf())
     return model.eval()
 
@@ -133,11 +134,15 @@ def _transformers() -> Any:
 
 def differences(model: Any, s: Sizes, packs: bool) -> tuple[Tensor, Tensor]:
     """The trainer's log-probabilities and the rollout's, [n] each."""
-    g = torch.Generator().manual_seed(1)
+    g = _generator(1)
     prompts = [torch.randint(s.vocabulary, (n,), generator=g) for n in s.prompts]
     with torch.no_grad():
         samples = [alone(model, p, s.new, g) for p in prompts] + together(model, prompts, s.new, g)
         return scored(model, samples, log_softmax, packs)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def scored(model: Any, samples: Sequence[Sample], score: Score, packs: bool) -> tuple[Tensor, Tensor]:
@@ -250,7 +255,7 @@ def _scored(model: Any, score: Score, ids: Tensor, **options: Tensor) -> Tensor:
 
 def steps(model: Any, s: Sizes) -> Iterator[tuple[str, Callable[[], object]]]:
     """What rollout and trainer do all day, by the names of the report's columns."""
-    g = torch.Generator().manual_seed(2)
+    g = _generator(2)
     ids = torch.randint(s.vocabulary, s.batch, generator=g)
 
     @torch.no_grad()

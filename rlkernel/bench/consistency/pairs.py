@@ -84,9 +84,13 @@ def _each(call: Call) -> float:
 
 
 def timed(call: Call, repeats: int = 1) -> float:
-    """Seconds of a call: of the processor where one thread works, of the clock where several do."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    """Seconds of a call: of the processor where one thread works, of the clock where several do or a GPU."""
+    on_a_gpu = torch.get_default_device().type == "cuda"
+    clock = time.process_time if torch.get_num_threads() == 1 and not on_a_gpu else time.perf_counter
+    wait = torch.cuda.synchronize if on_a_gpu else time.process_time
+    wait()
     began = clock()
     for _ in range(repeats):
         call()
+    wait()
     return (clock() - began) / repeats
