@@ -29,6 +29,12 @@ from rlkernel.integrations._same_model import check_parameters
 from rlkernel.integrations.vllm import contract, invariant_experts
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
+# whose order of operations was compared with transformers, layer by layer and as a whole
+MODELS = (
+    *invariant_experts.MODELS, "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM",
+    "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM", "StablelmForCausalLM",
+)  # fmt: skip
 # layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
 LAYERS = (
     "ApplyRotaryEmb", "Attention", "GateLinear", "GeluAndMul", "GemmaRMSNorm", "Llama3RotaryEmbedding",
@@ -161,8 +167,8 @@ def _config_reason(config: Any) -> str:
 
 
 def _strange(model: Any) -> list[str]:
-    """The layers that are not known, and the ways of multiplying."""
-    found = set()
+    """The layers that are not known, and the ways of multiplying; or the model itself."""
+    found = set() if type(model).__name__ in MODELS else {type(model).__name__}
     for module in model.modules():
         kind = type(module)
         if kind.__module__.startswith("vllm.model_executor.layers") and kind.__name__ not in LAYERS:
@@ -174,6 +180,4 @@ def _strange(model: Any) -> list[str]:
             found.add("RMSNorm over a part of its row")
         if kind is MoERunner:
             found |= set(invariant_experts.strange(module))
-            if type(model).__name__ not in invariant_experts.MODELS:
-                found.add(f"the router of {type(model).__name__}")
     return sorted(found)

@@ -51,7 +51,7 @@ def test_layers_and_methods():
 
     runner = SimpleNamespace(vllm_config=config())
     runner.model = torch.nn.Sequential(torch.nn.Linear(2, 2), MambaMixer())
-    with pytest.raises(ValueError, match="got a model with MambaMixer, object"):
+    with pytest.raises(ValueError, match="got a model with MambaMixer, Sequential, object"):
         invariant_layers._checked(lambda self, dummy: None)(runner)
 
 
