@@ -15,8 +15,6 @@ from rlkernel.integrations._eager_experts import add_experts, routed
 from rlkernel.integrations.vllm import contract
 from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
-# whose routers were compared with transformers
-MODELS = ("Qwen3MoeForCausalLM",)
 APPLY_PARAMETERS = (
     "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
     "global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2",

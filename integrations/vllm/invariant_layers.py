@@ -31,9 +31,9 @@ from rlkernel.integrations.vllm.vllm_patch import VllmPatch
 
 # whose order of operations was compared with transformers, layer by layer and as a whole
 MODELS = (
-    *invariant_experts.MODELS, "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM",
-    "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM", "StablelmForCausalLM",
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM", "StablelmForCausalLM",
 )  # fmt: skip
 # layers of vLLM that were seen to give the bits of transformers; of torch's own all are taken
 LAYERS = (
