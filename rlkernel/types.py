@@ -77,7 +77,7 @@ RankTies = Literal["first", "max"]
 StoreLogits = Literal["auto"]
 
 # linear_logprob and the small layers
-Statistic = Literal["mean_logits", "is_top1", "log_sum_sq_probs"]
+Statistic = Literal["mean_logits", "is_top1", "log_sum_sq_probs", "min_logits", "max_logits"]
 InputScheme = Literal["token", "group", "group_ue8m0"]
 NormRounding = Literal["before_weight", "after_weight"]
 RotaryRounding = Literal["before_sum", "after_sum"]

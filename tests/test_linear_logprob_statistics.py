@@ -56,13 +56,14 @@ def test_matches_fp64(backend, device, dtype, option):
     inputs["target_ids"] = torch.where(some & (inputs["target_ids"] >= 0), best, inputs["target_ids"])
     with rlkernel.use_backend("reference"):
         truth = rlkernel.linear_logprob_statistics(
-            **{k: wide(v) for k, v in inputs.items()}, **{k: wide(v) for k, v in options.items()}
-        )
-        torchs = rlkernel.linear_logprob_statistics(**inputs, **options)
+            **{k: wide(v) for k, v in inputs.items()}, **{k: wide(v) for k, v in options.items()},
+            statistics=NAMES,
+        )  # fmt: skip
+        torchs = rlkernel.linear_logprob_statistics(**inputs, **options, statistics=NAMES)
     with running(backend):
-        ours = rlkernel.linear_logprob_statistics(**inputs, **options)
+        ours = rlkernel.linear_logprob_statistics(**inputs, **options, statistics=NAMES)
         plain = rlkernel.linear_logprob(**inputs, **options, algorithm="tiled")
-    for name in ("mean_logits", "log_sum_sq_probs"):
+    for name in NAMES[:1] + NAMES[2:]:
         check(name, getattr(ours, name), getattr(torchs, name), getattr(truth, name), magnitude=4)
     assert ours.is_top1.dtype == torch.bool and torch.equal(ours.is_top1, truth.is_top1)
     assert 3 < int(ours.is_top1.sum()) < 15
@@ -84,7 +85,7 @@ def test_gradients_are_those_of_linear_logprob(backend, device):
             with running(backend):
                 out = op(**leaves, return_entropy=True)
             loss = out.logprobs.sum() if frozen else out.logprobs.sum() + out.entropy.sum()
-            assert not any(x.requires_grad for x in out[3:])
+            assert not any(x is not None and x.requires_grad for x in out[3:])
             grads.append(torch.autograd.grad(loss, wanted))
         for a, b in zip(*grads, strict=True):
             assert_equal("gradient", a, b)
@@ -99,14 +100,14 @@ def test_what_is_not_asked_for_is_none(asked):
 
 def test_as_under_graph_capture_and_empty(monkeypatch):
     inputs = inputs_of("native", "cpu")
-    want = rlkernel.linear_logprob_statistics(**inputs)
+    want = rlkernel.linear_logprob_statistics(**inputs, statistics=NAMES)
     monkeypatch.setattr(gpu, "capturing", lambda device: True)
-    got = rlkernel.linear_logprob_statistics(**inputs)
+    got = rlkernel.linear_logprob_statistics(**inputs, statistics=NAMES)
     for name in NAMES:
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=1e-6)
     empty = inputs | {"hidden": inputs["hidden"][:0], "target_ids": inputs["target_ids"][:0]}
-    out = rlkernel.linear_logprob_statistics(**empty)
-    assert [tuple(x.shape) for x in out if x is not None] == [(0,)] * 5
+    out = rlkernel.linear_logprob_statistics(**empty, statistics=NAMES)
+    assert [tuple(x.shape) for x in out if x is not None] == [(0,)] * 7
 
 
 def test_compiles_as_one_graph():
@@ -131,6 +132,23 @@ def test_bad_input_is_named():
     inputs = inputs_of("native", "cpu")
     with pytest.raises(ValueError, match="statistics must be among 'mean_logits', .*, got 'median'"):
         rlkernel.linear_logprob_statistics(**inputs, statistics=("median",))
+    for name in ("min_logits", "max_logits"):
+        with pytest.raises(ValueError, match=f"algorithm must be 'tiled' with {name}, got 'fused'"):
+            rlkernel.linear_logprob_statistics(**inputs, statistics=(name,), algorithm="fused")
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (5, 131), (60, 2), (132, 48)], ids=str)
+def test_extremes_are_found_in_every_tile(ends):
+    inputs = inputs_of("native", "cpu", bias=False)
+    low, high = ends
+    inputs["hidden"] = inputs["hidden"].abs()
+    inputs["weight"][low], inputs["weight"][high] = -9.0, 9.0
+    inputs["target_ids"] = inputs["target_ids"].clamp(min=0)
+    for options in ({}, {"bias": torch.zeros(133)}, {"logit_scale": -1.0}):
+        out = rlkernel.linear_logprob_statistics(**inputs, **options, statistics=("max_logits", "min_logits"))
+        want = 9 * inputs["hidden"].sum(-1)
+        torch.testing.assert_close(out.max_logits, want)
+        torch.testing.assert_close(out.min_logits, -want)
 
 
 @ON_EVERY_BACKEND
@@ -138,7 +156,7 @@ def test_the_strides_of_targets_and_bias_change_no_bit(backend, device):
     inputs = inputs_of(backend, device)
     spread = {k: torch.stack([inputs[k], inputs[k]], -1)[..., 0] for k in ("target_ids", "bias")}
     with running(backend):
-        want = rlkernel.linear_logprob_statistics(**inputs, logit_scale=-1.3)
-        got = rlkernel.linear_logprob_statistics(**inputs | spread, logit_scale=-1.3)
+        want = rlkernel.linear_logprob_statistics(**inputs, logit_scale=-1.3, statistics=NAMES)
+        got = rlkernel.linear_logprob_statistics(**inputs | spread, logit_scale=-1.3, statistics=NAMES)
     for name in NAMES:
         assert_equal(name, getattr(got, name), getattr(want, name))

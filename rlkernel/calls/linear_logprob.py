@@ -8,7 +8,10 @@ from torch import Tensor
 from rlkernel.calls.logprob import LogprobResults
 from rlkernel.types import Statistic
 
-STATISTICS: tuple[Statistic, ...] = ("mean_logits", "is_top1", "log_sum_sq_probs")
+STATISTICS: tuple[Statistic, ...] = (
+    "mean_logits", "is_top1", "log_sum_sq_probs", "min_logits", "max_logits",
+)  # fmt: skip
+EXTREMES = STATISTICS[3:]  # of tiles alone
 INPUT_SCHEMES = ("static", "token", "group", "group_ue8m0")  # how hidden is rounded to the FP8 of the weight
 Needs = tuple[bool, ...]  # whether the gradients of hidden, weight and bias are wanted
 
@@ -17,7 +20,8 @@ class LinearLogprobStatistics(NamedTuple):
     """A ``LogprobOutput``, and of each row what trainers log; None unless asked for, without a gradient.
 
     ``mean_logits``: the mean of ``logits / T`` over the vocabulary.  ``is_top1``: whether no logit is larger
-    than the target's.  ``log_sum_sq_probs``: ``log(sum of p**2)``.  0 and False on ignored rows.
+    than the target's.  ``log_sum_sq_probs``: ``log(sum of p**2)``.  ``min_logits``, ``max_logits``: the
+    smallest and the largest of ``logits / T``.  0 and False on ignored rows.
     """
 
     logprobs: Tensor
@@ -26,6 +30,8 @@ class LinearLogprobStatistics(NamedTuple):
     mean_logits: Tensor | None
     is_top1: Tensor | None
     log_sum_sq_probs: Tensor | None
+    min_logits: Tensor | None = None
+    max_logits: Tensor | None = None
 
 
 class Head(NamedTuple):
@@ -98,6 +104,8 @@ class LinearLogprobResults(NamedTuple):
     mean_logits: Tensor | None
     is_top1: Tensor | None
     log_sum_sq_probs: Tensor | None
+    min_logits: Tensor | None
+    max_logits: Tensor | None
     row_max: Tensor
     log_sum: Tensor
     direction: Tensor | None = None

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from rlkernel import dispatch
 from rlkernel.calls.linear_logprob import (
+    EXTREMES,
     STATISTICS,
     Head,
     LinearGrads,
@@ -192,7 +193,7 @@ def linear_logprob_statistics(
     weight: Tensor,
     target_ids: Tensor,
     *,
-    statistics: tuple[Statistic, ...] = STATISTICS,
+    statistics: tuple[Statistic, ...] = STATISTICS[:3],
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -209,22 +210,25 @@ def linear_logprob_statistics(
         mean_logits = z.mean(-1)
         is_top1 = z.gather(-1, target_ids) >= z.amax(-1)
         log_sum_sq_probs = (2 * z.log_softmax(-1)).logsumexp(-1)
+        min_logits, max_logits = z.amin(-1), z.amax(-1)
 
     Logprobs, entropy and lse, and their gradients, have the bits of ``linear_logprob`` by the same algorithm;
     "auto" is "tiled".
     Each statistic costs a fraction of the product: a second running softmax over the tile that is there, a
-    comparison, and a product with the mean of the weight (with a softcap, another look at the tile).
+    comparison, and a product with the mean of the weight (with a softcap, another look at the tile); the
+    smallest and the largest logit one look.
 
     Args:
-        statistics: names of those to compute, of the three above.
+        statistics: names of those to compute, of the five above; the last two by tiles alone.
 
     Returns:
         LinearLogprobStatistics of [...] tensors; what is not asked for is None.
 
     Raises:
-        ValueError: as ``linear_logprob``; a statistic is not known.
+        ValueError: as ``linear_logprob``; a statistic is not known, or not of the algorithm.
 
-    Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log.
+    Follows the optional outputs of TRL's ``ChunkedLogProbFunction``, which its DPO, KTO and SFT log, and what
+    AReaL logs of a vocabulary's logits.
 
     Examples:
         >>> hidden, lm_head = torch.eye(3), 5 * torch.eye(3)
@@ -237,6 +241,8 @@ def linear_logprob_statistics(
     for name in statistics:
         if not isinstance(name, str) or name not in STATISTICS:
             raise ValueError(f"statistics must be among {', '.join(map(repr, STATISTICS))}, got {name!r}")
+        if name in EXTREMES and algorithm == "fused":
+            raise ValueError(f"algorithm must be 'tiled' with {name}, got 'fused'")
     head = checked_head(
         hidden, weight, bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
         ignore_index=ignore_index, logits_dtype=logits_dtype,
@@ -392,13 +398,13 @@ def _backward(
 def _like(call: LinearLogprobCall) -> LinearLogprobResults:
     dtype, count = torch.promote_types(call.compute_dtype, torch.float32), call.hidden.shape[0]
     row = functools.partial(torch.empty, count, device=call.hidden.device)
-    mean, top, squares = (
+    named = (
         row(dtype=torch.bool if name == "is_top1" else dtype) if name in call.statistics else None
         for name in STATISTICS
     )
     return LinearLogprobResults(
-        row(dtype=dtype), row(dtype=dtype) if call.return_entropy else None, row(dtype=dtype), mean, top,
-        squares, row(dtype=dtype), row(dtype=dtype),
+        row(dtype=dtype), row(dtype=dtype) if call.return_entropy else None, row(dtype=dtype), *named,
+        row(dtype=dtype), row(dtype=dtype),
         torch.empty_like(call.hidden) if call.need_direction else None,
         None if call.support_ids is None else call.hidden.new_empty(call.support_ids.shape, dtype=dtype),
     )  # fmt: skip
@@ -408,7 +414,7 @@ op = Op(
     "linear_logprob",
     LinearLogprobCall,
     LinearLogprobResults,
-    outputs=6,
+    outputs=8,
     pick=_pick,
     forward=_forward,
     backward=_backward,

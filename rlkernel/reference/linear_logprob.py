@@ -42,7 +42,8 @@ def _statistics(logits: Tensor, call: LinearLogprobCall) -> dict[str, Tensor | N
     inside = torch.where(kept, call.target_ids, 0)[:, None]
     top = kept & (logits.gather(-1, inside)[:, 0] >= logits.amax(-1))
     squares = torch.where(kept, (2 * z.log_softmax(-1)).logsumexp(-1), 0)
-    found: dict[str, Tensor] = dict(zip((*STATISTICS,), (mean, top, squares), strict=True))
+    low, high = (torch.where(kept, x, 0) for x in (z.amin(-1), z.amax(-1)))
+    found: dict[str, Tensor] = dict(zip((*STATISTICS,), (mean, top, squares, low, high), strict=True))
     return {name: found[name] for name in call.statistics}
 
 
