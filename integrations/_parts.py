@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -142,3 +145,52 @@ class WaitingPatch(PartsPatch):
     def undo(self) -> None:
         super().undo()
         self._arrivals.end()
+
+
+class ByParts(WaitingPatch):
+    """A patch each of whose parts has a module of its name in ``package``, with its ``plan``, and is put in
+    its place when the framework has imported the module that ``homes`` names."""
+
+    def __init__(
+        self,
+        names: tuple[str, str],
+        package: str,
+        homes: Mapping[str, str],
+        request: Asked,
+    ) -> None:
+        super().__init__(*names, *request)
+        self.package, self.homes = package, homes
+        self._on = False
+
+    @property
+    def active(self) -> bool:
+        return self._on  # before anything of the framework is there to be replaced
+
+    def plan(self, part: str) -> None:
+        with self.planning(part):
+            importlib.import_module(f"{self.package}.{part}").plan(self)
+
+    def plans(self, name: str) -> bool:
+        """Whether every module's attribute of this name is replaced."""
+        return any(entry[1] == name for entry in self._everywhere)
+
+    def wait_for(self, part: str) -> None:
+        self.wait(part, self.homes[part], functools.partial(self.plan, part))
+
+    def put(self, ready: Callable[[str], bool] = lambda part: False) -> Self:
+        """Put those parts in their places whose modules are there, or are ``ready`` to be imported."""
+        for part in self.parts:
+            if self.homes[part] in sys.modules or ready(part):
+                self.plan(part)
+            else:
+                self.wait_for(part)
+        return self.apply()
+
+    def apply(self) -> Self:
+        super().apply()
+        self._on = True
+        return self
+
+    def undo(self) -> None:
+        super().undo()
+        self._on = False

@@ -81,6 +81,12 @@ def finite(x: Any) -> TypeGuard[float]:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
+def unfit_temperature(temperature: Any) -> str | None:
+    if not finite(temperature) or not temperature > 0:
+        return "the temperature is no number above 0"
+    return None
+
+
 def fraction(x: Any) -> bool:
     return finite(x) and 0 <= x <= 1
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations.hf.models import family, is_sharded
-from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.integrations._replacing import NARROW
+from rlkernel.integrations.hf.models import causal_lm, family, is_sharded
+from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
+from rlkernel.types import Statistic
 
 # whose logits were found to be what the config says; the look at them waits for the GPU
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
+# whose callers asked for the labels that they should, which is looked at once, too
+_asked: WeakSet[nn.Module] = WeakSet()
 
+IGNORED = -100
+COMPILED = "the model is compiled"
 PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 1.0, 8.0, 40.0)
 
 
@@ -38,6 +44,8 @@ class LmHead:
         self.sharded = is_sharded(model)
         self._scores: Any = None
         self._entries = 1
+        self.statistics: tuple[Statistic, ...] = ()
+        self.found: dict[Statistic, Tensor] = {}  # the last call's statistics
 
     def _shard(self) -> dict[str, Any]:
         """Which part of the vocabulary the module has, as ``linear_logprob`` is told of it."""
@@ -82,17 +90,17 @@ class LmHead:
         kind = hidden.device.type
         off = torch.autocast(kind, enabled=False) if self.fp32 else contextlib.nullcontext()
         with off:
-            return linear_logprob(
-                hidden.float() if self.fp32 and hidden.dtype.itemsize < 4 else hidden,
-                self.module.weight,
-                labels,
-                bias=self.module.bias,
-                temperature=self.temperature,
-                logit_scale=self.scale,
-                softcap=self.softcap,
-                return_entropy=self.return_entropy,
-                **self.shard,
-            )
+            hidden = hidden.float() if self.fp32 and hidden.dtype.itemsize < 4 else hidden
+            options: Any = {
+                "bias": self.module.bias, "temperature": self.temperature, "logit_scale": self.scale,
+                "softcap": self.softcap, "return_entropy": self.return_entropy,
+            }  # fmt: skip
+            weight, names = self.module.weight, self.statistics
+            if not names:
+                return linear_logprob(hidden, weight, labels, **options, **self.shard)
+            scores = linear_logprob_statistics(hidden, weight, labels, statistics=names, **options)
+            self.found = {name: getattr(scores, name) for name in names}
+            return scores
 
     def results(self, output: Any) -> tuple[Tensor, Tensor | None]:
         scores, self._scores = self._scores, None
@@ -106,6 +114,21 @@ class LmHead:
         # FSDP and ZeRO-3 gather what backward needs when the gradient of a module's output arrives.
         link = zero_with_graph(output.logits).to(self.dtype)
         return scores.logprobs + link, None if scores.entropy is None else scores.entropy + link
+
+    def check_labels(self, scored: Tensor, asked: Tensor, framework: str) -> None:
+        """Once for each model, as it waits for the GPU: what was scored is what the caller asks for.
+
+        Raises:
+            HeadError: it is not.
+        """
+        if self.module in _asked:
+            return
+        if asked.shape != scored.shape:
+            want = tuple(scored.shape)
+            raise HeadError(f"{framework}'s labels must be {want}, got {tuple(asked.shape)}")
+        if not torch.all((scored == asked) | (scored == IGNORED)):
+            raise HeadError(f"{framework}'s labels must be the tokens that follow, got others")
+        _asked.add(self.module)
 
     def _is_checked(self) -> bool:
         return _checked.get(self.module) == (self.scale, self.softcap)
@@ -130,6 +153,22 @@ class LmHead:
                 f"{self.name}: its logits must be scaled by {self.scale} and capped at {self.softcap}, as "
                 f"its config says, got {values} for {list(PROBE)}"
             )
+
+
+def narrow_head(model: nn.Module, temperature: float, return_entropy: bool) -> LmHead:
+    """The lm_head inside a model's wrappers.
+
+    Raises:
+        ValueError: why it cannot score.
+    """
+    head = LmHead(causal_lm(model), float(temperature), return_entropy, False)
+    if head.module.weight.dtype not in NARROW:
+        raise ValueError(f"{head.name}: its lm_head is {head.module.weight.dtype}")
+    return head
+
+
+def as_rows(hidden: Tensor) -> Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def _that_runs(head: Any) -> Any:

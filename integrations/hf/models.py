@@ -64,14 +64,16 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: Any) -> bool:
     """Whether torch.compile made a module, or compiled its call in place."""
+    if not isinstance(module, nn.Module):
+        return False
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Inside, what is compiled of a model runs as it was written."""
-    if any(map(_is_compiled, model.modules())):
+    if any(map(is_compiled, model.modules())):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()  # the other one imports the compiler
 
@@ -115,7 +117,7 @@ def check_model(model: nn.Module, batch: PrefixBatch | None = None) -> list[str]
         reasons.append(f"{kind} RoPE changes beyond its limit with the longest sequence of a call")
     inner = [m for m in found.modules() if m is not found]
     checkpointing = found.training and any(getattr(m, "gradient_checkpointing", False) for m in inner)
-    if checkpointing and any(map(_is_compiled, inner)):
+    if checkpointing and any(map(is_compiled, inner)):
         reasons.append("its layers are compiled, as which gradient checkpointing would run them again")
     if _is_split(found):
         reasons.append("its layers are split over ranks by tensor parallelism")

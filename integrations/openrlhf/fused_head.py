@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations._replacing import WIDE, misplaced, shown, unsuitable
+from rlkernel.integrations._replacing import WIDE, misplaced, shown, unfit_temperature, unsuitable
 from rlkernel.integrations.deepspeed.engine_head import EngineHead
 from rlkernel.integrations.hf.lm_head import HeadError
 from rlkernel.integrations.hf.models import causal_lm
 from rlkernel.integrations.openrlhf import contract
-from rlkernel.integrations.openrlhf.logprobs import unable_temperature
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 
 ACTOR = "Actor.forward"
@@ -90,7 +89,7 @@ def _forward(original: Callable[..., Any], patch: OpenRlhfPatch, packing: Module
 def _unable(actor: Any, call: Call) -> str | None:
     """Why OpenRLHF's own is called, also where it tells of an error."""
     sequences, mask = call.sequences, call.action_mask
-    if reason := misplaced(sequences=sequences) or unable_temperature(actor.temperature):
+    if reason := misplaced(sequences=sequences) or unfit_temperature(actor.temperature):
         return reason
     if sequences.dim() != 2 or sequences.shape[1] < 2:
         return "sequences are not [B, T] with T >= 2"

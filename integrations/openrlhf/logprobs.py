@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from rlkernel.integrations._replacing import Arguments, finite, replacement, unfit_labels, unfit_logits
+from rlkernel.integrations._replacing import (
+    Arguments,
+    replacement,
+    unfit_labels,
+    unfit_logits,
+    unfit_temperature,
+)
 from rlkernel.integrations.openrlhf import contract
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 from rlkernel.ops.logprob import entropy_from_logits, logprob
@@ -40,14 +44,8 @@ def _entropy(given: Arguments) -> Tensor:
 def _unable(given: Arguments) -> str | None:
     logits = given["logits"]
     reason = unfit_logits(logits) or unfit_labels(logits, given["labels"])
-    return reason or unable_temperature(given["temperature"])
+    return reason or unfit_temperature(given["temperature"])
 
 
 def _unable_logits(given: Arguments) -> str | None:
     return unfit_logits(given["logits"])
-
-
-def unable_temperature(temperature: Any) -> str | None:
-    if not finite(temperature) or not temperature > 0:
-        return "the temperature is no number above 0"
-    return None

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations._replacing import NARROW, Arguments, finite, misplaced, shown
-from rlkernel.integrations.hf.lm_head import HeadError, LmHead
-from rlkernel.integrations.hf.models import causal_lm
+from rlkernel.integrations._replacing import Arguments, misplaced, shown, unfit_temperature
+from rlkernel.integrations.hf.lm_head import COMPILED, IGNORED, HeadError, narrow_head
+from rlkernel.integrations.hf.models import is_compiled
 from rlkernel.integrations.skyrl import contract, scoring
 from rlkernel.integrations.skyrl.logprobs import LOGPROBS
 from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
@@ -67,7 +67,7 @@ def _forward(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType) 
         reason = _unable(given) or unfit.get(self.model)
         if reason is None:
             try:
-                head = _head(self.model, given)
+                head = narrow_head(self.model, given["temperature"], given["compute_entropy"])
             except ValueError as error:
                 reason = str(error)
         if reason is not None:
@@ -87,17 +87,6 @@ def _forward(original: Callable[..., Any], patch: SkyrlPatch, home: ModuleType) 
     return shown(forward, original, "linear_logprob")
 
 
-def _head(model: nn.Module, given: Arguments) -> LmHead:
-    """Raises:
-    ValueError: why the model's lm_head cannot score.
-    """
-    found = causal_lm(model)
-    head = LmHead(found, float(given["temperature"]), given["compute_entropy"], False)
-    if head.module.weight.dtype not in NARROW:
-        raise ValueError(f"{head.name}: its lm_head is {head.module.weight.dtype}")
-    return head
-
-
 def _unable(given: Arguments) -> str | None:
     sequences, mask, actions = (given[name] for name in ("sequences", "attention_mask", "num_actions"))
     if reason := misplaced(sequences=sequences, attention_mask=mask):
@@ -108,15 +97,9 @@ def _unable(given: Arguments) -> str | None:
         actions = actions[0]
     if isinstance(actions, bool) or not isinstance(actions, int):
         return "num_actions is no number"
-    temperature = given["temperature"]
-    if not finite(temperature) or not temperature > 0:
-        return "the temperature is no number > 0"
-    model = given["self"].model
-    if isinstance(model, nn.Module) and (
-        "_orig_mod" in model._modules or model._compiled_call_impl is not None
-    ):
-        return "the model is compiled"
-    return None
+    if reason := unfit_temperature(given["temperature"]):
+        return reason
+    return COMPILED if is_compiled(given["self"].model) else None
 
 
 def _labels(given: Arguments, home: ModuleType) -> Tensor:
@@ -127,7 +110,7 @@ def _labels(given: Arguments, home: ModuleType) -> Tensor:
     actions = actions[0] if isinstance(actions, list) else actions
     read = torch.zeros_like(there)
     read[:, -actions - 1 : -1] = True
-    labels = sequences.roll(-1, 1).where(read & there & there.roll(-1, 1), scoring.IGNORED)
+    labels = sequences.roll(-1, 1).where(read & there & there.roll(-1, 1), IGNORED)
     if wrapper.remove_microbatch_padding:
         labels = labels[there][None]
     if wrapper.sequence_parallel_size > 1:

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.skyrl import switch
 from rlkernel.integrations.skyrl.contract import HOMES, require_version
@@ -42,7 +41,7 @@ def patch(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True) -> S
     if (active := SkyrlPatch.in_place()) is not None:
         return active.asked_again(parts, wanted)
     _before_ray(strict)
-    result = _installed(wanted, eagerly=True)
+    result = SkyrlPatch(wanted).put(ready=_imports)
     try:
         result.environment = switch.ask(wanted)
     except PatchError:
@@ -57,7 +56,7 @@ def register() -> None:
     if request is None or SkyrlPatch.in_place() is not None:
         return
     require_version(request.strict)
-    _installed(request, eagerly=False)
+    SkyrlPatch(request).put()
 
 
 def _before_ray(strict: bool) -> None:
@@ -73,16 +72,6 @@ def _before_ray(strict: bool) -> None:
     if strict:
         raise PatchError(f"{message}; patch_skyrl(strict=False) replaces what this process has")
     warnings.warn(message, stacklevel=4)  # of patch, which is called by rlkernel's
-
-
-def _installed(request: Asked, eagerly: bool) -> SkyrlPatch:
-    result = SkyrlPatch(*request)
-    for part in request.parts:
-        if HOMES[part] in sys.modules or (eagerly and _imports(part)):
-            result.plan(part)
-        else:
-            result.wait_for(part)
-    return result.apply()
 
 
 def _imports(part: str) -> bool:

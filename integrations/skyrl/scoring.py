@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlkernel.integrations.hf.lm_head import HeadError, LmHead
-
-IGNORED = -100
+from rlkernel.integrations.hf.lm_head import IGNORED, LmHead, as_rows
 
 
 class Scoring:
@@ -34,7 +30,7 @@ class Scoring:
         token = _current.set(self)
         try:
             with self.head.scoring(
-                (self.labels.shape[0], self.labels.shape[1]), _as_rows, self.labels.flatten()
+                (self.labels.shape[0], self.labels.shape[1]), as_rows, self.labels.flatten()
             ):
                 yield
         finally:
@@ -43,9 +39,7 @@ class Scoring:
 
     def logprobs(self, logits: Tensor, labels: Tensor) -> Tensor:
         """In place of ``logprobs_from_logits``, of what the model made of the lm_head's answer."""
-        if self.head.module not in _checked:
-            self._check(labels)
-            _checked.add(self.head.module)
+        self.head.check_labels(self.labels, labels, "SkyRL")
         found, entropy = self.head.results(SimpleNamespace(logits=logits))
         self._entropy = None if entropy is None else entropy.view(self.labels.shape)
         return found.view(self.labels.shape)
@@ -61,22 +55,9 @@ class Scoring:
         assert self._entropy is not None
         return self._entropy if requires_grad else self._entropy.detach()
 
-    def _check(self, labels: Tensor) -> None:
-        """Once for each model, as it waits for the GPU."""
-        if labels.shape != self.labels.shape:
-            want = tuple(self.labels.shape)
-            raise HeadError(f"SkyRL's labels must be {want}, got {tuple(labels.shape)}")
-        if not torch.all((self.labels == labels) | (self.labels == IGNORED)):
-            raise HeadError("SkyRL's labels must be the tokens that follow, got others")
-
-
-def _as_rows(hidden: Tensor) -> Tensor:
-    return hidden.reshape(-1, hidden.shape[-1])
-
 
 def current() -> Scoring | None:
     return _current.get()
 
 
 _current: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
-_checked: WeakSet[nn.Module] = WeakSet()  # heads of models whose forward asks for the labels that it should

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations._replacing import NARROW, finite, misplaced, shown, unsuitable
+from rlkernel.integrations._replacing import NARROW, misplaced, shown, unfit_temperature, unsuitable
 from rlkernel.integrations._shards import UNKNOWN, equal_shard, registered, targets_in
 from rlkernel.integrations.verl import contract
 from rlkernel.integrations.verl.verl_patch import VerlPatch
@@ -123,8 +123,8 @@ def _scored(
 def _unable(hidden: Any, weight: Any, ids: Any, temperature: Any) -> str | None:
     if reason := unsuitable(NARROW, hidden_states=hidden, weight=weight) or misplaced(input_ids=ids):
         return reason
-    if not finite(temperature) or not temperature > 0:
-        return "the temperature is no number above 0"
+    if reason := unfit_temperature(temperature):
+        return reason
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         return "hidden states and weight have different dtypes"
     if hidden.shape[:-1] != ids.shape:

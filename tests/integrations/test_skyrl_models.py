@@ -337,8 +337,8 @@ def test_heads_that_are_left_to_skyrl(reason):
     [
         ({"attention_mask": None}, "attention_mask is no tensor"),
         ({"num_actions": [2, 3, 4]}, "num_actions is no number"),
-        ({"temperature": torch.tensor(0.7)}, "the temperature is no number > 0"),
-        ({"temperature": -1.0}, "the temperature is no number > 0"),
+        ({"temperature": torch.tensor(0.7)}, "the temperature is no number above 0"),
+        ({"temperature": -1.0}, "the temperature is no number above 0"),
         ({"attention_mask": torch.ones(ROWS, 2)}, "are not [B, L]"),
     ],
     ids=str,
