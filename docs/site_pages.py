@@ -30,6 +30,7 @@ TITLES = {
 # A public module that is not loaded by ``import rlkernel``.
 APART = {"testing": "rlkernel.testing"}
 BEHIND = {
+    "patch_areal": "rlkernel.integrations.areal.patch",
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",
     "patch_skyrl": "rlkernel.integrations.skyrl.patch",

@@ -36,6 +36,16 @@ class Table:
         return self._name
 
 
+class Seen:
+    """An object of which some attributes look different."""
+
+    def __init__(self, target: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
 def shown(new: Callable[..., Any], original: Callable[..., Any], op: str) -> Callable[..., Any]:
     """``new`` with the framework's signature, and as a patch shows itself."""
     functools.update_wrapper(new, original)

@@ -8,6 +8,7 @@ from rlkernel import routing_replay
 from rlkernel._explain import explain, last_backend
 from rlkernel._frameworks import (
     packed_logprobs,
+    patch_areal,
     patch_deepspeed,
     patch_megatron,
     patch_openrlhf,
@@ -139,6 +140,7 @@ __all__ = [
     "packed_logprobs",
     "paged_prefix_attention",
     "paged_prefix_plan",
+    "patch_areal",
     "patch_deepspeed",
     "patch_megatron",
     "patch_openrlhf",

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.types import (
+    ArealPart,
     Dropout,
     MegatronPart,
     OpenRlhfPart,
@@ -22,6 +23,7 @@ from rlkernel.types import (
 )
 
 if TYPE_CHECKING:  # they need the frameworks
+    from rlkernel.integrations.areal.areal_patch import ArealPatch
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
     from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
@@ -39,6 +41,19 @@ class PackedOptions(TypedDict, total=False):
     max_tokens: int | None
     passes: int | None
     fp32_head: bool
+
+
+def patch_areal(parts: Iterable[ArealPart] | None = None, *, strict: bool = True) -> ArealPatch:
+    """Replace AReaL's log-probabilities, its lm_head and advantages; see ``rlkernel.integrations.areal.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_areal() as patch:
+        ...     len(patch.parts)
+        3
+    """
+    from rlkernel.integrations import areal
+
+    return areal.patch(parts, strict=strict)
 
 
 def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = True) -> DeepSpeedPatch:

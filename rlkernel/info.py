@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import dispatch, native
+from rlkernel.integrations.areal import switch as areals
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -47,12 +48,15 @@ OPTIONAL = {
     "verl": "verl",
     "openrlhf": "openrlhf",
     "skyrl": "skyrl",
+    "areal": "areal",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
 
 # What rlkernel reads while it runs; docs/build.md says what each does.
 ENVIRONMENT = (
+    "AREAL_RLKERNEL",
+    "AREAL_RLKERNEL_STRICT",
     "OPENRLHF_RLKERNEL",
     "OPENRLHF_RLKERNEL_RAY_HOOK",
     "OPENRLHF_RLKERNEL_STRICT",
@@ -200,6 +204,7 @@ def wrong() -> dict[str, str]:
         verls.SWITCH: verls.asked,
         openrlhfs.SWITCH: openrlhfs.asked,
         skyrls.SWITCH: skyrls.asked,
+        areals.SWITCH: areals.asked,
         sglangs.SWITCH: sglangs.asked,
     }
     for name, read in readers.items():

@@ -1,7 +1,7 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL and OpenRLHF want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the wheel
+SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the wheel
 of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the wheel
 is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for installed.
 """
@@ -43,6 +43,7 @@ FILES = {
         "skyrl/utils/",
     ),
     "openrlhf": ("openrlhf/",),
+    "areal": ("areal/",),
 }
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")

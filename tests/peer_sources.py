@@ -1,6 +1,6 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL and OpenRLHF are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The others are on GitHub
+SkyRL, OpenRLHF and AReaL are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The others are on GitHub
 alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of the commit below under
 the name given here, and is skipped where it does not:
 
@@ -52,11 +52,6 @@ CHECKOUTS = {
             "packages/prime-rl-configs/src/prime_rl/configs/trainer.py": "8e9dfae7baf22c7e",
         },
     ),
-    "areal": (
-        "inclusionAI/AReaL",
-        "4aef98d8d818af55b43621aaadba047ae10f4e77",
-        {"areal/trainer/ppo/actor.py": "32fa42bdb82943e4"},
-    ),
     "deepspeed-examples": (
         "deepspeedai/DeepSpeedExamples",
         "45b4b7156c8794a3452a5a7d03dbd8d797068569",
@@ -68,7 +63,7 @@ CHECKOUTS = {
         {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
     ),
 }
-WHEELS = ("skyrl", "openrlhf", "vllm")
+WHEELS = ("areal", "skyrl", "openrlhf", "vllm")
 
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:

@@ -110,6 +110,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
+        ("areal_step.py", "areal transformers"),
         ("deepspeed_step.py", "transformers deepspeed"),
         ("grpo_arithmetic.py", "trl"),
         ("grpo_prefix.py", "trl"),
@@ -132,7 +133,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
 def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
     """In one line, before anything is computed, by every recipe that needs more than torch."""
     frameworks = (
-        "datasets", "deepspeed", "megatron", "openrlhf", "peft", "sglang", "skyrl", "transformers", "trl",
+        "areal", "datasets", "deepspeed", "megatron", "openrlhf", "peft", "sglang", "skyrl", "transformers", "trl",
         "verl", "vllm",
     )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
@@ -157,6 +158,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("megatron_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("sglang_sampler.py --requests 0", "--requests must be 1 or more, got 0"),
+        ("areal_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("skyrl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("openrlhf_step.py --steps 0", "--steps must be 1 or more, got 0"),

@@ -26,6 +26,7 @@ OPTIONAL = (
     "verl",
     "openrlhf",
     "skyrl",
+    "areal",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

@@ -13,6 +13,7 @@ import torch
 import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases, report
+from rlkernel.integrations.areal import switch as areals
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -83,7 +84,7 @@ def test_reasons_are_grouped():
 def variables():
     """Those of the page on building, and when each is read; those of frameworks are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    of_frameworks = (*vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN)
+    of_frameworks = (*vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN, *areals.OWN)
     return [*rows, *((name, "run") for name in of_frameworks)]
 
 
@@ -127,6 +128,7 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         (vllms.SWITCH, "sampling", "VLLM_RLKERNEL must name some of .*got .'sampling',"),
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
         (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
+        (areals.SWITCH, "sampling", "AREAL_RLKERNEL must name some of .*got .'sampling',"),
         (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )

@@ -31,7 +31,7 @@ def ordinary_attention(
         attention_mask = _as_for_a_known_name(module, query, key, attention_mask, kwargs)
     seen: Any = module
     if "flash" in name:  # it looks up which flash attention it is
-        seen = _Seen(module, config=_Seen(module.config, _attn_implementation=name))
+        seen = Seen(module, config=Seen(module.config, _attn_implementation=name))
     if run is None:
         run = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if run is None:
@@ -99,13 +99,3 @@ def _as_for_a_known_name(
         # on "sdpa" it does not do that, here it has.
         return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)[None, None]
     return mask
-
-
-class _Seen:
-    """An object of which some attributes look different."""
-
-    def __init__(self, target: Any, **changed: Any) -> None:
-        self.__dict__.update(changed, _target=target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)

@@ -8,22 +8,20 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 
+from rlkernel.integrations._module import run_module
 from rlkernel.integrations.openrlhf import switch
 from rlkernel.integrations.openrlhf.processes import watch
 
 
 def main(arguments: list[str]) -> None:
-    # DeepSpeed's launcher puts --local_rank in front of what it was given
-    place = next((i for i, text in enumerate(arguments) if not text.startswith("-")), None)
-    if place is None:
-        sys.exit("usage: python -m rlkernel.integrations.openrlhf MODULE [its arguments]")
+    run_module("openrlhf", arguments, _prepare)  # DeepSpeed's launcher puts --local_rank in front
+
+
+def _prepare() -> None:
     switch.ask()
     watch()
-    sys.argv = ["", *arguments[:place], *arguments[place + 1 :]]  # runpy names the file
-    runpy.run_module(arguments[place], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

