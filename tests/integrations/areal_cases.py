@@ -78,3 +78,15 @@ if "areal" not in sys.modules:
 vocab_parallel = load(contract.HOMES["logprobs"])
 actor = load(contract.HOMES["advantages"])
 engine = load(contract.HOMES["fused_head"])
+
+
+def eager():
+    """AReaL compiles what it gathers with; one test lets it."""
+    return torch.compiler.set_stance("force_eager")
+
+
+DOOR = Door(
+    rlkernel.patch_areal, ArealPatch, "areal", "AReaL", contract.SUPPORTED, switch, switch.OWN
+)
+check_against_areal, check_left_to_areal = DOOR.check_against, DOOR.check_left
+upstream, nothing_left_behind = DOOR.fixtures(eager)

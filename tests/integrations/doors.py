@@ -77,9 +77,9 @@ class Door:
 
     # numbers
 
-    def check_against(self, call, leaves, dtype, upstream, name, exact=None):
+    def check_against(self, call, leaves, dtype, upstream, name, exact=None, magnitude=0.0):
         """``call`` patched, beside the framework's own: within twice its error in this dtype; the truth is
-        ``exact`` in fp64, or the framework's own."""
+        ``exact`` in fp64, or the framework's own.  ``magnitude``: of what is subtracted on the way."""
         leaves = [x.to(dtype) for x in leaves]
         truth = differentiated(exact or call, leaves, torch.float64, upstream)
         stock = differentiated(call, leaves, dtype, upstream)
@@ -88,7 +88,7 @@ class Door:
             assert patch.calls[name] == 1 and not patch.fallbacks, (patch.calls, patch.fallbacks)
         for kind, got, theirs, want in zip(("output", "gradient"), found, stock, truth, strict=True):
             for i, of in enumerate(zip(got, theirs, want, strict=True)):
-                check(f"{name}'s {kind} {i}", *of)
+                check(f"{name}'s {kind} {i}", *of, magnitude=magnitude)
         return found, stock
 
     def check_left(self, call, reason, parts=None):
