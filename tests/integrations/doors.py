@@ -19,6 +19,7 @@ import pytest
 import torch
 from accuracy import check
 from patch_orders import same, state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel.integrations._parts import Asked
@@ -291,6 +292,21 @@ def differentiated(call, leaves, dtype, upstream):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     total = sum((x.double() * u).sum() for x, u in zip(outputs, upstream, strict=True))
     return [x.detach() for x in outputs], torch.autograd.grad(total, leaves)
+
+
+class Logits(TorchDispatchMode):
+    """The most rows that any tensor has whose last dimension is the vocabulary."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.rows = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.vocab:
+                self.rows = max(self.rows, x.numel() // self.vocab)
+        return out
 
 
 class FlashAttn(torch.autograd.Function):

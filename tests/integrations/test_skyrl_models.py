@@ -7,9 +7,8 @@ import pytest
 import tiny
 import torch
 from accuracy import check
-from doors import random
+from doors import Logits, random
 from skyrl_cases import BACKEND, check_left_to_skyrl, load, nothing_left_behind, upstream
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel.drivers import linear_tiles
@@ -122,21 +121,6 @@ def test_only_logprobs_are_returned():
     torch.testing.assert_close(got * kept, want * kept, rtol=1e-5, atol=1e-5)
 
 
-class Logits(TorchDispatchMode):
-    """The most rows of a tensor whose last dimension is the vocabulary."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == VOCAB:
-                self.rows = max(self.rows, x.numel() // VOCAB)
-        return out
-
-
 @pytest.mark.parametrize("options", [{}, PACKED], ids=["padded", "packed"])
 def test_no_logits_are_made(monkeypatch, options):
     """Of what the vocabulary is the last dimension there is the head's weight, transposed: 16 rows."""
@@ -144,10 +128,10 @@ def test_no_logits_are_made(monkeypatch, options):
     model = wrapper(model=tiny.make_model(vocab=VOCAB, hidden=16), **options)
     with rlkernel.patch_skyrl():
         run(model)  # the first call looks at what the model makes of its lm_head's answer
-        with Logits() as seen:
+        with Logits(VOCAB) as seen:
             run(model)
     assert seen.rows <= 16
-    with Logits() as stock:
+    with Logits(VOCAB) as stock:
         run(model)
     assert stock.rows == (int(sample()[1].sum()) if options else ROWS * LENGTH)
 
