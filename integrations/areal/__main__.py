@@ -18,8 +18,12 @@ from rlkernel.integrations.areal.install import register
 
 
 def main(arguments: list[str]) -> None:
+    run_module("areal", arguments, _prepare)
+
+
+def _prepare() -> None:
     os.environ.setdefault(switch.SWITCH, "1")
-    run_module("areal", arguments, register)
+    register()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ for packages of which the rest uses a little, and does not stay on the path.
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
 from pathlib import Path
@@ -46,6 +47,8 @@ CONTROLLER = "areal.experimental.training_service.controller.controller"
 
 def enter():
     for name, given in ENTERED.items():
+        if name in sys.modules:
+            continue
         module = types.ModuleType(name)
         module.__path__ = [str(SOURCE.joinpath(*name.split(".")[1:]))]
         vars(module).update(given)
@@ -68,13 +71,23 @@ def importable():
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def own_logging():
+    """Whoever asks AReaL for a logger gets another root of all loggers, of which pytest knows nothing."""
+    kind = logging.Logger
+    before = kind.root, kind.manager
+    try:
+        yield
+    finally:
+        kind.root, kind.manager = before
+
+
 def load(name):
-    with importable():
+    with importable(), own_logging():
         return importlib.import_module(name)
 
 
-if "areal" not in sys.modules:
-    enter()
+enter()
 vocab_parallel = load(contract.HOMES["logprobs"])
 actor = load(contract.HOMES["advantages"])
 engine = load(contract.HOMES["fused_head"])

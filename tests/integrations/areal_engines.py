@@ -5,7 +5,7 @@ import os
 
 import tiny
 import torch
-from areal_cases import engine, load
+from areal_cases import engine, load, own_logging
 
 cli_args, alloc_mode, io_struct = map(load, ("areal.api.cli_args", "areal.api.alloc_mode", "areal.api.io_struct"))
 VOCAB = 160
@@ -24,13 +24,13 @@ def configured(path, kind, **options):
 def make(path, kind="FSDPPPOActor", config="PPOActorConfig", data=1, sequence=1, tensor=1, **options):
     """An engine of the model in ``path``; the processes of its ranks have met."""
     os.environ["LOCAL_RANK"] = os.environ.get("RANK", "0")
-    made = getattr(engine, kind)(configured(path, config, **options))
-    made.create_process_group(
-        alloc_mode.ParallelStrategy(
-            data_parallel_size=data, context_parallel_size=sequence, tensor_parallel_size=tensor
-        )
+    layout = alloc_mode.ParallelStrategy(
+        data_parallel_size=data, context_parallel_size=sequence, tensor_parallel_size=tensor
     )
-    made.initialize(None, io_struct.FinetuneSpec(1, 8, 8))
+    with own_logging():
+        made = getattr(engine, kind)(configured(path, config, **options))
+        made.create_process_group(layout)
+        made.initialize(None, io_struct.FinetuneSpec(1, 8, 8))
     return made
 
 
