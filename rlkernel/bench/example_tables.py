@@ -8,6 +8,12 @@ from rlkernel.bench.trainer_step import measured, page, spread_of
 Stored = dict[str, Any]
 
 
+def areal_step(stored: Stored) -> str:
+    """Of ``examples/areal_step.py``: a step by AReaL's FSDP engine and actor."""
+    what = "A step of PPO by AReaL's `FSDPPPOActor`"
+    return _step(stored, what, {"stock": "AReaL", "patched": "`patch_areal()`"}, ", half of them the prompt")
+
+
 def deepspeed_step(stored: Stored) -> str:
     """Of ``examples/deepspeed_step.py``: a step of an engine."""
     what = f"A PPO step of an engine under ZeRO-{stored['settings']['stage']}"

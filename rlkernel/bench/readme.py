@@ -63,6 +63,7 @@ MADE = {
     "openrlhf_step": _of_an_example("openrlhf_step", example_tables.openrlhf_step),
     "sglang_sampler": _of_an_example("sglang_sampler", example_tables.sglang_sampler),
     "skyrl_step": _of_an_example("skyrl_step", example_tables.skyrl_step),
+    "areal_step": _of_an_example("areal_step", example_tables.areal_step),
     "verl_step": _of_an_example("verl_step", example_tables.verl_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),
     "vllm_attention": _of_an_example("vllm_attention", example_tables.vllm_attention),
