@@ -44,7 +44,7 @@ class PackedOptions(TypedDict, total=False):
 
 
 def patch_areal(parts: Iterable[ArealPart] | None = None, *, strict: bool = True) -> ArealPatch:
-    """Replace AReaL's log-probabilities, its lm_head and advantages; see ``rlkernel.integrations.areal.patch``.
+    """Replace AReaL's log-probabilities, lm_head and advantages; see ``rlkernel.integrations.areal.patch``.
 
     Examples:
         >>> with rlkernel.patch_areal() as patch:

@@ -1,9 +1,10 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the wheel
-of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the wheel
-is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for installed.
+SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
+wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
+wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
+installed.
 """
 
 import platform

@@ -16,10 +16,10 @@ logger = logging.getLogger("rlkernel.patch_areal")
 def patch(parts: Iterable[ArealPart] | None = None, *, strict: bool = True) -> ArealPatch:
     """Put rlkernel under AReaL in this process, and ask for it in those that it starts, until ``undo()``.
 
-    Each part is put in its place where AReaL has imported its module, or as soon as it does.  Of the processes
-    that it starts, those do as they are asked whose command is ``python -m rlkernel.integrations.areal``.  A
-    second call while the patch is on returns the same object.  What is left to AReaL after all is counted,
-    warned of once a reason, and summed up in the log by ``undo()``.
+    Each part is put in its place where AReaL has imported its module, or as soon as it does.  Of the
+    processes that it starts, those do as they are asked whose command is ``python -m
+    rlkernel.integrations.areal``.  A second call while the patch is on returns the same object.  What is left
+    to AReaL after all is counted, warned of once a reason, and summed up in the log by ``undo()``.
 
     Args:
         parts: what to replace, of ``"logprobs"``, ``"fused_head"`` and ``"advantages"``; None: all of it.
@@ -30,8 +30,8 @@ def patch(parts: Iterable[ArealPart] | None = None, *, strict: bool = True) -> A
     Raises:
         ValueError: an argument is off.
         ImportError: AReaL is not installed.
-        PatchError: the patch is on with other parts; or, if ``strict``, AReaL is not what was run.  Nothing is
-            replaced then.
+        PatchError: the patch is on with other parts; or, if ``strict``, AReaL is not what was run.  Nothing
+            is replaced then.
     """
     wanted = switch.called(parts, strict)
     require_version(strict)

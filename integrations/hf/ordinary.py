@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlkernel.integrations._replacing import Seen
 from rlkernel.integrations.hf.packed_call import refuse
 
 NAMES_THAT_MODELS_KNOW = ("sdpa", "eager")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkernel.integrations.hf.lm_head import IGNORED, LmHead, as_rows
+from rlkernel.integrations.hf.lm_head import LmHead, as_rows
 
 
 class Scoring:

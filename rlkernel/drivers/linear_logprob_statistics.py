@@ -56,12 +56,11 @@ class TileStatistics:
 
     def _widen(self, extremes: Tensor, tile: Tile, first: bool) -> None:
         if tile.bias is None:
-            found = torch.aminmax(tile.logits, dim=1)
+            low, high = (x.float() for x in torch.aminmax(tile.logits, dim=1))
         else:
             step = max(1, _CELLS // tile.logits.shape[1])
             parts = [torch.aminmax(x.float() + tile.bias, dim=1) for x in tile.logits.split(step)]
-            found = [torch.cat(x) for x in zip(*parts, strict=True)]
-        low, high = (x.float() for x in found)
+            low, high = (torch.cat(x) for x in zip(*parts, strict=True))
         extremes[0] = low if first else torch.minimum(extremes[0], low)
         extremes[1] = high if first else torch.maximum(extremes[1], high)
 

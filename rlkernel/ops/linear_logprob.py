@@ -20,7 +20,7 @@ from rlkernel.calls.linear_logprob import (
     LinearLogprobResults,
     LinearLogprobStatistics,
 )
-from rlkernel.calls.logprob import LogprobOutput, RowGrads
+from rlkernel.calls.logprob import LogprobOutput, LogprobResults, RowGrads
 from rlkernel.drivers import linear_logprob_support as support_driver
 from rlkernel.drivers import vocab_parallel
 from rlkernel.opaque import Op
@@ -398,16 +398,14 @@ def _backward(
 def _like(call: LinearLogprobCall) -> LinearLogprobResults:
     dtype, count = torch.promote_types(call.compute_dtype, torch.float32), call.hidden.shape[0]
     row = functools.partial(torch.empty, count, device=call.hidden.device)
-    named = (
-        row(dtype=torch.bool if name == "is_top1" else dtype) if name in call.statistics else None
-        for name in STATISTICS
-    )
-    return LinearLogprobResults(
-        row(dtype=dtype), row(dtype=dtype) if call.return_entropy else None, row(dtype=dtype), *named,
-        row(dtype=dtype), row(dtype=dtype),
-        torch.empty_like(call.hidden) if call.need_direction else None,
-        None if call.support_ids is None else call.hidden.new_empty(call.support_ids.shape, dtype=dtype),
-    )  # fmt: skip
+    statistics = {name: row(dtype=torch.bool if name == "is_top1" else dtype) for name in call.statistics}
+    entropy = row(dtype=dtype) if call.return_entropy else None
+    rows = LogprobResults(row(dtype=dtype), entropy, row(dtype=dtype), row(dtype=dtype), row(dtype=dtype))
+    products = None
+    if call.support_ids is not None:
+        products = call.hidden.new_empty(call.support_ids.shape, dtype=dtype)
+    direction = torch.empty_like(call.hidden) if call.need_direction else None
+    return LinearLogprobResults.of(rows, direction=direction, products=products, **statistics)
 
 
 op = Op(

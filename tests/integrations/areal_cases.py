@@ -98,8 +98,6 @@ def eager():
     return torch.compiler.set_stance("force_eager")
 
 
-DOOR = Door(
-    rlkernel.patch_areal, ArealPatch, "areal", "AReaL", contract.SUPPORTED, switch, switch.OWN
-)
+DOOR = Door(rlkernel.patch_areal, ArealPatch, "areal", "AReaL", contract.SUPPORTED, switch, switch.OWN)
 check_against_areal, check_left_to_areal = DOOR.check_against, DOOR.check_left
 upstream, nothing_left_behind = DOOR.fixtures(eager)

@@ -7,7 +7,9 @@ import tiny
 import torch
 from areal_cases import engine, load, own_logging
 
-cli_args, alloc_mode, io_struct = map(load, ("areal.api.cli_args", "areal.api.alloc_mode", "areal.api.io_struct"))
+cli_args, alloc_mode, io_struct = map(
+    load, ("areal.api.cli_args", "areal.api.alloc_mode", "areal.api.io_struct")
+)
 VOCAB = 160
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -15,8 +17,8 @@ ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MAST
 def configured(path, kind, **options):
     given = {
         "attn_impl": "sdpa", "dtype": "float32", "temperature": 0.7,
-        "optimizer": cli_args.OptimizerConfig(lr=1e-3), "mb_spec": cli_args.MicroBatchSpec(max_tokens_per_mb=40),
-        "gradient_checkpointing": False,
+        "optimizer": cli_args.OptimizerConfig(lr=1e-3), "gradient_checkpointing": False,
+        "mb_spec": cli_args.MicroBatchSpec(max_tokens_per_mb=40),
     }  # fmt: skip
     return getattr(cli_args, kind)(experiment_name="e", trial_name="t", path=str(path), **given | options)
 
@@ -56,7 +58,7 @@ def weight(given):
 
 
 def step(made, given, weights=weight):
-    """What a loss is given in every micro-batch, and the gradients that it leaves; no step of the optimizer."""
+    """What a loss is given in every micro-batch, and the gradients that it leaves; without the optimizer."""
     seen, grads = [], {}
 
     def loss(logprobs, entropy, micro, vocab_min_logits, vocab_max_logits):

@@ -97,7 +97,12 @@ def test_the_gradient_of_one_output_alone():
 def test_logits_that_are_not_dense():
     labels = labels_of(6, vocab=40)
     wide = random(0, 6, 80)
-    for logits in (wide[:, ::2], wide.T.contiguous().T[:, :40], wide[:, 3:43], random(1, 1, 40).expand(6, 40)):
+    for logits in (
+        wide[:, ::2],
+        wide.T.contiguous().T[:, :40],
+        wide[:, 3:43],
+        random(1, 1, 40).expand(6, 40),
+    ):
         with rlkernel.patch_areal():
             got = vocab_parallel.gather_logprobs_entropy(logits, labels)
         for a, b in zip(got, exact(logits, labels, 1.0, True), strict=True):

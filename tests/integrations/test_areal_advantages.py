@@ -97,7 +97,11 @@ def test_any_options_together():
     """Drawn at random."""
     draw = python_random.Random(3)
     for seed in range(60):
-        norms = [None, cli_args.NormConfig(**NORM), cli_args.NormConfig(mean_level="group", std_level="group", group_size=2)]
+        norms = [
+            None,
+            cli_args.NormConfig(**NORM),
+            cli_args.NormConfig(mean_level="group", std_level="group", group_size=2),
+        ]
         options = {
             "discount": draw.choice([0.0, 0.5, 0.99, 1.0]), "gae_lambda": draw.choice([0.0, 0.95, 1.0]),
             "kl_ctl": draw.choice([0.0, 0.1]), "mask_no_eos_with_zero": draw.random() < 0.5,

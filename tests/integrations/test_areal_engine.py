@@ -104,7 +104,8 @@ def test_an_engine_of_areals(made, parts):
     "options",
     [
         {"temperature": 1.0}, {"temperature": 2}, {"gradient_checkpointing": True}, {"pad_to_maximum": True},
-        {"kind": "FSDPDPOEngine", "config": "DPOEngineConfig"}, {"kind": "FSDPLMEngine", "config": "TrainEngineConfig"},
+        {"kind": "FSDPDPOEngine", "config": "DPOEngineConfig"},
+        {"kind": "FSDPLMEngine", "config": "TrainEngineConfig"},
         {"use_lora": True, "target_modules": ["q_proj", "v_proj"]},
     ],
     ids=str,

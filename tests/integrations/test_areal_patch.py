@@ -140,7 +140,9 @@ def test_what_somebody_has_put_around_a_function_stays(monkeypatch, owner, name)
 
 def test_signatures_stay_areals():
     owners = [(vocab_parallel, name) for name in ("gather_logprobs", "gather_logprobs_entropy")]
-    owners += [(engine.FSDPEngine, path.partition(".")[2]) for path in contract.PARAMETERS if "Engine" in path]
+    owners += [
+        (engine.FSDPEngine, path.partition(".")[2]) for path in contract.PARAMETERS if "Engine" in path
+    ]
     owners.append((actor.PPOActor, "_compute_advantages"))
     before = [inspect.signature(getattr(*owner)) for owner in owners]
     with rlkernel.patch_areal():
@@ -255,7 +257,16 @@ def test_a_module_of_areals_as_a_program(tmp_path, asked):
     places = [tmp_path, ROOT, ROOT / "tests", ROOT / "tests" / "integrations", STAND_INS]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, places), *sys.path])}
     environment |= {"PYTHONWARNINGS": "ignore"} | ({} if asked is None else {switch.SWITCH: asked})
-    command = [sys.executable, "-m", "rlkernel.integrations.areal", "worker_of_test", "--port", "7", "--role", "x"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlkernel.integrations.areal",
+        "worker_of_test",
+        "--port",
+        "7",
+        "--role",
+        "x",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     arguments, waiting, replaced = json.loads(done.stdout.splitlines()[-1])

@@ -88,7 +88,9 @@ def _gathered(rank, kind):
                     found[name, dtype, side] = [x.detach() for x in out], shard.grad
         with rlkernel.patch_areal() as patch:  # what each rank has alone is no part of anything
             logits, labels = _inputs()
-            alone = torch.distributed.new_group([0]) if rank == 0 else torch.distributed.new_group([0]) and None
+            alone = (
+                torch.distributed.new_group([0]) if rank == 0 else torch.distributed.new_group([0]) and None
+            )
             got = vocab_parallel.gather_logprobs(logits, labels, 0.7, alone)
             logs = (logits / 0.7).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
             torch.testing.assert_close(got, logs)
