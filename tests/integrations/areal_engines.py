@@ -75,6 +75,7 @@ def step(made, given, weights=weight):
         return {}
 
     made.train()
+    made.model.zero_grad()  # which the optimizer may not know
     with replaced(made, "optimizer_step", grab):
         made.train_batch(dict(given), loss, weights)
     evaluated = made.eval_batch(dict(given), loss, weights)

@@ -1,5 +1,6 @@
 """What stands in the place of AReaL's gathered log-probabilities and entropies, beside AReaL's own."""
 
+import contextlib
 import math
 import random as python_random
 
@@ -15,6 +16,7 @@ from areal_cases import (
     vocab_parallel,
 )
 from doors import random
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 from rlkernel.integrations.areal import logprobs
@@ -156,6 +158,7 @@ def test_a_label_outside_the_vocabulary_is_an_error():
 
 
 def test_no_copy_of_the_logits_is_kept_for_backward():
+    """Of which AReaL keeps one where torch does not compile it."""
     logits = random(0, 64, 1000).bfloat16().requires_grad_()
     sizes = {}
     for side in ("stock", "ours"):
@@ -169,6 +172,33 @@ def test_no_copy_of_the_logits_is_kept_for_backward():
         own = {x.data_ptr(): x.nbytes for x in kept if x.data_ptr() != logits.data_ptr()}
         sizes[side] = sum(own.values())
     assert sizes["stock"] >= 2 * logits.nbytes and sizes["ours"] < logits.nbytes / 50, sizes
+
+
+def test_backward_makes_one_gradient_of_the_logits():
+    """AReaL cuts rows out of the logits, and autograd makes of each part's gradient one of all rows."""
+    logits, labels = random(0, 64, 50), labels_of(64, vocab=50)
+    made = {}
+    for side in ("stock", "ours"):
+        leaf = logits.clone().requires_grad_()
+        with rlkernel.patch_areal() if side == "ours" else contextlib.nullcontext():
+            total = vocab_parallel.gather_logprobs(leaf, labels, 1.0, None, 8).sum()
+            with Counted(logits.shape) as counted:
+                torch.autograd.grad(total, leaf)
+        made[side] = counted.times
+    assert made["ours"] == 1 and made["stock"] >= 8, made
+
+
+class Counted(TorchDispatchMode):
+    """How many tensors of a shape anything makes."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.times = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.times += isinstance(out, torch.Tensor) and out.shape == self.shape and not out._is_view()
+        return out
 
 
 def test_as_compiled_as_areal_has_it():
