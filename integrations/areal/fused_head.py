@@ -91,6 +91,11 @@ def _asked(of_loss: bool | None) -> Iterator[None]:
 def _passes(patch: ArealPatch, kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
     unfit: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
+    def left(self: Any, reason: str, *args: Any) -> Any:
+        patch.left(ENGINE, reason, quiet=reason == LOGITS_ASKED)
+        with _asked(None), scoring.passing(None):
+            return original(self, *args)
+
     def forward_backward_batch(
         self: Any, mb_list: Any, process_output_fn: Callable[..., Any], forward_only: bool = False
     ) -> Any:
@@ -102,23 +107,23 @@ def _passes(patch: ArealPatch, kind: type, original: Callable[..., Any]) -> Call
             except ValueError as error:
                 reason = str(error)
         if reason is not None:
-            patch.left(ENGINE, reason, quiet=reason == LOGITS_ASKED)
-            return original(self, mb_list, process_output_fn, forward_only)
-        found = scoring.Scoring(head, bool(of_loss))
+            return left(self, reason, mb_list, process_output_fn, forward_only)
+        found = scoring.Scoring(self, head, bool(of_loss))
 
         def processed(logits: Tensor, context: dict[str, Any]) -> Any:
             found.end(logits)
-            return process_output_fn(logits, context)
+            result = process_output_fn(logits, context)
+            found.batches += 1
+            return result
 
         try:
-            with found.on():
+            with _asked(None), scoring.passing(found):
                 result = original(self, mb_list, processed, forward_only)
         except HeadError as error:  # what only a call shows
             unfit[self.model] = str(error)
             if found.batches:  # some have had their backward pass
                 raise
-            patch.left(ENGINE, str(error))
-            return original(self, mb_list, process_output_fn, forward_only)
+            return left(self, str(error), mb_list, process_output_fn, forward_only)
         patch.count(patch.calls, ENGINE)
         return result
 
@@ -128,7 +133,7 @@ def _passes(patch: ArealPatch, kind: type, original: Callable[..., Any]) -> Call
 def _prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_mb_inputs(self: Any, mb_item: Any) -> Any:
         inputs, context = original(self, mb_item)
-        if (found := scoring.preparing()) is not None:
+        if (found := scoring.preparing(self)) is not None:
             found.begin(inputs, context.pad_length)
         return inputs, context
 

@@ -25,25 +25,15 @@ class Scoring:
     who come with the very tensor, and a loss may gather from logits of its own.
     """
 
-    def __init__(self, head: LmHead, of_loss: bool) -> None:
-        self.head = head
-        self.batches = 0
+    def __init__(self, engine: Any, head: LmHead, of_loss: bool) -> None:
+        self.engine, self.head = engine, head
+        self.batches = 0  # that are done with
         if of_loss:
             head.return_entropy, head.statistics = True, EXTREMES
         self._inside = contextlib.ExitStack()
         self._labels = torch.empty(0)
         self._logits: Tensor | None = None
         self._found: tuple[Tensor, Tensor | None] | None = None
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-            self._inside.close()
-            self._logits = self._found = None
 
     def begin(self, inputs: dict[str, Any], padding: int) -> None:
         """The model is about to be called with ``inputs``: from now on its lm_head scores the tokens that
@@ -61,7 +51,10 @@ class Scoring:
         self._inside.close()
         self._found = self.head.results(SimpleNamespace(logits=logits[None]))
         self._logits = logits
-        self.batches += 1
+
+    def close(self) -> None:
+        self._inside.close()
+        self._logits = self._found = None
 
     def answers(self, logits: Any) -> bool:
         return self._logits is not None and logits is self._logits
@@ -84,8 +77,22 @@ def current(logits: Any) -> Scoring | None:
     return found if found is not None and found.answers(logits) else None
 
 
-def preparing() -> Scoring | None:
-    return _current.get()
+def preparing(engine: Any) -> Scoring | None:
+    """Whose micro-batches ``engine`` prepares."""
+    found = _current.get()
+    return found if found is not None and found.engine is engine else None
+
+
+@contextlib.contextmanager
+def passing(found: Scoring | None) -> Iterator[None]:
+    """For the time of an engine's passes, which another's may be inside of; None: the engine makes logits."""
+    token = _current.set(found)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        if found is not None:
+            found.close()
 
 
 def asking(gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -209,6 +209,62 @@ def test_a_loss_that_gathers_from_logits_of_its_own(made):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("kind", ["actor", "critic", "logits"])
+def test_a_loss_that_runs_an_engine(made, saved, kind):
+    """Which scores, or makes what it makes, and leaves the one around it as it was."""
+    options = {"kind": "FSDPPPOCritic", "config": "PPOCriticConfig", "is_critic": True}
+    other = engines.make(saved, **(options if kind == "critic" else {}))
+    inner = batch(3)
+
+    def ask():
+        if kind != "logits":
+            return scored(other, inner)
+        found = []
+        other.forward_backward_batch(
+            other._prepare_mb_list(inner), lambda logits, context: found.append(logits), True
+        )
+        return torch.cat(found)
+
+    def run():
+        asked = []
+
+        def loss(logprobs, entropy, micro, vocab_min_logits, vocab_max_logits):
+            with torch.no_grad():
+                asked.append(ask())
+            return logprobs.sum() + vocab_max_logits.sum()
+
+        return made.eval_batch(batch(), loss, engines.weight), *asked
+
+    want = run()
+    with rlkernel.patch_areal(["fused_head"]) as patch:
+        got = run()
+        assert patch.calls[ENGINE] == (3 if kind == "actor" else 1)
+        assert patch.fallbacks.total() == (0 if kind == "actor" else 2)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    assert scoring._current.get() is None and fused_head._of_loss.get() is None
+
+
+def test_an_error_behind_the_first_micro_batch(made):
+    """Is one: the first has had its backward pass."""
+    begin, times = scoring.Scoring.end, []
+
+    def fails(self, logits):
+        begin(self, logits)
+        times.append(1)
+        if len(times) > 1:
+            raise lm_head.HeadError("another model")
+
+    scoring.Scoring.end = fails
+    try:
+        with rlkernel.patch_areal(["fused_head"]) as patch:
+            with pytest.raises(lm_head.HeadError, match="another model"):
+                step(made, batch())
+            assert not patch.calls and scoring._current.get() is None
+    finally:
+        scoring.Scoring.end = begin
+
+
 def test_a_micro_batch_without_weight(made):
     """Has no loss, and gradients of 0: the other one's are all that there are."""
 
@@ -310,18 +366,15 @@ def test_a_head_that_is_none(made):
 
 def test_labels_that_are_others(made, monkeypatch):
     """What is scored is what is asked for."""
-    compute = engine.FSDPEngine._compute_logprobs
     stock = torch.roll
 
     def other(x, shifts, dims=None):
         return stock(x, 2, dims)
 
-    want = "AReaL's labels must be the tokens that follow, got others"
-    with rlkernel.patch_areal(["fused_head"]), monkeypatch.context() as changed:
+    with monkeypatch.context() as changed:
         changed.setattr(engine.torch, "roll", other)
-        with pytest.raises(lm_head.HeadError, match=want):
-            scored(made, batch())
-    assert engine.FSDPEngine._compute_logprobs is compute and scoring._current.get() is None
+        left(made, "AReaL's labels must be the tokens that follow, got others")
+        left(made, "AReaL's labels must be the tokens that follow, got others")
 
 
 def test_an_error_of_the_model_leaves_it_as_it_was(made):
