@@ -77,6 +77,10 @@ def _tried(found: Finding, module: Any, warned: list[warnings.WarningMessage]) -
     # a second call would have to agree with the options of one that is on
     if (active := _patch.in_place(name)) is not None:
         return _seen(found, active)
+    contract = sys.modules.get(f"{module.__name__}.contract")
+    for home in getattr(contract, "HOMES", {}).values():  # for whose import a part may wait
+        with contextlib.suppress(ImportError):
+            importlib.import_module(home)
     with module.patch() as patch:
         said = [str(x.message) for x in warned]
         return _seen(found, patch)._replace(warned=[x for x in said if x.startswith(name)])
@@ -88,7 +92,8 @@ def _seen(found: Finding, patch: Any) -> Finding:
         why_not=dict(getattr(patch, "refused", {})),
         calls=dict(patch.calls),
         fallbacks=dict(patch.fallbacks),
-        notes=dict(getattr(patch, "notes", {})),
+        notes=dict(getattr(patch, "notes", {}))
+        | {part: f"waits for {home}" for part, home in getattr(patch, "waiting", {}).items()},
     )
 
 

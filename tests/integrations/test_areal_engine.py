@@ -127,17 +127,36 @@ def test_any_batches(made):
 def test_the_head_of_a_vision_model(made):
     """Of Qwen 2.5 VL, over text: images are put into the hidden states before."""
     config = transformers.Qwen2_5_VLConfig(
-        text_config=dict(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-            rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
-        ),
+        text_config=SMALL | {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         vision_config=dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=32),
         image_token_id=150, video_token_id=151, vision_start_token_id=152, vision_end_token_id=153,
     )  # fmt: skip
     torch.manual_seed(0)
     kind = transformers.Qwen2_5_VLForConditionalGeneration
     made.model, made.is_vision_model = kind._from_config(config, attn_implementation="sdpa"), True
+    compare(made, batch(), truth=False)
+
+
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("Gemma2", {"final_logit_softcapping": 3.0}), ("Granite", {"logits_scaling": 3.0}), ("Phi", {})],
+    ids=["softcap", "scale", "bias"],
+)
+def test_heads_of_other_families(made, monkeypatch, family, options):
+    """Whose logits are bounded, scaled or shifted, and their extremes with them."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL, **options)
+    made.model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if made.model.lm_head.bias is not None:
+        torch.nn.init.normal_(made.model.lm_head.bias)
+    if family != "Gemma2":  # of the mask that AReaL gives to all others newer transformers make nothing
+        monkeypatch.setattr(made.model_config, "model_type", "qwen3_moe")
     compare(made, batch(), truth=False)
 
 

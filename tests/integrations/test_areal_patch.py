@@ -15,14 +15,18 @@ from areal_cases import (
     STAND_INS,
     actor,
     engine,
+    importable,
     load,
     nothing_left_behind,
+    own_logging,
     upstream,
     vocab_parallel,
 )
 from doors import ROOT
 
 import rlkernel
+from rlkernel import doctor
+from rlkernel.integrations import _contract
 from rlkernel.integrations._arrivals import Arrivals
 from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
@@ -202,6 +206,21 @@ def test_an_undone_patch_waits_for_nothing(unimported):
     rlkernel.patch_areal(["advantages"]).undo()
     assert not any(isinstance(finder, Arrivals) for finder in sys.meta_path)
     assert load(name).PPOActor._compute_advantages.__module__ == name
+
+
+def test_the_doctor_imports_what_parts_wait_for(monkeypatch, unimported):
+    monkeypatch.setattr(_contract, "version", lambda name: areal.__version__)
+    name = unimported("advantages")
+    with importable(), own_logging():
+        found = doctor.examine("areal")
+    assert found.reason is None and not found.why_not and not found.notes
+    assert f"{name}.PPOActor._compute_advantages" in found.replaced and GATHER in found.replaced
+    name = unimported("advantages")
+    monkeypatch.setitem(sys.modules, name, None)
+    found = doctor.examine("areal")
+    assert str(found.reason).startswith(f"PatchError: advantages cannot be replaced: import of {name} halted")
+    monkeypatch.setattr(ArealPatch, "plan", lambda self, part: self.wait_for(part))
+    assert doctor.examine("areal").notes["fused_head"] == "waits for areal.engine.fsdp_engine"
 
 
 # processes
