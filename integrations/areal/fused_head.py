@@ -23,7 +23,8 @@ from rlkernel.integrations._replacing import shown, unfit_temperature
 from rlkernel.integrations.areal import contract, scoring
 from rlkernel.integrations.areal.areal_patch import ArealPatch
 from rlkernel.integrations.areal.logprobs import ENTROPY, LOGPROBS
-from rlkernel.integrations.hf.lm_head import COMPILED, HeadError, narrow_head
+from rlkernel.integrations.areal.ranks_head import RanksHead
+from rlkernel.integrations.hf.lm_head import COMPILED, HeadError, LmHead, narrow_head
 from rlkernel.integrations.hf.models import is_compiled
 
 ENGINE = "FSDPEngine"
@@ -103,7 +104,8 @@ def _passes(patch: ArealPatch, kind: type, original: Callable[..., Any]) -> Call
         reason = _unable(self, kind, of_loss) or unfit.get(self.model)
         if reason is None:
             try:
-                head = narrow_head(self.model, self.config.temperature, False)
+                kind_of_head = RanksHead if self.parallel_helper.tp_size > 1 else LmHead
+                head = narrow_head(self.model, self.config.temperature, False, kind_of_head)
             except ValueError as error:
                 reason = str(error)
         if reason is not None:
@@ -157,8 +159,6 @@ def _unable(engine: Any, kind: type, of_loss: bool | None) -> str | None:
         return "a critic has no vocabulary"
     if engine.enable_tree_training:
         return "the batch is a tree of tokens"
-    if ranks.tp_size > 1:
-        return "the model is tensor-parallel"
     if engine.is_vision_model and ranks.sp_size > 1:
         return "a vision model's tokens are shared out inside of it"
     own = next((name for name in (*READERS, *LOSS) if _differs(engine, kind, name)), None)

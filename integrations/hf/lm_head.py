@@ -69,13 +69,14 @@ class LmHead:
             if hidden.dim() != 3 or hidden.shape[:2] != shape:
                 want = (*shape, module.weight.shape[1])
                 raise HeadError(f"{self.name}: hidden states must be {want}, got {tuple(hidden.shape)}")
+            hidden = self._entered(hidden)
             self._scores = self._score(rows(hidden), labels)
             probe = hidden.new_tensor(PROBE)
             # Nothing of them, but their graph: DDP looks for unused parameters from what a model returns.
             link = zero_with_graph(self._scores.logprobs).to(probe.dtype)
             # a model may leave out some of its vocabulary, or change it, which its first call is to show
             self._entries = 1 if self._is_checked() else module.weight.shape[0]
-            return (probe + link)[None, :, None].repeat(1, 1, self._entries)
+            return self._left((probe + link)[None, :, None].repeat(1, 1, self._entries))
 
         module.forward = forward
         try:
@@ -85,6 +86,12 @@ class LmHead:
                 del module.forward
             else:
                 module.forward = before
+
+    def _entered(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _left(self, logits: Tensor) -> Tensor:
+        return logits
 
     def _score(self, hidden: Tensor, labels: Tensor) -> Any:
         kind = hidden.device.type
@@ -155,13 +162,15 @@ class LmHead:
             )
 
 
-def narrow_head(model: nn.Module, temperature: float, return_entropy: bool) -> LmHead:
+def narrow_head(
+    model: nn.Module, temperature: float, return_entropy: bool, kind: type[LmHead] = LmHead
+) -> LmHead:
     """The lm_head inside a model's wrappers.
 
     Raises:
         ValueError: why it cannot score.
     """
-    head = LmHead(causal_lm(model), float(temperature), return_entropy, False)
+    head = kind(causal_lm(model), float(temperature), return_entropy, False)
     if head.module.weight.dtype not in NARROW:
         raise ValueError(f"{head.name}: its lm_head is {head.module.weight.dtype}")
     return head

@@ -325,7 +325,7 @@ def test_engines_that_are_left_to_areal(made, monkeypatch):
             changed.setattr(made, name, value)
             helper = types.SimpleNamespace(sp_size=2, tp_size=1)
             assert _reason(made, helper) == reason
-    assert _reason(made, types.SimpleNamespace(sp_size=1, tp_size=2)) == "the model is tensor-parallel"
+    assert _reason(made, types.SimpleNamespace(sp_size=1, tp_size=2)) is None
     assert _reason(made, types.SimpleNamespace(sp_size=2, tp_size=1)) is None
 
 
@@ -381,6 +381,18 @@ def test_a_head_that_is_none(made):
     finally:
         made.model.config.final_logit_softcapping = None
     assert made.model.lm_head.forward == stock
+
+
+def test_ranks_whose_head_is_none_of_theirs(made, monkeypatch):
+    """A model of whose head no rank has a part, though it is said to be tensor-parallel."""
+    monkeypatch.setattr(made.parallel_helper, "_ps", types.SimpleNamespace(tp_size=2, cp_size=1, dp_size=1))
+    assert made.parallel_helper.tp_size == 2
+    with rlkernel.patch_areal(["fused_head"]) as patch:
+        found = scored(made, batch())
+        assert list(patch.fallbacks) == [
+            f"{ENGINE}: Qwen2ForCausalLM: its lm_head must be given all tokens, as its style gathers them"
+        ]
+    assert found.isfinite().all()
 
 
 def test_labels_that_are_others(made, monkeypatch):
