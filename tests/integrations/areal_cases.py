@@ -7,6 +7,7 @@ for packages of which the rest uses a little, and does not stay on the path.
 
 import contextlib
 import importlib
+import importlib.machinery
 import logging
 import sys
 import types
@@ -50,6 +51,7 @@ def enter():
         if name in sys.modules:
             continue
         module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)  # others look for it
         module.__path__ = [str(SOURCE.joinpath(*name.split(".")[1:]))]
         vars(module).update(given)
         sys.modules[name] = module
