@@ -11,6 +11,7 @@ from linear_logprob_cases import NAMES, with_bias
 from logprob_cases import upstream_like
 
 import rlkernel
+from rlkernel.ops import _vocab_parallel
 from rlkernel.drivers import linear_products, linear_tiles, vocab_parallel
 from rlkernel.reference import linear_logprob as head_reference
 from rlkernel.reference import logprob as logits_reference
@@ -221,6 +222,14 @@ def test_special_rows(on_two):
                 assert a[2:5].isnan().all() and c[2:5].isnan().all(), f"{name}: {field}"
             for field, a, c in zip(OUTPUTS, ours, truth, strict=False):
                 assert torch.equal(a.isnan(), c.isnan()), f"{name}: {field}"
+
+
+def test_one_temperature_of_one_row_has_the_digest_of_its_value():
+    """A single number, spread over the rows, may have the stride 0 where there is one row or none."""
+    number = torch.tensor(0.9)
+    assert _vocab_parallel.digest(number.expand(1)) == _vocab_parallel.digest(number.view(1))
+    assert _vocab_parallel.digest(number.expand(0)) == _vocab_parallel.digest(number.new_empty(0))
+    assert _vocab_parallel.digest(number.expand(1)) != _vocab_parallel.digest(number.view(1) + 1)
 
 
 def _errors(rank):

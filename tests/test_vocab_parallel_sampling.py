@@ -73,6 +73,7 @@ ROWS_DEALT = {
             bad_words=[[[1, 2]], None, [[5, SPLIT]], [], [[9]]],
         )
     },
+    "one other": {"top_logprobs": 1, "logprob_token_ids": IDS[:1]},
     "others": {"top_logprobs": 4, "logprob_token_ids": IDS[:, None], "ranking": "raw", "top_p": 0.5},
     "processed": {"top_logprobs": 3, "logprob_token_ids": IDS[:2], "ranking": "processed", "top_k": 3},
 }  # fmt: skip

@@ -47,6 +47,13 @@ def folded(nodes: Iterable[Tensor | None]) -> Tensor | None:
     return held[0][1] if held else None
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """The elements [..., n] as they are, side by side: not every library sends every dtype."""
+    x = x.contiguous()
+    # without a row, or of one element, contiguous() lets the last stride be
+    return (x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
 def gathered(x: Tensor, group: Any) -> Tensor:
     """[R, ...] of what the ranks have."""
     ranks = dist.get_world_size(group)

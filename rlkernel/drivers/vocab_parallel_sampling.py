@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel.calls.sampling import RECORD, SPLIT, SampleStats, Sampling, Scratch
+from rlkernel.drivers.rank_tree import bytes_of
 from rlkernel.drivers.vocab_parallel import gathered, group_of
 
 # (first row, row behind the last, first entry, logits) of each tile of the entries from one to another; tiles
@@ -153,7 +154,7 @@ def collected(columns: Sequence[Tensor | None], total: int, shards: Shards) -> l
     if total == 0:
         return list(columns)
     part = -(-total // len(shards.spans))
-    flat = [None if x is None else _bytes(x.reshape(x.shape[0], math.prod(x.shape[1:]))) for x in columns]
+    flat = [None if x is None else bytes_of(x.reshape(x.shape[0], math.prod(x.shape[1:]))) for x in columns]
     widths = [0 if x is None else x.shape[1] for x in flat]
     own = torch.cat([x for x in flat if x is not None], 1)
     if own.shape[0] < part:
@@ -176,18 +177,13 @@ def _sent(x: Tensor, counts: list[int], expected: list[int], shards: Shards) -> 
     size = x.element_size()
     received = x.new_empty(sum(expected))
     dist.all_to_all_single(
-        _bytes(received),
-        _bytes(x.reshape(-1)),
+        bytes_of(received),
+        bytes_of(x.reshape(-1)),
         [count * size for count in expected],
         [count * size for count in counts],
         group=group_of(shards.group),
     )
     return list(received.split(expected))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """As they are: not every library sends every dtype."""
-    return x.contiguous().view(torch.uint8)
 
 
 def _up(entry: int) -> int:

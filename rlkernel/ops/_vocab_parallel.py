@@ -10,7 +10,7 @@ from torch import Tensor
 from rlkernel.calls.linear_logprob import LinearLogprobCall
 from rlkernel.calls.logprob import LogprobCall
 from rlkernel.drivers import vocab_parallel
-from rlkernel.drivers.rank_tree import SEGMENTS, segments_of
+from rlkernel.drivers.rank_tree import SEGMENTS, bytes_of, segments_of
 from rlkernel.ops import _validate
 from rlkernel.runtime import debug, invariance
 
@@ -105,9 +105,9 @@ def same(shared: Mapping[str, Any], digests: Sequence[Sequence[int]]) -> None:
 def digest(value: Any) -> int:
     """The same for the same values."""
     if isinstance(value, Tensor):
-        x = value.detach().cpu().contiguous().reshape(-1)
+        x = value.detach().cpu().reshape(-1)
         kind = f"{x.dtype} {tuple(value.shape)}".encode()
-        return zlib.crc32(x.view(torch.uint8).numpy().tobytes(), zlib.crc32(kind))
+        return zlib.crc32(bytes_of(x).numpy().tobytes(), zlib.crc32(kind))
     if isinstance(value, Mapping):
         value = sorted(value.items(), key=repr)
     if isinstance(value, (tuple, list)):
