@@ -37,7 +37,7 @@ direct::Settings settings_of(py::object forced, py::object asked, py::dict last,
   return {forced, asked, last, emulated, debug, levels, forward_ad, torch.attr("is_grad_enabled"), torch.attr("empty_like"),
           torch.attr("nn").attr("Parameter"), torch.attr("contiguous_format"), torch.attr("float32"), module,
           core.attr("_len_torch_dispatch_stack"), core.attr("_functorch").attr("peek_interpreter_stack"),
-          core.attr("_get_tracing_state")};
+          core.attr("_get_tracing_state"), core.attr("_len_torch_function_stack")};
 }
 
 // Those of a step of an engine.

@@ -1,4 +1,4 @@
-"""An op made from its records: autograd in eager mode, and one opaque node each way under ``torch.compile``.
+"""An op made from its records: autograd in eager mode, and one opaque node each way where torch is traced.
 
 ``Call`` is a NamedTuple of what a backend is asked, ``Results`` one of what it answers; of these the first
 few are the caller's.  Autograd, the schemas of the nodes, and what is saved and handed back follow from the
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from rlkernel import dispatch
-from rlkernel.runtime import ranges
+from rlkernel.runtime import ranges, tracing
 from rlkernel.runtime.modes import anchor, once_differentiable
-from rlkernel.runtime.schema import holds_tensor, is_told, part_of
+from rlkernel.runtime.schema import holds_tensor, is_told, negative, part_of, resolved
 
 Grads = tuple[Tensor | None, ...]
 
@@ -72,6 +72,7 @@ class Op:
         self.like, self.forward, self.backward = like, forward, backward
         self.traced, self.overwrites, self.in_node, self.look = traced, overwrites, in_node or {}, look
         self.part = part_of("", call)
+        self.is_negative = eval(f"lambda call: {negative('call', call)}", {"Tensor": Tensor})
         self.gradients = [fields.index(x) for x in gradients]
         self.constants = [i for i, x in enumerate(names[:outputs]) if x not in differentiable]
         self.sources, self.constant = _getter(self.gradients), _getter(self.constants)
@@ -85,12 +86,13 @@ class Op:
         self.node = _node(self)
 
     def __call__(self, call: Any) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling():
+        if tracing.is_on():
             there = [x is not None for x in self.like(call)[: self.outputs]]
             got = self.node(*self.flat(call))
             if isinstance(got, Tensor):  # the only result
                 return (got,)
             return tuple(x if t else None for x, t in zip(got, there, strict=False))
+        call = self.plain(call)
         if self.gradients and torch.is_grad_enabled():
             sources = self.sources(call)
             # what has a tangent of forward-mode AD is refused there, and would be lost here
@@ -100,6 +102,11 @@ class Op:
                     return self.eager.apply(call, *sources)[: self.outputs]
         watched = profiler._is_profiler_enabled or ranges.nvtx  # no function: a small op takes microseconds
         return (self.named if watched else self.forward)(self.pick(call), call)[: self.outputs]
+
+    def plain(self, call: Any) -> Any:
+        """With the values in memory of tensors that torch would negate where it reads them, as it does the
+        imaginary part of what was conjugated."""
+        return resolved(call) if self.is_negative(call) else call
 
     def named(self, impl: Any, call: Any) -> Any:
         """``forward`` by its name in a profile."""
@@ -214,7 +221,7 @@ def _eager(op: Op) -> Any:
         assert op.backward is not None
         watched = profiler._is_profiler_enabled or ranges.nvtx
         run = op.named_backward if watched else op.backward
-        return None, *run(ctx.impl, call, results, grads[: op.outputs])
+        return None, *run(ctx.impl, call, results, resolved(grads[: op.outputs]))
 
     def backward_once(ctx: Any, *grads: Any) -> Any:
         if ctx.overwritten:
@@ -230,14 +237,14 @@ def _eager(op: Op) -> Any:
     return type(f"_{op.name.title().replace('_', '')}", (torch.autograd.Function,), functions)
 
 
-# Under torch.compile.  What a node takes and gives are tensors and scalars: a result that is absent is empty.
+# Of what is traced.  What a node takes and gives are tensors and scalars: a result that is absent is empty.
 
 
 def _node(op: Op) -> Any:
     schema = f"({', '.join(op.part.slots)}) -> ({', '.join(['Tensor'] * len(op.results._fields))})"
 
     def forward(*flat: Any) -> Any:
-        call = op.made(flat)
+        call = op.plain(op.made(flat))
         if op.look is not None:
             op.look(call)
         return _apart(op.named(op.pick(call), call), flat)
@@ -328,12 +335,12 @@ def _backward_node(op: Op, place: list[int]) -> Any:
 
 
 def _gradients(op: Op, impl: Any, grads: Any, needs: Any, results: Any, flat: Any) -> Grads:
-    call = op.made(flat)
+    call = op.plain(op.made(flat))
     if op.needs is not None:
         call = call._replace(needs=tuple(needs))
     assert op.backward is not None
     run = op.backward if impl is None else op.named_backward  # None: of a compiler's graph
-    return run(impl, call, op.results(*results), tuple(grads))
+    return run(impl, call, op.results(*results), resolved(tuple(grads)))
 
 
 def _apart(results: Any, inputs: Any) -> Tensor | tuple[Tensor, ...]:

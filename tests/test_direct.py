@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rlkernel
 from rlkernel import dispatch, native
@@ -167,6 +168,32 @@ def test_where_a_tangent_or_a_transform_follows_it_declines(op):
     torch.func.jvp(looked, (first,), (first,))
     torch.func.vmap(looked)(first[None])
     assert seen == [None] * 3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_torch_is_recorded_it_declines(op):
+    """A record of torch's operations has not what a kernel writes, but that memory was taken for it."""
+    first, *rest = plain(op)
+    seen = []
+
+    def looked(x):
+        seen.append(short(op, x, *rest))
+        return x + 1
+
+    for before in (False, True):
+        make_fx(looked, pre_dispatch=before)(first)
+    torch.jit.trace(looked, first, check_trace=False)
+    assert seen == [None] * 3 and short(op, first, *rest) is not None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_negated_values_are_declined(op):
+    """The imaginary part of conjugated numbers has its values, but for their sign, in every other place."""
+    first, *rest = plain(op, shape=(2, 1))
+    part = torch.complex(first, -first).conj().imag
+    assert part.is_neg() and torch.equal(part, first)
+    assert short(op, part, *rest) is None and short(op, first, *rest) is not None
+    assert are_equal(getattr(rlkernel, op)(part, *rest), long(op, first, *rest))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -334,6 +334,7 @@ def test_names_that_users_know(device, temperature):
     )
     got = rlkernel.selective_log_softmax(logits, several, temperature)
     torch.testing.assert_close(got, logp.gather(-1, several), **close)
+    assert torch.equal(rlkernel.selective_log_softmax(logits, several.to(torch.uint8), temperature), got)
     grad = torch.autograd.grad(got.pow(2).sum(), logits, retain_graph=True)[0]
     want_grad = torch.autograd.grad(logp.gather(-1, several).pow(2).sum(), logits, retain_graph=True)[0]
     torch.testing.assert_close(grad, want_grad, rtol=0, atol=2e-5)

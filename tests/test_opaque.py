@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from differentiable import OPS, leaves
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from rlkernel.opaque import Op
-from rlkernel.runtime.schema import part_of
+from rlkernel.runtime.schema import negative, part_of, resolved
 
 NUMBER = itertools.count()
 
@@ -199,6 +201,50 @@ def test_a_second_derivative_is_refused(saves):
         g.sum().backward()
 
 
+def negated(x):
+    """Equal to ``x``, as the imaginary part of what is conjugated: memory holds the values times -1."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag.detach().requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_that_torch_negates_reach_a_backend_as_they_are(compiled):
+    torch._dynamo.reset()
+    run = torch.compile(OP, fullgraph=True, backend="aot_eager") if compiled else OP
+    call = CALLS["tensors"]()
+    want = gradients(OP, call)
+    names = ("x", "scale", "shift", "divisor")
+    given = call._replace(**{name: negated(getattr(call, name)) for name in names})
+    assert all(getattr(given, name).is_neg() for name in names)
+    seen.clear()
+    assert all(map(same, gradients(run, given), want))
+    y = run(given)[0]
+    y.backward(negated(torch.ones_like(y)))
+    for asked, results, grads in seen:
+        tensors = [x for x in (*asked, *results, *grads) if isinstance(x, Tensor)]
+        assert tensors and not any(x.is_neg() for x in tensors)
+
+
+def test_values_of_a_record_in_a_record_reach_a_backend_as_they_are():
+    x = torch.ones(3)
+    call = Outside(Inner(negated(x), RULE), (1, 2))
+    assert eval(f"lambda call: {negative('call', Outside)}", {"Tensor": Tensor})(call)
+    assert not resolved(call).inner.y.is_neg() and torch.equal(resolved(call).inner.y, x)
+    assert resolved(call).other == (1, 2) and type(resolved(call)) is Outside
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["dispatched", "before dispatch"])
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_one_node_of_a_record(op, before):
+    """Of other values too: a record of a kernel's memory alone would give what is in there by chance."""
+    function, _ = OPS[op]
+    arguments = [x.detach() for x in leaves(op)]
+    others = [x / 2 for x in arguments]
+    want = function(*others)
+    record = make_fx(lambda xs: function(*xs), pre_dispatch=before)(arguments)
+    assert any("rlkernel" in str(node.target) for node in record.graph.nodes)
+    assert torch.equal(record(others), want)
+
+
 def test_the_name_in_a_graph_is_the_op_s():
     assert OP(CALLS["numbers"]())[0].grad_fn.name() == f"_{OP.name.title().replace('_', '')}Backward"
 
@@ -242,6 +288,11 @@ class Inner(NamedTuple):
 
     y: Tensor
     rule: Rule
+
+
+class Outside(NamedTuple):
+    inner: Inner
+    other: tuple[int, ...]
 
 
 class OuterCall(NamedTuple):

@@ -11,8 +11,8 @@ from linear_logprob_cases import NAMES, with_bias
 from logprob_cases import upstream_like
 
 import rlkernel
-from rlkernel.ops import _vocab_parallel
 from rlkernel.drivers import linear_products, linear_tiles, vocab_parallel
+from rlkernel.ops import _vocab_parallel
 from rlkernel.reference import linear_logprob as head_reference
 from rlkernel.reference import logprob as logits_reference
 

@@ -28,6 +28,7 @@ from rlkernel.ops import _fp8, _support, _validate, _vocab_parallel
 from rlkernel.ops._options import LinearLogprobOptions
 from rlkernel.ops._typed import typed
 from rlkernel.ops.logprob import row_gradient
+from rlkernel.runtime import tracing
 from rlkernel.runtime.modes import autocasts, without_autocast
 from rlkernel.types import InputScheme, LinearAlgorithm, Statistic
 
@@ -276,7 +277,7 @@ def _call(
     parts = _vocab_parallel.parts_of(group, options.get("vocab_start", 0), len(weight), whole=not cut)
     need_direction = need_direction and group is None and parts == 1
     # a backward pass will want the logits again
-    keep = torch.is_grad_enabled() and trained and not torch.compiler.is_compiling()
+    keep = torch.is_grad_enabled() and trained and not tracing.is_on()
     if len(rows) != 1:
         hidden, target_ids = hidden.reshape(-1, hidden.shape[-1]), target_ids.reshape(-1)
     support = _support.checked(

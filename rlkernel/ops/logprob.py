@@ -165,7 +165,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float | Te
         raise ValueError(f"index must have shape {want} or {want} + (K,), got {tuple(index.shape)}")
     lse = logprob(logits, index.new_zeros(logits.shape[:-1]), temperature=temperature).lse
     t = temperature[..., None] if isinstance(temperature, Tensor) and temperature.dim() else temperature
-    return logits.gather(-1, index).to(lse.dtype) / t - lse[..., None]
+    return logits.gather(-1, index.long()).to(lse.dtype) / t - lse[..., None]
 
 
 @typed

@@ -5,8 +5,9 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor
+
+from rlkernel.runtime import tracing
 
 __all__ = ["checks", "enabled"]  # what users call
 
@@ -57,7 +58,7 @@ def checks(on: bool = True) -> Iterator[None]:
 
 def may_read(tensor: Tensor) -> bool:
     """Whether values of ``tensor`` may be looked at: free on a CPU, a synchronisation elsewhere; while
-    torch.compile traces there are none."""
-    if torch.compiler.is_compiling():
+    torch is traced there are none."""
+    if tracing.is_on():
         return False
     return tensor.device.type == "cpu" or (enabled() and tensor.device.type != "meta")

@@ -66,6 +66,28 @@ def holds_tensor(hint: Any) -> bool:
     return hint is Tensor or Tensor in typing.get_args(hint)
 
 
+def negative(name: str, hint: Any) -> str:
+    """Text of Python: whether some tensor of what has the ``name`` is negated where torch reads it."""
+    if not holds_tensor(hint):
+        return "False"
+    if hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint).values()
+        parts = [negative(f"{name}[{i}]", x) for i, x in enumerate(hints) if holds_tensor(x)]
+        return f"({' or '.join(parts)})"
+    is_there = {NoneType}.issuperset(set(typing.get_args(hint)) - {Tensor})
+    there = f"{name} is not None" if is_there else f"isinstance({name}, Tensor)"
+    return f"{name}.is_neg()" if hint is Tensor else f"({there} and {name}.is_neg())"
+
+
+def resolved(x: Any) -> Any:
+    """A tensor, or the tensors of a record, with their values in memory as they are."""
+    if isinstance(x, Tensor):
+        return x.resolve_neg() if x.is_neg() else x
+    if hasattr(x, "_fields"):
+        return type(x)._make(map(resolved, x))
+    return tuple(map(resolved, x)) if type(x) is tuple else x
+
+
 def _record(name: str, record: Any) -> Part:
     hints = typing.get_type_hints(record)
     if name and set(hints.values()) <= {float, int, bool}:

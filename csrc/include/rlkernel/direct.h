@@ -28,6 +28,7 @@ struct Settings {
   py::object is_grad_enabled, empty_like, parameter, contiguous, float32;
   py::object module;               // the backend's, of this op
   py::object has_modes, transforms, traces;  // what else may look on; false, None or 0 where nothing does
+  py::object has_function_modes;             // 0 where nobody records a graph of torch's functions
 };
 
 inline py::object value_of(const py::object& variable) {
@@ -99,6 +100,11 @@ class Caller {
     return value_of(settings_.asked).is_none() && (is_text(forced.ptr(), automatic) || is_text(forced.ptr(), native));
   }
 
+  // Whether nobody records torch's operations, among which a kernel does not show.
+  bool is_unrecorded() const {
+    return says_no(settings_.has_function_modes) && says_no(settings_.traces);
+  }
+
   // Notes whether a backward may follow for some tensor; false where a tangent may.
   bool is_one_way() {
     if (says_no(settings_.is_grad_enabled)) return true;
@@ -129,7 +135,7 @@ class Caller {
     out.needs_gradient = needs.ptr() != Py_False;
     needs_gradient_ |= out.needs_gradient;
     out.object = object;
-    return out.lent(dlpack::kCpu, object);
+    return out.lent(dlpack::kCpu, object) && !(out.is_part_of_complex() && is_negative(object));
   }
 
   bool take(PyObject* object, Maybe& out) { return object == Py_None || take(object, static_cast<Plain&>(out)); }
@@ -239,6 +245,13 @@ class Caller {
     return found != nullptr && PyLong_AsLong(found) < 0;
   }
 
+  // What torch negates where it reads it: memory holds other values.
+  static bool is_negative(PyObject* object) {
+    static PyObject* const method = name("is_neg");
+    const auto found = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object, method));
+    return found.ptr() != Py_False;
+  }
+
   py::object read(py::object made, Plain& out) const {
     // a mode of torch's may have made what only looks like a tensor
     if (Py_TYPE(made.ptr()) != bind::torch().tensor || !out.lent(dlpack::kCpu, made.ptr()))
@@ -321,7 +334,9 @@ struct IsBelowAutograd<Call, std::void_t<decltype(Call::kBelowAutograd)>> : std:
 template <class Call>
 bool is_plain(Caller& caller, PyObject* op, PyObject* args, PyObject* kwargs, Call& call) {
   if constexpr (IsBelowAutograd<Call>::value) return caller.has_own_kernels() && caller.take_all(args, kwargs, call);
-  else return caller.is_at_rest(op) && caller.take_all(args, kwargs, call) && caller.is_one_way() && (Call::kTrains || !caller.trains());
+  else
+    return caller.is_at_rest(op) && caller.is_unrecorded() && caller.take_all(args, kwargs, call) && caller.is_one_way() &&
+           (Call::kTrains || !caller.trains());
 }
 
 template <class Launch>

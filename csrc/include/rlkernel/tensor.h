@@ -146,6 +146,13 @@ class Tensor {
     return true;
   }
 
+  // Whether it may be the imaginary part of complex numbers, which torch has as a view of every other number.
+  bool is_part_of_complex() const {
+    for (int d = 0; d < x_.ndim; ++d)
+      if (x_.shape[d] > 1 && x_.strides[d] % 2 != 0) return false;
+    return true;
+  }
+
   // Whether each stride is beyond all that the smaller ones reach, so that no two elements have one address.
   bool is_apart() const {
     for (int d = 0; d < x_.ndim; ++d) {

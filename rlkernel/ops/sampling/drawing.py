@@ -2,17 +2,17 @@
 
 from types import ModuleType
 
-import torch
 from torch.autograd import profiler
 
 from rlkernel import dispatch
 from rlkernel.calls.sampling import SampleStats, SamplingCall
 from rlkernel.opaque import Op
-from rlkernel.runtime import ranges
+from rlkernel.runtime import ranges, tracing
 
 
 def draw(call: SamplingCall) -> SampleStats:
-    if not torch.compiler.is_compiling():  # nothing of it has a gradient
+    if not tracing.is_on():  # nothing of it has a gradient
+        call = op.plain(call)
         impl, watched = _pick(call), profiler._is_profiler_enabled or ranges.nvtx
         stats: SampleStats = op.named(impl, call) if watched else impl.forward(call)
         return stats
