@@ -74,9 +74,10 @@ def negative(name: str, hint: Any) -> str:
         hints = typing.get_type_hints(hint).values()
         parts = [negative(f"{name}[{i}]", x) for i, x in enumerate(hints) if holds_tensor(x)]
         return f"({' or '.join(parts)})"
-    is_there = {NoneType}.issuperset(set(typing.get_args(hint)) - {Tensor})
-    there = f"{name} is not None" if is_there else f"isinstance({name}, Tensor)"
-    return f"{name}.is_neg()" if hint is Tensor else f"({there} and {name}.is_neg())"
+    is_number = not {NoneType}.issuperset({*typing.get_args(hint)} - {Tensor})
+    # in a node of a backward pass None stands for tensors that were not saved
+    there = f"isinstance({name}, Tensor)" if is_number else f"{name} is not None"
+    return f"({there} and {name}.is_neg())"
 
 
 def resolved(x: Any) -> Any:
