@@ -343,6 +343,22 @@ def test_fp64_stays_fp64():
     torch.testing.assert_close(out, a @ b + bias, rtol=1e-15, atol=1e-15)
 
 
+@ON_EVERY_BACKEND
+def test_autocast_has_no_part_in_the_sums(backend, device):
+    """Of a product whose bias or whose gradient would show it, were the product itself rounded first."""
+    if device != "cpu":
+        pytest.skip("CPU autocast")
+    a, b, _ = operands(3, 40, 7, torch.bfloat16)
+    grad = torch.linspace(-1, 1, 21).view(3, 7)
+
+    def both(on):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            return run(backend, a, b, torch.full((7,), 1e-3), grad, out_dtype=torch.float32)
+
+    for ours, theirs in zip(both(True), both(False), strict=True):
+        assert_equal(backend, ours, theirs)
+
+
 def test_autocast_is_that_of_torch():
     a, b, bias = operands(6, 9, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):

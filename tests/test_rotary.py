@@ -125,6 +125,18 @@ def test_one_rounding_is_nearer():
 
 
 @ON_EVERY_BACKEND
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_autocast_changes_nothing(backend, device, dtype):
+    inputs = {k: x.to(device, dtype) for k, x in make_inputs(1, 3, 2, 8).items()}
+    want = run(backend, inputs)
+    for other in (torch.bfloat16, torch.float16):
+        with torch.autocast(device, dtype=other):
+            found = run(backend, inputs)
+        for name, x in want.items():
+            assert_equal(name, found[name], x)
+
+
+@ON_EVERY_BACKEND
 def test_in_place(backend, device):
     for packed, dim, rotary_dim in ((True, 12, 12), (False, 12, 8)):
         inputs = make_inputs(2, 3, 2, dim, rotary_dim=rotary_dim, packed=packed, device=device)

@@ -1,15 +1,16 @@
 """A matrix product whose rows have the same bits in any batch."""
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from rlkernel.calls.matmul import MatmulCall, MatmulResults
+from rlkernel.calls.matmul import MatmulCall, MatmulGrads, MatmulResults
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
-from rlkernel.runtime.modes import autocasts
+from rlkernel.runtime.modes import autocasts, without_autocast
 
 SEGMENTS = (1, 2, 4, 8)
 
@@ -125,6 +126,20 @@ def _batched(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     return a, b, (*batch, rows)
 
 
+def _forward(impl: ModuleType, call: MatmulCall) -> MatmulResults:
+    with without_autocast(call.a.device):  # the dtype is that of the operands, and of their sums fp32
+        results: MatmulResults = impl.forward(call)
+    return results
+
+
+def _backward(
+    impl: ModuleType, call: MatmulCall, results: MatmulResults, grads: tuple[Tensor | None, ...]
+) -> MatmulGrads:
+    with without_autocast(call.a.device):
+        found: MatmulGrads = impl.backward(call, results, grads[0])
+    return found
+
+
 def _like(call: MatmulCall) -> MatmulResults:
     a, b = call.a, call.b
     return MatmulResults(torch.empty(*a.shape[:2], b.shape[2], dtype=call.out_dtype, device=a.device))
@@ -136,7 +151,8 @@ op = Op(
     MatmulResults,
     pick=("a", "b"),
     like=_like,
-    backward=lambda impl, call, results, grads: impl.backward(call, results, grads[0]),
+    forward=_forward,
+    backward=_backward,
     gradients=("a", "b", "bias"),
     differentiable=("out",),
     saves=("a", "b", "bias"),

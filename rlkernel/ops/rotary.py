@@ -1,5 +1,7 @@
 """Rotary position embedding: pairs of a head's elements are turned by the angle of their token."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from rlkernel.calls.rotary import ROUNDINGS, RotaryCall, RotaryGrads, RotaryOutp
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime.modes import without_autocast
 from rlkernel.types import RotaryRounding
 
 
@@ -161,6 +164,20 @@ def _written(given: tuple[Tensor, Tensor | None], found: RotaryOutput) -> Rotary
     return RotaryOutput(*given)
 
 
+def _forward(impl: ModuleType, call: RotaryCall) -> RotaryResults:
+    with without_autocast(call.q.device):  # the dtype is that of the tensors
+        results: RotaryResults = impl.forward(call)
+    return results
+
+
+def _backward(
+    impl: ModuleType, call: RotaryCall, results: RotaryResults, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    with without_autocast(call.cos.device):
+        found: tuple[Tensor | None, ...] = impl.backward(call, RotaryGrads(*grads))
+    return found
+
+
 def _like(call: RotaryCall) -> RotaryResults:
     return RotaryResults(torch.empty_like(call.q), None if call.k is None else torch.empty_like(call.k))
 
@@ -170,7 +187,8 @@ op = Op(
     RotaryCall,
     RotaryResults,
     pick=("q",),
-    backward=lambda impl, call, results, grads: impl.backward(call, RotaryGrads(*grads)),
+    forward=_forward,
+    backward=_backward,
     like=_like,
     gradients=("q", "k"),
     differentiable=("q", "k"),
