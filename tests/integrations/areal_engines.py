@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from unittest import mock
 
 import tiny
 import torch
@@ -25,11 +26,11 @@ def configured(path, kind, **options):
 
 def make(path, kind="FSDPPPOActor", config="PPOActorConfig", data=1, sequence=1, tensor=1, **options):
     """An engine of the model in ``path``; the processes of its ranks have met."""
-    os.environ["LOCAL_RANK"] = os.environ.get("RANK", "0")
     layout = alloc_mode.ParallelStrategy(
         data_parallel_size=data, context_parallel_size=sequence, tensor_parallel_size=tensor
     )
-    with own_logging():
+    # what AReaL and its starter set, other frameworks would take for their own
+    with own_logging(), mock.patch.dict(os.environ, LOCAL_RANK=os.environ.get("RANK", "0")):
         made = getattr(engine, kind)(configured(path, config, **options))
         made.create_process_group(layout)
         made.initialize(None, io_struct.FinetuneSpec(1, 8, 8))
