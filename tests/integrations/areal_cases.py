@@ -16,7 +16,7 @@ from pathlib import Path
 import fetch_peers
 import pytest
 import torch
-from doors import Door
+from doors import Door, stood_in
 from peer_sources import folder
 
 import rlkernel
@@ -60,17 +60,8 @@ def enter():
     sys.modules[CONTROLLER] = controller
 
 
-@contextlib.contextmanager
 def importable():
-    before = list(sys.path)
-    sys.path.insert(0, str(STAND_INS))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-        stand_ins = {path.stem for path in STAND_INS.iterdir()}
-        for name in [name for name in sys.modules if name.partition(".")[0] in stand_ins]:
-            del sys.modules[name]
+    return stood_in(STAND_INS, {path.stem for path in STAND_INS.iterdir()})
 
 
 @contextlib.contextmanager

@@ -28,6 +28,19 @@ from rlkernel.integrations._patch import PatchError
 ROOT = Path(__file__).parents[2]
 
 
+@contextlib.contextmanager
+def stood_in(folder, forgotten):
+    """Packages of ``folder`` stand for those that are not here; of those ``forgotten`` no module stays."""
+    before = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
+            del sys.modules[name]
+
+
 @dataclass(frozen=True)
 class Door:
     patch: Callable[..., Any]

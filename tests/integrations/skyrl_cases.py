@@ -5,7 +5,6 @@ stands for packages of which they use a little.  Neither stays on the path: othe
 lies there for installed.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import Door, policy_batch
+from doors import Door, policy_batch, stood_in
 from peer_sources import folder
 
 import rlkernel
@@ -32,16 +31,8 @@ BACKEND = "skyrl.backends.skyrl_train"
 SOURCE = folder("skyrl") / "skyrl"
 
 
-@contextlib.contextmanager
 def importable():
-    before = list(sys.path)
-    sys.path.insert(0, str(STAND_INS))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-            del sys.modules[name]
+    return stood_in(STAND_INS, {"flash_attn"})
 
 
 def load(name):
