@@ -84,7 +84,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"needs a CUDA or ROCm device|the vendors' own kernels need a GPU", no_gpu),
     (r"\S+: \S+ is a Triton kernel without a CPU path", no_gpu),
     (r"indexing needs a torch built with CUDA", lambda: torch_without("cuda")),
-    (r"the GPU decides how tiles are loaded", gpu),
+    (r"the GPU decides how tiles are loaded|a CPU's autocast", gpu),
     (r"torch's library has no FP8 product for this processor", always),
     (r"with a GPU the ops' tests run the CUDA functions|its kernels are interpreted here", gpu),
     (r"a cascade has no window|the model of tensor cores has no ", gpu),

@@ -347,7 +347,7 @@ def test_fp64_stays_fp64():
 def test_autocast_has_no_part_in_the_sums(backend, device):
     """Of a product whose bias or whose gradient would show it, were the product itself rounded first."""
     if device != "cpu":
-        pytest.skip("CPU autocast")
+        pytest.skip("a CPU's autocast")
     a, b, _ = operands(3, 40, 7, torch.bfloat16)
     grad = torch.linspace(-1, 1, 21).view(3, 7)
 

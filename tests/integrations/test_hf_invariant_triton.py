@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from backends import INTERPRETED
+from backends import needs_interpreter
 from hf_training import FAMILIES, differences
 
 import rlkernel
@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch):
     aten_products._backend.cache_clear()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@needs_interpreter
 def test_interpreted(as_on_a_gpu):
     with rlkernel.batch_invariant() as mode:
         found = differences("qwen3", torch.bfloat16, HERE, 1, new=2, lengths=(2, 5), ours=True)
