@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -22,6 +23,7 @@ from patch_orders import same, state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
+from rlkernel.integrations._arrivals import Arrivals
 from rlkernel.integrations._parts import Asked
 from rlkernel.integrations._patch import PatchError
 
@@ -119,6 +121,38 @@ class Door:
             got = outcome()
             assert reason in str(patch.fallbacks) and not patch.calls, (patch.fallbacks, patch.calls)
         assert alike(got, want), (got, want)
+
+    def check_told_once(self, call, name, reason):
+        """What is left is counted each time, and warned of the first time."""
+        told = f"leaves {name} to {self.framework}: {reason}"
+        with self.patch() as patch, pytest.warns(UserWarning, match=told) as warned:
+            for _ in range(3):
+                call()
+        assert len(warned) == 1 and patch.fallbacks == {f"{name}: {reason}": 3}
+
+    # modules that are imported later
+
+    def check_wrong_later(self, monkeypatch, caplog, part, load, message):
+        """What is wrong with a module that was not there is an error of its import, which ``load`` is."""
+        name = self.homes[part]
+        with self.patch([part]) as patch:
+            with pytest.raises(PatchError, match=f"{part} cannot be replaced: .*{message}"):
+                load(name)
+            assert name not in sys.modules and not patch.replaced
+        self.listen(monkeypatch, caplog)
+        with self.patch([part], strict=False) as patch:
+            load(name)
+            assert part in patch.refused and f"leaves {part} to {self.framework}" in caplog.text
+
+    def check_undone_waits(self, part, load):
+        """For nothing: what is imported behind it, and returned, is the framework's own."""
+        self.patch([part]).undo()
+        assert not any(isinstance(finder, Arrivals) for finder in sys.meta_path)
+        return load(self.homes[part])
+
+    @property
+    def homes(self):
+        return importlib.import_module(f"rlkernel.integrations.{self.name}.contract").HOMES
 
     # the patch itself
 

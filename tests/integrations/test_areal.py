@@ -8,6 +8,7 @@ import pytest
 import torch
 from accuracy import check
 from areal_cases import (
+    DOOR,
     check_against_areal,
     check_left_to_areal,
     load,
@@ -250,13 +251,9 @@ def test_temperatures_that_are_left_to_areal(temperature):
 
 def test_what_is_left_is_told_once():
     logits, labels = LEFT["logits is torch.float64"]()
-    with rlkernel.patch_areal() as patch:
-        told = "leaves gather_logprobs to AReaL: logits is torch.float64"
-        with pytest.warns(UserWarning, match=told) as warned:
-            for _ in range(3):
-                vocab_parallel.gather_logprobs(logits, labels)
-        assert len(warned) == 1
-        assert patch.fallbacks == {"gather_logprobs: logits is torch.float64": 3}
+    DOOR.check_told_once(
+        lambda: vocab_parallel.gather_logprobs(logits, labels), "gather_logprobs", "logits is torch.float64"
+    )
 
 
 @pytest.mark.parametrize("of", ["logprobs", "entropy", "tree"])

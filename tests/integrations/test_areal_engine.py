@@ -301,7 +301,7 @@ def test_a_micro_batch_without_weight(made):
         torch.testing.assert_close(grad, stock[1][name], rtol=2e-4, atol=1e-6)
 
 
-def left(made, reason, run=None):
+def check_left(made, reason, run=None):
     """To the bit what AReaL gives."""
     run = run or (lambda: scored(made, batch()))
     want = run()
@@ -313,7 +313,7 @@ def left(made, reason, run=None):
 
 def test_a_critic_is_left_to_areal(saved):
     made = engines.make(saved, kind="FSDPPPOCritic", config="PPOCriticConfig", is_critic=True)
-    left(made, "a critic has no vocabulary")
+    check_left(made, "a critic has no vocabulary")
 
 
 def test_engines_that_are_left_to_areal(made, monkeypatch):
@@ -344,17 +344,17 @@ def test_an_engine_with_methods_of_its_own_is_left_to_areal(made):
             return super()._compute_logprobs(2 * logits, inputs, ulysses_pad_size)
 
     made.__class__ = Own
-    left(made, "the engine has a _compute_logprobs of its own")
+    check_left(made, "the engine has a _compute_logprobs of its own")
 
 
 def test_a_temperature_that_is_left_to_areal(made):
     made.config.temperature = torch.tensor(0.5)
-    left(made, "the temperature is no number above 0")
+    check_left(made, "the temperature is no number above 0")
 
 
 def test_a_compiled_model_is_left_to_areal(made):
     made.model.compile(backend="eager")
-    left(made, "the model is compiled")
+    check_left(made, "the model is compiled")
 
 
 def test_who_asks_for_the_logits_has_them(made):
@@ -367,7 +367,7 @@ def test_who_asks_for_the_logits_has_them(made):
             made.forward_backward_batch(mb_list, lambda logits, context: found.append(logits), True)
         return torch.cat(found)
 
-    left(made, "the logits are asked for", run)
+    check_left(made, "the logits are asked for", run)
     assert run().shape[1] == VOCAB
 
 
@@ -376,8 +376,8 @@ def test_a_head_that_is_none(made):
     stock = made.model.lm_head.forward
     made.model.config.final_logit_softcapping = 3.0
     try:
-        left(made, "Qwen2ForCausalLM: its logits must be scaled by 1.0 and capped at 3.0")
-        left(made, "Qwen2ForCausalLM: its logits must be scaled by 1.0 and capped at 3.0")
+        check_left(made, "Qwen2ForCausalLM: its logits must be scaled by 1.0 and capped at 3.0")
+        check_left(made, "Qwen2ForCausalLM: its logits must be scaled by 1.0 and capped at 3.0")
     finally:
         made.model.config.final_logit_softcapping = None
     assert made.model.lm_head.forward == stock
@@ -404,8 +404,8 @@ def test_labels_that_are_others(made, monkeypatch):
 
     with monkeypatch.context() as changed:
         changed.setattr(engine.torch, "roll", other)
-        left(made, "AReaL's labels must be the tokens that follow, got others")
-        left(made, "AReaL's labels must be the tokens that follow, got others")
+        check_left(made, "AReaL's labels must be the tokens that follow, got others")
+        check_left(made, "AReaL's labels must be the tokens that follow, got others")
 
 
 def test_an_error_of_the_model_leaves_it_as_it_was(made):

@@ -189,23 +189,15 @@ def test_an_engine_that_is_imported_later(unimported, parts):
 
 
 def test_what_is_wrong_with_a_later_module_is_an_error_of_its_import(monkeypatch, unimported, caplog):
-    name = unimported("advantages")
+    unimported("advantages")
     monkeypatch.setitem(contract.TEXTS, "_compute_advantages", "")
-    with rlkernel.patch_areal(["advantages"]) as patch:
-        with pytest.raises(PatchError, match="advantages cannot be replaced: .*must have the text"):
-            load(name)
-        assert name not in sys.modules and not patch.replaced
-    DOOR.listen(monkeypatch, caplog)
-    with rlkernel.patch_areal(["advantages"], strict=False) as patch:
-        load(name)
-        assert "advantages" in patch.refused and "leaves advantages to AReaL" in caplog.text
+    DOOR.check_wrong_later(monkeypatch, caplog, "advantages", load, "must have the text")
 
 
 def test_an_undone_patch_waits_for_nothing(unimported):
     name = unimported("advantages")
-    rlkernel.patch_areal(["advantages"]).undo()
-    assert not any(isinstance(finder, Arrivals) for finder in sys.meta_path)
-    assert load(name).PPOActor._compute_advantages.__module__ == name
+    late = DOOR.check_undone_waits("advantages", load)
+    assert late.PPOActor._compute_advantages.__module__ == name
 
 
 def test_the_doctor_imports_what_parts_wait_for(monkeypatch, unimported):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from doors import random, with_flash_attn
 from skyrl_cases import (
+    DOOR,
     check_against_skyrl,
     check_left_to_skyrl,
     nothing_left_behind,
@@ -146,10 +147,8 @@ def test_entropies_that_are_left_to_skyrl(reason, shape, mask):
 
 def test_what_is_left_is_told_once():
     logits, labels = LEFT["logits is torch.float64"]()
-    with rlkernel.patch_skyrl() as patch:
-        told = "leaves logprobs_from_logits to SkyRL: logits is torch.float64"
-        with pytest.warns(UserWarning, match=told) as warned:
-            for _ in range(3):
-                torch_utils.logprobs_from_logits(logits, labels)
-        assert len(warned) == 1
-        assert patch.fallbacks == {"logprobs_from_logits: logits is torch.float64": 3}
+    DOOR.check_told_once(
+        lambda: torch_utils.logprobs_from_logits(logits, labels),
+        "logprobs_from_logits",
+        "logits is torch.float64",
+    )

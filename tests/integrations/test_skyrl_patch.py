@@ -206,23 +206,15 @@ def test_models_that_are_imported_later(monkeypatch, unimported, parts):
 
 
 def test_what_is_wrong_with_a_later_module_is_an_error_of_its_import(monkeypatch, unimported, caplog):
-    name = unimported("workers.model_wrapper")
+    unimported("workers.model_wrapper")
     monkeypatch.setitem(contract.PARAMETERS, "forward", ("self", "something else"))
-    with rlkernel.patch_skyrl(["fused_head"]) as patch:
-        with pytest.raises(PatchError, match="fused_head cannot be replaced: .*forward must take"):
-            load(name)
-        assert name not in sys.modules and not patch.replaced
-    DOOR.listen(monkeypatch, caplog)
-    with rlkernel.patch_skyrl(["fused_head"], strict=False) as patch:
-        load(name)
-        assert "fused_head" in patch.refused and "leaves fused_head to SkyRL" in caplog.text
+    DOOR.check_wrong_later(monkeypatch, caplog, "fused_head", load, "forward must take")
 
 
 def test_an_undone_patch_waits_for_nothing(unimported):
     name = unimported("workers.model_wrapper")
-    rlkernel.patch_skyrl(["fused_head"]).undo()
-    assert not any(isinstance(finder, Arrivals) for finder in sys.meta_path)
-    assert load(name).HFModelWrapper.forward.__module__ == name
+    late = DOOR.check_undone_waits("fused_head", load)
+    assert late.HFModelWrapper.forward.__module__ == name
 
 
 def test_models_without_flash_attn(unimported, monkeypatch):
