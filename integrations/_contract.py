@@ -69,15 +69,17 @@ def _distribution(name: str) -> str | None:
         return None
 
 
-def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
-    """The function ``owner.name``, which must take ``parameters`` with these defaults, as in ``versions``."""
+def checked(
+    owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str, *, also: bool = False
+) -> Any:
+    """The function ``owner.name``, which must take ``parameters`` with these defaults, as in ``versions``;
+    behind them, if ``also``, it may take others."""
     original = vars(owner).get(name)
-    function = getattr(original, "forward", original)
     path = f"{owner.__name__}.{name}"
-    if not callable(function):
+    if not callable(getattr(original, "forward", original)):
         raise PatchError(f"{path} must be callable, got {original!r}")
-    found = tuple(_parameter(p) for p in inspect.signature(function).parameters.values() if p.name != "ctx")
-    if found != parameters:
+    found = taken(original)
+    if (found[: len(parameters)] if also else found) != parameters:
         raise PatchError(
             f"{path} must take ({', '.join(parameters)}), got ({', '.join(found)}): "
             f"this {framework} is not the one that rlkernel knows as {versions}"
@@ -85,9 +87,17 @@ def checked(owner: Any, name: str, parameters: tuple[str, ...], framework: str, 
     return original
 
 
-def own(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
+def taken(function: Any) -> tuple[str, ...]:
+    """The parameters of a function, or of the forward of an autograd function, with their defaults."""
+    signature = inspect.signature(getattr(function, "forward", function))
+    return tuple(_parameter(p) for p in signature.parameters.values() if p.name != "ctx")
+
+
+def own(
+    owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str, *, also: bool = False
+) -> Any:
     """The same, of the module that it is in: what somebody has put around it shows its parameters, too."""
-    original = checked(owner, name, parameters, framework, versions)
+    original = checked(owner, name, parameters, framework, versions, also=also)
     home = sys.modules[owner.__module__] if isinstance(owner, type) else owner
     made = _made(getattr(original, "forward", original))
     if getattr(made, "__globals__", None) is not vars(home):

@@ -10,13 +10,16 @@ import torch
 from rlkernel.integrations import _contract
 from rlkernel.integrations._patch import PatchError
 
-SUPPORTED = ">=1.15,<1.17"  # the versions that have been run
+SUPPORTED = ">=1.0,<1.17"  # the versions that have been run
+FUSED = "1.15"  # since which all trainers score in one head, and make no logits
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what its functions are replaced for
 
 HEAD = "_ChunkedLogProbFunction"
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # after the logprobs, in this order
 METHOD = "_get_per_token_logps_and_entropies"
+FULL_LOGITS = "_full_logits_logps"  # TRL 1.14 has a second method, which METHOD calls for logits
+LOSS, REFERENCE = "_compute_loss", "compute_ref_log_probs"  # of trainers of preferences
 SHUFFLE = "shuffle_sequence_dict"
 STEP = "training_step"
 EXTRACT = "extract_logprobs"  # of vLLM's outputs
@@ -52,6 +55,24 @@ PARAMETERS = {
     ENGINE: ("self",),
     SYNC: ("self",),
 }  # fmt: skip
+# what trainers of TRL before 1.15 have; METHOD and FULL_LOGITS take images besides, which differ
+SCORING = PARAMETERS[METHOD][:7]
+EARLIER: dict[str, tuple[tuple[str, ...], ...]] = {
+    HEAD: (
+        ("last_hidden", "weight", "targets", "temperature", "chunk_size", "logit_scale=1.0"),
+        (
+            "last_hidden", "weight", "targets", "temperature", "chunk_size", "final_logit_softcapping=None",
+            "logit_scale=1.0",
+        ),
+        (
+            "last_hidden", "weight", "bias", "targets", "temperature", "chunk_size",
+            "final_logit_softcapping=None", "logit_scale=1.0",
+        ),
+    ),
+    "selective_log_softmax": (("logits", "index"), PARAMETERS["selective_log_softmax"]),
+    LOSS: (("self", "model", "inputs", "return_outputs"),),
+    REFERENCE: (("self", "inputs"), ("self", "model", "inputs")),
+}  # fmt: skip
 
 
 def supported_utils(strict: bool) -> ModuleType:
@@ -64,9 +85,15 @@ def supported_utils(strict: bool) -> ModuleType:
     _contract.installed("TRL", SUPPORTED, strict, advice)
     import trl.trainer.utils as utils
 
-    if not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
+    if is_fused(utils) and not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
         raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
     return utils
+
+
+def is_fused(utils: ModuleType) -> bool:
+    """Whether trainers score in the fused head.  Before 1.15 they make logits, and 1.0 has no head at all."""
+    head = vars(utils).get(HEAD)
+    return head is not None and _contract.taken(head) not in EARLIER[HEAD]
 
 
 def trainer_base() -> type:
@@ -90,6 +117,39 @@ def trainers() -> tuple[type, ...]:
     return GRPOTrainer, RLOOTrainer
 
 
+def scoring_method(trainer: type) -> str:
+    """The name of the method in which a trainer of groups scores tokens by calling its model."""
+    return FULL_LOGITS if FULL_LOGITS in vars(trainer) else METHOD
+
+
+def preference_trainers() -> tuple[type, ...]:
+    """The trainers before TRL 1.15 that score the tokens of preferences in ``LOSS``.  Takes seconds.
+
+    KTO's is among them since TRL 1.9: earlier ones are experimental, or log the sum of all logits.
+    """
+    import trl
+    from packaging.version import Version  # TRL depends on it
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    return (DPOTrainer, KTOTrainer) if Version(trl.__version__) >= Version("1.9.0.dev0") else (DPOTrainer,)
+
+
 def checked(owner: Any, name: str) -> Any:
     """TRL's function ``owner.name``, which must take its ``PARAMETERS`` with these defaults."""
     return _contract.checked(owner, name, PARAMETERS[name], "TRL", SUPPORTED)
+
+
+def checked_earlier(owner: Any, name: str) -> Any:
+    """The same of TRL before 1.15, some of whose functions take one thing or another."""
+    if name in (METHOD, FULL_LOGITS):
+        return _contract.checked(owner, name, SCORING, "TRL", SUPPORTED, also=True)
+    if name not in EARLIER:
+        return checked(owner, name)
+    known = [parameters for parameters in EARLIER[name] if parameters == _taken(owner, name)]
+    return _contract.checked(owner, name, (known or EARLIER[name])[0], "TRL", SUPPORTED)
+
+
+def _taken(owner: Any, name: str) -> tuple[str, ...]:
+    function = vars(owner).get(name)
+    return _contract.taken(function) if callable(getattr(function, "forward", function)) else ()

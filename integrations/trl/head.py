@@ -41,27 +41,36 @@ class Head:
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
         """``(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, None where not asked for."""
+        head = {
+            "bias": bias, "temperature": temperature, "logit_scale": logit_scale,
+            "softcap": final_logit_softcapping, "return_entropy": "entropy" in outputs,
+        }  # fmt: skip
+        results = self.scored(hidden, weight, targets, outputs, head)
+        if isinstance(results, tuple):
+            return results
+        self.patch.left(HEAD, results)
+        return self.original.apply(
+            hidden, weight, bias, targets, temperature, chunk_size,
+            final_logit_softcapping, logit_scale, outputs,
+        )  # fmt: skip
+
+    def scored(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...], head: dict[str, Any]
+    ) -> tuple[Tensor | None, ...] | str:
+        """The same with the options of ``linear_logprob``, or why the call is left to TRL."""
         if reason := _head_unsupported(hidden, weight):
-            self.patch.left(HEAD, reason)
-            return self.original.apply(
-                hidden, weight, bias, targets, temperature, chunk_size,
-                final_logit_softcapping, logit_scale, outputs,
-            )  # fmt: skip
+            return reason
         self.patch.count(self.patch.calls, HEAD)
         skipped = self.patch.prefix.unlabelled(len(hidden)) if self.patch.prefix else 0
         also: tuple[Any, ...] = tuple(name for name in OUTPUTS[1:] if name in outputs)
         support = None
         if self.patch.support is not None and not also:
             support = self.patch.support.rows(len(hidden), hidden.device)
-        head: dict[str, Any] = {
-            "bias": bias, "temperature": temperature, "logit_scale": logit_scale,
-            "softcap": final_logit_softcapping, "return_entropy": "entropy" in outputs,
-        }  # fmt: skip
         if self.patch.batch_invariant:  # logits as a model has them, and with it an engine
-            head["logits_dtype"] = hidden.dtype
+            head = {**head, "logits_dtype": hidden.dtype}
         hidden, targets = hidden[skipped:], targets[skipped:]
         scores: Any
-        with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, bias):
+        with _hidden_dtype(hidden, weight), _gathered_again(self.utils, weight, head["bias"]):
             if self.patch.batch_invariant and _changes_logits(head):
                 # also with statistics: a reference's head, which is asked for none, has the same numbers
                 scores = of_logits(hidden, weight, targets, support, also, **head)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from rlkernel.integrations import hf
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.trl import contract
+from rlkernel.integrations.trl import contract, logits_head
 from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.invariant import Invariant, placed
@@ -72,11 +73,11 @@ def patch(
         return active.share()
     utils = contract.supported_utils(strict)
     result = TrlPatch(batch_invariant)
-    head = contract.checked(utils, contract.HEAD)
-    result.replace(utils, contract.HEAD, Head(head, result, utils), expected=head)
-    for ours in HELPERS:
-        original = contract.checked(utils, ours.__name__)
-        result.replace_everywhere("trl", ours.__name__, helper(ours, original, result), expected=original)
+    if contract.is_fused(utils):
+        _plan_head(result, utils)
+    else:
+        _require_fused(support=support, batch_invariant=batch_invariant)
+        logits_head.plan(result, utils)
     if prefix_sharing:
         result.prefix = PrefixSharing(
             result, prefix_min_ratio, required=prefix_sharing == "require", shared_dropout=dropout == "shared"
@@ -91,23 +92,40 @@ def patch(
     if support:
         result.support = Support(result, support)
         result.support.plan()
-    _plan_method(result)
+    _plan_method(result, contract.is_fused(utils))
     return result.apply()
 
 
-def _plan_method(result: TrlPatch) -> None:
+def _plan_method(result: TrlPatch, fused: bool) -> None:
     """Each part goes around the method that scores tokens."""
-    if not (result.prefix or result.support or result.batch_invariant):
+    if fused and not (result.prefix or result.support or result.batch_invariant):
         return
     for trainer in contract.trainers():
-        original = method = contract.checked(trainer, contract.METHOD)
+        name = contract.scoring_method(trainer)
+        original = method = (contract.checked if fused else contract.checked_earlier)(trainer, name)
+        if not fused:
+            method = logits_head.scored_method(method, result)
         if result.prefix:
-            method = packed_method(method, result.prefix)
+            method = packed_method(method, result.prefix, fused)
         if result.support:
             method = supported_method(method, result.support)
         if result.batch_invariant:
             method = placed(method)
-        result.replace(trainer, contract.METHOD, method, expected=original)
+        result.replace(trainer, name, method, expected=original)
+
+
+def _plan_head(result: TrlPatch, utils: ModuleType) -> None:
+    head = contract.checked(utils, contract.HEAD)
+    result.replace(utils, contract.HEAD, Head(head, result, utils), expected=head)
+    for ours in HELPERS:
+        original = contract.checked(utils, ours.__name__)
+        result.replace_everywhere("trl", ours.__name__, helper(ours, original, result), expected=original)
+
+
+def _require_fused(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise PatchError(f"{name} must be left alone before TRL {contract.FUSED}, got {value!r}")
 
 
 def _check_options(

@@ -7,6 +7,7 @@ wrappers, autocast, temperature and the head stay TRL's."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.integrations import hf
+from rlkernel.integrations._replacing import unfit_temperature
+from rlkernel.integrations.deepspeed.engine_head import EngineHead
+from rlkernel.integrations.hf.lm_head import LmHead, narrow_head
 from rlkernel.integrations.trl.contract import METHOD
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.reasons import NOTHING, is_reference, is_rotary, norm_after_rotary
@@ -26,35 +30,39 @@ UNLABELLED = -100  # transformers' mark
 Scores = tuple[Tensor, "Tensor | None", "Tensor | None"]  # logprobs, entropies, aux loss
 
 
-def packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> Callable[..., Scores]:
+def packed_method(
+    original: Callable[..., Scores], sharing: PrefixSharing, fused: bool = True
+) -> Callable[..., Any]:
+    """``original`` on packed batches, of a TRL with the fused head or, if not ``fused``, an earlier one."""
     from trl.extras.profiling import profiling_decorator
 
     patch = sharing.patch
     timed = profiling_decorator(_scores)
+    signature = inspect.signature(original)
+    has_aux_loss = "compute_aux_loss" in signature.parameters  # the earliest method has none, nor gives one
 
-    def packed_logps_and_entropies(
-        self: Any,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        *rest: Any,
-        **multimodal: Any,
-    ) -> Scores:
+    def packed_logps_and_entropies(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
         call = _Call(
-            self, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids),
-            compute_entropy, compute_aux_loss, rest, multimodal,
-        )  # fmt: skip
+            trainer=self,
+            aux_loss=given.pop("compute_aux_loss", False),
+            entropy=given.pop("compute_entropy", False),
+            chunk=given.pop("batch_size", None) or len(given["input_ids"]),
+            fused=fused,
+            **{name: given.pop(name) for name in ("model", "input_ids", "attention_mask", "logits_to_keep")},
+            multimodal=given,
+        )
         if sharing.step is not None and torch.is_grad_enabled():
             sharing.step.scored = True
         micro_batches = call.micro_batches(sharing)
         if not micro_batches:
-            return scored(call)
+            return as_asked(scored(call))
         each = [scored(call.of(samples)) for samples in micro_batches]
-        return _joined(each, micro_batches, call.input_ids.device)
+        return as_asked(_joined(each, micro_batches, call.input_ids.device))
+
+    def as_asked(scores: Scores) -> Any:
+        return scores if has_aux_loss else scores[:2]
 
     def scored(call: _Call) -> Scores:
         batch = call.batch(sharing)
@@ -63,10 +71,12 @@ def packed_method(original: Callable[..., Scores], sharing: PrefixSharing) -> Ca
             sharing.tokens.update(padded=call.input_ids.numel(), packed=batch.total)
             return timed(call.trainer, call, batch, sharing)
         sharing.left(METHOD, batch)
-        return original(
+        options = {"compute_aux_loss": call.aux_loss} if has_aux_loss else {}
+        logps, entropies, *more = original(
             call.trainer, call.model, call.input_ids, call.attention_mask, call.logits_to_keep, call.chunk,
-            call.entropy, call.aux_loss, *call.rest, **call.multimodal,
+            call.entropy, **options, **call.multimodal,
         )  # fmt: skip
+        return logps, entropies, more[0] if more else None
 
     packed_logps_and_entropies.__qualname__ = packed_logps_and_entropies.__name__
     return packed_logps_and_entropies
@@ -84,7 +94,7 @@ class _Call:
     chunk: int  # samples that TRL would run at once
     entropy: bool
     aux_loss: bool
-    rest: tuple[Any, ...] = ()
+    fused: bool  # whether this TRL has the fused head
     multimodal: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     for_loss: bool = False  # the very rows of the loss to come; nothing of the trainer refuses that
 
@@ -117,9 +127,23 @@ class _Call:
 
     def refusal(self, sharing: PrefixSharing) -> str | None:
         given = sorted(name for name, value in self.multimodal.items() if value is not None)
-        if given or any(value is not None for value in self.rest):
-            return f"{given[0] if given else 'a further argument'} is given"
-        return sharing.refusal(self.trainer, self.trainer.model_wrapped if self.is_old else self.model)
+        if given:
+            return f"{given[0]} is given"
+        model = self.trainer.model_wrapped if self.is_old else self.model
+        if reason := sharing.refusal(self.trainer, model):
+            return reason
+        return None if self.fused else self.head_reason()
+
+    def head(self) -> LmHead:
+        """The model's lm_head, which scores the rows of a TRL without the fused head."""
+        return narrow_head(self.model, self.trainer.temperature, self.entropy, EngineHead)
+
+    def head_reason(self) -> str | None:
+        try:
+            self.head()
+        except ValueError as error:
+            return str(error)
+        return unfit_temperature(self.trainer.temperature)
 
     @property
     def is_old(self) -> bool:
@@ -209,7 +233,7 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
         return zeros, zeros if call.entropy else None, None
     rows, labels, keep = part, part.labels, None
     inputs: dict[str, Any] = {}
-    if call.aux_loss or (call.for_loss and call.trainer.aux_loss_enabled):
+    if call.aux_loss or (call.for_loss and getattr(call.trainer, "aux_loss_enabled", False)):
         # counts the last tokens, which predict nothing, and a prompt for each of its samples
         rows, keep = part.with_last_tokens()
         labels = rows.labels.masked_fill(~keep, UNLABELLED)
@@ -218,18 +242,36 @@ def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
     elif hasattr(call.unwrapped.config.get_text_config(), "output_router_logits"):
         # a config that asks for them would make TRL compute the aux loss
         inputs = {"output_router_logits": False}
-    shifted = labels.new_full((1, rows.total), UNLABELLED)
-    shifted[0, rows.n_prefix :] = labels
-    with (
-        call.trainer.accelerator.autocast(),
-        sharing.labels_after(rows.n_prefix, rows.total),
-        hf.every_layer(call.unwrapped),
-    ):
-        outputs = call.model(**(rows.model_kwargs() | inputs), shift_labels=shifted, fused_lm_head=True)
+    with call.trainer.accelerator.autocast(), hf.every_layer(call.unwrapped):
+        if call.fused:
+            outputs, logprobs, entropy = _scored_by_trl(call, rows, labels, inputs, sharing)
+        else:
+            outputs, logprobs, entropy = _scored_by_us(call, rows, labels, inputs)
 
     def unpacked(values: Tensor) -> Tensor:
-        values = rows.completion_rows(values)
         return part.unpack(values if keep is None else values[keep])
 
-    entropies = unpacked(outputs.entropy) if call.entropy else None
-    return unpacked(outputs.log_probs), entropies, outputs.aux_loss if call.aux_loss else None
+    entropies = unpacked(entropy) if call.entropy and entropy is not None else None
+    return unpacked(logprobs), entropies, outputs.aux_loss if call.aux_loss else None
+
+
+def _scored_by_trl(
+    call: _Call, rows: PrefixBatch, labels: Tensor, inputs: dict[str, Any], sharing: PrefixSharing
+) -> tuple[Any, Tensor, Tensor | None]:
+    shifted = labels.new_full((1, rows.total), UNLABELLED)
+    shifted[0, rows.n_prefix :] = labels
+    with sharing.labels_after(rows.n_prefix, rows.total):
+        outputs = call.model(**(rows.model_kwargs() | inputs), shift_labels=shifted, fused_lm_head=True)
+    entropy = rows.completion_rows(outputs.entropy) if call.entropy else None
+    return outputs, rows.completion_rows(outputs.log_probs), entropy
+
+
+def _scored_by_us(
+    call: _Call, rows: PrefixBatch, labels: Tensor, inputs: dict[str, Any]
+) -> tuple[Any, Tensor, Tensor | None]:
+    head = call.head()
+    with head.scoring((1, rows.total), lambda hidden: rows.completion_rows(hidden[0]), labels):
+        outputs = call.model(**(rows.model_kwargs() | inputs))
+    logprobs, entropy = head.results(outputs)
+    bonus = getattr(call.trainer, "_entropy_bonus_enabled", False)
+    return outputs, logprobs, entropy if entropy is None or bonus else entropy.detach()

@@ -1,0 +1,199 @@
+"""TRL before 1.15, whose trainers make logits: their models score tokens instead.
+
+GRPO and RLOO score the tokens of groups in one method, DPO and KTO those of preferences in their losses.
+While one of these runs, the lm_head of each model that it calls makes log-probabilities where it would have
+made logits, and what TRL goes on to compute of logits is looked up (``scored_logits``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from rlkernel.integrations import _contract
+from rlkernel.integrations._counted_patch import CountedPatch
+from rlkernel.integrations._replacing import shown, unfit_temperature
+from rlkernel.integrations.hf.lm_head import HeadError
+from rlkernel.integrations.trl import contract
+from rlkernel.integrations.trl.head import Head
+from rlkernel.integrations.trl.helpers import HELPERS, helper
+from rlkernel.integrations.trl.scored_logits import ScoredLogits
+from rlkernel.integrations.trl.scoring_calls import Asked, scored_calls
+from rlkernel.integrations.trl.trl_patch import TrlPatch
+
+ASKED_FOR = "the logits are asked for"
+
+# heads of models that do something to logits that their config does not tell
+_strange: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def plan(patch: TrlPatch, utils: ModuleType) -> None:
+    """Add what is replaced to a patch."""
+    if vars(utils).get(contract.HEAD) is not None:
+        head = contract.checked_earlier(utils, contract.HEAD)
+        patch.replace_everywhere("trl", contract.HEAD, EarlierHead(head, patch, utils), expected=head)
+    for ours in HELPERS:
+        name = ours.__name__
+        if name not in vars(utils):
+            continue
+        original = contract.checked_earlier(utils, name)
+        patch.replace_everywhere(
+            "trl", name, _looked_up(name, helper(ours, original, patch)), expected=original
+        )
+    for trainer in contract.preference_trainers():
+        for name, make in ((contract.LOSS, _scored_loss), (contract.REFERENCE, _scored_reference)):
+            original = contract.checked_earlier(trainer, name)
+            new = shown(make(original, patch), original, "linear_logprob")
+            patch.replace(trainer, name, new, expected=original)
+
+
+class EarlierHead(Head):
+    """TRL's fused head, which serves its asynchronous trainer and ``use_liger_kernel`` of TRL 1.14.  It takes
+    less than today's does, and gives log-probabilities and entropies."""
+
+    def __init__(self, original: Any, patch: TrlPatch, utils: ModuleType) -> None:
+        super().__init__(original, patch, utils)
+        self.parameters = [p.split("=")[0] for p in _contract.taken(original)]
+
+    def apply(self, *args: Any) -> tuple[Tensor | None, ...]:
+        given = dict(zip(self.parameters, args, strict=False))
+        head = {
+            "bias": given.get("bias"), "temperature": given["temperature"], "return_entropy": True,
+            "softcap": given.get("final_logit_softcapping"), "logit_scale": given.get("logit_scale", 1.0),
+        }  # fmt: skip
+        results = self.scored(given["last_hidden"], given["weight"], given["targets"], ("entropy",), head)
+        if isinstance(results, tuple):
+            return results[:2]
+        self.patch.left(contract.HEAD, results)
+        theirs: tuple[Tensor | None, ...] = self.original.apply(*args)
+        return theirs
+
+
+def _looked_up(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A helper of logits, which looks at what was scored already."""
+    looking: dict[str, Callable[..., Any]] = {
+        "selective_log_softmax": _selective_log_softmax,
+        "entropy_from_logits": _entropy_from_logits,
+        "selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,
+    }
+    look = looking[name]
+
+    @functools.wraps(ours)
+    def looked_up(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(logits, ScoredLogits):
+            return look(logits, *args, **kwargs)
+        return ours(logits, *args, **kwargs)
+
+    return looked_up
+
+
+# Rows under a mask have no label, and 0 already.
+
+
+def _selective_log_softmax(
+    logits: ScoredLogits, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    return logits.logprobs(index, temperature)
+
+
+def _entropy_from_logits(logits: ScoredLogits, chunk_size: int = 128) -> Tensor:
+    return logits.entropies()
+
+
+def _selective_log_softmax_and_entropy(
+    logits: ScoredLogits,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    entropies = logits.entropies(temperature)
+    return logits.logprobs(index, temperature), entropies if entropy_requires_grad else entropies.detach()
+
+
+def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
+    """The method of GRPO and RLOO that scores the tokens of completions."""
+    signature = inspect.signature(original)
+
+    def scored(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, model, *args, **kwargs).arguments
+        asked = Asked(
+            temperature=self.temperature,
+            entropy=bool(given.get("compute_entropy")),
+            of_loss=bool(getattr(self, "_entropy_bonus_enabled", False)),
+            last=given["logits_to_keep"],
+        )
+        return _run(original, patch, [model], asked, self, model, *args, **kwargs)
+
+    return shown(scored, original, "linear_logprob")
+
+
+def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
+    """The loss of DPO and KTO, with the passes of the reference inside."""
+
+    def scored(self: Any, model: Any, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
+        if reason := _reads_logits(self, return_outputs):
+            patch.left(original.__qualname__, reason, quiet=reason == ASKED_FOR)
+            return original(self, model, inputs, return_outputs)
+        asked = Asked(entropy=True, statistics=True, masks=_masks(inputs), reference=self.ref_model)
+        models = [model, self.model, self.ref_model]
+        return _run(original, patch, models, asked, self, model, inputs, return_outputs)
+
+    return scored
+
+
+def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
+    """What DPO and KTO compute of the reference before they train."""
+
+    def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        asked = Asked(masks=_masks(given["inputs"]))
+        models = [given.get("model"), self.model, self.ref_model]
+        return _run(original, patch, models, asked, self, *args, **kwargs)
+
+    return scored
+
+
+def _reads_logits(trainer: Any, return_outputs: bool) -> str | None:
+    """Why a trainer of preferences needs its logits themselves."""
+    if return_outputs:
+        return ASKED_FOR
+    return "use_weighting reads the logits" if getattr(trainer, "use_weighting", False) else None
+
+
+def _masks(inputs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Tokens, and which of them are of completions."""
+    pairs = [(inputs.get(f"{kind}input_ids"), inputs.get(f"{kind}completion_mask")) for kind in ("", "KL_")]
+    return [(ids, mask) for ids, mask in pairs if isinstance(ids, Tensor) and isinstance(mask, Tensor)]
+
+
+def _run(
+    original: Callable[..., Any],
+    patch: CountedPatch,
+    models: list[Any],
+    asked: Asked,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """TRL's own function, in which each of ``models`` that can score tokens does."""
+    name = original.__qualname__
+    reason = unfit_temperature(asked.temperature)
+    if reason is None:
+        try:
+            with scored_calls(models, asked, _strange) as calls:
+                result = original(*args, **kwargs)
+            for unable in calls.unable:
+                patch.left(name, unable)
+            if calls.made:
+                patch.count(patch.calls, name)
+            return result
+        except HeadError as error:  # as a model is called for the first time
+            reason = str(error)
+    patch.left(name, reason)
+    return original(*args, **kwargs)

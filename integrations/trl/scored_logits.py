@@ -1,0 +1,145 @@
+"""What stands where a trainer of TRL before 1.15 expects logits: what it would compute of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.integrations.hf.lm_head import IGNORED, LmHead
+
+LOGPROB, ENTROPY, MEAN_LOGIT, IS_TOP1, LABEL = range(5)
+COLUMNS = 5
+LARGEST = 2**24  # the labels are numbers of fp32 like the others, which has all integers up to here
+
+# what may become of logits on their way: rows are chosen; __get__ is of attributes, as shape and device
+PASSING = (
+    "__getitem__",
+    "__get__",
+    "chunk",
+    "contiguous",
+    "detach",
+    "index_select",
+    "size",
+    "dim",
+    "as_subclass",
+)
+DIVIDING = ("div", "div_", "__truediv__", "true_divide")
+
+
+class Scores(NamedTuple):
+    """Of a call of a model: what was scored, and how."""
+
+    head: LmHead
+    temperature: float
+    columns: tuple[int, ...]  # the others are not computed
+
+
+class ScoredLogits(torch.Tensor):
+    """[..., 5] for logits [..., V]: of each row the log-probability of its label, the entropy, the mean of
+    the logits, whether the label is the most likely token, and the label.
+
+    Rows are chosen of it as of logits, and what TRL computes of logits is looked up.  Anything else that a
+    trainer may do with logits has no answer here, and is an error.
+    """
+
+    scores: Scores
+    divided: float  # by what TRL has divided so far
+
+    @staticmethod
+    def of(values: Tensor, scores: Scores, divided: float = 1.0) -> ScoredLogits:
+        result = values.as_subclass(ScoredLogits)
+        result.scores, result.divided = scores, divided
+        return result
+
+    def column(self, index: int) -> Tensor:
+        if index not in self.scores.columns:
+            raise RuntimeError(
+                f"TRL must ask for what it was scored for, columns {self.scores.columns}, got {index}"
+            )
+        return self.as_subclass(torch.Tensor)[..., index]
+
+    def logprobs(self, index: Tensor, temperature: float = 1.0) -> Tensor:
+        """``selective_log_softmax`` of the logits."""
+        self.require_temperature(temperature)
+        head = self.scores.head
+        head.check_labels(self.column(LABEL).long(), index, "TRL")
+        return self.column(LOGPROB)
+
+    def entropies(self, temperature: float = 1.0) -> Tensor:
+        """``entropy_from_logits`` of the logits."""
+        self.require_temperature(temperature)
+        return self.column(ENTROPY)
+
+    def require_temperature(self, temperature: float) -> None:
+        if (found := self.divided * temperature) != self.scores.temperature:
+            raise RuntimeError(
+                f"TRL must divide its logits by its temperature, {self.scores.temperature}, got {found}"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        logits = args[0] if args else None
+        if not isinstance(logits, ScoredLogits):
+            raise _unknown(name)
+        if name in PASSING:
+            return _carried(super().__torch_function__(function, types, args, kwargs), logits)
+        if name in DIVIDING:
+            divisor = args[1] if len(args) > 1 else kwargs.get("other")
+            if not isinstance(divisor, int | float):
+                raise _unknown(name)
+            if name == "div_":
+                logits.divided *= divisor
+                return logits
+            return ScoredLogits.of(logits.as_subclass(torch.Tensor), logits.scores, logits.divided * divisor)
+        if name in COMPUTED:
+            return COMPUTED[name](logits, *args[1:], **kwargs)
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"TRL must do with its logits what rlkernel.patch_trl() knows, got {name}() of them: this trainer "
+        "computes something else of logits, and must run without the patch"
+    )
+
+
+def _carried(result: Any, source: ScoredLogits) -> Any:
+    """What was chosen of the rows of ``source`` is of the same scores."""
+    if isinstance(result, tuple | list):
+        return type(result)(_carried(x, source) for x in result)
+    if type(result) is ScoredLogits:
+        result.scores, result.divided = source.scores, source.divided
+    return result
+
+
+def _mean(logits: ScoredLogits, dim: int | None = None) -> Tensor:
+    """Of the vocabulary, or of all logits."""
+    if dim not in (None, -1, logits.dim() - 1):
+        raise _unknown(f"mean(dim={dim})")
+    logits.require_temperature(1.0)
+    means = logits.column(MEAN_LOGIT)
+    return means if dim is not None else means.mean()
+
+
+def _argmax(logits: ScoredLogits, dim: int | None = None) -> Tensor:
+    """The label where it is the most likely token, else no token at all: it is compared with the label."""
+    if dim not in (-1, logits.dim() - 1):
+        raise _unknown(f"argmax(dim={dim})")
+    return torch.where(logits.column(IS_TOP1) != 0, logits.column(LABEL).long(), IGNORED - 1)
+
+
+def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tensor:
+    """The mean over all rows, as DPO's SFT loss has it."""
+    off = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
+    if off:
+        raise _unknown(f"cross_entropy({', '.join(f'{name}={value!r}' for name, value in off.items())})")
+    return -logits.logprobs(target).mean()
+
+
+DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+COMPUTED = {"mean": _mean, "argmax": _argmax, "cross_entropy": _cross_entropy}
