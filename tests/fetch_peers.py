@@ -4,15 +4,17 @@ vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Py
 SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
 wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
 wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
-installed.
+installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own.
 """
 
+import contextlib
 import platform
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).parent.parent / "requirements" / "constraints.txt"
@@ -46,6 +48,8 @@ FILES = {
     "openrlhf": ("openrlhf/",),
     "areal": ("areal/",),
 }
+# those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
+EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")
 
@@ -60,19 +64,35 @@ def fetch(peer: str, target: Path) -> None:
     marker, wanted = target / f"{peer}-{version(peer)}", "\n".join(FILES[peer])
     if marker.exists() and marker.read_text() == wanted:
         return
+    options = () if peer == "vllm" else ANYWHERE
+    with wheel(peer, version(peer), *options) as archive:
+        for member in archive.infolist():
+            name = re.sub(r"^[^/]*\.data/purelib/", "", member.filename)
+            if name.startswith(FILES[peer]) and name.endswith(".py"):
+                path = target / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(archive.read(member))
+    marker.write_text(wanted)
+
+
+def fetch_earlier_trl(target: Path) -> None:
+    for wanted in EARLIER_TRL:
+        folder = target / f"trl-{wanted}"
+        if not folder.exists():
+            with wheel("trl", wanted) as archive, tempfile.TemporaryDirectory(dir=target) as half:
+                archive.extractall(half)
+                Path(half).rename(folder)
+                Path(half).mkdir()  # which its context removes
+
+
+@contextlib.contextmanager
+def wheel(peer: str, wanted: str, *options: str) -> Iterator[zipfile.ZipFile]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
-        options = () if peer == "vllm" else ANYWHERE
-        subprocess.run([*command, *options, "--dest", folder, f"{peer}=={version(peer)}"], check=True)
-        (wheel,) = Path(folder).glob(f"{peer}-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for member in archive.infolist():
-                name = re.sub(r"^[^/]*\.data/purelib/", "", member.filename)
-                if name.startswith(FILES[peer]) and name.endswith(".py"):
-                    path = target / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(archive.read(member))
-    marker.write_text(wanted)
+        subprocess.run([*command, *options, "--dest", folder, f"{peer}=={wanted}"], check=True)
+        (found,) = Path(folder).glob(f"{peer}-*.whl")
+        with zipfile.ZipFile(found) as archive:
+            yield archive
 
 
 def unavailable(peer: str) -> str:
@@ -92,3 +112,4 @@ if __name__ == "__main__":
             print(f"{reason}: nothing is compared with it")
         else:
             fetch(name, Path(sys.argv[1]))
+    fetch_earlier_trl(Path(sys.argv[1]))

@@ -14,8 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 collect_ignore = [
     "in_vllm",
     "in_trl_vllm",
-    "in_sglang",
-]  # `make test-vllm`, `test-trl-vllm` and `test-sglang` run them
+    "in_sglang",  # `make test-vllm`, `test-trl-vllm` and `test-sglang` run them
+    "in_earlier_trl",  # test_trl_earlier.py does, under several versions of TRL
+]
 
 
 @pytest.fixture

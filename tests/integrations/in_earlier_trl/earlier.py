@@ -1,0 +1,84 @@
+"""Trainings of a tiny model by the TRL that is here, and what they logged."""
+
+import tempfile
+
+import tiny
+import trl
+from datasets import Dataset
+from packaging.version import Version
+
+VERSION = Version(trl.__version__)
+SCORES = (
+    "_full_logits_logps"
+    if hasattr(trl.GRPOTrainer, "_full_logits_logps")
+    else "_get_per_token_logps_and_entropies"
+)
+TIMES = ("runtime", "per_second", "time", "epoch", "learning_rate")  # of a log, which no two runs share
+
+PROMPTS = [f"what is {i} plus {i + 1}?" for i in range(32)]
+DATA = {
+    "GRPO": {"prompt": PROMPTS},
+    "RLOO": {"prompt": PROMPTS},
+    "DPO": {
+        "prompt": PROMPTS,
+        "chosen": [f" it is {2 * i + 1}." for i in range(32)],
+        "rejected": [" no idea, sorry."] * 32,
+    },
+    "KTO": {
+        "prompt": PROMPTS,
+        "completion": [f" it is {i}." for i in range(32)],
+        "label": [i % 2 == 0 for i in range(32)],
+    },
+}
+
+
+def make(algorithm, model, base=None, rows=32, **options):
+    """A trainer; options are those of its config, but for these."""
+    given = {name: options.pop(name) for name in ("peft_config", "compute_metrics") if name in options}
+    settings = {**tiny.TRAINING, "output_dir": tempfile.mkdtemp(), "max_steps": 3, "logging_steps": 1}
+    if algorithm in ("GRPO", "RLOO"):
+        given["reward_funcs"] = tiny.reward
+        settings |= {
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 16,
+            "beta": 0.04,
+        }
+    else:
+        settings["per_device_train_batch_size"] = 4
+    data = {name: values[:rows] for name, values in DATA[algorithm].items()}
+    return (base or getattr(trl, f"{algorithm}Trainer"))(
+        model=model,
+        args=getattr(trl, f"{algorithm}Config")(**settings | options),
+        train_dataset=Dataset.from_dict(data),
+        eval_dataset=Dataset.from_dict({name: values[:4] for name, values in data.items()}),
+        processing_class=tiny.make_tokenizer(),
+        **given,
+    )
+
+
+def log_of(trainer):
+    """Every number that was logged, but for times, step by step."""
+    return [
+        {name: float(x) for name, x in entry.items() if not any(time in name for time in TIMES)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def trained(*args, **options):
+    """What a training logged, and its weights."""
+    trainer = make(*args, **options)
+    trainer.train()
+    return log_of(trainer), {name: x.clone() for name, x in trainer.model.state_dict().items()}
+
+
+def check_same(ours, theirs, metric=2e-5, weight=2e-5):
+    assert len(ours[0]) == len(theirs[0]) > 0
+    for step, (mine, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert mine.keys() == other.keys(), f"step {step}"
+        for name, value in mine.items():
+            limit = metric * max(1, abs(other[name]))
+            assert abs(value - other[name]) <= limit, f"step {step}: {name} {value} instead of {other[name]}"
+    apart = max((ours[1][name] - x).abs().max().item() for name, x in theirs[1].items())
+    assert apart <= weight, f"weights differ by {apart:.1e}"
