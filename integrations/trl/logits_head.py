@@ -69,7 +69,10 @@ class EarlierHead(Head):
         }  # fmt: skip
         results = self.scored(given["last_hidden"], given["weight"], given["targets"], ("entropy",), head)
         if isinstance(results, tuple):
-            return results[:2]
+            logprobs, entropy = results[:2]
+            assert entropy is not None
+            # the backward of heads without a bias leaves the entropy out
+            return logprobs, entropy if "bias" in self.parameters else entropy.detach()
         self.patch.left(contract.HEAD, results)
         theirs: tuple[Tensor | None, ...] = self.original.apply(*args)
         return theirs

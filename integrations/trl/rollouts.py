@@ -40,7 +40,7 @@ class Rollouts:
     def plan(self) -> None:
         """Raises PatchError where TRL is not what it must be."""
         base = contract.trainer_base()
-        original = base.__init__
+        original: Any = getattr(base, contract.BEGIN)
         expected = contract.checked(base, contract.BEGIN) if contract.BEGIN in vars(base) else ABSENT
         self.patch.replace(base, contract.BEGIN, _made(original, self), expected=expected)
         self.patch.replace(base, contract.TRAIN, _trained(base, self), expected=ABSENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -142,4 +143,8 @@ def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tens
 
 
 DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-COMPUTED = {"mean": _mean, "argmax": _argmax, "cross_entropy": _cross_entropy}
+COMPUTED: dict[str, Callable[..., Tensor]] = {
+    "mean": _mean,
+    "argmax": _argmax,
+    "cross_entropy": _cross_entropy,
+}

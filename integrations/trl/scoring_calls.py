@@ -24,8 +24,9 @@ from rlkernel.integrations.trl.scored_logits import (
     ScoredLogits,
     Scores,
 )
+from rlkernel.types import Statistic
 
-STATISTICS = ("mean_logits", "is_top1")
+STATISTICS: tuple[Statistic, ...] = ("mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)

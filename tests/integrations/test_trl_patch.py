@@ -67,14 +67,14 @@ def test_refuses_to_undo_over_somebody_else(monkeypatch):
     patch.undo()
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "1.14.2", "2.0.0"])
+@pytest.mark.parametrize("version", ["0.29.1", "1.17.0", "2.0.0"])
 def test_refuses_other_versions(monkeypatch, version):
     monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(PatchError, match=rf"version of trl must be >=1\.15,<1\.17, got {version}"):
+    with pytest.raises(PatchError, match=rf"version of trl must be >=1\.0,<1\.17, got {version}"):
         rlkernel.patch_trl()
 
 
-@pytest.mark.parametrize("version", ["1.17.0", "1.14.2"])
+@pytest.mark.parametrize("version", ["1.17.0", "0.29.1"])
 def test_not_strict_compares_what_is_replaced(monkeypatch, version):
     monkeypatch.setattr(trl, "__version__", version)
     with pytest.raises(PatchError, match=r"patch_trl\(strict=False\) compares what is replaced"):

@@ -1,4 +1,4 @@
-"""The fused head of an earlier TRL, which its asynchronous trainer calls, and TRL 1.14 with use_liger_kernel."""
+"""The fused head of an earlier TRL: of its asynchronous trainer, and of use_liger_kernel in TRL 1.14."""
 
 import inspect
 
@@ -13,7 +13,7 @@ HEAD = "_ChunkedLogProbFunction"
 
 
 def call(inputs, **options):
-    """Values, and gradients of a loss of both."""
+    """Values, and gradients of a loss of both, of which TRL before 1.14 leaves the entropy's out."""
     head = getattr(utils, HEAD)
     taken = list(inspect.signature(THEIRS.forward).parameters)[1:]
     given = {**inputs, "chunk_size": 64, "temperature": 0.7, **options}
