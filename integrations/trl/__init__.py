@@ -6,8 +6,8 @@ matter, nor whether a trainer exists already, and a patch may come and go betwee
 that take logits remain for the experimental trainers, which import them by name.  Distillation scores no
 tokens: it compares whole distributions of two models, which no op here does, and stays TRL's.
 
-Before 1.15 each trainer calls its model for logits and computes of them itself.  There the lm_head of the model
-scores the tokens while the trainer's own code runs (``logits_head``).
+Before 1.15 each trainer calls its model for logits and computes of them itself.  There the lm_head of the
+model scores the tokens while the trainer's own code runs (``logits_head``).
 """
 
 from rlkernel.integrations.trl.install import patch

@@ -85,15 +85,24 @@ def supported_utils(strict: bool) -> ModuleType:
     _contract.installed("TRL", SUPPORTED, strict, advice)
     import trl.trainer.utils as utils
 
-    if is_fused(utils) and not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
+    if is_fused() and not callable(vars(utils).get("maybe_gather_lm_head_ctx")):
         raise PatchError("trl.trainer.utils.maybe_gather_lm_head_ctx must be callable, got nothing that is")
     return utils
 
 
-def is_fused(utils: ModuleType) -> bool:
+def is_fused() -> bool:
     """Whether trainers score in the fused head.  Before 1.15 they make logits, and 1.0 has no head at all."""
-    head = vars(utils).get(HEAD)
-    return head is not None and _contract.taken(head) not in EARLIER[HEAD]
+    return not _is_before(FUSED)
+
+
+def _is_before(version: str) -> bool:
+    import trl
+    from packaging.version import InvalidVersion, Version  # TRL depends on it
+
+    try:
+        return Version(trl.__version__) < Version(f"{version}.dev0")
+    except InvalidVersion:  # of a build that has none
+        return False
 
 
 def trainer_base() -> type:
@@ -127,12 +136,10 @@ def preference_trainers() -> tuple[type, ...]:
 
     KTO's is among them since TRL 1.9: earlier ones are experimental, or log the sum of all logits.
     """
-    import trl
-    from packaging.version import Version  # TRL depends on it
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
 
-    return (DPOTrainer, KTOTrainer) if Version(trl.__version__) >= Version("1.9.0.dev0") else (DPOTrainer,)
+    return (DPOTrainer,) if _is_before("1.9") else (DPOTrainer, KTOTrainer)
 
 
 def checked(owner: Any, name: str) -> Any:

@@ -73,7 +73,7 @@ def patch(
         return active.share()
     utils = contract.supported_utils(strict)
     result = TrlPatch(batch_invariant)
-    if contract.is_fused(utils):
+    if contract.is_fused():
         _plan_head(result, utils)
     else:
         _require_fused(support=support, batch_invariant=batch_invariant)
@@ -92,7 +92,7 @@ def patch(
     if support:
         result.support = Support(result, support)
         result.support.plan()
-    _plan_method(result, contract.is_fused(utils))
+    _plan_method(result, contract.is_fused())
     return result.apply()
 
 

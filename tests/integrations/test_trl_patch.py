@@ -74,7 +74,7 @@ def test_refuses_other_versions(monkeypatch, version):
         rlkernel.patch_trl()
 
 
-@pytest.mark.parametrize("version", ["1.17.0", "0.29.1"])
+@pytest.mark.parametrize("version", ["1.17.0", "2.0.0"])
 def test_not_strict_compares_what_is_replaced(monkeypatch, version):
     monkeypatch.setattr(trl, "__version__", version)
     with pytest.raises(PatchError, match=r"patch_trl\(strict=False\) compares what is replaced"):
@@ -193,5 +193,5 @@ def test_a_second_call_gets_the_vllm_that_it_asks_for(have, want):
 
 def test_missing_trl_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(ImportError, match=r"needs TRL: pip install 'trl>=1\.15,<1\.17'"):
+    with pytest.raises(ImportError, match=r"needs TRL: pip install 'trl>=1\.0,<1\.17'"):
         rlkernel.patch_trl()
