@@ -135,8 +135,10 @@ class _Store:
     """What a call and its results leave for ``backward``: tensors apart from plain values, and back.
 
     ``taken(call, results)`` gives the plain values and the tensors to save; ``back`` makes of these the call
-    and the results, None in the place of tensors that were not saved.  Each is one expression, written here
-    as text: a loop over the fields would take longer than a small kernel.
+    and the results, None in the place of tensors that were not saved.  ``layouts`` of what is saved lets
+    ``relaid`` undo what hooks for saved tensors did to it: kernels read memory by the layout that forward
+    gave it, and one that is dense always serves.  Each is one expression, written here as text: a loop over
+    the fields would take longer than a small kernel.
     """
 
     def __init__(self, call: Any, results: Any, saves: set[str], saves_if: dict[str, str]) -> None:
@@ -169,6 +171,15 @@ class _Store:
         self.taken = eval(f"lambda call, results: ({_tuple(plain)}, {_tuple(saved)})", names)
         made = f"new(Call, {_tuple(fields)}), new(Results, {_tuple(stats)})"
         self.back = eval(f"lambda plain, saved: ({made})", names)
+        places = range(len(saved))
+        layouts = [f"(x := saved[{i}]) is None or x.is_contiguous() or x.stride()" for i in places]
+        self.layouts = eval(f"lambda saved: {_tuple(layouts)}", {})
+        same = [
+            f"x if (x := saved[{i}]) is None or (x.is_contiguous() or x.stride() == layouts[{i}])"
+            f" and not x.is_neg() else x.resolve_neg().contiguous()"
+            for i in places
+        ]
+        self.relaid = eval(f"lambda saved, layouts: {_tuple(same)}", {})
 
 
 def _chosen_for(op: str, fields: tuple[str, ...], names: tuple[str, ...]) -> Callable[[Any], Any]:
@@ -197,6 +208,7 @@ def _eager(op: Op) -> Any:
             watched = profiler._is_profiler_enabled or ranges.nvtx
             results = (op.named if watched else op.forward)(ctx.impl, call)
         ctx.plain, saved = op.store.taken(call, results)
+        ctx.layouts = op.store.layouts(saved)
         outputs = results[: op.outputs]
         if op.overwrites is not None:
             ctx.overwritten = False
@@ -211,7 +223,7 @@ def _eager(op: Op) -> Any:
 
     @once_differentiable(op.name)
     def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
-        call, results = op.store.back(ctx.plain, saved)
+        call, results = op.store.back(ctx.plain, op.store.relaid(saved, ctx.layouts))
         if op.needs is not None and call[op.needs] != (needs := tuple(ctx.needs_input_grad[1:])):
             call = call._replace(needs=needs)
         if op.overwrites is not None and call.inplace_backward:
@@ -273,7 +285,9 @@ def _differentiate(op: Op, node: Any) -> None:
         ctx.there = [x is not None for x in op.like(op.made(inputs, False))]
         ctx.kept = [i for i in sorted(kept) if isinstance(inputs[i], Tensor)]
         ctx.flat = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.kept), *(output[i] for i in op.store.results))
+        saved = *(inputs[i] for i in ctx.kept), *(output[i] for i in op.store.results)
+        ctx.dense = [x.is_contiguous() for x in saved]
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(output[i] for i in op.constants), *output[op.outputs :])
 
     @once_differentiable(op.name)
@@ -289,7 +303,9 @@ def _differentiate(op: Op, node: Any) -> None:
         if run is None:
             found = _gradients(op, None, upstream, needs, stats, flat)
         else:
-            found = run(*upstream, needs, *stats, *flat)
+            places = *(results + i for i in ctx.kept), *op.store.results
+            dense = [i for i, known in zip(places, ctx.dense, strict=True) if known]
+            found = run(*upstream, needs, dense, *stats, *flat)
         given: list[Tensor | None] = [None] * len(flat)
         for i, need, g in zip(place, needs, found, strict=True):
             given[i] = g if need else None
@@ -299,17 +315,17 @@ def _differentiate(op: Op, node: Any) -> None:
 
 
 def _backward_node(op: Op, place: list[int]) -> Any:
-    results = len(op.results._fields)
-    slots = [f"Tensor? grad_{i}" for i in range(op.outputs)]
-    slots += ["bool[] needs", *(f"Tensor? result_{i}" for i in range(results))]
+    first, results = op.outputs, len(op.results._fields)
+    slots = [f"Tensor? grad_{i}" for i in range(first)]
+    # dense: which of the following forward found dense, whatever hooks for saved tensors made of them
+    slots += ["bool[] needs", "int[] dense", *(f"Tensor? result_{i}" for i in range(results))]
     slots += [re.sub("^Tensor ", "Tensor? ", slot) for slot in op.part.slots]
 
-    def parts(every: Any) -> tuple[Any, Any, Any, Any]:
-        a, b = op.outputs, op.outputs + 1 + results
-        return every[:a], every[a], every[a + 1 : b], every[b:]
-
     def run(*every: Any) -> Any:
-        grads, needs, stats, flat = parts(every)
+        grads, (needs, dense), read = every[:first], every[first : first + 2], list(every[first + 2 :])
+        for i in dense:
+            read[i] = None if read[i] is None else read[i].contiguous()
+        stats, flat = resolved(tuple(read[:results])), read[results:]
         found = _gradients(op, op.pick(op.made(flat)), grads, needs, stats, flat)
         like = flat[place[0]]
         out: list[Tensor] = []
@@ -321,7 +337,7 @@ def _backward_node(op: Op, place: list[int]) -> Any:
         return out
 
     def fake(*every: Any) -> Any:
-        _, needs, _, flat = parts(every)
+        needs, flat = every[first], every[first + 2 + results :]
         sources = [flat[i] for i in place]
         return [
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else sources[0].new_empty(0)

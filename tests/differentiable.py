@@ -39,8 +39,12 @@ def _policy(logprobs, entropy):
     return rlkernel.policy_loss(logprobs, logprobs.detach() - 0.1, ADVANTAGES, MASK, **options).loss
 
 
-def _attention(q, k, v, sinks):
+def _prefix_attention(q, k, v, sinks):
     return rlkernel.prefix_shared_attention(q, k, v, _batch(), sinks=sinks).square().sum()
+
+
+def _attention(q, k, v, sinks):
+    return rlkernel.attention(q, k, v, batch=_batch(), sinks=sinks).square().sum()
 
 
 HEAD = {"hidden": (6, 4), "weight": (5, 4), "bias": (5,)}
@@ -72,7 +76,8 @@ OPS = {
         lambda logprobs: rlkernel.preference_loss(logprobs, torch.zeros(2, 3), MASK).loss,
         {"logprobs": (2, 3)},
     ),
-    "prefix_shared_attention": (_attention, QKV),
+    "prefix_shared_attention": (_prefix_attention, QKV),
+    "attention": (_attention, QKV),
     "layer_norm": (
         lambda *row: rlkernel.layer_norm(*row).square().sum(),
         {"x": (2, 3, 5), "weight": (5,), "bias": (5,)},
@@ -88,6 +93,13 @@ OPS = {
         {"x": (2, 5), "residual": (2, 5)},
     ),
 }
+
+
+def name_of(op):
+    """Of the public module that it is in."""
+    for suffix in ("_statistics", "_support", "_of_sum"):
+        op = op.removesuffix(suffix)
+    return op
 
 
 def leaves(op, only=None):

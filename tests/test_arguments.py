@@ -230,6 +230,93 @@ def test_a_constant_that_requires_a_gradient(name):
         assert torch.equal(rlkernel.policy_loss(ROWS, **constants).loss, want)
 
 
+ROW = torch.randn(2, 5)
+# calls by the constant that they are about: a function, what it needs, and the constant itself
+CONSTANTS = {
+    "baselines": (
+        rlkernel.group_advantages,
+        {"rewards": torch.randn(4), "estimator": "remax"},
+        torch.ones(4),
+    ),
+    "lengths": (
+        rlkernel.group_advantages,
+        {"rewards": torch.randn(4), "group_size": 4, "estimator": "opo"},
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    ),
+    "staleness": (
+        rlkernel.policy_loss,
+        {"logprobs": ROWS, **POLICY, "rollout_logprobs": ROWS - 0.1, "correction": "token_tis"},
+        torch.zeros(2),
+    ),
+    "token_counts": (
+        rlkernel.policy_loss,
+        {"logprobs": ROWS, **POLICY, "loss_agg_mode": "seq-mean-token-mean", "num_items_in_batch": 2},
+        torch.full((2,), 4.0),
+    ),
+    **{
+        f"num_items_in_batch of {function.__name__}": (function, CALLS[function], torch.tensor(3.0))
+        for function in (
+            rlkernel.policy_loss,
+            rlkernel.linear_policy_loss,
+            rlkernel.value_loss,
+            rlkernel.preference_loss,
+        )
+    },
+    "num_tokens_in_batch": (
+        rlkernel.preference_loss,
+        CALLS[rlkernel.preference_loss] | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]},
+        torch.tensor(3.0),
+    ),
+    "kl": (
+        rlkernel.preference_loss,
+        CALLS[rlkernel.preference_loss] | {"loss_type": "kto", "labels": torch.tensor([True, False])},
+        torch.tensor(0.5),
+    ),
+    "running_delta": (
+        rlkernel.preference_loss,
+        CALLS[rlkernel.preference_loss] | {"loss_type": "bco_pair"},
+        torch.tensor([0.5, 3.0]),
+    ),
+    "state": (rlkernel.running_normalize, {"x": ROWS}, torch.tensor([4.0, 0.0, 2.0], dtype=torch.float64)),
+    "logit_bias of sample": (rlkernel.sample, {"logits": ROW, "seeds": 3}, torch.zeros(5)),
+    "logit_bias of score_tokens": (
+        rlkernel.score_tokens,
+        {"logits": ROW, "token_ids": IDS[0, :2]},
+        torch.zeros(2, 5),
+    ),
+    "logit_bias of sample_linear": (
+        rlkernel.sample_linear,
+        {"hidden": torch.randn(2, 3), "weight": HEAD["weight"], "seeds": 3},
+        torch.zeros(5),
+    ),
+    "temperature of sample": (rlkernel.sample, {"logits": ROW, "seeds": 3}, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_any_constant_that_requires_a_gradient(case):
+    """is an error where there would be one, and nothing under no_grad."""
+    function, call, constant = CONSTANTS[case]
+    name = case.split(" of ")[0]
+    want = function(**call | {name: constant})
+    trained = call | {name: constant.clone().requires_grad_()}
+    with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
+        function(**trained)
+    with torch.no_grad():
+        got = function(**trained)
+    for x, y in zip(*((out,) if isinstance(out, torch.Tensor) else out for out in (got, want)), strict=True):
+        assert x is y or torch.equal(x, y)
+
+
+def test_a_bias_of_few_tokens_that_requires_a_gradient():
+    bias = rlkernel.TokenBias(IDS[:, :2], torch.zeros(2, 2, requires_grad=True))
+    with pytest.raises(ValueError, match=r"^logit_bias.values must not require a gradient"):
+        rlkernel.sample(ROW, logit_bias=bias, seeds=3)
+    with torch.no_grad():
+        got = rlkernel.sample(ROW, logit_bias=bias, seeds=3).token_ids
+    assert torch.equal(got, rlkernel.sample(ROW, seeds=3).token_ids)
+
+
 STRIDED = [f for f, call in CALLS.items() if any(isinstance(x, torch.Tensor) for x in call.values())]
 
 

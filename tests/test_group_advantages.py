@@ -362,13 +362,3 @@ def test_opcheck(estimator):
         "zero", 0.0, "std",
     )  # fmt: skip
     torch.library.opcheck(op.node, op.flat(call))
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("name", ["lengths", "baselines"])
-def test_no_gradient_comes_from_what_responses_have_beside_rewards(backend, name):
-    estimator = "opo" if name == "lengths" else "remax"
-    given = {name: torch.rand(4, 5, requires_grad=True)}
-    with running(backend):
-        out = rlkernel.group_advantages(make_inputs(4, 5)["rewards"], estimator=estimator, **given)
-    assert not out.requires_grad

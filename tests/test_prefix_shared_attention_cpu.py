@@ -131,6 +131,17 @@ def test_any_strides(rule):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_expanded_rows_have_the_bits_of_dense_ones(rule, dtype):
+    layout = groups((70, [33, 66, 2, 5]), (150, [40, 3])).layout()
+    dense = [x[:1].expand(x.shape).contiguous() for x in tensors(layout, 4, 2, 64, dtype)]
+    expanded = [x[:1].expand(x.shape) for x in dense]
+    want = run(native, layout, dense, RULES[rule])
+    for name, a, b in zip(NAMES, run(native, layout, expanded, RULES[rule]), want, strict=True):
+        bitwise.assert_equal(name, a, b)
+
+
 # calls
 
 

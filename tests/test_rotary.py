@@ -184,6 +184,9 @@ def test_any_strides_one_sided_and_empty(backend, device):
     for shape in ((0, 3, 2, 4), (2, 0, 2, 4)):
         empty = run(backend, make_inputs(*shape, device=device))
         assert empty["grad_q"].numel() == empty["k"].numel() == 0
+        inputs = {k: x.new_zeros(()).expand(x.shape) for k, x in make_inputs(*shape, device=device).items()}
+        empty = run(backend, inputs, grads=lambda x: x.new_zeros(()).expand(x.shape))
+        assert empty["grad_q"].numel() == empty["k"].numel() == 0
 
 
 @ON_EVERY_BACKEND

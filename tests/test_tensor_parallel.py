@@ -445,6 +445,29 @@ def test_levels_nest_and_leave_nothing_behind():
         layer.double()(x.double())
 
 
+def imaginary(x):
+    """As torch gives the imaginary part of what was conjugated: negated where it is read."""
+    return torch.complex(x, -x).conj().imag
+
+
+@pytest.mark.parametrize("layer", [tp.row_parallel_linear, tp.column_parallel_linear])
+@pytest.mark.parametrize("negated", [imaginary, lambda x: torch._neg_view(-x)], ids=["strided", "dense"])
+def test_negated_tensors_are_taken_for_what_they_are(layer, negated):
+    """As arguments, as upstream gradients, and where hooks for saved tensors make them so."""
+    g = torch.Generator().manual_seed(3)
+    x, weight, bias, upstream = (torch.randn(*s, generator=g) for s in ((3, 16), (8, 16), (8,), (3, 8)))
+    want = linear_gradients(x, weight, bias, upstream, layer)
+    cases = {
+        "arguments": linear_gradients(x, weight, bias, upstream, lambda *t: layer(*map(negated, t))),
+        "upstream": linear_gradients(x, weight, bias, negated(upstream), layer),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, negated):
+        cases["saved"] = linear_gradients(x, weight, bias, upstream, layer)
+    for case, found in cases.items():
+        for i, (got, whole) in enumerate(zip(found, want, strict=True)):
+            assert_equal(f"{case}: result {i}", got, whole)
+
+
 one = torch.ones
 ERRORS = {
     "x as weight": (lambda: tp.row_parallel_linear(one(2, 8), one(4, 16)), r"weight must be \[N, 8\]"),

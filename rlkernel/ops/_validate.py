@@ -178,6 +178,7 @@ def item_count(
         raise ValueError(f"{argument} must be one number, got shape {tuple(value.shape)}")
     if value.is_complex():
         raise ValueError(f"{argument} must be a real number, got {str(value.dtype).removeprefix('torch.')}")
+    without_gradient(argument, value)
     readable = debug.may_read(value)
     if readable and not 0 < value.item() < math.inf:
         raise ValueError(f"{argument} must be > 0 and finite, got {value.item()}")

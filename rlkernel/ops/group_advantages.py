@@ -76,9 +76,9 @@ def group_advantages(
         mask: like ``rewards``, nonzero where a reward counts; one that does not is no part of any statistic
             and its response's advantage is 0 (of K rewards: unless another one counts).
         reward_weights: [K]; the weighted sum of K rewards, scaled before the sum with gdpo.
-        baselines: [N], of remax: the reward of the greedy response.
+        baselines: [N], of remax: the reward of the greedy response; no gradient.
         lengths: [N] tokens of each response: required by opo; weights of the whitening, as verl
-            whitens tokens.
+            whitens tokens; no gradient.
         scale_rewards: "group", "batch" or "none", of grpo, grpo_passk and gdpo.
         unbiased: std with n - 1 (TRL, verl) instead of n.
         eps: added to what divides: 1e-4 in TRL, 1e-6 in verl and NeMo-RL.
@@ -154,6 +154,7 @@ def _per_response(name: str, x: Tensor | None, shape: torch.Size, device: torch.
     if x.shape != shape:
         raise ValueError(f"{name} must have one value per response {tuple(shape)}, got {tuple(x.shape)}")
     _validate.same_device(name, x, "rewards", device)
+    _validate.without_gradient(name, x)
     return x.detach().reshape(-1)
 
 

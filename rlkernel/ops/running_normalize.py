@@ -71,6 +71,7 @@ def running_normalize(
         got = f"{_validate.name(state.dtype)} {tuple(state.shape)}"
         raise ValueError(f"state must be float64 of shape (3,) or (R, 3), got {got}")
     _validate.same_device("state", state, "x", x.device)
+    _validate.without_gradient("state", state)
     eps = _validate.number("eps", eps, 0.0)
     _validate.choice("eps_in", eps_in, EPS_PLACES)
     bound = math.inf if clip is None else _validate.number("clip", clip, 0.0)

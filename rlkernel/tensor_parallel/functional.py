@@ -20,6 +20,7 @@ from rlkernel.drivers.rank_tree import SEGMENTS, gathered, segments_of
 from rlkernel.ops import _validate
 from rlkernel.runtime import debug, ranges
 from rlkernel.runtime.modes import autocasts, once_differentiable, without_autocast
+from rlkernel.runtime.schema import resolved
 
 Group = dist.ProcessGroup | None
 Saved = tuple[Any, ...]
@@ -219,7 +220,7 @@ class _Shared(torch.autograd.Function):
 
 def _forward(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, segments: int) -> Tensor:
     """[..., K] with [K, N]."""
-    call = MatmulCall(_rows(a), b[None], bias, dtype, segments)
+    call = resolved(MatmulCall(_rows(a), b[None], bias, dtype, segments))
     impl = dispatch.pick("matmul", call.a, call.b)
     with without_autocast(a.device), ranges.of("matmul", impl):
         out = impl.forward(call).out
@@ -232,6 +233,7 @@ def _gradients(
     """Of x, weight and bias, of sums that this rank has whole."""
     wanted = (needs[0], needs[1], needs[2] and bias is not None)
     call = MatmulCall(_rows(x), weight.mT[None], bias, x.dtype, grad_segments=segments, needs=wanted)
+    call, grad = resolved(call), resolved(grad)
     impl = dispatch.pick("matmul", call.a, call.b)
     with without_autocast(x.device), ranges.of("matmul", impl, backward=True):
         found = impl.backward(call, None, _rows(grad))

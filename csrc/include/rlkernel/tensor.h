@@ -154,7 +154,9 @@ class Tensor {
   }
 
   // Whether each stride is beyond all that the smaller ones reach, so that no two elements have one address.
+  // Where there are none, the strides are those of an expanded tensor, as well as any.
   bool is_apart() const {
+    if (elements() == 0) return true;
     for (int d = 0; d < x_.ndim; ++d) {
       int64_t reach = 0;
       for (int e = 0; e < x_.ndim; ++e)

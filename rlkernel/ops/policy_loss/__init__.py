@@ -124,7 +124,8 @@ def policy_loss(
             ratio, beyond which neither has a gradient; that of a "+" stays.  verl, SkyRL and NeMo-RL have 20
             and 10.
         correction: see ``RolloutCorrection``; a name for one of its presets.
-        staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled.
+        staleness: [B, L] or [N], or one for each sequence: versions of the policy since a token was sampled;
+            no gradient.
         seed: of clip_cov's choice; 64 bits, signed or not, of which the low 32 count.
         num_items_in_batch: tokens (for the "seq-" modes sequences) of the whole batch, which the mean divides
             by: > 0, a number or a tensor of one, which on a GPU is not synchronised.  None: those that are

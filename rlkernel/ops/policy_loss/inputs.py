@@ -50,6 +50,7 @@ def checked(
         _validate.is_tensor("staleness", staleness)
         if staleness.is_complex():
             raise ValueError(f"staleness must be real numbers, got {_validate.name(staleness.dtype)}")
+        _validate.without_gradient("staleness", staleness)
         staleness, stale_each = _tokens_or_sequences("staleness", staleness, logprobs, count)
         staleness = _validate.dense(staleness, dtype)
     if token_counts is not None:
@@ -162,4 +163,5 @@ def _token_counts(x: Tensor, logprobs: Tensor, count: int, dtype: torch.dtype) -
     _validate.same_device("token_counts", x, "logprobs", logprobs.device)
     if x.is_complex():
         raise ValueError(f"token_counts must be real numbers, got {_validate.name(x.dtype)}")
+    _validate.without_gradient("token_counts", x)
     return _validate.dense(x, dtype)

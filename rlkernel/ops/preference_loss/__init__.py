@@ -109,7 +109,7 @@ def preference_loss(
         nll_coef: weight of the likelihood; None: 1 for orpo and cpo, else 0.
         nll_mask: nonzero where a token counts in the likelihood, such as the prompt for orpo; None: ``mask``.
         labels: [S], of an unpaired loss: nonzero where a sequence is desirable.
-        kl: of kto: an estimate of the divergence from the reference, one or [S]; has no gradient.  None: 0.
+        kl: of kto: an estimate of the divergence from the reference, one or [S]; no gradient.  None: 0.
         running_delta: [2], of bco_pair: the mean reward of earlier batches, and their number.  This batch is
             added before delta, the mean, is used; the new state is returned.  None: delta = 0, as TRL.
         num_items_in_batch: pairs (unpaired: sequences) of the whole batch, which the mean divides by: > 0, a

@@ -63,6 +63,7 @@ def kl(x: float | Tensor | None, rule: PreferenceRule, rows: int, logprobs: Tens
         raise ValueError(f"kl must be one number or have shape {(rows,)}, got {tuple(x.shape)}")
     if x.is_complex():
         raise ValueError(f"kl must be real numbers, got {_validate.name(x.dtype)}")
+    _validate.without_gradient("kl", x)
     _validate.same_device("kl", x, "logprobs", logprobs.device)
     return _validate.dense(x.detach().reshape(-1), logprobs.dtype)
 
@@ -72,7 +73,7 @@ def delta(x: Tensor | None, rule: PreferenceRule, logprobs: Tensor) -> Tensor | 
         return None
     if PREFERENCE_TERMS.index("bco_pair") not in rule.terms:
         raise ValueError("running_delta must be None with a loss_type other than 'bco_pair', got a tensor")
-    _validate.floating("running_delta", x)
+    _validate.constant("running_delta", x)
     if x.shape != (2,):
         raise ValueError(f"running_delta must be [2], a mean and a count, got {tuple(x.shape)}")
     _validate.same_device("running_delta", x, "logprobs", logprobs.device)

@@ -95,7 +95,7 @@ def sample(
         token_bitmask: int32 [..., ceil(V / 32)]; token i is allowed where bit i % 32 of word i // 32 is set.
             Words behind V do not count; tokens behind a narrower mask are not allowed.
         logit_bias: [V], [..., V], {token: bias}, one such dict (or None) for each row, or a ``TokenBias`` of
-            few tokens a row; added first.
+            few tokens a row; added first.  No gradient.
         penalties: ``Penalties``, applied after the bias: repetition, DRY, repeated n-grams, bad words.
         filter_order: of what top_p takes its share.  "sequential": of what the other filters keep (vLLM);
             "top_k_first": of what top_k keeps, the others cut after it (HF ``generate``, SGLang with min_p);

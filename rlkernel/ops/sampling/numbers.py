@@ -60,9 +60,8 @@ def each(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor
     """Likewise of a tensor, whose values are not looked at."""
     if value.dtype == torch.bool or value.is_complex():
         raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
-    if value.requires_grad:
-        raise ValueError(f"{argument} must not require a gradient, got requires_grad=True")
-    return per_row(argument, value, rows, dtype)
+    _validate.without_gradient(argument, value)
+    return per_row(argument, value.detach(), rows, dtype)
 
 
 def within(

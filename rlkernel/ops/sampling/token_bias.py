@@ -65,6 +65,7 @@ class TokenBias(NamedTuple):
         if not isinstance(values, Tensor) and not _scalars.is_number(values):
             raise TypeError(f"logit_bias.values must be numbers or a tensor, got {type(values).__name__}")
         if isinstance(values, Tensor):
+            _validate.without_gradient("logit_bias.values", values)
             values = values.expand(ids.shape).expand(*rows.shape, width).reshape(rows.total, width)
         return TokenBias(ids.expand(*rows.shape, width).reshape(rows.total, width), values)
 
