@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 ARGS ?=
+# Some images set it.  Without bytecode each of hundreds of processes compiles torch and the frameworks anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 comma := ,
 PY := $(VENV)/bin/python
