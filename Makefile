@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 ARGS ?=
+# Some images set it.  Without bytecode each of hundreds of processes compiles torch and the frameworks anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 comma := ,
 PY := $(VENV)/bin/python
@@ -30,7 +32,7 @@ SOURCES := $(shell find csrc setup.py pyproject.toml -type f 2>/dev/null)
 # and neither graphs that are traced nor frequencies of samples depend on it. Tests that compare instruction sets choose them.
 AVX2 := RLKERNEL_CPU_ISA=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NUMERIC := $(filter-out %_stored.py %_compile.py %/test_tensor_core_bits.py, $(wildcard $(addprefix tests/test_,*_bits.py logprob*.py linear_*.py prefix_shared*.py \
-        policy_loss*.py preference_loss*.py value_loss*.py gae.py whiten.py rms_norm.py layer_norm.py rotary.py swiglu.py matmul.py attention.py \
+        policy_loss*.py preference_loss*.py value_loss*.py gae*.py whiten.py rms_norm.py layer_norm.py rotary.py swiglu.py matmul.py attention.py \
         batch_invariant*.py consistency_invariance.py tensor_parallel*.py group_*.py kl_*.py running_*.py \
         sampl*.py verify_chain*.py)) tests/integrations/test_hf_*.py)
 

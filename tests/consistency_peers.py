@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from peer_sources import load, taken
 from policy_peers import trl_trainer, verl_rollout_corr
-from test_policy_loss_sources import Base, configured, skyrl_correction
+from policy_sources import Base, configured, skyrl_correction
 
 
 def verl_metrics(train, rollout, mask, **settings):

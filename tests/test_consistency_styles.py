@@ -5,8 +5,8 @@ import math
 
 import consistency_peers
 import policy_peers
+import policy_sources as sources
 import pytest
-import test_policy_loss_sources as sources
 import torch
 
 from rlkernel.consistency import compare, statistics

@@ -1,66 +1,21 @@
-"""gae: one body of tests for every backend, against fp64 and against verl's own function."""
-
-import types
+"""gae: one body of tests for every backend, against fp64."""
 
 import emulation
 import pytest
 import torch
-from accuracy import check, check_rounded_once, error
-from backends import is_slow, of, running, skip_unless_able
+from accuracy import check_rounded_once, error
+from backends import is_slow, of, skip_unless_able
 from bitwise import assert_equal
+from gae_cases import ON_EVERY_BACKEND, check_against_fp64, packed, run, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peer_sources import load
 
 import rlkernel
 from rlkernel import native
-from rlkernel.benchmarks import _peers
 from rlkernel.calls.gae import GaeCall
 from rlkernel.reference.gae import make_inputs
 
-ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), of("gae"))
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def run(backend, rewards, values, mask=None, **options):
-    skip_unless_able(backend, "gae", rewards, values)
-    with running(backend):
-        return rlkernel.gae(rewards, values, mask, **options)
-
-
-def wide(x):
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
-WALKED = {}  # in fp32 and in fp64, by what is given
-
-
-def bytes_of(x):
-    return x.detach().cpu().numpy().tobytes() if isinstance(x, torch.Tensor) else x
-
-
-def check_against_fp64(backend, rewards, values, mask=None, **options):
-    """Within the budget; PyTorch's own error is that of the Python loop in fp32."""
-    given = {"rewards": rewards, "values": values, "mask": mask, **options}
-    key = tuple((k, bytes_of(v)) for k, v in given.items())
-    if key not in WALKED:  # by a loop over tokens, for all backends
-        with rlkernel.use_backend("reference"):
-            WALKED[key] = rlkernel.gae(**given), rlkernel.gae(**{k: wide(v) for k, v in given.items()})
-    torchs, exact = WALKED[key]
-    ours = run(backend, rewards, values, mask, **options)
-    for name, a, b, c in zip(ours._fields, ours, torchs, exact, strict=True):
-        assert a.dtype == torch.float32 and c.dtype == torch.float64 and not a.requires_grad
-        check(name, a, b, c, magnitude=1)
-        if backend != "reference":  # which is the loop in fp32
-            check_rounded_once(name, a, c)
-    return ours
-
-
-def packed(inputs, lengths, **options):
-    """The first tokens of the rows, packed, as arguments of gae."""
-    flat = {k: torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]) for k, x in inputs.items()}
-    device = inputs["rewards"].device
-    return flat | {"cu_seqlens": torch.tensor([0, *lengths], device=device).cumsum(0)} | options
 
 
 def test_a_walk_in_fp32_would_be_seen():
@@ -295,71 +250,6 @@ def test_a_planted_fault_is_found(original, replacement):
     assert wrong
 
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0)])
-@ON_EVERY_BACKEND
-def test_verl_says_the_same(backend, device, gamma, lam):
-    """verl's values and mask, where the mask is set; under it verl leaves what is carried, and we 0."""
-    try:
-        verl = _peers.verl_core_algos()
-    except ImportError as reason:
-        pytest.skip(f"verl: {reason}")
-    inputs = make_inputs(6, 200, device=device, masked=0.3)
-    mask = inputs["mask"]
-    advantages, returns = verl.compute_gae_advantage_return(
-        inputs["rewards"], inputs["values"], mask.float(), gamma, lam
-    )
-    ours = run(backend, **inputs, gamma=gamma, lam=lam)
-    whitened = rlkernel.whiten(ours.advantages, mask)
-    torch.testing.assert_close(ours.returns[mask], returns[mask], rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(whitened[mask], advantages[mask], rtol=2e-5, atol=2e-5)
-    assert (ours.returns[~mask] == 0).all() and (returns[~mask] != 0).any()
-    with running(backend):
-        assert_equal(
-            "whiten=True",
-            rlkernel.gae(**inputs, gamma=gamma, lam=lam, whiten=True).advantages,
-            rlkernel.whiten(ours.advantages, mask),
-        )
-
-
-@ON_EVERY_BACKEND
-def test_reinforce_plus_plus_returns_are_gae_without_values(backend, device):
-    try:
-        verl = _peers.verl_core_algos()
-    except ImportError as reason:
-        pytest.skip(f"verl: {reason}")
-    inputs = make_inputs(6, 200, device=device, masked=0.3)
-    config = type("Config", (), {"gamma": 0.98})
-    advantages, returns = verl.compute_reinforce_plus_plus_outcome_advantage(
-        inputs["rewards"], inputs["mask"].float(), config=config
-    )
-    zeros = torch.zeros_like(inputs["values"])
-    ours = run(backend, inputs["rewards"], zeros, inputs["mask"], gamma=0.98, lam=1.0)
-    torch.testing.assert_close(ours.returns, returns, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(
-        rlkernel.whiten(ours.returns, inputs["mask"]), advantages, rtol=2e-5, atol=2e-5
-    )
-
-
-def trl_loop(rewards, values, gamma, lam):
-    """The loop of TRL's PPOTrainer, which has no mask: padding holds zeros there."""
-    carry, reverse = 0, []
-    for t in reversed(range(rewards.shape[1])):
-        next_values = values[:, t + 1] if t < rewards.shape[1] - 1 else 0.0
-        delta = rewards[:, t] + gamma * next_values - values[:, t]
-        carry = delta + gamma * lam * carry
-        reverse.append(carry)
-    advantages = torch.stack(reverse[::-1], axis=1)
-    return advantages, advantages + values
-
-
-@ON_EVERY_BACKEND
-def test_trl_says_the_same(backend, device):
-    inputs = make_inputs(4, 150, device=device, masked=0)
-    expected = trl_loop(inputs["rewards"], inputs["values"], 0.99, 0.9)
-    for a, b in zip(run(backend, **inputs, gamma=0.99, lam=0.9), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -378,131 +268,6 @@ def test_any_lengths_and_masks(backend, lengths, gamma, lam, seed, masked):
         alone = {k: x[start:end][None] for k, x in inputs.items() if k != "cu_seqlens"}
         for a, b in zip(run(backend, **alone, gamma=gamma, lam=lam), out, strict=True):
             assert_equal("alone", a[0], b[start:end])
-
-
-def their_gae(name, inputs, gamma, lam):
-    """The walks of frameworks that do not step over a hole, from their own sources."""
-    rewards, values, mask = inputs["rewards"], inputs["values"], inputs["mask"].to(inputs["rewards"].dtype)
-    if name == "openrlhf":
-        kind = load(
-            "openrlhf", "openrlhf/trainer/ppo_utils/experience_maker.py", "RemoteExperienceMaker", ray=None
-        )
-        walk = kind.RemoteExperienceMaker.get_advantages_and_returns
-        return walk(None, values, rewards, mask, gamma, lam)
-    if name == "skyrl":
-        path = "skyrl/backends/skyrl_train/utils"
-        tools = load("skyrl", f"{path}/torch_utils.py", "masked_mean")
-        names = "compute_gae_advantage_return", "masked_whiten", "masked_var"
-        return load("skyrl", f"{path}/ppo_utils.py", *names, **vars(tools)).compute_gae_advantage_return(
-            rewards, values, mask, gamma, lam
-        )
-    tools = load(
-        "slime", "slime/utils/ppo_utils.py", "vanilla_gae", "chunked_gae", "chunked_discounted_returns"
-    )
-    return getattr(tools, name)(rewards, values, gamma, lam)
-
-
-@pytest.mark.parametrize("name", ["openrlhf", "skyrl", "vanilla_gae", "chunked_gae"])
-def test_openrlhf_skyrl_and_slime_say_the_same(name):
-    inputs = {k: wide(x) for k, x in make_inputs(4, 60, masked=0.3).items()}
-    advantages, returns = their_gae(name, inputs, 0.97, 0.9)
-    options = {"gamma": 0.97, "lam": 0.9}
-    if name == "openrlhf":
-        ours = rlkernel.gae(**inputs, holes="zero", **options)
-        expected = [torch.where(inputs["mask"], x, 0) for x in (advantages, returns)]
-    else:  # what stands under the mask is part of the walk
-        ours = rlkernel.gae(inputs["rewards"], inputs["values"], **options)
-        whitened = rlkernel.whiten(ours.advantages, inputs["mask"]) if name == "skyrl" else ours.advantages
-        kept = inputs["mask"] if name == "skyrl" else torch.ones_like(inputs["mask"])
-        ours, expected = (whitened * kept, ours.returns), (advantages * kept, returns)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
-
-
-def test_nemo_rl_says_the_same():
-    """Its walk steps over holes; a lambda for each response by its length, another one for the returns."""
-    inputs = {k: wide(x) for k, x in make_inputs(4, 60, masked=0.3).items()}
-    kind = load(
-        "nemo-rl", "nemo_rl/algorithms/advantage_estimator.py", "GeneralizedAdvantageEstimator"
-    ).GeneralizedAdvantageEstimator
-    config = {"gae_lambda": 0.9, "gae_gamma": 0.97, "normalize_advantages": False, "gae_lambda_value": 1.0}
-    config |= {"gae_lambda_policy": None, "length_adaptive_alpha": 0.05}
-    loss = {"use_kl_in_reward": False, "reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": "k3"}
-    theirs = kind(config, types.SimpleNamespace(**loss))
-    theirs._build_token_level_rewards = lambda *_: inputs["rewards"] * inputs["mask"]
-    advantages, returns = theirs.compute_advantage(None, None, inputs["mask"].double(), inputs["values"])
-    lam = 1 - 1 / (0.05 * inputs["mask"].sum(1).float()).clamp(min=1)
-    assert len(lam.unique()) > 1
-    ours = rlkernel.gae(**inputs, gamma=0.97, lam=lam, return_lam=1.0)
-    torch.testing.assert_close(ours.advantages, advantages)
-    torch.testing.assert_close(ours.returns, torch.where(inputs["mask"], returns, 0))
-
-
-def test_wrong_returns_would_be_seen():
-    """The mutant of the tests here: verl's own reading of the mask, with the value of the next token."""
-    inputs = make_inputs(3, 50, masked=0.4)
-    right = rlkernel.gae(**inputs).advantages
-    wrong = trl_loop(inputs["rewards"], inputs["values"], 1.0, 0.95)[0] * inputs["mask"]
-    assert error(right, wrong) > 1e-2
-
-
-GOOD = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3)}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"rewards": [0.0]}, "rewards must be a tensor, got list"),
-        ({"rewards": torch.zeros(2, 3, dtype=torch.int64)}, "rewards must be float16, .* got int64"),
-        ({"rewards": torch.zeros(3)}, r"rewards must be \[B, L\], got \(3,\)"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, r"rewards must be \[N\] with cu_seqlens, got \(2, 3\)"),
-        ({"values": torch.zeros(2, 4)}, r"values must have rewards' shape \(2, 3\), got \(2, 4\)"),
-        ({"values": torch.zeros(2, 3, requires_grad=True)}, "values must not require a gradient"),
-        ({"mask": torch.ones(2)}, r"mask must have rewards' shape \(2, 3\), got \(2,\)"),
-        ({"mask": [1]}, "mask must be a tensor or None, got list"),
-        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
-        ({"lam": -0.1}, r"lam must be in \[0, 1\], got -0.1"),
-        ({"lam": float("nan")}, r"lam must be in \[0, 1\], got nan"),
-        ({"lam": "x"}, "lam must be a number or a tensor, got str"),
-        ({"lam": torch.ones(3)}, r"lam must be a number or have shape \(2,\), got \(3,\)"),
-        ({"lam": torch.tensor([0.5, torch.nan])}, r"lam\[1\] must be in \[0, 1\], got nan"),
-        ({"return_lam": 2}, r"return_lam must be in \[0, 1\], got 2"),
-        ({"holes": "none"}, "holes must be one of 'skip', 'zero', got 'none'"),
-        ({"holes": "zero", "last_values": torch.zeros(2)}, "last_values must be None with holes = 'zero'"),
-        ({"last_values": torch.zeros(3)}, r"last_values must have shape \(2,\), got \(3,\)"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        rlkernel.gae(**{**GOOD, **change})
-
-
-@pytest.mark.parametrize(
-    "offsets, message",
-    [
-        ([0, 7], r"cu_seqlens must rise from 0 to at most 6, got \[0, 7\]"),
-        ([1, 6], r"cu_seqlens must rise from 0 to at most 6, got \[1, 6\]"),
-        ([0, 4, 3, 6], r"cu_seqlens must rise from 0 to at most 6, got \[0, 4, 3, 6\]"),
-        ([], "cu_seqlens must be an int32 or int64 tensor"),
-        ([0.0, 6.0], "cu_seqlens must be an int32 or int64 tensor"),
-    ],
-)
-def test_bad_offsets_are_named(offsets, message):
-    with pytest.raises(ValueError, match=message):
-        rlkernel.gae(torch.zeros(6), torch.zeros(6), cu_seqlens=torch.tensor(offsets))
-
-
-def test_debug_mode_names_the_token():
-    inputs = make_inputs(2, 5, masked=0)
-    inputs["values"][1, 2] = torch.nan
-    with (
-        rlkernel.debug.checks(),
-        pytest.raises(ValueError, match=r"values\[1, 2\] must be finite .*, got nan"),
-    ):
-        rlkernel.gae(**inputs)
-    inputs["mask"][1, 2] = False
-    with rlkernel.debug.checks():
-        rlkernel.gae(**inputs)
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ from rlkernel.drivers.linear_logprob_fp8 import Codes
 from rlkernel.ops import linear_logprob as public
 from rlkernel.runtime import gpu
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 # the tiles of an emulated GPU are those of native, whose operands differ
 EVERY = [p for p in of("linear_logprob") if not p.values[0].startswith("emulated")]
 ON_EVERY_BACKEND = pytest.mark.parametrize(("backend", "device"), EVERY)
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-pytestmark = pytest.mark.usefixtures("poison")
 small_tiles = linear_logprob_cases.small_tiles
 
 
@@ -204,76 +205,6 @@ def test_the_gradient_passes_the_rounding():
     torch.testing.assert_close(grad, leaf.grad)
 
 
-def shifted_weight_scale(hidden, weight, scale, block, first):
-    return hidden, scale.roll(1, 0)
-
-
-def shifted_columns(hidden, weight, scale, block, first):
-    return hidden, scale.roll(1, 1)
-
-
-def shifted_groups(hidden, weight, scale, block, first):
-    return hidden._replace(scale=hidden.scale.roll(1, 1)), scale
-
-
-def shifted_tokens(hidden, weight, scale, block, first):
-    return hidden._replace(scale=hidden.scale.roll(1, 0)), scale
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    "mutant",
-    [shifted_weight_scale, shifted_columns, shifted_groups, shifted_tokens],
-    ids=lambda x: x.__name__,
-)
-def test_a_scale_in_the_wrong_place_is_seen(mutant, small_tiles, monkeypatch):
-    from rlkernel.triton_ops import linear_logprob_fp8
-
-    true = linear_logprob_fp8.multiply
-
-    def wrong(hidden, weight, scale, block, first, out):
-        hidden, scale = mutant(hidden, weight, scale, block, first)
-        true(hidden, weight, scale, block, first, out)
-
-    inputs = make(11, 70, 133, ignored=0.2)
-    check_against_fp64("triton", inputs, input_scale="group")
-    monkeypatch.setattr(linear_logprob_fp8, "multiply", wrong)
-    with pytest.raises(AssertionError, match="from fp64"):
-        check_against_fp64("triton", inputs, input_scale="group")
-
-
-@pytest.mark.parametrize("rounding", ["wide", "group"])
-def test_a_scale_of_another_slice_is_seen(rounding, small_tiles, monkeypatch):
-    """What a slice of the vocabulary would have that began to count its blocks anew."""
-    true = driver.Fp8Scratch._dequantise
-    monkeypatch.setattr(
-        driver.Fp8Scratch, "_dequantise",
-        lambda self, codes, index, out: true(self, codes, index - index[0] if len(index) else index, out),
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match="from fp64"):
-        check_against_fp64("native", make(11, 70, 133), input_scale=INPUTS[rounding])
-
-
-@needs_interpreter
-@pytest.mark.parametrize("fp8", [FN, FNUZ], ids=["fn", "fnuz"])
-def test_every_code_is_decoded(fp8):
-    """All 256 of them, times 1: subnormal numbers too, and NaN where it is NaN."""
-    from rlkernel.triton_ops import linear_logprob_fp8
-
-    codes = torch.arange(256, dtype=torch.uint8).view(fp8)
-    known = ~codes.float().isnan()
-    assert known.sum() == (254 if fp8 == FN else 255)
-    for which in (known, ~known):
-        mine = codes[which]
-        n = len(mine)
-        one = torch.eye(n).to(fp8)
-        weight = torch.zeros(1, n).to(fp8)
-        weight.view(torch.uint8)[0] = mine.view(torch.uint8)
-        out = torch.full((n, 1), 7.0)
-        linear_logprob_fp8.multiply(Codes(one, torch.ones(1, 1), n), weight, torch.ones(1, 1), (1, n), 0, out)
-        assert_equal("decoded", out[:, 0], mine.float() + 0.0)  # a sum is no -0
-
-
 @needs_interpreter
 def test_the_bits_of_a_row_do_not_follow_the_others():
     """Nor the slice of the vocabulary: K is one chain. An outlier makes sums in another order visible."""
@@ -417,80 +348,3 @@ def test_batch_invariant(scale):
         truth, _ = run("reference", widened(inputs), input_scale=scale)
         torchs, _ = run("reference", inputs, input_scale=scale)
         check(level, whole.logprobs, torchs.logprobs, truth.logprobs, magnitude=1)
-
-
-WEIGHT, NAMED = torch.zeros(300, 200).to(FN), "'token', 'group', 'group_ue8m0'"
-BAD = [
-    (dict(weight_scale=None), "weight_scale must be given with a float8_e4m3fn weight, got None"),
-    (dict(weight=torch.zeros(300, 200)), "weight must be float8_e4m3fn or float8_e4m3fnuz .*, got float32"),
-    (dict(weight=WEIGHT.to(torch.float8_e5m2)), "weight must be float8_e4m3fn .*, got float8_e5m2"),
-    (dict(weight=WEIGHT.clone().requires_grad_()), "weight must not require a gradient: FP8 is frozen"),
-    (dict(weight=WEIGHT[:, :7]), r"weight must be \[V, 200\] with V >= 1, got \(300, 7\)"),
-    (
-        dict(weight_scale=torch.ones(3, 3)),
-        r"weight_scale must be one value, \[300\], \[300, 1\] or \[3, 2\] for blocks of 128 x 128, got",
-    ),
-    (dict(weight_scale=torch.ones(200)), r"weight_scale must be one value, \[300\]"),
-    (dict(weight_scale=torch.ones(3, 2).double()), "weight_scale must be float32, .*, got float64"),
-    (dict(weight_scale=torch.ones(3, 2).requires_grad_()), "weight_scale must not require a gradient"),
-    (dict(weight_scale=torch.tensor([[1, 1], [1, 0.0], [1, 1]])), r"weight_scale\[1, 1\] must be > 0 .* 0.0"),
-    (dict(weight_scale=torch.tensor(torch.nan)), "weight_scale must be > 0 and finite, got nan"),
-    (dict(weight_scale=0.5), "weight_scale must be a tensor or None, got 0.5"),
-    (dict(weight_block_size=128), "weight_block_size must be two integers >= 1, got 128"),
-    (dict(weight_block_size=(128, 0)), r"weight_block_size must be two integers >= 1, got \(128, 0\)"),
-    (dict(weight_block_size=(64, 128)), r"\[5, 2\] for blocks of 64 x 128, got \(3, 2\)"),
-    (dict(input_scale="row"), f"input_scale must be a tensor, None or one of {NAMED}, got 'row'"),
-    (dict(input_scale="static"), f"input_scale must be a tensor, None or one of {NAMED}, got 'static'"),
-    (dict(input_scale=0.5), "input_scale must be a tensor, None or one of .*, got 0.5"),
-    (dict(input_scale=torch.ones(2)), r"input_scale must be one value, got shape \(2,\)"),
-    (dict(input_scale=torch.tensor(1)), "input_scale must be float32, .*, got int64"),
-    (dict(input_scale=torch.tensor(-1.0)), "input_scale must be > 0 and finite, got -1.0"),
-    (
-        dict(support_ids=torch.zeros(1, dtype=torch.int32), support_offsets=torch.tensor([0, 1, 1])),
-        "support_ids must be None with weight_scale, got a tensor",
-    ),
-    (
-        dict(weight=torch.zeros(300, 200), weight_scale=None, input_scale="token"),
-        "input_scale must be None without weight_scale, got 'token'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD, ids=[m[:40] for _, m in BAD])
-def test_bad_input_is_named(change, message):
-    good = dict(
-        hidden=torch.zeros(2, 200),
-        weight=WEIGHT,
-        target_ids=torch.tensor([0, 1]),
-        weight_scale=torch.ones(3, 2),
-    )
-    rlkernel.linear_logprob(**good)
-    with pytest.raises(ValueError, match=message):
-        rlkernel.linear_logprob(**good | change)
-
-
-def test_what_takes_no_fp8_says_so():
-    inputs = {"hidden": torch.zeros(2, 200), "weight": WEIGHT, "target_ids": torch.tensor([0, 1])}
-    message = "weight must be float16, bfloat16, float32 or float64, got float8_e4m3fn"
-    with pytest.raises(ValueError, match=message):
-        rlkernel.linear_logprob_statistics(**inputs)
-    with pytest.raises(ValueError, match=message):
-        rlkernel.sample_linear(inputs["hidden"], WEIGHT)
-    rows = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match=message):
-        rlkernel.linear_policy_loss(
-            inputs["hidden"].view(1, 2, 200), WEIGHT, inputs["target_ids"].view(1, 2), rows, rows, rows + 1
-        )
-    with pytest.raises(NotImplementedError, match="algorithm 'fused' is a Triton kernel"):
-        rlkernel.linear_logprob(**inputs, weight_scale=torch.ones(1), algorithm="fused")
-
-
-@needs_interpreter
-def test_columns_that_no_step_of_the_kernel_divides():
-    inputs = make(9, 70, 40, block=(16, 24))
-    with (
-        rlkernel.use_backend("triton"),
-        pytest.raises(NotImplementedError, match="a multiple of 32, .* got 24"),
-    ):
-        rlkernel.linear_logprob(**inputs, input_scale="group")
-    check_against_fp64("native", inputs, input_scale="group")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from openrlhf_cases import (
@@ -261,9 +262,10 @@ def test_what_was_waited_for_is_not_put_on_any_more(tmp_path, text, want):
     (tmp_path / "trainer_of_test.py").write_text(text)
     given = environment(OPENRLHF_RLKERNEL="1")
     given["PYTHONPATH"] = os.pathsep.join([str(tmp_path), given["PYTHONPATH"]])
-    command = ("-m", "rlkernel.integrations.openrlhf", "trainer_of_test")
-    run = subprocess.run([sys.executable, *command], env=given, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0 and run.stdout.splitlines()[-1] == want, (run.stdout, run.stderr)
+    status, said = forks.run_module(
+        ["rlkernel.integrations.openrlhf", "trainer_of_test"], given, forgotten="openrlhf"
+    )
+    assert status == 0 and said.splitlines()[-1] == want, said
 
 
 def test_a_module_must_be_named():

@@ -8,57 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from replay_cases import IDS, assert_same, checkpointed, chosen, hf_routers, moe, other_routes, record
 
 import rlkernel
 from rlkernel import routing_replay
-from rlkernel.integrations._patch import PatchError
-from rlkernel.routing_replay import Routes
 
-transformers = pytest.importorskip("transformers", reason="needs transformers, which rlkernel does not need")
-moe = pytest.importorskip("moe_models")
-hf_routers = importlib.import_module("rlkernel.integrations.hf.routers")
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-
-IDS = moe.tokens()
-REENTRANT = (False, True)
-
-
-def checkpointed(model, reentrant=False):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    return model
-
-
-def record(model, ids=IDS):
-    with routing_replay.record(model) as recording, torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    return recording.routes
-
-
-def chosen(model, run):
-    """The experts that the blocks of experts are handed while ``run()``: ``[layers, tokens, top_k]``."""
-    found, hooks = [], []
-    for router in hf_routers.routers(model):
-        experts = router.block.experts
-        hooks.append(experts.register_forward_pre_hook(lambda module, args: found.append(args[1].clone())))
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack(found)
-
-
-def other_routes(model, ids=IDS, seed=7):
-    """Routes that the model would not choose: as many tokens, each with experts at random."""
-    layers = len(hf_routers.routers(model))
-    scores = torch.rand(layers, ids.numel(), moe.EXPERTS, generator=torch.Generator().manual_seed(seed))
-    return Routes.of(scores.topk(moe.TOP_K).indices, moe.EXPERTS)
-
-
-def assert_same(found, wanted):
-    assert torch.equal(found[0], wanted[0])
-    assert found[1].keys() == wanted[1].keys() and found[1]
-    assert [name for name in wanted[1] if not torch.equal(found[1][name], wanted[1][name])] == []
 
 
 @pytest.mark.parametrize("family", moe.EVERY)
@@ -119,80 +74,6 @@ def test_every_attribute_is_left_as_it_was(family):
         with pytest.raises(ZeroDivisionError), patch:
             raise ZeroDivisionError
         assert moe.state(model) == before
-
-
-@pytest.mark.parametrize("reentrant", REENTRANT, ids=("not reentrant", "reentrant"))
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_checkpointing_computes_the_same_routes_again(family, reentrant):
-    """Micro-batches of several routes, whose backwards run in another order, and after the ``with``."""
-    model = moe.make(family)
-    batches = [moe.tokens(2, 6, seed) for seed in (1, 2)]
-    routes = [other_routes(model, ids, seed) for seed, ids in enumerate(batches)]
-
-    def grads(order):
-        model.zero_grad(set_to_none=True)
-        with routing_replay.replay(model, routes[0], min_overlap=0) as replay:
-            losses = []
-            for ids, own in zip(batches, routes, strict=True):
-                replay.use(own)
-                losses.append(model(input_ids=ids, use_cache=False).logits.square().sum())
-            losses[order[0]].backward()
-        with routing_replay.replay(model, other_routes(model, batches[0], 9), min_overlap=0):
-            losses[order[1]].backward()
-        return moe.gradients(model)
-
-    wanted = {order: copy.deepcopy(grads(order)) for order in ((0, 1), (1, 0))}
-    checkpointed(model, reentrant)
-    model.enable_input_require_grads()  # reentrant checkpoints need it
-    for order, want in wanted.items():
-        found = grads(order)
-        assert [name for name in want if not torch.equal(found[name], want[name])] == []
-
-
-def test_torchs_own_wrapper_of_checkpoints_computes_the_same_routes_again():
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-
-    model = moe.make("qwen3_moe")
-    routes = other_routes(model)
-    with routing_replay.replay(model, routes, min_overlap=0):
-        wanted = copy.deepcopy(moe.step(model, IDS))
-    for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = checkpoint_wrapper.checkpoint_wrapper(layer)
-    with routing_replay.replay(model, routes, min_overlap=0):
-        found = moe.step(model, IDS)
-    assert torch.equal(found[0], wanted[0])
-    plain = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found[1].items()}
-    assert [name for name, grad in wanted[1].items() if not torch.equal(plain[name], grad)] == []
-
-
-def test_several_passes_of_one_micro_batch_replay_the_same_routes():
-    """The policy's pass, and those of old and reference logprobs without a gradient, in any order."""
-    model = checkpointed(moe.make("qwen3_moe"))
-    reference = moe.make("qwen3_moe")
-    routes = other_routes(model)
-    with routing_replay.replay(model, routes, min_overlap=0):
-        wanted = copy.deepcopy(moe.step(model, IDS))
-    with (
-        routing_replay.replay(model, routes, min_overlap=0),
-        routing_replay.replay(reference, routes, min_overlap=0),
-    ):
-        logits = model(input_ids=IDS, use_cache=False).logits
-        with torch.no_grad():
-            old = model(input_ids=IDS, use_cache=False).logits
-            assert torch.equal(reference(input_ids=IDS, use_cache=False).logits, old)
-        model.zero_grad(set_to_none=True)
-        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    assert torch.equal(logits, old)
-    assert_same((logits, moe.gradients(model)), wanted)
-
-
-def test_a_checkpoint_that_replay_does_not_know_of_is_an_error():
-    model = moe.make("qwen3_moe")
-    routes = record(model)
-    with routing_replay.replay(model, routes):
-        loss = checkpointed(model)(input_ids=IDS, use_cache=False).logits.sum()
-        with pytest.raises(RuntimeError, match="layers.2.mlp.gate must be computed again by a checkpoint"):
-            loss.backward()
 
 
 def normalised(scores):
@@ -296,100 +177,6 @@ def test_a_padded_and_a_packed_batch_replay_the_same_sequences():
     with routing_replay.replay(model, packed, min_overlap=0):
         logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(logits[0], torch.cat(single))
-
-
-@pytest.mark.parametrize("fault", ["layers", "shifted", "other tokens", "other model"])
-def test_routes_that_are_not_this_passs_are_an_error(fault):
-    model = moe.make("qwen3_moe", num_hidden_layers=6)
-    ids = moe.tokens(4, 16)
-    routes = record(model, ids)
-    wrong = {
-        "layers": lambda: routes.take_layers([1, 0, *range(2, routes.layers)]),
-        "shifted": lambda: routes[1:].padded(right=1),
-        "other tokens": lambda: record(model, moe.tokens(4, 16, 5)),
-        "other model": lambda: record(moe.make("qwen3_moe", seed=1, num_hidden_layers=6), ids),
-    }[fault]()
-    message = r"at least min_overlap = 0.62 of their experts.*layers.0.mlp.gate 0\.\d\d, .*order of layers"
-    with pytest.raises(ValueError, match=message), routing_replay.replay(model, wrong):
-        moe.step(model, ids, False)
-    with routing_replay.replay(model, wrong, min_overlap=0) as replay:
-        moe.step(model, ids, False)
-    assert replay.overlap is None
-    with routing_replay.replay(model, wrong, min_overlap=1e-9) as replay:
-        moe.step(model, ids, False)
-    assert float(replay.overlap.min()) < 0.62
-
-
-def test_later_passes_over_the_same_routes_are_not_compared_again():
-    model = moe.make("qwen3_moe")
-    routes = record(model)
-    with routing_replay.replay(model, routes) as replay:
-        moe.step(model, IDS, False)
-        with torch.no_grad():
-            for router in hf_routers.routers(model):
-                router.module.weight.neg_()
-        moe.step(model, IDS, False)
-        replay.use(routes)
-        with pytest.raises(ValueError, match="min_overlap"):
-            moe.step(model, IDS, False)
-        assert float(replay.overlap.max()) < 0.5
-
-
-def test_shapes_that_do_not_fit_are_named():
-    model = moe.make("qwen3_moe")
-    routes = record(model)
-    with pytest.raises(ValueError, match=r"top_k, num_experts = \(2, 2, 8\), the model's, got \(1, 2, 8\)"):
-        routing_replay.replay(model, routes.take_layers([0]))
-    other = Routes.of(routes.ids, 16)
-    with pytest.raises(ValueError, match=r"= \(2, 2, 8\), the model's, got \(2, 2, 16\)"):
-        routing_replay.replay(model, other)
-    message = r"shape \[layers, tokens, top_k\] = \(2, 24, 2\) in this pass, got \(2, 23, 2\)"
-    with pytest.raises(ValueError, match=message), routing_replay.replay(model, routes[:-1]):
-        moe.step(model, IDS, False)
-    with pytest.raises(ValueError, match=r"min_overlap must be in \[0, 1\], got 2"):
-        routing_replay.replay(model, routes, min_overlap=2)
-    with pytest.raises(ValueError, match="the model must have run inside of routing_replay.record"):
-        routing_replay.replay(model, routing_replay.record(model))
-
-
-def test_models_that_are_not_covered_are_refused_by_name():
-    dense = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**moe.COMMON))
-    with pytest.raises(ValueError, match="mixture of experts, got LlamaForCausalLM, which has no router"):
-        routing_replay.record(dense)
-    config = transformers.PhimoeConfig(**moe.COMMON | {"num_local_experts": 4})
-    unknown = transformers.AutoModelForCausalLM.from_config(config)
-    message = "got PhimoeSparseMoeBlock at model.layers.0.mlp, whose router is not known"
-    with pytest.raises(ValueError, match=message):
-        routing_replay.record(unknown)
-
-
-def test_a_router_of_another_transformers_is_refused(monkeypatch):
-    model = moe.make("mixtral")
-    kind = type(hf_routers.routers(model)[0].module)
-    stock = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, bias=None: stock(self, hidden_states))
-    with pytest.raises(PatchError, match=r"MixtralTopKRouter.forward must take \(self, hidden_states\), got"):
-        routing_replay.record(model)
-
-
-def test_a_router_that_chooses_otherwise_is_refused(monkeypatch):
-    model = moe.make("mixtral")
-    kind = type(hf_routers.routers(model)[0].module)
-    stock = kind.forward
-    ways = {
-        "must choose its experts by torch.topk": lambda self, hidden_states: hidden_states.sort(),
-        "must return the experts that torch.topk chose": lambda self, hidden_states: (
-            *stock(self, hidden_states)[:2],
-            None,
-        ),
-        "must choose its experts once": lambda self, hidden_states: (
-            stock(self, hidden_states) and stock(self, hidden_states)
-        ),
-    }
-    for message, forward in ways.items():
-        monkeypatch.setattr(kind, "forward", forward)
-        with pytest.raises(PatchError, match=message), routing_replay.record(model):
-            model(input_ids=IDS)
 
 
 def test_ties_go_to_the_lowest_expert():
@@ -529,18 +316,6 @@ def test_the_example_tells_what_a_replay_leaves():
     overlap, free, replayed = example.compare(layers=4, batch=8, length=12)
     assert 0.9 < float(overlap.min()) < 1
     assert replayed.kl.k3 < 0.5 * free.kl.k3
-
-
-def test_contexts_on_one_model_do_not_nest():
-    model = moe.make("mixtral")
-    routes = record(model)
-    before = moe.state(model)
-    message = "one with of record, replay and deterministic at a time, got routing_replay.record inside of"
-    with routing_replay.replay(model, routes), pytest.raises(ValueError, match=message):
-        routing_replay.record(model)
-    with routing_replay.deterministic(model), pytest.raises(ValueError, match="at a time"):
-        routing_replay.replay(model, routes)
-    assert moe.state(model) == before
 
 
 def test_the_numbers_of_layers_are_those_of_all_layers():
