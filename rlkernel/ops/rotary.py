@@ -9,6 +9,7 @@ from rlkernel.calls.rotary import ROUNDINGS, RotaryCall, RotaryGrads, RotaryOutp
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import tracing
 from rlkernel.runtime.modes import without_autocast
 from rlkernel.types import RotaryRounding
 
@@ -53,7 +54,7 @@ def rotary(
             Llama.
         rounding: where a narrow dtype is rounded to: ``"before_sum"`` as transformers and vLLM, after
             rounding ``cos`` and ``sin`` to it; or ``"after_sum"``, once.
-        inplace: write over ``q`` and ``k``, which must not require a gradient.
+        inplace: write over ``q`` and ``k``, which must not require a gradient, nor share memory.
 
     Returns:
         ``RotaryOutput`` (q, k).
@@ -87,7 +88,7 @@ def rotary(
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[-1]:
         want = f"even, from 2 to the {q.shape[-1]} elements of a head"
         raise ValueError(f"rotary_dim must be {want}, got {rotary_dim}")
-    if width not in (rotary_dim, rotary_dim // 2):
+    if width != rotary_dim and width != rotary_dim // 2:  # dynamo does not look for symbols in a tuple
         raise ValueError(f"cos must have {rotary_dim} or {rotary_dim // 2} columns, got {width}")
     if positions is None:
         cos, sin = (_spread(name, x, tokens) for name, x in (("cos", cos), ("sin", sin)))
@@ -97,6 +98,8 @@ def rotary(
     wanted = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
     if inplace and wanted:
         raise ValueError("inplace must be False where q or k requires a gradient, got True")
+    if inplace and not tracing.is_on():  # a compiled graph turns a copy, and writes that
+        _check_written(q, k)
     given = q, k
     q = _validate.rows(q, q.dtype)
     k = k if k is None else _validate.rows(k, k.dtype)
@@ -113,6 +116,39 @@ def _check_keys(k: Tensor, q: Tensor, heads: int) -> None:
         raise ValueError(f"k must have q's shape ({shape}), got {tuple(k.shape)}")
     _validate.same_dtype("k", k, "q", q)
     _validate.same_device("k", k, "q", q.device)
+
+
+def _check_written(q: Tensor, k: Tensor | None) -> None:
+    """Of memory that is written twice the second turn would begin with what the first has written."""
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"{name} must not be expanded with inplace=True, got strides {x.stride()}")
+    if k is not None and _meet(q, k):
+        raise ValueError("k must share no memory with q where inplace is True, got two views of one")
+
+
+def _meet(q: Tensor, k: Tensor) -> bool:
+    """Whether some element of both is one; those of a fused projection lie between each other."""
+    same = q.numel() and k.numel() and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    if not same:
+        return False
+    steps: dict[int, list[int]] = {}  # of each stride, how far it may lead back and forth
+    for x, way in ((q, 1), (k, 0)):
+        for stride, n in zip(x.stride(), x.shape, strict=True):
+            if n > 1:
+                steps.setdefault(stride, [0, 0])[way] += n - 1
+    return _leads(k.storage_offset() - q.storage_offset(), sorted(steps.items(), reverse=True))
+
+
+def _leads(distance: int, steps: list[tuple[int, list[int]]]) -> bool:
+    """Whether ``distance`` is a sum of strides, each taken at most so many times back and forth."""
+    if not steps:
+        return distance == 0
+    (stride, (back, forth)), rest = steps[0], steps[1:]
+    least = distance - sum(s * f for s, (_, f) in rest)
+    most = distance + sum(s * b for s, (b, _) in rest)
+    times = range(max(-back, -(-least // stride)), min(forth, most // stride) + 1)
+    return any(_leads(distance - n * stride, rest) for n in times)
 
 
 def _tables(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
