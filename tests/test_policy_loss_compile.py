@@ -71,6 +71,18 @@ def test_every_correction_traces():
         assert_equal(name, compiled(inputs, name), step(inputs, name))
 
 
+def test_one_packed_sequence_of_a_length_that_is_a_symbol():
+    inputs = {k: v.flatten() for k, v in make_inputs(1, 12, per_token=False).items()}
+    inputs["cu_seqlens"] = torch.tensor([0, 12])
+
+    def step(x):
+        return rlkernel.policy_loss(**x).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert inputs["advantages"].shape == (1,)
+    assert_equal("loss", compiled(inputs), step(inputs))
+
+
 def test_bounds_may_be_symbols():
     """All numbers are where ``dynamic`` is True."""
     inputs = make_inputs(2, 6, extras=True)

@@ -17,6 +17,12 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def among(x: Any, *known: Any) -> bool:
+    """``x in known``, also of the symbols that numbers and sizes are to a compiler where all is dynamic:
+    dynamo does not look for them in a tuple."""
+    return any(x == y for y in known)
+
+
 def is_tensor(argument: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{argument} must be a tensor, got {type(x).__name__}")

@@ -1,5 +1,6 @@
 """Rotary position embedding: pairs of a head's elements are turned by the angle of their token."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -88,7 +89,7 @@ def rotary(
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[-1]:
         want = f"even, from 2 to the {q.shape[-1]} elements of a head"
         raise ValueError(f"rotary_dim must be {want}, got {rotary_dim}")
-    if width != rotary_dim and width != rotary_dim // 2:  # dynamo does not look for symbols in a tuple
+    if not _validate.among(width, rotary_dim, rotary_dim // 2):
         raise ValueError(f"cos must have {rotary_dim} or {rotary_dim // 2} columns, got {width}")
     if positions is None:
         cos, sin = (_spread(name, x, tokens) for name, x in (("cos", cos), ("sin", sin)))
@@ -163,12 +164,18 @@ def _tables(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _validate.rows(cos, wide), _validate.rows(sin, wide)
 
 
+def _spreads(shape: Sequence[int], tokens: Sequence[int]) -> bool:
+    return len(shape) == len(tokens) and all(
+        _validate.among(a, 1, b) for a, b in zip(shape, tokens, strict=True)
+    )
+
+
 def _spread(name: str, table: Tensor, tokens: torch.Size) -> Tensor:
     """A row for each token, though there may be fewer in memory."""
     shape = table.shape[:-1]
     if shape == tokens:
         return table
-    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+    if not _spreads(shape, tokens):
         want = f"{(*tokens, 'W')}".replace("'", "")
         raise ValueError(f"{name} must have the shape {want} of q's tokens, got {tuple(table.shape)}")
     return table.expand(*tokens, table.shape[-1])
@@ -178,7 +185,7 @@ def _places(positions: Tensor, tokens: torch.Size, table: Tensor) -> Tensor:
     if table.dim() != 2:
         raise ValueError(f"cos must be [P, W] with positions, got {tuple(table.shape)}")
     shape = positions.shape
-    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+    if not _spreads(shape, tokens):
         raise ValueError(f"positions must have the shape {tuple(tokens)} of q's tokens, got {tuple(shape)}")
     if shape != tokens:
         positions = positions.expand(tokens)
