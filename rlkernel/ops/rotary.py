@@ -138,7 +138,8 @@ def _meet(q: Tensor, k: Tensor) -> bool:
         for stride, n in zip(x.stride(), x.shape, strict=True):
             if n > 1:
                 steps.setdefault(stride, [0, 0])[way] += n - 1
-    return _leads(k.storage_offset() - q.storage_offset(), sorted(steps.items(), reverse=True))
+    distance = int(k.storage_offset()) - int(q.storage_offset())
+    return _leads(distance, sorted(steps.items(), reverse=True))
 
 
 def _leads(distance: int, steps: list[tuple[int, list[int]]]) -> bool:
