@@ -301,7 +301,7 @@ def _differentiate(op: Op, node: Any) -> None:
 def _backward_node(op: Op, place: list[int]) -> Any:
     results = len(op.results._fields)
     slots = [f"Tensor? grad_{i}" for i in range(op.outputs)]
-    slots += ["bool[] needs", *(f"Tensor? result_{i}" for i in range(results))]
+    slots += ["bool[] wanted", *(f"Tensor? result_{i}" for i in range(results))]
     slots += [re.sub("^Tensor ", "Tensor? ", slot) for slot in op.part.slots]
 
     def parts(every: Any) -> tuple[Any, Any, Any, Any]:
