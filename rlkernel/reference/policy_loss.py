@@ -13,9 +13,9 @@ from rlkernel.calls.policy_loss import (
     PolicySelectCall,
     PolicySelectResults,
 )
+from rlkernel.reference import differentiating
 from rlkernel.reference import unsupported as unsupported
 from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
-from rlkernel.runtime.modes import differentiating
 
 
 def forward(call: PolicyLossCall) -> PolicyLossResults:

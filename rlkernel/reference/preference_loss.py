@@ -19,8 +19,8 @@ from rlkernel.calls.preference_loss import (
     PreferenceLossResults,
     PreferenceRule,
 )
+from rlkernel.reference import differentiating
 from rlkernel.reference import unsupported as unsupported
-from rlkernel.runtime.modes import differentiating
 
 
 def forward(call: PreferenceLossCall) -> PreferenceLossResults:

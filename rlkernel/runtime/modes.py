@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,19 +80,6 @@ class _Refuse(torch.autograd.Function):
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for ``device``; ``meta`` has none, and torch raises when asked."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-@contextlib.contextmanager
-def differentiating(call: Any) -> Iterator[Any]:
-    """Autograd, also in inference mode and in a node of a compiled graph, where torch leaves it out; and the
-    record ``call`` with tensors that it may save, which those of inference mode are not."""
-    with torch.inference_mode(False):  # which turns gradients on
-        saved = {
-            name: x.clone()
-            for name, x in zip(call._fields, call, strict=True)
-            if isinstance(x, Tensor) and x.is_inference()
-        }
-        yield call._replace(**saved) if saved else call
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
