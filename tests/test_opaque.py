@@ -256,11 +256,12 @@ def test_arguments_of_a_node_have_different_names():
         assert len({*arguments}) == len(arguments), (name, arguments)
 
 
+ANGLES = torch.ones(2, 3, 4).unbind()
 ALONE = {
     "layer_norm": rlkernel.layer_norm,
     "matmul": rlkernel.matmul,
     "rms_norm": rlkernel.rms_norm,
-    "rotary": lambda q, _: rlkernel.rotary(q, None, *torch.ones(2, 3, 4)).q,
+    "rotary": lambda q, _: rlkernel.rotary(q, None, *ANGLES).q,
     "swiglu": rlkernel.swiglu,
 }
 
