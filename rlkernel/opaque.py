@@ -86,7 +86,7 @@ class Op:
         self.node = _node(self)
 
     def __call__(self, call: Any) -> tuple[Any, ...]:
-        if tracing.is_on():
+        if tracing.is_on() or call[0].is_meta:  # of which no backend has values
             there = [x is not None for x in self.like(call)[: self.outputs]]
             got = self.node(*self.flat(call))
             if isinstance(got, Tensor):  # the only result
@@ -318,7 +318,7 @@ def _backward_node(op: Op, place: list[int]) -> Any:
     first, results = op.outputs, len(op.results._fields)
     slots = [f"Tensor? grad_{i}" for i in range(first)]
     # dense: which of the following forward found dense, whatever hooks for saved tensors made of them
-    slots += ["bool[] needs", "int[] dense", *(f"Tensor? result_{i}" for i in range(results))]
+    slots += ["bool[] wanted", "int[] dense", *(f"Tensor? result_{i}" for i in range(results))]
     slots += [re.sub("^Tensor ", "Tensor? ", slot) for slot in op.part.slots]
 
     def run(*every: Any) -> Any:

@@ -1,5 +1,6 @@
 """Whatever is passed for an argument, the error names it: every argument of every public function."""
 
+import contextlib
 import inspect
 import math
 import typing
@@ -7,6 +8,7 @@ import typing
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rlkernel
 from rlkernel import PrefixBatch, RolloutCorrection
@@ -335,6 +337,59 @@ def test_tensors_of_any_strides(op):
         rlkernel.paged_prefix_plan,
     ):
         op(**call | {k: x if k in ("weight", "state", "b") else x[:0] for k, x in spread.items()})
+
+
+def _shown(found):
+    """Of each result its shape, dtype, strides and whether a gradient follows it."""
+    found = (found,) if isinstance(found, torch.Tensor) else found
+    return [x if x is None else (x.shape, x.dtype, x.stride(), x.requires_grad) for x in found]
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+@pytest.mark.parametrize("op", STRIDED, ids=lambda op: op.__name__)
+def test_tensors_without_values_give_results_of_the_same_shapes(op, device):
+    call = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in CALLS[op].items()}
+    for name in {*call} & {"hidden", "logits", "logprobs", "values", "q", "a", "x", "gate"}:
+        if op in (rlkernel.sample, rlkernel.sample_linear, rlkernel.score_tokens, rlkernel.verify_chain):
+            continue
+        if op not in (rlkernel.gae, rlkernel.kl_shaped_rewards, rlkernel.running_normalize, rlkernel.whiten):
+            call[name].requires_grad_()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # a batch's tables have their values
+    empty = mode.from_tensor if device == "fake" else lambda x: x.detach().to("meta")
+    bare = {
+        k: empty(x).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for k, x in call.items()
+    }
+    with mode if device == "fake" else contextlib.nullcontext():
+        if op in (rlkernel.paged_prefix_attention, rlkernel.paged_prefix_plan):
+            with pytest.raises(ValueError, match="^block_table must hold values, which are read, got a"):
+                op(**bare)
+            return
+        found = op(**bare)
+        assert _shown(found) == _shown(op(**call))
+        for x in (found,) if isinstance(found, torch.Tensor) else found:
+            if x is not None and x.requires_grad:
+                x.sum().backward(retain_graph=True)
+    for name, x in bare.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            assert x.grad.shape == x.shape and x.grad.dtype == x.dtype, name
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_options_whose_values_a_backend_reads_have_shapes_too(device):
+    mode = FakeTensorMode()
+    empty = mode.from_tensor if device == "fake" else lambda x: x.to("meta")
+    rewards, ids, ends = (empty(x) for x in (torch.randn(8), torch.zeros(8).long(), torch.tensor([0, 3, 8])))
+    logits, offsets = empty(torch.randn(8, 5)), empty(torch.zeros(9).long())
+    q = empty(torch.randn(8, 2, 4))
+    with mode if device == "fake" else contextlib.nullcontext():
+        given = rlkernel.group_advantages(rewards, group_ids=ids)
+        packed = rlkernel.gae(rewards, rewards, cu_seqlens=ends, lam=empty(torch.ones(2)))
+        kept = rlkernel.logprob(logits, ids, support_ids=ids, support_offsets=offsets)
+        for x in (given, packed.advantages, packed.returns, kept.logprobs):
+            assert x.shape == (8,) and x.dtype == torch.float32
+        with pytest.raises(ValueError, match="^cu_seqlens_q must hold values, .*: give a batch, which has"):
+            rlkernel.attention(q, q, q, cu_seqlens_q=ends)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

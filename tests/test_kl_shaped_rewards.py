@@ -317,14 +317,20 @@ def test_fp64_stays_fp64():
         run("native", **inputs, beta=0.1)
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_graph_break(dynamic):
+    """Where all is dynamic, numbers are symbols."""
     inputs = make_inputs(3, 20)
+    torch._dynamo.reset()
 
-    def step(rewards, logprobs, ref_logprobs, mask):
-        return rlkernel.kl_shaped_rewards(rewards, logprobs, ref_logprobs, mask, beta=0.1) * 2
+    def step(clamp, rewards, logprobs, ref_logprobs, mask):
+        return rlkernel.kl_shaped_rewards(
+            rewards, logprobs, ref_logprobs, mask, beta=0.1, kl_input_clamp=clamp, kl_output_clamp=clamp
+        )
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_equal("compiled", compiled(**inputs), step(**inputs))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for clamp in (0.5, 0.25, None):
+        assert_equal("compiled", compiled(clamp, **inputs), step(clamp, **inputs))
 
 
 def test_opcheck():

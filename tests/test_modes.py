@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from differentiable import OPS, leaves
 
+import rlkernel
 from rlkernel.runtime.modes import once_differentiable, without_autocast
 
 
@@ -48,3 +50,22 @@ def test_products_keep_their_dtype(on):
         with without_autocast(x.device):
             assert (x @ x).dtype == torch.float32
         assert (x @ x).dtype == (torch.bfloat16 if on else torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("op", OPS)
+def test_the_reference_has_its_values_where_torch_leaves_autograd_out(op):
+    """In inference mode, of its tensors, and in a node of a compiled graph."""
+    loss, given = OPS[op][0], [x.detach() for x in leaves(op)]
+    with rlkernel.use_backend("reference"):
+        want = loss(*given)
+        with torch.inference_mode():
+            assert torch.equal(loss(*given), want)
+            assert torch.equal(loss(*[x.clone() for x in given]), want)
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, backend="aot_eager")
+        mine, theirs = leaves(op), leaves(op)
+        assert torch.equal(compiled(*theirs), loss(*mine))
+        compiled(*theirs).backward()
+        loss(*mine).backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(mine, theirs, strict=True))

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import rlkernel
 from rlkernel import dispatch, native
 from rlkernel.bench import cases, parity, status
-from rlkernel.runtime import gpu, workspace
+from rlkernel.runtime import gpu, tracing, workspace
 
 GPU = torch.device("cuda:0")
 MODULES = cases.modules(None)
@@ -45,6 +45,8 @@ def launched(monkeypatch):
     names: list[str] = []
     kernels = recorded(lambda name, *arguments, **fields: names.append(name))
     monkeypatch.setattr(workspace, "_buffers", {})
+    for name in ("is_on", "is_fake"):  # these tensors stand for ones that have memory
+        monkeypatch.setattr(tracing, name, lambda: False)
     monkeypatch.setattr(native, "_kernels", lambda part, index: kernels)
     monkeypatch.setattr(gpu, "raw_stream", lambda device: 0)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 1 << 20)

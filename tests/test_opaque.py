@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+import rlkernel
 from rlkernel.opaque import Op
 from rlkernel.runtime.schema import negative, part_of, resolved
 
@@ -243,6 +244,39 @@ def test_an_op_is_one_node_of_a_record(op, before):
     record = make_fx(lambda xs: function(*xs), pre_dispatch=before)(arguments)
     assert any("rlkernel" in str(node.target) for node in record.graph.nodes)
     assert torch.equal(record(others), want)
+
+
+def test_arguments_of_a_node_have_different_names():
+    """Inductor makes a signature of Python's of them, in a backward pass that it compiles."""
+    packets = {name: getattr(torch.ops.rlkernel, name) for name in dir(torch.ops.rlkernel)}
+    nodes = {k: x.default for k, x in packets.items() if isinstance(x, torch._ops.OpOverloadPacket)}
+    assert {"logprob", "rms_norm_backward", "prefix_shared_attention_backward"} <= {*nodes}
+    for name, node in nodes.items():
+        arguments = [x.name for x in node._schema.arguments]
+        assert len({*arguments}) == len(arguments), (name, arguments)
+
+
+ANGLES = torch.ones(2, 3, 4).unbind()
+ALONE = {
+    "layer_norm": rlkernel.layer_norm,
+    "matmul": rlkernel.matmul,
+    "rms_norm": rlkernel.rms_norm,
+    "rotary": lambda q, _: rlkernel.rotary(q, None, *ANGLES).q,
+    "swiglu": rlkernel.swiglu,
+}
+
+
+@pytest.mark.parametrize("op", ALONE)
+def test_inductor_compiles_both_passes(op):
+    """The default of torch.compile; of a node alone, for which it needs no compiler of C++."""
+    found = []
+    for function in (ALONE[op], torch.compile(ALONE[op], dynamic=False)):
+        given = leaves(op)
+        out = function(*given)
+        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
+        found.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_the_name_in_a_graph_is_the_op_s():

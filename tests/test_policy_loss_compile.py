@@ -71,6 +71,30 @@ def test_every_correction_traces():
         assert_equal(name, compiled(inputs, name), step(inputs, name))
 
 
+def test_one_packed_sequence_of_a_length_that_is_a_symbol():
+    inputs = {k: v.flatten() for k, v in make_inputs(1, 12, per_token=False).items()}
+    inputs["cu_seqlens"] = torch.tensor([0, 12])
+
+    def step(x):
+        return rlkernel.policy_loss(**x).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert inputs["advantages"].shape == (1,)
+    assert_equal("loss", compiled(inputs), step(inputs))
+
+
+def test_bounds_may_be_symbols():
+    """All numbers are where ``dynamic`` is True."""
+    inputs = make_inputs(2, 6, extras=True)
+    bounds = {"clip_ratio_c": 3.0, "kl_input_clamp": 20.0, "delta": 2.0}
+
+    def step(bounds):
+        return rlkernel.policy_loss(**inputs, beta=0.1, correction="icepop", **bounds).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert_equal("loss", compiled(bounds), step(bounds))
+
+
 @pytest.mark.parametrize("extras", [False, True])
 def test_opcheck(extras, monkeypatch):
     from rlkernel.ops.policy_loss import op

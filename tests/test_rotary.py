@@ -154,6 +154,36 @@ def test_in_place(backend, device):
 
 
 @ON_EVERY_BACKEND
+def test_in_place_of_memory_that_is_written_twice(backend, device):
+    """The second turn would begin with what the first has written."""
+    inputs = make_inputs(2, 3, 2, 8, device=device)
+    fused = torch.randn(2, 3, 40, device=device)
+    heads = [fused.unflatten(-1, (5, 8)).transpose(1, 2)[:, a:b] for a, b in ((0, 3), (3, 5), (2, 4))]
+    one = fused[..., :8].unsqueeze(1)
+    table = {"cos": inputs["cos"], "sin": inputs["sin"], "inplace": True}
+    shared = "k must share no memory with q where inplace is True, got two views of one"
+    with running(backend):
+        for q, k in ((inputs["q"], inputs["q"]), (heads[0], heads[0][:, 1:]), (heads[0], heads[2])):
+            kept = q.clone()
+            with pytest.raises(ValueError, match=shared):
+                rlkernel.rotary(q, k, **table)
+            assert_equal("nothing is written", q, kept)
+        for name, given in (
+            ("q", (one.expand(2, 2, 3, 8), None)),
+            ("k", (one, one.clone().expand(2, 2, 3, 8))),
+        ):
+            with pytest.raises(
+                ValueError, match=f"{name} must not be expanded with inplace=True, got strides"
+            ):
+                rlkernel.rotary(*given, **table)
+        # neighbours in one tensor, as a fused projection has them, are two
+        want = rlkernel.rotary(heads[0], heads[1], inputs["cos"], inputs["sin"])
+        got = rlkernel.rotary(heads[0], heads[1], **table)
+    assert_equal("q", got.q, want.q)
+    assert_equal("k", got.k, want.k)
+
+
+@ON_EVERY_BACKEND
 def test_any_strides_one_sided_and_empty(backend, device):
     inputs = make_inputs(2, 3, 4, 10, device=device)
     qkv = torch.randn(2, 3, 4, 30, device=device)
@@ -295,6 +325,19 @@ def test_compiles_as_one_graph(backend):
             results.append((*(x.detach() for x in out), *grads, *free(*(x.detach().clone() for x in leaves))))
     for a, b in zip(*results, strict=True):
         assert_equal("compiled", b, a)
+
+
+def test_compiles_with_a_part_of_a_head_that_is_a_symbol():
+    q, cos, sin = torch.randn(3, 2, 8), torch.randn(9, 1), torch.randn(9, 1)
+    given = {"positions": torch.tensor([4, 0, 8]), "rotary_dim": 2}
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda given: rlkernel.rotary(q, None, cos, sin, **given).q,
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    assert_equal("compiled", compiled(given), rlkernel.rotary(q, None, cos, sin, **given).q)
 
 
 def test_opcheck():

@@ -52,6 +52,21 @@ def test_one_graph_gives_the_same_bits(name):
                 assert_equal(field, got, want)
 
 
+@pytest.mark.parametrize("shape", [(70,), (3, 70)])
+def test_sizes_of_a_bias_and_of_ids_may_be_symbols(shape):
+    inputs, ids = make_inputs(3, 70), torch.tensor([[4, 9], [69, -1], [0, 1]])
+    given = {"logit_bias": torch.linspace(-2, 2, 210).view(3, 70)[(0, slice(None))[len(shape) - 1]]}
+    given["logprob_token_ids"] = ids if len(shape) > 1 else ids[0]
+
+    def step(x, given):
+        out = rlkernel.sample(**x, **given)
+        return out.raw_logprobs, out.id_logprobs
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for name, got, want in zip(("raw", "ids"), compiled(inputs, given), step(inputs, given), strict=True):
+        assert_equal(name, got, want)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_opcheck(name):
     kept = []

@@ -95,9 +95,9 @@ def _scale_of_blocks(
     vocab, size = weight.shape
     block = rows, columns
     blocks = -(-vocab // rows), -(-size // columns)
-    if tuple(scale.shape) in ((), (1,), (1, 1)):
+    if _validate.among(scale.shape, (), (1,), (1, 1)):
         grid, block = (1, 1), (max(vocab, 1), size)
-    elif tuple(scale.shape) in ((vocab,), (vocab, 1)):
+    elif _validate.among(scale.shape, (vocab,), (vocab, 1)):
         grid, block = (vocab, 1), (1, size)
     elif tuple(scale.shape) == blocks:
         grid = blocks

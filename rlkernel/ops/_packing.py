@@ -99,7 +99,7 @@ def per_sequence(
         raise ValueError(f"{name} must be {want}, where there are as many sequences as tokens, got {shape}")
     if shape == tuple(tokens.shape) or (packed and shape == (1, *tokens.shape)):
         return x.reshape(tokens.shape), False
-    if shape not in ((count,), (count, 1)):
+    if not _validate.among(shape, (count,), (count, 1)):
         want = f"{other}' shape {tuple(tokens.shape)} or one {noun} for each of {count} sequences"
         raise ValueError(f"{name} must have {want}, got {shape}")
     return x.reshape(count), True

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from rlkernel.ops import _scalars
-from rlkernel.runtime import debug
+from rlkernel.runtime import debug, tracing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def among(x: Any, *known: Any) -> bool:
+    """``x in known``, also of the symbols that numbers and sizes are to a compiler where all is dynamic:
+    dynamo does not look for them in a tuple."""
+    return any(x == y for y in known)
 
 
 def is_tensor(argument: str, x: Any) -> None:
@@ -25,6 +31,14 @@ def is_tensor(argument: str, x: Any) -> None:
 def without_gradient(argument: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{argument} must not require a gradient (detach it), got requires_grad=True")
+
+
+def readable(argument: str, tensor: Tensor, instead: str) -> None:
+    """What a host reads whichever the device is, and of which there is none on ``meta`` or in
+    ``FakeTensorMode``."""
+    if tensor.is_meta or tracing.is_fake():
+        got = "a tensor on meta" if tensor.is_meta else "a FakeTensor"
+        raise ValueError(f"{argument} must hold values, which are read, got {got}: {instead}")
 
 
 def floating(argument: str, tensor: Tensor) -> None:
@@ -195,14 +209,15 @@ def number(
     argument: str, value: float, low: float = -math.inf, high: float = math.inf, *, above: bool = False,
     want: str = "",
 ) -> float:  # fmt: skip
-    """A finite number from ``low`` to ``high``; ``above``: larger than ``low``.  An error says ``want``."""
+    """A finite number from ``low`` to ``high``; ``above``: larger than ``low``.  An error says ``want``, with
+    ``low`` in its braces: of a symbol, as numbers are to a compiler, no text can be made."""
     if not _scalars.is_number(value):
         raise ValueError(f"{argument} must be a number, got {type(value).__name__}")
     if not (low < value <= high if above else low <= value <= high) or value in (math.inf, -math.inf):
         text = f"in {'(' if above else '['}{low:g}, {high:g}]"
         if high == math.inf:
             text = "finite" if low == -math.inf else f"{'>' if above else '>='} {low:g} and finite"
-        raise ValueError(f"{argument} must be {want or text}, got {value}")
+        raise ValueError(f"{argument} must be {want.format(low) or text}, got {value}")
     return float(value)
 
 

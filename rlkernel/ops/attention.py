@@ -211,6 +211,7 @@ def _starts(argument: str, starts: Tensor, x: Tensor) -> tuple[int, ...]:
     if starts.dim() != 1 or starts.dtype not in (torch.int32, torch.int64) or not len(starts):
         got = f"{_validate.name(starts.dtype)} {tuple(starts.shape)}"
         raise ValueError(f"{argument} must be [B + 1] int32 or int64, got {got}")
+    _validate.readable(argument, starts, "give a batch, which has read them")
     starts = starts.cpu()
     _validate.ascending(argument, starts, len(x))
     return tuple(starts.tolist())

@@ -179,6 +179,8 @@ def paged_prefix_plan(
         raise ValueError(f"device must be a torch.device or the name of one, got {device!r}") from error
     if block_size < 1:
         raise ValueError(f"block_size must be >= 1, got {block_size}")
+    for name, x in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        _validate.readable(name, x, "make the plan of tables that have them")
     table, lens, starts = block_table.cpu(), seq_lens.tolist(), cu_seqlens_q.tolist()
     if starts[0] != 0:
         raise ValueError(f"cu_seqlens_q must begin with 0, got {starts[0]}")

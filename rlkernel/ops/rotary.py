@@ -1,5 +1,6 @@
 """Rotary position embedding: pairs of a head's elements are turned by the angle of their token."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -9,6 +10,7 @@ from rlkernel.calls.rotary import ROUNDINGS, RotaryCall, RotaryGrads, RotaryOutp
 from rlkernel.opaque import Op
 from rlkernel.ops import _validate
 from rlkernel.ops._typed import typed
+from rlkernel.runtime import tracing
 from rlkernel.runtime.modes import without_autocast
 from rlkernel.types import RotaryRounding
 
@@ -53,7 +55,7 @@ def rotary(
             Llama.
         rounding: where a narrow dtype is rounded to: ``"before_sum"`` as transformers and vLLM, after
             rounding ``cos`` and ``sin`` to it; or ``"after_sum"``, once.
-        inplace: write over ``q`` and ``k``, which must not require a gradient.
+        inplace: write over ``q`` and ``k``, which must not require a gradient, nor share memory.
 
     Returns:
         ``RotaryOutput`` (q, k).
@@ -87,7 +89,7 @@ def rotary(
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > q.shape[-1]:
         want = f"even, from 2 to the {q.shape[-1]} elements of a head"
         raise ValueError(f"rotary_dim must be {want}, got {rotary_dim}")
-    if width not in (rotary_dim, rotary_dim // 2):
+    if not _validate.among(width, rotary_dim, rotary_dim // 2):
         raise ValueError(f"cos must have {rotary_dim} or {rotary_dim // 2} columns, got {width}")
     if positions is None:
         cos, sin = (_spread(name, x, tokens) for name, x in (("cos", cos), ("sin", sin)))
@@ -97,6 +99,8 @@ def rotary(
     wanted = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
     if inplace and wanted:
         raise ValueError("inplace must be False where q or k requires a gradient, got True")
+    if inplace and not tracing.is_on():  # a compiled graph turns a copy, and writes that
+        _check_written(q, k)
     given = q, k
     q = _validate.rows(q, q.dtype)
     k = k if k is None else _validate.rows(k, k.dtype)
@@ -115,6 +119,40 @@ def _check_keys(k: Tensor, q: Tensor, heads: int) -> None:
     _validate.same_device("k", k, "q", q.device)
 
 
+def _check_written(q: Tensor, k: Tensor | None) -> None:
+    """Of memory that is written twice the second turn would begin with what the first has written."""
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"{name} must not be expanded with inplace=True, got strides {x.stride()}")
+    if k is not None and _meet(q, k):
+        raise ValueError("k must share no memory with q where inplace is True, got two views of one")
+
+
+def _meet(q: Tensor, k: Tensor) -> bool:
+    """Whether some element of both is one; those of a fused projection lie between each other."""
+    same = q.numel() and k.numel() and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    if not same:
+        return False
+    steps: dict[int, list[int]] = {}  # of each stride, how far it may lead back and forth
+    for x, way in ((q, 1), (k, 0)):
+        for stride, n in zip(x.stride(), x.shape, strict=True):
+            if n > 1:
+                steps.setdefault(stride, [0, 0])[way] += n - 1
+    distance = int(k.storage_offset()) - int(q.storage_offset())
+    return _leads(distance, sorted(steps.items(), reverse=True))
+
+
+def _leads(distance: int, steps: list[tuple[int, list[int]]]) -> bool:
+    """Whether ``distance`` is a sum of strides, each taken at most so many times back and forth."""
+    if not steps:
+        return distance == 0
+    (stride, (back, forth)), rest = steps[0], steps[1:]
+    least = distance - sum(s * f for s, (_, f) in rest)
+    most = distance + sum(s * b for s, (b, _) in rest)
+    times = range(max(-back, -(-least // stride)), min(forth, most // stride) + 1)
+    return any(_leads(distance - n * stride, rest) for n in times)
+
+
 def _tables(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     _validate.constant("cos", cos)
     _validate.constant("sin", sin)
@@ -127,12 +165,18 @@ def _tables(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _validate.rows(cos, wide), _validate.rows(sin, wide)
 
 
+def _spreads(shape: Sequence[int], tokens: Sequence[int]) -> bool:
+    return len(shape) == len(tokens) and all(
+        _validate.among(a, 1, b) for a, b in zip(shape, tokens, strict=True)
+    )
+
+
 def _spread(name: str, table: Tensor, tokens: torch.Size) -> Tensor:
     """A row for each token, though there may be fewer in memory."""
     shape = table.shape[:-1]
     if shape == tokens:
         return table
-    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+    if not _spreads(shape, tokens):
         want = f"{(*tokens, 'W')}".replace("'", "")
         raise ValueError(f"{name} must have the shape {want} of q's tokens, got {tuple(table.shape)}")
     return table.expand(*tokens, table.shape[-1])
@@ -142,7 +186,7 @@ def _places(positions: Tensor, tokens: torch.Size, table: Tensor) -> Tensor:
     if table.dim() != 2:
         raise ValueError(f"cos must be [P, W] with positions, got {tuple(table.shape)}")
     shape = positions.shape
-    if len(shape) != len(tokens) or any(a not in (1, b) for a, b in zip(shape, tokens, strict=True)):
+    if not _spreads(shape, tokens):
         raise ValueError(f"positions must have the shape {tuple(tokens)} of q's tokens, got {tuple(shape)}")
     if shape != tokens:
         positions = positions.expand(tokens)

@@ -13,14 +13,15 @@ from rlkernel.calls.policy_loss import (
     PolicySelectCall,
     PolicySelectResults,
 )
+from rlkernel.reference import differentiating
 from rlkernel.reference import unsupported as unsupported
 from rlkernel.reference.policy_loss_selection import covariance, hash_of, largest
 
 
 def forward(call: PolicyLossCall) -> PolicyLossResults:
     rule, entropy_gradient = call.rule, call.entropy_gradient
-    rows = _Rows(call.logprobs, call.cu_seqlens)
-    with torch.enable_grad():
+    with differentiating(call) as call:
+        rows = _Rows(call.logprobs, call.cu_seqlens)
         leaf = call.logprobs.detach().requires_grad_()
         bonus = None if call.entropy is None else call.entropy.detach().requires_grad_(entropy_gradient)
         total, metrics = _total(rows, call._replace(logprobs=leaf, entropy=bonus))

@@ -19,6 +19,7 @@ from rlkernel.calls.preference_loss import (
     PreferenceLossResults,
     PreferenceRule,
 )
+from rlkernel.reference import differentiating
 from rlkernel.reference import unsupported as unsupported
 
 
@@ -74,8 +75,8 @@ def sums(call: PreferenceLossCall) -> Tensor:
 
 def loss(call: PreferenceLossCall, stats: Tensor) -> PreferenceLossResults:
     dtype = call.logprobs.dtype
-    columns = stats.unbind(1)
-    with torch.enable_grad():
+    with differentiating(call) as call:
+        columns = stats.clone().unbind(1)
         logps, nll = columns[0].clone().requires_grad_(), columns[3].clone().requires_grad_()
         total, metrics, rewards, means, delta = _total(logps, nll, columns, call)
         total = total + (logps.sum() + nll.sum()) * 0

@@ -150,7 +150,7 @@ def choice(argument: str, value: Any, known: Mapping[Any, T]) -> T:
 
 
 def number(argument: str, value: float, low: float = -math.inf, *, above: bool = False) -> float:
-    want = "finite" if low == -math.inf else f"finite and {'>' if above else '>='} {low:g}"
+    want = "finite" if low == -math.inf else "finite and > {:g}" if above else "finite and >= {:g}"
     return _validate.number(argument, value, low, above=above, want=want)
 
 

@@ -295,7 +295,7 @@ def token_bias(bias: Any, rows: Rows, whose: str = "rows") -> TokenBias:
 def _bias(bias: Any, rows: Rows, z: Tensor) -> Tensor:
     one, each = (rows.vocab,), (*rows.shape, rows.vocab)
     _validate.constant("logit_bias", bias)
-    if bias.shape not in (one, each):
+    if not _validate.among(bias.shape, one, each):
         want = f"{one} or {each}"
         raise ValueError(f"logit_bias must have shape {want}, got {tuple(bias.shape)}")
     _validate.same_device("logit_bias", bias, "logits", z.device)

@@ -92,7 +92,7 @@ def per_row(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Ten
 def of_width(argument: str, ids: Any, rows: Rows, *, any_integer: bool = False) -> int:
     """K of ids that are [K], the same for all rows, or [..., K]."""
     integer_tensor(argument, ids, any_integer=any_integer)
-    if ids.dim() == 0 or ids.shape[:-1] not in ((), rows.shape):
+    if ids.dim() == 0 or not _validate.among(ids.shape[:-1], (), rows.shape):
         want = f"[K] or {(*rows.shape, 'K')}".replace("'", "")
         raise ValueError(f"{argument} must have shape {want}, got {tuple(ids.shape)}")
     width: int = ids.shape[-1]
