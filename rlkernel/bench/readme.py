@@ -58,6 +58,7 @@ MADE = {
     "wheels": _of_an_example("wheels", build_tables.wheels),
     "clean_machine": _of_an_example("clean_machine", build_tables.clean_machine),
     "grpo_prefix": _of_an_example("grpo_prefix", trainer_step.markdown),
+    "grpo_earlier_trl": _of_an_example("grpo_earlier_trl", trainer_step.markdown),
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "megatron_step": _of_an_example("megatron_step", example_tables.megatron_step),
     "openrlhf_step": _of_an_example("openrlhf_step", example_tables.openrlhf_step),
