@@ -89,6 +89,8 @@ class _Scoring:
         self.head = narrow_head(model, asked.temperature, asked.entropy, EngineHead)
         if reason := strange.get(self.head.module):
             raise ValueError(reason)
+        if self.head.shard and asked.statistics:
+            raise ValueError(f"{self.head.name}: its lm_head is shared out over ranks")
         if self.head.module.weight.shape[0] > LARGEST:
             raise ValueError(f"the vocabulary has more than {LARGEST} tokens")
         self.entered = contextlib.ExitStack()
