@@ -131,6 +131,11 @@ def scoring_method(trainer: type) -> str:
     return FULL_LOGITS if FULL_LOGITS in vars(trainer) else METHOD
 
 
+def counts_padding(trainer: Any) -> bool:
+    """Whether the loss of a trainer has the tokens behind a completion, as that of LUSPO before TRL 1.10."""
+    return getattr(trainer, "loss_type", None) == "luspo" and _is_before("1.10")
+
+
 def preference_trainers() -> tuple[type, ...]:
     """The trainers before TRL 1.15 that score the tokens of preferences in ``LOSS``.  Takes seconds.
 

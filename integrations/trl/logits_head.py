@@ -153,6 +153,7 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
 
 def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
     """What DPO and KTO compute of the reference before they train."""
+            padding=contract.counts_padding(self),
 
     def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments

@@ -20,7 +20,7 @@ from rlkernel.integrations import hf
 from rlkernel.integrations._replacing import unfit_temperature
 from rlkernel.integrations.deepspeed.engine_head import EngineHead
 from rlkernel.integrations.hf.lm_head import LmHead, narrow_head
-from rlkernel.integrations.trl.contract import METHOD
+from rlkernel.integrations.trl.contract import METHOD, counts_padding
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing
 from rlkernel.integrations.trl.reasons import NOTHING, is_reference, is_rotary, norm_after_rotary
 from rlkernel.prefix.batch import PrefixBatch
@@ -132,7 +132,11 @@ class _Call:
         model = self.trainer.model_wrapped if self.is_old else self.model
         if reason := sharing.refusal(self.trainer, model):
             return reason
-        return None if self.fused else self.head_reason()
+        if self.fused:
+            return None
+        if counts_padding(self.trainer):
+            return "the loss of LUSPO has the padding behind completions, which packed rows do not hold"
+        return self.head_reason()
 
     def head(self) -> LmHead:
         """The model's lm_head, which scores the rows of a TRL without the fused head."""

@@ -37,6 +37,7 @@ class Asked:
     entropy: bool = False
     of_loss: bool = False  # whether a loss has the entropy, and it a gradient
     statistics: bool = False
+    padding: bool = False  # whether a loss has the tokens behind a completion, too
     last: int | None = None  # so many tokens at the end of each sample are scored, if the model lets them
     masks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tokens, and which of them are scored
     reference: Any = None  # a model of which nothing is asked but log-probabilities
@@ -130,7 +131,7 @@ class _Scoring:
             mask = kwargs.get("attention_mask")
         labels = ids.roll(-1, 1).to(torch.int64)
         labels[:, -1:] = IGNORED
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        if isinstance(mask, Tensor) and mask.shape == ids.shape and not self.asked.padding:
             labels[:, :-1].masked_fill_(mask[:, 1:] == 0, IGNORED)
         if self.asked.last is not None:
             labels[:, : -self.asked.last - 1] = IGNORED

@@ -1,7 +1,10 @@
 """Trainers of an earlier TRL, stock and under rlkernel.patch_trl(): the same logs and weights, no logits."""
 
+import warnings
+
 import earlier
 import pytest
+import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +39,23 @@ def test_trains_the_same(model_path, algorithm, options, metric, weight):
     assert patch.calls and not patch.fallbacks
     assert all(name.startswith(f"{algorithm}Trainer.") for name in patch.calls), patch.calls
     earlier.check_same(patched, stock, metric, weight)
+
+
+def test_a_loss_that_has_the_padding(tmp_path):
+    """LUSPO before TRL 1.10 adds up the tokens behind a completion, too, which only some losses here have."""
+    path = tiny.save(tmp_path, vocab=len(tiny.make_tokenizer()))  # soon says its last token
+    options = {"loss_type": "luspo", "max_steps": 2}
+    stock = earlier.trained("GRPO", path, **options)
+    assert any(step["completions/min_length"] < step["completions/max_length"] for step in stock[0])
+    with rlkernel.patch_trl() as patch:
+        patched = earlier.trained("GRPO", path, **options)
+    assert patch.calls[f"GRPOTrainer.{earlier.SCORES}"] and not patch.fallbacks
+    earlier.check_same(patched, stock, weight=1e-4)
+    with warnings.catch_warnings(), rlkernel.patch_trl(prefix_sharing=True) as patch:
+        warnings.filterwarnings("ignore", message=".*LUSPO has the padding")
+        packed = earlier.trained("GRPO", path, **options)
+    assert bool(patch.fallbacks) == (earlier.VERSION.release < (1, 10))
+    earlier.check_same(packed, stock, weight=1e-4)
 
 
 def test_kto_trains_the_same(model_path):
