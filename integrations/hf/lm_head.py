@@ -35,7 +35,7 @@ class LmHead:
     def __init__(self, model: Any, temperature: float, return_entropy: bool, fp32: bool) -> None:
         self.name = family(model).__name__
         self.config = model.config.get_text_config()
-        self.module = _that_runs(model.get_output_embeddings())
+        self.module = that_runs(model.get_output_embeddings())
         self.shard = self._shard()
         self.temperature, self.return_entropy, self.fp32 = temperature, return_entropy, fp32
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
@@ -180,7 +180,7 @@ def as_rows(hidden: Tensor) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _that_runs(head: Any) -> Any:
+def that_runs(head: Any) -> Any:
     """The lm_head itself; PEFT has a copy of it for each adapter that trains it (``modules_to_save``)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel.integrations.deepspeed.engine_head import EngineHead
-from rlkernel.integrations.hf.lm_head import COMPILED, IGNORED, HeadError, as_rows, narrow_head
-from rlkernel.integrations.hf.models import is_compiled
+from rlkernel.integrations.hf.lm_head import (
+    COMPILED,
+    IGNORED,
+    HeadError,
+    LmHead,
+    as_rows,
+    narrow_head,
+    that_runs,
+)
+from rlkernel.integrations.hf.models import causal_lm, is_compiled
 from rlkernel.integrations.trl.scored_logits import (
     ENTROPY,
     IS_TOP1,
@@ -86,16 +94,21 @@ class _Scoring:
     ) -> None:
         if is_compiled(model):
             raise ValueError(COMPILED)
-        self.model, self.asked, self.calls = model, asked, calls
-        self.head = narrow_head(model, asked.temperature, asked.entropy, EngineHead)
-        if reason := strange.get(self.head.module):
-            raise ValueError(reason)
-        if self.head.shard and asked.statistics:
-            raise ValueError(f"{self.head.name}: its lm_head is shared out over ranks")
-        if self.head.module.weight.shape[0] > LARGEST:
-            raise ValueError(f"the vocabulary has more than {LARGEST} tokens")
+        self.model, self.asked, self.calls, self.strange = model, asked, calls, strange
+        self.head = self.find_head()
+        self.embeddings = causal_lm(model).get_output_embeddings()
         self.entered = contextlib.ExitStack()
         self.labels: Tensor | None = None
+
+    def find_head(self) -> LmHead:
+        head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, EngineHead)
+        if reason := self.strange.get(head.module):
+            raise ValueError(reason)
+        if head.shard and self.asked.statistics:
+            raise ValueError(f"{head.name}: its lm_head is shared out over ranks")
+        if head.module.weight.shape[0] > LARGEST:
+            raise ValueError(f"the vocabulary has more than {LARGEST} tokens")
+        return head
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -115,6 +128,12 @@ class _Scoring:
         ids = args[0] if args else kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or kwargs.get("labels") is not None:
             raise HeadError(f"{self.head.name}: TRL must call it with input_ids, [B, T], and without labels")
+        if that_runs(self.embeddings) is not self.head.module:
+            # of an adapter with an lm_head of its own, which a loss of preferences turns off for a while
+            try:
+                self.head = self.find_head()
+            except ValueError as error:
+                raise HeadError(str(error)) from error
         self.labels = self.asked_labels(ids, kwargs)
         bare = self.is_bare()
         self.head.return_entropy = self.asked.entropy and not bare
