@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ ASKED_FOR = "the logits are asked for"
 
 # heads of models that do something to logits that their config does not tell
 _strange: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_looking: WeakSet[Callable[..., Any]] = WeakSet()  # the helpers that know scored logits
 
 
 def plan(patch: TrlPatch, utils: ModuleType) -> None:
@@ -40,17 +42,27 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
         patch.replace_everywhere("trl", contract.HEAD, EarlierHead(head, patch, utils), expected=head)
     for ours in HELPERS:
         name = ours.__name__
-        if name not in vars(utils):
-            continue
-        original = contract.checked_earlier(utils, name)
-        patch.replace_everywhere(
-            "trl", name, _looked_up(name, helper(ours, original, patch)), expected=original
-        )
+        for original in _originals(utils, name):
+            patch.replace_everywhere(
+                "trl", name, _looked_up(name, helper(ours, original, patch)), expected=original
+            )
     for trainer in contract.preference_trainers():
         for name, make in ((contract.LOSS, _scored_loss), (contract.REFERENCE, _scored_reference)):
             original = contract.checked_earlier(trainer, name)
             new = shown(make(original, patch), original, "linear_logprob")
             patch.replace(trainer, name, new, expected=original)
+
+
+def _originals(utils: ModuleType, name: str) -> list[Callable[..., Any]]:
+    """What TRL's modules hold by the name of a helper: one function, unless somebody has replaced it in some
+    of them, as axolotl does in ``utils`` after the trainers have taken it from there."""
+    trainers = (*contract.trainers(), *contract.preference_trainers())
+    holders = [utils, *(sys.modules[trainer.__module__] for trainer in trainers)]
+    found: list[Callable[..., Any]] = []
+    for holder in holders:
+        if name in vars(holder) and vars(holder)[name] not in found:
+            found.append(contract.checked_earlier(holder, name))
+    return found
 
 
 class EarlierHead(Head):
@@ -93,7 +105,18 @@ def _looked_up(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
             return look(logits, *args, **kwargs)
         return ours(logits, *args, **kwargs)
 
+    _looking.add(looked_up)
     return looked_up
+
+
+def _blind_helper(function: Callable[..., Any]) -> str | None:
+    """Why what TRL's function computes of logits is not looked up: its module has got a helper of somebody
+    else since."""
+    around = inspect.unwrap(function).__globals__
+    for name in (ours.__name__ for ours in HELPERS):
+        if name in around and around[name] not in _looking:
+            return f"{around['__name__']}.{name} is somebody else's function"
+    return None
 
 
 # Rows under a mask have no label, and 0 already.
@@ -130,6 +153,7 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
             temperature=self.temperature,
             entropy=bool(given.get("compute_entropy")),
             of_loss=bool(getattr(self, "_entropy_bonus_enabled", False)),
+            padding=contract.counts_padding(self),
             last=given["logits_to_keep"],
         )
         return _run(original, patch, [model], asked, self, model, *args, **kwargs)
@@ -153,7 +177,6 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
 
 def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
     """What DPO and KTO compute of the reference before they train."""
-            padding=contract.counts_padding(self),
 
     def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
@@ -187,7 +210,7 @@ def _run(
 ) -> Any:
     """TRL's own function, in which each of ``models`` that can score tokens does."""
     name = original.__qualname__
-    reason = unfit_temperature(asked.temperature)
+    reason = unfit_temperature(asked.temperature) or _blind_helper(original)
     if reason is None:
         try:
             with scored_calls(models, asked, _strange) as calls:

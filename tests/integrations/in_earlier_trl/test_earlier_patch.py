@@ -1,5 +1,6 @@
 """What rlkernel.patch_trl() replaces in an earlier TRL, what it leaves, and what it refuses."""
 
+import sys
 import warnings
 
 import earlier
@@ -9,6 +10,7 @@ import torch
 import rlkernel
 from rlkernel.integrations._patch import PatchError
 
+METHOD = "_get_per_token_logps_and_entropies"
 METHODS = [(earlier.trl.GRPOTrainer, earlier.SCORES), (earlier.trl.DPOTrainer, "_compute_loss")]
 
 
@@ -35,11 +37,49 @@ def test_a_method_of_somebody_else_is_refused(monkeypatch):
     def other(self, model):
         return None
 
-    monkeypatch.setattr(earlier.trl.RLOOTrainer, "_get_per_token_logps_and_entropies", other)
+    monkeypatch.setattr(earlier.trl.RLOOTrainer, METHOD, other)
     with pytest.raises(
         PatchError, match=r"RLOOTrainer\._get_per_token_logps.* must take \(self, model, input_ids"
     ):
         rlkernel.patch_trl()
+
+
+def somebody_elses(logits, index):
+    return logits.float().log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def rows_of_somebody_else(logits, index, temperature=1.0, row_mask=None):
+    logprobs = somebody_elses(logits / temperature, index)
+    return logprobs if row_mask is None else logprobs.masked_fill(row_mask == 0, 0)
+
+
+HELPER = rows_of_somebody_else if earlier.VERSION.release >= (1, 14) else somebody_elses
+
+
+@pytest.mark.parametrize("modules", [["utils"], ["grpo_trainer", "dpo_trainer"]])
+@pytest.mark.parametrize("algorithm", ["GRPO", "DPO"])
+def test_a_helper_that_somebody_replaced_in_one_place(model_path, monkeypatch, algorithm, modules):
+    """As axolotl does in ``utils``, after the trainers have taken theirs from it."""
+    stock = earlier.trained(algorithm, model_path, max_steps=2)
+    for module in modules:
+        monkeypatch.setattr(f"trl.trainer.{module}.selective_log_softmax", HELPER)
+    with rlkernel.patch_trl() as patch:
+        patched = earlier.trained(algorithm, model_path, max_steps=2)
+    assert all(name.startswith(f"{algorithm}Trainer.") for name in patch.calls) and not patch.fallbacks
+    earlier.check_same(patched, stock)
+    assert [vars(sys.modules[f"trl.trainer.{m}"])["selective_log_softmax"] for m in modules] == [
+        HELPER for _ in modules
+    ]
+
+
+def test_a_helper_that_somebody_replaces_afterwards(model_path, monkeypatch):
+    stock = earlier.trained("RLOO", model_path, max_steps=2)
+    with rlkernel.patch_trl() as patch, monkeypatch.context() as later:
+        later.setattr("trl.trainer.rloo_trainer.selective_log_softmax", HELPER)
+        with pytest.warns(UserWarning, match="rloo_trainer.selective_log_softmax is somebody else's"):
+            patched = earlier.trained("RLOO", model_path, max_steps=2)
+    assert not patch.calls[f"RLOOTrainer.{METHOD}"]
+    earlier.check_same(patched, stock, weight=1e-4)
 
 
 def test_an_adapter_of_the_head_is_left_to_trl(model_path):
@@ -71,6 +111,22 @@ def test_an_adapter_beside_the_head_is_not(model_path):
         patched = earlier.trained("DPO", model_path, **options)
     assert patch.calls == {"DPOTrainer._compute_loss": 3} and not patch.fallbacks
     earlier.check_same(patched, stock)
+
+
+@pytest.mark.parametrize("algorithm", ["DPO", "KTO"])
+def test_an_adapter_with_a_head_of_its_own(model_path, algorithm):
+    """The reference, inside the same loss, is the model without the adapter, and without its lm_head."""
+    from peft import LoraConfig
+
+    options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])}
+    torch.manual_seed(0)
+    stock = earlier.trained(algorithm, model_path, **options)
+    torch.manual_seed(0)
+    with rlkernel.patch_trl() as patch:
+        patched = earlier.trained(algorithm, model_path, **options)
+    served = algorithm == "DPO" or earlier.VERSION.release >= (1, 9)
+    assert patch.calls[f"{algorithm}Trainer._compute_loss"] == (3 if served else 0) and not patch.fallbacks
+    earlier.check_same(patched, stock, 1e-4)
 
 
 def test_outputs_with_logits_are_left_to_trl(model_path):
