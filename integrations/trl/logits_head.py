@@ -165,6 +165,8 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
     """The loss of DPO and KTO, with the passes of the reference inside."""
 
     def scored(self: Any, model: Any, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
+        if _has_fused_head(self):
+            return original(self, model, inputs, return_outputs)
         if reason := _reads_logits(self, return_outputs):
             patch.left(original.__qualname__, reason, quiet=reason == ASKED_FOR)
             return original(self, model, inputs, return_outputs)
@@ -179,12 +181,20 @@ def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Call
     """What DPO and KTO compute of the reference before they train."""
 
     def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_fused_head(self):
+            return original(self, *args, **kwargs)
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = Asked(masks=_masks(given["inputs"]))
         models = [given.get("model"), self.model, self.ref_model]
         return _run(original, patch, models, asked, self, *args, **kwargs)
 
     return scored
+
+
+def _has_fused_head(trainer: Any) -> bool:
+    """Whether a trainer of preferences makes no logits, as that of TRL 1.14 with ``use_liger_kernel``.  Under
+    FSDP it calls its reference with other things than tokens."""
+    return bool(getattr(trainer, "use_liger_kernel", False)) and hasattr(trainer, contract.METHOD)
 
 
 def _reads_logits(trainer: Any, return_outputs: bool) -> str | None:

@@ -50,3 +50,30 @@ def test_gives_trls_values(dtype):
         assert patch.calls == {HEAD: 1} and not patch.fallbacks
     assert len(ours) == len(theirs) == 2
     torch.testing.assert_close((*ours, *grads), (*theirs, *their_grads), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["DPO", "KTO"])
+def test_a_preference_that_scores_in_it(model_path, algorithm):
+    """As with use_liger_kernel, which needs a GPU, and as under FSDP, where a call of the reference is one of
+    the trainer's method."""
+    if earlier.VERSION.release < (1, 14):
+        return  # which makes no use of it in these trainers
+    from trl.models.utils import _ForwardRedirection
+
+    class InTheHead(getattr(earlier.trl, f"{algorithm}Trainer")):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.use_liger_kernel, self._forward_redirection = True, _ForwardRedirection()
+
+        def compute_loss(self, *args, **kwargs):
+            self.is_fsdp_enabled = True
+            try:
+                return super().compute_loss(*args, **kwargs)
+            finally:
+                self.is_fsdp_enabled = False
+
+    stock = earlier.trained(algorithm, model_path, InTheHead, max_steps=2)
+    with rlkernel.patch_trl() as patch:
+        patched = earlier.trained(algorithm, model_path, InTheHead, max_steps=2)
+    assert patch.calls == {HEAD: 4 if algorithm == "DPO" else 8} and not patch.fallbacks
+    earlier.check_same(patched, stock, 1e-4)
