@@ -78,6 +78,8 @@ def scored_calls(
             except ValueError as error:
                 if str(error) not in calls.unable:
                     calls.unable.append(str(error))
+                if len(seen) == 1:  # rounding would tell a reference scored here from a policy left to TRL
+                    break
         try:
             yield calls
         except HeadError as error:
