@@ -190,3 +190,20 @@ def test_a_model_that_keeps_all_logits(model_path):
         patched = earlier.trained("GRPO", without_logits_to_keep(), beta=0.0, temperature=0.7)
     assert patch.calls == {f"GRPOTrainer.{earlier.SCORES}": 3} and not patch.fallbacks
     earlier.check_same(patched, stock)
+
+
+def test_a_reference_is_left_with_its_policy(model_path):
+    """Whose values are the reference's own at first, and would differ by rounding."""
+    from transformers import AutoModelForCausalLM
+
+    class OtherLinear(torch.nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden)
+
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model.lm_head.__class__ = OtherLinear
+    with pytest.warns(UserWarning, match="its lm_head must be a torch.nn.Linear"):
+        patch = rlkernel.patch_trl()
+        earlier.make("DPO", model, max_steps=1).train()
+        patch.undo()
+    assert not patch.calls["DPOTrainer._compute_loss"]
