@@ -73,7 +73,7 @@ def _worst_error(found: Any) -> tuple[float, float]:
     hook = found.get_output_embeddings().register_forward_hook(lambda *a: dtypes.append(a[-1].dtype))
     try:
         with every_layer(found):
-            packed = batch.completion_rows(found(**batch.model_kwargs()).logits)
+            packed = batch.completion_rows(_called(found, **batch.model_kwargs()).logits)
         with on_its_own(found):
             alone = [_alone(found, p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
         again = _alone(found, prompts[0], completions[0][0])
@@ -105,8 +105,15 @@ def _samples(vocab: int) -> tuple[list[list[int]], list[list[list[int]]]]:
 def _alone(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
     """The logits of one completion: [len(completion), V]."""
     ids = torch.tensor([prompt + completion], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits
+    logits = _called(model, input_ids=ids, use_cache=False).logits
     return logits[0, len(prompt) - 1 : -1]
+
+
+def _called(model: Any, **inputs: Any) -> Any:
+    """The model's outputs, without the loss of its routers, which counts the tokens of a mask."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        inputs["output_router_logits"] = False
+    return model(**inputs)
 
 
 @invariance.aside()

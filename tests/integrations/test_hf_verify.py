@@ -44,6 +44,14 @@ def test_models_that_can(kind, dtype):
     assert hf.verify(model) == [] and state(model) == on_it != before
 
 
+@pytest.mark.parametrize("asked", (False, True))
+def test_the_loss_of_routers_is_no_reason(asked):
+    """A config may ask for it in every call, as TRL has it for the aux loss."""
+    model = families.make("qwen3_moe", output_router_logits=asked).float()
+    assert model.config.output_router_logits is asked
+    assert hf.verify(model) == []
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_unknown_modules_that_mix_tokens(dtype):
     model = families.make("llama").to(dtype)
