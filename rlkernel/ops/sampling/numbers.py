@@ -61,7 +61,7 @@ def each(argument: str, value: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor
     if value.dtype == torch.bool or value.is_complex():
         raise ValueError(f"{argument} must be numbers, got {_validate.name(value.dtype)}")
     _validate.without_gradient(argument, value)
-    return per_row(argument, value.detach(), rows, dtype)
+    return per_row(argument, value.detach() if value.requires_grad else value, rows, dtype)
 
 
 def within(
