@@ -93,11 +93,9 @@ def taken(function: Any) -> tuple[str, ...]:
     return tuple(_parameter(p) for p in signature.parameters.values() if p.name != "ctx")
 
 
-def own(
-    owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str, *, also: bool = False
-) -> Any:
+def own(owner: Any, name: str, parameters: tuple[str, ...], framework: str, versions: str) -> Any:
     """The same, of the module that it is in: what somebody has put around it shows its parameters, too."""
-    original = checked(owner, name, parameters, framework, versions, also=also)
+    original = checked(owner, name, parameters, framework, versions)
     home = sys.modules[owner.__module__] if isinstance(owner, type) else owner
     made = _made(getattr(original, "forward", original))
     if getattr(made, "__globals__", None) is not vars(home):
