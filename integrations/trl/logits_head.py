@@ -7,29 +7,26 @@ made logits, and what TRL goes on to compute of logits is looked up (``_scored_l
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlkernel.integrations import _contract
 from rlkernel.integrations._counted_patch import CountedPatch
-from rlkernel.integrations._logit_helpers import HELPERS, blind_helper, helper, looked_up_in
-from rlkernel.integrations._replacing import shown, unfit_temperature
-from rlkernel.integrations._scoring_calls import STATISTICS, Asked, scored_calls
-from rlkernel.integrations.hf.lm_head import HeadError
+from rlkernel.integrations._logit_helpers import HELPERS, helper, looked_up_in
+from rlkernel.integrations._replacing import shown
+from rlkernel.integrations._scored_run import run_scored
+from rlkernel.integrations._scoring_calls import STATISTICS, Asked
 from rlkernel.integrations.trl import contract
 from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
 ASKED_FOR = "the logits are asked for"
-
-# heads of models that do something to logits that their config does not tell
-_strange: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def plan(patch: TrlPatch, utils: ModuleType) -> None:
@@ -100,7 +97,8 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
             padding=contract.counts_padding(self),
             last=given["logits_to_keep"],
         )
-        return _run(original, patch, [model], asked, self, model, *args, **kwargs)
+        call = functools.partial(original, self, model, *args, **kwargs)
+        return run_scored(patch, original, call, [model], asked)
 
     return shown(scored, original, "linear_logprob")
 
@@ -116,7 +114,8 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
             return original(self, model, inputs, return_outputs)
         asked = Asked(entropy=True, statistics=STATISTICS, masks=_masks(inputs), reference=self.ref_model)
         models = [model, self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, model, inputs, return_outputs)
+        call = functools.partial(original, self, model, inputs, return_outputs)
+        return run_scored(patch, original, call, models, asked)
 
     return scored
 
@@ -130,7 +129,8 @@ def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Call
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = Asked(masks=_masks(given["inputs"]))
         models = [given.get("model"), self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, *args, **kwargs)
+        call = functools.partial(original, self, *args, **kwargs)
+        return run_scored(patch, original, call, models, asked)
 
     return scored
 
@@ -152,29 +152,3 @@ def _masks(inputs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Tokens, and which of them are of completions."""
     pairs = [(inputs.get(f"{kind}input_ids"), inputs.get(f"{kind}completion_mask")) for kind in ("", "KL_")]
     return [(ids, mask) for ids, mask in pairs if isinstance(ids, Tensor) and isinstance(mask, Tensor)]
-
-
-def _run(
-    original: Callable[..., Any],
-    patch: CountedPatch,
-    models: list[Any],
-    asked: Asked,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """TRL's own function, in which each of ``models`` that can score tokens does."""
-    name = original.__qualname__
-    reason = unfit_temperature(asked.temperature) or blind_helper(original)
-    if reason is None:
-        try:
-            with scored_calls(models, asked, _strange) as calls:
-                result = original(*args, **kwargs)
-            for unable in calls.unable:
-                patch.left(name, unable)
-            if calls.made:
-                patch.count(patch.calls, name)
-            return result
-        except HeadError as error:  # as a model is called for the first time
-            reason = str(error)
-    patch.left(name, reason)
-    return original(*args, **kwargs)
