@@ -1,4 +1,4 @@
-"""What ms-swift imports and a training of what is on the disk does not use, as modules to write down."""
+"""What ms-swift imports and a training of what is on the disk does not use: modules to write down."""
 
 import textwrap
 from pathlib import Path
