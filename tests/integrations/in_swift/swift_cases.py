@@ -18,7 +18,7 @@ DOOR = Door(
     distribution="ms-swift",
 )  # fmt: skip
 upstream, nothing_left_behind = DOOR.fixtures()
-VOCABULARY = 61
+VOCABULARY, LARGE = 61, 8192
 TIMES = ("time", "runtime", "per_second")  # of a log, which no two runs share
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SETTINGS = {
@@ -43,10 +43,10 @@ class Letters(ORM):
 orms["letters"] = Letters
 
 
-def save(path):
+def save(path, vocabulary=VOCABULARY):
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = CHAT
-    tiny.make_model(vocab=VOCABULARY, hidden=32).save_pretrained(path)
+    tiny.make_model(vocab=vocabulary, hidden=32).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
@@ -141,9 +141,11 @@ def without_flash_attention():
         SftArguments._check_padding_free = before
 
 
-def widest(kind, files, **options):
-    """The most rows of logits that a loss makes, and its backward pass."""
-    seen = Logits(VOCABULARY)
+def widest(kind, files):
+    """The most rows of logits that a step makes, but for the rollouts."""
+    seen, model = Logits(LARGE), files / "large"
+    if not model.exists():
+        save(model, LARGE)
 
     def change(trainer):
         step = trainer.training_step
@@ -157,7 +159,7 @@ def widest(kind, files, **options):
             prepare = trainer._prepare_inputs
             trainer._prepare_inputs = lambda *args: _unseen(seen, prepare, *args)
 
-    trained(kind, files, change, **options)
+    trained(kind, files, change, max_steps=1, model=model)
     return seen.rows
 
 

@@ -107,7 +107,9 @@ def test_what_shares_rows_out_is_left(monkeypatch):
     trainer = types.SimpleNamespace(template=template)
     assert "sequence parallelism" in shared_out(trainer)
     asked = []
-    monkeypatch.setattr(FIRST, "_get_logps_via_sp", lambda *x, **_: asked.append(x) or (torch.zeros(2, 3), None))
+    monkeypatch.setattr(
+        FIRST, "_get_logps_via_sp", lambda *x, **_: asked.append(x) or (torch.zeros(2, 3), None)
+    )
     trainer = object.__new__(FIRST)
     trainer.__dict__.update(template=template)
     batch = types.SimpleNamespace(logits_to_keep=3, seq_lengths=None)
