@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[1:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 import swift_cases
 

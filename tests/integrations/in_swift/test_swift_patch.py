@@ -1,4 +1,4 @@
-"""What rlkernel.patch_swift() replaces in the real SWIFT, restores and refuses; and the processes it starts."""
+"""What rlkernel.patch_swift() replaces in the real SWIFT, restores and refuses; and SWIFT's processes."""
 
 import os
 import subprocess
@@ -127,7 +127,7 @@ def test_only_completions_are_scored():
     batch = types.SimpleNamespace(logits_to_keep=3, completion_mask=mask, seq_lengths=None)
     found = grpo.completion_labels(ids, batch, padding_free=False)
     assert found.tolist() == [[-100, -100, 13, 14, -100, -100], [-100, -100, -100, 20, 21, -100]]
-    packed = types.SimpleNamespace(  # the last places of the first sample, and the second one, whose prompt is first
+    packed = types.SimpleNamespace(  # the end of a sample, and one with its prompt
         logits_to_keep=5, seq_lengths=torch.tensor([2, 3]),
         completion_mask=torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]).bool(),
     )  # fmt: skip
