@@ -56,8 +56,8 @@ def other_triton() -> bool:
 
 
 def another_python() -> bool:
-    """TRL, transformers, PEFT and DeepSpeed, and so OpenRLHF and SWIFT, want Python 3.11 or newer, verl one before
-    3.13."""
+    """TRL, transformers, PEFT and DeepSpeed, and so OpenRLHF and SWIFT, want Python 3.11 or newer, verl one
+    before 3.13."""
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
 
 
