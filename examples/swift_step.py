@@ -77,10 +77,10 @@ def make_trainer(model: Any, args: argparse.Namespace) -> Any:
         model=model, args=options, accelerator=Accelerator(cpu=args.device == "cpu"), temperature=1.0,
         model_kwarg_keys=("logits_to_keep", "use_cache"), dynamic_num_samples=False, compute_entropy=True,
         template=types.SimpleNamespace(padding_free=False, sequence_parallel_size=1), overlong_filter=False,
-        beta=0.0, kl_in_reward=False, rollout_importance_sampling_mode=None, log_rollout_offpolicy_metrics=False,
-        disable_rollout_importance_sampling=True, importance_sampling_level="token", loss_type="grpo",
-        epsilon_low=0.2, epsilon_high=0.2, off_policy_sequence_mask_delta=None, sdar_loss_coef=0.0,
-        chord_sft_iterator=None, _has_teacher=False,
+        beta=0.0, kl_in_reward=False, rollout_importance_sampling_mode=None, loss_type="grpo",
+        log_rollout_offpolicy_metrics=False, disable_rollout_importance_sampling=True, epsilon_low=0.2,
+        importance_sampling_level="token", epsilon_high=0.2, off_policy_sequence_mask_delta=None,
+        sdar_loss_coef=0.0, chord_sft_iterator=None, _has_teacher=False,
     )  # fmt: skip
     return trainer
 
