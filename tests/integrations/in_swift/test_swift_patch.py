@@ -16,7 +16,8 @@ from swift_cases import DOOR, nothing_left_behind, upstream
 from trl.trainer import utils
 
 import rlkernel
-from rlkernel.integrations.swift import grpo, install, switch
+from rlkernel.integrations.swift import SwiftPatch, grpo, install, switch
+from rlkernel.integrations.swift.__main__ import main
 from rlkernel.integrations.swift.models import shared_out
 
 assert nothing_left_behind and upstream  # fixtures of every test here
@@ -92,7 +93,7 @@ def test_somebody_else(monkeypatch):
 
 def test_a_helper_of_somebody_else_is_not_looked_up(files, monkeypatch):
     """Who replaces TRL's helper behind the patch has it called with logits."""
-    stock, theirs = swift_cases.trained("dpo", files), rlhf_mixin.selective_log_softmax
+    stock, theirs = swift_cases.stock("dpo", files), rlhf_mixin.selective_log_softmax
     with rlkernel.patch_swift() as patch, monkeypatch.context() as later:
         later.setattr(rlhf_mixin, "selective_log_softmax", lambda *x: theirs(*x))
         with pytest.warns(UserWarning, match="rlhf_mixin.selective_log_softmax is somebody else's"):
@@ -151,46 +152,41 @@ def test_a_wrong_name(monkeypatch, caplog):
     DOOR.check_wrong_name(monkeypatch, caplog, install.register)
 
 
-PLUGIN = """
+def test_swifts_own_option_takes_the_plugin(files, capsys):
+    """In a process whose trainers are there; another one waits for them."""
+    main(["--plugin"])
+    path = capsys.readouterr().out.strip()
+    ours = swift_cases.trained("dpo", files, external_plugins=[path])
+    patch = SwiftPatch.in_place()
+    assert patch.parts == switch.PARTS and set(patch.calls) == {"DPOTrainer.concatenated_forward"}
+    assert rlkernel.unpatch_all() == [DOOR.path]
+    swift_cases.check_same(ours, swift_cases.stock("dpo", files))
+
+
+WATCHED = """
 import atexit, swift_cases
 from rlkernel.integrations.swift import SwiftPatch
 atexit.register(lambda: print("CALLS", dict(SwiftPatch.in_place().calls), flush=True))
 """
-SERVED = (f"'GRPOTrainer.{METHOD}'", "'compute_advantages'")
-
-
-def command(files, *front, **environment):
-    """Of SWIFT, which starts a process that trains, or several."""
-    plugin = files / "watched.py"
-    plugin.write_text(PLUGIN)
-    told = [*front[1:], *swift_cases.arguments("grpo", files, max_steps=1)]
-    place = told.index("--external_plugins") + 1 if "--external_plugins" in told else 0
-    told[place:place] = [str(plugin)] if place else ["--external_plugins", str(plugin)]
-    helpers = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-    path = os.pathsep.join([os.environ["PYTHONPATH"], *helpers])
-    return subprocess.run(
-        [sys.executable, "-m", front[0], "rlhf", *told],
-        env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-
-
-def test_swifts_command_with_the_plugin(files):
-    module = [sys.executable, "-m", "rlkernel.integrations.swift"]
-    path = subprocess.run([*module, "--plugin"], capture_output=True, text=True, check=True).stdout.strip()
-    assert Path(path).name == "plugin.py"
-    done = command(files, "swift.cli.main", "--external_plugins", path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "CALLS" in done.stdout and all(name in done.stdout for name in SERVED)
 
 
 def test_rlkernels_command_on_two_ranks(files):
-    done = command(files, "rlkernel.integrations.swift", "--ddp_backend", "gloo", NPROC_PER_NODE="2")
+    """Which SWIFT's command starts by torchrun; here with a plugin of a user, and what it imports."""
+    plugin = files / "watched.py"
+    plugin.write_text(WATCHED)
+    helpers = [Path(__file__).parents[i] for i in range(3)]
+    path = os.pathsep.join([os.environ["PYTHONPATH"], *map(str, helpers)])
+    told = swift_cases.arguments("grpo", files, max_steps=1, external_plugins=plugin, ddp_backend="gloo")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlkernel.integrations.swift", "rlhf", *told],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("CALLS") == 2 and done.stdout.count(SERVED[0]) == 2
+    assert done.stdout.count("CALLS") == 2 and done.stdout.count("'compute_advantages': 1") == 2
+    assert done.stdout.count(f"'GRPOTrainer.{METHOD}'") == 2
 
 
 def test_rlkernels_command_has_but_one():
-    module = [sys.executable, "-m", "rlkernel.integrations.swift"]
-    done = subprocess.run([*module, "sft"], capture_output=True, text=True)
-    assert done.returncode == 1 and "usage: python -m rlkernel.integrations.swift rlhf" in done.stderr
+    with pytest.raises(SystemExit, match="usage: python -m rlkernel.integrations.swift rlhf"):
+        main(["sft"])
