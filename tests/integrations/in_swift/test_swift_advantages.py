@@ -73,8 +73,13 @@ def test_what_is_left_to_swift(change, reason):
         DOOR.check_left(functools.partial(computed, **options), reason, ["advantages"])
 
 
-def test_equal_rewards_have_no_advantage():
-    rewards, weights = torch.full((8, 1), 0.1), torch.ones(1)
+@pytest.mark.parametrize("scale, noise", [("gdpo", 0.4), ("group", 5e-4)])
+def test_equal_rewards_have_no_advantage(scale, noise):
+    """Of SWIFT they have what the mean of fp32 has lost, divided by a deviation of that size."""
+    others = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
+    rewards, weights = torch.cat([torch.full((8, 1), 0.7), others]), torch.ones(1)
+    stock, _ = computed(rewards, weights, 8, scale_rewards=scale)
     with rlkernel.patch_swift(["advantages"]):
-        found, _ = computed(rewards, weights, 8)
-    assert not found.any()
+        found, _ = computed(rewards, weights, 8, scale_rewards=scale)
+    assert (stock[:8] > noise).all() and found[:8].abs().max() < 1e-6
+    assert scale == "gdpo" or not found[:8].any()
