@@ -339,7 +339,8 @@ def need(*packages: str) -> None:
     }  # find_spec imports what is above one
     if missing := [package for package in packages if importlib.util.find_spec(roots[package]) is None]:
         name = Path(sys.argv[0]).name
-        raise SystemExit(f"{name} needs packages that are not here: pip install {' '.join(missing)}")
+        wanted = " ".join({"swift": "ms-swift"}.get(package, package) for package in missing)
+        raise SystemExit(f"{name} needs packages that are not here: pip install {wanted}")
 
 
 def checked(parser: argparse.ArgumentParser, args: argparse.Namespace, *none: str) -> argparse.Namespace:

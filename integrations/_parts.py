@@ -179,12 +179,16 @@ class ByParts(WaitingPatch):
 
     def put(self, ready: Callable[[str], bool] = lambda part: False) -> Self:
         """Put those parts in their places whose modules are there, or are ``ready`` to be imported."""
-        for part in self.parts:
+        for part in self.pieces():
             if self.homes[part] in sys.modules or ready(part):
                 self.plan(part)
             else:
                 self.wait_for(part)
         return self.apply()
+
+    def pieces(self) -> tuple[str, ...]:
+        """What is put in place by itself: the parts, unless one has several of the framework's modules."""
+        return self.parts
 
     def apply(self) -> Self:
         super().apply()

@@ -18,6 +18,7 @@ from rlkernel.types import (
     Require,
     SglangPart,
     SkyrlPart,
+    SwiftPart,
     VerlPart,
     VllmOp,
 )
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
     from rlkernel.integrations.sglang.sglang_patch import SglangPatch
     from rlkernel.integrations.skyrl.skyrl_patch import SkyrlPatch
+    from rlkernel.integrations.swift.swift_patch import SwiftPatch
     from rlkernel.integrations.trl.trl_patch import TrlPatch
     from rlkernel.integrations.verl.verl_patch import VerlPatch
     from rlkernel.integrations.vllm.vllm_patch import VllmPatch
@@ -123,6 +125,19 @@ def patch_skyrl(parts: Iterable[SkyrlPart] | None = None, *, strict: bool = True
     from rlkernel.integrations import skyrl
 
     return skyrl.patch(parts, strict=strict)
+
+
+def patch_swift(parts: Iterable[SwiftPart] | None = None, *, strict: bool = True) -> SwiftPatch:
+    """Replace the logits of SWIFT's trainers, and its advantages; see ``rlkernel.integrations.swift.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_swift() as patch:
+        ...     len(patch.replaced) > 0
+        True
+    """
+    from rlkernel.integrations import swift
+
+    return swift.patch(parts, strict=strict)
 
 
 def patch_trl(

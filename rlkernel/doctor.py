@@ -24,7 +24,7 @@ from rlkernel import info
 from rlkernel.integrations import _contract, _patch
 
 # where an adapter is not named like its framework
-FRAMEWORKS = {"hf": "transformers", "megatron": "megatron-core"}
+FRAMEWORKS = {"hf": "transformers", "megatron": "megatron-core", "swift": "ms-swift"}
 
 
 class Finding(NamedTuple):

@@ -27,6 +27,7 @@ from rlkernel.integrations.areal import switch as areals
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
+from rlkernel.integrations.swift import switch as swifts
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.prefix.layout import PrefixLayout
@@ -49,6 +50,7 @@ OPTIONAL = {
     "openrlhf": "openrlhf",
     "skyrl": "skyrl",
     "areal": "areal",
+    "swift": "ms-swift",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
@@ -71,6 +73,8 @@ ENVIRONMENT = (
     "SGLANG_RLKERNEL_STRICT",
     "SKYRL_RLKERNEL",
     "SKYRL_RLKERNEL_STRICT",
+    "SWIFT_RLKERNEL",
+    "SWIFT_RLKERNEL_STRICT",
     "VERL_RLKERNEL",
     "VERL_RLKERNEL_STRICT",
     "VLLM_RLKERNEL",
@@ -205,6 +209,7 @@ def wrong() -> dict[str, str]:
         openrlhfs.SWITCH: openrlhfs.asked,
         skyrls.SWITCH: skyrls.asked,
         areals.SWITCH: areals.asked,
+        swifts.SWITCH: swifts.asked,
         sglangs.SWITCH: sglangs.asked,
     }
     for name, read in readers.items():

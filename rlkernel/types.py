@@ -89,10 +89,11 @@ Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
 
-# patch_areal, patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl and patch_verl
+# patch_areal, patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl, patch_swift and patch_verl
 ArealPart = Literal["logprobs", "fused_head", "advantages"]
 MegatronPart = Literal["cross_entropy", "fused_head"]
 OpenRlhfPart = Literal["logprobs", "fused_head", "losses", "advantages"]
 SglangPart = Literal["sampler", "prompt_logprobs"]
 SkyrlPart = Literal["logprobs", "fused_head", "losses", "advantages"]
+SwiftPart = Literal["logprobs", "fused_head", "advantages"]
 VerlPart = Literal["logprobs", "fused_head", "losses", "advantages"]

@@ -4,7 +4,8 @@ vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Py
 SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
 wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
 wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
-installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own.
+installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own, and so does ms-swift,
+whose tests run it with the TRL that it is made for.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ FILES = {
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
+SWIFTS_TRL = "0.29.1"  # the last before 1.0, which ms-swift asks for
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")
 
@@ -75,11 +77,12 @@ def fetch(peer: str, target: Path) -> None:
     marker.write_text(wanted)
 
 
-def fetch_earlier_trl(target: Path) -> None:
-    for wanted in EARLIER_TRL:
-        folder = target / f"trl-{wanted}"
+def fetch_whole(target: Path) -> None:
+    peers = [("ms-swift", version("ms-swift")), *(("trl", wanted) for wanted in (*EARLIER_TRL, SWIFTS_TRL))]
+    for peer, wanted in peers:
+        folder = target / f"{peer}-{wanted}"
         if not folder.exists():
-            with wheel("trl", wanted) as archive, tempfile.TemporaryDirectory(dir=target) as half:
+            with wheel(peer, wanted) as archive, tempfile.TemporaryDirectory(dir=target) as half:
                 archive.extractall(half)
                 Path(half).rename(folder)
                 Path(half).mkdir()  # which its context removes
@@ -90,7 +93,7 @@ def wheel(peer: str, wanted: str, *options: str) -> Iterator[zipfile.ZipFile]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*command, *options, "--dest", folder, f"{peer}=={wanted}"], check=True)
-        (found,) = Path(folder).glob(f"{peer}-*.whl")
+        (found,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(found) as archive:
             yield archive
 
@@ -112,4 +115,4 @@ if __name__ == "__main__":
             print(f"{reason}: nothing is compared with it")
         else:
             fetch(name, Path(sys.argv[1]))
-    fetch_earlier_trl(Path(sys.argv[1]))
+    fetch_whole(Path(sys.argv[1]))

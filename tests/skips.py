@@ -56,8 +56,8 @@ def other_triton() -> bool:
 
 
 def another_python() -> bool:
-    """TRL, transformers, PEFT and DeepSpeed, and so OpenRLHF, want Python 3.11 or newer, verl one before
-    3.13."""
+    """TRL, transformers, PEFT and DeepSpeed, and so OpenRLHF and SWIFT, want Python 3.11 or newer, verl one
+    before 3.13."""
     return not (3, 11) <= sys.version_info[:2] < (3, 13)
 
 
@@ -113,7 +113,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     ),
     (r"needs Megatron-Core", lambda: sys.version_info >= (3, 14)),
     (
-        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|Ray)\b|could not import ",
+        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|SWIFT|Ray)\b|could not import ",
         another_python,
     ),
 )

@@ -17,6 +17,7 @@ from rlkernel.integrations.areal import switch as areals
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
+from rlkernel.integrations.swift import switch as swifts
 from rlkernel.integrations.verl import switch as verls
 from rlkernel.integrations.vllm import switch as vllms
 from rlkernel.runtime import log
@@ -84,7 +85,15 @@ def test_reasons_are_grouped():
 def variables():
     """Those of the page on building, and when each is read; those of frameworks are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    of_frameworks = (*vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN, *areals.OWN)
+    of_frameworks = (
+        *vllms.OWN,
+        *sglangs.OWN,
+        *verls.OWN,
+        *openrlhfs.OWN,
+        *skyrls.OWN,
+        *areals.OWN,
+        *swifts.OWN,
+    )
     return [*rows, *((name, "run") for name in of_frameworks)]
 
 
@@ -129,6 +138,7 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
         (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
         (areals.SWITCH, "sampling", "AREAL_RLKERNEL must name some of .*got .'sampling',"),
+        (swifts.SWITCH, "losses", "SWIFT_RLKERNEL must name some of .*got .'losses',"),
         (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )

@@ -6,10 +6,10 @@ from types import ModuleType
 from typing import Any
 
 from rlkernel.integrations import hf
+from rlkernel.integrations._logit_helpers import HELPERS, helper
 from rlkernel.integrations._patch import PatchError
 from rlkernel.integrations.trl import contract, logits_head
 from rlkernel.integrations.trl.head import Head
-from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.invariant import Invariant, placed
 from rlkernel.integrations.trl.passes import packed_method
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing

@@ -2,7 +2,7 @@
 
 GRPO and RLOO score the tokens of groups in one method, DPO and KTO those of preferences in their losses.
 While one of these runs, the lm_head of each model that it calls makes log-probabilities where it would have
-made logits, and what TRL goes on to compute of logits is looked up (``scored_logits``).
+made logits, and what TRL goes on to compute of logits is looked up (``_scored_logits``).
 """
 
 from __future__ import annotations
@@ -13,26 +13,20 @@ import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlkernel.integrations import _contract
 from rlkernel.integrations._counted_patch import CountedPatch
-from rlkernel.integrations._replacing import shown, unfit_temperature
-from rlkernel.integrations.hf.lm_head import HeadError
+from rlkernel.integrations._logit_helpers import HELPERS, helper, looked_up_in
+from rlkernel.integrations._replacing import shown
+from rlkernel.integrations._scored_run import run_scored
+from rlkernel.integrations._scoring_calls import STATISTICS, Asked
 from rlkernel.integrations.trl import contract
 from rlkernel.integrations.trl.head import Head
-from rlkernel.integrations.trl.helpers import HELPERS, helper
-from rlkernel.integrations.trl.scored_logits import ScoredLogits
-from rlkernel.integrations.trl.scoring_calls import Asked, scored_calls
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
 ASKED_FOR = "the logits are asked for"
-
-# heads of models that do something to logits that their config does not tell
-_strange: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_looking: WeakSet[Callable[..., Any]] = WeakSet()  # the helpers that know scored logits
 
 
 def plan(patch: TrlPatch, utils: ModuleType) -> None:
@@ -44,7 +38,7 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
         name = ours.__name__
         for original in _originals(utils, name):
             patch.replace_everywhere(
-                "trl", name, _looked_up(name, helper(ours, original, patch)), expected=original
+                "trl", name, looked_up_in(name, helper(ours, original, patch)), expected=original
             )
     for trainer in contract.preference_trainers():
         for name, make in ((contract.LOSS, _scored_loss), (contract.REFERENCE, _scored_reference)):
@@ -90,59 +84,6 @@ class EarlierHead(Head):
         return theirs
 
 
-def _looked_up(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A helper of logits, which looks at what was scored already."""
-    looking: dict[str, Callable[..., Any]] = {
-        "selective_log_softmax": _selective_log_softmax,
-        "entropy_from_logits": _entropy_from_logits,
-        "selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,
-    }
-    look = looking[name]
-
-    @functools.wraps(ours)
-    def looked_up(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(logits, ScoredLogits):
-            return look(logits, *args, **kwargs)
-        return ours(logits, *args, **kwargs)
-
-    _looking.add(looked_up)
-    return looked_up
-
-
-def _blind_helper(function: Callable[..., Any]) -> str | None:
-    """Why what TRL's function computes of logits is not looked up: its module has got a helper of somebody
-    else since."""
-    around = inspect.unwrap(function).__globals__
-    for name in (ours.__name__ for ours in HELPERS):
-        if name in around and around[name] not in _looking:
-            return f"{around['__name__']}.{name} is somebody else's function"
-    return None
-
-
-# Rows under a mask have no label, and 0 already.
-
-
-def _selective_log_softmax(
-    logits: ScoredLogits, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> Tensor:
-    return logits.logprobs(index, temperature)
-
-
-def _entropy_from_logits(logits: ScoredLogits, chunk_size: int = 128) -> Tensor:
-    return logits.entropies()
-
-
-def _selective_log_softmax_and_entropy(
-    logits: ScoredLogits,
-    index: Tensor,
-    entropy_requires_grad: bool = True,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    entropies = logits.entropies(temperature)
-    return logits.logprobs(index, temperature), entropies if entropy_requires_grad else entropies.detach()
-
-
 def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable[..., Any]:
     """The method of GRPO and RLOO that scores the tokens of completions."""
     signature = inspect.signature(original)
@@ -156,7 +97,8 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
             padding=contract.counts_padding(self),
             last=given["logits_to_keep"],
         )
-        return _run(original, patch, [model], asked, self, model, *args, **kwargs)
+        call = functools.partial(original, self, model, *args, **kwargs)
+        return run_scored(patch, original, call, [model], asked)
 
     return shown(scored, original, "linear_logprob")
 
@@ -170,9 +112,10 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
         if reason := _reads_logits(self, return_outputs):
             patch.left(original.__qualname__, reason, quiet=reason == ASKED_FOR)
             return original(self, model, inputs, return_outputs)
-        asked = Asked(entropy=True, statistics=True, masks=_masks(inputs), reference=self.ref_model)
+        asked = Asked(entropy=True, statistics=STATISTICS, masks=_masks(inputs), reference=self.ref_model)
         models = [model, self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, model, inputs, return_outputs)
+        call = functools.partial(original, self, model, inputs, return_outputs)
+        return run_scored(patch, original, call, models, asked)
 
     return scored
 
@@ -186,7 +129,8 @@ def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Call
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = Asked(masks=_masks(given["inputs"]))
         models = [given.get("model"), self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, *args, **kwargs)
+        call = functools.partial(original, self, *args, **kwargs)
+        return run_scored(patch, original, call, models, asked)
 
     return scored
 
@@ -208,29 +152,3 @@ def _masks(inputs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Tokens, and which of them are of completions."""
     pairs = [(inputs.get(f"{kind}input_ids"), inputs.get(f"{kind}completion_mask")) for kind in ("", "KL_")]
     return [(ids, mask) for ids, mask in pairs if isinstance(ids, Tensor) and isinstance(mask, Tensor)]
-
-
-def _run(
-    original: Callable[..., Any],
-    patch: CountedPatch,
-    models: list[Any],
-    asked: Asked,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """TRL's own function, in which each of ``models`` that can score tokens does."""
-    name = original.__qualname__
-    reason = unfit_temperature(asked.temperature) or _blind_helper(original)
-    if reason is None:
-        try:
-            with scored_calls(models, asked, _strange) as calls:
-                result = original(*args, **kwargs)
-            for unable in calls.unable:
-                patch.left(name, unable)
-            if calls.made:
-                patch.count(patch.calls, name)
-            return result
-        except HeadError as error:  # as a model is called for the first time
-            reason = str(error)
-    patch.left(name, reason)
-    return original(*args, **kwargs)

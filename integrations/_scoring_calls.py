@@ -1,9 +1,9 @@
-"""Models that score tokens while a trainer of TRL before 1.15 calls them."""
+"""Models that score tokens while a trainer calls them that expects logits: TRL's before 1.15, and others."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rlkernel.integrations._scored_logits import (
+    ENTROPY,
+    IS_TOP1,
+    LABEL,
+    LARGEST,
+    LOGPROB,
+    MEAN_LOGIT,
+    ScoredLogits,
+    Scores,
+)
 from rlkernel.integrations.deepspeed.engine_head import EngineHead
 from rlkernel.integrations.hf.lm_head import (
     COMPILED,
@@ -22,19 +32,13 @@ from rlkernel.integrations.hf.lm_head import (
     that_runs,
 )
 from rlkernel.integrations.hf.models import causal_lm, is_compiled
-from rlkernel.integrations.trl.scored_logits import (
-    ENTROPY,
-    IS_TOP1,
-    LABEL,
-    LARGEST,
-    LOGPROB,
-    MEAN_LOGIT,
-    ScoredLogits,
-    Scores,
-)
 from rlkernel.types import Statistic
 
 STATISTICS: tuple[Statistic, ...] = ("mean_logits", "is_top1")
+COLUMN: dict[Statistic, int] = {"mean_logits": MEAN_LOGIT, "is_top1": IS_TOP1}
+
+# of the tokens and the keywords of a call: the label of each row of the lm_head
+Labels = Callable[[Any, dict[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,15 @@ class Asked:
     temperature: float = 1.0
     entropy: bool = False
     of_loss: bool = False  # whether a loss has the entropy, and it a gradient
-    statistics: bool = False
+    statistics: tuple[Statistic, ...] = ()
     padding: bool = False  # whether a loss has the tokens behind a completion, too
     last: int | None = None  # so many tokens at the end of each sample are scored, if the model lets them
     masks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tokens, and which of them are scored
     reference: Any = None  # a model of which nothing is asked but log-probabilities
+    of_all: bool = False  # or there is none: each model's call is asked for the same
+    labels: Labels | None = None  # or they are the next tokens
+    framework: str = "TRL"
+    masked: tuple[int, ...] = ()  # see ``Scores``
 
 
 @dataclass
@@ -78,7 +86,7 @@ def scored_calls(
             except ValueError as error:
                 if str(error) not in calls.unable:
                     calls.unable.append(str(error))
-                if len(seen) == 1:  # rounding would tell a reference scored here from a policy left to TRL
+                if len(seen) == 1:  # rounding would tell a reference scored here from a policy that is not
                     break
         try:
             yield calls
@@ -128,24 +136,26 @@ class _Scoring:
         if self.calls.under_way:
             return
         ids = args[0] if args else kwargs.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or kwargs.get("labels") is not None:
-            raise HeadError(f"{self.head.name}: TRL must call it with input_ids, [B, T], and without labels")
+        known = self.asked.labels is not None or (isinstance(ids, Tensor) and ids.dim() == 2)
+        if not known or kwargs.get("labels") is not None:
+            who = f"{self.head.name}: {self.asked.framework}"
+            raise HeadError(f"{who} must call it with input_ids, [B, T], and without labels")
         if that_runs(self.embeddings) is not self.head.module:
             # of an adapter with an lm_head of its own, which a loss of preferences turns off for a while
             try:
                 self.head = self.find_head()
             except ValueError as error:
                 raise HeadError(str(error)) from error
-        self.labels = self.asked_labels(ids, kwargs)
+        self.labels = (self.asked.labels or self.asked_labels)(ids, kwargs)
         bare = self.is_bare()
         self.head.return_entropy = self.asked.entropy and not bare
-        self.head.statistics = STATISTICS if self.asked.statistics and not bare else ()
+        self.head.statistics = () if bare else self.asked.statistics
         shape = self.labels.shape[0], self.labels.shape[1]
         self.entered.enter_context(self.head.scoring(shape, as_rows, self.labels.reshape(-1)))
         self.calls.under_way = True
 
-    def asked_labels(self, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The next token of each row of the lm_head; none where TRL has no use for it."""
+    def asked_labels(self, ids: Any, kwargs: dict[str, Any]) -> Tensor:
+        """The next token of each row of the lm_head; none where the trainer has no use for it."""
         keep = kwargs.get("logits_to_keep") or ids.shape[1]
         mask = next((mask for tokens, mask in self.asked.masks if tokens is ids), None)
         if mask is None:
@@ -160,9 +170,11 @@ class _Scoring:
 
     def is_bare(self) -> bool:
         """Whether this is the reference, of which nothing is asked but log-probabilities."""
+        if self.asked.of_all:
+            return False
         if self.model is self.asked.reference:
             return True
-        return self.asked.statistics and self.model.training and not torch.is_grad_enabled()
+        return bool(self.asked.statistics) and self.model.training and not torch.is_grad_enabled()
 
     def end(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self.labels is None:
@@ -184,11 +196,12 @@ class _Scoring:
         if entropy is not None:
             columns.append(ENTROPY)
             values[ENTROPY] = entropy if self.asked.of_loss else entropy.detach()
-        if self.head.statistics:
-            columns += [MEAN_LOGIT, IS_TOP1]
-            values[MEAN_LOGIT], values[IS_TOP1] = (self.head.found[name] for name in STATISTICS)
+        for name in self.head.statistics:
+            columns.append(COLUMN[name])
+            values[COLUMN[name]] = self.head.found[name]
         table = torch.stack(
             [*(x.to(logprobs.dtype) for x in values), labels.reshape(-1).to(logprobs.dtype)], -1
         )
-        scores = Scores(self.head, self.asked.temperature, tuple(columns))
+        asked = self.asked
+        scores = Scores(self.head, asked.temperature, tuple(columns), asked.framework, asked.masked)
         return ScoredLogits.of(table.view(*labels.shape, -1), scores)

@@ -1,8 +1,9 @@
-"""What stands where a trainer of TRL before 1.15 expects logits: what it would compute of them."""
+"""What stands where a trainer expects logits, TRL's before 1.15 and others: what it would compute of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ LOGPROB, ENTROPY, MEAN_LOGIT, IS_TOP1, LABEL = range(5)
 COLUMNS = 5
 LARGEST = 2**24  # the labels are numbers of fp32 like the others, which has all integers up to here
 
-# what may become of logits on their way: rows are chosen; __get__ is of attributes, as shape and device
+# what may become of logits on their way: rows are chosen; __get__ is of attributes, as shape and device.  A
+# view is by the shape that the trainer reads of them.
 PASSING = (
     "__getitem__",
     "__get__",
@@ -24,6 +26,8 @@ PASSING = (
     "index_select",
     "size",
     "dim",
+    "squeeze",
+    "view",
     "as_subclass",
 )
 DIVIDING = ("div", "div_", "__truediv__", "true_divide")
@@ -35,18 +39,27 @@ class Scores(NamedTuple):
     head: LmHead
     temperature: float
     columns: tuple[int, ...]  # the others are not computed
+    framework: str = "TRL"
+    masked: tuple[int, ...] = ()  # what its labels are where it masks what is computed of a row
+
+    def unknown(self, name: str) -> RuntimeError:
+        door = f"rlkernel.patch_{self.framework.lower()}()"
+        return RuntimeError(
+            f"{self.framework} must do with its logits what {door} knows, got {name}() of them: this trainer "
+            "computes something else of logits, and must run without the patch"
+        )
 
 
 class ScoredLogits(torch.Tensor):
     """[..., 5] for logits [..., V]: of each row the log-probability of its label, the entropy, the mean of
     the logits, whether the label is the most likely token, and the label.
 
-    Rows are chosen of it as of logits, and what TRL computes of logits is looked up.  Anything else that a
-    trainer may do with logits has no answer here, and is an error.
+    Rows are chosen of it as of logits, and what a trainer computes of logits is looked up.  Anything else
+    that it may do with logits has no answer here, and is an error.
     """
 
     scores: Scores
-    divided: float  # by what TRL has divided so far
+    divided: float  # by what the trainer has divided so far
 
     @staticmethod
     def of(values: Tensor, scores: Scores, divided: float = 1.0) -> ScoredLogits:
@@ -55,17 +68,21 @@ class ScoredLogits(torch.Tensor):
         return result
 
     def column(self, index: int) -> Tensor:
-        if index not in self.scores.columns:
+        framework, columns = self.scores.framework, self.scores.columns
+        if index not in columns:
             raise RuntimeError(
-                f"TRL must ask for what it was scored for, columns {self.scores.columns}, got {index}"
+                f"{framework} must ask for what it was scored for, columns {columns}, got {index}"
             )
         return self.as_subclass(torch.Tensor)[..., index]
 
     def logprobs(self, index: Tensor, temperature: float = 1.0) -> Tensor:
         """``selective_log_softmax`` of the logits."""
         self.require_temperature(temperature)
-        head = self.scores.head
-        head.check_labels(self.column(LABEL).long(), index, "TRL")
+        found, wanted = self.column(LABEL).long(), index
+        for label in self.scores.masked:
+            if index.shape == found.shape:
+                wanted = torch.where(index == label, found, wanted)
+        self.scores.head.check_labels(found, wanted, self.scores.framework)
         return self.column(LOGPROB)
 
     def entropies(self, temperature: float = 1.0) -> Tensor:
@@ -76,7 +93,8 @@ class ScoredLogits(torch.Tensor):
     def require_temperature(self, temperature: float) -> None:
         if (found := self.divided * temperature) != self.scores.temperature:
             raise RuntimeError(
-                f"TRL must divide its logits by its temperature, {self.scores.temperature}, got {found}"
+                f"{self.scores.framework} must divide its logits by its temperature, "
+                f"{self.scores.temperature}, got {found}"
             )
 
     @classmethod
@@ -86,27 +104,26 @@ class ScoredLogits(torch.Tensor):
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         logits = args[0] if args else None
         if not isinstance(logits, ScoredLogits):
-            raise _unknown(name)
+            found = (x for x in _flat(args, kwargs.values()) if isinstance(x, ScoredLogits))
+            raise next(found).scores.unknown(name)
         if name in PASSING:
             return _carried(super().__torch_function__(function, types, args, kwargs), logits)
         if name in DIVIDING:
             divisor = args[1] if len(args) > 1 else kwargs.get("other")
             if not isinstance(divisor, int | float):
-                raise _unknown(name)
+                raise logits.scores.unknown(name)
             if name == "div_":
                 logits.divided *= divisor
                 return logits
             return ScoredLogits.of(logits.as_subclass(torch.Tensor), logits.scores, logits.divided * divisor)
         if name in COMPUTED:
             return COMPUTED[name](logits, *args[1:], **kwargs)
-        raise _unknown(name)
+        raise logits.scores.unknown(name)
 
 
-def _unknown(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"TRL must do with its logits what rlkernel.patch_trl() knows, got {name}() of them: this trainer "
-        "computes something else of logits, and must run without the patch"
-    )
+def _flat(*values: Iterable[Any]) -> Iterator[Any]:
+    for x in itertools.chain(*values):
+        yield from _flat(x) if isinstance(x, tuple | list) else (x,)
 
 
 def _carried(result: Any, source: ScoredLogits) -> Any:
@@ -121,30 +138,42 @@ def _carried(result: Any, source: ScoredLogits) -> Any:
 def _mean(logits: ScoredLogits, dim: int | None = None) -> Tensor:
     """Of the vocabulary, or of all logits."""
     if dim not in (None, -1, logits.dim() - 1):
-        raise _unknown(f"mean(dim={dim})")
+        raise logits.scores.unknown(f"mean(dim={dim})")
     logits.require_temperature(1.0)
     means = logits.column(MEAN_LOGIT)
     return means if dim is not None else means.mean()
 
 
+def _sum(logits: ScoredLogits, dim: int | None = None) -> Tensor:
+    """Of the vocabulary."""
+    if dim not in (-1, logits.dim() - 1):
+        raise logits.scores.unknown(f"sum(dim={dim})")
+    return _mean(logits, dim) * logits.scores.head.module.out_features
+
+
 def _argmax(logits: ScoredLogits, dim: int | None = None) -> Tensor:
     """The label where it is the most likely token, else no token at all: it is compared with the label."""
     if dim not in (-1, logits.dim() - 1):
-        raise _unknown(f"argmax(dim={dim})")
+        raise logits.scores.unknown(f"argmax(dim={dim})")
     return torch.where(logits.column(IS_TOP1) != 0, logits.column(LABEL).long(), IGNORED - 1)
 
 
 def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tensor:
-    """The mean over all rows, as DPO's SFT loss has it."""
+    """The mean over the rows with a target, which are all of them in DPO's SFT loss."""
     off = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
     if off:
-        raise _unknown(f"cross_entropy({', '.join(f'{name}={value!r}' for name, value in off.items())})")
-    return -logits.logprobs(target).mean()
+        given = ", ".join(f"{name}={value!r}" for name, value in off.items())
+        raise logits.scores.unknown(f"cross_entropy({given})")
+    if IGNORED not in logits.scores.masked:
+        return -logits.logprobs(target).mean()
+    has = target != IGNORED
+    return -(logits.logprobs(target) * has).sum() / has.sum()
 
 
-DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+DEFAULTS = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": 0.0}
 COMPUTED: dict[str, Callable[..., Tensor]] = {
     "mean": _mean,
+    "sum": _sum,
     "argmax": _argmax,
     "cross_entropy": _cross_entropy,
 }
