@@ -40,12 +40,8 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
     if vars(utils).get(contract.HEAD) is not None:
         head = contract.checked_earlier(utils, contract.HEAD)
         patch.replace_everywhere("trl", contract.HEAD, EarlierHead(head, patch, utils), expected=head)
-    for ours in HELPERS:
-        name = ours.__name__
-        for original in _originals(utils, name):
-            patch.replace_everywhere(
-                "trl", name, _looked_up(name, helper(ours, original, patch)), expected=original
-            )
+    trainers = (*contract.trainers(), *contract.preference_trainers())
+    plan_helpers(patch, "trl", [utils, *(sys.modules[trainer.__module__] for trainer in trainers)])
     for trainer in contract.preference_trainers():
         for name, make in ((contract.LOSS, _scored_loss), (contract.REFERENCE, _scored_reference)):
             original = contract.checked_earlier(trainer, name)
@@ -53,11 +49,18 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
             patch.replace(trainer, name, new, expected=original)
 
 
-def _originals(utils: ModuleType, name: str) -> list[Callable[..., Any]]:
-    """What TRL's modules hold by the name of a helper: one function, unless somebody has replaced it in some
-    of them, as axolotl does in ``utils`` after the trainers have taken it from there."""
-    trainers = (*contract.trainers(), *contract.preference_trainers())
-    holders = [utils, *(sys.modules[trainer.__module__] for trainer in trainers)]
+def plan_helpers(patch: CountedPatch, package: str, holders: list[ModuleType]) -> None:
+    """Add the functions of logits that ``holders`` have, in all modules of a package."""
+    for ours in HELPERS:
+        name = ours.__name__
+        for original in _originals(holders, name):
+            new = _looked_up(name, helper(ours, original, patch))
+            patch.replace_everywhere(package, name, new, expected=original)
+
+
+def _originals(holders: list[ModuleType], name: str) -> list[Callable[..., Any]]:
+    """What modules hold by the name of a helper: one function, unless somebody has replaced it in some of
+    them, as axolotl does in ``utils`` after the trainers have taken it from there."""
     found: list[Callable[..., Any]] = []
     for holder in holders:
         if name in vars(holder) and vars(holder)[name] not in found:
@@ -156,7 +159,7 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
             padding=contract.counts_padding(self),
             last=given["logits_to_keep"],
         )
-        return _run(original, patch, [model], asked, self, model, *args, **kwargs)
+        return run(original, patch, [model], asked, self, model, *args, **kwargs)
 
     return shown(scored, original, "linear_logprob")
 
@@ -172,7 +175,7 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
             return original(self, model, inputs, return_outputs)
         asked = Asked(entropy=True, statistics=True, masks=_masks(inputs), reference=self.ref_model)
         models = [model, self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, model, inputs, return_outputs)
+        return run(original, patch, models, asked, self, model, inputs, return_outputs)
 
     return scored
 
@@ -186,7 +189,7 @@ def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Call
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = Asked(masks=_masks(given["inputs"]))
         models = [given.get("model"), self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, *args, **kwargs)
+        return run(original, patch, models, asked, self, *args, **kwargs)
 
     return scored
 
@@ -210,7 +213,7 @@ def _masks(inputs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     return [(ids, mask) for ids, mask in pairs if isinstance(ids, Tensor) and isinstance(mask, Tensor)]
 
 
-def _run(
+def run(
     original: Callable[..., Any],
     patch: CountedPatch,
     models: list[Any],
