@@ -20,7 +20,6 @@ from rlkernel.integrations.trl import logits_head
 from rlkernel.integrations.trl.scoring_calls import Asked
 
 LIGER = "use_liger_loss scores with Liger's kernel, which reads the logits"
-BESIDE = "async_prefetch without vLLM lets the same model generate in another thread"
 
 
 def plan(patch: CountedPatch, asynchronous: ModuleType) -> None:
@@ -40,8 +39,8 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
         bound = signature.bind(self, model, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if reason := _unable(self):
-            patch.left(original.__qualname__, reason)
+        if getattr(self, "use_liger_kernel", False) and not torch.is_grad_enabled():
+            patch.left(original.__qualname__, LIGER)
             return original(self, model, *args, **kwargs)
         asked = Asked(
             temperature=self.temperature,
@@ -55,10 +54,3 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
 
     return shown(scored, original, "linear_logprob")
 
-
-def _unable(trainer: Any) -> str | None:
-    if getattr(trainer, "use_liger_kernel", False) and not torch.is_grad_enabled():
-        return LIGER
-    if getattr(trainer.args, "async_prefetch", False) and not trainer.use_vllm:
-        return BESIDE
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,7 @@ class _Scoring:
         self.embeddings = causal_lm(model).get_output_embeddings()
         self.entered = contextlib.ExitStack()
         self.labels: Tensor | None = None
+        self.thread = threading.get_ident()  # others may generate meanwhile, as axolotl's
 
     def find_head(self) -> LmHead:
         head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, EngineHead)
@@ -125,7 +127,7 @@ class _Scoring:
             self.entered.close()
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.calls.under_way:
+        if self.calls.under_way or threading.get_ident() != self.thread:
             return
         ids = args[0] if args else kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or kwargs.get("labels") is not None:
@@ -165,7 +167,7 @@ class _Scoring:
         return self.asked.statistics and self.model.training and not torch.is_grad_enabled()
 
     def end(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self.labels is None:
+        if self.labels is None or threading.get_ident() != self.thread:
             return None
         labels, self.labels = self.labels, None
         self.entered.close()
