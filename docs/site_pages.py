@@ -31,6 +31,7 @@ TITLES = {
 APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_areal": "rlkernel.integrations.areal.patch",
+    "patch_axolotl": "rlkernel.integrations.axolotl.patch",
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",
     "patch_skyrl": "rlkernel.integrations.skyrl.patch",

@@ -49,6 +49,7 @@ OPTIONAL = {
     "openrlhf": "openrlhf",
     "skyrl": "skyrl",
     "areal": "areal",
+    "axolotl": "axolotl",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }

@@ -1,7 +1,7 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
+SkyRL, OpenRLHF, AReaL and axolotl want flash-attn, vLLM or a GPU, and their Python files do without.  pip takes the
 wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
 wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
 installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own.
@@ -47,6 +47,8 @@ FILES = {
     ),
     "openrlhf": ("openrlhf/",),
     "areal": ("areal/",),
+    "axolotl": ("axolotl/",),
+    "addict": ("addict/",),  # of which axolotl's configurations are made
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")

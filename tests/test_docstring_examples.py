@@ -17,12 +17,13 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's and AReaL's run where
-# those are (tests/integrations: in_vllm, in_sglang, test_{openrlhf,skyrl,areal}_patch.py).
-ELSEWHERE = ("areal", "openrlhf", "sglang", "skyrl", "vllm")
+# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's, AReaL's and axolotl's run where
+# those are (tests/integrations: in_vllm, in_sglang, in_axolotl, test_{openrlhf,skyrl,areal}_patch.py).
+ELSEWHERE = ("areal", "axolotl", "openrlhf", "sglang", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_areal": "areal",
+    "patch_axolotl": "axolotl",
     "patch_deepspeed": "deepspeed",
     "patch_megatron": "megatron",
     "patch_openrlhf": "openrlhf",

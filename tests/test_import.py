@@ -27,6 +27,7 @@ OPTIONAL = (
     "openrlhf",
     "skyrl",
     "areal",
+    "axolotl",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

@@ -14,7 +14,9 @@ class RlkernelArgs(BaseModel):
 
     rlkernel_prefix_sharing: bool | Literal["require"] = Field(
         default=False,
-        json_schema_extra={"description": "GRPO computes each prompt once per group; 'require': or not at all."},
+        json_schema_extra={
+            "description": "GRPO computes each prompt once per group; 'require': or not at all."
+        },
     )
     rlkernel_prefix_min_ratio: float | None = Field(
         default=None,

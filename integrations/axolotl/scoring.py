@@ -53,4 +53,3 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
         return logits_head.run(original, patch, models, asked, self, model, *args, **kwargs)
 
     return shown(scored, original, "linear_logprob")
-

