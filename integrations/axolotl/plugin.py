@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from axolotl.integrations.base import BasePlugin
 
@@ -22,10 +22,12 @@ CONTEXT_PARALLEL = "context_parallel_size splits the tokens of a sequence over r
 class RlkernelPlugin(BasePlugin):  # type: ignore[misc]  # of a package that is not looked into
     """``rlkernel.patch_axolotl()`` from just before the trainer is made until training ends."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch: AxolotlPatch | None = None
-        """What is in force, or was in the last training."""
+    patch: ClassVar[AxolotlPatch | None] = None
+    """What is in force, or was in the last training.  axolotl makes a plugin for each configuration, and a
+    training that failed has not taken its patch off."""
+
+    def register(self, cfg: Any) -> None:
+        self.end()
 
     def get_input_args(self) -> str:
         return "rlkernel.integrations.axolotl.RlkernelArgs"
@@ -44,7 +46,7 @@ class RlkernelPlugin(BasePlugin):  # type: ignore[misc]  # of a package that is 
                 raise PatchError(f"rlkernel_prefix_sharing must not be 'require' here: {reason}")
             logger.warning("rlkernel leaves everything to axolotl: %s", reason)
             return []
-        self.patch = patch(**given)
+        RlkernelPlugin.patch = patch(**given)
         logger.info("%s", self.patch)
         return []
 

@@ -57,20 +57,20 @@ def trainer(model_path):
 
 @pytest.fixture
 def samples():
-    """Four samples with padding on both sides of six and five tokens."""
+    """64 samples with padding on both sides of six and five tokens."""
     ids = torch.randint(4, 40, (4, 11), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :3] = mask[3, :1] = mask[0, 8:] = mask[3, 10:] = 0
     prompt = mask.clone()
     prompt[:, 6:] = 0
-    return ids.masked_fill(mask == 0, 0), mask, prompt
+    return [x.repeat(16, 1) for x in (ids.masked_fill(mask == 0, 0), mask, prompt)]
 
 
 def asked(trainer, samples, kind, **more):
     ids, mask, prompt = samples
     kept = mask[:, 6:]
     flat = {} if kind == SCORES else {"prompt_mask": prompt}
-    result = getattr(trainer, kind.rpartition(".")[2])(trainer.model, ids, mask, 5, 3, **flat, **more)
+    result = getattr(trainer, kind.rpartition(".")[2])(trainer.model, ids, mask, 5, 32, **flat, **more)
     scores = result if isinstance(result, tuple) else (result,)
     return [x.float() * kept for x in scores if x is not None]
 
@@ -82,10 +82,12 @@ def test_scores(trainer, samples, kind, dtype, request):
         request.getfixturevalue("in_fp32")
     more = {"compute_entropy": True} if "entropies" in kind else {}
     with torch.no_grad():
-        stock = asked(trainer, samples, kind, **more)
-        with rlkernel.patch_axolotl() as patch, Widest() as widest:
+        with Widest() as all_logits:
+            stock = asked(trainer, samples, kind, **more)
+        limited = rlkernel.workspace.limited(2**20)  # has room for tiles of 128 rows
+        with rlkernel.patch_axolotl() as patch, limited, Widest() as widest:
             ours = asked(trainer, samples, kind, **more)
-    assert patch.calls == {kind: 1} and not patch.fallbacks and widest.rows <= 33
+    assert patch.calls == {kind: 1} and not patch.fallbacks and widest.rows <= 128 < 190 < all_logits.rows
     assert len(ours) == len(stock) == 1 + bool(more)
     limit = 1e-5 if dtype == torch.float32 else 0.1
     for mine, theirs in zip(ours, stock, strict=True):
@@ -120,7 +122,8 @@ def test_what_ligers_kernel_scores(trainer, samples, monkeypatch):
     monkeypatch.setattr(async_trainer, "_fused_selective_log_softmax", None)
     with torch.no_grad(), pytest.warns(UserWarning, match=scoring.LIGER), rlkernel.patch_axolotl() as patch:
         asked(trainer, samples, SCORES)
-    assert patch.fallbacks == {f"{SCORES}: {scoring.LIGER}": 1} and not patch.calls
+    assert patch.fallbacks == {f"{SCORES}: {scoring.LIGER}": 1}
+    assert patch.calls == {"selective_log_softmax": 2}  # without Liger it would read the logits like this
 
 
 def test_it_does_not_pack(trainer, samples):
