@@ -1,7 +1,7 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL, OpenRLHF, AReaL and axolotl are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The others are on
-GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of the commit below
+SkyRL, OpenRLHF, AReaL and axolotl are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The
+others are on GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of the commit below
 under the name given here, and is skipped where it does not:
 
     git clone https://github.com/THUDM/slime $RLKERNEL_PEERS/slime

@@ -113,7 +113,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     ),
     (r"needs Megatron-Core", lambda: sys.version_info >= (3, 14)),
     (
-        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|Ray)\b|could not import ",
+        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|Ray|axolotl)\b|could not import ",
         another_python,
     ),
 )

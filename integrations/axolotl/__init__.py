@@ -1,8 +1,8 @@
 """axolotl: ``plugins: [rlkernel.integrations.axolotl.RlkernelPlugin]`` in its YAML puts rlkernel under its
 trainers of GRPO, DPO, IPO and KTO.
 
-These are TRL's with a few methods more, so ``patch_trl()`` serves them.  Its asynchronous trainer of GRPO scores
-tokens in methods of its own, which are replaced here.
+These are TRL's with a few methods more, so ``patch_trl()`` serves them.  Its asynchronous trainer of GRPO
+scores tokens in methods of its own, which are replaced here.
 """
 
 from __future__ import annotations

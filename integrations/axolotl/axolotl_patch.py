@@ -9,7 +9,7 @@ from rlkernel.integrations.trl.trl_patch import TrlPatch
 
 
 class AxolotlPatch(CountedPatch):
-    """What ``patch`` returns: its counts are those of axolotl's own methods, ``patch.trl`` has those of TRL's."""
+    """What ``patch`` returns.  Its counts are of axolotl's own methods, ``patch.trl`` has those of TRL's."""
 
     def __init__(self, trl: TrlPatch, brought: bool) -> None:
         super().__init__("rlkernel.patch_axolotl", "axolotl")

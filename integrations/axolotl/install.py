@@ -40,13 +40,15 @@ def patch(
     """
     before = TrlPatch.in_place()
     if before is None and AxolotlPatch.in_place() is not None:
-        raise PatchError(
-            "the patch of TRL under that of axolotl must be in place, got none: undo this one first"
-        )
+        raise PatchError("the patch of TRL under axolotl's must be in place, got none: undo this one first")
     asynchronous = contract.asynchronous(strict)
     under = trl.patch(
-        prefix_sharing=prefix_sharing, prefix_min_ratio=prefix_min_ratio, dropout=dropout, vllm=vllm, strict=strict
-    )  # fmt: skip
+        prefix_sharing=prefix_sharing,
+        prefix_min_ratio=prefix_min_ratio,
+        dropout=dropout,
+        vllm=vllm,
+        strict=strict,
+    )
     if (active := AxolotlPatch.in_place()) is not None:
         return active.share()
     result = AxolotlPatch(under, brought=before is None)

@@ -35,8 +35,8 @@ class RlkernelPlugin(BasePlugin):  # type: ignore[misc]  # of a package that is 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
         """The last that axolotl calls before it makes the trainer, and it adds none.
 
-        ``pre_model_load`` would be too early: with each model, a reference as well, axolotl replaces functions
-        of TRL.
+        ``pre_model_load`` would be too early: axolotl replaces functions of TRL with each model, a reference
+        as well.
         """
         self.end()
         options = {name.removeprefix(PREFIX): cfg.get(name) for name in RlkernelArgs.model_fields}

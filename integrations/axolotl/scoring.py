@@ -1,4 +1,4 @@
-"""axolotl's asynchronous GRPO, which scores tokens in methods of its own: the lm_head of its model scores them.
+"""axolotl's asynchronous GRPO, which scores tokens in methods of its own: the lm_head of its model does.
 
 It makes logits as TRL before 1.15 does, and computes the same of them, padded or with all samples in one row
 (``batch_flattening``).

@@ -147,8 +147,8 @@ DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
 
 
 def _nan_to_num(logits: ScoredLogits, nan: float | None = None) -> ScoredLogits:
-    """axolotl's, for FP8 models that have NaN under the mask, where nothing is scored.  A token of a completion
-    whose logits are NaN has NaN here."""
+    """axolotl's, for FP8 models that have NaN under the mask, where nothing is scored.  A token of a
+    completion whose logits are NaN has NaN here."""
     return logits
 
 

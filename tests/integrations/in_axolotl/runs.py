@@ -1,32 +1,15 @@
-"""Trainings by the real axolotl: its configuration, its plugin manager, its loader, its builders and trainers."""
+"""Trainings by the real axolotl: its configuration, plugin manager, loader, builders and trainers."""
 
-import sys
 import tempfile
-import types
 
-import earlier
-import peft
-import trl.trainer.dpo_trainer
-import trl.trainer.grpo_trainer  # they look for bitsandbytes before it seems to be there
-
-_bitsandbytes, _nn = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.nn")
-for _name in ("Params4bit", "Linear4bit", "Linear8bitLt"):
-    setattr(_nn, _name, type(_name, (), {}))
-_bitsandbytes.nn = _nn
-sys.modules |= {"bitsandbytes": _bitsandbytes, "bitsandbytes.nn": _nn}
 import axolotl.train
-
-for _name in ("bitsandbytes", "bitsandbytes.nn"):
-    del sys.modules[_name]
-
+import earlier
 from axolotl.cli.config import plugin_set_cfg, prepare_plugins
 from axolotl.common.datasets import TrainDatasetMeta
 from axolotl.integrations.base import PluginManager
 from axolotl.utils.config import normalize_config, validate_config
 from axolotl.utils.dict import DictDefault
 from datasets import Dataset
-
-assert peft and trl
 
 PLUGIN = "rlkernel.integrations.axolotl.RlkernelPlugin"
 BASE = {
