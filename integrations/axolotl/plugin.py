@@ -19,7 +19,7 @@ NO_RL = "`rl` names no algorithm, and rlkernel serves no other loss"
 CONTEXT_PARALLEL = "context_parallel_size splits the tokens of a sequence over ranks"
 
 
-class RlkernelPlugin(BasePlugin):  # type: ignore[misc]  # of a package that is not looked into
+class RlkernelPlugin(BasePlugin):
     """``rlkernel.patch_axolotl()`` from just before the trainer is made until training ends."""
 
     patch: ClassVar[AxolotlPatch | None] = None

@@ -1,4 +1,4 @@
-"""axolotl's plugin and rlkernel.patch_axolotl(), under the TRL that axolotl pins: the tests of in_axolotl/."""
+"""axolotl's plugin and rlkernel.patch_axolotl() under the TRL that it pins: the tests of in_axolotl/."""
 
 import os
 import re

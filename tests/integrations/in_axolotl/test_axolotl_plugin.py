@@ -68,7 +68,7 @@ def test_options_that_do_not_go_together(model_path):
 
 
 def test_the_second_model_of_a_training(model_path, caplog):
-    """axolotl replaces functions of TRL with each model; the patch comes behind the last and says what it is."""
+    """axolotl replaces functions of TRL with each model: the patch comes behind the last, and is shown."""
     logging.getLogger("axolotl").propagate = True
     with caplog.at_level(logging.INFO, "axolotl"):
         cfg = runs.config(model_path, "dpo", plugin=True)
@@ -123,7 +123,7 @@ def test_what_is_left_to_axolotl(given, reason, caplog):
 
 
 def test_the_sequence_parallel_trainer_of_grpo():
-    """It calls methods that TRL had before 1.0, so that axolotl's own does not train with the TRL that it pins."""
+    """It calls methods that TRL had before 1.0, and does not train with the TRL that axolotl pins."""
     names = AxolotlGRPOSequenceParallelTrainer._generate_and_score_completions.__code__.co_names
     assert "_get_per_token_logps" in names and "max_prompt_length" in names
     assert not hasattr(trl.GRPOTrainer, "_get_per_token_logps")
