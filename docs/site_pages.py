@@ -31,6 +31,7 @@ TITLES = {
 APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_areal": "rlkernel.integrations.areal.patch",
+    "patch_axolotl": "rlkernel.integrations.axolotl.patch",
     "patch_swift": "rlkernel.integrations.swift.patch",
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
     "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",

@@ -29,6 +29,7 @@ PASSING = (
     "squeeze",
     "view",
     "as_subclass",
+    "unsqueeze",
 )
 DIVIDING = ("div", "div_", "__truediv__", "true_divide")
 
@@ -171,9 +172,18 @@ def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tens
 
 
 DEFAULTS = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": 0.0}
+
+
+def _nan_to_num(logits: ScoredLogits, nan: float | None = None) -> ScoredLogits:
+    """axolotl's, for FP8 models that have NaN under the mask, where nothing is scored.  A token of a
+    completion whose logits are NaN has NaN here."""
+    return logits
+
+
 COMPUTED: dict[str, Callable[..., Tensor]] = {
     "mean": _mean,
     "sum": _sum,
     "argmax": _argmax,
     "cross_entropy": _cross_entropy,
+    "nan_to_num": _nan_to_num,
 }

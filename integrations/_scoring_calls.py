@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,7 @@ class _Scoring:
         self.embeddings = causal_lm(model).get_output_embeddings()
         self.entered = contextlib.ExitStack()
         self.labels: Tensor | None = None
+        self.thread = threading.get_ident()  # others may generate meanwhile, as axolotl's
 
     def find_head(self) -> LmHead:
         head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, EngineHead)
@@ -133,7 +135,7 @@ class _Scoring:
             self.entered.close()
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.calls.under_way:
+        if self.calls.under_way or threading.get_ident() != self.thread:
             return
         ids = args[0] if args else kwargs.get("input_ids")
         known = self.asked.labels is not None or (isinstance(ids, Tensor) and ids.dim() == 2)
@@ -177,7 +179,7 @@ class _Scoring:
         return bool(self.asked.statistics) and self.model.training and not torch.is_grad_enabled()
 
     def end(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self.labels is None:
+        if self.labels is None or threading.get_ident() != self.thread:
             return None
         labels, self.labels = self.labels, None
         self.entered.close()

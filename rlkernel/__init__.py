@@ -9,6 +9,7 @@ from rlkernel._explain import explain, last_backend
 from rlkernel._frameworks import (
     packed_logprobs,
     patch_areal,
+    patch_axolotl,
     patch_deepspeed,
     patch_megatron,
     patch_openrlhf,
@@ -142,6 +143,7 @@ __all__ = [
     "paged_prefix_attention",
     "paged_prefix_plan",
     "patch_areal",
+    "patch_axolotl",
     "patch_deepspeed",
     "patch_megatron",
     "patch_openrlhf",

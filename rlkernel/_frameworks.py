@@ -25,6 +25,7 @@ from rlkernel.types import (
 
 if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.areal.areal_patch import ArealPatch
+    from rlkernel.integrations.axolotl.axolotl_patch import AxolotlPatch
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
     from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
@@ -56,6 +57,32 @@ def patch_areal(parts: Iterable[ArealPart] | None = None, *, strict: bool = True
     from rlkernel.integrations import areal
 
     return areal.patch(parts, strict=strict)
+
+
+def patch_axolotl(
+    *,
+    prefix_sharing: bool | Require = False,
+    prefix_min_ratio: float | None = None,
+    dropout: Dropout = "own",
+    vllm: bool | Require = True,
+    strict: bool = True,
+) -> AxolotlPatch:
+    """Put rlkernel under axolotl's trainers, as its plugin does; see ``rlkernel.integrations.axolotl.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_axolotl() as patch:
+        ...     len(patch.replaced) > len(patch.trl.replaced)
+        True
+    """
+    from rlkernel.integrations import axolotl
+
+    return axolotl.patch(
+        prefix_sharing=prefix_sharing,
+        prefix_min_ratio=prefix_min_ratio,
+        dropout=dropout,
+        vllm=vllm,
+        strict=strict,
+    )
 
 
 def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = True) -> DeepSpeedPatch:

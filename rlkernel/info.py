@@ -51,6 +51,7 @@ OPTIONAL = {
     "skyrl": "skyrl",
     "areal": "areal",
     "swift": "ms-swift",
+    "axolotl": "axolotl",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }

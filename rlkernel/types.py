@@ -84,7 +84,7 @@ RotaryRounding = Literal["before_sum", "after_sum"]
 SwigluRounding = Literal["before_product", "after_product"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-# patch_trl and patch_vllm
+# patch_axolotl, patch_trl and patch_vllm
 Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]

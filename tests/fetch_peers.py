@@ -1,11 +1,11 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
-wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
-wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
-installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own, and so does ms-swift,
-whose tests run it with the TRL that it is made for.
+SkyRL, OpenRLHF, AReaL and axolotl want flash-attn, vLLM or a GPU, and their Python files do without.  pip
+takes the wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they
+are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take
+them for installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own, and so does
+ms-swift, whose tests run it with the TRL that it is made for.
 """
 
 import contextlib
@@ -48,6 +48,8 @@ FILES = {
     ),
     "openrlhf": ("openrlhf/",),
     "areal": ("areal/",),
+    "axolotl": ("axolotl/",),
+    "addict": ("addict/",),  # of which axolotl's configurations are made
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
@@ -70,7 +72,7 @@ def fetch(peer: str, target: Path) -> None:
     with wheel(peer, version(peer), *options) as archive:
         for member in archive.infolist():
             name = re.sub(r"^[^/]*\.data/purelib/", "", member.filename)
-            if name.startswith(FILES[peer]) and name.endswith(".py"):
+            if name.startswith(FILES[peer]) and name.endswith((".py", ".yaml", ".jinja")):
                 path = target / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(archive.read(member))

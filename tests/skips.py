@@ -113,7 +113,8 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     ),
     (r"needs Megatron-Core", lambda: sys.version_info >= (3, 14)),
     (
-        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|SWIFT|Ray)\b|could not import ",
+        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|SWIFT|axolotl|Ray)\b"
+        r"|could not import ",
         another_python,
     ),
 )

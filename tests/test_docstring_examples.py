@@ -17,12 +17,13 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's, SWIFT's and AReaL's run where
-# those are (tests/integrations: in_vllm, in_sglang, in_swift, test_{openrlhf,skyrl,areal}_patch.py).
-ELSEWHERE = ("areal", "openrlhf", "sglang", "skyrl", "swift", "vllm")
+# Their examples need the framework; those of vLLM, SGLang, OpenRLHF, SkyRL, AReaL, axolotl and SWIFT run where
+# these are (tests/integrations: in_vllm, in_sglang, in_axolotl, in_swift, test_{openrlhf,skyrl,areal}_patch.py).
+ELSEWHERE = ("areal", "axolotl", "openrlhf", "sglang", "skyrl", "swift", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_areal": "areal",
+    "patch_axolotl": "axolotl",
     "patch_swift": "swift",
     "patch_deepspeed": "deepspeed",
     "patch_megatron": "megatron",

@@ -28,6 +28,7 @@ OPTIONAL = (
     "skyrl",
     "areal",
     "swift",
+    "axolotl",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

@@ -144,6 +144,7 @@ def test_keywords_of_linear_policy_loss():
         ("patch_skyrl", "skyrl/install.py", "patch"),
         ("patch_areal", "areal/install.py", "patch"),
         ("patch_swift", "swift/install.py", "patch"),
+        ("patch_axolotl", "axolotl/install.py", "patch"),
         ("patch_verl", "verl/install.py", "patch"),
         ("patch_openrlhf", "openrlhf/install.py", "patch"),
         ("packed_logprobs", "hf/logprobs.py", "packed_logprobs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -59,11 +60,15 @@ class LmHead:
         self, shape: tuple[int, int], rows: Callable[[Tensor], Tensor], labels: Tensor
     ) -> Iterator[None]:
         """Inside, a call of the module scores ``labels`` by ``rows(hidden)``; a call of the model is to make
-        one, with hidden states of ``shape``."""
+        one, with hidden states of ``shape``.  Other threads get logits, as one of axolotl that generates."""
         module, self._scores = self.module, None
         before = vars(module).get("forward")
+        usual, here = module.forward, threading.get_ident()
 
         def forward(hidden: Tensor) -> Tensor:
+            if threading.get_ident() != here:
+                logits: Tensor = usual(hidden)
+                return logits
             if self._scores is not None:
                 raise HeadError(f"{self.name}: it must call its lm_head once, got a second call")
             if hidden.dim() != 3 or hidden.shape[:2] != shape:

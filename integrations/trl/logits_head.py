@@ -34,12 +34,8 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
     if vars(utils).get(contract.HEAD) is not None:
         head = contract.checked_earlier(utils, contract.HEAD)
         patch.replace_everywhere("trl", contract.HEAD, EarlierHead(head, patch, utils), expected=head)
-    for ours in HELPERS:
-        name = ours.__name__
-        for original in _originals(utils, name):
-            patch.replace_everywhere(
-                "trl", name, looked_up_in(name, helper(ours, original, patch)), expected=original
-            )
+    trainers = (*contract.trainers(), *contract.preference_trainers())
+    plan_helpers(patch, "trl", [utils, *(sys.modules[trainer.__module__] for trainer in trainers)])
     for trainer in contract.preference_trainers():
         for name, make in ((contract.LOSS, _scored_loss), (contract.REFERENCE, _scored_reference)):
             original = contract.checked_earlier(trainer, name)
@@ -47,11 +43,18 @@ def plan(patch: TrlPatch, utils: ModuleType) -> None:
             patch.replace(trainer, name, new, expected=original)
 
 
-def _originals(utils: ModuleType, name: str) -> list[Callable[..., Any]]:
-    """What TRL's modules hold by the name of a helper: one function, unless somebody has replaced it in some
-    of them, as axolotl does in ``utils`` after the trainers have taken it from there."""
-    trainers = (*contract.trainers(), *contract.preference_trainers())
-    holders = [utils, *(sys.modules[trainer.__module__] for trainer in trainers)]
+def plan_helpers(patch: CountedPatch, package: str, holders: list[ModuleType]) -> None:
+    """Add the functions of logits that ``holders`` have, in all modules of a package."""
+    for ours in HELPERS:
+        name = ours.__name__
+        for original in _originals(holders, name):
+            new = looked_up_in(name, helper(ours, original, patch))
+            patch.replace_everywhere(package, name, new, expected=original)
+
+
+def _originals(holders: list[ModuleType], name: str) -> list[Callable[..., Any]]:
+    """What modules hold by the name of a helper: one function, unless somebody has replaced it in some of
+    them, as axolotl does in ``utils`` after the trainers have taken it from there."""
     found: list[Callable[..., Any]] = []
     for holder in holders:
         if name in vars(holder) and vars(holder)[name] not in found:

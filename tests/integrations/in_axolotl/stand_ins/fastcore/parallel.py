@@ -1,0 +1,5 @@
+"""That function of it."""
+
+
+def parallel(*_, **__):
+    raise NotImplementedError

@@ -1,0 +1,5 @@
+"""axolotl compiles its packing with it, which no training of preferences or of rewards calls."""
+
+
+def njit(function):
+    return function

@@ -1,0 +1,5 @@
+"""Of the terminal, too."""
+
+
+def colored(text, *_, **__):
+    return text
