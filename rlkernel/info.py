@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlkernel import dispatch, native
 from rlkernel.integrations.areal import switch as areals
+from rlkernel.integrations.llamafactory import switch as llamafactories
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -49,6 +50,7 @@ OPTIONAL = {
     "openrlhf": "openrlhf",
     "skyrl": "skyrl",
     "areal": "areal",
+    "llamafactory": "llamafactory",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
@@ -57,6 +59,8 @@ OPTIONAL = {
 ENVIRONMENT = (
     "AREAL_RLKERNEL",
     "AREAL_RLKERNEL_STRICT",
+    "LLAMAFACTORY_RLKERNEL",
+    "LLAMAFACTORY_RLKERNEL_STRICT",
     "OPENRLHF_RLKERNEL",
     "OPENRLHF_RLKERNEL_RAY_HOOK",
     "OPENRLHF_RLKERNEL_STRICT",
@@ -206,6 +210,7 @@ def wrong() -> dict[str, str]:
         skyrls.SWITCH: skyrls.asked,
         areals.SWITCH: areals.asked,
         sglangs.SWITCH: sglangs.asked,
+        llamafactories.SWITCH: llamafactories.asked,
     }
     for name, read in readers.items():
         try:

@@ -25,7 +25,7 @@ from rlkernel.integrations.trl import contract
 from rlkernel.integrations.trl.head import Head
 from rlkernel.integrations.trl.helpers import HELPERS, helper
 from rlkernel.integrations.trl.scored_logits import ScoredLogits
-from rlkernel.integrations.trl.scoring_calls import Asked, scored_calls
+from rlkernel.integrations.trl.scoring_calls import STATISTICS, Asked, scored_calls
 from rlkernel.integrations.trl.trl_patch import TrlPatch
 
 ASKED_FOR = "the logits are asked for"
@@ -156,7 +156,7 @@ def scored_method(original: Callable[..., Any], patch: CountedPatch) -> Callable
             padding=contract.counts_padding(self),
             last=given["logits_to_keep"],
         )
-        return _run(original, patch, [model], asked, self, model, *args, **kwargs)
+        return run_scored(original, patch, [model], asked, self, model, *args, **kwargs)
 
     return shown(scored, original, "linear_logprob")
 
@@ -170,9 +170,11 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
         if reason := _reads_logits(self, return_outputs):
             patch.left(original.__qualname__, reason, quiet=reason == ASKED_FOR)
             return original(self, model, inputs, return_outputs)
-        asked = Asked(entropy=True, statistics=True, masks=_masks(inputs), reference=self.ref_model)
+        asked = Asked(
+            entropy=True, statistics=(*STATISTICS,), masks=_masks(inputs), reference=self.ref_model
+        )
         models = [model, self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, model, inputs, return_outputs)
+        return run_scored(original, patch, models, asked, self, model, inputs, return_outputs)
 
     return scored
 
@@ -186,7 +188,7 @@ def _scored_reference(original: Callable[..., Any], patch: CountedPatch) -> Call
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = Asked(masks=_masks(given["inputs"]))
         models = [given.get("model"), self.model, self.ref_model]
-        return _run(original, patch, models, asked, self, *args, **kwargs)
+        return run_scored(original, patch, models, asked, self, *args, **kwargs)
 
     return scored
 
@@ -210,7 +212,7 @@ def _masks(inputs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     return [(ids, mask) for ids, mask in pairs if isinstance(ids, Tensor) and isinstance(mask, Tensor)]
 
 
-def _run(
+def run_scored(
     original: Callable[..., Any],
     patch: CountedPatch,
     models: list[Any],
@@ -218,7 +220,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """TRL's own function, in which each of ``models`` that can score tokens does."""
+    """The trainer's own function, in which each of ``models`` that can score tokens does."""
     name = original.__qualname__
     reason = unfit_temperature(asked.temperature) or _blind_helper(original)
     if reason is None:

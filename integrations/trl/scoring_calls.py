@@ -34,7 +34,7 @@ from rlkernel.integrations.trl.scored_logits import (
 )
 from rlkernel.types import Statistic
 
-STATISTICS: tuple[Statistic, ...] = ("mean_logits", "is_top1")
+STATISTICS: dict[Statistic, int] = {"mean_logits": MEAN_LOGIT, "is_top1": IS_TOP1}
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,14 @@ class Asked:
     temperature: float = 1.0
     entropy: bool = False
     of_loss: bool = False  # whether a loss has the entropy, and it a gradient
-    statistics: bool = False
+    statistics: tuple[Statistic, ...] = ()
     padding: bool = False  # whether a loss has the tokens behind a completion, too
     last: int | None = None  # so many tokens at the end of each sample are scored, if the model lets them
     masks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tokens, and which of them are scored
     reference: Any = None  # a model of which nothing is asked but log-probabilities
+    labels: Tensor | None = None  # of a trainer that has its own, of the tokens of its one call
+    head: type[LmHead] = EngineHead
+    kind: type[ScoredLogits] = ScoredLogits
 
 
 @dataclass
@@ -103,7 +106,7 @@ class _Scoring:
         self.labels: Tensor | None = None
 
     def find_head(self) -> LmHead:
-        head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, EngineHead)
+        head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, self.asked.head)
         if reason := self.strange.get(head.module):
             raise ValueError(reason)
         if head.shard and self.asked.statistics:
@@ -129,7 +132,8 @@ class _Scoring:
             return
         ids = args[0] if args else kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or kwargs.get("labels") is not None:
-            raise HeadError(f"{self.head.name}: TRL must call it with input_ids, [B, T], and without labels")
+            by = self.asked.kind.framework
+            raise HeadError(f"{self.head.name}: {by} must call it with input_ids, [B, T], and without labels")
         if that_runs(self.embeddings) is not self.head.module:
             # of an adapter with an lm_head of its own, which a loss of preferences turns off for a while
             try:
@@ -139,13 +143,15 @@ class _Scoring:
         self.labels = self.asked_labels(ids, kwargs)
         bare = self.is_bare()
         self.head.return_entropy = self.asked.entropy and not bare
-        self.head.statistics = STATISTICS if self.asked.statistics and not bare else ()
+        self.head.statistics = () if bare else self.asked.statistics
         shape = self.labels.shape[0], self.labels.shape[1]
         self.entered.enter_context(self.head.scoring(shape, as_rows, self.labels.reshape(-1)))
         self.calls.under_way = True
 
     def asked_labels(self, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The next token of each row of the lm_head; none where TRL has no use for it."""
+        """The next token of each row of the lm_head; none where the trainer has no use for it."""
+        if self.asked.labels is not None:
+            return nn.functional.pad(self.asked.labels[:, 1:], (0, 1), value=IGNORED)
         keep = kwargs.get("logits_to_keep") or ids.shape[1]
         mask = next((mask for tokens, mask in self.asked.masks if tokens is ids), None)
         if mask is None:
@@ -162,7 +168,7 @@ class _Scoring:
         """Whether this is the reference, of which nothing is asked but log-probabilities."""
         if self.model is self.asked.reference:
             return True
-        return self.asked.statistics and self.model.training and not torch.is_grad_enabled()
+        return bool(self.asked.statistics) and self.model.training and not torch.is_grad_enabled()
 
     def end(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self.labels is None:
@@ -184,11 +190,11 @@ class _Scoring:
         if entropy is not None:
             columns.append(ENTROPY)
             values[ENTROPY] = entropy if self.asked.of_loss else entropy.detach()
-        if self.head.statistics:
-            columns += [MEAN_LOGIT, IS_TOP1]
-            values[MEAN_LOGIT], values[IS_TOP1] = (self.head.found[name] for name in STATISTICS)
+        for name in self.head.statistics:
+            columns.append(STATISTICS[name])
+            values[STATISTICS[name]] = self.head.found[name]
         table = torch.stack(
             [*(x.to(logprobs.dtype) for x in values), labels.reshape(-1).to(logprobs.dtype)], -1
         )
         scores = Scores(self.head, self.asked.temperature, tuple(columns))
-        return ScoredLogits.of(table.view(*labels.shape, -1), scores)
+        return self.asked.kind.of(table.view(*labels.shape, -1), scores)

@@ -1,0 +1,33 @@
+"""A call of a trainer's function in which the model scores the labels of its batch and makes no logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from rlkernel.integrations._replacing import misplaced
+from rlkernel.integrations.llamafactory.head import MeanOfAll
+from rlkernel.integrations.llamafactory.llamafactory_patch import LlamafactoryPatch
+from rlkernel.integrations.llamafactory.scored_logits import TheirLogits
+from rlkernel.integrations.trl.logits_head import run_scored
+from rlkernel.integrations.trl.scoring_calls import Asked
+
+
+def scored(
+    patch: LlamafactoryPatch,
+    original: Callable[..., Any],
+    call: Callable[[], Any],
+    model: Any,
+    labels: Any,
+    *,
+    means: bool = False,
+) -> Any:
+    """``call()``, which calls ``original`` once and may be made again; in it the one call of ``model`` scores
+    ``labels``, and has the ``means`` of all of its logits."""
+    if reason := misplaced(labels=labels):
+        patch.left(original.__qualname__, reason)
+        return call()
+    told: tuple[Any, ...] = ("mean_logits",) if means else ()
+    asked = Asked(statistics=told, labels=labels, head=MeanOfAll, kind=TheirLogits)
+    return run_scored(functools.wraps(original)(lambda: call()), patch, [model], asked)
