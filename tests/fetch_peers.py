@@ -1,7 +1,8 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, and their Python files do without.  pip takes the
+SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, LLaMA-Factory earlier versions of what is installed,
+and their Python files do without.  pip takes the
 wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they are, and the
 wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take them for
 installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own.
@@ -47,9 +48,11 @@ FILES = {
     ),
     "openrlhf": ("openrlhf/",),
     "areal": ("areal/",),
+    "llamafactory": ("llamafactory/",),
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
+LLAMAFACTORY_TRL = "0.24.0"  # the last that LLaMA-Factory takes
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")
 
@@ -76,7 +79,7 @@ def fetch(peer: str, target: Path) -> None:
 
 
 def fetch_earlier_trl(target: Path) -> None:
-    for wanted in EARLIER_TRL:
+    for wanted in (*EARLIER_TRL, LLAMAFACTORY_TRL):
         folder = target / f"trl-{wanted}"
         if not folder.exists():
             with wheel("trl", wanted) as archive, tempfile.TemporaryDirectory(dir=target) as half:

@@ -1,6 +1,6 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL, OpenRLHF and AReaL are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The others are on
+SkyRL, OpenRLHF, AReaL and LLaMA-Factory are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The others are on
 GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of the commit below
 under the name given here, and is skipped where it does not:
 
@@ -63,7 +63,7 @@ CHECKOUTS = {
         {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
     ),
 }
-WHEELS = ("areal", "skyrl", "openrlhf", "vllm")
+WHEELS = ("areal", "llamafactory", "skyrl", "openrlhf", "vllm")
 
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:

@@ -17,13 +17,14 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's and AReaL's run where
-# those are (tests/integrations: in_vllm, in_sglang, test_{openrlhf,skyrl,areal}_patch.py).
-ELSEWHERE = ("areal", "openrlhf", "sglang", "skyrl", "vllm")
+# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's, AReaL's and LLaMA-Factory's run where
+# those are (tests/integrations: in_vllm, in_sglang, in_llamafactory, test_{openrlhf,skyrl,areal}_patch.py).
+ELSEWHERE = ("areal", "llamafactory", "openrlhf", "sglang", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_areal": "areal",
     "patch_deepspeed": "deepspeed",
+    "patch_llamafactory": "llamafactory",
     "patch_megatron": "megatron",
     "patch_openrlhf": "openrlhf",
     "patch_sglang": "sglang",

@@ -27,6 +27,7 @@ OPTIONAL = (
     "openrlhf",
     "skyrl",
     "areal",
+    "llamafactory",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

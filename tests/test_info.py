@@ -14,6 +14,7 @@ import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases, report
 from rlkernel.integrations.areal import switch as areals
+from rlkernel.integrations.llamafactory import switch as llamafactories
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -84,7 +85,9 @@ def test_reasons_are_grouped():
 def variables():
     """Those of the page on building, and when each is read; those of frameworks are on their pages."""
     rows = re.findall(r"^\| `(RLKERNEL_\w+)` \| (\w+) \|", (ROOT / "docs/build.md").read_text(), re.MULTILINE)
-    of_frameworks = (*vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN, *areals.OWN)
+    of_frameworks = (
+        *vllms.OWN, *sglangs.OWN, *verls.OWN, *openrlhfs.OWN, *skyrls.OWN, *areals.OWN, *llamafactories.OWN,
+    )  # fmt: skip
     return [*rows, *((name, "run") for name in of_frameworks)]
 
 
@@ -129,6 +132,7 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         (verls.SWITCH, "sampling", "VERL_RLKERNEL must name some of .*got .'sampling',"),
         (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
         (areals.SWITCH, "sampling", "AREAL_RLKERNEL must name some of .*got .'sampling',"),
+        (llamafactories.SWITCH, "sampling", "LLAMAFACTORY_RLKERNEL must name .*got .'sampling',"),
         (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )

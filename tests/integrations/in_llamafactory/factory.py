@@ -1,6 +1,5 @@
 """Trainings of a tiny model by the real trainers of LLaMA-Factory, and what they logged."""
 
-import dataclasses
 import tempfile
 
 import tiny
@@ -112,3 +111,10 @@ def check_same(ours, theirs, metric=1e-5, weight=1e-5):
             assert abs(value - other[name]) <= limit, f"step {step}: {name} {value} instead of {other[name]}"
     apart = max((ours[1][name] - x).abs().max().item() for name, x in theirs[1].items())
     assert apart <= weight, f"weights differ by {apart:.1e}"
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
