@@ -74,12 +74,12 @@ def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = 
 def patch_llamafactory(
     parts: Iterable[LlamafactoryPart] | None = None, *, strict: bool = True
 ) -> LlamafactoryPatch:
-    """Train LLaMA-Factory's DPO, KTO and DFT without logits; see ``rlkernel.integrations.llamafactory.patch``.
+    """Replace what LLaMA-Factory does with logits; see ``rlkernel.integrations.llamafactory.patch``.
 
     Examples:
         >>> with rlkernel.patch_llamafactory() as patch:
         ...     len(patch.parts)
-        4
+        5
     """
     from rlkernel.integrations import llamafactory
 

@@ -91,7 +91,7 @@ VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attentio
 
 # patch_areal, patch_llamafactory, patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl and patch_verl
 ArealPart = Literal["logprobs", "fused_head", "advantages"]
-LlamafactoryPart = Literal["logprobs", "dpo", "kto", "sft"]
+LlamafactoryPart = Literal["logprobs", "dpo", "kto", "sft", "v1"]
 MegatronPart = Literal["cross_entropy", "fused_head"]
 OpenRlhfPart = Literal["logprobs", "fused_head", "losses", "advantages"]
 SglangPart = Literal["sampler", "prompt_logprobs"]

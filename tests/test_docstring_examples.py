@@ -17,8 +17,8 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; vLLM's, SGLang's, OpenRLHF's, SkyRL's, AReaL's and LLaMA-Factory's run where
-# those are (tests/integrations: in_vllm, in_sglang, in_llamafactory, test_{openrlhf,skyrl,areal}_patch.py).
+# Their examples need the framework; those of vLLM, SGLang, OpenRLHF, SkyRL, AReaL and LLaMA-Factory run where
+# they are (tests/integrations: in_vllm, in_sglang, in_llamafactory, test_{openrlhf,skyrl,areal}_patch.py).
 ELSEWHERE = ("areal", "llamafactory", "openrlhf", "sglang", "skyrl", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",

@@ -12,6 +12,7 @@ HOMES = {  # of each part, the module that it replaces something in
     "dpo": f"{TRAIN}.dpo.trainer",
     "kto": f"{TRAIN}.kto.trainer",
     "sft": f"{TRAIN}.sft.trainer",
+    "v1": "llamafactory.v1.core.base_trainer",
 }
 
 _PAIRS = ("self", "chosen_logps", "rejected_logps")
@@ -24,8 +25,12 @@ PARAMETERS = {
     "odds_ratio_loss": _PAIRS,
     "simpo_loss": _PAIRS,
     "CustomKTOTrainer.forward": ("self", "model", "batch", "prefix=''"),
+    "compute_log_probs": ("self", "model", "batch"),  # of v1.core.base_trainer
     "CustomSeq2SeqTrainer.compute_loss": ("self", "model", "inputs", "*args", "**kwargs"),
 }
+# of TRL, whose kind of loss is an attribute before 0.20, and an argument since
+_LOGPS = (*_PAIRS, "ref_chosen_logps", "ref_rejected_logps")
+DPO_LOSS = (_LOGPS, (*_LOGPS, "loss_type='sigmoid'", "model_output=None"))
 
 _CONTRACT = _contract.Contract("LLaMA-Factory", SUPPORTED, PARAMETERS, "llamafactory", "llamafactory")
 checked = _CONTRACT.checked

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkernel.integrations._replacing import shown
-from rlkernel.integrations.llamafactory import contract
+from rlkernel.integrations.llamafactory import contract, pair_losses
 from rlkernel.integrations.llamafactory.llamafactory_patch import LlamafactoryPatch
 from rlkernel.integrations.llamafactory.scoring import scored
 
@@ -20,6 +20,7 @@ def plan(patch: LlamafactoryPatch) -> None:
     trainer = home.CustomDPOTrainer
     original = contract.checked(trainer, FORWARD)
     patch.replace(trainer, FORWARD, _forward(original, patch), expected=original)
+    pair_losses.plan(patch, trainer)
 
 
 def _forward(original: Callable[..., Any], patch: LlamafactoryPatch) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ def patch(parts: Iterable[LlamafactoryPart] | None = None, *, strict: bool = Tru
     counted, warned of once a reason, and summed up in the log by ``undo()``.
 
     Args:
-        parts: what to replace, of ``"logprobs"``, ``"dpo"``, ``"kto"`` and ``"sft"``; None: all of it.
+        parts: what to replace, of ``"logprobs"``, ``"dpo"``, ``"kto"``, ``"sft"`` and ``"v1"``; None: all of it.
         strict: a version of LLaMA-Factory that has not been run, or a function that is not what that version
             has, is an error; of a module that is imported later, when it is.  Otherwise each such function is
             left to LLaMA-Factory, with the reason in ``refused`` and in the log.

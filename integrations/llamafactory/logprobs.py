@@ -26,7 +26,7 @@ def plan(patch: LlamafactoryPatch) -> None:
 
 
 def _batch_logps(original: Callable[..., Any], patch: LlamafactoryPatch) -> Callable[..., Any]:
-    """LLaMA-Factory's own sums, of tokens that are scored one by one without a ``log_softmax`` of them all."""
+    """LLaMA-Factory's own sums, of tokens whose log-probabilities are made without a ``log_softmax``."""
 
     def get_batch_logps(
         logits: Tensor, labels: Tensor, label_pad_token_id: int = IGNORED, ld_alpha: float | None = None

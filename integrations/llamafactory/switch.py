@@ -7,7 +7,7 @@ import os
 from rlkernel.integrations._parts import Asked, Switch
 from rlkernel.types import LlamafactoryPart
 
-PARTS: tuple[LlamafactoryPart, ...] = ("logprobs", "dpo", "kto", "sft")
+PARTS: tuple[LlamafactoryPart, ...] = ("logprobs", "dpo", "kto", "sft", "v1")
 _SWITCH = Switch("LLAMAFACTORY_RLKERNEL", PARTS)
 OWN = SWITCH, STRICT = _SWITCH.name, _SWITCH.strict
 asked, called, is_strict = _SWITCH.asked, _SWITCH.called, _SWITCH.is_strict

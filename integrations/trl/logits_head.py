@@ -170,9 +170,7 @@ def _scored_loss(original: Callable[..., Any], patch: CountedPatch) -> Callable[
         if reason := _reads_logits(self, return_outputs):
             patch.left(original.__qualname__, reason, quiet=reason == ASKED_FOR)
             return original(self, model, inputs, return_outputs)
-        asked = Asked(
-            entropy=True, statistics=(*STATISTICS,), masks=_masks(inputs), reference=self.ref_model
-        )
+        asked = Asked(entropy=True, statistics=(*STATISTICS,), masks=_masks(inputs), reference=self.ref_model)
         models = [model, self.model, self.ref_model]
         return run_scored(original, patch, models, asked, self, model, inputs, return_outputs)
 

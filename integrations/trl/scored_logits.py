@@ -42,8 +42,8 @@ class ScoredLogits(torch.Tensor):
     """[..., 5] for logits [..., V]: of each row the log-probability of its label, the entropy, the mean of
     the logits, whether the label is the most likely token, and the label.
 
-    Rows are chosen of it as of logits, and what the trainer computes of logits is looked up.  Anything else that a
-    trainer may do with logits has no answer here, and is an error.
+    Rows are chosen of it as of logits, and what the trainer computes of logits is looked up.  Anything
+    else that a trainer may do with logits has no answer here, and is an error.
     """
 
     framework: ClassVar[str] = "TRL"
@@ -63,7 +63,8 @@ class ScoredLogits(torch.Tensor):
     def column(self, index: int) -> Tensor:
         if index not in self.scores.columns:
             raise RuntimeError(
-                f"{self.framework} must ask for what it was scored for, columns {self.scores.columns}, got {index}"
+                f"{self.framework} must ask for what it was scored for, "
+                f"columns {self.scores.columns}, got {index}"
             )
         return self.as_subclass(torch.Tensor)[..., index]
 
@@ -151,7 +152,8 @@ def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tens
         if value != DEFAULTS.get(name) and not (each and name == "reduction")
     }
     if off:
-        raise logits.unknown(f"cross_entropy({', '.join(f'{name}={value!r}' for name, value in off.items())})")
+        given = ", ".join(f"{name}={value!r}" for name, value in off.items())
+        raise logits.unknown(f"cross_entropy({given})")
     losses = -logits.logprobs(target)
     return losses if each else losses.mean()
 

@@ -2,8 +2,6 @@
 
 import factory
 import pytest
-import torch
-from doors import Logits
 
 import rlkernel
 
