@@ -32,12 +32,5 @@ PARAMETERS = {
 _LOGPS = (*_PAIRS, "ref_chosen_logps", "ref_rejected_logps")
 DPO_LOSS = (_LOGPS, (*_LOGPS, "loss_type='sigmoid'", "model_output=None"))
 
-_CONTRACT = _contract.Contract("LLaMA-Factory", SUPPORTED, PARAMETERS, "llamafactory", "llamafactory")
-checked = _CONTRACT.checked
-
-
-def require_version(strict: bool) -> None:
-    """Raises:
-    ImportError: it is not installed. PatchError: its version is one that has not been run.
-    """
-    _CONTRACT.require_version(strict)
+_CONTRACT = _contract.Contract("LLaMA-Factory", SUPPORTED, PARAMETERS)
+require_version, checked = _CONTRACT.require_version, _CONTRACT.checked

@@ -139,10 +139,10 @@ def test_log_probs_of_v1(model_path):
     """Whose models make a loss besides, which nobody reads."""
     trainer, model = object.__new__(SFTTrainer), factory.model_of(model_path)
     trainer.device, trainer.model = torch.device("cpu"), model
-    ids = torch.randint(4, 40, (3, 17), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(4, 40, (8, 33), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, :5] = factory.IGNORED
-    batch = {"input_ids": ids, "labels": labels, "loss_weights": (labels >= 0) * torch.rand(3, 17)}
+    batch = {"input_ids": ids, "labels": labels, "loss_weights": (labels >= 0) * torch.rand(8, 33)}
 
     def run():
         model.zero_grad()
@@ -152,7 +152,7 @@ def test_log_probs_of_v1(model_path):
         return loss.detach(), model.lm_head.weight.grad.clone(), seen.rows
 
     stock = run()
-    with rlkernel.patch_llamafactory(["v1"]) as patch:
+    with rlkernel.workspace.limited(2**20), rlkernel.patch_llamafactory(["v1"]) as patch:  # tiles of 128 rows
         run()
         ours = run()
     assert patch.calls == {"BaseTrainer.compute_log_probs": 2} and not patch.fallbacks
