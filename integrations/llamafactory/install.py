@@ -14,6 +14,7 @@ from rlkernel.types import LlamafactoryPart
 
 logger = logging.getLogger("rlkernel.patch_llamafactory")
 LAUNCHERS = ("llamafactory.launcher", "llamafactory.v1.launcher")
+WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 def patch(parts: Iterable[LlamafactoryPart] | None = None, *, strict: bool = True) -> LlamafactoryPatch:
@@ -24,7 +25,8 @@ def patch(parts: Iterable[LlamafactoryPart] | None = None, *, strict: bool = Tru
     counted, warned of once a reason, and summed up in the log by ``undo()``.
 
     Args:
-        parts: what to replace, of ``"logprobs"``, ``"dpo"``, ``"kto"``, ``"sft"`` and ``"v1"``; None: all of it.
+        parts: what to replace, of ``"logprobs"``, ``"dpo"``, ``"kto"``, ``"sft"`` and ``"v1"``; None:
+            all of it.
         strict: a version of LLaMA-Factory that has not been run, or a function that is not what that version
             has, is an error; of a module that is imported later, when it is.  Otherwise each such function is
             left to LLaMA-Factory, with the reason in ``refused`` and in the log.
@@ -63,6 +65,5 @@ def _planned(patch: LlamafactoryPatch) -> LlamafactoryPatch:
     """The launchers hand torchrun the path of their own file; the worker's stands there instead."""
     for name in LAUNCHERS:
         launcher = importlib.import_module(name)
-        worker = str(Path(__file__).with_name("worker.py"))
-        patch.replace(launcher, "__file__", worker, expected=vars(launcher)["__file__"])
+        patch.replace(launcher, "__file__", WORKER, expected=vars(launcher)["__file__"])
     return patch

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
 
 
 def main() -> None:
-    from rlkernel.integrations.llamafactory.install import register
+    from rlkernel.integrations.llamafactory.install import LAUNCHERS, register
 
     register()
-    launcher = "llamafactory.v1.launcher" if _is_v1() else "llamafactory.launcher"
-    runpy.run_module(launcher, run_name="__main__", alter_sys=True)
+    spec = importlib.util.find_spec(LAUNCHERS[_is_v1()])
+    assert spec is not None and spec.origin is not None
+    runpy.run_path(spec.origin, run_name="__main__")
 
 
 def _is_v1() -> bool:
@@ -23,5 +25,5 @@ def _is_v1() -> bool:
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]  # its modules are no packages
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]  # no top level
     main()

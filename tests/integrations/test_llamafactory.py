@@ -1,6 +1,7 @@
 """rlkernel.patch_llamafactory() under the real LLaMA-Factory: the tests of in_llamafactory/, in a process in
 which an earlier TRL comes first, and what its command starts."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import peer_sources
 import pytest
+import tiny
 from fetch_peers import LLAMAFACTORY_TRL
+
+from rlkernel.integrations.llamafactory import install, switch
 
 if sys.version_info < (3, 11):
     pytest.skip("LLaMA-Factory needs Python 3.11", allow_module_level=True)
@@ -58,3 +62,46 @@ def test_under_llamafactory(environment, tmp_path):
     assert done.returncode == 0
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None and int(passed[1]) > 20 and "skipped" not in done.stdout
+
+
+TOLD = """
+import atexit, sys
+
+def tell():
+    home = sys.modules.get("rlkernel.integrations.llamafactory.llamafactory_patch")
+    patch = home and home.LlamafactoryPatch.in_place()
+    print("patched", patch and (dict(patch.calls), dict(patch.fallbacks)))
+
+atexit.register(tell)
+"""
+CONFIG = {
+    "stage": "dpo", "do_train": True, "finetuning_type": "lora", "lora_target": "q_proj", "dataset": "pairs",
+    "dataset_dir": ".", "template": "default", "output_dir": "out", "max_steps": 2, "logging_steps": 1,
+    "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no",
+    "model_name_or_path": "model", "disable_gradient_checkpointing": True,  # which transformers 5.24 calls anew
+}  # fmt: skip
+
+
+def test_a_run_of_torchruns_worker(environment, tmp_path):
+    """LLaMA-Factory's own run from a file: its data, its template, its LoRA, and its trainer."""
+    tiny.save(tmp_path / "model")
+    pairs = [
+        {
+            "conversations": [{"from": "human", "value": f"what is {i}?"}],
+            "chosen": {"from": "gpt", "value": f"it is {i}."},
+            "rejected": {"from": "gpt", "value": "no idea."},
+        }
+        for i in range(8)
+    ]
+    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    about = {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt", "columns": columns}
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"pairs": about}))
+    (tmp_path / "run.yaml").write_text(json.dumps(CONFIG))
+    (tmp_path / "sitecustomize.py").write_text(TOLD)
+    paths = os.pathsep.join([environment["PYTHONPATH"], str(tmp_path)])
+    variables = {"PYTHONPATH": paths, switch.SWITCH: "1", switch.STRICT: "1"}
+    done = run([install.WORKER, "run.yaml"], environment | variables, tmp_path)
+    assert done.returncode == 0 and "RuntimeWarning" not in done.stderr
+    calls = {"CustomDPOTrainer.concatenated_forward": 4, "DPOTrainer.dpo_loss": 2}
+    assert f"patched ({calls}, {{}})" in done.stdout

@@ -2,24 +2,27 @@
 
 import importlib
 import os
+import subprocess
 import sys
+import warnings
 
 import llamafactory
-import llamafactory.launcher
+import llamafactory.v1.launcher as launcher_of_v1
 import pytest
 from doors import Door, check_idle_entry_point
 from factory import CustomDPOTrainer, CustomKTOTrainer, CustomSeq2SeqTrainer
+from llamafactory import launcher
 from llamafactory.train import trainer_utils
 from llamafactory.v1.core.base_trainer import BaseTrainer
 
 import rlkernel
 from rlkernel.integrations._patch import PatchError
-from rlkernel.integrations.llamafactory import contract, install, switch
+from rlkernel.integrations.llamafactory import __main__, contract, install, switch
 from rlkernel.integrations.llamafactory.llamafactory_patch import LlamafactoryPatch
 
 DOOR = Door(
-    rlkernel.patch_llamafactory, LlamafactoryPatch, "llamafactory", "LLaMA-Factory", contract.SUPPORTED, switch,
-    switch.OWN,
+    rlkernel.patch_llamafactory, LlamafactoryPatch, "llamafactory", "LLaMA-Factory", contract.SUPPORTED,
+    switch, switch.OWN,
 )  # fmt: skip
 upstream, nothing_left_behind = DOOR.fixtures()
 OWNERS = (CustomDPOTrainer, CustomKTOTrainer, CustomSeq2SeqTrainer, BaseTrainer, trainer_utils)
@@ -38,7 +41,7 @@ def test_what_is_replaced_and_restored():
         ):
             assert f"llamafactory.train.{place} -> rlkernel.{op}" in str(patch)
         assert "<locals>" not in str(patch) and not patch.refused and not patch.waiting
-        assert llamafactory.launcher.__file__.endswith("worker.py")
+        assert launcher.__file__.endswith(os.path.join("llamafactory", "worker.py"))
         DOOR.check_one_at_a_time(patch)
     DOOR.check_restored(before)
 
@@ -128,6 +131,36 @@ def test_asked_once(monkeypatch, caplog):
 
 def test_a_wrong_name(monkeypatch, caplog):
     DOOR.check_wrong_name(monkeypatch, caplog, install.register)
+
+
+@pytest.mark.parametrize("launcher", [launcher, launcher_of_v1], ids=["launcher", "v1"])
+def test_what_torchrun_is_told(monkeypatch, launcher):
+    """In the environment that it hands on, and by the file that it runs."""
+    told = []
+
+    def start(command, env, check):
+        told.append((list(command), env))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(launcher.subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", "run.yaml"])
+    monkeypatch.setenv("FORCE_TORCHRUN", "1")
+    with rlkernel.patch_llamafactory(["dpo"]), pytest.raises(SystemExit):
+        launcher.launch()
+    (command, environment), *others = told
+    assert not others and command[0] == "torchrun" and install.WORKER in command and "run.yaml" in command
+    assert environment[switch.SWITCH] == "dpo" and environment[switch.STRICT] == "1"
+
+
+def test_the_command(monkeypatch, capsys):
+    """In the place of ``llamafactory-cli``."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of its module, which other tests have imported
+        __main__.main(["version"])
+    assert "Welcome to LLaMA Factory" in capsys.readouterr().out
+    assert LlamafactoryPatch.in_place().parts == switch.PARTS
+    assert rlkernel.unpatch_all() == [DOOR.path] and os.environ[switch.SWITCH] == "1"
 
 
 def test_nothing_is_imported_where_nothing_is_asked():

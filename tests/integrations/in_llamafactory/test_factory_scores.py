@@ -257,5 +257,7 @@ def test_a_trainer_that_does_more_with_logits(model_path):
     with rlkernel.patch_llamafactory():
         logits = trainer.concatenated_forward(trainer.model, batch_of(trainer))["chosen_logits"]
         for call in (torch.softmax, torch.argmax):
-            with pytest.raises(RuntimeError, match=f"what rlkernel.patch_llamafactory.. knows, got {call.__name__}"):
+            with pytest.raises(
+                RuntimeError, match=f"what rlkernel.patch_llamafactory.. knows, got {call.__name__}"
+            ):
                 call(logits, -1)
