@@ -3,9 +3,9 @@
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
 SkyRL, OpenRLHF and AReaL want flash-attn, vLLM and a GPU, LLaMA-Factory earlier versions of what is here, and
 their Python files do without.  pip takes the wheel of the version that requirements/constraints.txt pins, the
-files below are unpacked as they are, and the wheel is deleted.  They lie outside of site-packages, so that TRL
-and transformers do not take them for installed.  Earlier versions of TRL lie beside them, whole, each in a
-folder of its own.
+files below are unpacked as they are, and the wheel is deleted.  They lie outside of site-packages, so that
+TRL and transformers do not take them for installed.  Earlier versions of TRL lie beside them, whole, each in
+a folder of its own.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
 SkyRL, OpenRLHF, AReaL and LLaMA-Factory are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).
-The others are on GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of
-the commit below under the name given here, and is skipped where it does not:
+The others are on GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout
+of the commit below under the name given here, and is skipped where it does not:
 
     git clone https://github.com/THUDM/slime $RLKERNEL_PEERS/slime
     git -C $RLKERNEL_PEERS/slime checkout 624b824

@@ -74,11 +74,11 @@ def tell():
 
 atexit.register(tell)
 """
-CONFIG = {
+CONFIG = {  # without checkpointing of LLaMA-Factory's own, which is not for transformers 5.24
     "stage": "dpo", "do_train": True, "finetuning_type": "lora", "lora_target": "q_proj", "dataset": "pairs",
     "dataset_dir": ".", "template": "default", "output_dir": "out", "max_steps": 2, "logging_steps": 1,
     "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no",
-    "model_name_or_path": "model", "disable_gradient_checkpointing": True,  # which transformers 5.24 calls anew
+    "model_name_or_path": "model", "disable_gradient_checkpointing": True,
 }  # fmt: skip
 
 
