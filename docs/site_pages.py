@@ -32,6 +32,7 @@ APART = {"testing": "rlkernel.testing"}
 BEHIND = {
     "patch_areal": "rlkernel.integrations.areal.patch",
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
+    "patch_llamafactory": "rlkernel.integrations.llamafactory.patch",
     "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",
     "patch_skyrl": "rlkernel.integrations.skyrl.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",
