@@ -5,9 +5,10 @@
     python examples/llamafactory_step.py --device cuda                    # on a GPU
     python examples/llamafactory_step.py --json result.json               # every figure, step by step
 
-The model is a random Qwen2, made on the spot, with a copy of it as the reference, and the sequences are random
-and the same in both runs, each of which has a process of its own.  A step is what LLaMA-Factory's trainer does
-with a batch of pairs: both models' log-probabilities, the loss and its logs, backward and the optimizer.
+The model is a random Qwen2, made on the spot, with a copy of it as the reference, and the sequences are
+random and the same in both runs, each of which has a process of its own.  A step is what LLaMA-Factory's
+trainer does with a batch of pairs: both models' log-probabilities, the loss and its logs, backward and the
+optimizer.
 """
 
 from __future__ import annotations

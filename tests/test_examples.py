@@ -134,8 +134,8 @@ def test_what_cannot_run_is_said_at_once(words, said):
 def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
     """In one line, before anything is computed, by every recipe that needs more than torch."""
     frameworks = (
-        "areal", "datasets", "deepspeed", "llamafactory", "megatron", "openrlhf", "peft", "sglang", "skyrl", "transformers",
-        "trl", "verl", "vllm",
+        "areal", "datasets", "deepspeed", "llamafactory", "megatron", "openrlhf", "peft", "sglang", "skyrl",
+        "transformers", "trl", "verl", "vllm",
     )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     monkeypatch.chdir(tmp_path)
