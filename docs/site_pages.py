@@ -34,6 +34,7 @@ BEHIND = {
     "patch_axolotl": "rlkernel.integrations.axolotl.patch",
     "patch_swift": "rlkernel.integrations.swift.patch",
     "patch_deepspeed": "rlkernel.integrations.deepspeed.patch",
+    "patch_llamafactory": "rlkernel.integrations.llamafactory.patch",
     "patch_openrlhf": "rlkernel.integrations.openrlhf.patch",
     "patch_skyrl": "rlkernel.integrations.skyrl.patch",
     "patch_trl": "rlkernel.integrations.trl.patch",

@@ -24,7 +24,7 @@ def installed(
     Raises:
         ImportError: it is not installed. PatchError: its version is another one.
     """
-    name = framework.lower()
+    name = word(framework)
     try:
         found_module = importlib.import_module(module or name)
     except ImportError as error:
@@ -41,6 +41,10 @@ def installed(
             stacklevel=5,  # of its patch, which is called by that of rlkernel
         )
     return found_module
+
+
+def word(framework: str) -> str:
+    return framework.lower().replace("-", "")
 
 
 def _has_been_run(version: str, supported: str) -> bool:
@@ -133,7 +137,7 @@ class Contract(NamedTuple):
         """Raises:
         ImportError: it is not installed. PatchError: its version is one that has not been run.
         """
-        advice = f"; patch_{self.framework.lower()}(strict=False) compares what is replaced instead"
+        advice = f"; patch_{word(self.framework)}(strict=False) compares what is replaced instead"
         installed(self.framework, self.supported, strict, advice, self.module, self.distribution)
 
     def checked(self, owner: Any, name: str) -> Any:

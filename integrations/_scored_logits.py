@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from rlkernel.integrations._contract import word
 from rlkernel.integrations.hf.lm_head import IGNORED, LmHead
 
 LOGPROB, ENTROPY, MEAN_LOGIT, IS_TOP1, LABEL = range(5)
@@ -37,14 +39,14 @@ DIVIDING = ("div", "div_", "__truediv__", "true_divide")
 class Scores(NamedTuple):
     """Of a call of a model: what was scored, and how."""
 
-    head: LmHead
+    head: LmHead | None  # none where there are logits after all
     temperature: float
     columns: tuple[int, ...]  # the others are not computed
     framework: str = "TRL"
     masked: tuple[int, ...] = ()  # what its labels are where it masks what is computed of a row
 
     def unknown(self, name: str) -> RuntimeError:
-        door = f"rlkernel.patch_{self.framework.lower()}()"
+        door = f"rlkernel.patch_{word(self.framework)}()"
         return RuntimeError(
             f"{self.framework} must do with its logits what {door} knows, got {name}() of them: this trainer "
             "computes something else of logits, and must run without the patch"
@@ -59,12 +61,15 @@ class ScoredLogits(torch.Tensor):
     that it may do with logits has no answer here, and is an error.
     """
 
+    passing: ClassVar[tuple[str, ...]] = PASSING
+    computed: ClassVar[Mapping[str, Callable[..., Any]]]  # by name
+
     scores: Scores
     divided: float  # by what the trainer has divided so far
 
-    @staticmethod
-    def of(values: Tensor, scores: Scores, divided: float = 1.0) -> ScoredLogits:
-        result = values.as_subclass(ScoredLogits)
+    @classmethod
+    def of(cls, values: Tensor, scores: Scores, divided: float = 1.0) -> Self:
+        result = values.as_subclass(cls)
         result.scores, result.divided = scores, divided
         return result
 
@@ -83,7 +88,8 @@ class ScoredLogits(torch.Tensor):
         for label in self.scores.masked:
             if index.shape == found.shape:
                 wanted = torch.where(index == label, found, wanted)
-        self.scores.head.check_labels(found, wanted, self.scores.framework)
+        if self.scores.head is not None:
+            self.scores.head.check_labels(found, wanted, self.scores.framework)
         return self.column(LOGPROB)
 
     def entropies(self, temperature: float = 1.0) -> Tensor:
@@ -107,7 +113,7 @@ class ScoredLogits(torch.Tensor):
         if not isinstance(logits, ScoredLogits):
             found = (x for x in _flat(args, kwargs.values()) if isinstance(x, ScoredLogits))
             raise next(found).scores.unknown(name)
-        if name in PASSING:
+        if name in cls.passing:
             return _carried(super().__torch_function__(function, types, args, kwargs), logits)
         if name in DIVIDING:
             divisor = args[1] if len(args) > 1 else kwargs.get("other")
@@ -116,9 +122,9 @@ class ScoredLogits(torch.Tensor):
             if name == "div_":
                 logits.divided *= divisor
                 return logits
-            return ScoredLogits.of(logits.as_subclass(torch.Tensor), logits.scores, logits.divided * divisor)
-        if name in COMPUTED:
-            return COMPUTED[name](logits, *args[1:], **kwargs)
+            return cls.of(logits.as_subclass(torch.Tensor), logits.scores, logits.divided * divisor)
+        if compute := cls.computed.get(name):
+            return compute(logits, *args[1:], **kwargs)
         raise logits.scores.unknown(name)
 
 
@@ -131,7 +137,7 @@ def _carried(result: Any, source: ScoredLogits) -> Any:
     """What was chosen of the rows of ``source`` is of the same scores."""
     if isinstance(result, tuple | list):
         return type(result)(_carried(x, source) for x in result)
-    if type(result) is ScoredLogits:
+    if isinstance(result, ScoredLogits):
         result.scores, result.divided = source.scores, source.divided
     return result
 
@@ -149,7 +155,8 @@ def _sum(logits: ScoredLogits, dim: int | None = None) -> Tensor:
     """Of the vocabulary."""
     if dim not in (-1, logits.dim() - 1):
         raise logits.scores.unknown(f"sum(dim={dim})")
-    return _mean(logits, dim) * logits.scores.head.module.out_features
+    assert logits.scores.head is not None  # there are no means without
+    return _mean(logits, dim) * logits.scores.head.module.weight.shape[0]
 
 
 def _argmax(logits: ScoredLogits, dim: int | None = None) -> Tensor:
@@ -160,11 +167,15 @@ def _argmax(logits: ScoredLogits, dim: int | None = None) -> Tensor:
 
 
 def _cross_entropy(logits: ScoredLogits, target: Tensor, **options: Any) -> Tensor:
-    """The mean over the rows with a target, which are all of them in DPO's SFT loss."""
-    off = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
+    """The mean over the rows with a target, which are all of them in DPO's SFT loss, or each row's own."""
+    each = options.get("reduction") == "none"
+    usual = DEFAULTS | {"reduction": "none"} if each else DEFAULTS
+    off = {name: value for name, value in options.items() if value != usual.get(name)}
     if off:
         given = ", ".join(f"{name}={value!r}" for name, value in off.items())
         raise logits.scores.unknown(f"cross_entropy({given})")
+    if each:  # 0 where the label is ignored
+        return -logits.logprobs(target)
     if IGNORED not in logits.scores.masked:
         return -logits.logprobs(target).mean()
     has = target != IGNORED
@@ -187,3 +198,4 @@ COMPUTED: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": _cross_entropy,
     "nan_to_num": _nan_to_num,
 }
+ScoredLogits.computed = COMPUTED

@@ -57,6 +57,8 @@ class Asked:
     of_all: bool = False  # or there is none: each model's call is asked for the same
     labels: Labels | None = None  # or they are the next tokens
     framework: str = "TRL"
+    head: type[LmHead] = EngineHead
+    kind: type[ScoredLogits] = ScoredLogits
     masked: tuple[int, ...] = ()  # see ``Scores``
 
 
@@ -113,7 +115,7 @@ class _Scoring:
         self.thread = threading.get_ident()  # others may generate meanwhile, as axolotl's
 
     def find_head(self) -> LmHead:
-        head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, EngineHead)
+        head = narrow_head(self.model, self.asked.temperature, self.asked.entropy, self.asked.head)
         if reason := self.strange.get(head.module):
             raise ValueError(reason)
         if head.shard and self.asked.statistics:
@@ -206,4 +208,4 @@ class _Scoring:
         )
         asked = self.asked
         scores = Scores(self.head, asked.temperature, tuple(columns), asked.framework, asked.masked)
-        return ScoredLogits.of(table.view(*labels.shape, -1), scores)
+        return asked.kind.of(table.view(*labels.shape, -1), scores)

@@ -13,6 +13,7 @@ from rlkernel.prefix.batch import PrefixBatch
 from rlkernel.types import (
     ArealPart,
     Dropout,
+    LlamafactoryPart,
     MegatronPart,
     OpenRlhfPart,
     Require,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # they need the frameworks
     from rlkernel.integrations.axolotl.axolotl_patch import AxolotlPatch
     from rlkernel.integrations.deepspeed.deepspeed_patch import DeepSpeedPatch
     from rlkernel.integrations.hf.logprobs import PackedLogprobs
+    from rlkernel.integrations.llamafactory.llamafactory_patch import LlamafactoryPatch
     from rlkernel.integrations.megatron.megatron_patch import MegatronPatch
     from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
     from rlkernel.integrations.sglang.sglang_patch import SglangPatch
@@ -96,6 +98,21 @@ def patch_deepspeed(*, trainer_module: ModuleType | None = None, strict: bool = 
     from rlkernel.integrations import deepspeed
 
     return deepspeed.patch(trainer_module=trainer_module, strict=strict)
+
+
+def patch_llamafactory(
+    parts: Iterable[LlamafactoryPart] | None = None, *, strict: bool = True
+) -> LlamafactoryPatch:
+    """Replace what LLaMA-Factory does with logits; see ``rlkernel.integrations.llamafactory.patch``.
+
+    Examples:
+        >>> with rlkernel.patch_llamafactory() as patch:
+        ...     len(patch.parts)
+        5
+    """
+    from rlkernel.integrations import llamafactory
+
+    return llamafactory.patch(parts, strict=strict)
 
 
 def patch_megatron(parts: Iterable[MegatronPart] | None = None, *, strict: bool = True) -> MegatronPatch:

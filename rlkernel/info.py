@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlkernel import dispatch, native
 from rlkernel.integrations.areal import switch as areals
+from rlkernel.integrations.llamafactory import switch as llamafactories
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -52,6 +53,7 @@ OPTIONAL = {
     "areal": "areal",
     "swift": "ms-swift",
     "axolotl": "axolotl",
+    "llamafactory": "llamafactory",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }
@@ -60,6 +62,8 @@ OPTIONAL = {
 ENVIRONMENT = (
     "AREAL_RLKERNEL",
     "AREAL_RLKERNEL_STRICT",
+    "LLAMAFACTORY_RLKERNEL",
+    "LLAMAFACTORY_RLKERNEL_STRICT",
     "OPENRLHF_RLKERNEL",
     "OPENRLHF_RLKERNEL_RAY_HOOK",
     "OPENRLHF_RLKERNEL_STRICT",
@@ -212,6 +216,7 @@ def wrong() -> dict[str, str]:
         areals.SWITCH: areals.asked,
         swifts.SWITCH: swifts.asked,
         sglangs.SWITCH: sglangs.asked,
+        llamafactories.SWITCH: llamafactories.asked,
     }
     for name, read in readers.items():
         try:

@@ -89,8 +89,10 @@ Require = Literal["require"]
 Dropout = Literal["own", "shared"]
 VllmOp = Literal["sampler", "support", "prompt_logprobs", "rejection", "attention", "v2"]
 
-# patch_areal, patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl, patch_swift and patch_verl
+# patch_areal, patch_llamafactory, patch_megatron, patch_openrlhf, patch_sglang, patch_skyrl, patch_swift and
+# patch_verl
 ArealPart = Literal["logprobs", "fused_head", "advantages"]
+LlamafactoryPart = Literal["logprobs", "dpo", "kto", "sft", "v1"]
 MegatronPart = Literal["cross_entropy", "fused_head"]
 OpenRlhfPart = Literal["logprobs", "fused_head", "losses", "advantages"]
 SglangPart = Literal["sampler", "prompt_logprobs"]

@@ -1,11 +1,11 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF, AReaL and axolotl want flash-attn, vLLM or a GPU, and their Python files do without.  pip
-takes the wheel of the version that requirements/constraints.txt pins, the files below are unpacked as they
-are, and the wheel is deleted.  They lie outside of site-packages, so that TRL and transformers do not take
-them for installed.  Earlier versions of TRL lie beside them, whole, each in a folder of its own, and so does
-ms-swift, whose tests run it with the TRL that it is made for.
+SkyRL, OpenRLHF, AReaL and axolotl want flash-attn, vLLM or a GPU, LLaMA-Factory earlier versions of what is
+here, and their Python files do without.  pip takes the wheel of the version that requirements/constraints.txt
+pins, the files below are unpacked as they are, and the wheel is deleted.  They lie outside of site-packages,
+so that TRL and transformers do not take them for installed.  Earlier versions of TRL lie beside them, whole,
+each in a folder of its own, and so does ms-swift, whose tests run it with the TRL that it is made for.
 """
 
 import contextlib
@@ -50,10 +50,12 @@ FILES = {
     "areal": ("areal/",),
     "axolotl": ("axolotl/",),
     "addict": ("addict/",),  # of which axolotl's configurations are made
+    "llamafactory": ("llamafactory/",),
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
 SWIFTS_TRL = "0.29.1"  # the last before 1.0, which ms-swift asks for
+LLAMAFACTORY_TRL = "0.24.0"  # the last that LLaMA-Factory takes
 # of OpenRLHF there are wheels for one machine alone, although they hold no binary
 ANYWHERE = ("--platform", "manylinux1_x86_64", "--python-version", "3.11", "--only-binary", ":all:")
 
@@ -80,8 +82,8 @@ def fetch(peer: str, target: Path) -> None:
 
 
 def fetch_whole(target: Path) -> None:
-    peers = [("ms-swift", version("ms-swift")), *(("trl", wanted) for wanted in (*EARLIER_TRL, SWIFTS_TRL))]
-    for peer, wanted in peers:
+    earlier = (*EARLIER_TRL, SWIFTS_TRL, LLAMAFACTORY_TRL)
+    for peer, wanted in [("ms-swift", version("ms-swift")), *(("trl", wanted) for wanted in earlier)]:
         folder = target / f"{peer}-{wanted}"
         if not folder.exists():
             with wheel(peer, wanted) as archive, tempfile.TemporaryDirectory(dir=target) as half:

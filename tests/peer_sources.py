@@ -1,8 +1,9 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL, OpenRLHF, AReaL and axolotl are on PyPI: ``make`` fetches their files (tests/fetch_peers.py).  The
-others are on GitHub alone.  A test of theirs runs where the folder ``$RLKERNEL_PEERS`` holds a checkout of
-the commit below under the name given here, and is skipped where it does not:
+SkyRL, OpenRLHF, AReaL, axolotl and LLaMA-Factory are on PyPI: ``make`` fetches their files
+(tests/fetch_peers.py).  The others are on GitHub alone.  A test of theirs runs where the folder
+``$RLKERNEL_PEERS`` holds a checkout of the commit below under the name given here, and is skipped where it
+does not:
 
     git clone https://github.com/THUDM/slime $RLKERNEL_PEERS/slime
     git -C $RLKERNEL_PEERS/slime checkout 624b824
@@ -63,7 +64,7 @@ CHECKOUTS = {
         {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
     ),
 }
-WHEELS = ("addict", "areal", "axolotl", "skyrl", "openrlhf", "vllm")
+WHEELS = ("addict", "areal", "axolotl", "llamafactory", "skyrl", "openrlhf", "vllm")
 
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:

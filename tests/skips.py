@@ -105,6 +105,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"this tree was not built in place|(this tree is )?not a git checkout", always),
     (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"(tomllib|the site's theme|SkyRL) needs Python 3.11", lambda: sys.version_info < (3, 11)),
+    (r"LLaMA-Factory needs Python 3.11", lambda: sys.version_info < (3, 11)),
     (r"AReaL needs Python 3.11 or 3.12", lambda: not (3, 11) <= sys.version_info < (3, 13)),
     (
         r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|"

@@ -17,15 +17,17 @@ import torch
 import rlkernel
 from rlkernel import testing
 
-# Their examples need the framework; those of vLLM, SGLang, OpenRLHF, SkyRL, AReaL, axolotl and SWIFT run where
-# these are (tests/integrations: in_vllm, in_sglang, in_axolotl, in_swift, test_{openrlhf,skyrl,areal}_patch.py).
-ELSEWHERE = ("areal", "axolotl", "openrlhf", "sglang", "skyrl", "swift", "vllm")
+# Their examples need the framework; those of vLLM, SGLang, OpenRLHF, SkyRL, AReaL, axolotl, SWIFT and
+# LLaMA-Factory run where these are (tests/integrations: in_vllm, in_sglang, in_axolotl, in_swift,
+# in_llamafactory, test_{openrlhf,skyrl,areal}_patch.py).
+ELSEWHERE = ("areal", "axolotl", "llamafactory", "openrlhf", "sglang", "skyrl", "swift", "vllm")
 FRAMEWORK = {
     "packed_logprobs": "transformers",
     "patch_areal": "areal",
     "patch_axolotl": "axolotl",
     "patch_swift": "swift",
     "patch_deepspeed": "deepspeed",
+    "patch_llamafactory": "llamafactory",
     "patch_megatron": "megatron",
     "patch_openrlhf": "openrlhf",
     "patch_sglang": "sglang",

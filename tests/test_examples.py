@@ -116,6 +116,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("grpo_prefix.py", "trl"),
         ("grpo_sharded.py zero3", "trl deepspeed"),
         ("grpo_vllm.py", "trl vllm"),
+        ("llamafactory_step.py", "llamafactory transformers trl"),
         ("megatron_step.py", "megatron.core"),
         ("openrlhf_step.py", "openrlhf deepspeed peft pylatexenc"),
         ("packed_grpo.py", "transformers"),
@@ -134,7 +135,8 @@ def test_what_cannot_run_is_said_at_once(words, said):
 def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_path):
     """In one line, before anything is computed, by every recipe that needs more than torch."""
     frameworks = (
-        "areal", "datasets", "deepspeed", "megatron", "openrlhf", "peft", "sglang", "skyrl", "swift",
+        "areal", "datasets", "deepspeed", "llamafactory", "megatron", "openrlhf", "peft", "sglang", "skyrl",
+        "swift",
         "transformers", "trl", "verl", "vllm",
     )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
@@ -159,6 +161,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("zero_kl.py --short --prompts 3 0", "--prompts must be 1 or more, got 0"),
         ("megatron_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("sglang_sampler.py --requests 0", "--requests must be 1 or more, got 0"),
+        ("llamafactory_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("areal_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("skyrl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),

@@ -29,6 +29,7 @@ OPTIONAL = (
     "areal",
     "swift",
     "axolotl",
+    "llamafactory",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

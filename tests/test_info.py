@@ -14,6 +14,7 @@ import rlkernel
 from rlkernel import dispatch, info, native
 from rlkernel.bench import cases, report
 from rlkernel.integrations.areal import switch as areals
+from rlkernel.integrations.llamafactory import switch as llamafactories
 from rlkernel.integrations.openrlhf import switch as openrlhfs
 from rlkernel.integrations.sglang import switch as sglangs
 from rlkernel.integrations.skyrl import switch as skyrls
@@ -93,6 +94,7 @@ def variables():
         *skyrls.OWN,
         *areals.OWN,
         *swifts.OWN,
+        *llamafactories.OWN,
     )
     return [*rows, *((name, "run") for name in of_frameworks)]
 
@@ -139,6 +141,7 @@ def test_a_level_that_is_none_is_an_error(monkeypatch):
         (openrlhfs.SWITCH, "sampling", "OPENRLHF_RLKERNEL must name some of .*got .'sampling',"),
         (areals.SWITCH, "sampling", "AREAL_RLKERNEL must name some of .*got .'sampling',"),
         (swifts.SWITCH, "losses", "SWIFT_RLKERNEL must name some of .*got .'losses',"),
+        (llamafactories.SWITCH, "sampling", "LLAMAFACTORY_RLKERNEL must name .*got .'sampling',"),
         (skyrls.SWITCH, "sampling", "SKYRL_RLKERNEL must name some of .*got .'sampling',"),
     ],
 )

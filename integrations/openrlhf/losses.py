@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.calls.policy_loss import POLICY_METRICS
+from rlkernel.integrations._preferences import loss_of_pairs, unfit_beta, unfit_pairs
 from rlkernel.integrations._replacing import (
     WIDE,
     Arguments,
@@ -21,7 +22,6 @@ from rlkernel.integrations._replacing import (
 from rlkernel.integrations.openrlhf import aggregation, contract, correction
 from rlkernel.integrations.openrlhf.openrlhf_patch import OpenRlhfPatch
 from rlkernel.ops.policy_loss import policy_loss
-from rlkernel.ops.preference_loss import preference_loss
 from rlkernel.ops.value_loss import value_loss
 
 RATIO_BOUND = 20.0  # of the logarithm of PPO's ratio
@@ -138,30 +138,24 @@ SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps
 
 
 def _unable_preference(given: Arguments) -> str | None:
-    loss, sums = given["self"], [given[name] for name in SIDES]
-    if reason := unsuitable(WIDE, **dict(zip(SIDES, sums, strict=True))):
+    loss = given["self"]
+    if reason := unfit_pairs(*_pairs(given)) or unfit_beta(loss.beta):
         return reason
-    if sums[0].dim() != 1 or not sums[0].numel():
-        return "logps are not [B] with a pair"
-    if any(x.shape != sums[0].shape or x.device != sums[0].device or x.dtype != sums[0].dtype for x in sums):
-        return "logps have not one shape, dtype and device"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in sums[2:]):
-        return "the reference requires a gradient"
-    if not _number(loss.beta, 0) or not loss.beta > 0:
-        return "beta is no number above 0"
     if not _number(loss.label_smoothing, 0) or loss.label_smoothing > 1:
         return "label_smoothing is no number in [0, 1]"
     return None
 
 
+def _pairs(given: Arguments) -> tuple[Arguments, Arguments]:
+    logps = {name: given[name] for name in SIDES}
+    return {name: logps.pop(name) for name in SIDES[:2]}, logps
+
+
 def _preference(given: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    loss, (chosen, rejected, *reference) = given["self"], (given[name] for name in SIDES)
-    sums = torch.cat([chosen, rejected])[:, None]  # a sequence is one token
+    loss = given["self"]
     smoothing = 0.0 if loss.ipo else loss.label_smoothing
-    out = preference_loss(
-        sums, torch.cat(reference), torch.ones_like(sums, dtype=torch.bool), beta=loss.beta,
-        loss_type="ipo_sum" if loss.ipo else "sigmoid", label_smoothing=smoothing,
-    )  # fmt: skip
+    kind = "ipo_sum" if loss.ipo else "sigmoid"
+    out = loss_of_pairs(*_pairs(given), beta=loss.beta, loss_type=kind, label_smoothing=smoothing)
     return out.loss, out.chosen_rewards.detach(), out.rejected_rewards.detach()
 
 

