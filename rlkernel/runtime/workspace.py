@@ -53,6 +53,16 @@ _lock = threading.Lock()
 _buffers: dict[tuple[torch.device, int], _Buffer] = {}
 
 
+def _after_fork() -> None:
+    """The child of a fork has not the thread that held a lock, which would be held for ever."""
+    global _lock
+    _lock = threading.Lock()
+    _buffers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def limit(device: torch.device | None = None) -> int:
     """The most bytes that one op's tiles may take on ``device``.
 
@@ -178,7 +188,7 @@ def _buffer(device: torch.device) -> _Buffer:
     return buffer
 
 
-_COUNTED = torch.empty(0)
+_COUNTED = torch.empty(0, device="cpu")
 
 
 class Carver:
