@@ -174,3 +174,14 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_has_not():
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_limits_of_two_threads_end_in_any_order():
+    before = workspace.limit()
+    first, second = workspace.limited(2**22), workspace.limited(2**23)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert workspace.limit() == 2**23, "that of the block that stands"
+    second.__exit__(None, None, None)
+    assert workspace.limit() == before
