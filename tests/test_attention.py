@@ -280,3 +280,17 @@ BAD = {
 def test_what_is_off_is_named(message):
     with pytest.raises(ValueError, match=f"^{message}"):
         rlkernel.attention(**{"q": Q, "k": K, "v": V, **BAD[message]})
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (None, "meta")])
+def test_a_default_of_torch_changes_nothing(dtype, device):
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    want = rlkernel.attention(q, k, v)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with torch.device(device):
+            got = rlkernel.attention(q, k, v)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, want)

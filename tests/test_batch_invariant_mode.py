@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 
 import pytest
@@ -215,3 +216,25 @@ def test_the_experts_of_a_row_are_those_of_its_logits(threads):
         first = experts("index_add")(ROWS)
         for _ in range(3):
             assert_equal("again", experts("index_add")(ROWS), first)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not():
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with invariance.lock, invariance.aside():
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        with rlkernel.batch_invariant():
+            os._exit(len(invariance.asides))
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0

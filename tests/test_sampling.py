@@ -408,3 +408,13 @@ def test_wrong_statistics_fail(mutant, monkeypatch):
 
 def test_a_filter_that_is_off_is_known_as_such():
     assert [is_on(f, 333) for f in FILTERS.values()].count(False) == 2
+
+
+def test_the_reference_does_not_follow_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with rlkernel.use_backend("reference"):
+            found = rlkernel.sample(torch.randn(2, 9, dtype=torch.float32), seeds=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.processed_logprobs.dtype == torch.float32

@@ -1,7 +1,10 @@
 """The workspace: one buffer per thread and device, bounded by a setting."""
 
+import os
+import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -147,3 +150,38 @@ def test_a_captured_graph_has_memory_of_its_own(monkeypatch):
         assert after.kept == 64, "what an eager call kept is still there"
     addresses = {leased.memory.data_ptr() for leased in (eager, *graphs)}
     assert len(addresses) == 5 and after.memory.data_ptr() == eager.memory.data_ptr()
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not():
+    leased, done = threading.Event(), threading.Event()
+
+    def hold():
+        with workspace.lease(100, CPU):
+            leased.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    leased.wait(60)
+    with warnings.catch_warnings():  # Python 3.12 warns of threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        address(100)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_limits_of_two_threads_end_in_any_order():
+    before = workspace.limit()
+    first, second = workspace.limited(2**22), workspace.limited(2**23)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert workspace.limit() == 2**23, "that of the block that stands"
+    second.__exit__(None, None, None)
+    assert workspace.limit() == before

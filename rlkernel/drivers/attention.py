@@ -57,12 +57,12 @@ def requests_of(layout: PrefixLayout, window: int, device: torch.device) -> Requ
 
 def _requests(layout: PrefixLayout, window: int) -> Requests:
     lens = [offset + n for offset, n in zip(layout.offsets, layout.lengths, strict=True)]
-    table = torch.zeros(len(lens), max(lens, default=0), dtype=torch.int32)
+    table = torch.zeros(len(lens), max(lens, default=0), dtype=torch.int32, device="cpu")
     for s, length in enumerate(lens):
         table[s, :length] = ranges([layout.rows(a) for a in layout.path(s)])
     starts = [*layout.starts, layout.total]
     plan = paged.plan_of(table, lens, starts, 1, window)
-    seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32) for x in (lens, starts))
+    seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in (lens, starts))
     return Requests(table, seq_lens, cu_seqlens_q, plan)
 
 
@@ -83,12 +83,12 @@ def _asked(layout: PrefixLayout) -> Asked:
 
 def asked(rows: Sequence[tuple[int, int]], keys: Sequence[Tensor], group_sizes: Sequence[int]) -> Asked:
     return Asked(
-        torch.tensor(rows, dtype=torch.int64).view(-1, 2),
+        torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2),
         _offsets([len(x) for x in keys]),
-        torch.cat([x.long() for x in keys]) if keys else torch.empty(0, dtype=torch.int64),
+        torch.cat([x.long() for x in keys]) if keys else torch.empty(0, dtype=torch.int64, device="cpu"),
         _offsets(group_sizes),
     )
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64)
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64, device="cpu")

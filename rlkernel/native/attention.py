@@ -33,7 +33,7 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, results: AttentionResults, grad: Tensor, asked: Asked, rule: PagedRule
 ) -> AttentionGrads:
     """Of q [T, Hq, D], k and v [Tk, Hkv, D]; a row without a request gets 0."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device="cpu") for x in (q, k, v))
     q, k, v, out, grad = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v, results.out, grad))
     kernels(q.device).attention_backward(
         q=q, k=k, v=v, out=out, lse=results.lse.contiguous(), grad=grad.to(q.dtype), rows=asked.rows,

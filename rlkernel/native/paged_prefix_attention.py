@@ -24,11 +24,12 @@ def attend(call: PagedCall, out: Tensor) -> Tensor:
     query, key_cache, value_cache, _, _, _, plan, rule, sinks = call
     total, heads, value_dim = out.shape
     part = kernels(query.device)
-    lse = torch.empty(heads, total, dtype=torch.float32)
+    lse = torch.empty(heads, total, dtype=torch.float32, device="cpu")
+    size = plan.slot_count, heads, value_dim + part.PAGED_STATE
     part.paged_prefix_attention(
         query=query, key_cache=key_cache, value_cache=value_cache, rows=plan.rows, positions=plan.positions,
         pages=plan.pages, items=plan.items, starts=plan.starts, slots=plan.slots, launches=plan.launches,
-        states=torch.empty(plan.slot_count, heads, value_dim + part.PAGED_STATE),
+        states=torch.empty(size, dtype=torch.float32, device="cpu"),
         sinks=None if sinks is None else sinks.float().contiguous(), rule=rule, out=out, lse=lse,
     )  # fmt: skip
     return lse

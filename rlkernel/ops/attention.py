@@ -190,11 +190,11 @@ def _behind(
             "q must have the rows of k where a gradient is wanted, got sequences that are shorter"
         )
     lens = [end - first for first, end in zip(keys, keys[1:], strict=False)]
-    table = torch.zeros(len(lens), max(lens, default=0), dtype=torch.int32)
+    table = torch.zeros(len(lens), max(lens, default=0), dtype=torch.int32, device="cpu")
     for s, first in enumerate(keys[:-1]):
-        table[s, : lens[s]] = torch.arange(first, first + lens[s])
-    seq_lens = torch.tensor(lens, dtype=torch.int32)  # of no sequence too
-    table, seq_lens, begins = (x.to(q.device) for x in (table, seq_lens, torch.tensor(starts)))
+        table[s, : lens[s]] = torch.arange(first, first + lens[s], device="cpu")
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device="cpu")  # of no sequence too
+    table, seq_lens, begins = (x.to(q.device) for x in (table, seq_lens, torch.tensor(starts, device="cpu")))
     keys_and_values = k[:, None], v[:, None]
     found = paged_prefix_attention(q, *keys_and_values, table, seq_lens, begins, **options, return_lse=True)
     assert isinstance(found, tuple)

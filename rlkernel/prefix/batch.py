@@ -59,7 +59,7 @@ class PrefixBatch:
     ) -> None:
         self._tree = tree
         self.device = torch.device("cpu" if device is None else device)
-        self.samples = torch.arange(len(tree.ends)) if samples is None else samples
+        self.samples = torch.arange(len(tree.ends), device="cpu") if samples is None else samples
         self._parts: dict[int, list[list[int]]] = {}
         self._build(width)
 
@@ -245,7 +245,7 @@ class PrefixBatch:
             self.tokens_dense += dense
             if places:
                 self.longest = max(self.longest, dense)
-        self.completion_lengths = torch.tensor(lengths, dtype=torch.int64)
+        self.completion_lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self.width = max(lengths, default=0) if width is None else width
         self._index(samples)
 
@@ -376,7 +376,7 @@ class PrefixBatch:
             places = [-1]
         if any(not 0 <= n < len(self) for n in places):
             raise ValueError(f"samples must be places in [0, {len(self)}), got {samples!r:.80}")
-        numbers = self.samples[torch.tensor(places, dtype=torch.int64)]
+        numbers = self.samples[torch.tensor(places, dtype=torch.int64, device="cpu")]
         return PrefixBatch(self._tree.select(places), width=self.width, samples=numbers, device=self.device)
 
     def one_row(self) -> PrefixBatch:
@@ -403,7 +403,7 @@ class PrefixBatch:
         labelled = tuple((*tree.predicted(n), last[end]) for n, end in enumerate(tree.ends))
         ends = [last[end] for end in tree.ends]
         longer = PrefixBatch(Tree.of(tokens, parents, completion, ends, labelled), device=self.device)
-        keep = torch.ones(longer.labels.numel(), dtype=torch.bool)
+        keep = torch.ones(longer.labels.numel(), dtype=torch.bool, device="cpu")
         for node in last.values():
             if node in longer._rows.label_runs:
                 keep[slice(*longer._rows.label_runs[node])] = False
@@ -418,8 +418,10 @@ class PrefixBatch:
         for i in reversed(range(len(counts))):
             if tree.parents[i] >= 0:
                 counts[tree.parents[i]] += counts[i]
-        lengths = torch.tensor([end - first for first, end in nodes.values()], dtype=torch.int64)
-        found = torch.tensor([counts[i] for i in nodes], dtype=torch.int64)
+        lengths = torch.tensor(
+            [end - first for first, end in nodes.values()], dtype=torch.int64, device="cpu"
+        )
+        found = torch.tensor([counts[i] for i in nodes], dtype=torch.int64, device="cpu")
         return found.repeat_interleave(lengths).to(self.device)
 
 

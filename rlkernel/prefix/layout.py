@@ -104,7 +104,7 @@ class PrefixLayout:
             "total": total,
             "n_prefix": sum(n for n, c in zip(self.lengths, self.completion, strict=True) if not c),
             "max_position": max((o + n for o, n in zip(offsets, self.lengths, strict=True)), default=0) - 1,
-            "segments": torch.tensor(columns, dtype=torch.int64).reshape(3, -1).T.contiguous(),
+            "segments": torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(3, -1).T.contiguous(),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -196,9 +196,11 @@ class PrefixLayout:
     def _row_tables(self) -> RowTables:
         first, last = zip(*self.numbers, strict=True) if self.numbers else ((), ())
         shift = [o - r for o, r in zip(self.offsets, self.starts, strict=True)]
-        per_segment = torch.tensor([first, last, shift], dtype=torch.int32)
-        per_row = per_segment.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64), 1)
-        position = per_row[2] + torch.arange(self.total, dtype=torch.int32)
+        per_segment = torch.tensor([first, last, shift], dtype=torch.int32, device="cpu")
+        per_row = per_segment.repeat_interleave(
+            torch.tensor(self.lengths, dtype=torch.int64, device="cpu"), 1
+        )
+        position = per_row[2] + torch.arange(self.total, dtype=torch.int32, device="cpu")
         # memory of its own for each: Triton compiles anew where an address is no multiple of 16 bytes
         return RowTables(per_row[0].clone(), per_row[1].clone(), position)
 
@@ -211,8 +213,8 @@ class PrefixLayout:
         keys = [o + n for o, n in zip(self.offsets, self.lengths, strict=True)]
         return Gathered(
             ranges([run for path in paths for run in path]),
-            torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32),
-            torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
+            torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device="cpu"),
+            torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device="cpu"),
             max(self.lengths, default=0),
             max(keys, default=0),
         )
@@ -301,11 +303,13 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 def ranges(runs: Sequence[Run]) -> Tensor:
     """The numbers of all runs, one after another: int64."""
     if len(runs) < 8:  # the few of a small batch, in fewer calls
-        return torch.cat([torch.arange(0), *(torch.arange(first, end) for first, end in runs)])
-    first, end = torch.tensor(runs, dtype=torch.int64).unbind(1)
+        return torch.cat(
+            [torch.arange(0, device="cpu"), *(torch.arange(first, end, device="cpu") for first, end in runs)]
+        )
+    first, end = torch.tensor(runs, dtype=torch.int64, device="cpu").unbind(1)
     lengths = end - first
     shift = first - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum()), device="cpu") + shift.repeat_interleave(lengths)
 
 
 @functools.lru_cache(maxsize=16)

@@ -137,7 +137,10 @@ class _Planner:
         items: list[tuple[int, ...]] = []
         launches: list[list[int]] = []
         widths: list[list[int]] = []
-        starts, slots = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        starts, slots = (
+            [torch.zeros(1, dtype=torch.int64, device="cpu")],
+            [torch.zeros(0, dtype=torch.int64, device="cpu")],
+        )
         count = 0
         for part in self._passes(self._ordered(spans)):
             before = self.rows
@@ -319,7 +322,9 @@ class _Planner:
 def _int32(values: Iterable[int]) -> Tensor:
     """In a third of the time that ``torch.tensor`` takes."""
     held = array("i", values)
-    return torch.frombuffer(held, dtype=torch.int32) if held else torch.empty(0, dtype=torch.int32)
+    return (
+        torch.frombuffer(held, dtype=torch.int32) if held else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
 
 
 def _pieces(start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -37,7 +37,7 @@ class _Radix:
     """Nodes are runs of ``tokens``; no two children of a node begin with the same token."""
 
     def __init__(self, sequences: list[Tensor]) -> None:
-        self.tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *sequences])
+        self.tokens = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *sequences])
         self.first: list[int] = []
         self.end: list[int] = []
         self.parent: list[int] = []
@@ -113,7 +113,7 @@ class _Radix:
         labelled = []
         for path, mask in zip(paths, masks, strict=True):
             parts = [place for node in path for place in places[node]] if len(mask) else []
-            wanted = mask[torch.tensor([at for _, at in parts], dtype=torch.int64)].tolist()
+            wanted = mask[torch.tensor([at for _, at in parts], dtype=torch.int64, device="cpu")].tolist()
             labelled.append(
                 tuple(run for (run, _), is_wanted in zip(parts, wanted, strict=True) if is_wanted)
             )

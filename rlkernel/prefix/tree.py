@@ -40,7 +40,7 @@ class Tree:
         ends: Sequence[int],
         labelled: tuple[tuple[int, ...], ...] | None = None,
     ) -> Tree:
-        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *nodes])
+        tokens = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *nodes])
         return Tree(tokens, tuple(map(len, nodes)), tuple(parents), tuple(completion), tuple(ends), labelled)
 
     def path(self, sample: int) -> list[int]:
@@ -88,7 +88,7 @@ def listed(argument: str, values: Any) -> list[Any]:
 
 def on_host(argument: str, what: str, values: Any) -> Tensor:
     try:
-        return values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(values)
+        return values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{argument} must be a list of {what}, got {values!r:.80}") from error
 
@@ -96,7 +96,7 @@ def on_host(argument: str, what: str, values: Any) -> Tensor:
 def tokens_of(argument: str, ids: Any) -> Tensor:
     tokens = on_host(argument, "token ids", ids)
     if not tokens.numel() and tokens.dim() == 1:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ValueError(f"{argument} must be a list of token ids, got {ids!r:.80}")
     return tokens.to(torch.int64)
@@ -129,7 +129,7 @@ def same_prompt(ids: Tensor, mask: Tensor) -> list[int]:
         return [0] * n
     # left-aligned, so that the side of the padding does not matter
     shift = mask.int().argmax(1)
-    columns = torch.arange(width)
+    columns = torch.arange(width, device="cpu")
     length = mask.sum(1)
     aligned = ids.gather(1, (columns + shift[:, None]).clamp_max(width - 1))
     aligned = aligned.masked_fill(columns >= length[:, None], -1)

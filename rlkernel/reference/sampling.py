@@ -236,7 +236,8 @@ def _statistics(
     restricted = ((softmax.d / softmax.t).gather(-1, index)[:, 0].double() - log_kept).to(z.dtype)
     processed = torch.where(filtered, torch.where(is_kept, restricted, -torch.inf), tempered)
     single = greedy & (not sampling.greedy_softmax)
-    processed = torch.where(single, torch.where(is_kept, 0.0, -torch.inf), processed)
+    one = torch.where(is_kept, 0.0, -torch.inf).to(z.dtype)  # of two numbers torch makes its default dtype
+    processed = torch.where(single, one, processed)
     processed = torch.where(usable, processed, torch.nan)
     share = (kept_mass.double() / MASS_ONE / softmax.total.double()).to(z.dtype)
     share = torch.where(greedy, (-log_sum).exp(), torch.where(filtered, share, 1.0))

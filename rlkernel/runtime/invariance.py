@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ lock = threading.RLock()
 asides: list[None] = []  # one for each block of ``aside`` in any thread: C++ takes no call meanwhile
 used = threading.local()  # the backend of the call that is under way
 _thread = threading.local()
+
+
+def _after_fork() -> None:
+    """The child of a fork has not the other threads, whose lock and asides would stay for ever."""
+    global lock
+    lock = threading.RLock()
+    asides[:] = [None] if is_aside() else []
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_on() -> bool:

@@ -49,8 +49,20 @@ class Lease(NamedTuple):
 
 
 _limit: int | None = None
+_blocks: list[list[int | None]] = []  # of ``limited``: what each restores
+_blocks_lock = threading.Lock()
 _lock = threading.Lock()
 _buffers: dict[tuple[torch.device, int], _Buffer] = {}
+
+
+def _after_fork() -> None:
+    """The child of a fork has not the thread that held a lock, which would be held for ever."""
+    global _lock, _blocks_lock
+    _lock, _blocks_lock = threading.Lock(), threading.Lock()
+    _buffers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def limit(device: torch.device | None = None) -> int:
@@ -98,19 +110,30 @@ def set_limit(size: int | None) -> None:
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[None]:
-    """``set_limit(size)`` inside the block.
+    """``set_limit(size)`` inside the block, for the whole process.
+
+    Blocks of several threads may end in any order; after the last one the limit is what it was before the
+    first.
 
     Examples:
         >>> with rlkernel.workspace.limited(64 * 2**20):
         ...     rlkernel.workspace.limit() // 2**20
         64
     """
-    before = _limit
-    set_limit(size)
+    with _blocks_lock:
+        block = [_limit]
+        set_limit(size)
+        _blocks.append(block)
     try:
         yield
     finally:
-        set_limit(before)
+        with _blocks_lock:
+            at = next(i for i, x in enumerate(_blocks) if x is block)
+            if at + 1 == len(_blocks):
+                set_limit(block[0])
+            else:  # a block that another thread entered later still stands: it restores what this one found
+                _blocks[at + 1][0] = block[0]
+            del _blocks[at]
 
 
 def release() -> None:
@@ -178,7 +201,7 @@ def _buffer(device: torch.device) -> _Buffer:
     return buffer
 
 
-_COUNTED = torch.empty(0)
+_COUNTED = torch.empty(0, device="cpu")
 
 
 class Carver:

@@ -80,7 +80,9 @@ def backward(call: AttentionCall, results: AttentionResults, grads: OutGrads) ->
     for batch in calls.batches:
         grad, qs, outs, norm = (_rows(x, batch) for x in (grad4, q4, out4, lse3[..., None]))
         if isinstance(batch.take, Tensor):  # padding gives nothing
-            real = torch.zeros(batch.n * batch.size, dtype=torch.bool).index_fill_(0, batch.take, True)
+            real = torch.zeros(batch.n * batch.size, dtype=torch.bool, device="cpu").index_fill_(
+                0, batch.take, True
+            )
             grad = torch.where(real.view(-1, 1, batch.size, 1).repeat(kv_heads, 1, 1, 1), grad, 0)
         seen_by = _mask_of(mask, batch, calls.most_above)
         dense = Dense(qs, _keys(k4, batch), _keys(v4, batch), seen_by, rule)
@@ -179,9 +181,9 @@ def _band(above: int, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
     if not rule.window and not rule.bitwise:
         return None
     size = BITWISE_TILE if rule.bitwise else TILE
-    back = torch.arange(size)[:, None] + above - torch.arange(above + size)
+    back = torch.arange(size, device="cpu")[:, None] + above - torch.arange(above + size, device="cpu")
     seen = (back >= 0) & (back < (rule.window or above + size))
-    return torch.zeros(back.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+    return torch.zeros(back.shape, dtype=dtype, device="cpu").masked_fill_(~seen, -math.inf)
 
 
 def _mask_of(band: Tensor | None, batch: Batch, most: int) -> Tensor | bool:

@@ -143,7 +143,7 @@ def _batch(tiles: list[Tile], size: int) -> Batch:
     rows = [_index(tile.rows, size) for tile in tiles]
     keys = [_index(tile.keys, above + size) for tile in tiles]
     real = [slice(i * size, i * size + _length(tile.rows)) for i, tile in enumerate(tiles)]
-    places, index = torch.arange(len(tiles) * size), torch.cat(rows)
+    places, index = torch.arange(len(tiles) * size, device="cpu"), torch.cat(rows)
     taken = torch.cat([places[part] for part in real])
     return Batch(len(tiles), size, above, index, torch.cat(keys), taken, index[taken], runs)
 

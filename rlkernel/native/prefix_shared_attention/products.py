@@ -85,6 +85,6 @@ def _scores(
     if isinstance(mask, Tensor):
         by_row.add_(mask[a:b])
     elif mask:  # the first a keys are seen by all rows of the tile
-        later = torch.ones(b - a, b - a, dtype=torch.bool).triu_(1)
+        later = torch.ones(b - a, b - a, dtype=torch.bool, device="cpu").triu_(1)
         by_row[..., a:].masked_fill_(later, -math.inf)
     return scores, slope

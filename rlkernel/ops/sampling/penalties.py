@@ -152,10 +152,10 @@ def words_of(words: Sequence[Any] | Tensor) -> Tensor:
             raise ValueError(f"penalties.bad_words must be lists of token ids, got {word!r}")
     longest = max([1, *[len(word) for each in lists for word in each]])
     most = max([0, *[len(each) for each in lists]])
-    made = torch.full((len(lists), most, longest), -1, dtype=torch.int64)
+    made = torch.full((len(lists), most, longest), -1, dtype=torch.int64, device="cpu")
     for i, each in enumerate(lists):
         for j, word in enumerate(each):
-            made[i, j, longest - len(word) :] = torch.tensor(word)
+            made[i, j, longest - len(word) :] = torch.tensor(word, device="cpu")
     return made if own else made[0]
 
 

@@ -37,8 +37,8 @@ class TokenBias(NamedTuple):
             if row is not None and not isinstance(row, Mapping):
                 raise TypeError(f"logit_bias[{i}] must be a dict or None, got {type(row).__name__}")
         width = max([0, *[len(row) for row in rows if row]])  # torch.compile traces no default of max
-        ids = torch.full((len(rows), width), -1, dtype=torch.int64)
-        values = torch.zeros(len(rows), width, dtype=torch.float64)
+        ids = torch.full((len(rows), width), -1, dtype=torch.int64, device="cpu")
+        values = torch.zeros(len(rows), width, dtype=torch.float64, device="cpu")
         for i, row in enumerate(rows):
             name = "logit_bias" if len(rows) == 1 else f"logit_bias[{i}]"
             for token, value in (row or {}).items():
@@ -50,9 +50,9 @@ class TokenBias(NamedTuple):
                 if not _scalars.rounded(value, torch.float32) < math.inf:  # logits are fp32 at least
                     raise ValueError(f"{name}[{token}] must be finite or -inf, got {value}")
             if row:
-                ids[i, : len(row)] = torch.tensor(list(row))
+                ids[i, : len(row)] = torch.tensor(list(row), device="cpu")
                 wide = [_scalars.rounded(x, torch.float64) for x in row.values()]
-                values[i, : len(row)] = torch.tensor(wide, dtype=torch.float64)
+                values[i, : len(row)] = torch.tensor(wide, dtype=torch.float64, device="cpu")
         return cls(ids.to(device), values.to(device))
 
     def flat(self, rows: Rows) -> "TokenBias":
