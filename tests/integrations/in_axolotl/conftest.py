@@ -1,6 +1,7 @@
 """The TRL that axolotl pins, axolotl and stand-ins for what it imports come first on the path
 (../test_axolotl.py); here is a model on the disk."""
 
+import gc
 import importlib
 import os
 import sys
@@ -36,6 +37,8 @@ def import_without_bitsandbytes():
 
 
 import_without_bitsandbytes()
+gc.collect()
+gc.freeze()  # axolotl collects garbage four times per model, and would look through all these modules each time
 
 
 @pytest.fixture(scope="session")
