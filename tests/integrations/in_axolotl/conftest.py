@@ -38,7 +38,7 @@ def import_without_bitsandbytes():
 
 import_without_bitsandbytes()
 gc.collect()
-gc.freeze()  # axolotl collects garbage four times per model, and would look through all these modules each time
+gc.freeze()  # axolotl collects garbage four times per model, and would look through all these modules
 
 
 @pytest.fixture(scope="session")
