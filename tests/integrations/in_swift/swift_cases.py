@@ -87,7 +87,7 @@ def trained(kind, files, change=None, run=Kept, **options):
     log = [
         {name: float(x) for name, x in entry.items() if not any(time in name for time in TIMES)}
         for entry in result["log_history"]
-        if "loss" in entry
+        if "loss" in entry or "eval_loss" in entry
     ]
     return log, {name: x.clone() for name, x in training.trainer.model.state_dict().items()}
 

@@ -83,3 +83,14 @@ def test_equal_rewards_have_no_advantage(scale, noise):
         found, _ = computed(rewards, weights, 8, scale_rewards=scale)
     assert (stock[:8] > noise).all() and found[:8].abs().max() < 1e-6
     assert scale == "gdpo" or not found[:8].any()
+
+
+def test_a_reward_at_the_mean_of_its_group_has_the_sign_of_the_exact_difference():
+    """By which ``--loss_type real`` splits a group; of SWIFT, whose fp32 sum has lost it, it is not above 0."""
+    group = torch.tensor([[1.8], [0.1], [0.5], [0.8]])
+    exact = (group.double() - group.double().mean()).flatten()
+    stock, _ = computed(group, torch.ones(1), 4, scale_rewards="none")
+    with rlkernel.patch_swift(["advantages"]):
+        found, _ = computed(group, torch.ones(1), 4, scale_rewards="none")
+    assert 0 < exact[3] < 1e-7 and stock[3] == 0
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
