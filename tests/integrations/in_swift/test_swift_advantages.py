@@ -86,7 +86,7 @@ def test_equal_rewards_have_no_advantage(scale, noise):
 
 
 def test_a_reward_at_the_mean_of_its_group_has_the_sign_of_the_exact_difference():
-    """By which ``--loss_type real`` splits a group; of SWIFT, whose fp32 sum has lost it, it is not above 0."""
+    """By which ``--loss_type real`` splits a group; SWIFT's, whose fp32 sum has lost it, is 0."""
     group = torch.tensor([[1.8], [0.1], [0.5], [0.8]])
     exact = (group.double() - group.double().mean()).flatten()
     stock, _ = computed(group, torch.ones(1), 4, scale_rewards="none")
