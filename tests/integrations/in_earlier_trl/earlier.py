@@ -81,7 +81,7 @@ def trained(*args, **options):
 class Widest(TorchDispatchMode):
     """How many rows of logits the largest tensor has that torch made."""
 
-    def __init__(self, vocabulary):
+    def __init__(self, vocabulary=2048):  # that of tiny.make_model
         super().__init__()
         self.vocabulary, self.rows = vocabulary, 0
 
