@@ -128,6 +128,18 @@ def zero(stage):
     }
 
 
+def automatic_zero(stage):
+    """DeepSpeed's settings, of which a trainer of transformers fills in its own."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    auto = dict.fromkeys((*names, "gradient_clipping"), "auto")
+    return {"zero_optimization": zero(stage)["zero_optimization"]} | auto
+
+
+def whole(x):
+    """A tensor, or what ranks hold parts of as one."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 def gradients(model, kind, loss):
     """Of each parameter by its name in the bare model: whole, the mean over the ranks."""
     if kind.startswith("zero"):
@@ -141,11 +153,19 @@ def gradients(model, kind, loss):
             found = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
         loss.backward()
-        found = {
-            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            for name, p in model.named_parameters()
-        }
+        found = {name: whole(p.grad) for name, p in model.named_parameters()}
     return {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): g for name, g in found.items()}
+
+
+def weights(model, kind):
+    """Each parameter by its name in the bare model: whole."""
+    parameters = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    if not kind.startswith("zero"):
+        return {name: whole(p.detach()).clone() for name, p in parameters.items()}
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: p.detach().clone() for name, p in parameters.items()}
 
 
 def accelerate_without_gpus():

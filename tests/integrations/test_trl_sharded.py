@@ -154,7 +154,7 @@ def _train(rank, kind, path):
     warnings.simplefilter("ignore")
     ranks.accelerate_without_gpus()
     sharding = {
-        "zero3": {"deepspeed": _auto(3)},
+        "zero3": {"deepspeed": ranks.automatic_zero(3)},
         "fsdp2": {
             "fsdp": "full_shard auto_wrap",
             "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
@@ -187,12 +187,6 @@ def _train(rank, kind, path):
     with patch_trl() as patch:
         packed = train()
     return stock, packed, dict(patch.fallbacks), patch.prefix.ratio
-
-
-def _auto(stage):
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    auto = dict.fromkeys((*names, "gradient_clipping"), "auto")
-    return {"zero_optimization": ranks.zero(stage)["zero_optimization"]} | auto
 
 
 @pytest.mark.parametrize("kinds", ranks.kinds("zero3", "fsdp2", apart=True))

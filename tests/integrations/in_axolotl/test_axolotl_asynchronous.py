@@ -8,7 +8,7 @@ import pytest
 import runs
 import torch
 from axolotl.core.trainers.grpo import async_trainer
-from test_earlier_training import Widest
+from earlier import Widest
 
 import rlkernel
 from rlkernel.integrations.axolotl import scoring

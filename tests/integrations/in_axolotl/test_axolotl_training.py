@@ -4,7 +4,7 @@ import earlier
 import pytest
 import runs
 import trl.trainer.utils as utils
-from test_earlier_training import Widest
+from earlier import Widest
 
 import rlkernel
 

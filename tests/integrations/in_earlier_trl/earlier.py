@@ -3,9 +3,11 @@
 import tempfile
 
 import tiny
+import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VERSION = Version(trl.__version__)
 SCORES = (
@@ -30,6 +32,9 @@ DATA = {
         "label": [i % 2 == 0 for i in range(32)],
     },
 }
+
+for algorithm in DATA:
+    getattr(trl, f"{algorithm}Trainer")  # which TRL imports as it is first asked for
 
 
 def make(algorithm, model, base=None, rows=32, **options):
@@ -71,6 +76,36 @@ def trained(*args, **options):
     trainer = make(*args, **options)
     trainer.train()
     return log_of(trainer), {name: x.clone() for name, x in trainer.model.state_dict().items()}
+
+
+class Widest(TorchDispatchMode):
+    """How many rows of logits the largest tensor has that torch made."""
+
+    def __init__(self, vocabulary=2048):  # that of tiny.make_model
+        super().__init__()
+        self.vocabulary, self.rows = vocabulary, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if not (isinstance(x, torch.Tensor) and x.dim() and x.is_floating_point()):
+                continue
+            if x.shape[-1] == self.vocabulary:
+                self.rows = max(self.rows, x.numel() // self.vocabulary)
+        return result
+
+
+def watched(trainer, vocabulary, seen):
+    """A class of trainers; each of their losses appends to ``seen`` how many rows of logits it made."""
+
+    class Watched(trainer):
+        def _compute_loss(self, *args, **kwargs):
+            with Widest(vocabulary) as widest:
+                loss = super()._compute_loss(*args, **kwargs)
+            seen.append(widest.rows)
+            return loss
+
+    return Watched
 
 
 def check_same(ours, theirs, metric=2e-5, weight=2e-5):

@@ -5,8 +5,6 @@ import warnings
 import earlier
 import pytest
 import tiny
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel
 
@@ -101,40 +99,14 @@ def test_evaluation_logs_the_same(model_path):
             assert ours[name] == pytest.approx(stock[name], rel=2e-5, abs=2e-5), name
 
 
-class Widest(TorchDispatchMode):
-    """How many rows of logits the largest tensor has that torch made."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if (
-                isinstance(x, torch.Tensor)
-                and x.dim()
-                and x.shape[-1] == VOCABULARY
-                and x.is_floating_point()
-            ):
-                self.rows = max(self.rows, x.numel() // VOCABULARY)
-        return result
-
-
 @pytest.mark.parametrize("algorithm", ["GRPO", "DPO"])
 def test_no_logits_are_made(model_path, algorithm):
     seen = []
-
-    class Watched(getattr(earlier.trl, f"{algorithm}Trainer")):
-        def _compute_loss(self, *args, **kwargs):
-            with Widest() as widest:
-                loss = super()._compute_loss(*args, **kwargs)
-            seen.append(widest.rows)
-            return loss
+    base = earlier.watched(getattr(earlier.trl, f"{algorithm}Trainer"), VOCABULARY, seen)
 
     def train():
         seen.clear()
-        earlier.make(algorithm, model_path, Watched, per_device_train_batch_size=16).train()
+        earlier.make(algorithm, model_path, base, per_device_train_batch_size=16).train()
         return max(seen)
 
     stock = train()

@@ -1,5 +1,6 @@
 """LLaMA-Factory and its TRL come first on the path (../test_llamafactory.py); here is a model on the disk."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import pytest
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import tiny
+
+
+def pytest_collection_finish():
+    """What is here is here for good: trainers collect garbage at every turn, and need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """SWIFT, its TRL and stand-ins come first on the path (../test_swift.py); here are a model and a data set."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
 import swift_cases
+
+
+def pytest_collection_finish():
+    """What is here is here for good: trainers collect garbage at every turn, and need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
