@@ -86,7 +86,7 @@ def compare(made, given, parts=("fused_head",), calls=3, truth=True):
     want = exact(made, given)
     for i, of in enumerate(zip(got[0], stock[0], want[0], strict=True)):
         assert of[0].dtype == of[1].dtype and of[0].shape == of[1].shape, i
-        # one number of a few rows, such as a loss, has torch's error by luck: none at all, or a unit of each row
+        # a loss, a number of a few rows, has torch's error by luck: none at all, or a unit of each row
         rows = 1 if of[0].dim() else 4
         check(f"output {i}", *of, magnitude=rows * max(1.0, of[2].abs().max().item()))
     assert got[1].keys() == stock[1].keys() == want[1].keys()
