@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -134,12 +135,24 @@ def _detach(logits: ScoredLogits, function: Any) -> ScoredLogits:
     return ScoredLogits(bare, tuple(logits.shape), logits.kind)
 
 
-def _shaped(logits: ScoredLogits, function: Any, *args: Any, **kwargs: Any) -> ScoredLogits:
-    """As the rows of logits are shaped, with the vocabulary last."""
-    shape = function(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits.shape[-1]:
-        raise unknown(f"{function.__name__}(*{args}, **{kwargs})", logits)
-    return ScoredLogits(logits.scores, tuple(shape), logits.kind)
+def _shaped(logits: ScoredLogits, function: Any, *shape: Any) -> ScoredLogits:
+    """Of ``view`` and ``reshape``: other rows, with the vocabulary last."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    known, count = math.prod(x for x in sizes if x != -1), logits.shape.numel()
+    if -1 in sizes and known and count % known == 0:
+        sizes = tuple(count // known if x == -1 else x for x in sizes)
+    if not sizes or sizes[-1] != logits.shape[-1] or math.prod(sizes) != count:
+        raise unknown(f"{function.__name__}({', '.join(map(str, shape))})", logits)
+    return ScoredLogits(logits.scores, sizes, logits.kind)
+
+
+def _flatten(logits: ScoredLogits, function: Any, start_dim: int = 0, end_dim: int = -1) -> ScoredLogits:
+    start, end = start_dim % logits.dim(), end_dim % logits.dim()
+    if end == logits.dim() - 1 and start != end:
+        raise unknown(f"flatten({start_dim}, {end_dim})", logits)
+    shape = tuple(logits.shape)
+    merged = math.prod(shape[start : end + 1])
+    return ScoredLogits(logits.scores, (*shape[:start], merged, *shape[end + 1 :]), logits.kind)
 
 
 def _cross_entropy(
@@ -201,7 +214,7 @@ def _product(a: Any, b: Any) -> ScoredLogits:
         if kinds == {"softmax", kind} and a.scores is b.scores and a.shape == b.shape:
             product: Any = f"softmax * {kind}"
             return logits.become(product)
-    raise unknown(f"the product with {type(b if logits is a else a).__name__}", logits)
+    raise unknown(f"mul() with {type(b if logits is a else a).__name__}", logits)
 
 
 def _sum(logits: ScoredLogits, function: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -223,7 +236,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "detach": _detach,
     "reshape": _shaped,
     "view": _shaped,
-    "flatten": _shaped,
+    "flatten": _flatten,
     "cross_entropy": _cross_entropy,
     "log_softmax": _softmax("log_softmax"),
     "softmax": _softmax("softmax"),
