@@ -11,7 +11,19 @@ from typing import Any
 
 from rlkernel.integrations.torchtitan.recipes import fused
 
-__all__ = ["FusedLoss", "fused"]  # noqa: F822  # one of them by __getattr__
+__all__ = ["FusedLoss", "fused", "stands_for"]  # noqa: F822  # one of them by __getattr__
+
+
+def stands_for() -> dict[str, str]:
+    """What a recipe may name in place of what, once all of it that is relied upon has been looked at.
+
+    Raises:
+        ImportError: torchtitan is not installed. PatchError: its wrapper is not the one that is known.
+    """
+    from rlkernel.integrations.torchtitan.fused_loss import FusedLoss
+
+    wrapper = FusedLoss.__mro__[1]
+    return {f"{wrapper.__module__}.{wrapper.__qualname__}": f"{FusedLoss.__module__}.FusedLoss, in a recipe"}
 
 
 def __getattr__(name: str) -> Any:  # its base is torchtitan's

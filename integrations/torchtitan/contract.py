@@ -10,6 +10,7 @@ from rlkernel.integrations import _contract
 from rlkernel.integrations._patch import PatchError
 
 FRAMEWORK = "torchtitan"
+WHO = "rlkernel.integrations.torchtitan"
 SUPPORTED = ">=0.3,<0.4"  # 0.3.0 has been run
 WRAPPER = "ChunkedLossWrapper"
 OPTIONS = ("num_chunks", "loss_fn")
@@ -29,7 +30,7 @@ def losses() -> ModuleType:
     Raises:
         ImportError: torchtitan is not installed. PatchError: its wrapper is another one.
     """
-    _contract.installed(FRAMEWORK, SUPPORTED, strict=False)
+    _contract.installed(FRAMEWORK, SUPPORTED, strict=False, who=WHO)
     import torchtitan.components.loss as found
 
     wrapper: Any = vars(found).get(WRAPPER)

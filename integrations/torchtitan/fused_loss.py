@@ -66,4 +66,3 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc, name-defined]
 
     def _has_entropy(self) -> bool:
         return contract.class_name(self.loss_fn) != contract.CROSS_ENTROPY
-

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlkernel.calls.logprob import LogprobOutput
@@ -39,9 +38,7 @@ def checked(module: nn.Module) -> nn.Module:
     return module
 
 
-def scored(
-    module: nn.Module, hidden: Tensor, labels: Tensor, *, return_entropy: bool
-) -> LogprobOutput:
+def scored(module: nn.Module, hidden: Tensor, labels: Tensor, *, return_entropy: bool) -> LogprobOutput:
     """One call of the module, so that FSDP gathers its weight and reduces its gradient as for any other."""
 
     def forward(entered: Tensor) -> tuple[Tensor | None, ...]:

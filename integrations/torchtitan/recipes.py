@@ -12,9 +12,9 @@ Recipe = TypeVar("Recipe")
 def fused(recipe: Recipe) -> Recipe:
     """The recipe, in which ``FusedLoss`` computes each loss of logits.
 
-    Of torchtitan's own losses these are ``ChunkedLossWrapper`` of any loss, ``CrossEntropyLoss``, ``GRPOLoss``
-    and ``DAPOLoss``.  A loss that somebody else has written, and that no wrapper is around, stays: name it in
-    a ``FusedLoss.Config(loss_fn=...)``.
+    Of torchtitan's own losses these are ``ChunkedLossWrapper`` around any loss, ``CrossEntropyLoss``,
+    ``GRPOLoss`` and ``DAPOLoss``.  A loss of somebody else that no wrapper is around stays:
+    name it in a ``FusedLoss.Config(loss_fn=...)``.
 
     Args:
         recipe: the configuration of a trainer, or one that has such; it is changed in place.

@@ -16,7 +16,10 @@ collect_ignore = [
     "in_trl_vllm",
     "in_sglang",  # `make test-vllm`, `test-trl-vllm` and `test-sglang` run them
     "in_earlier_trl",  # test_trl_earlier.py does, under several versions of TRL
-    "in_axolotl", "in_llamafactory", "in_swift", "in_torchtitan",  # and the test of each name does
+    "in_axolotl",
+    "in_llamafactory",
+    "in_swift",
+    "in_torchtitan",  # and the test of each name does
 ]
 
 

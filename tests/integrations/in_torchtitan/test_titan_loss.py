@@ -118,9 +118,7 @@ def test_what_no_loss_looks_at_may_be_anything():
     module, hidden, mask = titan.head(), titan.hidden_states(), inputs["loss_mask"]
     loss = titan.fused(titan.INNER["grpo"]).build()
     want = titan.outcome(loss, module, hidden, labels, inputs)
-    found = titan.outcome(
-        loss, module, hidden.masked_fill(~mask[..., None], torch.inf), labels, inputs
-    )
+    found = titan.outcome(loss, module, hidden.masked_fill(~mask[..., None], torch.inf), labels, inputs)
     assert torch.equal(found[0], want[0]) and torch.equal(found[2]["weight"], want[2]["weight"])
     assert not found[2]["hidden"][~mask].any()
 
@@ -244,4 +242,6 @@ def test_its_config_is_a_wrappers():
     config = FusedLoss.Config(loss_fn=GRPOLoss.Config(clip_eps=0.1))
     assert isinstance(config, ChunkedLossWrapper.Config) and config.to_dict()["loss_fn"] == {"clip_eps": 0.1}
     compiled = titan.fused(titan.INNER["sft"]).build(compile_config=CompileConfig(enable=True))
-    assert isinstance(compiled, ChunkedLossWrapper) and not hasattr(compiled.loss_fn.fn, "_torchdynamo_orig_callable")
+    assert isinstance(compiled, ChunkedLossWrapper) and not hasattr(
+        compiled.loss_fn.fn, "_torchdynamo_orig_callable"
+    )

@@ -7,7 +7,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import ranks
 import titan
 import torch
@@ -29,7 +28,10 @@ def start_the_server():
 def train(rank, kind):
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of ranks does
     config = titan.INNER["grpo"]
-    return [titan.trained(loss(config), ranks=2, backend="partial_dtensor", **KINDS[kind]) for loss in (titan.fused, titan.chunked)]
+    return [
+        titan.trained(loss(config), ranks=2, backend="partial_dtensor", **KINDS[kind])
+        for loss in (titan.fused, titan.chunked)
+    ]
 
 
 def test_two_ranks(tmp_path):

@@ -57,7 +57,11 @@ def test_it_has_the_head_and_makes_no_logits():
 def test_recipes():
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
-    for loss in (titan.chunked(titan.INNER["dapo"], 8), titan.INNER["dapo"], titan.fused(titan.INNER["dapo"])):
+    for loss in (
+        titan.chunked(titan.INNER["dapo"], 8),
+        titan.INNER["dapo"],
+        titan.fused(titan.INNER["dapo"]),
+    ):
         recipe = fused(PolicyTrainer.Config(loss=loss))
         assert type(recipe.loss) is FusedLoss.Config and recipe.loss.loss_fn == titan.INNER["dapo"]
     with pytest.raises(ValueError, match="recipe must have a loss of logits"):

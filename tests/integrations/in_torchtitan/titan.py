@@ -89,7 +89,9 @@ def exact(config, module, hidden, labels, inputs):
         return outcome(config.build(), wide, hidden.double(), labels, inputs, whole=True)
 
 
-def trainer(loss, *, dtype="float32", tied=True, ranks=1, tensor_parallel=1, backend="spmd_types", **training):
+def trainer(
+    loss, *, dtype="float32", tied=True, ranks=1, tensor_parallel=1, backend="spmd_types", **training
+):
     """torchtitan's trainer of RL on a model of two layers."""
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
