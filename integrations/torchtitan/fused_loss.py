@@ -17,7 +17,7 @@ _losses = contract.losses()
 logger = logging.getLogger(__name__)
 
 
-class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc, name-defined]
+class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
     """``ChunkedLossWrapper``, with ``linear_logprob`` in place of the lm_head's logits.
 
     The inner loss is called once, with an object that has the shape of the logits and knows what
@@ -26,7 +26,7 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[misc, name-defined]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_losses.ChunkedLossWrapper.Config):  # type: ignore[misc, name-defined]
+    class Config(_losses.ChunkedLossWrapper.Config):  # type: ignore[name-defined]
         """That of ``ChunkedLossWrapper``.  ``num_chunks`` is without effect: nothing is cut."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:

@@ -52,7 +52,7 @@ class ScoredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, scores: Scores, shape: tuple[int, ...], kind: Kind = "logits") -> ScoredLogits:
-        made: ScoredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ScoredLogits = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.float32, device=scores.logprobs.device,
             requires_grad=scores.logprobs.requires_grad,
         )  # fmt: skip
@@ -86,7 +86,7 @@ class ScoredLogits(torch.Tensor):
         return answer(logits, function, *args[1:], **kwargs) if name not in PRODUCTS else answer(*args)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise unknown(f"{function}", next(x for x in _flat(args) if isinstance(x, ScoredLogits)))
@@ -228,12 +228,19 @@ def _sum(logits: ScoredLogits, function: Any, dim: Any = None, keepdim: bool = F
     return values[..., None] if keepdim else values
 
 
+def _size(logits: ScoredLogits, function: Any, dim: int | None = None) -> Any:
+    return logits.shape if dim is None else logits.shape[dim]
+
+
 PRODUCTS = ("mul", "__mul__", "__rmul__", "multiply")
-ANSWERS: dict[str, Callable[..., Any]] = {
+_BY_NAME: dict[str, Callable[..., Any]] = {
     "float": _same,
     "contiguous": _same,
     "to": _to,
     "detach": _detach,
+    "dim": lambda logits, _: len(logits.shape),
+    "size": _size,
+    "numel": lambda logits, _: logits.shape.numel(),
     "reshape": _shaped,
     "view": _shaped,
     "flatten": _flatten,
@@ -243,11 +250,5 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "logsumexp": _logsumexp,
     "sum": _sum,
-} | dict.fromkeys(PRODUCTS, _product)
-# what a wrapper says of itself
-ANSWERS |= {
-    "dim": lambda logits, function: len(logits.shape),
-    "size": lambda logits, function, dim=None: logits.shape if dim is None else logits.shape[dim],
-    "numel": lambda logits, function: logits.shape.numel(),
-    "is_floating_point": lambda logits, function: True,
 }
+ANSWERS = _BY_NAME | dict.fromkeys(PRODUCTS, _product)
