@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rlkernel.calls.logprob import LogprobOutput
 from rlkernel.ops.linear_logprob import linear_logprob
 
-OWN = "torchtitan.models.common.linear.Linear"
-# what else is an lm_head there: each adds something to a linear layer, which is known here
+# what is an lm_head there beside a Linear: each adds something to it, which is known here
 CAST = "torchtitan.experiments.rl.models.cast_linear.CastLinear"
 CAPPED = "torchtitan.models.muse_glimmer.model.SoftCappedLinear"
 
