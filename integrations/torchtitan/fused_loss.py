@@ -10,7 +10,7 @@ import spmd_types as spmd
 import torch
 from torch import Tensor, nn
 
-from rlkernel.integrations.torchtitan import contract, head
+from rlkernel.integrations.torchtitan import contract, head, ranks
 from rlkernel.integrations.torchtitan.scored_logits import IGNORED, ScoredLogits, Scores
 
 _losses = contract.losses()
@@ -45,7 +45,7 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
         """Loss and metrics of hidden states ``pred`` [B, L, H], as the wrapper's."""
         if self.lm_head is None:
             raise ValueError("lm_head must be set before FusedLoss is called, got None")
-        head.refuse_parts(self.lm_head, pred)
+        ranks.check(pred, labels)
         typed = spmd.is_type_checking()
         with spmd.no_typecheck():
             scored = self._scored(labels, loss_inputs)

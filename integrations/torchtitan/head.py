@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.integrations.torchtitan import ranks
 from rlkernel.ops.linear_logprob import linear_logprob
 
 # what is an lm_head there beside a Linear: each adds something to it, which is known here
@@ -49,6 +50,7 @@ def scored(module: nn.Module, hidden: Tensor, labels: Tensor, *, return_entropy:
 
 def _score(module: Any, hidden: Tensor, labels: Tensor, return_entropy: bool) -> LogprobOutput:
     weight, bias = module.weight, module.bias
+    hidden = ranks.local(hidden)
     options: dict[str, Any] = {}
     name = _name(_home(type(module)))
     if name == CAST:
@@ -79,19 +81,3 @@ def _home(kind: type) -> type:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def refuse_parts(module: Any, hidden: Tensor) -> None:
-    """Of a vocabulary, or of hidden states, that ranks share out.
-
-    Raises:
-        ValueError: they do.
-    """
-    from torch.distributed.tensor import DTensor
-    from torchtitan.distributed.spmd_types import spmd_mesh_size
-
-    if isinstance(hidden, DTensor) or spmd_mesh_size("tp") > 1:
-        raise ValueError(
-            "the lm_head of FusedLoss must be whole on every rank, got one that tensor parallelism or "
-            f"full_dtensor shares out: {ADVICE}"
-        )

@@ -1,4 +1,5 @@
-"""Two ranks that FSDP2 spreads torchtitan's model over, its lm_head with the norm or with the embedding."""
+"""Two ranks that FSDP 2 spreads torchtitan's model over, its lm_head with the norm or with the embedding, or
+that share its layers and its vocabulary."""
 
 import functools
 import multiprocessing
@@ -12,8 +13,13 @@ import titan
 import torch
 from test_titan_trainer import check_alike
 
-KINDS = {"tied": {"tied": True}, "untied": {"tied": False}, "bf16": {"tied": False, "dtype": "bfloat16"}}
-TOLERANCE = {"tied": 2e-5, "untied": 2e-5, "bf16": 2e-2}
+FSDP = {"backend": "partial_dtensor"}
+KINDS = {
+    "tied": FSDP | {"tied": True},
+    "bf16": FSDP | {"tied": False, "dtype": "bfloat16"},
+    "tp": FSDP | {"tied": False, "tensor_parallel": 2},
+}
+TOLERANCE = {"bf16": 2e-2}
 
 
 @functools.cache
@@ -28,10 +34,7 @@ def start_the_server():
 def train(rank, kind):
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of ranks does
     config = titan.INNER["grpo"]
-    return [
-        titan.trained(loss(config), ranks=2, backend="partial_dtensor", **KINDS[kind])
-        for loss in (titan.fused, titan.chunked)
-    ]
+    return [titan.trained(loss(config), ranks=2, **KINDS[kind]) for loss in (titan.fused, titan.chunked)]
 
 
 def test_two_ranks(tmp_path):
@@ -39,5 +42,5 @@ def test_two_ranks(tmp_path):
     found = ranks.run(train, list(KINDS), tmp_path)
     for kind, of_ranks in found.items():
         for ours, stock in of_ranks:
-            check_alike(ours, stock, TOLERANCE[kind])
+            check_alike(ours, stock, TOLERANCE.get(kind, 2e-5))
         check_alike(of_ranks[0][0], of_ranks[1][0], 0.0)

@@ -4,6 +4,8 @@ import pytest
 import titan
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from rlkernel.integrations.torchtitan import FusedLoss, fused
 
@@ -66,3 +68,18 @@ def test_recipes():
         assert type(recipe.loss) is FusedLoss.Config and recipe.loss.loss_fn == titan.INNER["dapo"]
     with pytest.raises(ValueError, match="recipe must have a loss of logits"):
         fused(recipe.training if hasattr(recipe.training, "traverse") else recipe.optimizer)
+
+
+def test_tokens_or_a_vocabulary_that_are_shared_out_another_way_are_refused(monkeypatch):
+    labels, inputs = titan.batch()
+    loss = titan.fused(titan.INNER["grpo"]).build()
+    loss.set_lm_head(titan.head())
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    part = DTensor.from_local(titan.hidden_states(), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="hidden states of FusedLoss must be whole on every rank"):
+        loss(part, labels, 19, **inputs)
+    with pytest.raises(ValueError, match="labels of FusedLoss must be plain tensors"):
+        loss(titan.hidden_states(), DTensor.from_local(labels, mesh, [Shard(0)]), 19, **inputs)
+    monkeypatch.setattr("rlkernel.integrations.torchtitan.ranks.spmd_mesh_size", lambda axis: 2)
+    with pytest.raises(ValueError, match="shared out as DTensors .*partial_dtensor"):
+        loss(titan.hidden_states(), labels, 19, **inputs)
