@@ -15,28 +15,37 @@ from rlkernel.integrations._patch import PatchError
 
 
 def installed(
-    framework: str, supported: str, strict: bool, advice: str = "", module: str = "", distribution: str = ""
+    framework: str,
+    supported: str,
+    strict: bool,
+    advice: str = "",
+    module: str = "",
+    distribution: str = "",
+    *,
+    who: str = "",
 ) -> ModuleType:
     """The framework's module, of a version that has been run if ``strict``; any other is warned of.
 
-    Module and distribution are named where they are not like the framework.
+    Module and distribution are named where they are not like the framework, and ``who`` needs it, where it is
+    not ``rlkernel.patch_*()``.
 
     Raises:
         ImportError: it is not installed. PatchError: its version is another one.
     """
     name = word(framework)
+    who = who or f"rlkernel.patch_{name}()"
     try:
         found_module = importlib.import_module(module or name)
     except ImportError as error:
         wanted = f"pip install '{distribution or name}{supported}'"
-        raise ImportError(f"rlkernel.patch_{name}() needs {framework}: {wanted}") from error
+        raise ImportError(f"{who} needs {framework}: {wanted}") from error
     # OpenRLHF's module has none
     found = getattr(found_module, "__version__", None) or version(name) or "none"
     if not _has_been_run(found, supported):
         if strict:
             raise PatchError(f"the version of {name} must be {supported}, got {found}{advice}")
         warnings.warn(
-            f"rlkernel.patch_{name}() has been run with {framework} {supported}, and this is "
+            f"{who} has been run with {framework} {supported}, and this is "
             f"{found}: of what is replaced it compares names and parameters, not what they mean",
             stacklevel=5,  # of its patch, which is called by that of rlkernel
         )

@@ -71,8 +71,12 @@ def examine(name: str) -> Finding:
 
 
 def _tried(found: Finding, module: Any, warned: list[warnings.WarningMessage]) -> Finding:
-    if not hasattr(module, "patch"):  # what it registers replaces nothing
+    if found.adapter == "hf":  # what it registers replaces nothing
         return found._replace(replaced={"transformers' table of attentions": module.register_hf()})
+    if not hasattr(module, "patch"):  # its users name what it has
+        replaced = module.stands_for()
+        said = [str(x.message) for x in warned]
+        return found._replace(replaced=replaced, warned=[x for x in said if x.startswith(module.__name__)])
     name = f"rlkernel.patch_{found.adapter}"
     # a second call would have to agree with the options of one that is on
     if (active := _patch.in_place(name)) is not None:

@@ -54,6 +54,7 @@ OPTIONAL = {
     "swift": "ms-swift",
     "axolotl": "axolotl",
     "llamafactory": "llamafactory",
+    "torchtitan": "torchtitan",
     "rich": "rich",
     "matplotlib": "matplotlib",
 }

@@ -1,11 +1,12 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
-SkyRL, OpenRLHF, AReaL and axolotl want flash-attn, vLLM or a GPU, LLaMA-Factory earlier versions of what is
-here, and their Python files do without.  pip takes the wheel of the version that requirements/constraints.txt
-pins, the files below are unpacked as they are, and the wheel is deleted.  They lie outside of site-packages,
-so that TRL and transformers do not take them for installed.  Earlier versions of TRL lie beside them, whole,
-each in a folder of its own, and so does ms-swift, whose tests run it with the TRL that it is made for.
+SkyRL, OpenRLHF, AReaL, axolotl and torchtitan want flash-attn, vLLM or a GPU, LLaMA-Factory earlier versions
+of what is here, and their Python files do without.  pip takes the wheel of the version that
+requirements/constraints.txt pins, the files below are unpacked as they are, and the wheel is deleted.  They
+lie outside of site-packages, so that TRL and transformers do not take them for installed.  Earlier versions
+of TRL lie beside them, whole, each in a folder of its own, and so does ms-swift, whose tests run it with the
+TRL that it is made for.
 """
 
 import contextlib
@@ -51,6 +52,15 @@ FILES = {
     "axolotl": ("axolotl/",),
     "addict": ("addict/",),  # of which axolotl's configurations are made
     "llamafactory": ("llamafactory/",),
+    "torchtitan": ("torchtitan/",),
+    # what torchtitan imports
+    "docstring_parser": ("docstring_parser/",),
+    "shtab": ("shtab/",),
+    "spmd_types": ("spmd_types/",),
+    "torch_checkpointing": ("torch_checkpointing/",),
+    "torchdata": ("torchdata/",),
+    "typeguard": ("typeguard/",),
+    "tyro": ("tyro/",),
 }
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")

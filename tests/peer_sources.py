@@ -1,6 +1,6 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL, OpenRLHF, AReaL, axolotl and LLaMA-Factory are on PyPI: ``make`` fetches their files
+SkyRL, OpenRLHF, AReaL, axolotl, LLaMA-Factory and torchtitan are on PyPI: ``make`` fetches their files
 (tests/fetch_peers.py).  The others are on GitHub alone.  A test of theirs runs where the folder
 ``$RLKERNEL_PEERS`` holds a checkout of the commit below under the name given here, and is skipped where it
 does not:
@@ -64,7 +64,10 @@ CHECKOUTS = {
         {"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70"},
     ),
 }
-WHEELS = ("addict", "areal", "axolotl", "llamafactory", "skyrl", "openrlhf", "vllm")
+WHEELS = (
+    "addict", "areal", "axolotl", "llamafactory", "openrlhf", "skyrl", "torchtitan", "vllm",
+    "docstring_parser", "shtab", "spmd_types", "torch_checkpointing", "torchdata", "typeguard", "tyro",
+)  # fmt: skip
 
 
 def load(peer: str, path: str, *names: str, **given: Any) -> types.SimpleNamespace:

@@ -42,6 +42,13 @@ def torch_without(part: str) -> bool:
     return torch.version.cuda is None if part == "cuda" else not torch.distributed.is_available()
 
 
+def old_torch() -> bool:
+    """Older than the first in which torchtitan can be imported."""
+    from torch.distributed import fsdp
+
+    return not hasattr(fsdp, "DataParallelMeshDims")
+
+
 def old_triton() -> bool:
     """torch itself asks for a Triton that cannot interpret these kernels; any other old one is an error."""
     asked = [r for r in importlib.metadata.requires("torch") or () if re.match(r"triton\b(?!-)", r)]
@@ -105,7 +112,8 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"this tree was not built in place|(this tree is )?not a git checkout", always),
     (r"needs torch.distributed", lambda: torch_without("distributed")),
     (r"(tomllib|the site's theme|SkyRL) needs Python 3.11", lambda: sys.version_info < (3, 11)),
-    (r"LLaMA-Factory needs Python 3.11", lambda: sys.version_info < (3, 11)),
+    (r"(LLaMA-Factory|torchtitan) needs Python 3.11", lambda: sys.version_info < (3, 11)),
+    (r"torchtitan needs a later torch", old_torch),
     (r"AReaL needs Python 3.11 or 3.12", lambda: not (3, 11) <= sys.version_info < (3, 13)),
     (
         r"(hypothesis|Triton|basedpyright) is not installed|vLLM|\S+: make fetches it|"
@@ -114,7 +122,7 @@ RULES: tuple[tuple[str, Callable[[], bool]], ...] = (
     ),
     (r"needs Megatron-Core", lambda: sys.version_info >= (3, 14)),
     (
-        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|SWIFT|axolotl|Ray)\b"
+        r"(needs )?(TRL|PEFT|DeepSpeed|transformers|Liger|verl|OpenRLHF|SWIFT|axolotl|torchtitan|Ray)\b"
         r"|could not import ",
         another_python,
     ),

@@ -152,7 +152,7 @@ def test_a_framework_whose_distribution_has_another_name(tmp_path, monkeypatch):
 def test_importing_it_imports_no_framework():
     named = {
         "trl", "vllm", "sglang", "deepspeed", "transformers", "verl", "skyrl", "areal", "axolotl", "megatron",
-        "swift",
+        "swift", "torchtitan",
     }  # fmt: skip
     code = f"import sys, rlkernel.doctor; print(sorted({named} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -124,6 +124,7 @@ def test_what_cannot_run_is_said_at_once(words, said):
         ("sglang_sampler.py", "sglang"),
         ("skyrl_step.py", "skyrl"),
         ("swift_step.py", "ms-swift trl"),
+        ("torchtitan_step.py", "torchtitan"),
         ("verl_step.py", "verl"),
         ("vllm_attention.py", "vllm"),
         ("vllm_rollout.py", "vllm"),
@@ -136,7 +137,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
     """In one line, before anything is computed, by every recipe that needs more than torch."""
     frameworks = (
         "areal", "datasets", "deepspeed", "llamafactory", "megatron", "openrlhf", "peft", "sglang", "skyrl",
-        "swift",
+        "swift", "torchtitan",
         "transformers", "trl", "verl", "vllm",
     )  # fmt: skip
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
@@ -166,6 +167,7 @@ def test_a_framework_that_is_missing_is_named(words, missing, monkeypatch, tmp_p
         ("skyrl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("verl_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("swift_step.py --steps 0", "--steps must be 1 or more, got 0"),
+        ("torchtitan_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("openrlhf_step.py --steps 0", "--steps must be 1 or more, got 0"),
         ("ppo_update.py --updates 0", "--updates must be 1 or more, got 0"),
         ("routing_replay.py --top-k 0", "--top-k must be 1 or more, got 0"),

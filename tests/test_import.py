@@ -30,6 +30,7 @@ OPTIONAL = (
     "swift",
     "axolotl",
     "llamafactory",
+    "torchtitan",
     "megatron",
 )
 OPTIONAL += ("rich", "matplotlib", "pandas", "pytest", "ninja", "pybind11")

@@ -29,6 +29,13 @@ def llamafactory_step(stored: Stored) -> str:
     return _step(stored, what, ways, of_them=", half of them the prompt")
 
 
+def torchtitan_step(stored: Stored) -> str:
+    """Of ``examples/torchtitan_step.py``: a step with a loss of torchtitan."""
+    what = "A step of GRPO of torchtitan's Qwen 3"
+    ways = {"stock": "`ChunkedLossWrapper`", "fused": "`FusedLoss`"}
+    return _step(stored, what, ways, of_them=", half of them the prompt")
+
+
 def megatron_step(stored: Stored) -> str:
     """Of ``examples/megatron_step.py``: a step of a model of Megatron-Core."""
     what = "A step of GRPO of a `GPTModel` that is given labels, with `cross_entropy_loss_fusion`"

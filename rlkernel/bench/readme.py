@@ -61,6 +61,7 @@ MADE = {
     "grpo_earlier_trl": _of_an_example("grpo_earlier_trl", trainer_step.markdown),
     "deepspeed_step": _of_an_example("deepspeed_step", example_tables.deepspeed_step),
     "llamafactory_step": _of_an_example("llamafactory_step", example_tables.llamafactory_step),
+    "torchtitan_step": _of_an_example("torchtitan_step", example_tables.torchtitan_step),
     "megatron_step": _of_an_example("megatron_step", example_tables.megatron_step),
     "openrlhf_step": _of_an_example("openrlhf_step", example_tables.openrlhf_step),
     "sglang_sampler": _of_an_example("sglang_sampler", example_tables.sglang_sampler),

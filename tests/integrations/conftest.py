@@ -18,7 +18,8 @@ collect_ignore = [
     "in_earlier_trl",  # test_trl_earlier.py does, under several versions of TRL
     "in_axolotl",
     "in_llamafactory",
-    "in_swift",  # with another TRL, too: test_axolotl.py, test_llamafactory.py and test_swift.py run them
+    "in_swift",
+    "in_torchtitan",  # and the test of each name does
 ]
 
 

@@ -1,0 +1,1 @@
+"""Of TorchStore nothing is called: no generator pulls weights here."""

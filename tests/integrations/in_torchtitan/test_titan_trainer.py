@@ -1,0 +1,85 @@
+"""torchtitan's trainer of RL, of which FusedLoss is the loss: all that it tells, and its weights."""
+
+import pytest
+import titan
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rlkernel.integrations.torchtitan import FusedLoss, fused
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone(tmp_path_factory):
+    """One rank, as torchtitan's launcher makes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        store = tmp_path_factory.mktemp("ranks") / "store"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def check_alike(found, want, tolerance):
+    """What two trainings told, and their weights."""
+    (told, weights), (told_of_stock, weights_of_stock) = found, want
+    for ours, theirs in zip(told, told_of_stock, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+    assert weights.keys() == weights_of_stock.keys()
+    for name, weight in weights_of_stock.items():
+        torch.testing.assert_close(weights[name], weight, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("inner", ["grpo", "dapo"])
+def test_a_training(inner, tied):
+    config = titan.INNER[inner]
+    ours = titan.trained(titan.fused(config), tied=tied)
+    check_alike(ours, titan.trained(titan.chunked(config), tied=tied), 2e-5)
+    check_alike(ours, titan.trained(config, tied=tied), 2e-5)
+    assert any(round_of["loss/ratio_clipped_frac"] > 0 for round_of in ours[0] if "loss/mean" in round_of)
+
+
+def test_a_training_in_bf16():
+    """The logits are rounded to bf16 by stock alone, and the rest of the model is by both."""
+    config = titan.INNER["grpo"]
+    ours = titan.trained(titan.fused(config), dtype="bfloat16")
+    check_alike(ours, titan.trained(titan.chunked(config), dtype="bfloat16"), 2e-2)
+
+
+def test_it_has_the_head_and_makes_no_logits():
+    actor = titan.trainer(titan.fused(titan.INNER["grpo"]))
+    assert isinstance(actor.loss_fn, FusedLoss) and actor.loss_fn.lm_head is actor.model.lm_head
+    assert actor.model._skip_lm_head
+
+
+def test_recipes():
+    from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+
+    for loss in (
+        titan.chunked(titan.INNER["dapo"], 8),
+        titan.INNER["dapo"],
+        titan.fused(titan.INNER["dapo"]),
+    ):
+        recipe = fused(PolicyTrainer.Config(loss=loss))
+        assert type(recipe.loss) is FusedLoss.Config and recipe.loss.loss_fn == titan.INNER["dapo"]
+    with pytest.raises(ValueError, match="recipe must have a loss of logits"):
+        fused(recipe.training if hasattr(recipe.training, "traverse") else recipe.optimizer)
+
+
+def test_tokens_or_a_vocabulary_that_are_shared_out_another_way_are_refused(monkeypatch):
+    labels, inputs = titan.batch()
+    loss = titan.fused(titan.INNER["grpo"]).build()
+    loss.set_lm_head(titan.head())
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    part = DTensor.from_local(titan.hidden_states(), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="hidden states of FusedLoss must be whole on every rank"):
+        loss(part, labels, 19, **inputs)
+    with pytest.raises(ValueError, match="labels of FusedLoss must be plain tensors"):
+        loss(titan.hidden_states(), DTensor.from_local(labels, mesh, [Shard(0)]), 19, **inputs)
+    monkeypatch.setattr("rlkernel.integrations.torchtitan.ranks.spmd_mesh_size", lambda axis: 2)
+    with pytest.raises(ValueError, match="shared out as DTensors .*partial_dtensor"):
+        loss(titan.hidden_states(), labels, 19, **inputs)
