@@ -12,7 +12,7 @@ def ask(llm, prompts, kinds):
 
 
 def test_200_requests_of_all_kinds(llm, patch):
-    """Greedy requests are vLLM's own to the last rank; of the others vLLM scores what was drawn."""
+    """Greedy requests are vLLM's own, whose bits follow the batch; of the others it scores what was drawn."""
     prompts, kinds = engines.prompts(200, shortest=3, longest=60), engines.mixed(200, seeded=True)
     got = ask(llm, prompts, kinds)
     assert not patch.fallbacks and patch.calls["Sampler.forward"] > 20
@@ -24,7 +24,7 @@ def test_200_requests_of_all_kinds(llm, patch):
         for i, want in zip(greedy, alone, strict=True):
             (mine,), (theirs,) = got[i].outputs, want.outputs
             assert mine.token_ids == theirs.token_ids and mine.finish_reason == theirs.finish_reason
-            same_logprobs(mine.logprobs, theirs.logprobs)
+            same_logprobs(mine.logprobs, theirs.logprobs, slack=2)
         scored_by_vllm(llm, prompts, kinds, got)
     finally:
         patch.apply()
@@ -179,7 +179,7 @@ def test_custom_logits_processors(model, patch):
         patch.apply()
     for i, other in zip(greedy, want, strict=True):
         assert got[i].outputs[0].token_ids == other.outputs[0].token_ids
-        same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs)
+        same_logprobs(got[i].outputs[0].logprobs, other.outputs[0].logprobs, slack=2)
     (one,) = ask(llm, prompts[:1], [SamplingParams(temperature=0.5, seed=0, max_tokens=40, logprobs=-1)])
     for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True):
         left = [entry.logprob for id, entry in step.items() if id not in BANNED]
