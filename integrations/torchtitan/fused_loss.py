@@ -9,6 +9,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import Tensor, nn
+from torchtitan.distributed.utils import is_in_batch_invariant_mode
 
 from rlkernel.integrations.torchtitan import contract, head, ranks
 from rlkernel.integrations.torchtitan.scored_logits import IGNORED, ScoredLogits, Scores
@@ -38,6 +39,11 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         super().set_lm_head(head.checked(lm_head))
+        if is_in_batch_invariant_mode():
+            logger.warning(
+                "debug.batch_invariant is on: FusedLoss's log-probabilities are not the bits of the generator's, "
+                "which vLLM makes of logits; ChunkedLossWrapper's are"
+            )
 
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Any = None, **loss_inputs: Any
@@ -52,7 +58,8 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
             found = head.scored(self.lm_head, pred, scored, return_entropy=self._has_entropy())
             scores = Scores(labels, found.logprobs, found.lse, found.entropy)
             logits = ScoredLogits(scores, (*labels.shape, self.lm_head.out_features))
-            loss, metrics = self.loss_fn(logits, labels, global_valid_tokens, **loss_inputs)
+            with ranks.unshared():
+                loss, metrics = self.loss_fn(logits, labels, global_valid_tokens, **loss_inputs)
             if typed:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics

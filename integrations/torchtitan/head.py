@@ -50,14 +50,13 @@ def scored(module: nn.Module, hidden: Tensor, labels: Tensor, *, return_entropy:
 
 def _score(module: Any, hidden: Tensor, labels: Tensor, return_entropy: bool) -> LogprobOutput:
     weight, bias = module.weight, module.bias
-    hidden = ranks.local(hidden)
-    options: dict[str, Any] = {}
+    hidden, options = ranks.local(module, hidden)
     name = _name(_home(type(module)))
     if name == CAST:
         hidden, weight = hidden.to(module.compute_dtype), weight.to(module.compute_dtype)
         bias = None if bias is None else bias.to(module.compute_dtype)
     elif name == CAPPED:
-        options = {"logit_scale": module.output_multiplier, "softcap": module.output_soft_cap_temp}
+        options |= {"logit_scale": module.output_multiplier, "softcap": module.output_soft_cap_temp}
     return linear_logprob(hidden, weight, labels, bias=bias, return_entropy=return_entropy, **options)
 
 

@@ -1,5 +1,12 @@
 """torchtitan's trainer of RL, of which FusedLoss is the loss: all that it tells, and its weights."""
 
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import titan
 import torch
@@ -70,7 +77,34 @@ def test_recipes():
         fused(recipe.training if hasattr(recipe.training, "traverse") else recipe.optimizer)
 
 
-def test_tokens_or_a_vocabulary_that_are_shared_out_another_way_are_refused(monkeypatch):
+def test_every_recipe_of_its_own():
+    """In a process of its own, which has no vLLM, no Monarch and no stand-ins for them."""
+    here = Path(__file__).parent
+    paths = [x for x in os.environ["PYTHONPATH"].split(os.pathsep) if Path(x) != here / "stand_ins"]
+    done = subprocess.run(
+        [sys.executable, here / "its_recipes.py"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 5, found
+    for name, losses in found.items():
+        ours = "rlkernel.integrations.torchtitan.fused_loss.FusedLoss.Config"
+        assert losses == ["ChunkedLossWrapper.Config", ours], name
+
+
+def test_a_batch_invariant_recipe_is_told_of_bits(monkeypatch, caplog):
+    monkeypatch.setattr(
+        "rlkernel.integrations.torchtitan.fused_loss.is_in_batch_invariant_mode", lambda: True
+    )
+    logger = logging.getLogger("rlkernel.integrations.torchtitan.fused_loss")
+    monkeypatch.setattr(logger, "disabled", False)
+    with caplog.at_level(logging.WARNING, logger.name):
+        titan.fused(titan.INNER["grpo"]).build().set_lm_head(titan.head())
+    assert "not the bits of the generator's" in caplog.text
+
+
+def test_tokens_that_are_shared_out_are_refused():
     labels, inputs = titan.batch()
     loss = titan.fused(titan.INNER["grpo"]).build()
     loss.set_lm_head(titan.head())
@@ -80,6 +114,3 @@ def test_tokens_or_a_vocabulary_that_are_shared_out_another_way_are_refused(monk
         loss(part, labels, 19, **inputs)
     with pytest.raises(ValueError, match="labels of FusedLoss must be plain tensors"):
         loss(titan.hidden_states(), DTensor.from_local(labels, mesh, [Shard(0)]), 19, **inputs)
-    monkeypatch.setattr("rlkernel.integrations.torchtitan.ranks.spmd_mesh_size", lambda axis: 2)
-    with pytest.raises(ValueError, match="shared out as DTensors .*partial_dtensor"):
-        loss(titan.hidden_states(), labels, 19, **inputs)
