@@ -41,8 +41,8 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
         super().set_lm_head(head.checked(lm_head))
         if is_in_batch_invariant_mode():
             logger.warning(
-                "debug.batch_invariant is on: FusedLoss's log-probabilities are not the bits of the generator's, "
-                "which vLLM makes of logits; ChunkedLossWrapper's are"
+                "debug.batch_invariant is on: FusedLoss's log-probabilities are not the bits of the "
+                "generator's, which vLLM makes of logits; ChunkedLossWrapper's are"
             )
 
     def __call__(

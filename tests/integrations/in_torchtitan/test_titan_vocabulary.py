@@ -1,4 +1,4 @@
-"""Two ranks with parts of an lm_head that are plain tensors, as torchtitan's backend ``spmd_types`` has them."""
+"""Two ranks with parts of an lm_head that are plain tensors, as the backend ``spmd_types`` has them."""
 
 import pytest
 import ranks
