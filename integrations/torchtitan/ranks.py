@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import (
     current_spmd_mesh,
@@ -31,7 +31,7 @@ def check(hidden: Tensor, labels: Tensor) -> None:
         )
 
 
-def local(module: nn.Module, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def local(module: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """The hidden states as a plain tensor, and which part of the vocabulary the lm_head has here.
 
     Every rank of ``linear_logprob`` gets the whole gradient of the hidden states.
@@ -66,5 +66,5 @@ class _Shared(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.count, None
