@@ -268,3 +268,9 @@ def test_any_order_of_real_patches(frameworks, order):
     assert bool(changed) == bool(active)
     assert {*rlkernel.unpatch_all()} == {f"rlkernel.patch_{name}" for name in active}
     assert same(before, state())
+
+
+@pytest.mark.parametrize("module", ["rlkernel.doctor", "rlkernel.info", "rlkernel.bench"])
+def test_a_python_that_drops_docstrings(module):
+    run = subprocess.run([sys.executable, "-OO", "-m", module, "--help"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.startswith("usage: "), run.stderr
