@@ -111,7 +111,9 @@ def _told(error: BaseException | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m rlkernel.doctor", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m rlkernel.doctor", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(adapters())}; all of them")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     asked = parser.parse_args(arguments)
