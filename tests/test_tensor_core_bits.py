@@ -174,6 +174,34 @@ def test_what_a_descriptor_cannot_copy_is_loaded_by_pointers(case, launched):
     assert launched[1:] == ["_by_pointers"]
 
 
+@pytest.mark.parametrize("across", [(True, False), (False, True), (True, True)], ids=str)
+def test_a_step_along_k_that_is_too_long_to_count(across, monkeypatch):
+    """Of 2^31 elements in truth: more than a test has memory for."""
+    a, b = probe(24, 200, 5, torch.bfloat16), probe(200, 40, 6, torch.bfloat16)
+    strided = [layout(x, turned) for x, turned in zip((a, b), (across[0], not across[1]), strict=True)]
+    launched, plain = [], triton_matmul.matmul_kernel
+
+    class Launches(dict):
+        def __missing__(self, grid):
+            return lambda *args, **options: (
+                launched.append((args[3], args[6])) or plain[grid](*args, **options)
+            )
+
+    monkeypatch.setattr(triton_matmul, "matmul_kernel", Launches())
+    with on("sm_80"):
+        want = rlkernel.matmul(*strided)
+        assert max(launched[0]) > 1, "one of them has steps"
+        monkeypatch.setattr(triton_matmul, "REACH", 64 * 24)
+        assert_equal("product", rlkernel.matmul(*strided), want)
+    assert launched[1] == (1, 1)
+    far = torch.empty_strided((1, 4, 65), (0, 1, 2**25), dtype=torch.bfloat16, device="meta")
+    monkeypatch.undo()
+    assert triton_matmul._within_reach(far, 2, 64).stride(2) == 1
+    assert triton_matmul._within_reach(far[..., :64], 2, 64).stride(2) == 2**25, (
+        "one step, which is the first"
+    )
+
+
 @pytest.mark.parametrize("generation", [0, 7, 8, 11, 12])
 def test_other_gpus_load_by_pointers(generation, launched, monkeypatch):
     monkeypatch.setattr(triton_matmul, "generation", lambda: generation)

@@ -37,6 +37,7 @@ TILES = {
 }
 SLOW = Tile(32, 32, 4, 2)  # of operands whose elements are loaded or converted one by one
 STEP = {16: 64, 32: 32}  # of K, in elements
+REACH = 2**31  # in which the kernel counts the elements of a step
 VECTOR = 16
 # For descriptors, by the GPU's generation, Hopper or Blackwell, and the bytes of an element of the output: on
 # its way to memory a tile passes through shared memory, beside the stages. Of fewer rows the one above.
@@ -74,6 +75,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = Non
 def _by_pointers(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, wide: bool) -> None:
     (batch, rows, inner), columns = a.shape, b.shape[2]
     bits = 32 if wide else 16
+    a, b = _within_reach(a, 2, STEP[bits]), _within_reach(b, 1, STEP[bits])
     dense_rows, dense_columns = _dense(a, 1), _dense(b, 2)
     fast = (dense_rows or _dense(a, 2)) and (dense_columns or _dense(b, 1)) and a.dtype == b.dtype
     tile = next(tile for most, tile in TILES[bits] if most is None or rows <= most) if fast else SLOW
@@ -90,6 +92,13 @@ def _by_pointers(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, wide: b
         BM=tile.rows, BN=tile.columns, BK=STEP[bits], VECTOR=VECTOR, GROUP=GROUP,
         num_warps=tile.warps, num_stages=stages, **instruction,
     )  # fmt: skip
+
+
+def _within_reach(x: Tensor, dim: int, step: int) -> Tensor:
+    """``x``, or a copy of it with K dense where a step along K, ``dim``, is too long for the kernel."""
+    if x.shape[dim] <= step or step * x.stride(dim) < REACH:
+        return x
+    return x.movedim(dim, -1).contiguous().movedim(-1, dim)
 
 
 def _by_descriptors(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
