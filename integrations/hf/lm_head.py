@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from rlkernel.integrations._forward import forward_replaced
 from rlkernel.integrations._replacing import NARROW
 from rlkernel.integrations.hf.models import causal_lm, family, is_sharded
 from rlkernel.ops.linear_logprob import linear_logprob, linear_logprob_statistics
@@ -62,7 +63,6 @@ class LmHead:
         """Inside, a call of the module scores ``labels`` by ``rows(hidden)``; a call of the model is to make
         one, with hidden states of ``shape``.  Other threads get logits, as one of axolotl that generates."""
         module, self._scores = self.module, None
-        before = vars(module).get("forward")
         usual, here = module.forward, threading.get_ident()
 
         def forward(hidden: Tensor) -> Tensor:
@@ -83,14 +83,8 @@ class LmHead:
             self._entries = 1 if self._is_checked() else module.weight.shape[0]
             return self._left((probe + link)[None, :, None].repeat(1, 1, self._entries))
 
-        module.forward = forward
-        try:
+        with forward_replaced(module, forward):
             yield
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
 
     def _entered(self, hidden: Tensor) -> Tensor:
         return hidden

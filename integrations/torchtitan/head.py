@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlkernel.calls.logprob import LogprobOutput
+from rlkernel.integrations._forward import forward_replaced
 from rlkernel.integrations.torchtitan import ranks
 from rlkernel.ops.linear_logprob import linear_logprob
 
@@ -44,7 +43,7 @@ def scored(module: nn.Module, hidden: Tensor, labels: Tensor, *, return_entropy:
     def forward(entered: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(_score(module, entered, labels, return_entropy))
 
-    with _in_place_of_its_own(module, forward):
+    with forward_replaced(module, forward):
         return LogprobOutput(*module(hidden))
 
 
@@ -58,19 +57,6 @@ def _score(module: Any, hidden: Tensor, labels: Tensor, return_entropy: bool) ->
     elif name == CAPPED:
         options |= {"logit_scale": module.output_multiplier, "softcap": module.output_soft_cap_temp}
     return linear_logprob(hidden, weight, labels, bias=bias, return_entropy=return_entropy, **options)
-
-
-@contextlib.contextmanager
-def _in_place_of_its_own(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def _home(kind: type) -> type:

@@ -1,17 +1,14 @@
 """axolotl's plugin and rlkernel.patch_axolotl() under the TRL that it pins: the tests of in_axolotl/."""
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import peer_sources
 import pytest
 from fetch_peers import version
+from own_process import ROOT, check_folder
 
 FOLDER = Path(__file__).parent / "in_axolotl"
-ROOT = Path(__file__).parents[2]
 
 for name in ("transformers", "peft", "datasets", "accelerate"):
     pytest.importorskip(name, reason="needs axolotl's dependencies")
@@ -32,12 +29,4 @@ def environment(parent):
 
 
 def test_under_axolotl(tmp_path):
-    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}", f"--basetemp={tmp_path / 'tests'}"]
-    command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
-    done = subprocess.run(
-        command, env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
-    print(done.stdout[-8000:], done.stderr[-2000:])
-    assert done.returncode == 0
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 30 and "skipped" not in done.stdout
+    check_folder(FOLDER, environment(tmp_path), tmp_path, more_than=30)

@@ -3,8 +3,6 @@ which an earlier TRL comes first, and what its command starts."""
 
 import json
 import os
-import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +11,7 @@ import peer_sources
 import pytest
 import tiny
 from fetch_peers import LLAMAFACTORY_TRL
+from own_process import ROOT, check_folder, run
 
 from rlkernel.integrations.llamafactory import install, switch
 
@@ -20,7 +19,6 @@ if sys.version_info < (3, 11):
     pytest.skip("LLaMA-Factory needs Python 3.11", allow_module_level=True)
 
 FOLDER = Path(__file__).parent / "in_llamafactory"
-ROOT = Path(__file__).parents[2]
 STAND_INS = {  # of sound, and of loaders that are saved with a run: no test has either
     "torchaudio/__init__.py": "",
     "torchdata/__init__.py": "",
@@ -48,20 +46,8 @@ def environment(tmp_path_factory):
     }
 
 
-def run(command, environment, folder=ROOT):
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=900
-    )
-    print(done.stdout[-8000:], done.stderr[-4000:])
-    return done
-
-
 def test_under_llamafactory(environment, tmp_path):
-    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}", f"--basetemp={tmp_path / 'tests'}"]
-    done = run(["-m", "pytest", *options, str(FOLDER)], environment)
-    assert done.returncode == 0
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 20 and "skipped" not in done.stdout
+    check_folder(FOLDER, environment, tmp_path, more_than=20)
 
 
 TOLD = """

@@ -1,14 +1,13 @@
 """FusedLoss under the real torchtitan: the tests of in_torchtitan/, in a process that has its files."""
 
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import peer_sources
 import pytest
 from fetch_peers import version
+from own_process import ROOT, check_folder, run
 from torch.distributed import fsdp
 
 if sys.version_info < (3, 11):
@@ -19,7 +18,6 @@ for name in ("datasets", "transformers"):
     pytest.importorskip(name, reason="needs torchtitan's dependencies")
 
 FOLDER = Path(__file__).parent / "in_torchtitan"
-ROOT = Path(__file__).parents[2]
 OF_ITS = ("docstring_parser", "shtab", "spmd_types", "torch_checkpointing", "torchdata", "typeguard", "tyro")
 
 
@@ -38,20 +36,8 @@ def environment(tmp_path_factory):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
 
 
-def run(command, environment):
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
-    print(done.stdout[-8000:], done.stderr[-2000:])
-    return done
-
-
 def test_under_torchtitan(environment, tmp_path):
-    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}", f"--basetemp={tmp_path / 'tests'}"]
-    done = run(["-m", "pytest", *options, str(FOLDER)], environment)
-    assert done.returncode == 0
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 60 and "skipped" not in done.stdout
+    check_folder(FOLDER, environment, tmp_path, more_than=60)
 
 
 def test_the_doctor(environment):

@@ -174,7 +174,10 @@ def test_other_versions(package, known, monkeypatch):
 def test_an_axolotl_that_has_not_been_run(monkeypatch):
     monkeypatch.setattr(axolotl, "__version__", "0.21.0")
     with pytest.warns(UserWarning, match="has been run with axolotl >=0.19,<0.20, and this is 0.21.0"):
-        rlkernel.patch_axolotl(strict=False).undo()
+        patch = rlkernel.patch_axolotl(strict=False)
+    assert patch.active and patch.replaced
+    patch.undo()
+    assert not patch.active
 
 
 def test_doctor_knows_it():

@@ -2,4 +2,4 @@
 
 
 def parallel(*_, **__):
-    raise NotImplementedError
+    raise AssertionError("no test here fills a data set in several processes")

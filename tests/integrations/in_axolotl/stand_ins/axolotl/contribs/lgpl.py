@@ -2,4 +2,4 @@
 
 
 def fix_untrained_tokens(*_, **__):
-    raise NotImplementedError
+    raise AssertionError("no model of these tests has tokens that were never trained")
