@@ -33,8 +33,6 @@ ALU = {
 _TENSOR = re.compile(r"(?:HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|DMMA|OMMA|UTC\w*MMA)$")
 # Copies that pass no registers: cp.async, tiles of tensors and bulks by the copy unit.
 _COPY = re.compile(r"(?:LDGSTS|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|UBLKRED)$")
-_CONSTANT = re.compile(r" UR(\d+), 0x([0-9a-f]+)")
-_DESCRIBED = re.compile(r"idesc\[UR(\d+)\]")
 _SHAPE = {"16816": (16, 8, 16), "1688": (16, 8, 8), "16832": (16, 8, 32), "884": (8, 8, 4)}
 
 
