@@ -1,6 +1,7 @@
 """The files of peers that a test runs and nobody installs: ``python tests/fetch_peers.py DIRECTORY``.
 
 vLLM's wheel is 340 MB of GPU binaries that a CPU cannot run, and some twenty Python files say how it samples;
+FlashInfer's is 100 MB of what compiles them, and its Python calls them;
 SkyRL, OpenRLHF, AReaL, axolotl and torchtitan want flash-attn, vLLM or a GPU, LLaMA-Factory earlier versions
 of what is here, and their Python files do without.  pip takes the wheel of the version that
 requirements/constraints.txt pins, the files below are unpacked as they are, and the wheel is deleted.  They
@@ -53,6 +54,29 @@ FILES = {
     "addict": ("addict/",),  # of which axolotl's configurations are made
     "llamafactory": ("llamafactory/",),
     "torchtitan": ("torchtitan/",),
+    # above its kernels: what plans and checks
+    "flashinfer-python": (
+        *(
+            f"flashinfer/{name}.py"
+            for name in (
+                "__init__",
+                "_build_meta",
+                "api_logging",
+                "artifacts",
+                "cascade",
+                "compilation_context",
+                "fi_trace",
+                "page",
+                "prefill",
+                "sampling",
+                "tllm_enums",
+                "topk",
+                "utils",
+                "version",
+            )
+        ),
+        *(f"flashinfer/{name}/" for name in ("cudnn", "cutile", "jit", "quantization", "trace")),
+    ),
     # what torchtitan imports
     "docstring_parser": ("docstring_parser/",),
     "shtab": ("shtab/",),
@@ -62,6 +86,7 @@ FILES = {
     "typeguard": ("typeguard/",),
     "tyro": ("tyro/",),
 }
+ASIDE = {"flashinfer-python"}  # nobody who has the folder on the path of modules may find it
 # those after which what patch_trl() calls looks otherwise; 1.9.2 is of the series that axolotl pins
 EARLIER_TRL = ("1.0.0", "1.4.0", "1.9.2", "1.12.0", "1.14.2")
 SWIFTS_TRL = "0.29.1"  # the last before 1.0, which ms-swift asks for
@@ -85,7 +110,7 @@ def fetch(peer: str, target: Path) -> None:
         for member in archive.infolist():
             name = re.sub(r"^[^/]*\.data/purelib/", "", member.filename)
             if name.startswith(FILES[peer]) and name.endswith((".py", ".yaml", ".jinja")):
-                path = target / name
+                path = target / peer / name if peer in ASIDE else target / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(archive.read(member))
     marker.write_text(wanted)

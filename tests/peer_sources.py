@@ -1,7 +1,7 @@
 """Functions of peers that cannot be installed beside each other, taken by name out of their own files.
 
-SkyRL, OpenRLHF, AReaL, axolotl, LLaMA-Factory and torchtitan are on PyPI: ``make`` fetches their files
-(tests/fetch_peers.py).  The others are on GitHub alone.  A test of theirs runs where the folder
+SkyRL, OpenRLHF, AReaL, axolotl, LLaMA-Factory, torchtitan and FlashInfer are on PyPI: ``make`` fetches their
+files (tests/fetch_peers.py).  The others are on GitHub alone.  A test of theirs runs where the folder
 ``$RLKERNEL_PEERS`` holds a checkout of the commit below under the name given here, and is skipped where it
 does not:
 
@@ -65,7 +65,8 @@ CHECKOUTS = {
     ),
 }
 WHEELS = (
-    "addict", "areal", "axolotl", "llamafactory", "openrlhf", "skyrl", "torchtitan", "vllm",
+    "addict", "areal", "axolotl", "flashinfer-python", "llamafactory", "openrlhf", "skyrl", "torchtitan",
+    "vllm",
     "docstring_parser", "shtab", "spmd_types", "torch_checkpointing", "torchdata", "typeguard", "tyro",
 )  # fmt: skip
 
