@@ -221,17 +221,19 @@ def _flashinfer() -> Call:
         if inputs["logits"].device.type == "cpu":
             raise NotImplementedError("its kernels are CUDA")
         top_k, top_p, min_p = _filters(case)
-        logits = inputs["logits"].float() / case.options["temperature"]
-        if top_k is not None and top_p is not None:
-            token = sampling.top_k_top_p_sampling_from_logits(logits, top_k, top_p)
-        elif top_k is not None:
-            token = sampling.top_k_sampling_from_probs(logits.softmax(-1), top_k)
-        elif top_p is not None:
-            token = sampling.top_p_sampling_from_probs(logits.softmax(-1), top_p)
-        elif min_p is not None:
-            token = sampling.min_p_sampling_from_probs(logits.softmax(-1), min_p)
+        logits, temperature = inputs["logits"], case.options["temperature"]
+        if (top_k is None) == (top_p is None) and min_p is None:
+            scaled = logits.float() / temperature
+            both = sampling.top_k_top_p_sampling_from_logits
+            token = sampling.sampling_from_logits(scaled) if top_k is None else both(scaled, top_k, top_p)
         else:
-            token = sampling.sampling_from_logits(logits)
+            probs = sampling.softmax(logits, temperature)  # in one pass, which torch's is not
+            if top_k is not None:
+                token = sampling.top_k_sampling_from_probs(probs, top_k)
+            elif top_p is not None:
+                token = sampling.top_p_sampling_from_probs(probs, top_p)
+            else:
+                token = sampling.min_p_sampling_from_probs(probs, min_p)
         return {"token_ids": token}  # it returns no log-probability
 
     return call

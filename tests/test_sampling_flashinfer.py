@@ -20,6 +20,7 @@ from flashinfer_library import last_kept, renormalized
 
 import rlkernel
 from rlkernel import dispatch
+from rlkernel.benchmarks import sampling as benchmark
 from rlkernel.calls.sampling import Sampling, SamplingCall
 from rlkernel.drivers import sampling as library_sampling
 from rlkernel.reference import sampling as reference
@@ -158,6 +159,33 @@ def test_a_few_tokens_of_a_large_vocabulary(name, backend):
     logits[1, [7, 70, 700, 7000]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
     few = backend.forward(SamplingCall(logits, None, request._replace(top_k=2, top_p=0.99)))
     assert few.valid.all() and few.token_ids[1] in (70, 700, 7000)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_the_benchmark_calls_what_is_there(options, monkeypatch):
+    """As FlashInfer's own Python has it; its softmax wants a GPU."""
+    real, calls = flashinfer_library.python().sampling, []
+
+    class Recorded:
+        def __getattr__(self, name):
+            def call(*args):
+                given = inspect.signature(getattr(real, name)).bind(*args).arguments
+                calls.append((name, {k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}))
+                return next(v for v in given.values() if isinstance(v, torch.Tensor))
+
+            return call
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(benchmark._peers, "module", lambda name: Recorded())
+    case = benchmark.Case({"B": 2, "V": V}, options={"temperature": 0.8} | options)
+    benchmark._flashinfer()({"logits": torch.zeros(2, V).as_subclass(OnGpu)}, case)
+    *first, (name, given) = calls
+    assert given == options and name.endswith("_from_logits") == (len(options) != 1)
+    assert first == ([("softmax", {"temperature": 0.8})] if len(options) == 1 else [])
 
 
 @both
