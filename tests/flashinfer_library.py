@@ -139,7 +139,7 @@ class Attention:
         assert len(q_starts) == len(kv_starts) == len(kv_lens) + 1 == batch + 1 and rows == q_starts[-1]
         assert bool((kv_lens > 0).all()), "a request without keys"
         assert bool((kv_lens >= q_starts.diff()).all()) or not causal
-        assert len(split) == (5 if backend == "fa2" else 0)
+        assert len(split) in ((4, 5) if backend == "fa2" else (0,))  # of 0.7.2, and of 0.7.4
         self.plans.append((backend, heads, kv_heads, qk_dim, vo_dim, page_size, causal, window_left))
         return [len(self.plans) - 1]
 
@@ -302,7 +302,8 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     module = found.sampling
     built = types.SimpleNamespace(build_and_load=Sampling)
     monkeypatch.setattr(module, "gen_sampling_module", lambda: built)
-    monkeypatch.setattr(module, "_get_row_states_buffer", lambda name, device: None)  # one of a CUDA stream
+    if hasattr(module, "_get_row_states_buffer"):  # one of a CUDA stream
+        monkeypatch.setattr(module, "_get_row_states_buffer", lambda name, device: None)
     monkeypatch.setattr(found.topk, "top_k", top_k)
     monkeypatch.setitem(sys.modules, "flashinfer.topk", found.topk)  # imported where it is called
     module.get_sampling_module.cache_clear()

@@ -145,7 +145,7 @@ def test_the_two_orders_differ_here(name, backend):
 
 @pytest.mark.parametrize("name", ["flashinfer"])
 def test_a_few_tokens_of_a_large_vocabulary(name, backend):
-    """From 65,536 on FlashInfer 0.7.4 draws among the ``top_k`` alone: of equal ones some, not all."""
+    """From 65,536 on FlashInfer 0.7 draws among the ``top_k`` alone: of equal ones some, not all."""
     order = torch.argsort(torch.rand(2, 70000, generator=torch.Generator().manual_seed(5)), -1)
     logits = order.float() / 9000
     two = torch.arange(2)
