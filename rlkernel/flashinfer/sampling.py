@@ -1,9 +1,9 @@
 """``sampling`` over FlashInfer: token ids for callers who ask for nothing else.
 
 The distribution is that of the other backends but for three things, which come with FlashInfer: a token that
-ties with the last one kept is kept too (not so where both filters are on and ``top_k`` is one number of at most
-256, of 65,536 tokens or more), masses are summed in fp32, and a token depends on the place of its row in the
-batch.  ``sample`` draws the seeds of its callers who give none, on the device: a graph can be captured.
+ties with the last one kept is kept too (not so where both filters are on and ``top_k`` is one number of at
+most 256, of 65,536 tokens or more), masses are summed in fp32, and a token depends on the place of its row in
+the batch.  ``sample`` draws the seeds of its callers who give none, on the device: a graph can be captured.
 """
 
 from typing import Any
