@@ -201,7 +201,7 @@ def _buffer(device: torch.device) -> _Buffer:
     return buffer
 
 
-_COUNTED = torch.empty(0, device="cpu")
+_COUNTED = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Carver:
