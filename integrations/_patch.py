@@ -170,14 +170,14 @@ class Patch:
         return self
 
     def __enter__(self) -> Self:
-        was_active = self.active
+        was_active, depth = self.active, len(self._entered)
         try:
             self.apply()
             self._entered.append(self._unclaimed)
             self._unclaimed = False
         except BaseException:  # an interrupt: nobody would call __exit__
-            if not was_active:
-                self._entered.clear()
+            del self._entered[depth:]
+            if self.active and not was_active:
                 self.undo()
             raise
         return self
