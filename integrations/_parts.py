@@ -134,7 +134,7 @@ class WaitingPatch(PartsPatch):
             planned = len(self._plan), len(self._everywhere)
             self._plans.pop(name)()
             with self.planning(name):
-                self._done += self._placed(self._plan[planned[0] :], self._everywhere[planned[1] :])
+                self._place(self._plan[planned[0] :], self._everywhere[planned[1] :])
 
     def apply(self) -> Self:
         super().apply()

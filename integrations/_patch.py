@@ -98,15 +98,19 @@ class Patch:
         """Put the replacements in place; without effect while they are."""
         if self.active:
             return self
-        self._done = self._placed(self._plan, self._everywhere)
-        self._unclaimed = True
-        _in_place.append(self)
+        try:
+            self._place(self._plan, self._everywhere)
+            self._unclaimed = True
+            _in_place.append(self)
+        except BaseException:  # an interrupt may come behind any of these lines
+            self._take_back(0)
+            self._unclaimed = False
+            _in_place[:] = [patch for patch in _in_place if patch is not self]
+            raise
         return self
 
-    def _placed(
-        self, plan: list[Replacement], everywhere: list[tuple[str, str, Any, Any]]
-    ) -> list[Replacement]:
-        """What a plan comes to, in place: all of it, or nothing where something is not what it must be."""
+    def _place(self, plan: list[Replacement], everywhere: list[tuple[str, str, Any, Any]]) -> None:
+        """Put a plan in place: all of it, or nothing where something is not what it must be."""
         modules = _modules(everywhere)
         found = plan + [
             Replacement(module, name, expected, new)
@@ -115,21 +119,25 @@ class Patch:
         ]
         for entry in found:
             entry.require(entry.expected, "patch")
-        done: list[Replacement] = []
+        before = len(self._done)
         try:
             for entry in found:
+                self._done.append(entry)  # first, or an interrupt between the two would leave it there for ever
                 setattr(entry.owner, entry.name, entry.new)
-                done.append(entry)
         except BaseException:
-            _restore(done)
+            self._take_back(before)
             raise
-        return done
+
+    def _take_back(self, first: int) -> None:
+        """Restore what was put in place from the entry ``first`` on, the last of which may not have been."""
+        _restore([entry for entry in self._done[first:] if entry.current() is entry.new])
+        del self._done[first:]
 
     def undo(self) -> None:
         """Restore everything in reverse order; without effect while nothing is replaced.
 
-        Raises ``PatchError``, and restores nothing, when an attribute no longer holds what this patch
-        put there.
+        Raises ``PatchError``, and restores nothing, when an attribute holds neither what this patch put there
+        nor what was there before.
         """
         if not self.active:
             return
@@ -142,16 +150,19 @@ class Patch:
             if not any(entry.owner is module and entry.name == name for entry in self._done)
         ]
         self._done += late
-        while self._done:  # what an interrupt leaves can be undone by another call
-            _restore(self._done[-1:])
-            self._done.pop()
-        _in_place.remove(self)
-        self._unclaimed = False
+        try:
+            while self._done:  # what an interrupt leaves can be undone by another call
+                self._take_back(len(self._done) - 1)
+        finally:
+            if not self._done:
+                self._unclaimed = False
+                _in_place.remove(self)
 
     def require_in_place(self) -> None:
         """Raise PatchError where ``undo`` would."""
         for entry in self._done:
-            entry.require(entry.new, "undo")
+            if entry.current() is not entry.expected:  # which an undo that was interrupted has restored
+                entry.require(entry.new, "undo")
 
     def share(self) -> Self:
         """The same patch for a further caller, whose ``with`` then does not undo it."""
@@ -159,9 +170,16 @@ class Patch:
         return self
 
     def __enter__(self) -> Self:
-        self.apply()
-        self._entered.append(self._unclaimed)
-        self._unclaimed = False
+        was_active, depth = self.active, len(self._entered)
+        try:
+            self.apply()
+            self._entered.append(self._unclaimed)
+            self._unclaimed = False
+        except BaseException:  # an interrupt: nobody would call __exit__
+            del self._entered[depth:]
+            if self.active and not was_active:
+                self.undo()
+            raise
         return self
 
     def __exit__(

@@ -69,11 +69,12 @@ def use_backend(name: Backend) -> Iterator[None]:
     """
     if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ValueError(f"name must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
-    token = _forced.set(name)
+    found = _forced.get()
     try:
+        _forced.set(name)  # no token of it: an interrupt between the call and what it returns would lose it
         yield
     finally:
-        _forced.reset(token)
+        _forced.set(found)
 
 
 def reasons(op: str, *tensors: Tensor, **options: Any) -> Reasons:

@@ -34,6 +34,9 @@ MORE_HEADERS = {
     "whiten": ("moments.cuh",),
 }  # fmt: skip
 PAGE_SECTIONS = ("What changes", "What does not", "Versions", "Limits", "Measured")
+# What torch makes on its default device; of the first ones the default dtype, too.
+FLOATS = ("empty", "linspace", "ones", "rand", "randn", "zeros")
+MADE = (*FLOATS, "arange", "as_tensor", "asarray", "eye", "full", "randint", "randperm", "tensor")
 INCLUDE = re.compile(r'#include\s*[<"]([^>"]+)[>"]')
 
 
@@ -299,6 +302,24 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def defaults(root: Path) -> list[str]:
+    """Tensors that would follow ``torch.set_default_device`` or ``set_default_dtype``, which users set."""
+    problems = []
+    for path in sorted(p for folder in ("rlkernel", *LINKS[:2]) for p in (root / folder).rglob("*.py")):
+        if path.is_relative_to(root / "rlkernel/bench"):  # a program of its own
+            continue
+        for node in ast.walk(_parse(path)):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if not name.startswith("torch.") or name[6:] not in MADE:
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            wanted = ("device", "dtype") if name[6:] in FLOATS else ("device",)
+            missing = [x for x in wanted if not {x, None} & given]
+            where = f"{path.relative_to(root)}:{node.lineno}"
+            problems += [f"{where} has a {name} without {x}=" for x in missing]
+    return problems
 
 
 def links(root: Path) -> list[str]:

@@ -165,6 +165,12 @@ RULES = {
         plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format("C.term == 3")),
         "scale.py:6 has a number for a name: C.term == 3",
     ),
+    "defaults": (
+        layout.defaults,
+        (),
+        plant("integrations/trl/head.py", "import torch\nROWS = torch.arange(4)\n"),
+        "integrations/trl/head.py:2 has a torch.arange without device=",
+    ),
     "links": (
         layout.links,
         (),
@@ -322,6 +328,24 @@ def test_there_are_ops_and_backends():
 def test_a_number_for_a_name_is_seen(code, seen, house):
     problems = layout.numbered(house(**plant("triton_ops/scale.py", FUNCTIONS + KERNEL.format(code))))
     assert bool(problems) == seen
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("torch.tensor([1])", ["device"]),
+        ("torch.zeros(2)", ["device", "dtype"]),
+        ("torch.zeros(2, device=x.device)", ["dtype"]),
+        ("torch.randn(2, dtype=x.dtype)", ["device"]),
+        ("torch.full((2,), 1, device='cpu')", []),
+        ("torch.empty(2, **like)", []),
+        ("torch.zeros_like(x) + x.new_zeros(2)", []),
+        ("tl.zeros([2], tl.float32)", []),
+    ],
+)
+def test_what_follows_a_default_of_torch_is_seen(code, missing, house):
+    problems = layout.defaults(house(**plant("rlkernel/ops/scale.py", f"def scale(x):\n    {code}\n")))
+    assert [problem.rpartition(" without ")[2] for problem in problems] == [f"{x}=" for x in missing]
 
 
 def test_a_missing_function_or_unsupported_is_seen(house):

@@ -316,4 +316,4 @@ def _shift(layout: PrefixLayout, s: int) -> int:
 
 
 def _table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, columns)

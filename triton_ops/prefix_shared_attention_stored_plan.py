@@ -71,7 +71,7 @@ class StoredPlan(NamedTuple):
         return KeyPlan(self.items, self.key_runs, self.sums, self.slots, self.item_spans)
 
 
-_EMPTY = torch.empty(0, dtype=torch.int32)
+_EMPTY = torch.empty(0, dtype=torch.int32, device="cpu")
 NOTHING = StoredPlan(_EMPTY, _EMPTY, (), _EMPTY, _EMPTY, _EMPTY, 0, (), 0, 0)
 
 

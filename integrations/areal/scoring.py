@@ -31,7 +31,7 @@ class Scoring:
         if of_loss:
             head.return_entropy, head.statistics = True, EXTREMES
         self._inside = contextlib.ExitStack()
-        self._labels = torch.empty(0)
+        self._labels = torch.empty(0, dtype=torch.float32, device="cpu")
         self._logits: Tensor | None = None
         self._found: tuple[Tensor, Tensor | None] | None = None
 

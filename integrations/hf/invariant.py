@@ -127,7 +127,7 @@ def _rows(first: bytes, last: bytes, positions: bytes | None, rows: int, keys: i
     """Made once for the layers of a model that see the same keys."""
     lo, hi = _numbers(first), _numbers(last)
     sees = hi >= lo
-    place = torch.arange(len(lo)) % rows
+    place = torch.arange(len(lo), device="cpu") % rows
     _need_causal(lo, hi, sees, place)
     sees[1:] &= (hi[1:] > hi[:-1]) | (place[1:] == 0)  # a row behind a sequence sees its last key again
     seen = sees.nonzero()[:, 0]
@@ -135,32 +135,32 @@ def _rows(first: bytes, last: bytes, positions: bytes | None, rows: int, keys: i
     if origin is None or not _explained(lo, hi, origin, window)[seen].all():
         # positions that count the padding, or are of images: the mask alone says where a sequence begins
         begins, _ = beginnings(lo, hi, rows)
-        origin = lo[torch.arange(len(lo)).masked_fill(~begins, 0).cummax(0).values]
+        origin = lo[torch.arange(len(lo), device="cpu").masked_fill(~begins, 0).cummax(0).values]
         if not _explained(lo, hi, origin, window)[seen].all():
             raise Refused("each row must see the keys of its sequence and window up to itself")
     lo, hi, origin = lo[seen], hi[seen], origin[seen]
-    begins = torch.ones(len(seen), dtype=torch.bool)
+    begins = torch.ones(len(seen), dtype=torch.bool, device="cpu")
     begins[1:] = (
         (seen[1:] // rows != seen[:-1] // rows) | (hi[1:] != hi[:-1] + 1) | (origin[1:] != origin[:-1])
     )
     starts = [*begins.nonzero()[:, 0].tolist(), len(seen)]
     base = seen // rows * keys
-    ends = torch.tensor(starts[1:]) - 1
+    ends = torch.tensor(starts[1:], device="cpu") - 1
     lens = (hi - origin + 1)[ends]
-    table = torch.arange(int(lens.max()) if len(lens) else 0) + origin[ends][:, None]
+    table = torch.arange(int(lens.max()) if len(lens) else 0, device="cpu") + origin[ends][:, None]
     # in front of what the cache has kept no row sees anything
     table = (table.clamp(min=0) + base[ends][:, None]).where(table < hi[ends][:, None] + 1, 0)
-    whole = torch.equal(lens, torch.tensor(starts).diff())
-    return _Rows(seen, base + hi, torch.tensor(starts).int(), lens.int(), table.int(), whole)
+    whole = torch.equal(lens, torch.tensor(starts, device="cpu").diff())
+    return _Rows(seen, base + hi, torch.tensor(starts, device="cpu").int(), lens.int(), table.int(), whole)
 
 
 def _need_causal(lo: Tensor, hi: Tensor, sees: Tensor, place: Tensor) -> None:
     """Rows whose last keys are alike are one and those of padding behind it, unless they see what is behind
     themselves: then the first of them sees several keys more than the row in front of it, or falls back.
     """
-    behind = torch.zeros(len(hi), dtype=torch.bool)
+    behind = torch.zeros(len(hi), dtype=torch.bool, device="cpu")
     behind[1:] = sees[1:] & (place[1:] > 0) & (hi[1:] <= hi[:-1])
-    alone = torch.ones(len(hi), dtype=torch.bool)  # the row that is the last key's own
+    alone = torch.ones(len(hi), dtype=torch.bool, device="cpu")  # the row that is the last key's own
     alone[1:] = (place[1:] == 0) | (hi[1:] != hi[:-1] + 1)
     alone &= ~behind & (hi > lo)
     falls = behind[1:] & (hi[1:] < hi[:-1])

@@ -148,7 +148,7 @@ class LmHead:
                 f"{self.name}: its logits must be all that its lm_head makes, {shape}, got {made}"
             )
         found = logits.detach()[0].double().cpu()
-        want = torch.tensor(PROBE, dtype=torch.float64) * self.scale
+        want = torch.tensor(PROBE, dtype=torch.float64, device="cpu") * self.scale
         if self.softcap:
             want = self.softcap * torch.tanh(want / self.softcap)
         rounding = 8 * torch.finfo(torch.bfloat16).eps

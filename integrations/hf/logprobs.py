@@ -180,7 +180,12 @@ def _load_balancing_loss(file: str) -> Any:
 
     loss = getattr(sys.modules[file], "load_balancing_loss_func", load_balancing_loss_func)
     try:
-        loss((torch.zeros(2, 4),), 4, 2, torch.ones(1, 1, 1, 2))
+        loss(
+            (torch.zeros(2, 4, dtype=torch.float32, device="cpu"),),
+            4,
+            2,
+            torch.ones(1, 1, 1, 2, dtype=torch.float32, device="cpu"),
+        )
     except ValueError as error:
         import transformers
 

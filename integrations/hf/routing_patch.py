@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rlkernel.integrations._forward import Standing
 from rlkernel.integrations._patch import ABSENT, Patch, PatchError
 from rlkernel.integrations.hf import checkpointing
 from rlkernel.integrations.hf.routers import Router, routers
@@ -38,17 +39,17 @@ class RoutingPatch(Patch):
         modules = {id(module) for router in self.routers for module in router.modules}
         for layer, attribute, function in checkpointing.checkpoints(model):
             if any(id(module) in modules for module in layer.modules()):
-                self.replace(layer, attribute, checkpointing.bound(function, layer), expected=function)
+                bound = Standing(checkpointing.bound(function, layer), layer, attribute, function)
+                self.replace(layer, attribute, bound, expected=function)
 
     def _around(self, module: Any, forward: Callable[..., Any]) -> None:
         expected = vars(module).get("forward", ABSENT)  # accelerate's hooks leave one there
-        if isinstance(getattr(expected, "routing", None), RoutingPatch):
+        if isinstance(expected, _Around):
             raise ValueError(
                 f"model must be in one with of record, replay and deterministic at a time, "
                 f"got {self.name} inside of {expected.routing.name}"
             )
-        forward.routing = self  # type: ignore[attr-defined]
-        self.replace(module, "forward", forward, expected=expected)
+        self.replace(module, "forward", _Around(forward, module, expected, self), expected=expected)
 
     def _routed(self, index: int, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
         def route(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +71,16 @@ class RoutingPatch(Patch):
     def _choose(self, index: int) -> Choose:
         """The choice of a router in the pass that runs: its own."""
         return lambda scores, free: free()
+
+
+class _Around(Standing):
+    """What stands around a router, or around its experts."""
+
+    def __init__(
+        self, forward: Callable[..., Any], module: nn.Module, expected: Any, routing: RoutingPatch
+    ) -> None:
+        super().__init__(forward, module, "forward", expected)
+        self.routing = routing
 
 
 def _experts(router: Router) -> nn.Module:

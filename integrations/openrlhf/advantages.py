@@ -137,7 +137,9 @@ def _unable_groups(maker: Any, experiences: list[Any]) -> str | None:
 
 def _without_baselines(maker: Any, experiences: list[Any]) -> list[Tensor]:
     """[B] of each experience; the groups are in the order of the prompts."""
-    places = torch.tensor(list(chain.from_iterable(experience.index for experience in experiences)))
+    places = torch.tensor(
+        list(chain.from_iterable(experience.index for experience in experiences)), device="cpu"
+    )
     found = torch.cat([experience.rewards for experience in experiences])
     ordered = torch.empty_like(found)
     ordered[places] = found

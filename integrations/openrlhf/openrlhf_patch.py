@@ -22,7 +22,7 @@ class OpenRlhfPatch(PartsPatch):
                 importlib.import_module(f"rlkernel.integrations.openrlhf.{part}").plan(self)
             self.parts = (*self.parts, part)
         if self.active:
-            self._done += self._placed(self._plan[planned[0] :], self._everywhere[planned[1] :])
+            self._place(self._plan[planned[0] :], self._everywhere[planned[1] :])
 
     def undo(self) -> None:
         was_active = self.active

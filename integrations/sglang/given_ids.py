@@ -26,7 +26,11 @@ def table(lists: Lists, device: torch.device) -> Tensor:
     """[requests, K], with -1 behind fewer than K."""
     width = max((len(ids) for ids in lists if ids), default=0)
     rows = [[*(ids or ()), *[-1] * (width - len(ids or ()))] for ids in lists]
-    return torch.tensor(rows, dtype=torch.int64).view(len(lists), width).to(device, non_blocking=True)
+    return (
+        torch.tensor(rows, dtype=torch.int64, device="cpu")
+        .view(len(lists), width)
+        .to(device, non_blocking=True)
+    )
 
 
 def counts(tops: Sequence[int]) -> list[int]:

@@ -93,7 +93,7 @@ def _scaled(original: Callable[..., Any]) -> Callable[..., Any]:
         if not composed.serves(self.weight):
             return original(self, input_ids)
         rows = torch.nn.functional.embedding(input_ids, self.weight, self.padding_idx)
-        return rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
+        return rows * torch.tensor(self.embed_scale, dtype=rows.dtype, device="cpu")
 
     return forward
 

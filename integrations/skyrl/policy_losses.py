@@ -110,7 +110,7 @@ def run(loss: Loss, given: Arguments) -> tuple[Tensor, Metrics]:
 def weights(mask: Tensor) -> Tensor:
     """Whether a mask holds others than 0 and 1."""
     if mask.dtype == torch.bool:
-        return torch.zeros((), device=mask.device)
+        return torch.zeros((), dtype=torch.float32, device=mask.device)
     return ((mask != 0) & (mask != 1)).any().float()
 
 

@@ -115,7 +115,7 @@ class _Call:
         if n != steps * self.chunk or is_reference(self.unwrapped) or self.refusal(sharing):
             return []
         if not policy.training:  # an evaluation, whose samples stay as they are
-            return [torch.arange(n)]
+            return [torch.arange(n, device="cpu")]
         order = sharing.order.plan(self.input_ids[:, : -self.logits_to_keep])
         return list(order.split(self.chunk))
 
@@ -205,7 +205,10 @@ class _Call:
         limit = self.chunk * self.input_ids.shape[1]
         parts = [batch] if batch.total <= limit else batch.split(limit)
         if self.sharded and _calls(parts) > self.passes:  # groups fill parts badly; TRL's samples fit always
-            parts = [batch.select(part.tolist()) for part in torch.arange(len(batch)).split(self.chunk)]
+            parts = [
+                batch.select(part.tolist())
+                for part in torch.arange(len(batch), device="cpu").split(self.chunk)
+            ]
         return parts
 
 
@@ -233,7 +236,7 @@ def _calls(parts: list[PrefixBatch]) -> int:
 def _run(call: _Call, part: PrefixBatch, sharing: PrefixSharing) -> Scores:
     """One packed pass, and its values where TRL has them: [samples, L], 0 behind each completion."""
     if not part.total:
-        zeros = torch.zeros(len(part), part.width, device=part.device)
+        zeros = torch.zeros(len(part), part.width, dtype=torch.float32, device=part.device)
         return zeros, zeros if call.entropy else None, None
     rows, labels, keep = part, part.labels, None
     inputs: dict[str, Any] = {}

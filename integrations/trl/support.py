@@ -104,7 +104,7 @@ class Support:
         if not any(self._samples.values()) or (call := next(self._passes, None)) is None:
             return None
         ids, mask, length = call
-        counts = torch.zeros(ids.shape, dtype=torch.int64)
+        counts = torch.zeros(ids.shape, dtype=torch.int64, device="cpu")
         scored = mask.to("cpu", copy=True) != 0
         found = []
         for row, (sample, there) in enumerate(zip(ids.tolist(), scored, strict=True)):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlkernel.integrations.trl.contract import METHOD, SHUFFLE, STEP
-from rlkernel.integrations.trl.order import by_groups
+from rlkernel.integrations.trl.order import by_groups, drawn
 from rlkernel.integrations.trl.prefix_sharing import PrefixSharing, Step
 
 
@@ -54,8 +53,8 @@ def group_shuffle(
             sharing.left(SHUFFLE, reason)
             return original(seq_dict)
         patch.count(patch.calls, SHUFFLE)
-        drawn = torch.randperm(len(prompts))  # also with a plan: all random numbers after it stay TRL's
-        order = by_groups(drawn, prompts) if planned is None else planned
+        permutation = drawn(len(prompts))  # also with a plan: all random numbers after it stay TRL's
+        order = by_groups(permutation, prompts) if planned is None else planned
         return {key: _permuted(values, order) for key, values in seq_dict.items()}
 
     shuffle_groups.__qualname__ = shuffle_groups.__name__

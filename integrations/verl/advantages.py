@@ -155,14 +155,13 @@ def _unable_gdpo(given: Arguments) -> str | None:
 
 def _gdpo(given: Arguments) -> Pair:
     keys, scores = _gdpo_keys(given), _scores(given)[:, None]
-    weights = torch.ones(1, device=scores.device)
+    weights = torch.ones(1, dtype=torch.float32, device=scores.device)
     if keys is not None:
         columns = [np.asarray(given["non_tensor_batch"][key], dtype=np.float32) for key in keys]
         scores = torch.tensor(np.stack(columns, -1), device=scores.device)
         of_keys = given["config"].get("gdpo_reward_weights", None)
-        weights = torch.tensor(
-            [1.0] * len(keys) if of_keys is None else [float(w) for w in of_keys], device=scores.device
-        )
+        listed = [1.0] * len(keys) if of_keys is None else [float(w) for w in of_keys]
+        weights = torch.tensor(listed, dtype=torch.float32, device=scores.device)
     found = _grouped(
         given, scores, estimator="gdpo", reward_weights=weights, lengths=_lengths(given),
         scale_rewards=_scaled(given), singletons="reward",

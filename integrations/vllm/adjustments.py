@@ -125,10 +125,10 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, lengths: list[int], draft_token_ids: Tensor, device: torch.device) -> Places:
-        many = torch.tensor(lengths)
+        many = torch.tensor(lengths, device="cpu")
         first = (many + 1).cumsum(0) - (many + 1)
-        request = torch.arange(len(lengths)).repeat_interleave(many + 1)
-        place = torch.arange(len(request)) - first[request]
+        request = torch.arange(len(lengths), device="cpu").repeat_interleave(many + 1)
+        place = torch.arange(len(request), device="cpu") - first[request]
         is_draft = place < many[request]
         table = torch.full((len(lengths), max(lengths)), -1, dtype=draft_token_ids.dtype, device=device)
         table[request[is_draft].to(device), place[is_draft].to(device)] = draft_token_ids
@@ -207,9 +207,9 @@ def _biases_of(metadata: Any, row: int, said: list[int], ahead: int) -> Iterator
 def padded(rows: list[list[int]], device: torch.device) -> Tensor:
     """[n, L], with -1 behind the shorter ones."""
     width = max((len(row) for row in rows), default=0)
-    made = torch.full((len(rows), width), -1, dtype=torch.int64)
+    made = torch.full((len(rows), width), -1, dtype=torch.int64, device="cpu")
     for i, row in enumerate(rows):
-        made[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        made[i, : len(row)] = torch.tensor(row, dtype=torch.int64, device="cpu")
     return made.to(device)
 
 

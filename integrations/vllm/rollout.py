@@ -48,8 +48,8 @@ def support_of(outputs: Iterable[Any], length: int | None = None, device: Any = 
         length = longest
     if length < longest:
         raise ValueError(f"length must be at least {longest}, that of the longest sample, got {length}")
-    counts = torch.zeros(len(rows), length, dtype=torch.int64)
-    known = torch.zeros(len(rows), length, dtype=torch.bool)
+    counts = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
+    known = torch.zeros(len(rows), length, dtype=torch.bool, device="cpu")
     ids: list[int] = []
     for row, mask in enumerate(rows):
         for place, kept in enumerate(mask):
@@ -58,7 +58,7 @@ def support_of(outputs: Iterable[Any], length: int | None = None, device: Any = 
                 counts[row, place] = len(kept)
                 known[row, place] = True
     offsets = torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0))
-    made = torch.tensor(ids, dtype=torch.int32)
+    made = torch.tensor(ids, dtype=torch.int32, device="cpu")
     return Support(made.to(device), offsets.to(device), known.to(device))
 
 

@@ -191,7 +191,7 @@ def _given(asked: dict[int, list[int]] | None, n: int, device: torch.device) -> 
     """The tokens whose log-probabilities each row asks for, [n, K], with -1 behind fewer."""
     if not asked:
         return None
-    made = torch.full((n, max(map(len, asked.values()))), -1, dtype=torch.int64)
+    made = torch.full((n, max(map(len, asked.values()))), -1, dtype=torch.int64, device="cpu")
     for row, ids in asked.items():
-        made[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        made[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
     return made.to(device)

@@ -113,7 +113,7 @@ def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) ->
         raise Refused("its mask must be the same for all heads")
     seen = seen[..., 0, :, :].expand(count, rows, keys)
     if is_causal:
-        seen = seen & torch.ones(rows, keys, dtype=torch.bool).tril()
+        seen = seen & torch.ones(rows, keys, dtype=torch.bool, device="cpu").tril()
     number = seen.sum(2)
     lo = seen.int().argmax(2)
     hi = keys - 1 - seen.flip(2).int().argmax(2)
@@ -125,8 +125,10 @@ def intervals(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) ->
 
 def _all(count: int, rows: int, keys: int, is_causal: bool) -> tuple[Tensor, Tensor]:
     """The intervals where no mask hides any."""
-    hi = torch.arange(rows) if is_causal else torch.full((rows,), keys - 1)
-    return torch.zeros(count, rows, dtype=torch.int64), hi.clamp(max=keys - 1).expand(count, rows)
+    hi = torch.arange(rows, device="cpu") if is_causal else torch.full((rows,), keys - 1, device="cpu")
+    return torch.zeros(count, rows, dtype=torch.int64, device="cpu"), hi.clamp(max=keys - 1).expand(
+        count, rows
+    )
 
 
 def _shown(query: Tensor, keys: int, is_causal: bool, mask: Tensor | None) -> _Shown:
@@ -171,11 +173,11 @@ def _runs(lo: bytes, hi: bytes, rows: int) -> _Runs:
 
 def beginnings(first: Tensor, last: Tensor, rows: int) -> tuple[Tensor, int]:
     """Which rows begin a sequence, and the window of all of them, 0 where none is seen."""
-    place, width = torch.arange(len(first)), last - first + 1
+    place, width = torch.arange(len(first), device="cpu"), last - first + 1
     follows = (last[1:] == last[:-1] + 1) & (width[:-1] > 0) & (place[1:] % rows != 0)
     # a row that sees itself alone begins a sequence, also behind one of a single row
     slid = follows & (first[1:] == first[:-1] + 1) & (width[1:] > 1)
-    begins = torch.ones(len(first), dtype=torch.bool)
+    begins = torch.ones(len(first), dtype=torch.bool, device="cpu")
     begins[1:] = ~(follows & (first[1:] == first[:-1]) | slid)
     if not bool(slid.any()):
         return begins, 0
@@ -200,13 +202,13 @@ def _requests(lo: bytes, hi: bytes, rows: int, keys: int) -> Requests:
         base = run.first // rows * keys + run.lo
         # a row that sees nothing is given a key, and its result thrown away
         lens.append(max(run.hi + 1 - run.lo, 1))
-        tables.append(torch.arange(base, base + lens[-1], dtype=torch.int32))
+        tables.append(torch.arange(base, base + lens[-1], dtype=torch.int32, device="cpu"))
         rows_of.append(run.end)
-    table = torch.zeros(len(tables), max(lens, default=0), dtype=torch.int32)
+    table = torch.zeros(len(tables), max(lens, default=0), dtype=torch.int32, device="cpu")
     for s, x in enumerate(tables):
         table[s, : len(x)] = x
     plan = paged.plan_of(table, lens, rows_of, 1, window)
-    seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32) for x in (lens, rows_of))
+    seq_lens, cu_seqlens_q = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in (lens, rows_of))
     return Requests(table, seq_lens, cu_seqlens_q, plan)
 
 
@@ -256,7 +258,9 @@ def _asked(lo: bytes, hi: bytes, rows: int, keys: int) -> Asked:
     """As _requests; the rows of a matrix of the batch are a group."""
     runs = [run for run in _runs(lo, hi, rows).runs if run.lo <= run.hi]
     bases = [run.first // rows * keys for run in runs]
-    seen = [torch.arange(at + run.lo, at + run.hi + 1) for at, run in zip(bases, runs, strict=True)]
+    seen = [
+        torch.arange(at + run.lo, at + run.hi + 1, device="cpu") for at, run in zip(bases, runs, strict=True)
+    ]
     groups = [len(list(same)) for _, same in itertools.groupby(bases)]
     return asked([(run.first, run.end) for run in runs], seen, groups)
 

@@ -26,7 +26,7 @@ def _probe(dtype: torch.dtype, length: int, device: str, seed: int = 0) -> Tenso
     scales = torch.tensor([2.0**i for i in range(-6, 3)], device="cpu")
     shape = ROWS, length
     x = (
-        torch.rand(shape, generator=g, device="cpu")
+        torch.rand(shape, generator=g, dtype=torch.float32, device="cpu")
         * scales[torch.randint(9, shape, generator=g, device="cpu")]
         * torch.randint(2, shape, generator=g, device="cpu").mul_(2).sub_(1)
     )

@@ -62,7 +62,7 @@ def vector_norm(
         raise Refused(f"its order must be 1, 2 or infinite, got {ord}")
     if _is_no_dim(x.dim(), dim):
         return original(x, ord, dim, keepdim, dtype=dtype, **out)  # an error
-    need_floats(x, *(() if dtype is None else (torch.empty(0, dtype=dtype),)))
+    need_floats(x, *(() if dtype is None else (torch.empty(0, dtype=dtype, device="cpu"),)))
     wide = x.float()
     total = summed(wide.abs() if ord == 1 else wide * wide, dim, keepdim, False, torch.float32)
     found = (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)

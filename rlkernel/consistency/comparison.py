@@ -185,7 +185,7 @@ def _offsets(logprobs: Tensor, cu_seqlens: Tensor | None, sequence_ids: Tensor |
         return torch.cat([found, found.new_tensor([logprobs.numel()])])
     offsets, count = _packing.sequences("train_logprobs", logprobs, "[B, L]", cu_seqlens)
     if offsets is None:
-        return torch.arange(count + 1) * logprobs.shape[1]
+        return torch.arange(count + 1, device="cpu") * logprobs.shape[1]
     offsets = offsets.cpu()  # where looking costs nothing more
     _packing.check(offsets, len(logprobs))
     return offsets

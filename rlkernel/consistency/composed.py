@@ -70,7 +70,7 @@ class Linear:
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, int, Tensor | None] | None = None
-        self._columns = torch.empty(0)
+        self._columns = torch.empty(0, dtype=torch.float32, device="cpu")
         self._bias: Tensor | None = None
         self._product = native.short_way("product")
 

@@ -61,7 +61,11 @@ def fingerprint(rows: Tensor, room: Room | None) -> Fingerprint:
     if room is not None:
         if not room.take(rows.numel() * rows.itemsize):
             last = max(len(rows) - 1, 0)
-            kept = torch.linspace(0, last, min(SPREAD, len(rows))).round().long()
+            kept = (
+                torch.linspace(0, last, min(SPREAD, len(rows)), dtype=torch.float32, device="cpu")
+                .round()
+                .long()
+            )
             rows_kept = rows[kept.to(rows.device)]
         else:
             rows_kept = rows
@@ -83,7 +87,7 @@ def hashes(rows: Tensor) -> Tensor:
         mixed = (_integers(flat[start : start + size]) + places) * _FIRST
         mixed = (mixed ^ (mixed >> 31)) * _SECOND
         parts.append((mixed ^ (mixed >> 29)).sum(1).cpu())
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _integers(x: Tensor) -> Tensor:

@@ -129,8 +129,11 @@ def _arrangements(
     def take(name: str, index: Tensor) -> Arrangement:
         return Arrangement(name, index, tuple(x[index.to(x.device)] for x in given))
 
-    every = torch.arange(count)
-    spread = [round(x) for x in torch.linspace(0, count - 1, min(rows, count)).tolist()]
+    every = torch.arange(count, device="cpu")
+    spread = [
+        round(x)
+        for x in torch.linspace(0, count - 1, min(rows, count), dtype=torch.float32, device="cpu").tolist()
+    ]
     for size in sizes:
         if size == 1:
             for row in dict.fromkeys(spread):
@@ -148,7 +151,7 @@ def _arrangements(
 
 
 def _order(count: int, generator: torch.Generator) -> Tensor:
-    return torch.randperm(count, generator=generator)
+    return torch.randperm(count, generator=generator, device="cpu")
 
 
 def _elsewhere(x: Tensor) -> Tensor:
@@ -164,7 +167,7 @@ def _poisoned(given: tuple[Tensor, ...], kept: Tensor, name: str, value: float) 
         if x.is_floating_point():
             x[~kept.to(x.device)] = value
         inputs.append(x)
-    return Arrangement(name, torch.arange(len(kept)), tuple(inputs), kept)
+    return Arrangement(name, torch.arange(len(kept), device="cpu"), tuple(inputs), kept)
 
 
 def _difference(case: Arrangement, name: str, got: Tensor, want: Tensor, count: int) -> str:

@@ -44,7 +44,10 @@ class Points(NamedTuple):
 
     @classmethod
     def empty(cls) -> "Points":
-        return cls(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
+        return cls(
+            torch.empty(0, dtype=torch.float64, device="cpu"),
+            torch.empty(0, dtype=torch.float64, device="cpu"),
+        )
 
     def with_some(self, train: Tensor, rollout: Tensor, first: int, every: int) -> "Points":
         more = (x[first::every].double().cpu() for x in (train, rollout))

@@ -265,7 +265,9 @@ def _findings(first: _Recorder, second: _Comparer, weights: _Weights) -> Trace:
             inputs_equal=all(went_in) if went_in else None,
             inputs_compared=len(went_in),
             weights_equal=weights.equal(key.module),
-            place=tuple(int(x) for x in torch.unravel_index(torch.tensor(distance.first), places)),
+            place=tuple(
+                int(x) for x in torch.unravel_index(torch.tensor(distance.first, device="cpu"), places)
+            ),
             distance=distance,
         )
         differences.append(difference)

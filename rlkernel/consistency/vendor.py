@@ -103,23 +103,23 @@ def _telling(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
     x, y = _like(a), _like(b)
     if number == 0:
         for plain in (x, y):
-            plain.copy_(torch.randn(plain.shape, generator=generator, device=a.device))
+            plain.copy_(torch.randn(plain.shape, generator=generator, dtype=torch.float32, device=a.device))
         half = a.shape[1] // 2  # which cancels the other
         x[:, half:] = 0
         x[:, half : 2 * half], y[half : 2 * half] = -x[:, :half], y[:half]
     else:
         marked, other = (x, y) if number % 2 == 0 else (y.t(), x)
         _mark(marked, generator)
-        other.copy_(torch.rand(other.shape, generator=generator, device=a.device) < 0.75)
+        other.copy_(torch.rand(other.shape, generator=generator, dtype=torch.float32, device=a.device) < 0.75)
     return x, y
 
 
 def _mark(x: Tensor, generator: torch.Generator) -> None:
     """Rows of small numbers, with two huge ones in each, anywhere."""
     count, inner = x.shape
-    draw = torch.rand(count, inner, generator=generator, device=x.device)
+    draw = torch.rand(count, inner, generator=generator, dtype=torch.float32, device=x.device)
     x.copy_((draw < min(0.5, ADDED / inner)) * SMALL)
-    places = torch.rand(count, 2, generator=generator, device=x.device)
+    places = torch.rand(count, 2, generator=generator, dtype=torch.float32, device=x.device)
     first = (places[:, 0] * inner).long().clamp_(max=inner - 1)
     second = (first + 1 + (places[:, 1] * (inner - 1)).long().clamp_(max=inner - 2)) % inner
     x.scatter_(1, first[:, None], HUGE)

@@ -159,7 +159,8 @@ def quantised(hidden: Tensor, call: LinearLogprobCall) -> Codes:
     values = torch.empty(n, size, dtype=dtype, device=hidden.device)
     # not 240, with which engines found models on e4m3fnuz to lose accuracy; on the device, as 1 / 448 is not
     # what a division by 448 gives
-    largest = torch.full((), 224.0 if dtype == torch.float8_e4m3fnuz else 448.0, device=hidden.device)
+    most = 224.0 if dtype == torch.float8_e4m3fnuz else 448.0
+    largest = torch.full((), most, dtype=torch.float32, device=hidden.device)
     if call.input_scheme == "static":
         assert call.input_scale is not None
         scale, group = call.input_scale.view(1, 1), size

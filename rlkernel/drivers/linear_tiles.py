@@ -230,7 +230,7 @@ def writes_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     if torch.version.hip is None:
         return True
     a = torch.ones(8, 8, dtype=dtype, device=device)
-    out = torch.empty(8, 8, device=device)
+    out = torch.empty(8, 8, dtype=torch.float32, device=device)
     try:
         torch.ops.aten.mm.dtype_out(a, a, torch.float32, out=out)
         torch.ops.aten.addmm.dtype_out(out, a, a, torch.float32, out=out)

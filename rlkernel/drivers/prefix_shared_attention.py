@@ -78,7 +78,8 @@ def _cascade(layout: PrefixLayout) -> Cascade:
             )
         )
     own, *tables = (
-        torch.tensor(x, dtype=torch.int32) for x in ([*layout.starts, layout.total], cu_rows, cu_keys)
+        torch.tensor(x, dtype=torch.int32, device="cpu")
+        for x in ([*layout.starts, layout.total], cu_rows, cu_keys)
     )
     return Cascade(own, max(layout.lengths, default=0), tables[0], tables[1], tuple(calls))
 

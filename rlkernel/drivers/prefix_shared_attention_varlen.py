@@ -184,7 +184,7 @@ class Varlen:
             return dq, dk, dv
         # of dropout, which there is none of
         values["rng_state"] = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        values["unused"] = torch.empty(0, device=q.device)
+        values["unused"] = torch.empty(0, dtype=torch.float32, device=q.device)
         with deterministic():
             dq, dk, dv = function(values)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()

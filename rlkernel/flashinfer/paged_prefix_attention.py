@@ -142,13 +142,13 @@ def _level(plan: PagedPlan, found: list[Segment]) -> Level:
         _starts(s.end - s.first for s in found),
         _starts(at.stop - at.start for at in pages),
         torch.cat([plan.pages[at] for at in pages]),
-        torch.tensor([(s.keys - 1) % plan.block_size + 1 for s in found], dtype=torch.int32),
+        torch.tensor([(s.keys - 1) % plan.block_size + 1 for s in found], dtype=torch.int32, device="cpu"),
         found[0].causal,
     )
 
 
 def _starts(counts: Iterable[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cpu")
 
 
 class _Shape(NamedTuple):

@@ -56,8 +56,10 @@ def make_inputs(
     the end, and a share of ``masked`` tokens, those behind the end included."""
     b, length = shape
     g = torch.Generator(device).manual_seed(seed)
-    rewards = -0.01 * torch.rand(shape, generator=g, device=device)
-    rewards[:, -1:] += torch.randn((b, min(length, 1)), generator=g, device=device)
-    values = torch.randn(shape, generator=g, device=device).cumsum(1) / max(length, 1) ** 0.5
-    mask = torch.rand(shape, generator=g, device=device) >= masked
+    rewards = -0.01 * torch.rand(shape, generator=g, dtype=torch.float32, device=device)
+    rewards[:, -1:] += torch.randn((b, min(length, 1)), generator=g, dtype=torch.float32, device=device)
+    values = (
+        torch.randn(shape, generator=g, dtype=torch.float32, device=device).cumsum(1) / max(length, 1) ** 0.5
+    )
+    mask = torch.rand(shape, generator=g, dtype=torch.float32, device=device) >= masked
     return {"rewards": rewards.to(dtype), "values": values.to(dtype), "mask": mask}

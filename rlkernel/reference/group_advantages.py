@@ -189,13 +189,13 @@ def make_inputs(
     """Keyword arguments of ``rlkernel.group_advantages`` for ``shape`` [G, S]: the share of right answers,
     and a small bonus, differ from prompt to prompt; lengths for opo and baselines for remax."""
     g = torch.Generator(device).manual_seed(seed)
-    right = torch.rand(shape, generator=g, device=device) < torch.rand(
-        shape[0], 1, generator=g, device=device
+    right = torch.rand(shape, generator=g, dtype=torch.float32, device=device) < torch.rand(
+        shape[0], 1, generator=g, device=device, dtype=torch.float32
     )
-    rewards = right + 0.1 * torch.rand(shape, generator=g, device=device)
+    rewards = right + 0.1 * torch.rand(shape, generator=g, dtype=torch.float32, device=device)
     inputs = {"rewards": rewards.to(dtype)}
     if estimator == "opo":
         inputs["lengths"] = torch.randint(1, 2000, shape, generator=g, device=device).to(dtype)
     if estimator == "remax":
-        inputs["baselines"] = torch.rand(shape, generator=g, device=device).to(dtype)
+        inputs["baselines"] = torch.rand(shape, generator=g, dtype=torch.float32, device=device).to(dtype)
     return inputs

@@ -40,9 +40,9 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of ``rlkernel.kl_shaped_rewards`` for logprobs of ``shape`` [B, L]."""
     g = torch.Generator(device).manual_seed(seed)
-    logprobs = torch.empty(shape, device=device).exponential_(generator=g).neg_()
-    drift = 0.1 * torch.randn(shape, generator=g, device=device)
-    rewards = torch.randn(shape[0], generator=g, device=device)
-    mask = torch.rand(shape, generator=g, device=device) >= masked
+    logprobs = torch.empty(shape, dtype=torch.float32, device=device).exponential_(generator=g).neg_()
+    drift = 0.1 * torch.randn(shape, generator=g, dtype=torch.float32, device=device)
+    rewards = torch.randn(shape[0], generator=g, dtype=torch.float32, device=device)
+    mask = torch.rand(shape, generator=g, dtype=torch.float32, device=device) >= masked
     floats = {"rewards": rewards, "logprobs": logprobs, "ref_logprobs": logprobs + drift}
     return {name: x.to(dtype) for name, x in floats.items()} | {"mask": mask, "beta": 0.05}

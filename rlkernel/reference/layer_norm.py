@@ -54,7 +54,7 @@ def make_inputs(
     g = torch.Generator(device).manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
+        return torch.randn(shape, generator=g, dtype=torch.float32, device=device)
 
     rows = (*shape[:-1], 1)
     inputs = {

@@ -141,13 +141,16 @@ def make_inputs(
     """Keyword arguments of ``rlkernel.linear_logprob``: logits of standard deviation ``scale``, a share of
     ``ignored`` rows, and targets drawn from the distribution itself as a rollout draws them."""
     g = torch.Generator(device).manual_seed(seed)
-    hidden = torch.randn(tokens, hidden_size, generator=g, device=device).to(dtype)
+    hidden = torch.randn(tokens, hidden_size, generator=g, dtype=torch.float32, device=device).to(dtype)
     weight = torch.empty(vocab, hidden_size, device=device, dtype=dtype)
     for rows in weight.split(8192):  # no fp32 copy of a large head
-        rows.copy_(torch.randn(rows.shape, generator=g, device=device) * (scale / hidden_size**0.5))
+        rows.copy_(
+            torch.randn(rows.shape, generator=g, dtype=torch.float32, device=device)
+            * (scale / hidden_size**0.5)
+        )
     target_ids = torch.empty(tokens, dtype=torch.int64, device=device)
     for h, ids in zip(hidden.split(64), target_ids.split(64), strict=True):
         logits = (h @ weight.T).float()
         ids.copy_((logits - torch.empty_like(logits).exponential_(generator=g).log_()).argmax(-1))
-    drop = torch.rand(tokens, generator=g, device=device) < ignored
+    drop = torch.rand(tokens, generator=g, dtype=torch.float32, device=device) < ignored
     return {"hidden": hidden, "weight": weight, "target_ids": torch.where(drop, -100, target_ids)}

@@ -66,7 +66,11 @@ def make_inputs(
     for h, ids in zip(head["hidden"].split(64), head["target_ids"].split(64), strict=True):
         logp = (h.double() @ head["weight"].double().T / temperature).log_softmax(-1)
         own.append(logp.gather(-1, ids[:, None])[:, 0])
-    near = torch.cat(own).view(sequences, length) if own else torch.zeros(sequences, length)
+    near = (
+        torch.cat(own).view(sequences, length)
+        if own
+        else torch.zeros(sequences, length, dtype=torch.float32, device="cpu")
+    )
     old = loss.pop("old_logprobs")
     moved = {"old_logprobs": near + (loss.pop("logprobs") - old).to(near)}
     for name in ("ref_logprobs", "rollout_logprobs"):

@@ -193,11 +193,11 @@ def make_inputs(
     """Keyword arguments of ``rlkernel.logprob`` for logits of ``shape`` ``[..., V]``: a share of ``ignored``
     rows, targets drawn from the distribution itself as a rollout draws them."""
     g = torch.Generator(device).manual_seed(seed)
-    logits = torch.randn(shape, generator=g, device=device) * scale
+    logits = torch.randn(shape, generator=g, dtype=torch.float32, device=device) * scale
     flat = logits.reshape(-1, shape[-1])
     # Gumbel-max in slices of rows, so that inputs of benchmark size do not need twice their memory
     targets = [(x - torch.empty_like(x).exponential_(generator=g).log_()).argmax(-1) for x in flat.split(256)]
     target_ids = torch.cat(targets) if targets else torch.zeros(0, dtype=torch.int64, device=device)
-    drop = torch.rand(target_ids.shape, generator=g, device=device) < ignored
+    drop = torch.rand(target_ids.shape, generator=g, dtype=torch.float32, device=device) < ignored
     target_ids = torch.where(drop, -100, target_ids).reshape(shape[:-1])
     return {"logits": logits.to(dtype), "target_ids": target_ids}

@@ -48,6 +48,8 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.matmul``: ``b`` is a linear layer's weight, transposed."""
     g = torch.Generator(device).manual_seed(seed)
-    a = torch.randn(rows, inner, generator=g, device=device)
-    weight = torch.randn(columns, inner, generator=g, device=device) / max(inner, 1) ** 0.5
+    a = torch.randn(rows, inner, generator=g, dtype=torch.float32, device=device)
+    weight = (
+        torch.randn(columns, inner, generator=g, dtype=torch.float32, device=device) / max(inner, 1) ** 0.5
+    )
     return {"a": a.to(dtype), "b": weight.to(dtype).t()}

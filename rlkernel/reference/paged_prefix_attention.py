@@ -95,14 +95,14 @@ def make_inputs(
             more = -(-(prompt + own) // block_size) - whole
             tables.append([*shared, *range(count, count + more)])
             count += more
-    place = torch.randperm(count + 1, generator=g, dtype=torch.int64).to(torch.int32)
+    place = torch.randperm(count + 1, generator=g, dtype=torch.int64, device="cpu").to(torch.int32)
     width = max(map(len, tables))
-    table = place[torch.tensor([[*t, *[count] * (width - len(t))] for t in tables])]
+    table = place[torch.tensor([[*t, *[count] * (width - len(t))] for t in tables], device="cpu")]
     lens = [prompt + own] * len(tables)
 
     def cache(d: int) -> Tensor:
-        x = torch.randn(count + 1, block_size, kv_heads, d, generator=g)
-        written = torch.zeros(count + 1, block_size, dtype=torch.bool)
+        x = torch.randn(count + 1, block_size, kv_heads, d, generator=g, dtype=torch.float32, device="cpu")
+        written = torch.zeros(count + 1, block_size, dtype=torch.bool, device="cpu")
         for row, length in zip(table.tolist(), lens, strict=True):
             for i, block in enumerate(row[: -(-length // block_size)]):
                 written[block, : max(0, length - i * block_size)] = True
@@ -110,7 +110,9 @@ def make_inputs(
 
     rows = queries * len(tables)
     return {
-        "query": torch.randn(rows, heads, head_dim, generator=g).to(dtype).to(device),
+        "query": torch.randn(rows, heads, head_dim, generator=g, dtype=torch.float32, device="cpu")
+        .to(dtype)
+        .to(device),
         "key_cache": cache(head_dim),
         "value_cache": cache(v_dim or head_dim),
         "block_table": table.to(device),

@@ -398,11 +398,13 @@ def make_inputs(
     g = torch.Generator().manual_seed(seed)
 
     def noise(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, dtype=torch.float64)
+        return torch.randn(*size, generator=g, dtype=torch.float64, device="cpu")
 
     old = -noise(*shape).abs()
-    lengths = torch.randint(1, shape[-1] + 1, shape[:-1], generator=g)
-    mask = (torch.arange(shape[-1]) < lengths[..., None]) & (torch.rand(shape, generator=g) > 0.1)
+    lengths = torch.randint(1, shape[-1] + 1, shape[:-1], generator=g, device="cpu")
+    mask = (torch.arange(shape[-1], device="cpu") < lengths[..., None]) & (
+        torch.rand(shape, generator=g, dtype=torch.float32, device="cpu") > 0.1
+    )
     tensors = {
         "logprobs": old + drift * noise(*shape),
         "old_logprobs": old,

@@ -319,12 +319,18 @@ def make_inputs(
     g = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
-        return torch.randn(rows, length, generator=g, dtype=torch.float64)
+        return torch.randn(rows, length, generator=g, dtype=torch.float64, device="cpu")
 
-    start = (torch.rand(rows, 1, generator=g) * length / 3).long()
-    end = start + 1 + (torch.rand(rows, 1, generator=g) * (length - start)).long()
-    places = torch.arange(length)
-    holes = (torch.rand(rows, length, generator=g) <= 0.05) & (places != start)
+    start = (torch.rand(rows, 1, generator=g, dtype=torch.float32, device="cpu") * length / 3).long()
+    end = (
+        start
+        + 1
+        + (torch.rand(rows, 1, generator=g, dtype=torch.float32, device="cpu") * (length - start)).long()
+    )
+    places = torch.arange(length, device="cpu")
+    holes = (torch.rand(rows, length, generator=g, dtype=torch.float32, device="cpu") <= 0.05) & (
+        places != start
+    )
     mask = (places >= start) & (places < end) & ~holes
     ref = -noise().abs()
     tensors = {"logprobs": ref - drift * noise().abs(), "ref_logprobs": ref}

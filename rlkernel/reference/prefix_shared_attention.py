@@ -135,7 +135,7 @@ def make_inputs(
     g, total = torch.Generator(device).manual_seed(seed), sum(layout.lengths)
 
     def normal(h: int, d: int) -> Tensor:
-        return torch.randn(total, h, d, generator=g, device=device).to(dtype)
+        return torch.randn(total, h, d, generator=g, dtype=torch.float32, device=device).to(dtype)
 
     q, k = normal(heads, head_dim), normal(kv_heads, head_dim)
     return {"q": q, "k": k, "v": normal(kv_heads, v_dim or head_dim), "batch": layout}

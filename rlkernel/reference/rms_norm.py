@@ -48,7 +48,7 @@ def make_inputs(
     g = torch.Generator(device).manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
+        return torch.randn(shape, generator=g, dtype=torch.float32, device=device)
 
     size = 2.0 ** noise(*shape[:-1], 1)
     inputs = {"x": noise(*shape) * size, "weight": 1 + 0.2 * noise(shape[-1])}

@@ -75,7 +75,9 @@ def make_inputs(
     turning = rotary_dim or head_dim
 
     def noise(count: int) -> Tensor:
-        x = torch.randn(batch, tokens, count, head_dim, generator=g, device=device).to(dtype)
+        x = torch.randn(batch, tokens, count, head_dim, generator=g, dtype=torch.float32, device=device).to(
+            dtype
+        )
         return x.flatten(0, 1) if packed else x.transpose(1, 2)
 
     start = torch.randint(0, 500, (batch, 1), generator=g, device=device)

@@ -40,7 +40,9 @@ def make_inputs(
     g = torch.Generator(device).manual_seed(seed)
     weight = torch.empty(V, H, device=device, dtype=dtype)
     for rows in weight.split(8192):  # no fp32 copy of a large head
-        rows.copy_(torch.randn(rows.shape, generator=g, device=device) * (scale / H**0.5))
-    hidden = torch.randn(N, H, generator=g, device=device).to(dtype)
+        rows.copy_(
+            torch.randn(rows.shape, generator=g, dtype=torch.float32, device=device) * (scale / H**0.5)
+        )
+    hidden = torch.randn(N, H, generator=g, dtype=torch.float32, device=device).to(dtype)
     seeds = torch.randint(-(2**63), 2**63 - 1, (N,), generator=g, device=device)
     return {"hidden": hidden, "weight": weight, "seeds": seeds, "positions": torch.arange(N, device=device)}

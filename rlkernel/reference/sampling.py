@@ -311,9 +311,9 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Arguments of ``sample``: logits whose few large values stand out as a language model's do."""
     g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(N, V, generator=g) * scale
-    seeds = torch.randint(-(2**63), 2**63 - 1, (N,), generator=g)
-    positions = torch.randint(0, 4096, (N,), generator=g)
+    logits = torch.randn(N, V, generator=g, dtype=torch.float32, device="cpu") * scale
+    seeds = torch.randint(-(2**63), 2**63 - 1, (N,), generator=g, device="cpu")
+    positions = torch.randint(0, 4096, (N,), generator=g, device="cpu")
     return {
         "logits": logits.to(dtype).to(device),
         "seeds": seeds.to(device),

@@ -68,7 +68,7 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.swiglu`` for ``gate`` and ``up`` of ``shape``."""
     g = torch.Generator(device).manual_seed(seed)
-    gate, up = (torch.randn(shape, generator=g, device=device) * size for size in (3, 1))
+    gate, up = (torch.randn(shape, generator=g, dtype=torch.float32, device=device) * size for size in (3, 1))
     if packed:
         return {"gate": torch.cat([gate, up], -1).to(dtype)}
     return {"gate": gate.to(dtype), "up": up.to(dtype)}

@@ -132,13 +132,15 @@ def make_inputs(
     batch, length = shape
 
     def noise() -> Tensor:
-        return torch.randn(shape, generator=g, device=device)
+        return torch.randn(shape, generator=g, dtype=torch.float32, device=device)
 
     old_values = noise()
     values, returns = old_values + spread * noise(), old_values + noise()
-    lengths = length - (torch.rand(batch, generator=g, device=device) * masked * length).long()
+    lengths = (
+        length - (torch.rand(batch, generator=g, dtype=torch.float32, device=device) * masked * length).long()
+    )
     inside = torch.arange(length, device=device) < lengths[:, None]
-    mask = inside & (torch.rand(shape, generator=g, device=device) >= masked / 2)
+    mask = inside & (torch.rand(shape, generator=g, dtype=torch.float32, device=device) >= masked / 2)
     inputs = {"values": values, "returns": returns, "mask": mask}
     if clipped:
         inputs["old_values"] = old_values

@@ -58,5 +58,8 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """Keyword arguments of ``rlkernel.whiten`` for ``x`` of ``shape``."""
     g = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(shape, generator=g, device=device) * 3 + 5
-    return {"x": x.to(dtype), "mask": torch.rand(shape, generator=g, device=device) >= masked}
+    x = torch.randn(shape, generator=g, dtype=torch.float32, device=device) * 3 + 5
+    return {
+        "x": x.to(dtype),
+        "mask": torch.rand(shape, generator=g, dtype=torch.float32, device=device) >= masked,
+    }

@@ -47,7 +47,9 @@ def from_vllm(
         import numpy  # vLLM's server writes NumPy's own format
 
         routed_experts = numpy.load(io.BytesIO(base64.b64decode(routed_experts)), allow_pickle=False)
-    return _of_engine(torch.as_tensor(routed_experts), num_experts, layers, tokens)
+    if not isinstance(routed_experts, Tensor):
+        routed_experts = torch.as_tensor(routed_experts, device="cpu")
+    return _of_engine(routed_experts, num_experts, layers, tokens)
 
 
 def from_sglang(

@@ -41,7 +41,7 @@ class Routes:
             ValueError: ids that are no expert's, -1 beside other ids of its token, or twice the same expert
                 for a token.
         """
-        ids = torch.as_tensor(ids)
+        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
         dtype = storage_dtype(num_experts)
         if ids.dim() != 3 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise ValueError(
@@ -142,7 +142,7 @@ class Routes:
         """The sequences of these lengths, one after the other."""
         if sum(lengths) != self.tokens or min(lengths, default=0) < 0:
             raise ValueError(f"lengths must sum to {self.tokens} tokens, got {list(lengths)}")
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).tolist()
         return [self[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
     def unpack(self, cu_seqlens: Tensor) -> list[Routes]:
@@ -213,7 +213,7 @@ def pack(sequences: Sequence[Routes]) -> tuple[Routes, Tensor]:
         tensor([0, 4, 8], dtype=torch.int32)
     """
     lengths = [0, *(len(sequence) for sequence in sequences)]
-    return cat(sequences), torch.tensor(lengths).cumsum(0).int()
+    return cat(sequences), torch.tensor(lengths, device="cpu").cumsum(0).int()
 
 
 def pad(sequences: Sequence[Routes], length: int | None = None, side: str = "right") -> Routes:

@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], sequences: Routes | Sequence[Routes]) -> 
     """
     sequences = [sequences] if isinstance(sequences, Routes) else list(sequences)
     whole = cat(sequences).to("cpu")
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device="cpu")
     # the type that is most strictly aligned first, as the format wants it
     tensors = {"lengths": lengths, "experts": whole.experts, "known": whole.known.to(torch.uint8)}
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -130,5 +130,5 @@ def _tensor(path: Any, header: dict[str, Any], name: str, body: bytearray, dim: 
             f"got those from {start} to {end}"
         )
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)

@@ -72,14 +72,15 @@ def nvtx_ranges(on: bool = True) -> Iterator[None]:
     if on:
         _need_nvtx("nvtx_ranges")
     block = _Block(bool(on))
-    with _lock:
-        _blocks.append(block)
-        _settle()
     try:
+        with _lock:
+            _blocks.append(block)
+            _settle()
         yield
     finally:
         with _lock:
-            _blocks.remove(block)
+            if block in _blocks:  # no interrupt came before
+                _blocks.remove(block)
             _settle()
 
 

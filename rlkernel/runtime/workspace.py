@@ -120,20 +120,22 @@ def limited(size: int) -> Iterator[None]:
         ...     rlkernel.workspace.limit() // 2**20
         64
     """
-    with _blocks_lock:
-        block = [_limit]
-        set_limit(size)
-        _blocks.append(block)
+    block: list[int | None] = []
     try:
+        with _blocks_lock:
+            block.append(_limit)
+            _blocks.append(block)
+            set_limit(size)  # which frees buffers: time enough for an interrupt
         yield
     finally:
         with _blocks_lock:
-            at = next(i for i, x in enumerate(_blocks) if x is block)
-            if at + 1 == len(_blocks):
-                set_limit(block[0])
-            else:  # a block that another thread entered later still stands: it restores what this one found
-                _blocks[at + 1][0] = block[0]
-            del _blocks[at]
+            at = next((i for i, x in enumerate(_blocks) if x is block), None)
+            if at is not None:  # else an interrupt came before
+                if at + 1 == len(_blocks):
+                    set_limit(block[0])
+                else:  # a block that another thread entered later still stands: it restores what this one found
+                    _blocks[at + 1][0] = block[0]
+                del _blocks[at]
 
 
 def release() -> None:
@@ -201,7 +203,7 @@ def _buffer(device: torch.device) -> _Buffer:
     return buffer
 
 
-_COUNTED = torch.empty(0, device="cpu")
+_COUNTED = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Carver:

@@ -87,7 +87,8 @@ def dry_bias(ids: Tensor, dry: Dry) -> TokenBias:
     lengths = copied(ids, LONGEST, breakers)
 
     def column(x: float | Tensor) -> Tensor:
-        return torch.as_tensor(x, device=ids.device).double().reshape(-1, 1)
+        dtype = x.dtype if isinstance(x, Tensor) else torch.float32
+        return torch.as_tensor(x, dtype=dtype, device=ids.device).double().reshape(-1, 1)
 
     multiplier, beyond = column(dry.multiplier), lengths - column(dry.allowed_length)
     hit = (lengths > 0) & (beyond >= 0) & (multiplier > 0) & (ids >= 0) & ~torch.isin(ids, breakers)

@@ -30,6 +30,7 @@ def split_seeds(seeds: int | Tensor, n: int) -> Tensor:
         (torch.Size([2, 4]), tensor([7, 8]))
     """
     number = numbers.whole("n", n, 1, 2**31 - 1, "an integer in [1, 2**31)")
-    first = torch.as_tensor(numbers.int64("seeds", seeds)).to(torch.int64)[..., None]
+    device = seeds.device if isinstance(seeds, Tensor) else "cpu"
+    first = torch.as_tensor(numbers.int64("seeds", seeds), dtype=torch.int64, device=device)[..., None]
     i = torch.arange(number, device=first.device)
     return torch.where(i == 0, first, stream.split(first, i))

@@ -125,7 +125,7 @@ def _expanded(rows: Rows) -> Tensor:
 def _shards(argument: str, group: str, vocab_start: int, rows: Rows, options: dict[str, Any]) -> Shards:
     """What the ranks have, as each tells the others; raises ValueError, on all of them, where it does not
     fit."""
-    look = debug.may_read(torch.empty(0, device=rows.device))
+    look = debug.may_read(torch.empty(0, dtype=torch.float32, device=rows.device))
     shared = {name: value for name, value in options.items() if name not in _OWN}
     said = [_vocab_parallel.digest(value) if look else 0 for value in shared.values()]
     own = [vocab_start, vocab_start + rows.vocab, rows.total, _DTYPES.index(rows.dtype), *said]

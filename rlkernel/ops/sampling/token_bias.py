@@ -100,7 +100,7 @@ class TokenBias(NamedTuple):
     def _looked_at(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The values as ``z`` has them, and which of the ids are tokens."""
         ids, values = self
-        bias = torch.as_tensor(values, device=z.device).detach().to(z.dtype).expand(ids.shape)
+        bias = torch.as_tensor(values, dtype=z.dtype, device=z.device).detach().expand(ids.shape)
         inside = (ids >= 0) & (ids < z.shape[1])
         if debug.may_read(bias):
             wrong = inside & ~(bias < torch.inf)
