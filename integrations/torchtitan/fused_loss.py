@@ -38,6 +38,7 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
             logger.info("FusedLoss does not compile its inner loss: it has no logits to read")
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
+        ranks.check_backend()
         super().set_lm_head(head.checked(lm_head))
         if is_in_batch_invariant_mode():
             logger.warning(
@@ -56,7 +57,8 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
         with spmd.no_typecheck():
             scored = self._scored(labels, loss_inputs)
             found = head.scored(self.lm_head, pred, scored, return_entropy=self._has_entropy())
-            scores = Scores(labels, found.logprobs, found.lse, found.entropy)
+            logprobs = found.logprobs.masked_fill(labels == IGNORED, 0.0)
+            scores = Scores(labels, logprobs, found.lse, found.entropy)
             logits = ScoredLogits(scores, (*labels.shape, self.lm_head.out_features))
             with ranks.unshared():
                 loss, metrics = self.loss_fn(logits, labels, global_valid_tokens, **loss_inputs)
@@ -65,11 +67,15 @@ class FusedLoss(_losses.ChunkedLossWrapper):  # type: ignore[name-defined]
         return loss, metrics
 
     def _scored(self, labels: Tensor, loss_inputs: dict[str, Any]) -> Tensor:
-        """The labels, but those of prompts and padding of which the loss has no use: they cost nothing."""
+        """A label of each row that the loss may look at, and of the others none: they cost nothing."""
+        if not self._has_entropy():
+            return labels
+        # a row has its entropy and its logsumexp whatever its label is, and without one
+        some = labels.masked_fill(labels == IGNORED, 0)
         mask = loss_inputs.get("loss_mask")
         if contract.class_name(self.loss_fn) not in contract.MASKED or mask is None:
-            return labels
-        return torch.where(mask.bool(), labels, IGNORED)
+            return some
+        return torch.where(mask.bool(), some, IGNORED)
 
     def _has_entropy(self) -> bool:
         return contract.class_name(self.loss_fn) != contract.CROSS_ENTROPY

@@ -14,9 +14,21 @@ from torchtitan.distributed.spmd_types import (
     set_current_spmd_mesh,
     spmd_mesh_size,
 )
+from torchtitan.distributed.utils import get_spmd_backend
 
 TP = "tp"
 WHOLE = "torchtitan's own ChunkedLossWrapper takes them"
+
+
+def check_backend() -> None:
+    """Raises:
+    ValueError: it is ``full_dtensor``, of which hidden states and labels are parts.
+    """
+    if get_spmd_backend() == "full_dtensor":
+        raise ValueError(
+            "parallelism.spmd_backend of FusedLoss must be 'spmd_types' or 'partial_dtensor', got "
+            f"'full_dtensor': {WHOLE}"
+        )
 
 
 def check(hidden: Tensor, labels: Tensor) -> None:

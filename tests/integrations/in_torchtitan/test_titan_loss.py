@@ -173,6 +173,36 @@ def test_a_users_loss():
     torch.testing.assert_close(found[2], want[2], rtol=1e-4, atol=1e-5)
 
 
+def of_every_row(logits, labels, valid, **_):
+    """Entropies and log-sum-exps of all rows, with gradients, and log-probabilities of those with a label."""
+    logprobs, told = compute_logprobs(logits, labels, return_entropy=True)
+    entropy = -(torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1)
+    total = (0.1 * entropy + 0.01 * torch.logsumexp(logits, -1).square() - logprobs).sum() / valid
+    return total, {"sum/mean": told.sum()}
+
+
+def test_a_row_without_a_label_has_its_entropy_and_logsumexp():
+    labels, _ = titan.batch("sft")
+    module, hidden = titan.head(), titan.hidden_states()
+    loss = titan.fused(titan.INNER["grpo"]).build()
+    loss.loss_fn = of_every_row
+    want = titan.outcome(of_every_row, module, hidden, labels, {}, whole=True)
+    found = titan.outcome(loss, module, hidden, labels, {})
+    assert (labels == -100).any()
+    torch.testing.assert_close(found[0], want[0])
+    torch.testing.assert_close(found[1], want[1])
+    torch.testing.assert_close(found[2], want[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["grpo", "dapo"])
+def test_a_completion_has_tokens_without_a_label(inner):
+    labels, inputs = titan.batch(inner)
+    labels[:, ::3] = -100
+    stock, ours = both(inner, labels, inputs)
+    torch.testing.assert_close(ours[:2], stock[:2])
+    torch.testing.assert_close(ours[2], stock[2], rtol=1e-4, atol=1e-6)
+
+
 UNKNOWN = {
     "topk": lambda logits, labels: logits.topk(2)[0].sum(),
     "exp": lambda logits, labels: logits.exp().sum(),

@@ -104,6 +104,14 @@ def test_a_batch_invariant_recipe_is_told_of_bits(monkeypatch, caplog):
     assert "not the bits of the generator's" in caplog.text
 
 
+def test_full_dtensor_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("torchtitan.distributed.utils._spmd_backend", "full_dtensor")
+    loss = titan.fused(titan.INNER["grpo"]).build()
+    with pytest.raises(ValueError, match="parallelism.spmd_backend of FusedLoss must be.*'full_dtensor'"):
+        loss.set_lm_head(titan.head())
+    assert loss.lm_head is None
+
+
 def test_tokens_that_are_shared_out_are_refused():
     labels, inputs = titan.batch()
     loss = titan.fused(titan.INNER["grpo"]).build()
