@@ -122,7 +122,7 @@ class Patch:
         before = len(self._done)
         try:
             for entry in found:
-                self._done.append(entry)  # first, or an interrupt between the two would leave it there for ever
+                self._done.append(entry)  # first: an interrupt between the two would leave it unknown
                 setattr(entry.owner, entry.name, entry.new)
         except BaseException:
             self._take_back(before)

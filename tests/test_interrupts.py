@@ -1,4 +1,4 @@
-"""An interrupt, or a signal handler's exception, that comes while a block is entered leaves what was before."""
+"""An interrupt, or the exception of a signal handler, while a block is entered leaves what was before."""
 
 import dis
 import sys

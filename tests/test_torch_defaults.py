@@ -1,4 +1,4 @@
-"""A default device or dtype of torch, which programs set while they load a model, changes no bit of a result."""
+"""A default device or dtype of torch, which programs set while a model loads, changes no bit of a result."""
 
 import contextlib
 
@@ -13,6 +13,10 @@ from rlkernel.bench import cases, parity
 from rlkernel.consistency import vendor
 from rlkernel.consistency.fingerprints import Room, fingerprint
 from rlkernel.drivers import prefix_shared_attention
+from rlkernel.integrations.hf import invariant as invariant_calls
+from rlkernel.integrations.sglang import given_ids
+from rlkernel.integrations.trl import order
+from rlkernel.integrations.vllm import rollout
 from rlkernel.prefix.layout import PrefixLayout
 
 DEFAULTS = {"meta": ("meta", torch.float32), "bf16": ("cpu", torch.bfloat16), "fp64": ("cpu", torch.float64)}
@@ -117,7 +121,23 @@ def searched():
     return list(vendor._telling(X, X.T, 1)), list(fingerprint(X, Room(100)))[:1]
 
 
+def doors():
+    """What adapters make on the host, of those that load without their framework."""
+    first, last = torch.zeros(6, dtype=torch.int32, device="cpu"), torch.tensor([0, 1, 2] * 2, device="cpu")
+    rows = invariant_calls._rows.__wrapped__(
+        invariant_calls._bytes(first), invariant_calls._bytes(last), None, 3, 3, 0
+    )
+    kept = [[[1, 2], [3]], [[4]]]  # of each token of two samples
+    return [
+        order.by_groups(torch.tensor([2, 0, 3, 1], device="cpu"), IDS[:1].T[:4]),
+        list(rollout.support_of(kept)),
+        given_ids.table([[1, 2], None, [3]], torch.device("cpu")),
+        list(rows),
+    ]
+
+
 HELPERS = {
+    "doors": doors,
     "routes": routes,
     "repetitions": repeated,
     "batch_invariant": invariant,

@@ -133,7 +133,7 @@ def limited(size: int) -> Iterator[None]:
             if at is not None:  # else an interrupt came before
                 if at + 1 == len(_blocks):
                     set_limit(block[0])
-                else:  # a block that another thread entered later still stands: it restores what this one found
+                else:  # a block that another thread entered later still stands: it restores what was found
                     _blocks[at + 1][0] = block[0]
                 del _blocks[at]
 

@@ -1,6 +1,10 @@
-import copy, io
-import pytest, torch
-from replay_cases import IDS, assert_same, checkpointed, moe, other_routes, record
+import copy
+import io
+
+import pytest
+import torch
+from replay_cases import IDS, assert_same, checkpointed, moe, other_routes
+
 from rlkernel import routing_replay
 
 WITH = {

@@ -6,6 +6,8 @@ import trl_prefix_cases
 import trl_trainers
 from trl_prefix_cases import SHUFFLE, UPSTREAM, grpo_trainer, patch_trl
 
+from rlkernel.integrations.trl.order import Order
+
 nothing_left_behind = trl_prefix_cases.nothing_left_behind
 model_path, make_trainer = trl_trainers.model_path, trl_trainers.make_trainer
 
@@ -48,6 +50,21 @@ def test_shuffle_orders_groups_evenly():
         for _ in range(800):
             first[grpo_trainer.shuffle_sequence_dict(batch)["prompt_ids"][0, 0]] += 1
     assert (first - 200).abs().max() < 60  # five standard deviations
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_shuffle_draws_what_trl_draws_on_a_default_device():
+    with torch.device("cuda"):
+        batch = generation_batch()
+        torch.manual_seed(3)
+        UPSTREAM[SHUFFLE](batch)
+        after = torch.cuda.get_rng_state()
+        torch.manual_seed(3)
+        planned = Order().plan(batch["prompt_ids"])
+        with patch_trl():
+            out = grpo_trainer.shuffle_sequence_dict(batch)
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+    assert out["advantages"].long().tolist() == planned.tolist()
 
 
 def test_shuffle_draws_what_trl_draws():
